@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gateway.metrics.catalogue import Metrics
-from gateway.metrics.exposition import text
+from gateway.metrics.exposition import render_family
 
 ROUNDS = 200_000
 

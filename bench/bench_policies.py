@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from policies import ledger, registry
 from policies.latency.latency import ttfts
-from policies.ledger import Entry
+from policies.ledger import LoadBooking
 from policies.load import EndpointLoad
-from policies.model import Ask, Candidate, Endpoint, Request, Slo
+from policies.model import Candidate, Endpoint, Request, RoutingQuery, Slo
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 from policies.prefix.prefix_index import PrefixIndex
 from policies.run import pick
@@ -63,7 +63,7 @@ class Bench:
         self.system = self.rng.randbytes(SYSTEM_TOKENS * BYTES_PER_TOKEN)
         for slot in range(endpoints):
             self.index.set_capacity(slot, 10**9)
-            self.index.insert(self.prints.of(b"salt", self.system), slot, SYSTEM_TOKENS)
+            self.index.insert(self.prints.fingerprint(b"salt", self.system), slot, SYSTEM_TOKENS)
 
     def candidate(self, slot: int) -> Candidate:
         load = EndpointLoad(slot)
@@ -83,8 +83,8 @@ class Bench:
             for _ in range(PROMPTS)
         ]
 
-    def ask(self, cached: list[int]) -> Ask:
-        return Ask(Request("id", "model", "tenant", self.tokens, 300), 1.0, self.rng, cached)
+    def ask(self, cached: list[int]) -> RoutingQuery:
+        return RoutingQuery(Request("id", "model", "tenant", self.tokens, 300), 1.0, self.rng, cached)
 
     def decide(self, fingerprint: Fingerprint) -> None:
         cached = self.index.match(fingerprint, self.tokens)
@@ -126,13 +126,13 @@ def print_picks(endpoints: int) -> None:
     endpoints have most of it cached.
     """
     bench, slo = Bench(8_000, endpoints), Slo("chat", 2.0, 0.05)
-    prints = [bench.prints.of(b"salt", text) for text in bench.texts()]
+    prints = [bench.prints.fingerprint(b"salt", text) for text in bench.texts()]
     cold = [0] * endpoints
     warm = [6_800 if slot % 10 == 3 else 100 * (slot % 30) for slot in range(endpoints)]
 
-    def ask(number: int, cached: list[int]) -> Ask:
+    def ask(number: int, cached: list[int]) -> RoutingQuery:
         request = Request(f"{number}", "model", "tenant", 8_000, 300, slo=slo)
-        return Ask(request, 1.0 + number / 1000, bench.rng, cached, frozenset(), prints[number])
+        return RoutingQuery(request, 1.0 + number / 1000, bench.rng, cached, frozenset(), prints[number])
 
     for name in registry.names():
         costs = []
@@ -163,12 +163,12 @@ class LedgerBench:
         """Prepare one endpoint that receives a request every `gap_s` seconds."""
         self.load = EndpointLoad(0)
         self.load.kv_tokens = 600_000
-        ledger.believe(self.load, believed, 0.0)
+        ledger.set_modelled(self.load, believed, 0.0)
         self.gap_s = gap_s
         self.request = Request("id", "model", "tenant", prompt_tokens, 300)
         self.now = 1.0
-        self.decoding: list[Entry] = []
-        self.entry: Entry | None = None
+        self.decoding: list[LoadBooking] = []
+        self.entry: LoadBooking | None = None
         self.candidates = [
             Candidate(
                 Endpoint(f"tp{slot}", "http://127.0.0.1:9000", "pool", "model"), EndpointLoad(slot)
@@ -184,11 +184,11 @@ class LedgerBench:
     def first_token(self, _: int) -> None:
         assert self.entry is not None
         self.now += 0.4 * self.gap_s
-        self.entry.first_token(self.now)
+        self.entry.on_first_token(self.now)
 
     def finished(self, _: int) -> None:
         self.now += 0.1 * self.gap_s
-        self.decoding.pop(0).finished(self.now, 100)
+        self.decoding.pop(0).finish(self.now, 100)
 
     def measure_round(self) -> list[float]:
         """Time `book`, `first_token` and `finished` in turn, and then all TTFT predictions."""

@@ -19,9 +19,9 @@ from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.openai import Api
 from gateway.protocol.relay import Relay
-from gateway.protocol.trace_context import Trace, TraceLeg, passed_on
-from gateway.telemetry.otlp import Tracer
-from gateway.telemetry.spans import tree
+from gateway.protocol.trace_context import LegSpan, Trace, propagated_headers
+from gateway.telemetry.otlp import SpanExporter
+from gateway.telemetry.spans import build_spans
 
 ROUNDS = 20_000
 PARENT = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}

@@ -19,53 +19,53 @@ from time import monotonic
 from aiohttp import web
 
 from gateway.admin import server as admin
-from gateway.admission.controller import Gate
-from gateway.config import Config, Listener, Loaded
+from gateway.admission.controller import AdmissionController
+from gateway.config import Config, Listener, LoadedConfig
 from gateway.disagg.handoffs import Handoffs
-from gateway.fleet.discovery.discovery import Discovery, made
+from gateway.fleet.discovery.discovery import Discovery, create_source
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.health_checks import Watcher
-from gateway.fleet.prefix_cache import Prefixes
+from gateway.fleet.health_checks import HealthChecker
+from gateway.fleet.prefix_cache import PrefixCacheView
 from gateway.fleet.speed_monitor import GLANCE_S
 from gateway.http import models_api
-from gateway.http.aiohttp_connection import Lobby
+from gateway.http.aiohttp_connection import AiohttpConnection
 from gateway.http.client_connections import ClientConnections
-from gateway.http.fast_connection import Front
-from gateway.http.listener_sockets import ADMIN, API, BACKLOG, bind, bound_send_buffers
+from gateway.http.fast_connection import FastConnection
+from gateway.http.listener_sockets import ADMIN, API, BACKLOG, bind, limit_send_buffers
 from gateway.http.tls_clients import redis_settings
-from gateway.http.tls_listener import Accept, TlsListeners
-from gateway.http.write_queue import Outbox
+from gateway.http.tls_listener import ProtocolFactory, TlsListeners
+from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
-from gateway.metrics.runtime_gauges import pools
+from gateway.metrics.runtime_gauges import pool_by_label
 from gateway.peers.bus import ID_BYTES, Bus
-from gateway.peers.frame_auth import Seal
+from gateway.peers.frame_auth import FrameAuth
 from gateway.peers.local_bus import LocalBus
-from gateway.peers.sync_loop import Pump
-from gateway.peers.view import View
+from gateway.peers.sync_loop import SyncLoop
+from gateway.peers.view import PeerView
 from gateway.protocol.forwarded import TrustedProxies
-from gateway.reload.auto_rollback import GatewayOnTrial, Trial
-from gateway.reload.file_watcher import Follow
-from gateway.reload.history import Versions
+from gateway.reload.auto_rollback import AutoRollbackMonitor, GatewayRollbackTarget
+from gateway.reload.file_watcher import FileWatcher
+from gateway.reload.history import VersionHistory
 from gateway.reload.reloader import Reloader
-from gateway.reload.snapshot import build
-from gateway.reload.swap import Swap, discovered, furnish
-from gateway.restart.channel import BoundTo
+from gateway.reload.snapshot import build_plan
+from gateway.reload.swap import Swap, attach_metrics, reported_models
+from gateway.restart.channel import BoundListener
 from gateway.restart.predecessor import Predecessor
-from gateway.restart.start_options import Local, Origin
+from gateway.restart.start_options import StartOptions, WorkerSettings
 from gateway.route import Gateway
-from gateway.serve import Beginning
-from gateway.telemetry.accounting import AccessLog, Accounts
-from gateway.telemetry.otlp import Tracer
-from gateway.util.addresses import http_url, named
-from gateway.util.gc_control import Litter
+from gateway.serve import RequestFactory
+from gateway.telemetry.accounting import AccessLog, Accounting
+from gateway.telemetry.otlp import SpanExporter
+from gateway.util.addresses import http_url, naming_config_key
+from gateway.util.gc_control import GcSchedule
 from gateway.util.networks import Networks
 
 log = logging.getLogger("penstock")
 
 SWEEP_S = 0.25
-PULSE_S = 0.1
-QUIET_S = 0.02  # interval of checks whether all requests have ended
-LAST_WORDS_S = 1.0  # time to fail the requests that are left when the gateway stops
+TICK_S = 0.1
+IDLE_CHECK_S = 0.02  # interval of checks whether all requests have ended
+FAIL_S = 1.0  # time to fail the requests that are left when the gateway stops
 SETTLE_S = 0.3
 FLUSH_S, MEMORY_BYTES = 0.05, 16 << 20  # state exchange between workers of one machine
 
@@ -77,50 +77,50 @@ class App:
     end             call it to request the end of the process
     """
 
-    def __init__(self, config: Config, origin: Origin | None = None) -> None:
+    def __init__(self, config: Config, origin: StartOptions | None = None) -> None:
         """Build a gateway with `config`. `origin` is needed for reloads and workers."""
-        origin = origin or Origin(Loaded(config))
+        origin = origin or StartOptions(LoadedConfig(config))
         self.config = config
         self.url = self.admin_url = ""
-        self.draining = False
-        self.end: Callable[[], None] = lambda: None
+        self.is_draining = False
+        self.request_end: Callable[[], None] = lambda: None
         self._local = origin.local
         self.metrics = Metrics()
         self._loop = asyncio.get_running_loop()
         auth = _frame_auth(config, origin.local)
         self._predecessor, self._has_retired = origin.predecessor, False
         self.secret = _fingerprint_secret(auth, origin.predecessor)
-        self._prefixes = Prefixes(self.secret, config.prefix.index, config.prefix.block_bytes)
-        self._admission = Gate(config)
+        self._prefixes = PrefixCacheView(self.secret, config.prefix.index, config.prefix.block_bytes)
+        self._admission = AdmissionController(config)
         trusted = Networks(config.listeners.api.trusted_proxies)
-        refused = self.metrics.inside.connections_refused_total
-        self.fronts = ClientConnections(
+        refused = self.metrics.runtime_gauges.connections_refused_total
+        self.connections = ClientConnections(
             self._admission, trusted, lambda reason: refused.labels(reason).inc()
         )
-        self._write_queue = Outbox(self._loop)
+        self._write_queue = WriteQueue(self._loop)
         rng = Random(secrets.randbits(64))
         self._endpoints = EndpointTable(
             config, self._prefixes, self.metrics, rng, self._write_queue
         )
         self._endpoints.on_change = self._admission.refresh
-        lost = self.metrics.inside.log_lines_dropped_total
+        lost = self.metrics.runtime_gauges.log_lines_dropped_total
         self._log = AccessLog(config.observability, self._loop, lost)
-        self._tracer = Tracer(self.metrics, Random(secrets.randbits(64)), origin.env)
+        self._tracer = SpanExporter(self.metrics, Random(secrets.randbits(64)), origin.env)
         self._health_checker = self._create_health_checker(config)
         self._sync_loop = None if auth is None else self._create_sync(auth, origin.local, rng)
-        plan = build(config, self._endpoints, self._admission, {})
-        self._endpoints.adopt(plan.adoption)
+        plan = build_plan(config, self._endpoints, self._admission, {})
+        self._endpoints.apply(plan.adoption)
         self.gateway = Gateway(
             plan.snapshot,
             self._endpoints,
             self._admission,
-            Accounts(self.metrics, self._log, self._tracer, self._loop),
+            Accounting(self.metrics, self._log, self._tracer, self._loop),
             Handoffs(self.metrics, rng, self._write_queue),
         )
         proxies = TrustedProxies(trusted) if trusted else None
-        self._request_factory = Beginning(self.gateway, self.metrics.itl_seconds, proxies)
-        furnish(self.gateway, plan, self.metrics)
-        self.metrics.pools = lambda: pools(
+        self._request_factory = RequestFactory(self.gateway, self.metrics.itl_seconds, proxies)
+        attach_metrics(self.gateway, plan, self.metrics)
+        self.metrics.pool_by_label = lambda: pool_by_label(
             self.gateway.snapshot.routes.values(), self._endpoints.all()
         )
         self._create_reload(origin, rng)
@@ -128,50 +128,50 @@ class App:
         self.sockets, self._activated = dict(origin.sockets), origin.activated
         self._servers: dict[str, list[asyncio.Server]] = {}
         self._tls = TlsListeners(
-            self.metrics.inside, self.fronts, lambda: self.gateway.snapshot.config.limits
+            self.metrics.runtime_gauges, self.connections, lambda: self.gateway.snapshot.config.limits
         )
-        self._gc_schedule = Litter(monotonic())
+        self._gc_schedule = GcSchedule(monotonic())
         self._sweep_task: asyncio.Task[None] | None = None
         self._tick_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._attach_gauges()
 
-    def _create_health_checker(self, config: Config) -> Watcher:
-        checker = Watcher(config, self._endpoints, self._on_models_changed)
-        self._endpoints.on_out, self._endpoints.ask_health = checker.suspect, checker.check
+    def _create_health_checker(self, config: Config) -> HealthChecker:
+        checker = HealthChecker(config, self._endpoints, self._on_models_changed)
+        self._endpoints.on_ejected, self._endpoints.probe_health = checker.probe_until_recovered, checker.check
         self._endpoints.on_model_gone = checker.relist
         return checker
 
-    def _create_reload(self, origin: Origin, rng: Random) -> None:
+    def _create_reload(self, origin: StartOptions, rng: Random) -> None:
         """Create what reloads the configuration: swap, discovery, file watcher and auto-rollback."""
         self.swap = Swap(self.gateway, self._health_checker, self.metrics)
         history = None if origin.local is None else _versions(self.config, origin.local)
         folder = Path(origin.loaded.file).parent  # relative paths of all configurations start here
         self._discovery = Discovery(
-            self._endpoints.found, self._on_discovered, rng, partial(made, folder)
+            self._endpoints.discovered, self._on_discovered, rng, partial(create_source, folder)
         )
-        self.swap.discover = self._discovery.follow
+        self.swap.start_discovery = self._discovery.reconfigure
         self.reloader = Reloader(
             origin.loaded, origin.file, self.swap, self.metrics, origin.env, origin.say, history
         )
-        self._file_watcher = Follow(self.reloader)
-        self._trial = Trial(GatewayOnTrial(self.reloader, self.metrics), origin.say)
+        self._file_watcher = FileWatcher(self.reloader)
+        self._trial = AutoRollbackMonitor(GatewayRollbackTarget(self.reloader, self.metrics), origin.say)
         self.reloader.on_applied = self._applied
 
     async def _applied(self, trigger: str) -> None:
         config = self.reloader.running.config
-        self._tls.follow(config.listeners)
-        bound_send_buffers(chain(*self.sockets.values()), config.limits.send_buffer)
-        await self._trial.applied(trigger)
+        self._tls.update(config.listeners)
+        limit_send_buffers(chain(*self.sockets.values()), config.limits.send_buffer)
+        await self._trial.on_applied(trigger)
 
     async def start(self) -> None:
         """Poll the engines once, then listen. Raises OSError when an address is in use."""
         await self._discovery.start(self.config)
         await self._health_checker.start()
         if self._local is not None:
-            self._endpoints.drain_named(self._local.drained)
+            self._endpoints.drain_by_name(self._local.drained)
         self._sweep_task = asyncio.create_task(self._sweep(), name="sweep")
-        self._tick_timer = self._loop.call_later(PULSE_S, self._tick)
+        self._tick_timer = self._loop.call_later(TICK_S, self._tick)
         self._stall_timer = self._loop.call_later(GLANCE_S, self._check_stalls)
         if self._sync_loop is not None:
             await self._sync_loop.start()
@@ -179,27 +179,27 @@ class App:
             await self._file_watcher.start()
             self._trial.start()
         if self._predecessor is not None:
-            await self._predecessor.warm(self.gateway, self.config, self.secret)
+            await self._predecessor.restore_state(self.gateway, self.config, self.secret)
         listeners = self.config.listeners
-        with named("listeners.api", listeners.api.host, listeners.api.port):
+        with naming_config_key("listeners.api", listeners.api.host, listeners.api.port):
             self.url = await self._listen_api(listeners.api)
-        with named("listeners.admin", listeners.admin.host, listeners.admin.port):
+        with naming_config_key("listeners.admin", listeners.admin.host, listeners.admin.port):
             self.admin_url = await self._listen_admin(listeners.admin)
-        self._gc_schedule.settle()
+        self._gc_schedule.freeze()
         if self._predecessor is not None:
-            await self._predecessor.ready(self.gateway if self.config.shared is None else None)
+            await self._predecessor.report_ready(self.gateway if self.config.shared is None else None)
 
     @property
-    def bound(self) -> list[tuple[BoundTo, socket.socket]]:
+    def bound(self) -> list[tuple[BoundListener, socket.socket]]:
         """The listening sockets with their configured addresses, for a successor."""
         listeners = {API: self.config.listeners.api, ADMIN: self.config.listeners.admin}
         return [
             (
-                BoundTo(
+                BoundListener(
                     name,
                     listeners[name].host,
                     listeners[name].port,
-                    activated=name in self._activated,
+                    is_activated=name in self._activated,
                 ),
                 listening,
             )
@@ -212,34 +212,34 @@ class App:
 
         Returns after timeouts.handover at the latest. An idle connection gets one more request.
         """
-        self.draining = self._has_retired = True
-        limit_s, active = self.gateway.snapshot.config.timeouts.handover, self._admission.active
+        self.is_draining = self._has_retired = True
+        limit_s, active = self.gateway.snapshot.config.timeouts.handover, self._admission.active_requests
         ends = monotonic() + limit_s
         log.info(
             "drain begins: %d connections, %d requests, at most %g s",
-            len(self.fronts),
+            len(self.connections),
             active,
             limit_s,
         )
         await self._file_watcher.stop()
         for server in chain(*self._servers.values()):
             server.close()
-        for client in tuple(self.fronts):
+        for client in tuple(self.connections):
             client.drain()
         # A worker keeps its admin server, which its supervisor still queries.
         if self._local is None and self._runners[-1].server is not None:
-            await self._runners[-1].server.shutdown(LAST_WORDS_S)
+            await self._runners[-1].server.shutdown(FAIL_S)
         while monotonic() < ends and not self._has_handed_over():  # noqa: ASYNC110
             await asyncio.sleep(SWEEP_S)
 
     def _has_handed_over(self) -> bool:
         """Return whether all connections have ended, also those of this process's predecessor."""
         has_predecessor = self._predecessor is not None and self._predecessor.is_alive
-        return not len(self.fronts) and not has_predecessor
+        return not len(self.connections) and not has_predecessor
 
     async def stop(self) -> None:
         """Stop accepting, let requests end within timeouts.shutdown, then close everything."""
-        began, self.draining = monotonic(), True
+        began, self.is_draining = monotonic(), True
         predecessor_stop = None
         if self._predecessor is not None:
             predecessor_stop = asyncio.create_task(self._predecessor.stop(self._longest_stop_s))
@@ -254,14 +254,14 @@ class App:
             await asyncio.sleep(SETTLE_S)
         shutdown_s = self.gateway.snapshot.config.timeouts.shutdown
         ends = monotonic() + shutdown_s
-        log.info("drain begins: %d requests, at most %g s", self._admission.active, shutdown_s)
-        closing = [connection.finish() for connection in self._fast_connections()]
+        log.info("drain begins: %d requests, at most %g s", self._admission.active_requests, shutdown_s)
+        closing = [connection.close_when_idle() for connection in self._fast_connections()]
         await self._wait_until_idle(closing, ends)
         if monotonic() >= ends:
             log.warning(
-                "drain: %d requests have not ended and are failed now", self._admission.active
+                "drain: %d requests have not ended and are failed now", self._admission.active_requests
             )
-            ends = monotonic() + LAST_WORDS_S
+            ends = monotonic() + FAIL_S
             await self._fail_requests()
             await self._wait_until_idle(closing, ends)
         await self._close_listeners(max(0.0, ends - monotonic()))
@@ -273,7 +273,7 @@ class App:
                 timer.cancel()
         self.gateway.handoffs.close()
         self._endpoints.close()
-        self.gateway.accounts.settle()
+        self.gateway.accounts.account_ended()
         if predecessor_stop is not None:
             await predecessor_stop
         await self._tracer.close()
@@ -291,12 +291,12 @@ class App:
                 await runner.server.shutdown(max(0.0, ends - monotonic()))
             await runner.cleanup()
         for connection in self._fast_connections():
-            connection.cut()
+            connection.abort()
 
     @property
     def _longest_stop_s(self) -> float:
         """The longest time that stop() takes."""
-        return self.gateway.snapshot.config.timeouts.shutdown + LAST_WORDS_S + SETTLE_S
+        return self.gateway.snapshot.config.timeouts.shutdown + FAIL_S + SETTLE_S
 
     def reopen_log(self) -> None:
         """Reopen the access log if its file was moved."""
@@ -306,23 +306,23 @@ class App:
         """Wait until all requests have ended and all connections have closed, at most until `ends`."""
 
         def is_idle() -> bool:
-            return not self._admission.active and all(future.done() for future in closing)
+            return not self._admission.active_requests and all(future.done() for future in closing)
 
         while monotonic() < ends and not is_idle():  # noqa: ASYNC110
-            await asyncio.sleep(QUIET_S)
+            await asyncio.sleep(IDLE_CHECK_S)
 
     async def _fail_requests(self) -> None:
         """Fail all running requests; a stream in the middle of an event gets its end first."""
-        ends = monotonic() + LAST_WORDS_S / 2
-        self._endpoints.retire()
-        self._admission.end_retries()
-        while self._endpoints.give_up() and monotonic() < ends:  # noqa: ASYNC110
-            await asyncio.sleep(QUIET_S)
-        self._endpoints.give_up(at_once=True)
+        ends = monotonic() + FAIL_S / 2
+        self._endpoints.stop_routing()
+        self._admission.stop_retries()
+        while self._endpoints.fail_streams() and monotonic() < ends:  # noqa: ASYNC110
+            await asyncio.sleep(IDLE_CHECK_S)
+        self._endpoints.fail_streams(immediately=True)
 
-    async def recede(self) -> None:
+    async def stop_being_ready(self) -> None:
         """Report not ready and serve on for timeouts.grace, so that load balancers notice."""
-        self.draining = True
+        self.is_draining = True
         grace_s = self.gateway.snapshot.config.timeouts.grace or 0.0
         log.info("SIGTERM: not ready, but serving for %g s more (timeouts.grace)", grace_s)
         await asyncio.sleep(grace_s)
@@ -333,11 +333,11 @@ class App:
             return None
         return self._sync_loop.state()
 
-    def _create_sync(self, auth: Seal, local: Local | None, rng: Random) -> Pump:
+    def _create_sync(self, auth: FrameAuth, local: WorkerSettings | None, rng: Random) -> SyncLoop:
         """Create the state exchange with other gateways: view, bus and sync loop."""
         config, shared = self.config, self.config.shared
         memory_bytes = MEMORY_BYTES if shared is None else shared.memory
-        view = View(
+        view = PeerView(
             auth,
             self._endpoints,
             self._admission,
@@ -348,46 +348,46 @@ class App:
         bus: Bus
         if shared is not None:
             # Imported here because it takes 60 ms.
-            from gateway.peers.redis_bus import Place, RedisBus
+            from gateway.peers.redis_bus import RedisAddress, RedisBus
 
             password = None if shared.redis.password is None else shared.redis.password.reveal()
             encryption = redis_settings(shared.redis.url, shared.redis.tls)
-            address = Place(
+            address = RedisAddress(
                 shared.redis.url, shared.fleet, shared.redis.username, password, encryption
             )
-            bus = RedisBus(address, rng, view.drop)
+            bus = RedisBus(address, rng, view.count_drop)
         else:
             assert local is not None
-            bus = LocalBus(Path(local.hub), view.drop)
-        view.suspect = self._health_checker.suspect
+            bus = LocalBus(Path(local.hub), view.count_drop)
+        view.on_suspect = self._health_checker.probe_until_recovered
         view.tenants = lambda: self.gateway.snapshot.config.tenants
-        self._endpoints.news = view.news
-        self._admission.tell(view.news)
+        self._endpoints.updates = view.updates
+        self._admission.publish_to_peers(view.updates)
         flush_s = FLUSH_S if shared is None else shared.flush
-        return Pump(view, bus, flush_s, self.metrics, rng)
+        return SyncLoop(view, bus, flush_s, self.metrics, rng)
 
-    def _fast_connections(self) -> list[Front]:
+    def _fast_connections(self) -> list[FastConnection]:
         """Return the client connections that are not handled by aiohttp's server."""
-        return [connection for connection in self.fronts if isinstance(connection, Front)]
+        return [connection for connection in self.connections if isinstance(connection, FastConnection)]
 
-    async def _connection_factory(self) -> Callable[[], Front]:
+    async def _connection_factory(self) -> Callable[[], FastConnection]:
         """Return the factory of protocols for client connections."""
-        server = models_api.application(lambda: self.gateway.snapshot)
+        server = models_api.api_application(lambda: self.gateway.snapshot)
         runner = web.AppRunner(server, handler_cancellation=True, access_log=None)
         await runner.setup()
         self._runners.append(runner)
         manager = runner.server
         assert manager is not None
-        serve, connections = self._request_factory.serve, self.fronts
+        serve, connections = self._request_factory.serve, self.connections
         gateway, write_queue = self.gateway, self._write_queue
 
-        def create() -> Front:
+        def create() -> FastConnection:
             limits = gateway.snapshot.config.limits  # for the whole life of the connection
 
-            def create_fallback() -> Lobby:
-                return Lobby(serve, connections, limits, write_queue, manager)
+            def create_fallback() -> AiohttpConnection:
+                return AiohttpConnection(serve, connections, limits, write_queue, manager)
 
-            connection = Front(serve, connections, limits, write_queue, create_fallback)
+            connection = FastConnection(serve, connections, limits, write_queue, create_fallback)
             if self._has_retired:  # accepted just before the sockets were closed
                 connection.drain()
             return connection
@@ -398,7 +398,7 @@ class App:
         return await self._listen(API, listener, await self._connection_factory())
 
     async def _listen_admin(self, listener: Listener) -> str:
-        runner = web.AppRunner(admin.application(self), access_log=None)
+        runner = web.AppRunner(admin.admin_application(self), access_log=None)
         await runner.setup()
         self._runners.append(runner)
         if self._local is not None:
@@ -407,12 +407,12 @@ class App:
         assert runner.server is not None
         return await self._listen(ADMIN, listener, runner.server)
 
-    async def _listen(self, name: str, listener: Listener, factory: Accept) -> str:
+    async def _listen(self, name: str, listener: Listener, factory: ProtocolFactory) -> str:
         """Listen on inherited sockets, or on new ones; return the URL."""
-        factory = self._tls.wrap(name, listener.tls, factory)
+        factory = self._tls.wrap_factory(name, listener.tls, factory)
         sockets = self.sockets.get(name) or bind(listener.host, listener.port)
         self.sockets[name] = sockets
-        bound_send_buffers(sockets, self.gateway.snapshot.config.limits.send_buffer)
+        limit_send_buffers(sockets, self.gateway.snapshot.config.limits.send_buffer)
         self._servers[name] = [
             await self._loop.create_server(factory, sock=listening, backlog=BACKLOG)
             for listening in sockets
@@ -422,7 +422,7 @@ class App:
 
     def _tick(self) -> None:
         """Advance the admissions' clock."""
-        self._tick_timer = self._loop.call_later(PULSE_S, self._tick)
+        self._tick_timer = self._loop.call_later(TICK_S, self._tick)
         try:
             self._admission.tick(monotonic())
         except Exception:  # an admission may be third-party code
@@ -448,14 +448,14 @@ class App:
             due = now + SWEEP_S
             try:
                 self.gateway.handoffs.sweep(now)
-                for connection in tuple(self.fronts):
+                for connection in tuple(self.connections):
                     connection.sweep(now)
                 self._endpoints.sweep(now)
                 self.gateway.hedger.sweep(self.gateway.snapshot.config.retries.hedge, now)
                 # First, because accounting would re-create series that the next step removes.
-                self.gateway.accounts.settle()
+                self.gateway.accounts.account_ended()
                 self.swap.sweep()
-                self._gc_schedule.sweep(now, self._admission.active)
+                self._gc_schedule.collect_if_due(now, self._admission.active_requests)
             except Exception:  # an error must not stop the deadlines of other connections
                 log.exception("a sweep failed")
 
@@ -464,45 +464,45 @@ class App:
 
         With configured models, this replaces the snapshot only if they gained or lost endpoints.
         """
-        before, models = self.gateway.snapshot, discovered(self.gateway)
-        plan = build(before.config, self._endpoints, self._admission, models, before)
+        before, models = self.gateway.snapshot, reported_models(self.gateway)
+        plan = build_plan(before.config, self._endpoints, self._admission, models, before)
         after = plan.snapshot
         is_same = (after.able, after.unlisted) == (before.able, before.unlisted)
         if not before.config.models or not is_same:
-            self.swap.carry_out(plan)
+            self.swap.apply(plan)
 
     def _on_discovered(self) -> None:
         """Apply newly discovered endpoints or models in the same way as a reload."""
-        snapshot, models = self.gateway.snapshot, discovered(self.gateway)
-        plan = build(snapshot.config, self._endpoints, self._admission, models, snapshot)
-        self.swap.carry_out(plan)
+        snapshot, models = self.gateway.snapshot, reported_models(self.gateway)
+        plan = build_plan(snapshot.config, self._endpoints, self._admission, models, snapshot)
+        self.swap.apply(plan)
 
     def _attach_gauges(self) -> None:
         metrics, prefixes = self.metrics, self._prefixes
         admission = self._admission
-        metrics.retry_budget_remaining.follow(lambda: admission.retries_left)
-        metrics.open_streams.follow(lambda: float(admission.active))
-        metrics.prefix_index_bytes.follow(lambda: float(prefixes.index.stats().bytes))
-        inside, handoffs = metrics.inside, self.gateway.handoffs
-        inside.connections.follow(lambda: float(len(self.fronts)))
-        inside.body_bytes.follow(lambda: float(admission.body_bytes))
-        inside.split_live.follow(lambda: float(handoffs.under_way))
-        inside.tasks.follow(lambda: float(len(asyncio.all_tasks(self._loop))))
+        metrics.retry_budget_remaining.set_function(lambda: admission.retries_left)
+        metrics.open_streams.set_function(lambda: float(admission.active_requests))
+        metrics.prefix_index_bytes.set_function(lambda: float(prefixes.index.stats().bytes))
+        inside, handoffs = metrics.runtime_gauges, self.gateway.handoffs
+        inside.connections.set_function(lambda: float(len(self.connections)))
+        inside.body_bytes.set_function(lambda: float(admission.body_bytes))
+        inside.split_live.set_function(lambda: float(handoffs.live_count))
+        inside.tasks.set_function(lambda: float(len(asyncio.all_tasks(self._loop))))
 
 
-def _versions(config: Config, local: Local) -> Versions:
+def _versions(config: Config, local: WorkerSettings) -> VersionHistory:
     folder = config.reload.state_dir if not local.number else None
-    return Versions(None if folder is None else Path(folder), local.version)
+    return VersionHistory(None if folder is None else Path(folder), local.version)
 
 
-def _frame_auth(config: Config, local: Local | None) -> Seal | None:
+def _frame_auth(config: Config, local: WorkerSettings | None) -> FrameAuth | None:
     """Create the frame authentication; None if there are no other gateways to exchange state with."""
     if config.shared is not None:
-        return Seal(config.shared.key.reveal().encode(), secrets.token_bytes(ID_BYTES))
-    return None if local is None else Seal(local.secret, secrets.token_bytes(ID_BYTES))
+        return FrameAuth(config.shared.key.reveal().encode(), secrets.token_bytes(ID_BYTES))
+    return None if local is None else FrameAuth(local.secret, secrets.token_bytes(ID_BYTES))
 
 
-def _fingerprint_secret(auth: Seal | None, predecessor: Predecessor | None) -> bytes:
+def _fingerprint_secret(auth: FrameAuth | None, predecessor: Predecessor | None) -> bytes:
     """Return the key of prompt fingerprints: shared with other gateways, inherited, or random."""
     if auth is not None:
         return auth.fingerprint_secret

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from policies.model import Ask, Candidate, Pick
+from policies.model import Candidate, Pick, RoutingQuery
 
 if TYPE_CHECKING:
-    from gateway.admission.controller import Gate, Room
+    from gateway.admission.controller import AdmissionController, PoolQueue
     from gateway.fleet.booking import Booking
     from gateway.metrics.metric_types import Histogram
     from gateway.protocol.errors import GatewayError
     from gateway.protocol.openai import Api, Call
-    from gateway.protocol.relay import Relay, UpstreamBroke
+    from gateway.protocol.relay import Relay, UpstreamError
     from gateway.protocol.token_ledger import Ledger
     from gateway.protocol.trace_context import Trace
     from policies.admission.quota import Quota
     from policies.prefix.fingerprint import Fingerprint
 
 
-class Sent(Protocol):
+class Releasable(Protocol):
     """A request that was sent to an engine."""
 
     def release(self) -> None: ...
@@ -40,8 +40,8 @@ class Countable(Protocol):
 class Explainable(Protocol):
     """The state of the candidates before a pick was booked (gateway/telemetry/explain.py)."""
 
-    def of(
-        self, ask: Ask, candidates: Sequence[Candidate], /
+    def score_terms(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], /
     ) -> Mapping[str, Mapping[str, float]]: ...
 
 
@@ -52,7 +52,7 @@ class SecondAttempt(Protocol):
     loser: str
 
     def close(self) -> None: ...
-    async def finish(self, problem: UpstreamBroke) -> UpstreamBroke | None: ...
+    async def finish(self, problem: UpstreamError) -> UpstreamError | None: ...
 
 
 class SplitRecord:
@@ -128,12 +128,12 @@ class Exchange:
     """
 
     __slots__ = (
-        *("accepted_at", "admitted_at", "api", "asked", "before", "body_bytes", "booking", "call"),
-        *("client", "detail", "fingerprint", "gaps", "hedge", "holder", "id", "kept", "ledger"),
+        *("accepted_at", "admitted_at", "api", "first_ask", "pick_snapshot", "body_bytes", "booking", "call"),
+        *("client", "detail", "fingerprint", "gaps", "hedge", "memory_gate", "id", "slo_outcome", "ledger"),
         *("model", "outcome", "parsed_at", "pick", "picked_at", "predicted_tpot_s"),
         *("predicted_ttft_s", "proxy_request_id", "quota", "reason", "received_at", "relay"),
-        *("retries", "retrying", "room", "sent", "sent_at", "side", "split", "status", "tenant"),
-        *("tier", "tpot_s", "trace", "ttft_s", "unsent"),
+        *("retries", "holds_retry_turn", "room", "sent_request", "sent_at", "canary_arm", "split", "status", "tenant"),
+        *("tier", "tpot_s", "trace", "ttft_s", "unsent_attempts"),
     )
 
     def __init__(self, request_id: str, api: Api, client: str, accepted_at: float) -> None:
@@ -147,119 +147,119 @@ class Exchange:
         self.admitted_at: float | None = None
         self.picked_at: float | None = None
         self.sent_at: float | None = None
-        self.tenant = self.model = self.tier = self.detail = self.kept = ""
+        self.tenant = self.model = self.tier = self.detail = self.slo_outcome = ""
         self.call: Call | None = None
-        self.sent: Sent | None = None
+        self.sent_request: Releasable | None = None
         self.pick: Pick | None = None
         self.booking: Booking | None = None
         self.relay: Relay | None = None
         self.retries: list[str] = []
-        self.retrying = False
-        self.body_bytes = self.status = self.unsent = 0
-        self.holder: Gate | None = None
+        self.holds_retry_turn = False
+        self.body_bytes = self.status = self.unsent_attempts = 0
+        self.memory_gate: AdmissionController | None = None
         self.outcome = "served"
         self.reason: str | None = None
-        self.room: Room | None = None
-        self.asked: Ask | None = None
+        self.room: PoolQueue | None = None
+        self.first_ask: RoutingQuery | None = None
         self.ttft_s: float | None = None
         self.tpot_s: float | None = None
         self.predicted_ttft_s: float | None = None
         self.predicted_tpot_s: float | None = None
-        self.before: Explainable | None = None
+        self.pick_snapshot: Explainable | None = None
         self.split: SplitRecord | None = None
         self.fingerprint: Fingerprint | None = None
         self.trace: Trace | None = None
         self.gaps: Histogram | None = None
-        self.side: Countable | None = None
+        self.canary_arm: Countable | None = None
         self.quota: Quota | None = None
         self.ledger: Ledger | None = None
         self.hedge: SecondAttempt | None = None
 
     @property
-    def attempts(self) -> int:
+    def failed_attempts(self) -> int:
         """Count of the endpoints that failed after the request was sent to them."""
-        return len(self.retries) - self.unsent
+        return len(self.retries) - self.unsent_attempts
 
-    def booked(self, room: Room, ask: Ask, pick: Pick) -> None:
+    def note_booking(self, room: PoolQueue, ask: RoutingQuery, pick: Pick) -> None:
         """Note that a place was booked; report the first one to the room, if the room listens."""
-        if self.asked is None:
-            self.asked = ask
-            if room.listens:
+        if self.first_ask is None:
+            self.first_ask = ask
+            if room.wants_feedback:
                 self.room = room
-                room.booked(ask, pick)
+                room.on_booked(ask, pick)
 
-    def hold(self, gate: Gate, body_bytes: int) -> None:
+    def take_memory(self, gate: AdmissionController, body_bytes: int) -> None:
         """Take memory for a body of this size, including what was taken before.
 
         Raises GatewayError.
         """
-        self.body_bytes += gate.hold(body_bytes - self.body_bytes)
-        self.holder = gate
+        self.body_bytes += gate.reserve_body(body_bytes - self.body_bytes)
+        self.memory_gate = gate
 
-    def let_go(self) -> None:
+    def release_memory(self) -> None:
         """Give back the body's memory. No-op if that was done before."""
-        holder, self.holder = self.holder, None
+        holder, self.memory_gate = self.memory_gate, None
         if holder is not None:
-            holder.release(self.body_bytes)
+            holder.release_body(self.body_bytes)
 
-    def first_token(self) -> None:
+    def on_first_token(self) -> None:
         """Give back the prompt's place in the backlog and the request's bytes.
 
         The answer has begun, so no retry can need them any more.
         """
         if self.booking is not None:
-            self.booking.first_token()
+            self.booking.on_first_token()
         call = self.call
         if call is not None:
             call.release()
-        sent = self.sent
+        sent = self.sent_request
         if sent is not None and sent is not call:
             sent.release()
-        holder = self.holder
+        holder = self.memory_gate
         if holder is not None:
-            self.holder = None
-            holder.release(self.body_bytes)
+            self.memory_gate = None
+            holder.release_body(self.body_bytes)
 
-    def end_retry(self, gate: Gate) -> None:
+    def give_back_retry_turn(self, gate: AdmissionController) -> None:
         """Give back the turn of the retry budget, if it holds one."""
-        if self.retrying:
-            self.retrying = False
-            gate.give_back_turn()
+        if self.holds_retry_turn:
+            self.holds_retry_turn = False
+            gate.release_retry()
 
-    def refused(self, error: GatewayError) -> None:
+    def set_refused(self, error: GatewayError) -> None:
         """Note that the gateway refused the request."""
         self.status, self.outcome = error.status, "refused"
         self.reason, self.detail = error.reason, error.message
 
-    def interrupted(self, reason: str) -> None:
+    def set_interrupted(self, reason: str) -> None:
         """Note that the answer broke after its first byte, when its status had gone out as 200."""
         self.status, self.outcome, self.reason = 200, "interrupted", reason
 
-    def forget(self) -> None:
+    def drop_heavy_fields(self) -> None:
         """Drop what is large or client data; the times, outcome and pick stay for explanations."""
         if self.ttft_s is None and self.call is not None:  # otherwise released at the first token
             self.call.release()
-        self.sent = self.booking = self.relay = self.room = None
+        self.sent_request = self.booking = self.relay = self.room = None
         self.fingerprint = self.ledger = self.hedge = None
         # The fingerprint of a long prompt takes 128 KiB.
-        if self.asked is not None and self.asked.fingerprint is not None:
-            self.asked = msgspec.structs.replace(self.asked, fingerprint=None)
+        if self.first_ask is not None and self.first_ask.fingerprint is not None:
+            self.first_ask = msgspec.structs.replace(self.first_ask, fingerprint=None)
 
-    def gone(self) -> None:
+    def set_client_gone(self) -> None:
         """Note that the client left.
 
         The status 499, nginx's number for it, appears in the log alone.
         """
         self.status, self.outcome, self.reason = 499, "client_gone", self.stage
 
-    def broken(self) -> None:
+    def set_internal_error(self) -> None:
         """Note that the gateway itself failed."""
         self.status, self.outcome, self.reason = 500, "internal_error", "internal_error"
 
     @property
-    def committed(self) -> bool:
+    def is_committed(self) -> bool:
         """Whether a byte of the answer has gone to the client, so that it cannot be retried."""
-        return self.relay is not None and self.relay.committed
+        return self.relay is not None and self.relay.is_committed
 
     @property
     def stage(self) -> str:

@@ -23,15 +23,15 @@ import uvloop
 
 from gateway.app import App
 from gateway.restart import notify
-from gateway.restart.learned_state import booked, collect
-from gateway.restart.start_options import Origin
+from gateway.restart.learned_state import collect_state, remaining_work
+from gateway.restart.start_options import StartOptions
 from gateway.restart.successor import HandoverError, Successor
 
 log = logging.getLogger("penstock")
 
 
-def run(
-    origin: Origin, ready: Callable[[App], None] | None = None, *, hangup_reloads: bool = True
+def run_gateway(
+    origin: StartOptions, ready: Callable[[App], None] | None = None, *, hangup_reloads: bool = True
 ) -> int:
     """Run a gateway until it is asked to end, and return its exit code.
 
@@ -42,7 +42,7 @@ def run(
     return uvloop.run(_run(origin, ready, hangup_reloads=hangup_reloads))
 
 
-async def _run(origin: Origin, ready: Callable[[App], None] | None, *, hangup_reloads: bool) -> int:
+async def _run(origin: StartOptions, ready: Callable[[App], None] | None, *, hangup_reloads: bool) -> int:
     try:
         app = App(origin.loaded.config, origin)
     except OSError as error:
@@ -55,7 +55,7 @@ async def _run(origin: Origin, ready: Callable[[App], None] | None, *, hangup_re
         if ready is not None:
             ready(app)
         if origin.predecessor is None:
-            notify.ready(origin.env)
+            notify.report_ready(origin.env)
         await process.until_end()
     except OSError as error:
         log.error("cannot listen: %s", error)
@@ -68,7 +68,7 @@ async def _run(origin: Origin, ready: Callable[[App], None] | None, *, hangup_re
 class _Process:
     """Handles the signals of a gateway process and owns the tasks that they start."""
 
-    def __init__(self, app: App, origin: Origin) -> None:
+    def __init__(self, app: App, origin: StartOptions) -> None:
         self._app = app
         self._env = origin.env
         self._is_worker = origin.local is not None
@@ -77,7 +77,7 @@ class _Process:
         self._terminated = self._restarting = False
         self._successor: Successor | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        app.end = self._ending.set
+        app.request_end = self._ending.set
 
     def follow_signals(self, *, hangup_reloads: bool) -> None:
         add = self._loop.add_signal_handler
@@ -98,11 +98,11 @@ class _Process:
         await self._ending.wait()
         if self._successor is not None:
             return
-        notify.stopping(self._env)
+        notify.report_stopping(self._env)
         # SIGTERM comes from an orchestrator, whose load balancer needs time to notice. After
         # SIGINT, from a terminal, there is nothing to wait for.
         if self._terminated:
-            await self._app.recede()
+            await self._app.stop_being_ready()
 
     async def end(self) -> None:
         for task in self._tasks:
@@ -124,11 +124,11 @@ class _Process:
         self._app.reopen_log()
         if self._successor is not None:
             return  # the successor owns the configuration now
-        notify.reloading(self._env)
+        notify.report_reloading(self._env)
         try:
             await self._app.reloader.reload("signal")
         finally:
-            notify.ready(self._env)
+            notify.report_ready(self._env)
 
     async def _retire(self) -> None:
         await self._app.retire()
@@ -154,11 +154,11 @@ class _Process:
         log.info("SIGUSR2: starting a successor")
         successor = Successor(self._env, app.bound, app.secret)
         try:
-            await successor.start(app.config.prefix.block_bytes, partial(collect, app.gateway))
+            await successor.start(app.config.prefix.block_bytes, partial(collect_state, app.gateway))
         except HandoverError as error:
             log.error("restart failed: %s. This process goes on.", error)
             return
         self._successor = successor
         log.info("the successor (pid %d) accepts connections", successor.pid)
-        async with successor.informed(partial(booked, app.gateway), self._ending.set):
+        async with successor.keep_informed(partial(remaining_work, app.gateway), self._ending.set):
             await self._retire()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from gateway.admission.controller import Gate, Room
+from gateway.admission.controller import AdmissionController, PoolQueue
 from gateway.config import Config, Resume
 from gateway.disagg.handoffs import Handoffs
 from gateway.disagg.pairing import SplitRoute
@@ -24,10 +24,10 @@ from gateway.protocol.cache_salts import CacheSalts
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.openai import Call
 from gateway.protocol.relay import Relay
-from gateway.protocol.service_class import Levels
-from gateway.protocol.upstream_error import UpstreamBroke
-from gateway.telemetry.accounting import Accounts
-from gateway.trials.canary import Chosen, Sides
+from gateway.protocol.service_class import ServiceClasses
+from gateway.protocol.upstream_error import UpstreamError
+from gateway.telemetry.accounting import Accounting
+from gateway.trials.canary import CanaryArms, CanarySampler
 from gateway.trials.shadow import Shadows
 from policies.contract import Policy
 from policies.model import STANDARD, Candidate, Endpoint, Request, Slo
@@ -68,12 +68,12 @@ class Route(msgspec.Struct, frozen=True):
     context_tokens: int | None
     policy: Policy
     candidates: tuple[Candidate, ...]
-    room: Room
+    room: PoolQueue
     prepare: Prepare
     fingerprints: bool = False
-    watched: bool = False
+    notes_picks: bool = False
     slo: Slo = STANDARD
-    low_first: bool = False
+    is_low_first: bool = False
     overflow: tuple[tuple[str, float], ...] = ()
     split: SplitRoute | None = None
     shadows: Shadows | None = None
@@ -96,16 +96,16 @@ class Route(msgspec.Struct, frozen=True):
 class CanaryRoute(msgspec.Struct, frozen=True):
     """A second route for a part of a route's requests, which differs from it in the policy."""
 
-    sampler: Chosen
+    sampler: CanarySampler
     route: Route
-    arms: Sides
+    arms: CanaryArms
 
     def choose(self, exchange: Exchange, request: Request, primary: Route) -> Route:
         """Return the route that serves the request, and count the exchange on its side."""
-        if self.sampler.takes(request):
-            exchange.side = self.arms.canary
+        if self.sampler.selects(request):
+            exchange.canary_arm = self.arms.canary
             return self.route
-        exchange.side = self.arms.primary
+        exchange.canary_arm = self.arms.primary
         return primary
 
 
@@ -114,7 +114,7 @@ class PoolTrials(msgspec.Struct, frozen=True):
 
     shadows: Shadows | None = None
     canary: Policy | None = None
-    sides: Sides | None = None
+    arms: CanaryArms | None = None
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -124,9 +124,9 @@ class PoolTrials(msgspec.Struct, frozen=True):
         return shadows if self.canary is None else (*shadows, self.canary)
 
     @property
-    def reads_beliefs(self) -> bool:
+    def reads_predictions(self) -> bool:
         """Whether a trial needs predictions; shadow results always do."""
-        return self.shadows is not None or (self.canary is not None and self.canary.reads_beliefs)
+        return self.shadows is not None or (self.canary is not None and self.canary.reads_forecast)
 
 
 class Snapshot(msgspec.Struct, frozen=True, weakref=True):
@@ -146,8 +146,8 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     routes: Mapping[str, Route]
     tenants: Mapping[bytes, str]
     policies: Mapping[str, Policy]
-    levels: Levels
-    tried: Mapping[str, PoolTrials] = {}
+    levels: ServiceClasses
+    trials: Mapping[str, PoolTrials] = {}
     salts: CacheSalts | None = None
     unlisted: Mapping[str, str] = {}
     able: Mapping[str, tuple[int, ...]] = {}
@@ -183,8 +183,8 @@ class Gateway:
         self,
         snapshot: Snapshot,
         endpoints: EndpointTable,
-        gate: Gate,
-        accounts: Accounts,
+        gate: AdmissionController,
+        accounts: Accounting,
         handoffs: Handoffs,
     ) -> None:
         self.snapshot = snapshot
@@ -194,13 +194,13 @@ class Gateway:
         self.handoffs = handoffs
         self.hedger = Hedger(endpoints, gate, accounts, snapshot.config.retries.hedge)
 
-    def count_unsent(self, exchange: Exchange, problem: UpstreamBroke) -> bool:
+    def count_unsent(self, exchange: Exchange, problem: UpstreamError) -> bool:
         """Count a failed attempt if its request was never sent; return whether it was counted.
 
         Nothing is counted when the gateway stops.
         """
-        if problem.sent or self.gate.stopping:
+        if problem.was_sent or self.gate.is_stopping:
             return False
-        exchange.unsent += 1
-        self.accounts.retried(problem.kind)
+        exchange.unsent_attempts += 1
+        self.accounts.count_retry(problem.kind)
         return True

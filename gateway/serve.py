@@ -29,15 +29,15 @@ from gateway.http.client import Client
 from gateway.metrics.metric_types import Histogram
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.forwarded import TrustedProxies, proxy_request_id
-from gateway.protocol.openai import Api, Call, Caller, parse
+from gateway.protocol.openai import Api, Call, CallContext, parse_call
 from gateway.proxy import tier_fallback
 from gateway.proxy.attempts import attempts, end_retries
 from gateway.proxy.pair import SplitAttempts, SplitPlan
 from gateway.proxy.rest import continue_stream
 from gateway.proxy.whole import WholePlan
 from gateway.route import Gateway, Route, Snapshot
-from gateway.telemetry.slo_outcomes import outcome_of
-from policies.model import Ask, Request
+from gateway.telemetry.slo_outcomes import admission_outcome
+from policies.model import Request, RoutingQuery
 from policies.prefix.fingerprint import Fingerprint
 
 log = logging.getLogger("penstock")
@@ -45,7 +45,7 @@ log = logging.getLogger("penstock")
 GAPS_EVERY = 32  # one request in this many has the times between its stream's chunks measured
 
 
-class Beginning:
+class RequestFactory:
     """Creates the exchange of every request of this process, and serves it.
 
     Request ids have a fixed length and cannot be guessed, because engines may match aborts by a
@@ -79,7 +79,7 @@ class Beginning:
         gateway = self._gateway
         tracer = gateway.accounts.tracer
         if tracer is not None:
-            exchange.trace = tracer.begin(client.headers)
+            exchange.trace = tracer.start_trace(client.headers)
         if not count % GAPS_EVERY:
             exchange.gaps = self._gaps
         return serve(gateway, exchange, client)
@@ -93,55 +93,55 @@ async def serve(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     try:
         await _handle(gateway, exchange, client)
     except GatewayError as error:
-        exchange.refused(error)
-        client.refuse(error, exchange.id)
+        exchange.set_refused(error)
+        client.send_error(error, exchange.id)
     except asyncio.CancelledError:
-        exchange.gone()
+        exchange.set_client_gone()
         raise
     except Exception:
         log.exception("request %s failed inside the gateway", exchange.id)
-        exchange.broken()
+        exchange.set_internal_error()
         _answer_internal_error(exchange, client)
     finally:
-        if exchange.holder is not None:
-            exchange.let_go()
+        if exchange.memory_gate is not None:
+            exchange.release_memory()
         try:
-            if exchange.retrying:
+            if exchange.holds_retry_turn:
                 end_retries(gateway, exchange)
             if exchange.quota is not None or exchange.room is not None:  # rare
                 _report_outcome(gateway, exchange)
         finally:
-            gateway.accounts.close(exchange)
+            gateway.accounts.add_ended(exchange)
 
 
 async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     snapshot, gate = gateway.snapshot, gateway.gate
     if snapshot.tenants:
         exchange.tenant = snapshot.authenticate(client.headers)
-    wish = snapshot.levels.wish(client.headers, exchange.tenant)
-    body = client.body_at_hand() or await _receive_body(gateway, exchange, client)
+    wish = snapshot.levels.read_preferences(client.headers, exchange.tenant)
+    body = client.take_buffered_body() or await _receive_body(gateway, exchange, client)
     exchange.received_at = received_at = monotonic()
-    exchange.hold(gate, len(body))
-    kept = gateway.accounts.kept
-    caller = Caller(
-        exchange.id, exchange.tenant, wish, received_at, kept.lengths, snapshot.salts, kept.prompts
+    exchange.take_memory(gate, len(body))
+    kept = gateway.accounts.slo_tracker
+    caller = CallContext(
+        exchange.id, exchange.tenant, wish, received_at, kept.output_lengths, snapshot.salts, kept.prompt_lengths
     )
-    call = exchange.call = parse(body, exchange.api, snapshot.routes, caller, snapshot.unlisted)
+    call = exchange.call = parse_call(body, exchange.api, snapshot.routes, caller, snapshot.unlisted)
     del body  # the call owns the bytes, and releases them when no retry can need them
     if gate.quotas.by_tenant:
         exchange.quota = gate.quotas.take(call.request)
-    route = snapshot.routes[call.asked_model]
+    route = snapshot.routes[call.requested_model]
     if route.canary is not None:
         route = route.canary.choose(exchange, call.request, route)
     exchange.model = route.name
     exchange.parsed_at = admitted_at = monotonic()
-    if wish.hasty or not route.room.take():
+    if wish.has_short_deadline or not route.room.try_take():
         route = await _admit(gateway, snapshot, exchange, route, call)
         admitted_at = monotonic()
     with route.room:
         exchange.admitted_at = admitted_at
         if route.fingerprints and exchange.fingerprint is None:
-            exchange.fingerprint = gateway.endpoints.prefixes.of(call, route.name)
+            exchange.fingerprint = gateway.endpoints.prefixes.fingerprint(call, route.name)
         if route.split is None:
             problem = await attempts(WholePlan(gateway, exchange, client, route, call))
         else:
@@ -158,8 +158,8 @@ async def _receive_body(gateway: Gateway, exchange: Exchange, client: Client) ->
     """
     gate = gateway.gate
     payer = exchange.tenant or exchange.client
-    return await client.body(
-        partial(exchange.hold, gate), partial(gate.large_bodies.wait_for_turn, payer)
+    return await client.read_body(
+        partial(exchange.take_memory, gate), partial(gate.large_bodies.wait_for_turn, payer)
     )
 
 
@@ -174,7 +174,7 @@ async def _admit(
     smaller model's.
     """
     fingerprint = exchange.fingerprint = (
-        gateway.endpoints.prefixes.of(call, route.name) if route.fingerprints else None
+        gateway.endpoints.prefixes.fingerprint(call, route.name) if route.fingerprints else None
     )
     # No closure: in a compiled module it would form a reference cycle with this coroutine, and keep
     # an old snapshot.
@@ -182,7 +182,7 @@ async def _admit(
     try:
         exchange.room = await route.room.enter(ask(0.0), None if fingerprint is None else ask)
     except GatewayError:
-        tier = tier_fallback.into(gateway.endpoints, snapshot.routes, route, call)
+        tier = tier_fallback.pick_tier(gateway.endpoints, snapshot.routes, route, call)
         if tier is None:
             raise
         exchange.model = exchange.tier = tier.name
@@ -193,9 +193,9 @@ async def _admit(
 
 def _ask(
     endpoints: EndpointTable, request: Request, fingerprint: Fingerprint | None, _: float
-) -> Ask:
+) -> RoutingQuery:
     """Return the question of a waiting request, with what the prefix index knows now."""
-    return endpoints.ask(request, fingerprint, ())
+    return endpoints.build_query(request, fingerprint, ())
 
 
 def _current_route(
@@ -206,12 +206,12 @@ def _current_route(
     The Permit is for the endpoints of today. A name that leads to another model or room by now
     keeps the meaning that it had when the request came.
     """
-    current = gateway.snapshot.routes.get(call.asked_model)
+    current = gateway.snapshot.routes.get(call.requested_model)
     if gateway.snapshot is snapshot or current is None:
         return route
     if (current.name, current.room) != (route.name, route.room):
         return route
-    exchange.side = None
+    exchange.canary_arm = None
     if current.canary is None:
         return current
     return current.canary.choose(exchange, call.request, current)
@@ -225,20 +225,20 @@ def _report_outcome(gateway: Gateway, exchange: Exchange) -> None:
     if exchange.quota is not None:
         output_tokens = None
         if exchange.outcome != "refused":
-            output_tokens = outcome_of(exchange).output_tokens
+            output_tokens = admission_outcome(exchange).output_tokens
         prompt_tokens = None if exchange.relay is None else exchange.relay.usage.prompt_tokens
         gateway.gate.quotas.settle(exchange.quota, request, output_tokens, prompt_tokens)
     if exchange.room is None:
         return
-    if exchange.asked is not None:
-        exchange.room.ended(request, partial(outcome_of, exchange))
+    if exchange.first_ask is not None:
+        exchange.room.on_finished(request, partial(admission_outcome, exchange))
     else:
-        exchange.room.unbooked(request)
+        exchange.room.on_not_routed(request)
 
 
 def _answer_internal_error(exchange: Exchange, client: Client) -> None:
-    if exchange.committed:
-        client.hang_up()
+    if exchange.is_committed:
+        client.close_after_write()
     else:
         error = GatewayError(Failure.INTERNAL, "The gateway failed on this request.")
-        client.refuse(error, exchange.id)
+        client.send_error(error, exchange.id)

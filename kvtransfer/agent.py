@@ -19,39 +19,46 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvtransfer.contract import Link, Slice, Transport, TransportError, Verdict, WindowHead
+from kvtransfer.contract import (
+    Link,
+    Transport,
+    TransportError,
+    WindowHead,
+    WindowSlice,
+    WindowVerdict,
+)
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import Blocks
-from kvtransfer.links.link_manager import Switchboard
-from kvtransfer.protocol.messages import Card
-from kvtransfer.protocol.outcomes import Reason
+from kvtransfer.links.link_manager import LinkManager
+from kvtransfer.protocol.messages import AgentCard
+from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.transfer.commands import (
-    Admit,
-    Bump,
+    AcceptGrant,
+    BumpGenerations,
     Command,
-    Dial,
-    Drop,
-    Fence,
-    Progress,
-    Put,
-    Reckon,
-    Resolve,
-    Send,
+    ComputePlan,
+    DialPeer,
+    DropWindows,
+    FenceTransfer,
+    PutWindow,
+    ReportLayers,
+    ResolveHandle,
     SendInvite,
+    SendMessage,
 )
-from kvtransfer.transfer.flow_control import Klass
-from kvtransfer.transfer.handles import Bell, Doorbell, Handle, Landing, Offer
-from kvtransfer.transfer.invite_registration import Inviting
+from kvtransfer.transfer.flow_control import Priority
+from kvtransfer.transfer.handles import HandleListener, Landing, LoopWaker, Offer, TransferHandle
+from kvtransfer.transfer.invite_registration import InviteRegistration
 from kvtransfer.transfer.receive_tracker import WindowError
-from kvtransfer.transfer.send_queue import Ware
-from kvtransfer.transfer.sink import SinkBook, Wish
-from kvtransfer.transfer.source import SourceBook
-from kvtransfer.transfer.stats import Tally
-from kvtransfer.transports.choose import this_host
-from kvtransfer.util.agent_lock import Hold
+from kvtransfer.transfer.send_queue import OfferSpec
+from kvtransfer.transfer.sink import FetchRequest, TransferSink
+from kvtransfer.transfer.source import TransferSource
+from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transports.choose import host_id
+from kvtransfer.util.agent_lock import AgentLock
 from kvtransfer.util.clock import Clock, ThreadClock, Timer
-from kvtransfer.util.options import Options
+from kvtransfer.util.options import AgentOptions
 
 log = logging.getLogger("penstock")
 
@@ -78,7 +85,7 @@ class Agent:
         key: bytes,
         transports: Sequence[Transport],
         clock: Clock | None = None,
-        options: Options | None = None,
+        options: AgentOptions | None = None,
     ) -> None:
         if len(regions) != layout.ranks or not transports:
             raise ValueError(
@@ -88,31 +95,31 @@ class Agent:
         sizes = [layout.rank_block_bytes(rank) for rank in range(layout.ranks)]
         if [region.block_bytes for region in regions] != sizes:
             raise ValueError(f"this layout needs blocks of {sizes} bytes per rank")
-        self.options = options or Options()
+        self.options = options or AgentOptions()
         self.address = ""
         self._name, self._layout, self._regions = name, layout, list(regions)
         self._transports = {transport.name: transport for transport in transports}
         self._own_clock = ThreadClock(f"kv-{name}") if clock is None else None
         self._clock: Clock = clock or self._own_clock or ThreadClock()
-        self._lock = Hold()
-        self._tally = Tally()
-        host = this_host() if self.options.host is None else self.options.host
-        self._card = Card(name, secrets.token_bytes(16), layout, self.options.family, host)
-        self._sink = SinkBook(layout, self._regions, self.options, self._tally)
-        self._source = SourceBook(self._card, self._regions, key, self.options, self._tally)
+        self._lock = AgentLock()
+        self._tally = AgentStats()
+        host = host_id() if self.options.host is None else self.options.host
+        self._card = AgentCard(name, secrets.token_bytes(16), layout, self.options.family, host)
+        self._sink = TransferSink(layout, self._regions, self.options, self._tally)
+        self._source = TransferSource(self._card, self._regions, key, self.options, self._tally)
         books = (self._sink, self._source, self._tally)
-        self._board = Switchboard(
+        self._board = LinkManager(
             key, self._transports, self._clock, self.options, books, self._lock, self._do
         )
-        self._inviting = Inviting(
+        self._inviting = InviteRegistration(
             self._regions, self._clock, self._lock, self._granted, self._uninvited
         )
         self._commands: deque[Command] = deque()
         self._is_executing = False
-        self._handles: dict[int, Handle] = {}
+        self._handles: dict[int, TransferHandle] = {}
         self._numbers = itertools.count(1)
-        self._bell: Bell | None = None
-        self._doorbell: Doorbell | None = None
+        self._bell: HandleListener | None = None
+        self._doorbell: LoopWaker | None = None
         self._alarm: Timer | None = None
         self._closed = False
 
@@ -123,7 +130,7 @@ class Agent:
 
         Raises TransportError if the first transport does not start.
         """
-        doorbell = Doorbell(asyncio.get_running_loop())
+        doorbell = LoopWaker(asyncio.get_running_loop())
         try:
             self.open(doorbell)
         except BaseException:
@@ -131,7 +138,7 @@ class Agent:
             raise
         self._doorbell = doorbell
 
-    def open(self, bell: Bell | None = None) -> None:
+    def open(self, listener: HandleListener | None = None) -> None:
         """Start listening without an event loop.
 
         Handles can then be read but not awaited, and `listener` is notified of every change. A
@@ -139,7 +146,7 @@ class Agent:
         TransportError if the first fails; the others are then closed and stay dropped for a later
         call.
         """
-        self._bell = bell
+        self._bell = listener
         first_name, *other_names = self._transports
         try:
             addresses = self._start_transports(other_names)
@@ -170,25 +177,25 @@ class Agent:
 
         When this returns, all blocks belong to the engine again.
         """
-        self.shut()
-        ends = [asyncio.ensure_future(handle.ended()) for handle in list(self._handles.values())]
+        self.begin_close()
+        ends = [asyncio.ensure_future(handle.wait_ended()) for handle in list(self._handles.values())]
         if ends:
             await asyncio.wait(ends, timeout=_FENCES_S)
-        await asyncio.to_thread(self.leave)
+        await asyncio.to_thread(self.finish_close)
         doorbell, self._doorbell, self._bell = self._doorbell, None, None
         if doorbell is not None:
             doorbell.close()
         await asyncio.gather(*ends)
 
-    def shut(self) -> None:
+    def begin_close(self) -> None:
         """Refuse new transfers and begin to end the current ones."""
         with self._lock:
             self._closed = True
-            self._board.refuse()
+            self._board.stop_accepting()
             now = self._clock.now()
             self._do(self._sink.close(now) + self._source.close(now))
 
-    def leave(self) -> None:
+    def finish_close(self) -> None:
         """Close all links and stop listening. Call `begin_close` first.
 
         Transfers that have not ended yet end with their transports.
@@ -200,7 +207,7 @@ class Agent:
         for transport in self._transports.values():
             transport.close()
         with self._lock:
-            self._do(self._sink.all_fenced(self._clock.now()))
+            self._do(self._sink.on_all_fenced(self._clock.now()))
         if self._own_clock is not None:
             self._own_clock.close()
 
@@ -230,7 +237,7 @@ class Agent:
         """
         layers = self._layout.layers if ready_layers is None else ready_layers
         block_numbers, nonce = np.array(blocks, np.int64), secrets.token_bytes(16)
-        spec = Ware(
+        spec = OfferSpec(
             name, block_numbers, index(tokens), float(ttl_s), index(layers), nonce, sink, public
         )
         with self._lock:
@@ -250,7 +257,7 @@ class Agent:
         ticket: str | None = None,
         skip_tokens: int = 0,
         timeout_s: float = 30.0,
-        klass: str = "interactive",
+        priority: str = "interactive",
     ) -> Landing:
         """Write tokens [skip_tokens, tokens) of a peer's offer into `blocks`.
 
@@ -268,8 +275,8 @@ class Agent:
             float(timeout_s),
             # Convert numpy scalars, which cannot be encoded in a message.
         )
-        request = Wish(
-            str(address), name, np.array(blocks, np.int64), *span, Klass.named(klass), ticket
+        request = FetchRequest(
+            str(address), name, np.array(blocks, np.int64), *span, Priority.from_name(priority), ticket
         )
         self._sink.check(request)
         with self._lock:
@@ -284,24 +291,24 @@ class Agent:
         with self._lock:
             self._do(self._source.decline(name, detail, self._clock.now()))
 
-    def figures(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return the counters since the start, and the current state."""
         with self._lock:
             return {
-                **self._tally.figures(),
-                "leases": self._source.held,
-                "reservations": self._sink.held,
+                **self._tally.as_dict(),
+                "leases": self._source.counts,
+                "reservations": self._sink.counts,
                 "unclaimed_s": self._source.unclaimed_s(self._clock.now()),
-                "under_way_bytes": self._source.credits_taken(),
+                "under_way_bytes": self._source.in_flight_bytes(),
                 "links": len(self._board),
                 "bytes_per_s": self._source.bandwidth.all(),
             }
 
     # ---- called by handles
 
-    def ready(self, number: int, layers: int) -> None:
+    def mark_ready(self, number: int, layers: int) -> None:
         with self._lock:
-            self._do(self._source.ready(number, layers, self._clock.now()))
+            self._do(self._source.mark_ready(number, layers, self._clock.now()))
 
     def renew(self, number: int, ttl_s: float) -> str | None:
         with self._lock:
@@ -309,41 +316,41 @@ class Agent:
 
     def revoke(self, number: int, detail: str) -> None:
         with self._lock:
-            self._do(self._source.revoke(number, Reason.REVOKED, detail, self._clock.now()))
+            self._do(self._source.revoke(number, EndReason.REVOKED, detail, self._clock.now()))
 
     def cancel(self, number: int, detail: str) -> None:
         with self._lock:
-            self._do(self._sink.cancel(number, Reason.CANCELLED, detail, self._clock.now()))
+            self._do(self._sink.cancel(number, EndReason.CANCELLED, detail, self._clock.now()))
 
     # ---- events of links (LinkOwner)
 
-    def linked(self, link: Link) -> None:
-        self._board.linked(link)
+    def on_linked(self, link: Link) -> None:
+        self._board.on_linked(link)
 
-    def message(self, link: Link, data: bytes) -> None:
-        self._board.message(link, data)
+    def on_message(self, link: Link, data: bytes) -> None:
+        self._board.on_message(link, data)
 
-    def incoming(self, link: Link, head: WindowHead) -> Slice | None:
+    def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
         with self._lock:
             try:
-                return self._sink.incoming(link, head)
+                return self._sink.place_window(link, head)
             except WindowError as error:
-                self._do(self._sink.misled(link, head.transfer, str(error), self._clock.now()))
+                self._do(self._sink.on_bad_window(link, head.transfer, str(error), self._clock.now()))
                 return None
 
-    def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
+    def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
         with self._lock:
-            self._do(self._sink.landed(link, head, verdict, self._clock.now()))
+            self._do(self._sink.on_landed(link, head, verdict, self._clock.now()))
 
-    def sent(self, link: Link, head: WindowHead) -> None:
+    def on_sent(self, link: Link, head: WindowHead) -> None:
         """No-op: send credit is returned by the sink's messages."""
 
-    def fenced(self, link: Link, transfer: int) -> None:
+    def on_fenced(self, link: Link, transfer: int) -> None:
         with self._lock:
-            self._do(self._sink.fenced(link, transfer, self._clock.now()))
+            self._do(self._sink.on_fenced(link, transfer, self._clock.now()))
 
-    def lost(self, link: Link, reason: str) -> None:
-        self._board.lose(link, Reason.LINK_LOST, reason)
+    def on_lost(self, link: Link, reason: str) -> None:
+        self._board.drop_link(link, EndReason.LINK_LOST, reason)
 
     # ---- time
 
@@ -354,7 +361,7 @@ class Agent:
             self._do(self._sink.tick(now) + self._source.tick(now))
 
     def _set_alarm(self) -> None:
-        dues = [due for due in (self._sink.due(), self._source.due()) if due is not None]
+        dues = [due for due in (self._sink.next_deadline(), self._source.next_deadline()) if due is not None]
         if dues and (self._alarm is None or min(dues) < self._alarm.when):
             if self._alarm is not None:
                 self._alarm.cancel()
@@ -382,29 +389,29 @@ class Agent:
 
     def _execute(self, command: Command) -> None:
         match command:
-            case Put(link, head, window):
+            case PutWindow(link, head, window):
                 link.put(head, window)
-            case Send(link, message):
-                self._board.say(link, message)
+            case SendMessage(link, message):
+                self._board.send(link, message)
             case SendInvite():
                 self._invite(command)
-            case Admit():
+            case AcceptGrant():
                 self._admit(command)
-            case Drop(link, transfer):
+            case DropWindows(link, transfer):
                 link.drop(transfer)
-            case Fence(link, transfer):
+            case FenceTransfer(link, transfer):
                 link.fence(transfer)
-            case Dial(address):
+            case DialPeer(address):
                 self._board.dial(address)
-            case Reckon(work):
-                self._lock.aside(lambda: self._reckon(work))
-            case Bump() | Progress() | Resolve():
+            case ComputePlan(work):
+                self._lock.defer(lambda: self._reckon(work))
+            case BumpGenerations() | ReportLayers() | ResolveHandle():
                 self._tell(command)
 
     def _invite(self, command: SendInvite) -> None:
         """Grant access before inviting, so that the peer never writes to memory it may not."""
-        if command.link.one_sided:
-            self._inviting.put(command)
+        if command.link.is_one_sided:
+            self._inviting.add(command)
             return
         self._granted(
             command, command.link.grant(command.invite.transfer, self._regions, command.blocks)
@@ -415,13 +422,13 @@ class Agent:
 
         In that case its fence revokes the grant.
         """
-        if self._sink.invites(command.link, command.invite.transfer):
-            self._board.say(command.link, msgspec.structs.replace(command.invite, grant=grant))
+        if self._sink.confirm_invite(command.link, command.invite.transfer):
+            self._board.send(command.link, msgspec.structs.replace(command.invite, grant=grant))
 
     def _uninvited(self, command: SendInvite, detail: str) -> None:
         self._do(
             self._sink.cancel(
-                command.invite.transfer, Reason.UNREACHABLE, detail, self._clock.now()
+                command.invite.transfer, EndReason.UNREACHABLE, detail, self._clock.now()
             )
         )
 
@@ -430,36 +437,36 @@ class Agent:
         with self._lock:
             self._do(finish(self._clock.now()))
 
-    def _admit(self, command: Admit) -> None:
+    def _admit(self, command: AcceptGrant) -> None:
         try:
             command.link.accept(command.transfer, command.grant)
         except TransportError as error:
             self._do(
-                self._source.unadmitted(
+                self._source.on_bad_grant(
                     command.link, command.transfer, str(error), self._clock.now()
                 )
             )
 
-    def _tell(self, command: Bump | Progress | Resolve) -> None:
+    def _tell(self, command: BumpGenerations | ReportLayers | ResolveHandle) -> None:
         """Execute the commands that concern the engine."""
-        if isinstance(command, Bump):
+        if isinstance(command, BumpGenerations):
             for region in self._regions:
                 region.bump(command.blocks)
             return
         handle = self._handles[command.number]
-        if isinstance(command, Resolve):
+        if isinstance(command, ResolveHandle):
             del self._handles[command.number]
-            handle.end = command.end
+            handle.outcome = command.end
         elif isinstance(handle, Landing):
             handle.layers = command.layers
         if self._bell is not None:
-            self._bell.ring(handle)
+            self._bell.on_change(handle)
 
 
 def _all_sealed_or_none(transports: Sequence[Transport]) -> None:
     """Raise ValueError if some transports seal windows and others would send them in plain text."""
-    plain = [transport.name for transport in transports if transport.sealed is False]
-    if plain and any(transport.sealed for transport in transports):
+    plain = [transport.name for transport in transports if transport.is_sealed is False]
+    if plain and any(transport.is_sealed for transport in transports):
         raise ValueError(
             f"windows are to be sealed, and {', '.join(plain)} sends them plain: leave it out"
         )

@@ -12,20 +12,20 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import Blocks
 
-MOST_LANES = 16
+MAX_LANES = 16
 # The most bytes that are buffered from a peer without proof of identity.
-STRANGER_BYTES = 24 << 10
+MAX_UNPROVEN_BYTES = 24 << 10
 
 
 class TransportError(Exception):
     """The peer cannot be reached over this transport. The message says why."""
 
 
-class Verdict(StrEnum):
+class WindowVerdict(StrEnum):
     """How a window arrived. STALE: the source's blocks changed owner while they were read."""
 
     OK = "ok"
@@ -48,7 +48,7 @@ class WindowHead(msgspec.Struct, frozen=True, array_like=True):
     n_bytes: int
 
 
-class Slice(msgspec.Struct, frozen=True):
+class WindowSlice(msgspec.Struct, frozen=True):
     """A window in one end's plan: its runs, and this end's region to read from or write to.
 
     `is_current` returns whether the source's blocks still have the promised generations; None on a
@@ -56,11 +56,11 @@ class Slice(msgspec.Struct, frozen=True):
     whichever side that happens.
     """
 
-    runs: Runs
+    runs: ByteRuns
     region: Region
     src_rank: int
     dst_rank: int
-    current: Callable[[], bool] | None = None
+    is_current: Callable[[], bool] | None = None
 
 
 class Link(Protocol):
@@ -77,7 +77,7 @@ class Link(Protocol):
     """Bytes of any kind received from the peer. While this grows, the peer is alive."""
     window_bytes: int
     """The preferred maximum size of a window: larger ones cost less, smaller ones are fairer."""
-    one_sided: bool
+    is_one_sided: bool
     """The source's device writes the sink's memory directly, once `grant` has registered it.
 
     `grant` then blocks, and is called without any lock. Landed bytes may change until the fence.
@@ -87,7 +87,7 @@ class Link(Protocol):
         """Queue a control message. Messages and windows of one side keep their order."""
         ...
 
-    def put(self, head: WindowHead, window: Slice) -> None:
+    def put(self, head: WindowHead, window: WindowSlice) -> None:
         """Queue a window of the source.
 
         The sink's owner gets `on_landed`, the source's `on_sent`.
@@ -132,15 +132,15 @@ class Link(Protocol):
 
 
 @runtime_checkable
-class Laned(Protocol):
+class MultiLaneLink(Protocol):
     """A link that can share its windows with further links to the same peer (lanes)."""
 
     lanes: int
     """The number of links wanted, including this one. The dialling end decides."""
-    used: bool
+    has_carried_windows: bool
     """For a lane: it has carried windows of its owner, so a window may be lost with it."""
 
-    def widen(self, lane: Link) -> None:
+    def add_lane(self, lane: Link) -> None:
         """Let `lane`, a proven and secured link to the same peer, carry windows of this link.
 
         The lane reports them as this link's. Its messages and its end remain its own. Called on the
@@ -156,13 +156,13 @@ class LinkOwner(Protocol):
     transport must hold no lock then, because an owner calls links with its own lock held.
     """
 
-    def linked(self, link: Link) -> None:
+    def on_linked(self, link: Link) -> None:
         """Handle a link that a peer has just dialled. The peer's identity is not known yet."""
         ...
 
-    def message(self, link: Link, data: bytes) -> None: ...
+    def on_message(self, link: Link, data: bytes) -> None: ...
 
-    def incoming(self, link: Link, head: WindowHead) -> Slice | None:
+    def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
         """Sink: return where to write a window.
 
         None: the window is not expected, or arrived before. Its bytes are read and discarded, and
@@ -170,17 +170,17 @@ class LinkOwner(Protocol):
         """
         ...
 
-    def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
+    def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
         """Sink: handle a window whose bytes are in place (OK), or must not be used."""
         ...
 
-    def sent(self, link: Link, head: WindowHead) -> None:
+    def on_sent(self, link: Link, head: WindowHead) -> None:
         """Source: handle a window whose bytes have been read from memory."""
         ...
 
-    def fenced(self, link: Link, transfer: int) -> None: ...
+    def on_fenced(self, link: Link, transfer: int) -> None: ...
 
-    def lost(self, link: Link, reason: str) -> None: ...
+    def on_lost(self, link: Link, reason: str) -> None: ...
 
 
 class Transport(Protocol):
@@ -190,7 +190,7 @@ class Transport(Protocol):
     """
 
     name: str
-    sealed: bool | None
+    is_sealed: bool | None
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
         """Listen, if the transport does, and return the address for peers.

@@ -33,11 +33,11 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
         self._taken: list[int] | None = None
 
-    def log_taken(self) -> None:
+    def record_allocations(self) -> None:
         """Start recording which blocks are allocated, for `pop_allocated()`."""
         self._taken = []
 
-    def newly_taken(self) -> list[int]:
+    def pop_allocated(self) -> list[int]:
         """Return the blocks that were allocated since the last call."""
         taken, self._taken = self._taken or [], []
         return taken
@@ -55,7 +55,7 @@ class BlockPool:
         """The share of blocks in use, 0 to 1."""
         return 1 - len(self._free) / self.total
 
-    def hits(self, keys: Sequence[int], limit: int) -> int:
+    def count_hits(self, keys: Sequence[int], limit: int) -> int:
         """Return how many of the first `limit` keys are cached, from the start without a gap."""
         by_key = self._by_key
         for i in range(min(limit, len(keys))):
@@ -63,11 +63,11 @@ class BlockPool:
                 return i
         return min(limit, len(keys))
 
-    def idle_hits(self, keys: Sequence[int], hits: int) -> int:
+    def count_free_hits(self, keys: Sequence[int], hits: int) -> int:
         """Return how many of the first `hits` cached blocks are free. Using them shrinks `free`."""
         return sum(self._references[self._by_key[keys[i]]] == 0 for i in range(hits))
 
-    def share(self, keys: Sequence[int], hits: int) -> list[int]:
+    def acquire_cached(self, keys: Sequence[int], hits: int) -> list[int]:
         """Reference the first `hits` cached blocks and return them. They must be cached."""
         blocks = [self._by_key[keys[i]] for i in range(hits)]
         for block in blocks:
@@ -76,7 +76,7 @@ class BlockPool:
             self._references[block] += 1
         return blocks
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Allocate a block, evicting the oldest cached content.
 
         Raises IndexError if none is free.
@@ -93,7 +93,7 @@ class BlockPool:
             self._taken.append(block)
         return block
 
-    def seal(self, block: int, key: int) -> None:
+    def register(self, block: int, key: int) -> None:
         """Register a full block's content for sharing.
 
         The first block with a content keeps its key.
@@ -117,7 +117,7 @@ class BlockPool:
                 if self._keys[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def forget(self) -> None:
+    def clear_prefix_cache(self) -> None:
         """Clear the prefix cache. Blocks in use stay in use."""
         self._by_key.clear()
         self._keys = [None] * self.total

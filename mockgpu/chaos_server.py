@@ -15,21 +15,21 @@ import msgspec
 from aiohttp import web
 
 from mockgpu.fault_grammar import FaultError
-from mockgpu.request_parser import ApiError, decoded
-from mockgpu.server import FaultOrder
+from mockgpu.request_parser import ApiError, decode_body
+from mockgpu.server import FaultRequest
 
 if TYPE_CHECKING:
-    from mockgpu.fleet import Member
+    from mockgpu.fleet import FleetGroup
 
 HOST = "127.0.0.1"
 MOST_BYTES = 4096
-FROM_A_BROWSER = ("Origin", "Sec-Fetch-Site", "Referer")
+BROWSER_HEADERS = ("Origin", "Sec-Fetch-Site", "Referer")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @asynccontextmanager
-async def open_door(members: Sequence[Member], port: int) -> AsyncIterator[int]:
+async def run_chaos_server(members: Sequence[FleetGroup], port: int) -> AsyncIterator[int]:
     """Listen until the block is left, and yield the port. Raises OSError if it is taken."""
     runner = web.AppRunner(application(members), access_log=None)
     await runner.setup()
@@ -40,7 +40,7 @@ async def open_door(members: Sequence[Member], port: int) -> AsyncIterator[int]:
         await runner.cleanup()
 
 
-def application(members: Sequence[Member]) -> web.Application:
+def application(members: Sequence[FleetGroup]) -> web.Application:
     """Return the application: GET /faults and POST /faults/{port of a group}."""
 
     async def show(_: web.Request) -> web.Response:
@@ -61,8 +61,8 @@ def application(members: Sequence[Member]) -> web.Application:
             return _json({"error": f"no group of this fleet has port {port[:8]}"}, 404)
         jobs, before = member.group.in_flight, member.faults.spec
         try:
-            spec = decoded(await request.read(), FaultOrder).spec
-            member.faults.set(spec)
+            spec = decode_body(await request.read(), FaultRequest).spec
+            member.faults.apply(spec)
         except (FaultError, ApiError) as error:
             return _json({"error": str(error)}, 400)
         return _json({"spec": spec, "before": before, "jobs": jobs})
@@ -77,7 +77,7 @@ def application(members: Sequence[Member]) -> web.Application:
 async def _no_pages(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse requests of web pages, which can reach 127.0.0.1 too, and unexpected Host names."""
     host = request.headers.get("Host", HOST).rpartition(":")[0] or request.headers.get("Host", HOST)
-    if host not in (HOST, "localhost") or any(name in request.headers for name in FROM_A_BROWSER):
+    if host not in (HOST, "localhost") or any(name in request.headers for name in BROWSER_HEADERS):
         return _json({"error": "web pages may not set faults"}, 403)
     return await handler(request)
 

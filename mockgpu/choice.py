@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from mockgpu.job import Job
-from mockgpu.leg_params import Give, Take
-from mockgpu.request_parser import Ask
-from mockgpu.text import TOKEN_BYTES, Speech, block_keys, salted, speak, token_count, variation
+from mockgpu.leg_params import DecodeLeg, PrefillLeg
+from mockgpu.request_parser import ParsedRequest
+from mockgpu.text import (
+    TOKEN_BYTES,
+    GeneratedText,
+    block_keys,
+    generate,
+    salt_keys,
+    token_count,
+    variation,
+)
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.kv_contents import Words
@@ -54,11 +62,11 @@ class Choice(msgspec.Struct, eq=False):
             return self.prompt_states[start:end]
         return token_states(self.prompt + self.tokens, self.keys)[start:end]
 
-    def spoil(self, taint: int) -> None:
+    def replace_text(self, taint: int) -> None:
         """Replace the answer by other tokens of the same number, as a model with wrong KV would."""
-        given_tokens = self.job.leg.first if isinstance(self.job.leg, Take) else b""
+        given_tokens = self.job.leg.first if isinstance(self.job.leg, DecodeLeg) else b""
         context = self.prompt + given_tokens
-        speech = speak(
+        speech = generate(
             context,
             block_keys(context),
             self.output_tokens - token_count(given_tokens),
@@ -68,10 +76,10 @@ class Choice(msgspec.Struct, eq=False):
         self.tokens = given_tokens + speech.tokens
         self.text = self.tokens.decode("utf-8", "replace")[: len(self.text)]
         self.keys = speech.keys
-        self.job.keys = salted(speech.keys, self.salt)
+        self.job.keys = salt_keys(speech.keys, self.salt)
 
 
-def choices_of(ask: Ask) -> list[Choice]:
+def build_choices(ask: ParsedRequest) -> list[Choice]:
     """Build all choices of a request: `n` of each prompt, prompt by prompt."""
     choices: list[Choice] = []
     for first, prompt in zip(range(0, len(ask.prompts) * ask.n, ask.n), ask.prompts, strict=True):
@@ -81,7 +89,7 @@ def choices_of(ask: Ask) -> list[Choice]:
 
 
 def _choice(
-    ask: Ask, prompt: bytes, prompt_keys: Sequence[int], index: int, variant: int
+    ask: ParsedRequest, prompt: bytes, prompt_keys: Sequence[int], index: int, variant: int
 ) -> Choice:
     vary = variation(ask.body.seed, variant)
     speech = _generate(ask, prompt, prompt_keys, vary)
@@ -92,30 +100,30 @@ def _choice(
         end = position + len(stop)
         tokens = tokens[: -(-end // TOKEN_BYTES) * TOKEN_BYTES]
         text = text[: end if ask.body.include_stop_str_in_output else position]
-    reason = "stop" if stop is not None or speech.ended else "length"
+    reason = "stop" if stop is not None or speech.has_ended else "length"
     if ask.tool is not None:
         reason = "tool_calls"
     salt = ask.body.cache_salt or ""
-    keep = isinstance(ask.leg, Give) and (
-        ask.leg.if_ended or not (stop is not None or speech.ended)
+    keep = isinstance(ask.leg, PrefillLeg) and (
+        ask.leg.if_ended or not (stop is not None or speech.has_ended)
     )
     job = Job(
-        token_count(prompt), token_count(tokens), salted(speech.keys, salt), leg=ask.leg, keep=keep
+        token_count(prompt), token_count(tokens), salt_keys(speech.keys, salt), leg=ask.leg, keeps_blocks=keep
     )
     return Choice(index, prompt, tokens, text, reason, stop, job, speech.keys, vary, salt)
 
 
-def _generate(ask: Ask, prompt: bytes, prompt_keys: Sequence[int], vary: int) -> Speech:
+def _generate(ask: ParsedRequest, prompt: bytes, prompt_keys: Sequence[int], vary: int) -> GeneratedText:
     """Generate what follows the prompt and the tokens that another group has already made."""
-    given_bytes = ask.leg.first if isinstance(ask.leg, Take) else b""
+    given_bytes = ask.leg.first if isinstance(ask.leg, DecodeLeg) else b""
     if not given_bytes:
-        return speak(prompt, prompt_keys, ask.limit, ask.may_end, vary, ask.body.min_tokens)
+        return generate(prompt, prompt_keys, ask.limit, ask.can_end, vary, ask.body.min_tokens)
     context, given_tokens = prompt + given_bytes, token_count(given_bytes)
     least = max(1, ask.body.min_tokens - given_tokens)
-    remaining = speak(
-        context, block_keys(context), ask.limit - given_tokens, ask.may_end, vary, least
+    remaining = generate(
+        context, block_keys(context), ask.limit - given_tokens, ask.can_end, vary, least
     )
-    return Speech(given_bytes + remaining.tokens, remaining.keys, remaining.ended)
+    return GeneratedText(given_bytes + remaining.tokens, remaining.keys, remaining.has_ended)
 
 
 def _first_stop(text: str, stops: Sequence[str], min_tokens: int) -> tuple[int, str] | None:

@@ -15,12 +15,12 @@ import typer
 import uvloop
 
 from kvtransfer.util.tls_files import TlsFiles
-from mockgpu.chaos_server import open_door
+from mockgpu.chaos_server import run_chaos_server
 from mockgpu.fault_grammar import FaultError
-from mockgpu.fleet import KEEP_ALIVE_S, Member, running_fleet
+from mockgpu.fleet import KEEP_ALIVE_S, FleetGroup, run_fleet
 from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
-from mockgpu.handoff_options import DEFAULT_SCALE, KEY, Transfer
+from mockgpu.handoff_options import DEFAULT_SCALE, KEY, TransferSpec
 from mockgpu.model_shapes import kv_capacity_tokens, model_named
 from mockgpu.options import (
     AsJson,
@@ -104,7 +104,7 @@ def mock(
         specs = [spec] * groups
         if dialect is not None:
             link = (kv_transport, kv_port, kv_key, kv_scale, kv_gbps or inf)
-            transfer = Transfer(dialect, *link, kv_lease, handoff_timeout)
+            transfer = TransferSpec(dialect, *link, kv_lease, handoff_timeout)
             checked: dict[str, Any] = {"recompute": _recompute(kv_load_failure_policy)}
             checked |= {"version": _version(engine_version), "tls": _tls(kv_tls)}
             checked |= {"bootstrap_port": bootstrap_port, "wire_faults": wire_faults}
@@ -201,13 +201,13 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def _halves(
-    spec: GroupSpec, transfer: Transfer, groups: int, **further_options: Any
+    spec: GroupSpec, transfer: TransferSpec, groups: int, **further_options: Any
 ) -> list[GroupSpec]:
     """Return one spec per group, with consecutive ports of agents and bootstrap servers.
 
     Raises ValueError for invalid options.
     """
-    transfer = msgspec.structs.replace(transfer, **further_options).checked()
+    transfer = msgspec.structs.replace(transfer, **further_options).validate()
     return [
         msgspec.structs.replace(
             spec,
@@ -237,21 +237,21 @@ async def _serve(
         loop.add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
         members = await stack.enter_async_context(
-            running_fleet(specs, host, port, fault, seed, keep_alive_s)
+            run_fleet(specs, host, port, fault, seed, keep_alive_s)
         )
         for member in members:
             typer.echo(_ready(member, as_json))
         if chaos_port is not None:
-            opened = await stack.enter_async_context(open_door(members, chaos_port))
+            opened = await stack.enter_async_context(run_chaos_server(members, chaos_port))
             typer.echo(f"set faults at 127.0.0.1:{opened}", err=True)
         await stop.wait()
 
 
-def _ready(member: Member, as_json: bool) -> str:
+def _ready(member: FleetGroup, as_json: bool) -> str:
     spec = member.group.spec
     if as_json:
         facts = {"model": spec.served_name, "gpu": spec.gpu.name, "tp": spec.tp, "role": spec.role}
-        half = member.half.told() if member.half is not None else {}
+        half = member.pd_role.startup_members() if member.pd_role is not None else {}
         return msgspec.json.encode(
             {"ready": member.url} | facts | {"kv_tokens": spec.capacity_tokens} | half
         ).decode()

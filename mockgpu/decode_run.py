@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from mockgpu.roofline import Roofline, Work
+from mockgpu.roofline import Roofline, StepWork
 
 MOST_STEPS = 4096
 _GROWTH = 0.2
@@ -19,7 +19,7 @@ Up to there the parabola is within 0.1 %, and 0.2 % where the measured grid has 
 """
 
 
-class Run:
+class DecodeRun:
     """`steps` decode steps of one batch. Times are in seconds from the start of the first step."""
 
     __slots__ = ("_base", "_bend", "_slope", "context", "seqs", "steps")
@@ -42,9 +42,9 @@ class Run:
                 self._slope = middle - self._bend * half
 
     def _at(self, roofline: Roofline, step: int) -> float:
-        return roofline.step_s(Work(0, 0.0, self.seqs, self.context + step * self.seqs))
+        return roofline.step_s(StepWork(0, 0.0, self.seqs, self.context + step * self.seqs))
 
-    def until(self, steps: int) -> float:
+    def end_of(self, steps: int) -> float:
         """Return when the first `steps` steps end."""
         pairs = steps * (steps - 1) / 2
         return self._base * steps + self._slope * pairs + self._bend * pairs * (2 * steps - 1) / 3
@@ -53,6 +53,6 @@ class Run:
         """Return the duration of step number `step`, counted from 0."""
         return self._base + self._slope * step + self._bend * step * step
 
-    def over_at(self, seconds: float) -> int:
+    def completed_by(self, seconds: float) -> int:
         """Return how many steps have ended after `seconds`, at most all but the last."""
-        return bisect_right(range(1, self.steps), seconds, key=self.until)
+        return bisect_right(range(1, self.steps), seconds, key=self.end_of)

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from mockgpu.handoff.trtllm import CHAT_FIELDS, COMPLETION_FIELDS
-from mockgpu.request_parser import ApiError, Ask, Body
+from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
 
 
-class Engine(StrEnum):
+class EngineFormat(StrEnum):
     """The engine whose HTTP API a group imitates."""
 
     VLLM = "vllm"
@@ -22,14 +22,14 @@ class Engine(StrEnum):
     TRTLLM = "trtllm"
 
 
-def engine_of(dialect: str | None) -> Engine:
+def engine_of(dialect: str | None) -> EngineFormat:
     """Return the engine that speaks a handoff dialect; vLLM for None."""
-    return Engine(dialect) if dialect in ("sglang", "trtllm") else Engine.VLLM
+    return EngineFormat(dialect) if dialect in ("sglang", "trtllm") else EngineFormat.VLLM
 
 
-def error_body(error: ApiError, engine: Engine, streaming: bool = False) -> bytes:
+def error_body(error: ApiError, engine: EngineFormat, streaming: bool = False) -> bytes:
     """Return an error's JSON: nested in vLLM and in SGLang's streams, else at the top level."""
-    if engine is Engine.VLLM:
+    if engine is EngineFormat.VLLM:
         return error.body()
     flat = {
         "object": "error",
@@ -38,10 +38,10 @@ def error_body(error: ApiError, engine: Engine, streaming: bool = False) -> byte
         "param": error.param,
         "code": error.status,
     }
-    return msgspec.json.encode({"error": flat} if streaming and engine is Engine.SGLANG else flat)
+    return msgspec.json.encode({"error": flat} if streaming and engine is EngineFormat.SGLANG else flat)
 
 
-def with_extra_key(ask: Ask) -> Ask:
+def with_extra_key(ask: ParsedRequest) -> ParsedRequest:
     """Apply SGLang's `extra_key`: cached blocks need an equal `cache_salt` and `extra_key`."""
     salt = (ask.body.cache_salt or "") + (ask.body.extra_key or "")
     return msgspec.structs.replace(
@@ -49,10 +49,10 @@ def with_extra_key(ask: Ask) -> Ask:
     )
 
 
-def request_schemas(engine: Engine) -> dict[str, Any]:
+def request_schemas(engine: EngineFormat) -> dict[str, Any]:
     """Return the two request schemas of an engine's OpenAPI page, with member names only."""
-    own = frozenset(Body.__struct_fields__) - (set() if engine is Engine.SGLANG else {"extra_key"})
-    chat, completion = (CHAT_FIELDS, COMPLETION_FIELDS) if engine is Engine.TRTLLM else (own, own)
+    own = frozenset(RequestBody.__struct_fields__) - (set() if engine is EngineFormat.SGLANG else {"extra_key"})
+    chat, completion = (CHAT_FIELDS, COMPLETION_FIELDS) if engine is EngineFormat.TRTLLM else (own, own)
     members_by_schema = {"ChatCompletionRequest": chat, "CompletionRequest": completion}
     return {
         name: {"type": "object", "properties": {member: {} for member in sorted(members)}}

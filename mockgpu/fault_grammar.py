@@ -46,7 +46,7 @@ class FaultKind(StrEnum):
     WIRE_STALL = "wire-stall"
 
 
-class Fault(msgspec.Struct, frozen=True):
+class InjectedFault(msgspec.Struct, frozen=True):
     """One fault: its kind, options, chance per request, and window in seconds since it was set.
 
     `only`: the steps that a slow group is slow at: "prefill" (with prompt tokens), "decode"
@@ -64,7 +64,7 @@ class Fault(msgspec.Struct, frozen=True):
     start_s: float = 0.0
     end_s: float = inf
 
-    def strikes(self, elapsed_s: float, rng: Random) -> bool:
+    def should_strike(self, elapsed_s: float, rng: Random) -> bool:
         """Return whether the fault strikes this request now."""
         return self.start_s <= elapsed_s < self.end_s and (
             self.chance >= 1 or rng.random() < self.chance
@@ -122,12 +122,12 @@ class FaultError(ValueError):
     """The fault spec is invalid. The message says which part and why."""
 
 
-def parse_faults(spec: str) -> tuple[Fault, ...]:
+def parse_faults(spec: str) -> tuple[InjectedFault, ...]:
     """Parse a spec such as `5xx@0.1,stall:after=3@10-20`; "" has none. Raises FaultError."""
     return tuple(_fault(part.strip()) for part in spec.split(",")) if spec.strip() else ()
 
 
-def _fault(text: str) -> Fault:
+def _fault(text: str) -> InjectedFault:
     head, *limits = text.split("@")
     name, *options = head.split(":")
     try:
@@ -141,7 +141,7 @@ def _fault(text: str) -> Fault:
         values |= _limit(limit)
     if kind in GROUP_FAULTS and "chance" in values:
         raise FaultError(f"fault {kind} affects the whole group: it takes a window, not a chance")
-    return msgspec.convert({"kind": kind} | values, Fault)
+    return msgspec.convert({"kind": kind} | values, InjectedFault)
 
 
 def _option(kind: FaultKind, text: str) -> dict[str, float | int | bool | str]:

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from mockgpu.group import GroupSpec, TpGroup
-from mockgpu.group_faults import FaultBox
+from mockgpu.group_faults import GroupFaults
 from mockgpu.server import MockServer
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.handoff_options import Transfer
-    from mockgpu.pd_role import Half, ProcessWire
+    from mockgpu.handoff_options import TransferSpec
+    from mockgpu.pd_role import PdRole, ProcessWire
 
 KEEP_ALIVE_S = 5.0
 
 
-class Listener:
+class GroupListener:
     """The port of one group: an aiohttp server whose socket can be closed and reopened."""
 
     def __init__(self, host: str, port: int) -> None:
@@ -63,13 +63,13 @@ class Listener:
         if self._listening is None and self._server is not None and not opening:
             self._opening = asyncio.ensure_future(self._listen(self._server))
 
-    async def settled(self) -> None:
+    async def wait_rebound(self) -> None:
         """Wait until a pending `open` is done."""
         if self._opening is not None:
             await asyncio.wait((self._opening,))
 
 
-class Member:
+class FleetGroup:
     """One TP group of a fleet, with its server, faults and port.
 
     `pd_role`: its role in split requests; None: it serves whole requests only.
@@ -80,11 +80,11 @@ class Member:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.host = host
-        self.listener = Listener(host, port)
+        self.listener = GroupListener(host, port)
         self.group = TpGroup(spec, loop)
-        self.half = None if spec.transfer is None else _half(self.group, spec.transfer, host, wire)
-        self.faults = FaultBox(self.group, self.listener, loop, rng, self.half)
-        self.server = MockServer(self.group, self.faults, self.half)
+        self.pd_role = None if spec.transfer is None else _half(self.group, spec.transfer, host, wire)
+        self.faults = GroupFaults(self.group, self.listener, loop, rng, self.pd_role)
+        self.server = MockServer(self.group, self.faults, self.pd_role)
 
     @property
     def url(self) -> str:
@@ -102,35 +102,35 @@ def _wire() -> ProcessWire:
     return ProcessWire()
 
 
-def _half(group: TpGroup, transfer: Transfer, host: str, wire: ProcessWire | None) -> Half:
-    from mockgpu.pd_role import Half
+def _half(group: TpGroup, transfer: TransferSpec, host: str, wire: ProcessWire | None) -> PdRole:
+    from mockgpu.pd_role import PdRole
 
-    return Half(group, transfer, host, wire)
+    return PdRole(group, transfer, host, wire)
 
 
 @asynccontextmanager
-async def running_fleet(
+async def run_fleet(
     specs: Sequence[GroupSpec],
     host: str = "127.0.0.1",
     port: int = 0,
     fault: str = "",
     seed: int = 0,
     keep_alive_s: float = KEEP_ALIVE_S,
-) -> AsyncIterator[list[Member]]:
+) -> AsyncIterator[list[FleetGroup]]:
     """Serve one group per spec on `port`, `port + 1`, ... (0: free ports) until the block is left.
 
     Raises OSError if a port is taken, and FaultError for an invalid fault spec.
     """
     # Inproc agents need a shared wire.
     wire = _wire() if any(_inproc(spec) for spec in specs) else None
-    members: list[Member] = []
+    members: list[FleetGroup] = []
     runners: list[web.AppRunner] = []
     try:
         for i, spec in enumerate(specs):
-            members.append(Member(spec, host, port + i if port else 0, Random(seed + i), wire))
+            members.append(FleetGroup(spec, host, port + i if port else 0, Random(seed + i), wire))
         for member in members:
-            if member.half is not None:
-                await member.half.start()
+            if member.pd_role is not None:
+                await member.pd_role.start()
             runner = web.AppRunner(
                 member.server.app(),
                 handler_cancellation=True,
@@ -141,21 +141,21 @@ async def running_fleet(
             runners.append(runner)
             assert runner.server is not None
             await member.listener.start(runner.server)
-            if member.half is not None:
-                member.half.served_at(member.url)
+            if member.pd_role is not None:
+                member.pd_role.set_url(member.url)
         for member in members:
-            member.faults.set(fault)
+            member.faults.apply(fault)
         yield members
     finally:
         for member in members:
             member.faults.clear()
             member.listener.shut()
-            await member.listener.settled()
+            await member.listener.wait_rebound()
             member.group.close()
         for runner in runners:
             await runner.cleanup()
         for member in members:
-            if member.half is not None:
-                await member.half.close()
+            if member.pd_role is not None:
+                await member.pd_role.close()
         if wire is not None:
             wire.close()

@@ -16,7 +16,7 @@ import msgspec
 
 from mockgpu.gpus import Gpu
 from mockgpu.model_shapes import Llm
-from mockgpu.roofline import PROFILES, Profile, Roofline, Work
+from mockgpu.roofline import PROFILES, Profile, Roofline, StepWork
 
 
 class Grid(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ def grid_for(model: Llm, gpu: Gpu, tp: int, grids: Iterable[Grid]) -> Grid | Non
     return None
 
 
-class Line:
+class LogCurve:
     """A function of one argument: linear in log2 between points, constant beyond both ends."""
 
     __slots__ = ("_xs", "_ys")
@@ -71,7 +71,7 @@ class Line:
         self._xs = [log2(x) for x, _ in pairs]
         self._ys = [y for _, y in pairs]
 
-    def at(self, x: float) -> float:
+    def value(self, x: float) -> float:
         """Return the value at x > 0."""
         xs, ys, lx = self._xs, self._ys, log2(x)
         i = bisect_right(xs, lx)
@@ -83,7 +83,7 @@ class Line:
         return ys[i - 1] + (ys[i] - ys[i - 1]) * (lx - left) / (xs[i] - left)
 
 
-class Surface:
+class LogSurface:
     """A function of two arguments: interpolated in log2 of both, constant beyond the edges."""
 
     __slots__ = ("_lines", "_xs")
@@ -93,17 +93,17 @@ class Surface:
         for x, y, value in points:
             rows.setdefault(x, []).append((y, value))
         self._xs = [log2(x) for x in sorted(rows)]
-        self._lines = [Line(rows[x]) for x in sorted(rows)]
+        self._lines = [LogCurve(rows[x]) for x in sorted(rows)]
 
-    def at(self, x: float, y: float) -> float:
+    def value(self, x: float, y: float) -> float:
         """Return the value at x, y > 0."""
         xs, lines, lx = self._xs, self._lines, log2(x)
         i = bisect_right(xs, lx)
         if i == 0:
-            return lines[0].at(y)
+            return lines[0].value(y)
         if i == len(xs):
-            return lines[-1].at(y)
-        low, high = lines[i - 1].at(y), lines[i].at(y)
+            return lines[-1].value(y)
+        low, high = lines[i - 1].value(y), lines[i].value(y)
         return low + (high - low) * (lx - xs[i - 1]) / (xs[i] - xs[i - 1])
 
 
@@ -116,23 +116,23 @@ class GridCorrection:
         prefill: Iterable[tuple[int, float]],
         decode: Iterable[tuple[int, int, float]],
     ) -> None:
-        self._prefill = Line((n, s / equation.equation_s(whole_prompt(n))) for n, s in prefill)
-        self._decode = Surface(
-            (b, c, s / equation.equation_s(Work(0, 0.0, b, b * c))) for b, c, s in decode
+        self._prefill = LogCurve((n, s / equation.equation_s(whole_prompt(n))) for n, s in prefill)
+        self._decode = LogSurface(
+            (b, c, s / equation.equation_s(StepWork(0, 0.0, b, b * c))) for b, c, s in decode
         )
 
     def prefill(self, tokens: int) -> float:
         """Return the ratio for a prefill-only step of `tokens` tokens."""
-        return self._prefill.at(tokens)
+        return self._prefill.value(tokens)
 
     def decode(self, seqs: int, context: int) -> float:
         """Return the ratio for a decode-only step. `context` is the sum over sequences."""
-        return self._decode.at(seqs, max(1.0, context / seqs))
+        return self._decode.value(seqs, max(1.0, context / seqs))
 
 
-def whole_prompt(tokens: int) -> Work:
+def whole_prompt(tokens: int) -> StepWork:
     """Return the work of one uncached prompt alone in its step."""
-    return Work(tokens, tokens * tokens / 2)
+    return StepWork(tokens, tokens * tokens / 2)
 
 
 def roofline_for(

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from kvtransfer.protocol.outcomes import End
+from kvtransfer.protocol.outcomes import TransferOutcome
 from mockgpu.blocks import BLOCK_TOKENS, BlockPool
-from mockgpu.fault_grammar import Fault
+from mockgpu.fault_grammar import InjectedFault
 from mockgpu.gpus import Gpu
 from mockgpu.grids import roofline_for
-from mockgpu.handoff.kv_handoff import Desk
-from mockgpu.handoff_options import Transfer
-from mockgpu.job import Chunk, Job, Plan, State
-from mockgpu.kill_faults import Doom
-from mockgpu.leg_params import Answering, Give, Take
+from mockgpu.handoff.kv_handoff import KvHandoff
+from mockgpu.handoff_options import TransferSpec
+from mockgpu.job import Job, JobState, PrefillChunk, StepPlan
+from mockgpu.kill_faults import KillFaults
+from mockgpu.leg_params import AnswerTime, DecodeLeg, PrefillLeg
 from mockgpu.metrics import GroupMetrics
 from mockgpu.model_shapes import Llm, kv_capacity_tokens
 from mockgpu.request_parser import ApiError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's
     from mockgpu.kv_memory import KvMemory
 
 # A late process catches up by at most this much and drops the rest, so that it stays responsive.
-MOST_LAG_S = 0.25
+MAX_LAG_S = 0.25
 
 
 class GroupSpec(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     kv_tokens: int | None = None
     max_queued: int | None = None
     cached_details: bool = True
-    transfer: Transfer | None = None
+    transfer: TransferSpec | None = None
 
     @property
     def capacity_tokens(self) -> int:
@@ -78,18 +78,18 @@ class GroupSpec(msgspec.Struct, frozen=True):
         return min(self.model.max_context, self.capacity_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
 
 
-class Sink(Protocol):
+class TokenSink(Protocol):
     """The receiver of one job's tokens. Called within a step; must not block."""
 
-    def token(self) -> None:
+    def on_token(self) -> None:
         """Handle the next token."""
         ...
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         """Handle the end of the job, after its last token."""
         ...
 
-    def failed(self, error: ApiError) -> None:
+    def on_failure(self, error: ApiError) -> None:
         """Handle the loss of the job."""
         ...
 
@@ -98,7 +98,7 @@ class Sink(Protocol):
 class _Live:
     """A job in the engine, its sink, and its times (loop time)."""
 
-    sink: Sink
+    sink: TokenSink
     arrived: float
     reason: str
     started: float | None = None
@@ -120,17 +120,17 @@ class TpGroup:
         )
         self.metrics = GroupMetrics(spec.served_name)
         self.slow_prefill = self.slow_decode = 1.0
-        self.hanging = False
+        self.is_hanging = False
         self._ranks_up = [True] * spec.tp
         self._roofline = roofline_for(spec.model, spec.gpu, spec.tp, spec.profile)
         self._loop = loop
         self._live: dict[Job, _Live] = {}
         self._timer: asyncio.Handle | None = None
-        self._step: tuple[Plan, float] | None = None
+        self._step: tuple[StepPlan, float] | None = None
         self._due = 0.0
         self.memory: KvMemory | None = None
-        self.desk: Desk | None = None
-        self._kill_faults: Doom | None = None
+        self.kv_handoff: KvHandoff | None = None
+        self._kill_faults: KillFaults | None = None
         # Called when the ranks are lost (False) and when they are back (True).
         self.on_change: Callable[[bool], None] | None = None
         # Computed prefill legs that answer only after their KV has been fetched.
@@ -140,10 +140,10 @@ class TpGroup:
         """Attach memory for real KV."""
         self.memory = memory
         self.scheduler.on_filled = self._write_filled
-        self.scheduler.pool.log_taken()
+        self.scheduler.pool.record_allocations()
 
     @property
-    def dead(self) -> bool:
+    def is_dead(self) -> bool:
         """Whether a rank is lost. One is enough, because every layer needs all ranks."""
         return not all(self._ranks_up)
 
@@ -152,34 +152,34 @@ class TpGroup:
         """The number of submitted jobs that have not ended."""
         return len(self._live)
 
-    def submit(self, job: Job, sink: Sink, reason: str) -> None:
+    def submit(self, job: Job, sink: TokenSink, reason: str) -> None:
         """Add a job. `reason` is the finish reason it will have.
 
         Raises ApiError 500 if the group is dead, and 503 if the queue is full.
         """
-        has_no_handoff = job.leg is not None and self.desk is None
-        if has_no_handoff or (self.dead and not self.hanging):
+        has_no_handoff = job.leg is not None and self.kv_handoff is None
+        if has_no_handoff or (self.is_dead and not self.is_hanging):
             raise _engine_dead()
         if self.spec.max_queued is not None and self._queued() >= self.spec.max_queued:
             self.metrics.rejections += 1
-            if isinstance(job.leg, Take) and self.desk is not None:
-                self.desk.decline(job.leg)
+            if isinstance(job.leg, DecodeLeg) and self.kv_handoff is not None:
+                self.kv_handoff.decline(job.leg)
             raise ApiError(
                 503, f"The server's queue is full ({self.spec.max_queued} requests waiting)."
             )
         live = self._live[job] = _Live(sink, self._loop.time(), reason)
-        if self.desk is not None:
-            self.desk.queued(job)
+        if self.kv_handoff is not None:
+            self.kv_handoff.on_queued(job)
         delay_s = self.spec.profile.request_s / self.spec.speed
         if delay_s > 0:
             live.entering = self._loop.call_later(delay_s, self._enter, job)
         else:
             self._enter(job)
 
-    def mark(self, job: Job, fault: Fault) -> None:
+    def mark_fault(self, job: Job, fault: InjectedFault) -> None:
         """Let a fault of its KV, or of the group at a moment of its life, strike this job."""
         if self._kill_faults is None:
-            self._kill_faults = Doom(self, self._loop)
+            self._kill_faults = KillFaults(self, self._loop)
         self._kill_faults.mark(job, fault)
 
     def abort(self, job: Job) -> None:
@@ -194,34 +194,34 @@ class TpGroup:
         else:
             self.scheduler.abort(job)
         self.metrics.finished["abort"] += 1
-        if self.desk is not None:
-            self.desk.gone(job)
+        if self.kv_handoff is not None:
+            self.kv_handoff.on_aborted(job)
         # Its blocks may be what the next job waits for.
         self.wake()
 
     def lose_rank(self, rank: int, hang: bool = False) -> None:
         """Lose a GPU: the group fails at once, or (`hang`) waits for ever without an error."""
-        if hang and self.dead and not self.hanging:  # a dead group cannot hang
+        if hang and self.is_dead and not self.is_hanging:  # a dead group cannot hang
             return
         self._ranks_up[rank % self.spec.tp] = False
-        self.hanging = hang
+        self.is_hanging = hang
         self._stop()
         if hang:
             return
         self._step = None
-        self.scheduler.pool.forget()
+        self.scheduler.pool.clear_prefix_cache()
         for job, live in [*self._live.items(), *self._awaiting_fetch.items()]:
             self._drop(job, live)
-            live.sink.failed(_engine_dead())
+            live.sink.on_failure(_engine_dead())
         if self.on_change is not None:
             self.on_change(False)
 
     def restore(self) -> None:
         """Bring all ranks back, as after a restart. A hung group continues with its step."""
         self._ranks_up = [True] * self.spec.tp
-        if self.on_change is not None and not self.hanging:
+        if self.on_change is not None and not self.is_hanging:
             self.on_change(True)
-        self.hanging = False
+        self.is_hanging = False
         if self._step is None:
             self.wake()
         elif self._timer is None:
@@ -234,23 +234,23 @@ class TpGroup:
         for job, live in [*self._live.items(), *self._awaiting_fetch.items()]:
             self._drop(job, live)
 
-    def fail(self, job: Job, why: str) -> None:
+    def fail_job(self, job: Job, why: str) -> None:
         """Fail one job whose KV is lost, as vLLM does with load failure policy `fail`."""
         live = self._live.get(job)
         if live is not None:
             self._drop(job, live)
-            live.sink.failed(ApiError(500, why))
+            live.sink.on_failure(ApiError(500, why))
 
-    def taken(self, job: Job, end: End) -> None:
+    def on_blocks_taken(self, job: Job, end: TransferOutcome) -> None:
         """Answer a prefill leg that waited for its KV to be fetched, or fail it."""
         live = self._awaiting_fetch.pop(job, None)
         if live is None:
             return
-        self.metrics.finished[live.reason if end.landed else "error"] += 1
-        if end.landed:
-            live.sink.ended()
+        self.metrics.finished[live.reason if end.has_landed else "error"] += 1
+        if end.has_landed:
+            live.sink.on_end()
         else:
-            live.sink.failed(ApiError(500, f"KV transfer failed: {end.reason}"))
+            live.sink.on_failure(ApiError(500, f"KV transfer failed: {end.reason}"))
 
     def _queued(self) -> int:
         """Return the jobs that wait for the scheduler, including those on their way to it."""
@@ -277,7 +277,7 @@ class TpGroup:
 
         It starts in the loop's next turn, so that simultaneous requests start together.
         """
-        if self._timer is None and not self.dead:
+        if self._timer is None and not self.is_dead:
             self._due = self._loop.time()
             self._timer = self._loop.call_soon(self._begin_step)
 
@@ -306,10 +306,10 @@ class TpGroup:
         speed = self.spec.speed
         slowness = self.slow_prefill if plan.chunks else self.slow_decode
         step_s = 0.0 if speed == inf else self._roofline.step_s(plan.work) * slowness / speed
-        self._due = max(self._due, now - MOST_LAG_S) + step_s
+        self._due = max(self._due, now - MAX_LAG_S) + step_s
         self._step = plan, step_s
         if self._kill_faults is not None:
-            self._kill_faults.planned(plan, step_s)
+            self._kill_faults.on_step_planned(plan, step_s)
         self._timer = self._loop.call_at(self._due, self._end_step)
 
     def _end_step(self) -> None:
@@ -323,22 +323,22 @@ class TpGroup:
         now, live = self._loop.time(), self._live
         self.metrics.steps += 1
         self.metrics.itl_s.observe(step_s, len(decoding))
-        for job in outcome.began:
+        for job in outcome.first_token_jobs:
             if job.made == 1:
                 self.metrics.ttft_s.observe(now - live[job].arrived)
-            live[job].sink.token()
+            live[job].sink.on_token()
         for job in decoding:
-            live[job].sink.token()
+            live[job].sink.on_token()
         for job in outcome.ended:
             ended_live = live.pop(job)
             self.metrics.e2e_s.observe(now - ended_live.arrived)
-            if job.keep and self._hand_over(job, ended_live):
+            if job.keeps_blocks and self._hand_over(job, ended_live):
                 continue
             self.metrics.finished[ended_live.reason] += 1
-            ended_live.sink.ended()
+            ended_live.sink.on_end()
         if self._kill_faults is not None:
-            self._kill_faults.stepped()
-        if not self.dead:
+            self._kill_faults.on_step_done()
+        if not self.is_dead:
             self._begin_step()
 
     def _hand_over(self, job: Job, live: _Live) -> bool:
@@ -346,29 +346,29 @@ class TpGroup:
 
         Returns whether its answer waits until the KV is fetched.
         """
-        assert isinstance(job.leg, Give)
+        assert isinstance(job.leg, PrefillLeg)
         try:
-            if self.desk is None:
+            if self.kv_handoff is None:
                 raise ValueError("no agent")
-            job.offered = self.desk.offer(job)
+            job.offered = self.kv_handoff.offer(job)
         except ValueError as error:
             # The name is already offered, or the engine has only just restarted.
-            self.scheduler.let_go(job)
+            self.scheduler.release_kept(job)
             self.metrics.finished["error"] += 1
-            live.sink.failed(ApiError(500, f"KV cannot be offered: {error}"))
+            live.sink.on_failure(ApiError(500, f"KV cannot be offered: {error}"))
             return True
         if self._kill_faults is not None:
-            self._kill_faults.moving(job, self.desk.giving)
+            self._kill_faults.on_transfer(job, self.kv_handoff.is_sending)
             if self._kill_faults.loses_offer(job):
-                self.desk.lose(job)
-        if job.leg.answering is Answering.WHEN_TAKEN:
+                self.kv_handoff.revoke_offer(job)
+        if job.leg.answering is AnswerTime.WHEN_TAKEN:
             self._awaiting_fetch[job] = live
             return True
         return False
 
-    def _prepare(self, memory: KvMemory, plan: Plan | None) -> None:
+    def _prepare(self, memory: KvMemory, plan: StepPlan | None) -> None:
         """Before a step: update generations of new blocks, write bytes, and start fetches."""
-        memory.renew(self.scheduler.pool.newly_taken())
+        memory.bump(self.scheduler.pool.pop_allocated())
         for chunk in plan.chunks if plan is not None else ():
             job = chunk.job
             if job.content is not None:
@@ -378,18 +378,18 @@ class TpGroup:
                     job.content.states(chunk.start, chunk.start + chunk.tokens),
                 )
         for job in self.scheduler.to_fetch():
-            if self.desk is None:
+            if self.kv_handoff is None:
                 # The engine has only just restarted. A job whose KV is all cached here is in the
                 # step and goes on.
-                if job.state is State.FETCHING:
-                    self.fail(job, "KV load failed: the engine has no agent yet")
-                    self.scheduler.let_go(job)
+                if job.state is JobState.FETCHING:
+                    self.fail_job(job, "KV load failed: the engine has no agent yet")
+                    self.scheduler.release_kept(job)
                 continue
-            self.desk.fetch(job)
+            self.kv_handoff.fetch(job)
             if self._kill_faults is not None:
-                self._kill_faults.moving(job, self.desk.taking)
+                self._kill_faults.on_transfer(job, self.kv_handoff.is_receiving)
 
-    def _read_back(self, memory: KvMemory, chunks: Iterable[Chunk]) -> None:
+    def _read_back(self, memory: KvMemory, chunks: Iterable[PrefillChunk]) -> None:
         """Check the KV of computed prompts.
 
         Their first token depends on the bytes really in memory.
@@ -397,17 +397,17 @@ class TpGroup:
         for chunk in chunks:
             job = chunk.job
             if (
-                chunk.last
-                and job.state is State.PREFILL
+                chunk.is_last
+                and job.state is JobState.PREFILL
                 and not job.made
                 and job.content is not None
             ):
                 taint = memory.taint(job.blocks, job.content.states(0, job.prompt_tokens))
                 if taint:
                     self.metrics.tainted += 1
-                    job.content.spoil(taint)
+                    job.content.replace_text(taint)
                 if self._kill_faults is not None:
-                    self._kill_faults.computed(job)
+                    self._kill_faults.on_prompt_computed(job)
 
     def _write_filled(self, job: Job, index: int) -> None:
         """Write the bytes of the answer's tokens in a block that decoding has filled."""

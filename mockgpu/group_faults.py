@@ -14,9 +14,9 @@ from mockgpu.fault_grammar import (
     GROUP_FAULTS,
     RANK_FAULTS,
     WIRE_FAULTS,
-    Fault,
     FaultError,
     FaultKind,
+    InjectedFault,
     parse_faults,
 )
 from mockgpu.group import TpGroup
@@ -26,7 +26,7 @@ _STALLING = frozenset((FaultKind.FREEZE, FaultKind.PARTITION))
 _ON_THE_WIRE = _STALLING | WIRE_FAULTS
 
 
-class Door(Protocol):
+class FaultyListener(Protocol):
     """A listener that can refuse connections."""
 
     def shut(self) -> None:
@@ -38,29 +38,29 @@ class Door(Protocol):
         ...
 
 
-class Wires(Protocol):
+class FaultyConnection(Protocol):
     """The connection between a group's agent and its peers."""
 
     @property
-    def harmable(self) -> bool:
+    def supports_faults(self) -> bool:
         """Whether faults can be injected: only into bytes that pass through the relay."""
         ...
 
-    def harm(self, fault: Fault | None) -> None:
+    def set_fault(self, fault: InjectedFault | None) -> None:
         """Apply this fault from now on; None: heal."""
         ...
 
 
-class FaultBox:
+class GroupFaults:
     """Sole owner of a group's faults and of their timers."""
 
     def __init__(
         self,
         group: TpGroup,
-        door: Door,
+        door: FaultyListener,
         loop: asyncio.AbstractEventLoop,
         rng: Random,
-        wires: Wires | None = None,
+        wires: FaultyConnection | None = None,
     ) -> None:
         self.spec = ""
         self._wires = wires
@@ -69,17 +69,17 @@ class FaultBox:
         self._loop = loop
         self._rng = rng
         self._set_at = loop.time()
-        self._faults: tuple[Fault, ...] = ()
+        self._faults: tuple[InjectedFault, ...] = ()
         self._timers: list[asyncio.TimerHandle] = []
-        self._active: list[Fault] = []
+        self._active: list[InjectedFault] = []
         self._reconnected: asyncio.Event | None = None
 
-    async def reachable(self) -> None:
+    async def wait_reachable(self) -> None:
         """Wait until requests reach the group: at once, unless it is partitioned."""
         while self._reconnected is not None:
             await self._reconnected.wait()
 
-    def set(self, spec: str) -> None:
+    def apply(self, spec: str) -> None:
         """Replace all faults; "" heals everything.
 
         FaultError leaves the earlier faults in place.
@@ -92,10 +92,10 @@ class FaultBox:
             if fault.kind in GROUP_FAULTS:
                 self._schedule(fault)
 
-    def check(self, faults: tuple[Fault, ...]) -> None:
+    def check(self, faults: tuple[InjectedFault, ...]) -> None:
         """Raise FaultError for faults that this group does not support."""
         if any(fault.kind in WIRE_FAULTS for fault in faults) and (
-            self._wires is None or not self._wires.harmable
+            self._wires is None or not self._wires.supports_faults
         ):
             raise FaultError("wire faults need a group that transfers KV over tcp")
 
@@ -106,19 +106,19 @@ class FaultBox:
         self._timers.clear()
         for fault in list(self._active):
             self._end(fault)
-        if self._group.dead:
+        if self._group.is_dead:
             self._group.restore()
         self.spec, self._faults = "", ()
 
-    def strike(self) -> Fault | None:
+    def pick_fault(self) -> InjectedFault | None:
         """Return the first fault of the spec that strikes an arriving request, if any."""
         elapsed_s = self._loop.time() - self._set_at
         for fault in self._faults:
-            if fault.kind not in GROUP_FAULTS and fault.strikes(elapsed_s, self._rng):
+            if fault.kind not in GROUP_FAULTS and fault.should_strike(elapsed_s, self._rng):
                 return fault
         return None
 
-    def _schedule(self, fault: Fault) -> None:
+    def _schedule(self, fault: InjectedFault) -> None:
         if fault.start_s > 0:
             self._timers.append(self._loop.call_later(fault.start_s, self._begin, fault))
         else:
@@ -126,7 +126,7 @@ class FaultBox:
         if fault.end_s < inf:
             self._timers.append(self._loop.call_later(fault.end_s, self._end, fault))
 
-    def _begin(self, fault: Fault) -> None:
+    def _begin(self, fault: InjectedFault) -> None:
         self._active.append(fault)
         match fault.kind:
             case FaultKind.SLOW:
@@ -137,13 +137,13 @@ class FaultBox:
                 self._listener.shut()
             case FaultKind.FREEZE | FaultKind.PARTITION:
                 self._group.lose_rank(0, hang=True)
-                self._set_wire_fault(Fault(FaultKind.WIRE_STALL))
+                self._set_wire_fault(InjectedFault(FaultKind.WIRE_STALL))
                 if fault.kind is FaultKind.PARTITION and self._reconnected is None:
                     self._reconnected = asyncio.Event()
             case kind if kind in WIRE_FAULTS:
                 self._set_wire_fault(fault)
 
-    def _end(self, fault: Fault) -> None:
+    def _end(self, fault: InjectedFault) -> None:
         """Undo a fault, unless another active fault has the same effect."""
         self._active.remove(fault)
         kinds = {other.kind for other in self._active}
@@ -169,13 +169,13 @@ class FaultBox:
                 decode = decode if fault.only == "prefill" else fault.factor
         self._group.slow_prefill, self._group.slow_decode = prefill, decode
 
-    def _active_wire_fault(self) -> Fault | None:
+    def _active_wire_fault(self) -> InjectedFault | None:
         """Return the fault of the connection that began last and is still active."""
         active = [other for other in self._active if other.kind in _ON_THE_WIRE]
         if not active:
             return None
-        return Fault(FaultKind.WIRE_STALL) if active[-1].kind in _STALLING else active[-1]
+        return InjectedFault(FaultKind.WIRE_STALL) if active[-1].kind in _STALLING else active[-1]
 
-    def _set_wire_fault(self, fault: Fault | None) -> None:
+    def _set_wire_fault(self, fault: InjectedFault | None) -> None:
         if self._wires is not None:
-            self._wires.harm(fault)
+            self._wires.set_fault(fault)

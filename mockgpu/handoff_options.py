@@ -14,7 +14,7 @@ DEFAULT_SCALE = 1 / 256
 TRANSPORTS = ("auto", "tcp", "shm", "inproc")
 
 
-class Transfer(msgspec.Struct, frozen=True):
+class TransferSpec(msgspec.Struct, frozen=True):
     """How one group transfers KV.
 
     port             of its agent; 0: any free one
@@ -44,7 +44,7 @@ class Transfer(msgspec.Struct, frozen=True):
     wire_faults: bool = False
     tls: TlsFiles | None = None
 
-    def checked(self) -> Transfer:
+    def validate(self) -> TransferSpec:
         """Return itself. Raises ValueError for an invalid option."""
         if self.dialect not in DIALECTS:
             raise ValueError(f"unknown dialect {self.dialect!r}: known are {', '.join(DIALECTS)}")

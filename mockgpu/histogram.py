@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 
-class Histogram:
+class BucketHistogram:
     """Counts per bucket and a sum. Counts are made cumulative only when rendered."""
 
     __slots__ = ("_counts", "bounds", "sum")

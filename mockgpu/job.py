@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
-from mockgpu.leg_params import Give, Offered, Take
-from mockgpu.roofline import Work
+from mockgpu.leg_params import DecodeLeg, OfferedKv, PrefillLeg
+from mockgpu.roofline import StepWork
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.kv_contents import Words
 
 
-class State(Enum):
+class JobState(Enum):
     """The state of a sequence. WAITING -> PREFILL -> DECODE -> DONE; preemption returns to WAITING.
 
     With KV from another group: WAITING -> FETCHING -> FETCHED -> PREFILL (of what is missing).
@@ -35,7 +35,7 @@ class Content(Protocol):
         """Return the states of tokens [start, end) of prompt and answer (mockgpu/kv_contents.py)."""
         ...
 
-    def spoil(self, taint: int) -> None:
+    def replace_text(self, taint: int) -> None:
         """Replace the text, because the prompt's KV is wrong. `taint` is a digest of the error."""
         ...
 
@@ -61,17 +61,17 @@ class Job:
     prompt_tokens: int
     output_tokens: int
     keys: Sequence[int] = ()
-    state: State = State.WAITING
+    state: JobState = JobState.WAITING
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     cached: int = -1
     made: int = 0
     origin: int = 0
     preemptions: int = 0
-    leg: Give | Take | None = None
+    leg: PrefillLeg | DecodeLeg | None = None
     content: Content | None = None
-    keep: bool = False
-    offered: Offered | None = None
+    keeps_blocks: bool = False
+    offered: OfferedKv | None = None
 
     @property
     def known_tokens(self) -> int:
@@ -80,38 +80,38 @@ class Job:
 
 
 @dataclass(slots=True)
-class Chunk:
+class PrefillChunk:
     """Part of a prompt computed in one step: tokens [start, start + tokens)."""
 
     job: Job
     start: int
     tokens: int
-    last: bool
+    is_last: bool
 
 
 @dataclass(slots=True)
-class Plan:
+class StepPlan:
     """One step: its prefill chunks, and the number and total context of decoding sequences."""
 
-    chunks: list[Chunk]
+    chunks: list[PrefillChunk]
     decode_seqs: int
     decode_context: int
 
     @property
-    def work(self) -> Work:
+    def work(self) -> StepWork:
         """The step's work for the roofline."""
         tokens, area = 0, 0.0
         for chunk in self.chunks:
             tokens += chunk.tokens
             area += chunk.tokens * (chunk.start + chunk.tokens / 2)
-        return Work(tokens, area, self.decode_seqs, self.decode_context)
+        return StepWork(tokens, area, self.decode_seqs, self.decode_context)
 
 
 @dataclass(slots=True)
-class Outcome:
+class StepOutcome:
     """The result of a step: jobs that made their first token, decoded tokens, and ended jobs."""
 
-    began: list[Job]
+    first_token_jobs: list[Job]
     decoded: int
     ended: list[Job]
 

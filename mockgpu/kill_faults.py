@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from mockgpu.fault_grammar import Fault, FaultKind
-from mockgpu.job import Job, Plan
+from mockgpu.fault_grammar import FaultKind, InjectedFault
+from mockgpu.job import Job, StepPlan
 from mockgpu.scheduler import Scheduler
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's
 WATCH_S = 0.0005
 
 
-class Victim(Protocol):
+class FaultTarget(Protocol):
     """The group that fails."""
 
     scheduler: Scheduler
@@ -31,15 +31,15 @@ class Victim(Protocol):
         ...
 
 
-class Doom:
+class KillFaults:
     """Sole owner of which jobs are marked with which fault."""
 
-    def __init__(self, victim: Victim, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, victim: FaultTarget, loop: asyncio.AbstractEventLoop) -> None:
         self._target = victim
         self._loop = loop
-        self._fault_by_job: dict[Job, Fault] = {}
+        self._fault_by_job: dict[Job, InjectedFault] = {}
 
-    def mark(self, job: Job, fault: Fault) -> None:
+    def mark(self, job: Job, fault: InjectedFault) -> None:
         """Let this fault strike this job."""
         self._fault_by_job[job] = fault
 
@@ -47,21 +47,21 @@ class Doom:
         """Forget a job that is over."""
         self._fault_by_job.pop(job, None)
 
-    def planned(self, plan: Plan, step_s: float) -> None:
+    def on_step_planned(self, plan: StepPlan, step_s: float) -> None:
         """Schedule the group's failure in the middle of a step, for jobs that die in prefill."""
         for chunk in plan.chunks:
             if self._kind(chunk.job) is FaultKind.DIE_IN_PREFILL:
                 self._loop.call_later(step_s / 2, self._target.lose_rank, 0)
 
-    def stepped(self) -> None:
+    def on_step_done(self) -> None:
         """Fail the group if a job that dies while decoding has made its tokens."""
         scheduler = self._target.scheduler
         for job, fault in list(self._fault_by_job.items()):
-            if fault.kind is FaultKind.DIE_MID_DECODE and scheduler.made(job) > fault.after:
+            if fault.kind is FaultKind.DIE_MID_DECODE and scheduler.count_output(job) > fault.after:
                 self._target.lose_rank(0)
                 return
 
-    def computed(self, job: Job) -> None:
+    def on_prompt_computed(self, job: Job) -> None:
         """Flip one bit of the prompt's KV, if the job is marked for corruption."""
         memory = self._target.memory
         if self._kind(job) is FaultKind.KV_CORRUPT and memory is not None:
@@ -73,7 +73,7 @@ class Doom:
         """Return whether the job's KV is lost as soon as it is offered."""
         return self._kind(job) is FaultKind.KV_LOST
 
-    def moving(self, job: Job, under_way: Callable[[Job], bool | None]) -> None:
+    def on_transfer(self, job: Job, under_way: Callable[[Job], bool | None]) -> None:
         """Fail the group while the job's KV moves, as soon as `under_way` returns True.
 
         `under_way` returns None when the KV has already moved, too fast for a failure in between.

@@ -50,7 +50,7 @@ class KvMemory:
             ],
         )
 
-    def renew(self, blocks: Sequence[int]) -> None:
+    def bump(self, blocks: Sequence[int]) -> None:
         """Increment the generations of blocks that get new content."""
         if blocks:
             for region in self.regions:

@@ -10,14 +10,14 @@ from enum import Enum, auto
 import msgspec
 
 
-class Answering(Enum):
+class AnswerTime(Enum):
     """When a prefill leg answers: when its KV is computed, or when it has been fetched."""
 
     WHEN_PREFILLED = auto()
     WHEN_TAKEN = auto()
 
 
-class Give(msgspec.Struct, frozen=True):
+class PrefillLeg(msgspec.Struct, frozen=True):
     """A prefill leg: its KV is offered under `name` for `hold_s` seconds.
 
     is_public   any group that knows the name may fetch it (push dialects); False: by ticket only
@@ -26,18 +26,18 @@ class Give(msgspec.Struct, frozen=True):
 
     name: str
     hold_s: float
-    public: bool = False
+    is_public: bool = False
     if_ended: bool = True
-    answering: Answering = Answering.WHEN_PREFILLED
+    answering: AnswerTime = AnswerTime.WHEN_PREFILLED
 
 
-class At(msgspec.Struct, frozen=True):
+class AgentPeer(msgspec.Struct, frozen=True):
     """The prefill group's agent, by address."""
 
     address: str
 
 
-class Asked(msgspec.Struct, frozen=True):
+class BootstrapPeer(msgspec.Struct, frozen=True):
     """The prefill group's agent, by its bootstrap server.
 
     `engine_id`: for Mooncake; None: SGLang.
@@ -47,7 +47,7 @@ class Asked(msgspec.Struct, frozen=True):
     engine_id: str | None = None
 
 
-class Take(msgspec.Struct, frozen=True):
+class DecodeLeg(msgspec.Struct, frozen=True):
     """A decode leg: KV of this `name` is fetched from `peer`, waiting up to `wait_s` for it.
 
     first       tokens that the prefill group already made (TRT-LLM)
@@ -57,16 +57,16 @@ class Take(msgspec.Struct, frozen=True):
     """
 
     name: str
-    peer: At | Asked
+    peer: AgentPeer | BootstrapPeer
     wait_s: float
     ticket: str | None = None
     renew: str = ""
     first: bytes = b""
     cached: int | None = None
-    parked: bool = False
+    is_parked: bool = False
 
 
-class Offered(msgspec.Struct, frozen=True):
+class OfferedKv(msgspec.Struct, frozen=True):
     """A prefill leg's KV as described to the other leg. `cached`: its tokens cached here before."""
 
     name: str

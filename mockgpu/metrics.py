@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from mockgpu.engine_formats import Engine
-from mockgpu.handoff.kv_handoff import Desk
-from mockgpu.histogram import Histogram
-from mockgpu.leg_params import Take
+from mockgpu.engine_formats import EngineFormat
+from mockgpu.handoff.kv_handoff import KvHandoff
+from mockgpu.histogram import BucketHistogram
+from mockgpu.leg_params import DecodeLeg
 from mockgpu.scheduler import Scheduler
 
 TTFT_BUCKETS = (
@@ -57,19 +57,19 @@ class GroupMetrics:
         self.tainted = 0
         self.rejections = 0
         self.steps = 0
-        self.ttft_s = Histogram(TTFT_BUCKETS)
-        self.itl_s = Histogram(ITL_BUCKETS)
-        self.e2e_s = Histogram(REQUEST_BUCKETS)
-        self.queue_s = Histogram(REQUEST_BUCKETS)
+        self.ttft_s = BucketHistogram(TTFT_BUCKETS)
+        self.itl_s = BucketHistogram(ITL_BUCKETS)
+        self.e2e_s = BucketHistogram(REQUEST_BUCKETS)
+        self.queue_s = BucketHistogram(REQUEST_BUCKETS)
 
     def render(
-        self, scheduler: Scheduler, desk: Desk | None = None, engine: Engine = Engine.VLLM
+        self, scheduler: Scheduler, desk: KvHandoff | None = None, engine: EngineFormat = EngineFormat.VLLM
     ) -> str:
         """Render the page: vLLM's names, transfers if there are any, and another engine's names."""
         lines = [*self._gauges(scheduler), *self._counters(scheduler), *self._latencies()]
         if desk is not None:
             lines += [*_fetch_stages(scheduler, self.labels), *desk.lines(self.labels)]
-        if engine is not Engine.VLLM:
+        if engine is not EngineFormat.VLLM:
             lines += _other_engine_lines(scheduler, engine)
         return "\n".join(lines) + "\n"
 
@@ -136,7 +136,7 @@ class GroupMetrics:
 
 def _fetch_stages(scheduler: Scheduler, labels: str) -> Iterator[str]:
     """Yield the states of decode legs before they run."""
-    wants = sum(isinstance(job.leg, Take) and job.cached < 0 for job in scheduler.waiting)
+    wants = sum(isinstance(job.leg, DecodeLeg) and job.cached < 0 for job in scheduler.waiting)
     stages = {
         "waiting_to_start": wants,
         "in_progress": len(scheduler.fetching),
@@ -147,10 +147,10 @@ def _fetch_stages(scheduler: Scheduler, labels: str) -> Iterator[str]:
         yield f'vllm:num_requests_kv_fetch_by_stage{{{labels},stage="{stage}"}} {count}'
 
 
-def _other_engine_lines(scheduler: Scheduler, engine: Engine) -> Iterator[str]:
+def _other_engine_lines(scheduler: Scheduler, engine: EngineFormat) -> Iterator[str]:
     """Yield what a gateway reads from SGLang or TensorRT-LLM, by their names."""
     pool, totals = scheduler.pool, scheduler.totals
-    if engine is Engine.SGLANG:
+    if engine is EngineFormat.SGLANG:
         yield f"sglang:num_running_reqs {scheduler.running}"
         yield f"sglang:num_queue_reqs {scheduler.queued}"
         yield f"sglang:token_usage {pool.usage}"

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from mockgpu.choice import Choice
-from mockgpu.request_parser import Ask
+from mockgpu.request_parser import ParsedRequest
 from mockgpu.text import TOKEN_BYTES, token_count, token_ids
 
 DONE = b"data: [DONE]\n\n"
@@ -24,12 +24,12 @@ def event(payload: object) -> bytes:
     return b"data: %s\n\n" % _encode(payload)
 
 
-def framed(data: bytes) -> bytes:
+def http_chunk(data: bytes) -> bytes:
     """Return one HTTP/1.1 chunk."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-def usage(ask: Ask, output_tokens: int, cached: int | None) -> dict[str, Any]:
+def usage(ask: ParsedRequest, output_tokens: int, cached: int | None) -> dict[str, Any]:
     """Return the usage object. `cached` None: the engine does not report prompt token details."""
     details = None if cached is None else {"cached_tokens": cached}
     return {
@@ -54,7 +54,7 @@ def _token_logprob(token: bytes) -> dict[str, Any]:
     }
 
 
-def _chat_logprobs(ask: Ask, tokens: bytes) -> dict[str, Any] | None:
+def _chat_logprobs(ask: ParsedRequest, tokens: bytes) -> dict[str, Any] | None:
     if not ask.wants_logprobs:
         return None
     content = []
@@ -64,7 +64,7 @@ def _chat_logprobs(ask: Ask, tokens: bytes) -> dict[str, Any] | None:
     return {"content": content}
 
 
-def _completion_logprobs(ask: Ask, tokens: bytes, offset: int) -> dict[str, Any] | None:
+def _completion_logprobs(ask: ParsedRequest, tokens: bytes, offset: int) -> dict[str, Any] | None:
     if not ask.wants_logprobs:
         return None
     entries = [
@@ -83,18 +83,18 @@ def _arguments(choice: Choice) -> str:
     return '{"words":"' + choice.text + '"}'
 
 
-class Extras(msgspec.Struct, frozen=True):
+class ResponseExtras(msgspec.Struct, frozen=True):
     """Additional members of a prefill leg's response: at the top level, and in its choice."""
 
-    beside: dict[str, Any] = {}
-    inside: dict[str, Any] = {}
+    top_level: dict[str, Any] = {}
+    in_choice: dict[str, Any] = {}
 
 
-NO_EXTRAS = Extras()
+NO_EXTRAS = ResponseExtras()
 
 
-def whole(
-    ask: Ask, choices: list[Choice], created: int, cached: int | None, extras: Extras = NO_EXTRAS
+def full_response(
+    ask: ParsedRequest, choices: list[Choice], created: int, cached: int | None, extras: ResponseExtras = NO_EXTRAS
 ) -> bytes:
     """Return the body of a non-streaming response."""
     output_tokens = sum(choice.output_tokens for choice in choices)
@@ -105,18 +105,18 @@ def whole(
             "object": "chat.completion" if ask.chat else "text_completion",
             "created": created,
             "model": ask.model,
-            "choices": [build(ask, choice) | extras.inside for choice in choices],
+            "choices": [build(ask, choice) | extras.in_choice for choice in choices],
             "service_tier": None,
             "system_fingerprint": None,
             "usage": usage(ask, output_tokens, cached),
             "kv_transfer_params": None,
         }
         | _prompt_ids(ask)
-        | extras.beside
+        | extras.top_level
     )
 
 
-def _prompt_ids(ask: Ask) -> dict[str, Any]:
+def _prompt_ids(ask: ParsedRequest) -> dict[str, Any]:
     """Return the prompt's ids, if a chat requested them (vLLM 0.10 and later)."""
     return (
         {"prompt_token_ids": token_ids(ask.prompts[0])}
@@ -125,7 +125,7 @@ def _prompt_ids(ask: Ask) -> dict[str, Any]:
     )
 
 
-def _whole_chat_choice(ask: Ask, choice: Choice) -> dict[str, Any]:
+def _whole_chat_choice(ask: ParsedRequest, choice: Choice) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": "assistant",
         "content": choice.text,
@@ -148,7 +148,7 @@ def _whole_chat_choice(ask: Ask, choice: Choice) -> dict[str, Any]:
     }
 
 
-def _whole_completion_choice(ask: Ask, choice: Choice) -> dict[str, Any]:
+def _whole_completion_choice(ask: ParsedRequest, choice: Choice) -> dict[str, Any]:
     echoed = choice.prompt.decode("utf-8", "replace") if ask.body.echo else ""
     return {
         "index": choice.index,
@@ -162,11 +162,11 @@ def _whole_completion_choice(ask: Ask, choice: Choice) -> dict[str, Any]:
     }
 
 
-def _call_id(ask: Ask, choice: Choice) -> str:
+def _call_id(ask: ParsedRequest, choice: Choice) -> str:
     return f"chatcmpl-tool-{ask.id.rpartition('-')[2][:24]}-{choice.index}"
 
 
-class Chunks:
+class StreamChunks:
     """The events of one streamed choice, in order, as HTTP chunks."""
 
     __slots__ = (
@@ -180,7 +180,7 @@ class Chunks:
         "made",
     )
 
-    def __init__(self, ask: Ask, choice: Choice, created: int) -> None:
+    def __init__(self, ask: ParsedRequest, choice: Choice, created: int) -> None:
         self._ask = ask
         self._choice = choice
         self._created = created
@@ -196,7 +196,7 @@ class Chunks:
     def _template(self) -> tuple[bytes, bytes]:
         """Return what surrounds a plain token: a rendered event, split where the token goes."""
         mark = b"\x00" * TOKEN_BYTES
-        rendered = framed(self._event(self._delta("0" * TOKEN_BYTES), None, b"", None))
+        rendered = http_chunk(self._event(self._delta("0" * TOKEN_BYTES), None, b"", None))
         head, tail = rendered.replace(b'"0000"', b'"' + mark + b'"').split(mark)
         return head, tail
 
@@ -211,14 +211,14 @@ class Chunks:
         first = self._opening(cached) if self.made == 1 else b""
         reason = choice.finish_reason if last else None
         piece, token = choice.text[start:end], choice.tokens[start:end]
-        return first + framed(self._event(self._delta(piece, last), reason, token, cached))
+        return first + http_chunk(self._event(self._delta(piece, last), reason, token, cached))
 
     def _opening(self, cached: int | None) -> bytes:
         """Return what precedes the first token: the role (chat), the echoed prompt, or nothing."""
         if self._ask.chat:
-            return framed(self._event({"role": "assistant", "content": ""}, None, b"", cached))
+            return http_chunk(self._event({"role": "assistant", "content": ""}, None, b"", cached))
         if self._ask.body.echo:
-            return framed(
+            return http_chunk(
                 self._event(self._choice.prompt.decode("utf-8", "replace"), None, b"", cached)
             )
         return b""
@@ -274,7 +274,7 @@ class Chunks:
         }
 
 
-def chunk(ask: Ask, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def chunk(ask: ParsedRequest, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one chunk object of a stream."""
     kind = "chat.completion.chunk" if ask.chat else "text_completion"
     return {
@@ -286,23 +286,23 @@ def chunk(ask: Ask, created: int, choices: list[dict[str, Any]]) -> dict[str, An
     }
 
 
-def closing(ask: Ask, choices: list[Choice], created: int, cached: int | None) -> bytes:
+def stream_end(ask: ParsedRequest, choices: list[Choice], created: int, cached: int | None) -> bytes:
     """Return the end of a successful stream as HTTP chunks: usage if requested, then [DONE]."""
     options = ask.body.stream_options
     if options is None or not options.include_usage:
-        return framed(DONE)
+        return http_chunk(DONE)
     output_tokens = sum(choice.output_tokens for choice in choices)
-    return framed(
+    return http_chunk(
         event(chunk(ask, created, []) | {"usage": usage(ask, output_tokens, cached)})
-    ) + framed(DONE)
+    ) + http_chunk(DONE)
 
 
-def failing(body: bytes) -> bytes:
+def stream_error(body: bytes) -> bytes:
     """Return the end of a failed stream as HTTP chunks: the error event, then [DONE]."""
-    return framed(b"data: %s\n\n" % body) + framed(DONE)
+    return http_chunk(b"data: %s\n\n" % body) + http_chunk(DONE)
 
 
-def tokenized(prompt: bytes, context: int) -> bytes:
+def tokenize_response(prompt: bytes, context: int) -> bytes:
     """Return the response of /tokenize."""
     return _encode(
         {

@@ -16,34 +16,34 @@ import msgspec
 
 from kvtransfer.agent import Agent
 from kvtransfer.contract import Transport, TransportError
-from kvtransfer.transports.inproc import Inproc, Wire
+from kvtransfer.transports.inproc import Inproc, InprocWire
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.util.clock import ThreadClock
-from kvtransfer.util.options import Options
-from mockgpu.fault_grammar import Fault, FaultKind
+from kvtransfer.util.options import AgentOptions
+from mockgpu.fault_grammar import FaultKind, InjectedFault
 from mockgpu.group import TpGroup
-from mockgpu.handoff.bootstrap import Bootstrap, Resolver
-from mockgpu.handoff.contract import Dialect, Here
-from mockgpu.handoff.faulty_link import BadWire
-from mockgpu.handoff.kv_handoff import Desk
-from mockgpu.handoff.link_speed import Link
-from mockgpu.handoff.mooncake import ABORT_S, Mooncake
-from mockgpu.handoff.sglang import BOOTSTRAP_S, Sglang
-from mockgpu.handoff.trtllm import HOLD_S, Trtllm
-from mockgpu.handoff.vllm_nixl import VllmNixl
-from mockgpu.handoff.vllm_push import REGISTRATION_S, VllmPush
-from mockgpu.handoff_options import Transfer
+from mockgpu.handoff.bootstrap import BootstrapServer, PeerResolver
+from mockgpu.handoff.contract import EngineDialect, EngineIdentity
+from mockgpu.handoff.faulty_link import FaultyRelay
+from mockgpu.handoff.kv_handoff import KvHandoff
+from mockgpu.handoff.link_speed import PacedLink
+from mockgpu.handoff.mooncake import ABORT_S, MooncakeDialect
+from mockgpu.handoff.sglang import BOOTSTRAP_S, SglangDialect
+from mockgpu.handoff.trtllm import HOLD_S, TrtllmDialect
+from mockgpu.handoff.vllm_nixl import VllmNixlDialect
+from mockgpu.handoff.vllm_push import REGISTRATION_S, VllmPushDialect
+from mockgpu.handoff_options import TransferSpec
 from mockgpu.kv_contents import scaled_layout
 from mockgpu.kv_memory import KvMemory
-from mockgpu.leg_params import Take
-from mockgpu.request_parser import Body, MalformedHandoffError, Reading
+from mockgpu.leg_params import DecodeLeg
+from mockgpu.request_parser import MalformedHandoffError, ParsedHandoff, RequestBody
 
 # A pull that is not refused at once is in progress; only a silent peer ends it earlier.
 PULL_S = 30.0
 
 
-class ProcessWire(Wire):
+class ProcessWire(InprocWire):
     """The wire between the agents of one process, with its own clock."""
 
     def __init__(self) -> None:
@@ -55,20 +55,20 @@ class ProcessWire(Wire):
         self._own.close()
 
 
-class Half:
+class PdRole:
     """Sole owner of a group's memory, agent, KvHandoff and bootstrap server.
 
     `wire` connects the agents of one process if the transport is inproc.
     """
 
     def __init__(
-        self, group: TpGroup, transfer: Transfer, host: str, wire: ProcessWire | None = None
+        self, group: TpGroup, transfer: TransferSpec, host: str, wire: ProcessWire | None = None
     ) -> None:
         spec = group.spec
         self.group = group
         self.transfer = transfer
         self.dialect, self._wait_s = _dialect(transfer)
-        self.here = Here(
+        self.identity = EngineIdentity(
             "", host, 0, spec.tp, spec.role, transfer.version, transfer.lease_s, self._wait_s
         )
         # One block more than the scheduler has: declined KV is fetched into it (mockgpu/handoff/kv_handoff.py).
@@ -80,9 +80,9 @@ class Half:
         self._wire = wire
         self._host = host
         self._starts = 0
-        self._bootstrap = Bootstrap(host, transfer.bootstrap_port, transfer.dialect, spec.tp)
-        self._resolver = Resolver()
-        self._relay = BadWire(host)
+        self._bootstrap = BootstrapServer(host, transfer.bootstrap_port, transfer.dialect, spec.tp)
+        self._resolver = PeerResolver()
+        self._relay = FaultyRelay(host)
         self._change_task: asyncio.Task[None] | None = None
         group.attach(self.memory)
         group.on_change = self._on_ranks_changed
@@ -109,10 +109,10 @@ class Half:
         name = f"{spec.role}-{secrets.token_hex(4)}"
         agent = self.agent = await self._start_agent(name)
         host, port = _host_and_port(agent.address)
-        if self.harmable:
+        if self.supports_faults:
             await self._relay.start(host, port)
             port = self._relay.port
-        self.here = Here(
+        self.identity = EngineIdentity(
             name,
             host,
             port,
@@ -122,16 +122,16 @@ class Half:
             transfer.lease_s,
             self._wait_s,
             self._starts,
-            self.here.url,
+            self.identity.url,
             transfer.transport if transfer.transport in ("tcp", "inproc") else "shm",
         )
-        link = Link(spec.model.kv_token_bytes, transfer.gbps * 1e9 / 8, spec.speed)
+        link = PacedLink(spec.model.kv_token_bytes, transfer.gbps * 1e9 / 8, spec.speed)
         connector = "mooncake" if transfer.dialect == "mooncake" else "nixl"
-        self.group.desk = Desk(
+        self.group.kv_handoff = KvHandoff(
             self.group, agent, self._resolver, link, transfer.recompute, transfer.lease_s, connector
         )
-        if spec.role != "decode" and self._bootstrap.wanted:
-            await self._bootstrap.start(self.here)
+        if spec.role != "decode" and self._bootstrap.is_needed:
+            await self._bootstrap.start(self.identity)
 
     async def _start_agent(self, name: str) -> Agent:
         """Return a listening agent.
@@ -154,8 +154,8 @@ class Half:
                 ),
                 None,
             ),
-            options=Options(
-                patience_s=self._wait_s, family=_family(self.group.spec.model.name, self.transfer)
+            options=AgentOptions(
+                invite_wait_s=self._wait_s, family=_family(self.group.spec.model.name, self.transfer)
             ),
         )
         try:
@@ -167,7 +167,7 @@ class Half:
 
     async def stop(self) -> None:
         """Stop the engine. Afterwards every block belongs to the group again."""
-        desk, self.group.desk = self.group.desk, None
+        desk, self.group.kv_handoff = self.group.kv_handoff, None
         await self._bootstrap.stop()
         self._relay.stop()
         if desk is not None:
@@ -176,19 +176,19 @@ class Half:
             await self.agent.close()
         self.agent = None
 
-    async def settled(self) -> None:
+    async def wait_applied(self) -> None:
         """Wait until the last change of the group's ranks has been applied."""
         while self._change_task is not None and not self._change_task.done():
             await asyncio.wait((self._change_task,))
 
     async def close(self) -> None:
         """Stop for good, and release the memory."""
-        await self.settled()
+        await self.wait_applied()
         await self.stop()
         await self._resolver.close()
         self.memory.close()
 
-    def read(self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str) -> Reading:
+    def read(self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str) -> ParsedHandoff:
         """Return the leg of a request.
 
         A malformed one is counted, and kills the engine if it would.
@@ -196,49 +196,49 @@ class Half:
         Raises MalformedHandoffError, or ApiError for what an engine merely refuses.
         """
         try:
-            reading = self.dialect.read(raw, body, headers, request_id, self.here)
+            reading = self.dialect.read(raw, body, headers, request_id, self.identity)
         except MalformedHandoffError as error:
             self.group.metrics.malformed_handoffs += 1
             if error.fatal:
                 self.group.lose_rank(0)
             raise
-        if isinstance(reading.leg, Take) and reading.leg.parked:
+        if isinstance(reading.leg, DecodeLeg) and reading.leg.is_parked:
             self.group.metrics.malformed_handoffs += 1
         return reading
 
     @property
-    def harmable(self) -> bool:
+    def supports_faults(self) -> bool:
         """Whether peers reach the agent through the relay that can inject faults."""
         return self.transfer.transport == "tcp" and self.transfer.wire_faults
 
-    def harm(self, fault: Fault | None) -> None:
+    def set_fault(self, fault: InjectedFault | None) -> None:
         """Apply a fault to the connection; None: heal."""
         if self._wire is not None and self._starts and self.agent is not None:
             stalls = fault is not None and fault.kind is FaultKind.WIRE_STALL
             (self._wire.freeze if stalls else self._wire.thaw)(self.agent.address)
         self._relay.set(fault)
 
-    def served_at(self, url: str) -> None:
+    def set_url(self, url: str) -> None:
         """Set the URL of the group's HTTP server."""
-        self.here = msgspec.structs.replace(self.here, url=url)
+        self.identity = msgspec.structs.replace(self.identity, url=url)
 
-    def told(self) -> dict[str, Any]:
+    def startup_members(self) -> dict[str, Any]:
         """Return the members of the start-up line."""
         return {
             "dialect": self.dialect.name,
-            "agent": self.here.address,
+            "agent": self.identity.address,
             "bootstrap": self.bootstrap_url,
         }
 
     def state(self) -> dict[str, Any]:
         """Return the identity and what is held for others, for tests."""
-        stats = self.agent.figures() if self.agent is not None else {}
+        stats = self.agent.stats() if self.agent is not None else {}
         return {
             "dialect": self.dialect.name,
-            "engine_id": self.here.engine_id,
-            "agent": self.here.address,
+            "engine_id": self.identity.engine_id,
+            "agent": self.identity.address,
             "bootstrap": self.bootstrap_url,
-            "transfers": self.group.desk.under_way if self.group.desk is not None else 0,
+            "transfers": self.group.kv_handoff.running_tasks if self.group.kv_handoff is not None else 0,
             "leases": stats.get("leases"),
             "reservations": stats.get("reservations"),
         }
@@ -276,20 +276,20 @@ class Half:
         return [tcp] if kind == "tcp" else [tcp, Shm()]
 
 
-def _dialect(transfer: Transfer) -> tuple[Dialect, float]:
+def _dialect(transfer: TransferSpec) -> tuple[EngineDialect, float]:
     """Return the dialect, and how long its legs wait for each other by default."""
-    known: dict[str, tuple[Dialect, float]] = {
-        "vllm_nixl": (VllmNixl(), PULL_S),
-        "vllm_push": (VllmPush(), REGISTRATION_S),
-        "mooncake": (Mooncake(), ABORT_S),
-        "sglang": (Sglang(), BOOTSTRAP_S),
-        "trtllm": (Trtllm(), HOLD_S),
+    known: dict[str, tuple[EngineDialect, float]] = {
+        "vllm_nixl": (VllmNixlDialect(), PULL_S),
+        "vllm_push": (VllmPushDialect(), REGISTRATION_S),
+        "mooncake": (MooncakeDialect(), ABORT_S),
+        "sglang": (SglangDialect(), BOOTSTRAP_S),
+        "trtllm": (TrtllmDialect(), HOLD_S),
     }
     dialect, wait_s = known[transfer.dialect]
     return dialect, wait_s if transfer.wait_s is None else transfer.wait_s
 
 
-def _family(model: str, transfer: Transfer) -> str:
+def _family(model: str, transfer: TransferSpec) -> str:
     """Return what the handshake of two engines compares: kind, version and model."""
     kind = "vllm" if transfer.dialect.startswith(("vllm", "mooncake")) else transfer.dialect
     return f"{kind}/{transfer.version[0]}.{transfer.version[1]}/{model}"

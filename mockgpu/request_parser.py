@@ -12,14 +12,14 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from mockgpu.leg_params import Give, Take
+from mockgpu.leg_params import DecodeLeg, PrefillLeg
 from mockgpu.text import render_chat, token_bytes, token_count
 
 MAX_PROMPTS = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 # Answers are generated completely before the first token is sent, about 1 us per token on the event
 # loop. A longer answer would stop every group of the process for seconds.
-MOST_TOKENS_MADE_UP = 1 << 22
+MAX_GENERATED_TOKENS = 1 << 22
 
 # Fields and headers that tell one leg of a split request about the other. A gateway must not pass a
 # client's through. In a group that is no half of a pair, any of them is an upstream error.
@@ -100,7 +100,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class Body(msgspec.Struct, frozen=True):
+class RequestBody(msgspec.Struct, frozen=True):
     """The fields of a chat or completion request that are read or checked. Others are ignored."""
 
     model: str | None = None
@@ -143,7 +143,7 @@ class Body(msgspec.Struct, frozen=True):
     prompt_token_ids: list[TokenId] | None = None
 
 
-class Reading(msgspec.Struct, frozen=True):
+class ParsedHandoff(msgspec.Struct, frozen=True):
     """The handoff fields of a request as its dialect interprets them.
 
     leg         the leg that the request is; None: a whole request
@@ -151,15 +151,15 @@ class Reading(msgspec.Struct, frozen=True):
     one_token   the engine stops this leg after its first token, whatever the request says
     """
 
-    leg: Give | Take | None = None
+    leg: PrefillLeg | DecodeLeg | None = None
     prompt: bytes | None = None
     one_token: bool = False
 
 
-NO_LEG = Reading()
+NO_LEG = ParsedHandoff()
 
 
-class Ask(msgspec.Struct, frozen=True):
+class ParsedRequest(msgspec.Struct, frozen=True):
     """A checked request: one or more prompts as tokens, `n` choices of each, and how to answer."""
 
     id: str
@@ -168,15 +168,15 @@ class Ask(msgspec.Struct, frozen=True):
     prompts: list[bytes]
     n: int
     limit: int
-    may_end: bool
-    body: Body
+    can_end: bool
+    body: RequestBody
     stops: tuple[str, ...]
     tool: str | None
-    leg: Give | Take | None = None
+    leg: PrefillLeg | DecodeLeg | None = None
     one_token: bool = False
 
     @property
-    def stream(self) -> bool:
+    def is_stream(self) -> bool:
         """Whether the response is server-sent events."""
         return bool(self.body.stream)
 
@@ -192,7 +192,7 @@ class Ask(msgspec.Struct, frozen=True):
         return sum(token_count(prompt) for prompt in self.prompts)
 
 
-def decoded(raw: bytes, kind: type[Kind]) -> Kind:
+def decode_body(raw: bytes, kind: type[Kind]) -> Kind:
     """Decode a JSON body as an object of this type. Raises ApiError 400 if it is invalid."""
     try:
         return msgspec.json.decode(raw, type=kind)
@@ -214,7 +214,7 @@ def check_rank(headers: Mapping[str, str]) -> None:
         )
 
 
-def request_name(headers: Mapping[str, str]) -> str:
+def client_request_id(headers: Mapping[str, str]) -> str:
     """Return the client's X-Request-Id, or "".
 
     Non-ASCII bytes are read as Latin-1, as in engines.
@@ -222,7 +222,7 @@ def request_name(headers: Mapping[str, str]) -> str:
     return headers.get("X-Request-Id", "").encode("utf-8", "surrogateescape").decode("latin-1")
 
 
-def check_handoff(body: Body, headers: Mapping[str, str]) -> None:
+def check_handoff(body: RequestBody, headers: Mapping[str, str]) -> None:
     """Raise MalformedHandoffError for fields or headers that only a P/D router may send."""
     for field in HANDOFF_FIELDS:
         if getattr(body, field) is not None:
@@ -232,15 +232,15 @@ def check_handoff(body: Body, headers: Mapping[str, str]) -> None:
             raise MalformedHandoffError(name)
 
 
-def ask_of(
-    body: Body,
+def parse_request(
+    body: RequestBody,
     headers: Mapping[str, str],
     chat: bool,
     served: str,
     context: int,
     request_id: str,
-    reading: Reading = NO_LEG,
-) -> Ask:
+    reading: ParsedHandoff = NO_LEG,
+) -> ParsedRequest:
     """Check a request whose handoff fields have been read. Raises ApiError."""
     check_rank(headers)
     if body.model is not None and body.model != served:
@@ -254,25 +254,25 @@ def ask_of(
             400,
             f"min_tokens must be less than or equal to max_tokens={limit}, got {body.min_tokens}.",
         )
-    if isinstance(reading.leg, Take) and token_count(reading.leg.first) > limit:
+    if isinstance(reading.leg, DecodeLeg) and token_count(reading.leg.first) > limit:
         raise ApiError(
             400,
             f"{token_count(reading.leg.first)} tokens exist already, but the limit is {limit}",
         )
     may_end = requested is None and not body.ignore_eos
-    if isinstance(reading.leg, Give) and not reading.one_token:
+    if isinstance(reading.leg, PrefillLeg) and not reading.one_token:
         # The requested token may end the answer, unless at least one token is required.
         may_end = not body.ignore_eos and not body.min_tokens
     n, stops, tool = body.n or 1, _stops(body), _forced_tool(body) if chat else None
     if reading.one_token:
         limit = 1
-    if not may_end and len(prompts) * n * limit > MOST_TOKENS_MADE_UP:
+    if not may_end and len(prompts) * n * limit > MAX_GENERATED_TOKENS:
         raise ApiError(
             400,
-            f"this mock generates at most {MOST_TOKENS_MADE_UP} tokens per request",
+            f"this mock generates at most {MAX_GENERATED_TOKENS} tokens per request",
             "max_tokens",
         )
-    return Ask(
+    return ParsedRequest(
         request_id,
         chat,
         served,
@@ -288,17 +288,17 @@ def ask_of(
     )
 
 
-def _all_prompts(body: Body, chat: bool) -> list[bytes]:
+def _all_prompts(body: RequestBody, chat: bool) -> list[bytes]:
     return [render_chat(_chat_parts(body))] if chat else _prompts(body.prompt)
 
 
-def prompt_of(raw: bytes) -> bytes:
+def parse_prompt(raw: bytes) -> bytes:
     """Return the prompt of a /tokenize body, chat or completion, as tokens. Raises ApiError."""
-    body = decoded(raw, Body)
+    body = decode_body(raw, RequestBody)
     return render_chat(_chat_parts(body)) if body.messages is not None else _prompts(body.prompt)[0]
 
 
-def _check_combinations(body: Body) -> None:
+def _check_combinations(body: RequestBody) -> None:
     """Refuse combinations that vLLM refuses although each field is valid."""
     if body.stream_options is not None and not body.stream:
         raise ApiError(
@@ -322,11 +322,11 @@ def _check_combinations(body: Body) -> None:
         )
 
 
-def _stops(body: Body) -> tuple[str, ...]:
+def _stops(body: RequestBody) -> tuple[str, ...]:
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
 
 
-def _chat_parts(body: Body) -> dict[str, Any]:
+def _chat_parts(body: RequestBody) -> dict[str, Any]:
     if not body.messages:
         raise ApiError(
             400, "1 validation error: messages: field required and not empty", "messages"
@@ -364,7 +364,7 @@ def _one_prompt(part: object) -> bytes:
     return token_bytes(part)
 
 
-def _requested_tokens(body: Body, chat: bool) -> int | None:
+def _requested_tokens(body: RequestBody, chat: bool) -> int | None:
     """Return the requested token limit; None: as many as the context leaves.
 
     That is a chat without a limit, or a completion with null. A completion without a limit gets 16.
@@ -391,7 +391,7 @@ def _limit(prompts: list[bytes], requested: int | None, context: int) -> int:
     return context - longest if requested is None else at_least
 
 
-def _forced_tool(body: Body) -> str | None:
+def _forced_tool(body: RequestBody) -> str | None:
     """Return the tool that must be called: the named one, or the first if any is required."""
     choice = body.tool_choice
     names = [_function_name(tool) for tool in body.tools or ()]

@@ -9,15 +9,15 @@ import asyncio
 import socket
 import struct
 
-from mockgpu.fault_grammar import Fault, FaultKind
+from mockgpu.fault_grammar import FaultKind, InjectedFault
 from mockgpu.job import Job
-from mockgpu.openai_format import Chunks, framed
+from mockgpu.openai_format import StreamChunks, http_chunk
 from mockgpu.request_parser import ApiError
 
-KEEP_ALIVE = framed(b": keep-alive\n\n")
+KEEP_ALIVE = http_chunk(b": keep-alive\n\n")
 
 
-class Answer:
+class PendingResponse:
     """One request's response: resolved when all choices have ended, or with the first error."""
 
     __slots__ = ("_open", "done")
@@ -26,13 +26,13 @@ class Answer:
         self._open = choices
         self.done: asyncio.Future[ApiError | None] = loop.create_future()
 
-    def choice_ended(self) -> None:
+    def on_choice_end(self) -> None:
         """Count a completed choice."""
         self._open -= 1
         if not self._open and not self.done.done():
             self.done.set_result(None)
 
-    def failed(self, error: ApiError) -> None:
+    def fail(self, error: ApiError) -> None:
         """Fail the whole response, because the engine lost a choice."""
         if not self.done.done():
             self.done.set_result(error)
@@ -41,38 +41,38 @@ class Answer:
 class WholeSink:
     """Sink of a non-streaming choice. If `stalled`, it never reports the end."""
 
-    __slots__ = ("_answer", "_stalled", "failed")
+    __slots__ = ("_answer", "_stalled", "on_failure")
 
-    def __init__(self, answer: Answer, stalled: bool = False) -> None:
+    def __init__(self, answer: PendingResponse, stalled: bool = False) -> None:
         self._answer = answer
         self._stalled = stalled
-        self.failed = answer.failed
+        self.on_failure = answer.fail
 
-    def token(self) -> None:
+    def on_token(self) -> None:
         """No-op: tokens are sent together at the end."""
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         """Report the end of the choice."""
         if not self._stalled:
-            self._answer.choice_ended()
+            self._answer.on_choice_end()
 
 
 class StreamSink:
     """Sink of a streamed choice: writes each token to the transport when it is made."""
 
-    __slots__ = ("_answer", "_cached", "_chunks", "_job", "_transport", "failed")
+    __slots__ = ("_answer", "_cached", "_chunks", "_job", "_transport", "on_failure")
 
     def __init__(
-        self, answer: Answer, chunks: Chunks, job: Job, transport: asyncio.Transport, cached: bool
+        self, answer: PendingResponse, chunks: StreamChunks, job: Job, transport: asyncio.Transport, cached: bool
     ) -> None:
         self._answer = answer
         self._chunks = chunks
         self._job = job
         self._transport = transport
         self._cached = cached
-        self.failed = answer.failed
+        self.on_failure = answer.fail
 
-    def token(self) -> None:
+    def on_token(self) -> None:
         """Write the next token's events.
 
         Discard them if the client has left and the abort is pending.
@@ -81,9 +81,9 @@ class StreamSink:
         if not self._transport.is_closing():
             self._transport.write(data)
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         """Report the end of the choice."""
-        self._answer.choice_ended()
+        self._answer.on_choice_end()
 
 
 class FaultySink(StreamSink):
@@ -93,19 +93,19 @@ class FaultySink(StreamSink):
 
     def __init__(
         self,
-        answer: Answer,
-        chunks: Chunks,
+        answer: PendingResponse,
+        chunks: StreamChunks,
         job: Job,
         transport: asyncio.Transport,
         cached: bool,
-        fault: Fault,
+        fault: InjectedFault,
     ) -> None:
         super().__init__(answer, chunks, job, transport, cached)
         self._fault = fault
         self._made = 0
         self._broken = False
 
-    def token(self) -> None:
+    def on_token(self) -> None:
         """Write the next token, unless the fault is due."""
         self._made += 1
         if self._transport.is_closing() or self._broken:
@@ -115,9 +115,9 @@ class FaultySink(StreamSink):
             self._write_split(self._chunks.next(self._job.cached if self._cached else None))
         elif kind is FaultKind.COMMENTS:
             self._transport.write(KEEP_ALIVE)
-            super().token()
+            super().on_token()
         elif self._made <= self._fault.after:
-            super().token()
+            super().on_token()
         else:
             self._broken = True
             break_off(self._transport, kind, b"0\r\n\r\n")
@@ -133,10 +133,10 @@ class FaultySink(StreamSink):
                 self._transport.write(b"%x\r\n%s\r\n" % (len(piece), piece))
             size, _, remaining = remaining.partition(b"\r\n")
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         """Report the end, unless the stream was broken off."""
         if not self._broken:
-            super().ended()
+            super().on_end()
 
 
 def break_off(transport: asyncio.Transport, kind: FaultKind, last: bytes = b"") -> None:
@@ -148,10 +148,10 @@ def break_off(transport: asyncio.Transport, kind: FaultKind, last: bytes = b"") 
         transport.write(last)
         transport.close()
     elif kind is not FaultKind.STALL:
-        reset(transport)
+        reset_connection(transport)
 
 
-def reset(transport: asyncio.Transport) -> None:
+def reset_connection(transport: asyncio.Transport) -> None:
     """Close a connection so that the peer gets a reset instead of an end."""
     if transport.is_closing():
         return

@@ -17,7 +17,7 @@ from mockgpu.gpus import Gpu
 from mockgpu.model_shapes import Llm
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """What one step computes.
 
     prefill_tokens   prompt tokens computed, over all chunks
@@ -74,7 +74,7 @@ def profile_named(name: str) -> Profile:
     return profile
 
 
-class Terms(NamedTuple):
+class StepTimeParts(NamedTuple):
     """The parts of one step's time in seconds. `weights_s` and `flops_s` overlap."""
 
     weights_s: float
@@ -134,7 +134,7 @@ class Roofline:
             self._wire_s = model.allreduces * ring_bytes / (gpu.link_bytes_s * fit.link_eff)
         self._correction = correction if profile.exact else None
 
-    def terms(self, work: Work) -> Terms:
+    def terms(self, work: StepWork) -> StepTimeParts:
         """Return the parts of one step's time by the equation.
 
         That is max(weights, FLOPs) + KV + attention + overheads + collectives.
@@ -143,7 +143,7 @@ class Roofline:
         # A mixture of experts reads only the experts that its tokens use: all of them in a large
         # batch.
         read = 1.0 if self._dense else 1 - self._idle_share**tokens
-        return Terms(
+        return StepTimeParts(
             self._weights_s * read,
             self._flop_s * tokens,
             self._kv_s * work.decode_context,
@@ -153,7 +153,7 @@ class Roofline:
             self._collective_s + self._wire_s * tokens,
         )
 
-    def equation_s(self, work: Work) -> float:
+    def equation_s(self, work: StepWork) -> float:
         """Return the step's time by the equation alone.
 
         Equal to `terms(work).total_s`, but faster: a replay calls it for every step.
@@ -170,7 +170,7 @@ class Roofline:
             + self._wire_s * tokens
         )
 
-    def step_s(self, work: Work) -> float:
+    def step_s(self, work: StepWork) -> float:
         """Return the step's time, exact at every grid point if there is a grid.
 
         A chunk that starts late (cached prefix, second chunk) gets the factor of its token count. A
@@ -186,5 +186,5 @@ class Roofline:
             return seconds * prefill
         decode = self._correction.decode(work.decode_seqs, work.decode_context)
         prefill_s = self.equation_s(work._replace(decode_seqs=0, decode_context=0))
-        decode_s = self.equation_s(Work(0, 0.0, work.decode_seqs, work.decode_context))
+        decode_s = self.equation_s(StepWork(0, 0.0, work.decode_seqs, work.decode_context))
         return seconds * (prefill * prefill_s + decode * decode_s) / (prefill_s + decode_s)

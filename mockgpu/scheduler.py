@@ -1,6 +1,6 @@
 """Continuous batching with chunked prefill, as in vLLM's V1 scheduler.
 
-Pure and without a clock: `step()` plans what to compute next, roofline.py says how long it takes,
+Pure and without a clock: `sample_difference()` plans what to compute next, roofline.py says how long it takes,
 `finish()` applies the result. The live server and replays in virtual time run the same code.
 Decoding sequences all advance by one token per step, so one counter (`tick`) advances them. Only
 those that end or need a block are touched, so a step costs O(changes).
@@ -16,8 +16,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 
 from mockgpu.blocks import BlockPool, blocks_for
-from mockgpu.job import Chunk, Job, Outcome, Plan, State, Totals
-from mockgpu.leg_params import Take
+from mockgpu.job import Job, JobState, PrefillChunk, StepOutcome, StepPlan, Totals
+from mockgpu.leg_params import DecodeLeg
 
 
 class Scheduler:
@@ -76,9 +76,9 @@ class Scheduler:
             <= self.pool.total
         )
 
-    def made(self, job: Job) -> int:
+    def count_output(self, job: Job) -> int:
         """Return the job's output tokens so far."""
-        return self.tick - job.origin if job.state is State.DECODE else job.made
+        return self.tick - job.origin if job.state is JobState.DECODE else job.made
 
     def add(self, job: Job) -> None:
         """Queue a job, first come first served. Raises ValueError if it can never fit."""
@@ -93,18 +93,18 @@ class Scheduler:
 
         Blocks that a transfer is writing are kept until `release_kept()`.
         """
-        if job.state is State.WAITING:
+        if job.state is JobState.WAITING:
             self.waiting.remove(job)
-        elif job.state is State.FETCHING:
+        elif job.state is JobState.FETCHING:
             del self.fetching[job]
             self.kept[job], job.blocks = job.blocks, []
-        elif job.state is State.FETCHED:
+        elif job.state is JobState.FETCHED:
             self.fetched.remove(job)
             self.pool.release(job.blocks)
             job.blocks = []
-        elif job.state is not State.DONE:
+        elif job.state is not JobState.DONE:
             self._remove(job)
-        job.state = State.DONE
+        job.state = JobState.DONE
 
     def to_fetch(self) -> list[Job]:
         """Return the jobs admitted since the last call whose KV must be fetched.
@@ -115,7 +115,7 @@ class Scheduler:
         jobs, self._to_fetch = self._to_fetch, []
         return jobs
 
-    def landed(self, job: Job, cached: int) -> None:
+    def on_landed(self, job: Job, cached: int) -> None:
         """Continue a FETCHING job whose KV has arrived; only its last token is left to compute.
 
         `cached`: the cached tokens to report in usage.
@@ -128,25 +128,25 @@ class Scheduler:
         """Compute the KV of a FETCHING job here, in its blocks, because it will not arrive."""
         self._mark_fetched(job)
 
-    def let_go(self, job: Job) -> None:
+    def release_kept(self, job: Job) -> None:
         """Free the blocks kept for a job that is over. No-op if there are none."""
         self.pool.release(self.kept.pop(job, ()))
 
     def _mark_fetched(self, job: Job) -> None:
         del self.fetching[job]
-        job.state = State.FETCHED
+        job.state = JobState.FETCHED
         self.fetched.append(job)
 
-    def step(self) -> Plan | None:
+    def step(self) -> StepPlan | None:
         """Plan the next step; None: nothing to compute.
 
         Decodes first, then prompts in the budget.
         """
         for job in list(self._grows[self.tick % self.pool.block_tokens]):
-            if job.state is State.DECODE:
+            if job.state is JobState.DECODE:
                 self._grow(job)
         budget = self.max_num_batched_tokens - len(self.decoding)
-        chunks: list[Chunk] = []
+        chunks: list[PrefillChunk] = []
         for job in self.prefilling:
             budget -= self._chunk(job, budget, chunks)
         while budget > 0 and self.fetched and self.running < self.max_num_seqs:
@@ -158,38 +158,38 @@ class Scheduler:
             and self._admit(self.waiting[0])
         ):
             job = self.waiting.popleft()
-            if job.state is State.PREFILL:
+            if job.state is JobState.PREFILL:
                 budget -= self._chunk(job, budget, chunks)
         if not chunks and not self.decoding:
             return None
-        return Plan(chunks, len(self.decoding), self._context)
+        return StepPlan(chunks, len(self.decoding), self._context)
 
-    def finish(self, plan: Plan) -> Outcome:
+    def finish(self, plan: StepPlan) -> StepOutcome:
         """Apply a step that was run: tokens made, jobs done. Jobs aborted meanwhile are skipped."""
         decoded = len(self.decoding)
         self.tick += 1
         self._context += decoded
         ended = list(self._ends.pop(self.tick, ()))
         first_token_jobs = [
-            chunk.job for chunk in plan.chunks if chunk.last and chunk.job.state is State.PREFILL
+            chunk.job for chunk in plan.chunks if chunk.is_last and chunk.job.state is JobState.PREFILL
         ]
         for job in first_token_jobs:
             self._begin(job)
             if job.made == job.output_tokens:
                 ended.append(job)
         for job in ended:
-            self._remove(job, job.keep)
-            job.state = State.DONE
+            self._remove(job, job.keeps_blocks)
+            job.state = JobState.DONE
         self.totals.prompt_tokens += sum(
             job.prompt_tokens for job in first_token_jobs if job.made == 1
         )
         self.totals.output_tokens += decoded + len(first_token_jobs)
-        return Outcome(first_token_jobs, decoded, ended)
+        return StepOutcome(first_token_jobs, decoded, ended)
 
-    def quiet(self, most: int) -> int:
+    def decode_only_steps(self, most: int) -> int:
         """Return how many steps from the planned one on only decode, without ends or preemptions.
 
-        At most `most`. Call it after `step()` planned a step without prompts; `advance()` may then
+        At most `most`. Call it after `sample_difference()` planned a step without prompts; `next_health()` may then
         run that many.
         """
         if not self.decoding or self.prefilling or self.fetched:
@@ -206,10 +206,10 @@ class Scheduler:
                     return ahead - 1
         return steps
 
-    def leap(self, steps: int) -> Plan:
+    def advance(self, steps: int) -> StepPlan:
         """Run `steps` decode-only steps at once, and return the plan after them.
 
-        Equivalent to that many pairs of `finish()` and `step()`.
+        Equivalent to that many pairs of `finish()` and `sample_difference()`.
         """
         decoded = len(self.decoding)
         for _ in range(steps):
@@ -220,7 +220,7 @@ class Scheduler:
                     self._grow(job)
         self._context += decoded * steps
         self.totals.output_tokens += decoded * steps
-        return Plan([], decoded, self._context)
+        return StepPlan([], decoded, self._context)
 
     def _admit(self, job: Job) -> bool:
         """Give the queue's first job its cached blocks, if the rest of its prompt fits as well.
@@ -230,32 +230,32 @@ class Scheduler:
         """
         size = self.pool.block_tokens
         # The last token is always computed, because the first output token depends on its logits.
-        hits = self.pool.hits(job.keys, (job.known_tokens - 1) // size)
-        needed = blocks_for(job.known_tokens, size) - hits + self.pool.idle_hits(job.keys, hits)
+        hits = self.pool.count_hits(job.keys, (job.known_tokens - 1) // size)
+        needed = blocks_for(job.known_tokens, size) - hits + self.pool.count_free_hits(job.keys, hits)
         if needed > self.pool.free - self._reserved_blocks():
             return False
-        job.blocks = self.pool.share(job.keys, hits)
+        job.blocks = self.pool.acquire_cached(job.keys, hits)
         job.computed = hits * size
         first = job.cached < 0
         if first:
             job.cached = job.computed
             self.totals.prefix_queries += job.prompt_tokens
             self.totals.prefix_hits += job.computed
-        if first and isinstance(job.leg, Take):
+        if first and isinstance(job.leg, DecodeLeg):
             self._to_fetch.append(job)
-            if job.leg.parked or job.computed < job.prompt_tokens - 1:
+            if job.leg.is_parked or job.computed < job.prompt_tokens - 1:
                 # Allocate all of the prompt's blocks before the first byte moves.
                 job.blocks += [
-                    self.pool.take() for _ in range(blocks_for(job.prompt_tokens, size) - hits)
+                    self.pool.allocate() for _ in range(blocks_for(job.prompt_tokens, size) - hits)
                 ]
-                job.state = State.FETCHING
+                job.state = JobState.FETCHING
                 self.fetching[job] = None
                 return True
         self._prefill(job)
         return True
 
     def _prefill(self, job: Job) -> Job:
-        job.state = State.PREFILL
+        job.state = JobState.PREFILL
         self.prefilling[job] = None
         return job
 
@@ -264,7 +264,7 @@ class Scheduler:
         size = self.pool.block_tokens
         return sum(blocks_for(job.known_tokens, size) - len(job.blocks) for job in self.prefilling)
 
-    def _chunk(self, job: Job, budget: int, chunks: list[Chunk]) -> int:
+    def _chunk(self, job: Job, budget: int, chunks: list[PrefillChunk]) -> int:
         """Plan the next chunk of a prompt.
 
         Returns its tokens, or 0 if KV or budget is exhausted.
@@ -276,16 +276,16 @@ class Scheduler:
             return 0
         start, job.computed = job.computed, job.computed + tokens
         while len(job.blocks) * size < job.computed:
-            job.blocks.append(self.pool.take())
+            job.blocks.append(self.pool.allocate())
         self._seal(job, start, job.computed)
-        chunks.append(Chunk(job, start, tokens, job.computed == job.known_tokens))
+        chunks.append(PrefillChunk(job, start, tokens, job.computed == job.known_tokens))
         return tokens
 
     def _seal(self, job: Job, start: int, end: int) -> None:
         """Register the blocks that tokens [start, end) have filled."""
         size = self.pool.block_tokens
         for i in range(start // size, min(end // size, len(job.keys))):
-            self.pool.seal(job.blocks[i], job.keys[i])
+            self.pool.register(job.blocks[i], job.keys[i])
 
     def _begin(self, job: Job) -> None:
         """Start decoding after the prompt and its first output token.
@@ -295,7 +295,7 @@ class Scheduler:
         del self.prefilling[job]
         job.made += 1
         job.origin = self.tick - job.made
-        job.state = State.DECODE
+        job.state = JobState.DECODE
         self.decoding[job] = None
         self._context += job.known_tokens
         self._ends[job.origin + job.output_tokens][job] = None
@@ -319,34 +319,34 @@ class Scheduler:
         While none is free, preempt the newest jobs.
         """
         self._seal_filled(job)
-        while not self.pool.free and job.state is State.DECODE:
+        while not self.pool.free and job.state is JobState.DECODE:
             self._preempt(next(reversed(self.prefilling or self.decoding)))
-        if job.state is State.DECODE:
-            job.blocks.append(self.pool.take())
+        if job.state is JobState.DECODE:
+            job.blocks.append(self.pool.allocate())
 
     def _seal_filled(self, job: Job) -> None:
         """Register a decoding job's last block, if the KV of all its tokens is present."""
         filled = len(job.blocks)
         if (
             filled <= len(job.keys)
-            and job.prompt_tokens + self.made(job) > filled * self.pool.block_tokens
+            and job.prompt_tokens + self.count_output(job) > filled * self.pool.block_tokens
         ):
             if self.on_filled is not None:
                 self.on_filled(job, filled - 1)
-            self.pool.seal(job.blocks[-1], job.keys[filled - 1])
+            self.pool.register(job.blocks[-1], job.keys[filled - 1])
 
     def _preempt(self, job: Job) -> None:
         """Return a job to the front of the queue without KV. It will be recomputed, as in vLLM."""
         self._remove(job)
         job.computed = 0
-        job.state = State.WAITING
+        job.state = JobState.WAITING
         job.preemptions += 1
         self.totals.preemptions += 1
         self.waiting.appendleft(job)
 
     def _remove(self, job: Job, keep: bool = False) -> None:
         """Remove a job from the batch, and free its blocks, or keep them for other groups."""
-        if job.state is State.DECODE:
+        if job.state is JobState.DECODE:
             self._seal_filled(job)
             job.made = self.tick - job.origin
             self._context -= job.known_tokens

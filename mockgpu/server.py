@@ -17,37 +17,50 @@ import msgspec
 from aiohttp import web
 
 from mockgpu import openai_format
-from mockgpu.choice import Choice, choices_of
-from mockgpu.engine_formats import Engine, engine_of, error_body, request_schemas, with_extra_key
+from mockgpu.choice import Choice, build_choices
+from mockgpu.engine_formats import (
+    EngineFormat,
+    engine_of,
+    error_body,
+    request_schemas,
+    with_extra_key,
+)
 from mockgpu.fault_grammar import (
     BREAKING_FAULTS,
     KV_FAULTS,
     STREAM_FAULTS,
-    Fault,
     FaultError,
     FaultKind,
+    InjectedFault,
     parse_faults,
 )
-from mockgpu.group import Sink, TpGroup
-from mockgpu.group_faults import FaultBox
-from mockgpu.leg_params import Give, Take
+from mockgpu.group import TokenSink, TpGroup
+from mockgpu.group_faults import GroupFaults
+from mockgpu.leg_params import DecodeLeg, PrefillLeg
 from mockgpu.request_parser import (
     NO_LEG,
     ApiError,
-    Ask,
-    Body,
     MalformedHandoffError,
-    Reading,
-    ask_of,
+    ParsedHandoff,
+    ParsedRequest,
+    RequestBody,
     check_handoff,
-    decoded,
-    prompt_of,
-    request_name,
+    client_request_id,
+    decode_body,
+    parse_prompt,
+    parse_request,
 )
-from mockgpu.response_sinks import Answer, FaultySink, StreamSink, WholeSink, break_off, reset
+from mockgpu.response_sinks import (
+    FaultySink,
+    PendingResponse,
+    StreamSink,
+    WholeSink,
+    break_off,
+    reset_connection,
+)
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.pd_role import Half
+    from mockgpu.pd_role import PdRole
 
 VERSION = "0.33.0"
 MAX_BODY_BYTES = 32 << 20
@@ -57,13 +70,13 @@ EVENT_STREAM = "text/event-stream; charset=utf-8"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class FaultOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FaultRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST /mock/fault and of the chaos server: a fault spec; "" heals everything."""
 
     spec: str
 
 
-class RenewOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RenewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST /mock/renew, which stands for the side channel of real engines."""
 
     name: str
@@ -76,10 +89,10 @@ class MockServer:
     `pd_role`: its role in split requests; None: it serves whole requests only.
     """
 
-    def __init__(self, group: TpGroup, faults: FaultBox, half: Half | None = None) -> None:
+    def __init__(self, group: TpGroup, faults: GroupFaults, half: PdRole | None = None) -> None:
         self.group = group
         self.faults = faults
-        self.half = half
+        self.pd_role = half
         transfer = group.spec.transfer
         self._engine = engine_of(transfer.dialect if transfer is not None else None)
         self._version = (
@@ -117,7 +130,7 @@ class MockServer:
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Return every error in the engine's format. A partitioned group only answers /mock/."""
         if not request.path.startswith("/mock/"):
-            await self.faults.reachable()
+            await self.faults.wait_reachable()
         try:
             return await handler(request)
         except web.HTTPException as error:
@@ -139,35 +152,35 @@ class MockServer:
         return await self._generate(request, chat=False)
 
     async def _generate(self, request: web.Request, chat: bool) -> web.StreamResponse:
-        fault = self.faults.strike()
+        fault = self.faults.pick_fault()
         if fault is not None and fault.kind is FaultKind.RESET_BEFORE_HEADERS:
             _reset_now(request)
         ask = await self._read(request, chat)
         if fault is not None and fault.kind is FaultKind.ERROR:
             raise ApiError(fault.status, "Injected fault")
-        choices = choices_of(ask)
+        choices = build_choices(ask)
         if ask.leg is not None and len(choices) > 1:
             self.group.metrics.malformed_handoffs += 1
             raise MalformedHandoffError(f"{len(choices)} sequences in one leg")
-        answer = Answer(len(choices), asyncio.get_running_loop())
-        if ask.stream:
+        answer = PendingResponse(len(choices), asyncio.get_running_loop())
+        if ask.is_stream:
             return await self._stream(request, ask, choices, answer, fault)
         return await self._whole(request, ask, choices, answer, fault)
 
     async def _whole(
         self,
         request: web.Request,
-        ask: Ask,
+        ask: ParsedRequest,
         choices: list[Choice],
-        answer: Answer,
-        fault: Fault | None,
+        answer: PendingResponse,
+        fault: InjectedFault | None,
     ) -> web.Response:
         stalled = fault is not None and fault.kind is FaultKind.STALL
         with self._submitted(choices, [WholeSink(answer, stalled) for _ in choices], fault):
             error = await answer.done
         if error is not None:
             raise error
-        body = openai_format.whole(
+        body = openai_format.full_response(
             ask,
             choices,
             int(time.time()),
@@ -180,14 +193,14 @@ class MockServer:
 
     @contextmanager
     def _submitted(
-        self, choices: Sequence[Choice], sinks: Sequence[Sink], fault: Fault | None
+        self, choices: Sequence[Choice], sinks: Sequence[TokenSink], fault: InjectedFault | None
     ) -> Iterator[None]:
         """Run the choices' jobs while the body waits. A KV fault strikes the first one."""
         try:
             if fault is not None and fault.kind in KV_FAULTS:
-                self.group.mark(choices[0].job, fault)
+                self.group.mark_fault(choices[0].job, fault)
             for choice, sink in zip(choices, sinks, strict=True):
-                if self.half is not None:
+                if self.pd_role is not None:
                     choice.job.content = choice
                 self.group.submit(choice.job, sink, choice.finish_reason)
             yield
@@ -195,30 +208,30 @@ class MockServer:
             for choice in choices:
                 self.group.abort(choice.job)
 
-    async def _read(self, request: web.Request, chat: bool) -> Ask:
+    async def _read(self, request: web.Request, chat: bool) -> ParsedRequest:
         """Parse a request. If a decode leg is refused, tell its prefill group to free the KV."""
         if request.content_type != JSON:
             raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
         raw = await request.read()
-        name = request_name(request.headers) or uuid.uuid4().hex
+        name = client_request_id(request.headers) or uuid.uuid4().hex
         request_id = f"chatcmpl-{name}" if chat else f"cmpl-{name}"
-        body = decoded(raw, Body)
+        body = decode_body(raw, RequestBody)
         reading = self._reading(raw, body, request, request_id)
         spec = self.group.spec
         try:
-            ask = ask_of(
+            ask = parse_request(
                 body, request.headers, chat, spec.served_name, spec.context, request_id, reading
             )
-            return with_extra_key(ask) if self._engine is Engine.SGLANG else ask
+            return with_extra_key(ask) if self._engine is EngineFormat.SGLANG else ask
         except ApiError:
-            if isinstance(reading.leg, Take) and self.group.desk is not None:
-                self.group.desk.decline(reading.leg)
+            if isinstance(reading.leg, DecodeLeg) and self.group.kv_handoff is not None:
+                self.group.kv_handoff.decline(reading.leg)
             raise
 
-    def _reading(self, raw: bytes, body: Body, request: web.Request, request_id: str) -> Reading:
+    def _reading(self, raw: bytes, body: RequestBody, request: web.Request, request_id: str) -> ParsedHandoff:
         """Read the request's leg. A group without a role in split requests accepts none."""
-        if self.half is not None:
-            return self.half.read(raw, body, request.headers, request_id)
+        if self.pd_role is not None:
+            return self.pd_role.read(raw, body, request.headers, request_id)
         try:
             check_handoff(body, request.headers)
         except MalformedHandoffError:
@@ -226,21 +239,21 @@ class MockServer:
             raise
         return NO_LEG
 
-    def _extras(self, ask: Ask, choice: Choice) -> openai_format.Extras:
+    def _extras(self, ask: ParsedRequest, choice: Choice) -> openai_format.ResponseExtras:
         """Return what a prefill leg's response adds for the other leg."""
-        if self.half is None or not isinstance(ask.leg, Give):
+        if self.pd_role is None or not isinstance(ask.leg, PrefillLeg):
             return openai_format.NO_EXTRAS
-        offered, speaks, here = choice.job.offered, self.half.dialect, self.half.here
-        inside = speaks.told_in_choice(ask, offered, choice.tokens, here)
-        return openai_format.Extras(speaks.told(ask, ask.leg, offered, here), inside)
+        offered, speaks, here = choice.job.offered, self.pd_role.dialect, self.pd_role.identity
+        inside = speaks.choice_members(ask, offered, choice.tokens, here)
+        return openai_format.ResponseExtras(speaks.response_members(ask, ask.leg, offered, here), inside)
 
     async def _stream(
         self,
         request: web.Request,
-        ask: Ask,
+        ask: ParsedRequest,
         choices: list[Choice],
-        answer: Answer,
-        fault: Fault | None,
+        answer: PendingResponse,
+        fault: InjectedFault | None,
     ) -> web.StreamResponse:
         """Send headers at once, let sinks write tokens, then end with [DONE] or the error."""
         created = int(time.time())
@@ -256,28 +269,28 @@ class MockServer:
         if transport.is_closing():
             raise asyncio.CancelledError
         if error is None:
-            transport.write(openai_format.closing(ask, choices, created, self._cached(ask, choices)))
+            transport.write(openai_format.stream_end(ask, choices, created, self._cached(ask, choices)))
         else:
-            transport.write(openai_format.failing(error_body(error, self._engine, streaming=True)))
+            transport.write(openai_format.stream_error(error_body(error, self._engine, streaming=True)))
         await response.write_eof()
         return response
 
     def _sink(
         self,
-        ask: Ask,
+        ask: ParsedRequest,
         choice: Choice,
         created: int,
-        answer: Answer,
+        answer: PendingResponse,
         transport: asyncio.Transport,
-        fault: Fault | None,
+        fault: InjectedFault | None,
     ) -> StreamSink:
-        chunks = openai_format.Chunks(ask, choice, created)
+        chunks = openai_format.StreamChunks(ask, choice, created)
         details = self.group.spec.cached_details
         if fault is not None and fault.kind in STREAM_FAULTS:
             return FaultySink(answer, chunks, choice.job, transport, details, fault)
         return StreamSink(answer, chunks, choice.job, transport, details)
 
-    def _cached(self, ask: Ask, choices: list[Choice]) -> int | None:
+    def _cached(self, ask: ParsedRequest, choices: list[Choice]) -> int | None:
         """Return the cached prompt tokens for usage; None if the engine does not report them."""
         return openai_format.cached_tokens(choices, ask.n) if self.group.spec.cached_details else None
 
@@ -298,14 +311,14 @@ class MockServer:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """POST /tokenize, chat or prompt form."""
-        prompt = prompt_of(await request.read())
+        prompt = parse_prompt(await request.read())
         return web.Response(
-            body=openai_format.tokenized(prompt, self.group.spec.context), content_type=JSON
+            body=openai_format.tokenize_response(prompt, self.group.spec.context), content_type=JSON
         )
 
     async def health(self, _: web.Request) -> web.Response:
         """GET /health: 503 if the engine is dead. A hanging engine answers 200."""
-        return web.Response(status=503 if self.group.dead and not self.group.hanging else 200)
+        return web.Response(status=503 if self.group.is_dead and not self.group.is_hanging else 200)
 
     async def load(self, _: web.Request) -> web.Response:
         """GET /load."""
@@ -321,7 +334,7 @@ class MockServer:
 
     async def metrics(self, _: web.Request) -> web.Response:
         """GET /metrics."""
-        text = self.group.metrics.render(self.group.scheduler, self.group.desk, self._engine)
+        text = self.group.metrics.render(self.group.scheduler, self.group.kv_handoff, self._engine)
         return web.Response(
             body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
@@ -338,16 +351,16 @@ class MockServer:
             "malformed_handoffs": metrics.malformed_handoffs,
             "tainted_answers": metrics.tainted,
         }
-        return _json(state | (self.half.state() if self.half is not None else {}))
+        return _json(state | (self.pd_role.state() if self.pd_role is not None else {}))
 
     async def renew(self, request: web.Request) -> web.Response:
         """POST /mock/renew `{"name", "ticket"}`: extend a lease; 404 if it is too late.
 
         Called by decode groups that have no room yet.
         """
-        renewal = decoded(await request.read(), RenewOrder)
+        renewal = decode_body(await request.read(), RenewRequest)
         ticket = (
-            None if self.group.desk is None else self.group.desk.renew(renewal.name, renewal.ticket)
+            None if self.group.kv_handoff is None else self.group.kv_handoff.renew(renewal.name, renewal.ticket)
         )
         if ticket is None:
             raise ApiError(404, "no such lease")
@@ -364,7 +377,7 @@ class MockServer:
         """
         if "Origin" in request.headers:
             raise ApiError(403, "web pages may not set faults")
-        spec = decoded(await request.read(), FaultOrder).spec
+        spec = decode_body(await request.read(), FaultRequest).spec
         try:
             self.faults.check(parse_faults(spec))
         except FaultError as error:
@@ -372,14 +385,14 @@ class MockServer:
         response = _json({"spec": spec})
         await response.prepare(request)
         await response.write_eof()
-        self.faults.set(spec)
+        self.faults.apply(spec)
         return response
 
     async def clear_faults(self, request: web.Request) -> web.Response:
         """DELETE /mock/fault: end all faults and restore lost ranks."""
-        self.faults.set("")
-        if self.half is not None:
-            await self.half.settled()
+        self.faults.apply("")
+        if self.pd_role is not None:
+            await self.pd_role.wait_applied()
         return await self.show_faults(request)
 
 
@@ -389,7 +402,7 @@ def _json(payload: object) -> web.Response:
 
 def _reset_now(request: web.Request) -> NoReturn:
     """Reset the client's connection and leave the handler."""
-    reset(_transport(request))
+    reset_connection(_transport(request))
     raise asyncio.CancelledError
 
 

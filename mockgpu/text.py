@@ -41,12 +41,12 @@ _WORD_SET = frozenset(WORDS)
 END_EVERY = 8
 
 
-class Speech(NamedTuple):
+class GeneratedText(NamedTuple):
     """The answer of one choice: tokens, block keys of prompt and answer, and whether it ended."""
 
     tokens: bytes
     keys: list[int]
-    ended: bool
+    has_ended: bool
 
     @property
     def text(self) -> str:
@@ -54,7 +54,7 @@ class Speech(NamedTuple):
         return self.tokens.decode()
 
 
-def filled(part: bytes) -> bytes:
+def pad_to_tokens(part: bytes) -> bytes:
     """Pad bytes with newlines to whole tokens."""
     return part + b"\n" * (-len(part) % TOKEN_BYTES)
 
@@ -63,14 +63,14 @@ def render_chat(body: Mapping[str, Any]) -> bytes:
     """Render a chat prompt: tools, then each message with its role, then the assistant's turn."""
     parts = []
     if body.get("tools"):
-        parts.append(filled(b"<|tools|>" + msgspec.json.encode(body["tools"])))
+        parts.append(pad_to_tokens(b"<|tools|>" + msgspec.json.encode(body["tools"])))
     for message in body["messages"]:
-        parts.append(filled(b"<|%s|>" % str(message.get("role", "user")).encode()))
-        parts.append(filled(_content(message.get("content"))))
+        parts.append(pad_to_tokens(b"<|%s|>" % str(message.get("role", "user")).encode()))
+        parts.append(pad_to_tokens(_content(message.get("content"))))
         if message.get("tool_calls"):
-            parts.append(filled(msgspec.json.encode(message["tool_calls"])))
+            parts.append(pad_to_tokens(msgspec.json.encode(message["tool_calls"])))
     if body.get("add_generation_prompt", True) and not body.get("continue_final_message"):
-        parts.append(filled(b"<|assistant|>"))
+        parts.append(pad_to_tokens(b"<|assistant|>"))
     return b"".join(parts)
 
 
@@ -88,7 +88,7 @@ def _content(content: object) -> bytes:
 def token_bytes(prompt: str | Sequence[int]) -> bytes:
     """Return a completion prompt as tokens: text padded to whole tokens, ids packed."""
     if isinstance(prompt, str):
-        return filled(prompt.encode("utf-8", "surrogatepass"))
+        return pad_to_tokens(prompt.encode("utf-8", "surrogatepass"))
     return array("I", prompt).tobytes()
 
 
@@ -111,13 +111,13 @@ def block_keys(tokens: bytes) -> list[int]:
     return keys
 
 
-def salted(keys: list[int], salt: str) -> list[int]:
+def salt_keys(keys: list[int], salt: str) -> list[int]:
     """Return the keys under a cache salt, so that they only match keys of the same salt."""
     mask = xxh3_64_intdigest(salt.encode()) if salt else 0
     return [key ^ mask for key in keys] if mask else keys
 
 
-def is_speech(tokens: bytes) -> bool:
+def is_generated(tokens: bytes) -> bool:
     """Return whether a mock can have generated these tokens."""
     return all(
         tokens[offset : offset + TOKEN_BYTES] in _WORD_SET
@@ -133,14 +133,14 @@ def variation(seed: int | None, choice: int) -> int:
     return 0 if seed is None and choice == 0 else xxh3_64_intdigest(f"{seed}/{choice}".encode())
 
 
-def speak(
+def generate(
     prompt: bytes,
     prompt_keys: Sequence[int],
     limit: int,
     may_end: bool,
     vary: int = 0,
     at_least: int = 1,
-) -> Speech:
+) -> GeneratedText:
     """Generate `limit` tokens after the prompt, or fewer if `may_end` and the answer ends itself.
 
     `prompt_keys` are `block_keys(prompt)`; `vary` is `variation()`.
@@ -158,12 +158,12 @@ def speak(
             key, tail = xxh3_64_intdigest(tail, key), b""
             keys.append(key)
             ended = may_end and len(words) >= at_least and (key ^ vary) % END_EVERY == 0
-    return Speech(b"".join(words), keys, ended)
+    return GeneratedText(b"".join(words), keys, ended)
 
 
 def expected_text(body: Mapping[str, Any], n_tokens: int, choice: int = 0) -> str:
     """Return the first `n_tokens` tokens of a mock's answer to this body, for tests."""
     prompt = render_chat(body) if "messages" in body else token_bytes(body["prompt"])
-    return speak(
+    return generate(
         prompt, block_keys(prompt), n_tokens, False, variation(body.get("seed"), choice)
     ).text

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 
-def writable(path: Path | None) -> Path | None:
+def check_writable(path: Path | None) -> Path | None:
     """Option callback: return the path if it can be written.
 
     Raises typer.BadParameter otherwise.

@@ -1,6 +1,6 @@
 """Admission policies by name, with their typed parameters.
 
-A new admission policy is a struct with `build()` next to its rule, and one line here.
+A new admission policy is a struct with `build_plan()` next to its rule, and one line here.
 """
 
 from __future__ import annotations
@@ -8,33 +8,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from policies.admission.admission import Admission, AdmissionPreset, Cap, Open
-from policies.admission.priced import Priced
+from policies.admission.admission import Admission, AdmissionParams, CapAdmission, UncappedAdmission
+from policies.admission.priced import PricedAdmissionParams
 from policies.published.early_rejection import EarlyRejection
 from policies.published.saturation import GieSaturation, Probabilistic
 from policies.published.session_pause import SessionPause
-from policies.registry import PolicyConfigError, checked, near
+from policies.registry import PolicyConfigError, did_you_mean, parse_params
 
 
-class OpenPreset(AdmissionPreset, frozen=True):
+class UncappedParams(AdmissionParams, frozen=True):
     """Parameters of `none`: admit every request while an endpoint is available."""
 
     def build(self) -> Admission:
-        return Open()
+        return UncappedAdmission()
 
 
-class CapPreset(AdmissionPreset, frozen=True):
+class CapParams(AdmissionParams, frozen=True):
     """Parameters of `cap`: concurrency caps and a wait queue."""
 
     def build(self) -> Admission:
-        return Cap()
+        return CapAdmission()
 
 
-_ADMISSIONS: Mapping[str, type[AdmissionPreset]] = MappingProxyType(
+_ADMISSIONS: Mapping[str, type[AdmissionParams]] = MappingProxyType(
     {
-        "none": OpenPreset,
-        "cap": CapPreset,
-        "priced": Priced,
+        "none": UncappedParams,
+        "cap": CapParams,
+        "priced": PricedAdmissionParams,
         "early_rejection": EarlyRejection,
         "gie_saturation": GieSaturation,
         "probabilistic": Probabilistic,
@@ -51,11 +51,11 @@ def names() -> tuple[str, ...]:
     return tuple(_ADMISSIONS)
 
 
-def params_type(name: str) -> type[AdmissionPreset]:
+def params_type(name: str) -> type[AdmissionParams]:
     """Return the parameter struct of an admission. Raises PolicyConfigError for an unknown name."""
     if name not in _ADMISSIONS:
         raise PolicyConfigError(
-            f"unknown admission {name!r}{near(name, names())}; known: {', '.join(names())}"
+            f"unknown admission {name!r}{did_you_mean(name, names())}; known: {', '.join(names())}"
         )
     return _ADMISSIONS[name]
 
@@ -65,4 +65,4 @@ def build_admission(name: str, params: Mapping[str, object]) -> Admission:
 
     Raises PolicyConfigError that names the problem.
     """
-    return checked(name, params_type(name), params).build()
+    return parse_params(name, params_type(name), params).build()

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from policies.model import Ask, Candidate
+from policies.model import Candidate, RoutingQuery
 
-Filter = Callable[[Ask, Sequence[Candidate]], Sequence[Candidate]]
+Filter = Callable[[RoutingQuery, Sequence[Candidate]], Sequence[Candidate]]
 """Return some of the candidates in their order. May return its argument; never mutates it."""
 
 
@@ -24,28 +24,28 @@ class RetryFilter:
         self._keep = keep
         self.__name__ = str(getattr(keep, "__name__", type(keep).__name__))
 
-    def __call__(self, query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        return self._keep(query, candidates) if query.tried else candidates
+    def __call__(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        return self._keep(query, candidates) if query.failed_endpoints else candidates
 
 
-Scorer = Callable[[Ask, Sequence[Candidate]], list[float]]
+Scorer = Callable[[RoutingQuery, Sequence[Candidate]], list[float]]
 """Rate every candidate, in the order of the argument; higher is better.
 
 Returns a list because this is a hot path.
 """
 
-Picker = Callable[[Ask, Sequence[Candidate], Sequence[float]], int]
+Picker = Callable[[RoutingQuery, Sequence[Candidate], Sequence[float]], int]
 """Return the index of the chosen candidate. Only pickers may use `query.rng`."""
 
 
-Terms = Callable[[Ask, Sequence[Candidate]], Sequence[Mapping[str, float]]]
+PriceTermsFunction = Callable[[RoutingQuery, Sequence[Candidate]], Sequence[Mapping[str, float]]]
 """Return the named parts of each candidate's cost, in order.
 
 Used to explain a pick, so it may be slow.
 """
 
 
-class Part(msgspec.Struct, frozen=True):
+class PhaseShare(msgspec.Struct, frozen=True):
     """Which phases of a request an endpoint would serve: 1.0 or 0.0 each.
 
     transfer_s  seconds from the end of its prefill until the KV has arrived at the decode endpoint
@@ -56,28 +56,28 @@ class Part(msgspec.Struct, frozen=True):
     transfer_s: float = 0.0
 
 
-WHOLE, DECODE = Part(), Part(prefills=0.0)
+WHOLE_REQUEST, DECODE_PHASE = PhaseShare(), PhaseShare(prefills=0.0)
 
-PartPrices = Callable[[Ask, Sequence[Candidate], Part], list[float]]
+PhasePrices = Callable[[RoutingQuery, Sequence[Candidate], PhaseShare], list[float]]
 """Return the cost of serving these phases at each candidate, in order; lower is better.
 
 Costs of phases add up.
 """
 
 
-class Weighted(msgspec.Struct, frozen=True):
+class WeightedScorer(msgspec.Struct, frozen=True):
     """A scorer and the weight of its score."""
 
     scorer: Scorer
     weight: float = 1.0
 
 
-def together(scorers: tuple[Weighted, ...]) -> Scorer:
+def weighted_sum(scorers: tuple[WeightedScorer, ...]) -> Scorer:
     """Return the weighted sum of the scorers; a single scorer of weight 1 is returned as is."""
     if len(scorers) == 1 and scorers[0].weight == 1.0:
         return scorers[0].scorer
 
-    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         total = [0.0] * len(candidates)
         for weighted in scorers:
             scores = weighted.scorer(query, candidates)
@@ -106,16 +106,16 @@ class Policy(msgspec.Struct, frozen=True):
 
     name: str
     filters: tuple[Filter, ...]
-    scorers: tuple[Weighted, ...]
+    scorers: tuple[WeightedScorer, ...]
     picker: Picker
     reads_prefix: bool = False
-    reads_beliefs: bool = False
-    terms: Terms | None = None
-    parts: PartPrices | None = None
-    score: Scorer = together(())
-    first_filters: tuple[Filter, ...] = ()
+    reads_forecast: bool = False
+    price_terms: PriceTermsFunction | None = None
+    phase_prices: PhasePrices | None = None
+    score: Scorer = weighted_sum(())
+    first_attempt_filters: tuple[Filter, ...] = ()
 
     def __post_init__(self) -> None:
         first = tuple(filter_ for filter_ in self.filters if not isinstance(filter_, RetryFilter))
         msgspec.structs.force_setattr(self, "first_filters", first)
-        msgspec.structs.force_setattr(self, "score", together(self.scorers))
+        msgspec.structs.force_setattr(self, "score", weighted_sum(self.scorers))

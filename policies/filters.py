@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies.contract import Filter, RetryFilter
-from policies.model import Ask, Candidate
+from policies.model import Candidate, RoutingQuery
 
 
-def available(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+def available(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep endpoints that are neither ejected nor draining."""
-    return [candidate for candidate in candidates if candidate.load.available]
+    return [candidate for candidate in candidates if candidate.load.is_available]
 
 
 @RetryFilter
-def untried(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+def untried(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep endpoints on which this request has not failed yet."""
-    return [candidate for candidate in candidates if candidate.endpoint.name not in query.tried]
+    return [candidate for candidate in candidates if candidate.endpoint.name not in query.failed_endpoints]
 
 
-def below_cap(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+def below_cap(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep endpoints below their cap, if possible below their soft cap (slow start).
 
     If all are at their cap, a retry or a request whose place another gateway has just taken may
@@ -33,7 +33,7 @@ def below_cap(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate
         candidate
         for candidate in candidates
         if (load := candidate.load).in_flight < candidate.endpoint.max_concurrency
-        and load.in_flight < load.ceiling
+        and load.in_flight < load.soft_cap
     ]
     if with_room:
         return with_room
@@ -43,13 +43,13 @@ def below_cap(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate
         if candidate.load.in_flight < candidate.endpoint.max_concurrency
     ]
     if with_room or not (
-        query.tried or any(candidate.load.others.shares for candidate in candidates)
+        query.failed_endpoints or any(candidate.load.peer_load.shares for candidate in candidates)
     ):
         return with_room
     return candidates
 
 
-def fits_context(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+def fits_context(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep endpoints whose context limit holds a prompt and its expected answer.
 
     Each prompt of a list and each of several answers needs a context of its own. The prompts of a
@@ -64,7 +64,7 @@ def fits_context(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candid
     ]
 
 
-def serves_tenant(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+def serves_tenant(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep endpoints that are not reserved for other tenants."""
     tenant = query.request.tenant
     return [
@@ -75,12 +75,12 @@ def serves_tenant(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candi
 
 
 @RetryFilter
-def prefer_proven(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+def prefer_proven(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep endpoints with a success since their last failure, for a retry; all if there is none."""
     return [candidate for candidate in candidates if candidate.load.is_proven] or candidates
 
 
-def telling(filters: tuple[Filter, ...], candidates: Sequence[Candidate]) -> tuple[Filter, ...]:
+def applicable(filters: tuple[Filter, ...], candidates: Sequence[Candidate]) -> tuple[Filter, ...]:
     """Return the filters that can reject any of these candidates, whatever the request."""
     no_effect = set()
     if all(candidate.endpoint.context_tokens is None for candidate in candidates):

@@ -8,15 +8,15 @@ the forecast. Health, the prefix index and sockets are the gateway's.
 from __future__ import annotations
 
 from policies.engine import load_forecast
-from policies.engine.engine_timeline import STALE_S, Timeline
-from policies.engine.peer_load import FIELDS, NOTHING, Share
-from policies.engine.queued_prompt import Prompt
+from policies.engine.engine_timeline import STALE_S, EngineTimeline
+from policies.engine.peer_load import FIELDS, NOTHING, PeerShare
+from policies.engine.queued_prompt import QueuedPrompt
 from policies.latency import ttft_simulation
 from policies.load import EndpointLoad
 from policies.model import Request
 
 
-class Entry(Prompt):
+class LoadBooking(QueuedPrompt):
     """A place taken at an endpoint, by `book` or (if prefilled elsewhere) `reserve`.
 
     Every method may be called at any time, in any order and repeatedly; after the end none has an
@@ -53,29 +53,29 @@ class Entry(Prompt):
         request: Request,
         cached_tokens: int,
         now: float,
-        told: bool = True,
-        handed: bool = False,
+        sees_first_token: bool = True,
+        is_handoff: bool = False,
     ) -> None:
         prompt, output = request.prompt_tokens, request.output_tokens
         self._load, self._request = load, request
-        self.cached_tokens, self.told = cached_tokens, told
-        self._open, self.decoding = True, False
+        self.cached_tokens, self.sees_first_token = cached_tokens, sees_first_token
+        self._open, self.is_decoding = True, False
         self._booked_at: float | None = None
         load.in_flight += 1
         if output > 1:
             load.answers += 1
         load.expected_tokens += output
         load.kv_booked += prompt + output
-        load.entries[self] = None
-        if handed:
+        load.bookings[self] = None
+        if is_handoff:
             self._uncached, self._context = 0, prompt
             load.decode_tokens += prompt
         else:
             self._uncached = uncached = prompt - cached_tokens if prompt > cached_tokens else 0
             self._context = 0
             load.prefill_tokens += uncached
-        if load.believed:
-            self._begin(now, handed)
+        if load.is_modelled:
+            self._begin(now, is_handoff)
 
     @property
     def predicted_ttft_s(self) -> float | None:
@@ -85,78 +85,78 @@ class Entry(Prompt):
     def predicted_tpot_s(self) -> float | None:
         return None if self._booked_at is None else self._token_s
 
-    def join(self, now: float) -> None:
+    def rejoin_timeline(self, now: float) -> None:
         """Add it to its endpoint's restarted timeline, at its present progress."""
         self._begin(now, self._context > 0 and not self._uncached)
 
     def _begin(self, now: float, handed: bool) -> None:
         load, request = self._load, self._request
         timeline = load.timeline
-        if timeline.stale and now - timeline.fresh_at > STALE_S:
-            timeline.refresh(load, now)
+        if timeline.is_stale and now - timeline.forecast_at > STALE_S:
+            timeline.refresh_forecast(load, now)
         self.prompt_tokens = prompt = request.prompt_tokens
         self.sequences = request.choices
         self.output_tokens = request.output_tokens / request.choices
         # KV that is handed over cannot be a shared prefix here before it has arrived.
-        self.had = 0 if handed else min(self.cached_tokens, prompt)
-        self.planned = self.locked = self.coming = False
-        if self.decoding:
-            self.left, self.planned = 0, True
-            timeline.start(self, now)
+        self.prefix_tokens = 0 if handed else min(self.cached_tokens, prompt)
+        self.is_planned = self.has_kv = self.awaits_kv = False
+        if self.is_decoding:
+            self.remaining_tokens, self.is_planned = 0, True
+            timeline.start_decoding(self, now)
             return
         self._booked_at = now
         if handed:
             self._first_s: float | None = None
-            self._token_s = load_forecast.tpot_s(timeline, load, prompt, request.output_tokens, 0.0)
-            timeline.expect(load, self)
+            self._token_s = load_forecast.predict_tpot_s(timeline, load, prompt, request.output_tokens, 0.0)
+            timeline.expect_kv(load, self)
         else:
             self._place()
-            self._first_s = first_s = ttft_simulation.ttft_s(timeline, load, self, now)
-            self._token_s = load_forecast.tpot_s(timeline, load, prompt, request.output_tokens, first_s)
+            self._first_s = first_s = ttft_simulation.simulate_ttft_s(timeline, load, self, now)
+            self._token_s = load_forecast.predict_tpot_s(timeline, load, prompt, request.output_tokens, first_s)
             self._compute(now)
 
     def _place(self) -> None:
         # The last token is always computed: its logits produce the first output token.
-        self.left = left = self._uncached or 1
-        self.at = self.prompt_tokens - left if self.prompt_tokens > left else 0
+        self.remaining_tokens = left = self._uncached or 1
+        self.computed_tokens = self.prompt_tokens - left if self.prompt_tokens > left else 0
 
     def _compute(self, now: float) -> None:
         """Queue the prompt for computation at this endpoint."""
         load = self._load
-        self.enters = now + load.belief.request_s
-        load.timeline.arrive(load, self, now)
+        self.enters_at = now + load.belief.request_s
+        load.timeline.on_sent(load, self, now)
 
-    def recompute(self, now: float) -> None:
+    def recompute_prompt(self, now: float) -> None:
         """Compute a reservation's prompt here after all, because no usable KV arrived."""
         load = self._load
-        if self._open and self._context and not self.decoding and not self._uncached:
+        if self._open and self._context and not self.is_decoding and not self._uncached:
             self._uncached = max(1, self._context - self.cached_tokens)
             load.prefill_tokens += self._uncached
-            if load.believed:
-                self.planned = False
-                load.timeline.come(self)
+            if load.is_modelled:
+                self.is_planned = False
+                load.timeline.on_kv_arrived(self)
                 self._place()
                 self._compute(now)
 
-    def handed_over(self, now: float) -> None:
+    def on_kv_arrived(self, now: float) -> None:
         """Start decoding a reservation whose KV has arrived; no first token will be reported."""
-        if self._open and self._context and not self.decoding and not self._uncached:
+        if self._open and self._context and not self.is_decoding and not self._uncached:
             load = self._load
-            self.computed()
-            if load.believed:
-                load.timeline.handed(load, self, now)
+            self.mark_decoding()
+            if load.is_modelled:
+                load.timeline.on_handoff(load, self, now)
 
-    def first_token(self, now: float) -> None:
+    def on_first_token(self, now: float) -> None:
         """Move the prompt's tokens from the prefill backlog to the decoding context."""
-        if self.decoding or not self._open:
+        if self.is_decoding or not self._open:
             return
-        self.computed()
+        self.mark_decoding()
         load = self._load
-        if load.believed:
-            self.told = True
-            load.timeline.answered(load, self, now)
+        if load.is_modelled:
+            self.sees_first_token = True
+            load.timeline.on_first_token(load, self, now)
 
-    def computed(self) -> None:
+    def mark_decoding(self) -> None:
         """Change the counters only.
 
         The timeline calls it for a prompt whose first token will not be reported.
@@ -165,9 +165,9 @@ class Entry(Prompt):
         load.prefill_tokens -= self._uncached
         load.decode_tokens += prompt - self._context
         load.decoding += 1
-        self._uncached, self._context, self.decoding = 0, prompt, True
+        self._uncached, self._context, self.is_decoding = 0, prompt, True
 
-    def finished(self, now: float, output_tokens: int | None = None) -> None:
+    def finish(self, now: float, output_tokens: int | None = None) -> None:
         """End the booking and give back what it still holds.
 
         `output_tokens` is the length of a complete answer, if known.
@@ -175,7 +175,7 @@ class Entry(Prompt):
         if not self._open:
             return
         load = self._load
-        if load.believed:
+        if load.is_modelled:
             load.timeline.advance(load, now)
         self._open = False
         request = self._request
@@ -187,18 +187,18 @@ class Entry(Prompt):
         load.kv_booked -= request.prompt_tokens + output
         load.decode_tokens -= self._context
         load.prefill_tokens -= self._uncached
-        if self.decoding:
+        if self.is_decoding:
             load.decoding -= 1
-        del load.entries[self]
-        if load.believed:
-            load.timeline.leave(load, self, now, output_tokens)
+        del load.bookings[self]
+        if load.is_modelled:
+            load.timeline.on_ended(load, self, now, output_tokens)
 
-    def dropped(self, now: float) -> None:
+    def drop(self, now: float) -> None:
         """End the booking of a request without a complete answer."""
-        self.finished(now)
+        self.finish(now)
 
 
-book = Entry
+book = LoadBooking
 """Take a place for a whole request: a prompt to compute, then tokens to generate.
 
 An alias saves a call per request.
@@ -206,33 +206,33 @@ An alias saves a call per request.
 
 
 def reserve(
-    load: EndpointLoad, request: Request, cached_tokens: int, now: float, told: bool = True
-) -> Entry:
+    load: EndpointLoad, request: Request, cached_tokens: int, now: float, sees_first_token: bool = True
+) -> LoadBooking:
     """Take a decode place for a split request: KV for all of its prompt from the start, and nothing
     to prefill.
     """
-    return Entry(load, request, cached_tokens, now, told, True)
+    return LoadBooking(load, request, cached_tokens, now, sees_first_token, True)
 
 
-def believe(load: EndpointLoad, modelled: bool, now: float) -> None:
+def set_modelled(load: EndpointLoad, modelled: bool, now: float) -> None:
     """Set whether any policy reads the forecast of this endpoint from now on.
 
     The timeline restarts with the present bookings; the progress of prompts in prefill is unknown
     then. The learned speed is kept.
     """
-    if load.believed == modelled:
+    if load.is_modelled == modelled:
         return
-    load.believed = modelled
-    load.timeline = Timeline(now)
-    load.timeline.refresh(load, now)
+    load.is_modelled = modelled
+    load.timeline = EngineTimeline(now)
+    load.timeline.refresh_forecast(load, now)
     if modelled:
         # Decoding requests first: predictions for the others depend on when these end.
-        for entry in sorted(load.entries, key=lambda entry: not entry.decoding):
-            entry.join(now)
-        load.timeline.refresh(load, now)
+        for entry in sorted(load.bookings, key=lambda entry: not entry.is_decoding):
+            entry.rejoin_timeline(now)
+        load.timeline.refresh_forecast(load, now)
 
 
-def scraped(
+def record_scrape(
     load: EndpointLoad,
     running: int | None,
     waiting: int | None,
@@ -248,23 +248,23 @@ def scraped(
     their way, is not external. Only requests in excess at two scrapes in a row therefore count.
     """
     beyond = max(0, (running or 0) + (waiting or 0) - load.in_flight)
-    load.strangers, load.beyond = min(beyond, load.beyond), beyond
+    load.external_requests, load.unexplained_requests = min(beyond, load.unexplained_requests), beyond
     load.running, load.waiting, load.kv_usage = running, waiting, kv_usage
     load.scraped_at = now
     if kv_tokens is not None:
         load.kv_tokens = kv_tokens
-    if load.believed:
-        load.timeline.scraped(load, kv_usage, now)
+    if load.is_modelled:
+        load.timeline.on_scrape(load, kv_usage, now)
 
 
-def foreign(load: EndpointLoad, source: bytes, share: Share | None, now: float) -> bool:
+def set_peer_load(load: EndpointLoad, source: bytes, share: PeerShare | None, now: float) -> bool:
     """Replace what `source` has booked at the endpoint.
 
     None or NOTHING: it has nothing booked any more.
 
     Returns False if that changes nothing.
     """
-    others = load.others
+    others = load.peer_load
     before = others.shares.get(source, NOTHING)
     after = share or NOTHING
     if before == after:
@@ -278,16 +278,16 @@ def foreign(load: EndpointLoad, source: bytes, share: Share | None, now: float) 
         if difference:
             setattr(others, name, getattr(others, name) + difference)
             setattr(load, name, getattr(load, name) + difference)
-    if load.believed:
+    if load.is_modelled:
         load.timeline.advance(load, now)
-        load.timeline.refresh(load, now)
+        load.timeline.refresh_forecast(load, now)
     return True
 
 
-def own(load: EndpointLoad) -> Share:
+def own_load(load: EndpointLoad) -> PeerShare:
     """Return what this gateway itself has booked at the endpoint."""
-    others = load.others
-    return Share(
+    others = load.peer_load
+    return PeerShare(
         load.in_flight - others.in_flight,
         load.decoding - others.decoding,
         load.prefill_tokens - others.prefill_tokens,

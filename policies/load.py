@@ -7,10 +7,10 @@ and drains.
 from __future__ import annotations
 
 from policies.engine.engine_load import EngineLoad
-from policies.engine.engine_timeline import Timeline
-from policies.engine.step_time import Belief
+from policies.engine.engine_timeline import EngineTimeline
+from policies.engine.step_time import SpeedBelief
 
-NO_CEILING = 1 << 30
+NO_SOFT_CAP = 1 << 30
 
 
 class EndpointLoad(EngineLoad):
@@ -42,13 +42,13 @@ class EndpointLoad(EngineLoad):
 
     __slots__ = (
         *(
-            "available",
-            "believed",
-            "beyond",
-            "ceiling",
+            "is_available",
+            "is_modelled",
+            "unexplained_requests",
+            "soft_cap",
             "decode_tokens",
             "decoding",
-            "held_tokens",
+            "prefix_cache_tokens",
             "in_flight",
         ),
         *(
@@ -56,7 +56,7 @@ class EndpointLoad(EngineLoad):
             "kv_booked",
             "kv_usage",
             "prefill_tokens",
-            "regret",
+            "eviction_regret",
             "running",
             "scraped_at",
             "slot",
@@ -64,23 +64,23 @@ class EndpointLoad(EngineLoad):
         *("timeline", "waiting"),
     )
 
-    def __init__(self, slot: int, belief: Belief | None = None) -> None:
+    def __init__(self, slot: int, belief: SpeedBelief | None = None) -> None:
         super().__init__(belief)
         self.slot = slot
         self.in_flight = self.decoding = self.prefill_tokens = self.decode_tokens = (
             self.kv_booked
         ) = 0
-        self.held_tokens = self.regret = 0.0
-        self.available = self.is_proven = True
-        self.ceiling = NO_CEILING
+        self.prefix_cache_tokens = self.eviction_regret = 0.0
+        self.is_available = self.is_proven = True
+        self.soft_cap = NO_SOFT_CAP
         self.running: int | None = None
         self.waiting: int | None = None
         self.kv_usage: float | None = None
         self.scraped_at: float | None = None
-        self.beyond = 0
-        self.timeline = Timeline()
-        self.believed = True
-        self.timeline.refresh(self, 0.0)
+        self.unexplained_requests = 0
+        self.timeline = EngineTimeline()
+        self.is_modelled = True
+        self.timeline.refresh_forecast(self, 0.0)
 
 
 LOAD_FIELDS = (*EngineLoad.__slots__, *EndpointLoad.__slots__)

@@ -116,7 +116,7 @@ class Request(msgspec.Struct, frozen=True):
     prompts: int = 1
 
 
-class Ask(msgspec.Struct, frozen=True):
+class RoutingQuery(msgspec.Struct, frozen=True):
     """One routing question: which of the candidates should serve this request now.
 
     cached_by_slot    prompt tokens that the endpoint in each slot is believed to have cached; empty
@@ -131,10 +131,10 @@ class Ask(msgspec.Struct, frozen=True):
     request: Request
     now: float
     rng: Random
-    cached: Sequence[int] = ()
-    tried: frozenset[str] = frozenset()
+    cached_by_slot: Sequence[int] = ()
+    failed_endpoints: frozenset[str] = frozenset()
     fingerprint: Fingerprint | None = None
-    returns: bool = True
+    can_return: bool = True
 
 
 class Pick(msgspec.Struct, frozen=True):
@@ -147,7 +147,7 @@ class Pick(msgspec.Struct, frozen=True):
     candidate: Candidate
     cached_tokens: int
     score: float
-    considered: int
+    candidate_count: int
     reason: str
     scores: Sequence[float] = ()
-    kept: Sequence[Candidate] = ()
+    candidates: Sequence[Candidate] = ()

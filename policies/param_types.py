@@ -12,13 +12,13 @@ from msgspec import Meta
 # Wide enough for every use, and products of two such numbers stay finite.
 LEAST, MOST = 1e-9, 1e9
 
-Amount = Annotated[float, Meta(ge=0, le=MOST)]
+NonNegative = Annotated[float, Meta(ge=0, le=MOST)]
 """A weight, or a quantity that may be zero: seconds, tokens, requests."""
 
 Positive = Annotated[float, Meta(ge=LEAST, le=MOST)]
 """A quantity above zero."""
 
-Share = Annotated[float, Meta(ge=0, le=1)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
 """A fraction of a whole, 0 to 1."""
 
 Exponent = Annotated[float, Meta(ge=0, le=100)]
@@ -27,8 +27,8 @@ Exponent = Annotated[float, Meta(ge=0, le=100)]
 Factor = Annotated[float, Meta(ge=1, le=1e3)]
 """A multiple of at least 1."""
 
-Count = Annotated[int, Meta(ge=0, le=1 << 31)]
+NonNegativeCount = Annotated[int, Meta(ge=0, le=1 << 31)]
 """A count that may be zero."""
 
-Number = Annotated[int, Meta(ge=1, le=1 << 31)]
+PositiveCount = Annotated[int, Meta(ge=1, le=1 << 31)]
 """A count of at least one."""

@@ -7,10 +7,10 @@ from math import exp, inf
 
 from policies.contract import Picker
 from policies.load import EndpointLoad
-from policies.model import Ask, Candidate
+from policies.model import Candidate, RoutingQuery
 
 
-def best(query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+def best(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
     """Choose the highest score.
 
     Ties at random, so that gateways with equal views do not all choose the first.
@@ -20,10 +20,10 @@ def best(query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -
     return ties[0] if len(ties) == 1 else ties[int(query.rng.random() * len(ties))]
 
 
-def best_then(*costs: Callable[[EndpointLoad], float]) -> Picker:
+def best_with_tie_breakers(*costs: Callable[[EndpointLoad], float]) -> Picker:
     """Choose the highest score; break ties by the lowest of each cost in turn, then at random."""
 
-    def pick(query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def pick(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         top = max(scores)
         tied = [index for index, score in enumerate(scores) if score == top]
         for cost in costs:
@@ -41,7 +41,7 @@ def best_then(*costs: Callable[[EndpointLoad], float]) -> Picker:
     return pick
 
 
-def better_of_two(query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+def better_of_two(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
     """Choose the better of two random candidates (Mitzenmacher 2001); the first on a tie."""
     first = int(query.rng.random() * len(scores))
     if len(scores) == 1:
@@ -63,7 +63,7 @@ def softmax(temperature: float) -> Picker:
     if temperature == 0:
         return best
 
-    def pick(query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def pick(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         top = max(scores)
         span = (top - min(scores)) * temperature or 1.0
         weights = [exp((score - top) / span) for score in scores]
@@ -92,7 +92,7 @@ class Rotation:
         self._turn = 0.0
         self._last_turn: dict[int, float] = {}
 
-    def __call__(self, query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def __call__(self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         last, top = self._last_turn, scores[0]
         try:
             turns = [last[candidate.load.slot] for candidate in candidates]
@@ -109,6 +109,6 @@ class Rotation:
         last[candidates[chosen].load.slot] = self._turn
         return chosen
 
-    def _add_new_slots(self, query: Ask, candidates: Sequence[Candidate]) -> None:
+    def _add_new_slots(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> None:
         for candidate in candidates:
             self._last_turn.setdefault(candidate.load.slot, -query.rng.random())

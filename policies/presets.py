@@ -8,10 +8,10 @@ from __future__ import annotations
 import msgspec
 
 from policies import filters, pickers, scorers
-from policies.contract import Filter, Policy, Scorer, Weighted
-from policies.param_types import Amount
+from policies.contract import Filter, Policy, Scorer, WeightedScorer
+from policies.param_types import NonNegative
 
-ORDINARY: tuple[Filter, ...] = (
+DEFAULT_FILTERS: tuple[Filter, ...] = (
     filters.available,
     filters.untried,
     filters.below_cap,
@@ -21,26 +21,26 @@ ORDINARY: tuple[Filter, ...] = (
 )
 
 
-class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of a policy, all with defaults. Each `build()` returns an independent policy."""
+class PolicyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters of a policy, all with defaults. Each `build_plan()` returns an independent policy."""
 
     def build(self) -> Policy:
         raise NotImplementedError(f"{type(self).__name__} has no build()")
 
 
-class RoundRobin(Preset, frozen=True):
+class RoundRobin(PolicyParams, frozen=True):
     """Choose endpoints in turn. No parameters."""
 
     def build(self) -> Policy:
         return Policy(
             name="round_robin",
-            filters=ORDINARY,
-            scorers=(Weighted(scorers.same()),),
+            filters=DEFAULT_FILTERS,
+            scorers=(WeightedScorer(scorers.constant()),),
             picker=pickers.Rotation(),
         )
 
 
-class LeastLoaded(Preset, frozen=True):
+class LeastLoaded(PolicyParams, frozen=True):
     """Choose the endpoint with the least outstanding work: bookings first, then scraped load.
 
     output_weight   prompt tokens that one expected output token counts for
@@ -48,24 +48,24 @@ class LeastLoaded(Preset, frozen=True):
     fresh_s         maximum age of a scrape in seconds
     """
 
-    output_weight: Amount = 1.0
-    request_tokens: Amount = 64.0
-    fresh_s: Amount = 5.0
+    output_weight: NonNegative = 1.0
+    request_tokens: NonNegative = 64.0
+    fresh_s: NonNegative = 5.0
 
     def build(self) -> Policy:
         return Policy(
             name="least_loaded",
-            filters=ORDINARY,
+            filters=DEFAULT_FILTERS,
             scorers=(
-                Weighted(
-                    scorers.outstanding(self.output_weight, self.request_tokens, self.fresh_s)
+                WeightedScorer(
+                    scorers.outstanding_work(self.output_weight, self.request_tokens, self.fresh_s)
                 ),
             ),
             picker=pickers.best,
         )
 
 
-class PrefixAware(Preset, frozen=True):
+class PrefixAware(PolicyParams, frozen=True):
     """Choose the least prefill work before the first token, counting cached prefixes as done and
     redundant work as harm.
 
@@ -76,16 +76,16 @@ class PrefixAware(Preset, frozen=True):
     fresh_s          maximum age of a scrape in seconds
     """
 
-    harm_weight: Amount = 2.0
-    patience_tokens: Amount = 65_536.0
-    decode_weight: Amount = 0.02
-    fresh_s: Amount = 5.0
+    harm_weight: NonNegative = 2.0
+    patience_tokens: NonNegative = 65_536.0
+    decode_weight: NonNegative = 0.02
+    fresh_s: NonNegative = 5.0
 
     def build(self) -> Policy:
         return Policy(
             name="prefix_aware",
-            filters=ORDINARY,
-            scorers=(Weighted(self._scorer()),),
+            filters=DEFAULT_FILTERS,
+            scorers=(WeightedScorer(self._scorer()),),
             picker=pickers.best,
             reads_prefix=True,
         )
@@ -96,7 +96,7 @@ class PrefixAware(Preset, frozen=True):
         )
 
 
-class DecodeLoad(Preset, frozen=True):
+class DecodeLoad(PolicyParams, frozen=True):
     """Choose the decode endpoint of a split request: least decode work and little KV to transfer.
 
     Not configurable by name.
@@ -106,16 +106,16 @@ class DecodeLoad(Preset, frozen=True):
     fresh_s          maximum age of a scrape in seconds
     """
 
-    request_tokens: Amount = 64.0
-    transfer_weight: Amount = 0.5
-    fresh_s: Amount = 5.0
+    request_tokens: NonNegative = 64.0
+    transfer_weight: NonNegative = 0.5
+    fresh_s: NonNegative = 5.0
 
     def build(self) -> Policy:
         return Policy(
             name="decode_load",
-            filters=ORDINARY,
+            filters=DEFAULT_FILTERS,
             scorers=(
-                Weighted(
+                WeightedScorer(
                     scorers.decode_load(self.request_tokens, self.transfer_weight, self.fresh_s)
                 ),
             ),

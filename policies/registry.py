@@ -1,6 +1,6 @@
 """Policies by name, with their typed parameters.
 
-A new policy is a struct with `build()` in presets.py (or its own module) and one line here.
+A new policy is a struct with `build_plan()` in presets.py (or its own module) and one line here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TypeVar
 import msgspec
 
 from policies.contract import Policy
-from policies.presets import LeastLoaded, PrefixAware, Preset, RoundRobin
-from policies.pricing.price import Priced
+from policies.presets import LeastLoaded, PolicyParams, PrefixAware, RoundRobin
+from policies.pricing.price import PricedPolicy
 from policies.published.dualmap import DualMap
 from policies.published.dynamo import DynamoKv
 from policies.published.llmd_blend import LlmdBlend
@@ -41,12 +41,12 @@ class PolicyConfigError(ValueError):
         self.param = param
 
 
-_POLICIES: Mapping[str, type[Preset]] = MappingProxyType(
+_POLICIES: Mapping[str, type[PolicyParams]] = MappingProxyType(
     {
         "round_robin": RoundRobin,
         "least_loaded": LeastLoaded,
         "prefix_aware": PrefixAware,
-        "priced": Priced,
+        "priced": PricedPolicy,
         "power_of_two": PowerOfTwo,
         "sglang_cache_aware": SglangCacheAware,
         "dynamo_kv": DynamoKv,
@@ -67,11 +67,11 @@ def names() -> tuple[str, ...]:
     return tuple(_POLICIES)
 
 
-def params_type(name: str) -> type[Preset]:
+def params_type(name: str) -> type[PolicyParams]:
     """Return the struct of a policy's parameters. Raises PolicyConfigError for an unknown name."""
     if name not in _POLICIES:
         raise PolicyConfigError(
-            f"unknown policy {name!r}{near(name, names())}; known: {', '.join(names())}"
+            f"unknown policy {name!r}{did_you_mean(name, names())}; known: {', '.join(names())}"
         )
     return _POLICIES[name]
 
@@ -81,17 +81,17 @@ def build(name: str, params: Mapping[str, object]) -> Policy:
 
     Raises PolicyConfigError that names the problem and a close match.
     """
-    return checked(name, params_type(name), params).build()
+    return parse_params(name, params_type(name), params).build()
 
 
-def checked(name: str, kind: type[T], params: Mapping[str, object]) -> T:
+def parse_params(name: str, kind: type[T], params: Mapping[str, object]) -> T:
     """Convert plain parameters to `kind`. Raises PolicyConfigError."""
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
     for param, value in params.items():
         if param not in fields:
             hint = f"it takes {', '.join(fields)}" if fields else "it takes none"
             raise PolicyConfigError(
-                f"{name} has no parameter {param!r}{near(param, tuple(fields))}; {hint}", param
+                f"{name} has no parameter {param!r}{did_you_mean(param, tuple(fields))}; {hint}", param
             )
         try:
             msgspec.convert(value, fields[param])
@@ -104,7 +104,7 @@ def checked(name: str, kind: type[T], params: Mapping[str, object]) -> T:
         raise PolicyConfigError(f"{name}: {error}") from error
 
 
-def near(given: str, known: tuple[str, ...]) -> str:
+def did_you_mean(given: str, known: tuple[str, ...]) -> str:
     """Return a "did you mean" suffix for an error message; empty if no known name is close."""
     close = get_close_matches(given, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

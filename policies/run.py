@@ -11,22 +11,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies.contract import Policy
-from policies.model import Ask, Candidate, Pick
+from policies.model import Candidate, Pick, RoutingQuery
 
 
-def pick(policy: Policy, query: Ask, candidates: Sequence[Candidate]) -> Pick | None:
+def pick(policy: Policy, query: RoutingQuery, candidates: Sequence[Candidate]) -> Pick | None:
     """Choose the endpoint for a request.
 
     None if the filters keep none (`rejecting_filter` names the filter).
     """
     remaining = candidates
-    for filter_ in policy.filters if query.tried else policy.first_filters:
+    for filter_ in policy.filters if query.failed_endpoints else policy.first_attempt_filters:
         remaining = filter_(query, remaining)
     if not remaining:
         return None
     scores = policy.score(query, remaining)
     index = policy.picker(query, remaining, scores)
-    candidate, cached = remaining[index], query.cached
+    candidate, cached = remaining[index], query.cached_by_slot
     slot = candidate.load.slot
     cached_tokens = cached[slot] if slot < len(cached) else 0
     return Pick(
@@ -34,25 +34,25 @@ def pick(policy: Policy, query: Ask, candidates: Sequence[Candidate]) -> Pick | 
     )
 
 
-def repicked(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
+def repick(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
     """Return the same decision for another one of its candidates."""
     slot = candidate.load.slot
     score = next(
-        (score for other, score in zip(pick.kept, pick.scores, strict=False) if other is candidate),
+        (score for other, score in zip(pick.candidates, pick.scores, strict=False) if other is candidate),
         pick.score,
     )
     return Pick(
         candidate,
         cached[slot] if slot < len(cached) else 0,
         score,
-        pick.considered,
+        pick.candidate_count,
         pick.reason,
         pick.scores,
-        pick.kept,
+        pick.candidates,
     )
 
 
-def refusal(policy: Policy, query: Ask, candidates: Sequence[Candidate]) -> str:
+def rejecting_filter(policy: Policy, query: RoutingQuery, candidates: Sequence[Candidate]) -> str:
     """Return the name of the filter that removed the last candidate.
 
     "no_candidates" if there were none at all.

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from policies.admission.quota import Limits
-from policies.admission.sessions import Session
+from policies.admission.quota import QuotaLimits
+from policies.admission.sessions import ActiveSession
 from policies.engine.kalman import MOST_CORRECTION
-from policies.engine.step_time import Shape
+from policies.engine.step_time import StepCosts
 from policies.prefix.prefix_index import MAX_SLOTS, _count_extra, _stamps
 
 if TYPE_CHECKING:
     from policies.admission.priced import PricedAdmission
     from policies.admission.quota import Quota
-    from policies.engine.kalman import Kalman
+    from policies.engine.kalman import KalmanFilter
     from policies.engine.output_length import OutputLengths
-    from policies.engine.step_time import Belief
+    from policies.engine.step_time import SpeedBelief
     from policies.prefix.prefix_index import PrefixIndex
 
 BLOCKS = 512
@@ -68,7 +68,7 @@ class KalmanState(msgspec.Struct, frozen=True, array_like=True):
 class BeliefState(msgspec.Struct, frozen=True, array_like=True):
     """How fast an endpoint is relative to the prior `shape`."""
 
-    shape: Shape
+    shape: StepCosts
     prompts: KalmanState
     decodes: KalmanState
     layers: KalmanState
@@ -96,7 +96,7 @@ class AdmissionState(msgspec.Struct, frozen=True, array_like=True):
 class QuotaState(msgspec.Struct, frozen=True, array_like=True):
     """(level, at) of each bucket; `at` is on the machine's monotonic clock."""
 
-    limits: Limits
+    limits: QuotaLimits
     requests: tuple[float, float] | None
     tokens: tuple[float, float] | None
 
@@ -206,7 +206,7 @@ def restore_holder(index: PrefixIndex, state: HolderState, slot: int) -> None:
 # Speeds
 
 
-def belief_state(belief: Belief) -> BeliefState:
+def belief_state(belief: SpeedBelief) -> BeliefState:
     return BeliefState(
         belief.shape,
         _kalman_state(belief.prompts),
@@ -219,7 +219,7 @@ def belief_state(belief: Belief) -> BeliefState:
     )
 
 
-def restore_belief(belief: Belief, state: BeliefState) -> bool:
+def restore_belief(belief: SpeedBelief, state: BeliefState) -> bool:
     """Restore the learned speed.
 
     Returns False, without changes, if the prior differs or numbers are invalid.
@@ -238,15 +238,15 @@ def restore_belief(belief: Belief, state: BeliefState) -> bool:
         live.restore(saved.logs, saved.covar, saved.var, saved.last)
     belief.request_s, belief._reached = state.request_s, state.reached
     belief._mix, belief._context = list(state.mix), state.context
-    belief.settle()
+    belief.apply_factors()
     return True
 
 
-def _kalman_state(live: Kalman) -> KalmanState:
+def _kalman_state(live: KalmanFilter) -> KalmanState:
     return KalmanState(list(live._logs), [list(row) for row in live.covar], live.var, live._last)
 
 
-def _fits(live: Kalman, state: KalmanState) -> bool:
+def _fits(live: KalmanFilter, state: KalmanState) -> bool:
     size = len(live._logs)
     numbers = [*state.logs, state.var, state.last, *(value for row in state.covar for value in row)]
     return (
@@ -263,24 +263,24 @@ def _fits(live: Kalman, state: KalmanState) -> bool:
 def admission_state(live: PricedAdmission) -> AdmissionState:
     sessions = live.sessions
     rows = [
-        SessionState(name, session.tokens, session.seen_s)
+        SessionState(name, session.tokens, session.last_used_s)
         for name, session in sessions._active.items()
     ]
     means = (live._budget, live._tpot_budget, live._typical_s, live._per_weight, live._work_s)
-    return AdmissionState(means, sessions.phi, sessions.memory_s, rows)
+    return AdmissionState(means, sessions.memory_share, sessions.memory_s, rows)
 
 
 def restore_admission(live: PricedAdmission, state: AdmissionState) -> None:
     live._budget, live._tpot_budget, live._typical_s, live._per_weight, live._work_s = state.means
     sessions, gate = live.sessions, live._rule.sessions
-    sessions.phi = min(gate.most, max(gate.least, state.phi))
+    sessions.memory_share = min(gate.most, max(gate.least, state.phi))
     sessions.memory_s = min(gate.longest_s, max(gate.shortest_s, state.memory_s))
     for row in state.sessions:
         if row.name not in sessions._active:
-            session = sessions._active[row.name] = Session(row.seen_s)
+            session = sessions._active[row.name] = ActiveSession(row.seen_s)
             sessions._resize(session, max(0, row.tokens))
     if state.sessions:
-        live.calm = False
+        live.is_calm = False
 
 
 def quota_state(live: Quota) -> QuotaState:

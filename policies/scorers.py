@@ -11,19 +11,19 @@ from collections.abc import Sequence
 
 from policies.contract import Scorer
 from policies.load import EndpointLoad
-from policies.model import Ask, Candidate
+from policies.model import Candidate, RoutingQuery
 
 
-def same() -> Scorer:
+def constant() -> Scorer:
     """Score every candidate 0, so that the picker alone decides."""
 
-    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [0.0] * len(candidates)
 
     return score
 
 
-def outstanding(output_weight: float, request_tokens: float, fresh_s: float) -> Scorer:
+def outstanding_work(output_weight: float, request_tokens: float, fresh_s: float) -> Scorer:
     """Prefer the least outstanding work: tokens and requests booked here, then requests from
     outside.
 
@@ -35,7 +35,7 @@ def outstanding(output_weight: float, request_tokens: float, fresh_s: float) -> 
     large as this request.
     """
 
-    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         own_size = (
             query.request.prompt_tokens
             + output_weight * query.request.output_tokens
@@ -47,7 +47,7 @@ def outstanding(output_weight: float, request_tokens: float, fresh_s: float) -> 
                 + output_weight * load.expected_tokens
                 + request_tokens * load.in_flight
             )
-            - own_size * strangers(load, query.now, fresh_s)
+            - own_size * external_requests(load, query.now, fresh_s)
             for load in (candidate.load for candidate in candidates)
         ]
 
@@ -59,10 +59,10 @@ def fewest_requests(fresh_s: float) -> Scorer:
     scrape.
     """
 
-    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         now = query.now
         return [
-            -float(load.in_flight + strangers(load, now, fresh_s))
+            -float(load.in_flight + external_requests(load, now, fresh_s))
             for load in (candidate.load for candidate in candidates)
         ]
 
@@ -97,8 +97,8 @@ def uncached_work(
     new request is likely to wait for KV, which costs up to one prompt more.
     """
 
-    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        prompt, cached, slots = query.request.prompt_tokens, query.cached, len(query.cached)
+    def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
+        prompt, cached, slots = query.request.prompt_tokens, query.cached_by_slot, len(query.cached_by_slot)
         loads = [candidate.load for candidate in candidates]
         cached_tokens = [cached[load.slot] if load.slot < slots else 0 for load in loads]
         most_cached, oldest = max(cached_tokens), query.now - fresh_s
@@ -119,14 +119,14 @@ def uncached_work(
                     patience_tokens, harm_weight * load.in_flight * (most_cached - cached_here)
                 )
             if load.scraped_at is not None and load.scraped_at >= oldest:
-                cost += prompt * (load.strangers + _pressure(load))
+                cost += prompt * (load.external_requests + _pressure(load))
             scores.append(-cost)
         return scores
 
     return score
 
 
-def strangers(load: EndpointLoad, now: float, fresh_s: float) -> int:
+def external_requests(load: EndpointLoad, now: float, fresh_s: float) -> int:
     """Return the number of external requests at the last scrape, or 0 if that is older than
     `fresh_s`.
 
@@ -135,7 +135,7 @@ def strangers(load: EndpointLoad, now: float, fresh_s: float) -> int:
     """
     if load.scraped_at is None or now - load.scraped_at > fresh_s:
         return 0
-    return load.strangers
+    return load.external_requests
 
 
 def _pressure(load: EndpointLoad) -> float:
@@ -151,8 +151,8 @@ def decode_load(request_tokens: float, transfer_weight: float, fresh_s: float) -
     that the endpoint does not have cached.
     """
 
-    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        prompt, cached, known = query.request.prompt_tokens, query.cached, len(query.cached)
+    def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
+        prompt, cached, known = query.request.prompt_tokens, query.cached_by_slot, len(query.cached_by_slot)
         scores = []
         for candidate in candidates:
             load = candidate.load
@@ -163,7 +163,7 @@ def decode_load(request_tokens: float, transfer_weight: float, fresh_s: float) -
                 + request_tokens * load.in_flight
             )
             cost += transfer_weight * (prompt - (cached[load.slot] if load.slot < known else 0))
-            scores.append(-cost - prompt * strangers(load, query.now, fresh_s))
+            scores.append(-cost - prompt * external_requests(load, query.now, fresh_s))
         return scores
 
     return score

@@ -16,18 +16,18 @@ import typer.main
 from gateway.cli import main as cli
 from gateway.config import json_schema
 from gateway.config.tree import Config
-from gateway.disagg.state_machine import KEPT, TABLE
+from gateway.disagg.state_machine import LIVE_STATES, TABLE
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.labels import Row
-from gateway.metrics.metric_types import Spec
-from gateway.workers.supervisor_metrics import Figures
+from gateway.metrics.metric_types import FamilySpec
+from gateway.workers.supervisor_metrics import SupervisorMetrics
 from policies import admission_registry, registry
 from tools.monitoring.files import files
 
 _GENERATED_NOTE = "<!-- Written by `make docs` from the code; do not edit. -->\n"
 
 
-def pages() -> Mapping[str, str]:
+def generated_files() -> Mapping[str, str]:
     """Return the text of every generated file by its path from the project root."""
     return {
         "docs/reference/config.md": config_page(),
@@ -55,9 +55,9 @@ def config_page() -> str:
 
 def metrics_page() -> str:
     """Return the page of every metric with its labels and buckets."""
-    catalogue = (*Metrics().catalogue(), *Figures().catalogue())
+    catalogue = (*Metrics().catalogue(), *SupervisorMetrics().catalogue())
     table = "\n".join(_row(row, [spec for spec in catalogue if spec.row == row]) for row in Row)
-    caps = {label.name: label.cap for spec in catalogue for label in spec.labels}
+    caps = {label.name: label.max_values for spec in catalogue for label in spec.labels}
     buckets = "\n".join(
         f"- `{spec.name}`: {', '.join(f'{bound:g}' for bound in spec.buckets)}"
         for spec in catalogue
@@ -82,13 +82,13 @@ def metrics_page() -> str:
     )
 
 
-def _row(row: Row, specs: Sequence[Spec]) -> str:
+def _row(row: Row, specs: Sequence[FamilySpec]) -> str:
     """Return the metric families of one dashboard row."""
     rows = [
         (
             f"`{spec.name}`",
-            f"{spec.kind}, {spec.unit}".rstrip(", ") + (", exemplars" if spec.marked else ""),
-            ", ".join(f"`{name}`" for name in spec.exposed),
+            f"{spec.kind}, {spec.unit}".rstrip(", ") + (", exemplars" if spec.has_exemplars else ""),
+            ", ".join(f"`{name}`" for name in spec.exposed_labels),
             spec.help,
             spec.merge,
             f"`{spec.owner}`",
@@ -114,7 +114,7 @@ def cli_page() -> str:
 def states_page() -> str:
     """Return the state table of a split request, state by state."""
     parts = [_GENERATED_NOTE, _STATES_INTRO]
-    for state, (owner, deadline) in KEPT.items():
+    for state, (owner, deadline) in LIVE_STATES.items():
         rows = [
             (
                 f"`{event.name.lower()}`",
@@ -132,7 +132,7 @@ def states_page() -> str:
 
 def main() -> None:
     """Write all files; run it from the project root."""
-    for path, text in pages().items():
+    for path, text in generated_files().items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text)
 

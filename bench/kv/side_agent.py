@@ -20,7 +20,7 @@ from kvtransfer.contract import Transport
 from kvtransfer.layout.layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.protocol.outcomes import End, How
+from kvtransfer.protocol.outcomes import OutcomeKind, TransferOutcome
 from kvtransfer.transfer.handles import Offer
 
 KEY = b"a key for this comparison alone"
@@ -106,7 +106,7 @@ class Agents:
 
     async def _await_fetch(self, name: str, blocks: Any) -> End:
         tokens = len(blocks) * self.LAYOUT.block_tokens
-        return await self.agent.fetch(self.peer, name, blocks, tokens, timeout_s=PATIENCE_S).ended()
+        return await self.agent.fetch(self.peer, name, blocks, tokens, timeout_s=PATIENCE_S).wait_ended()
 
 
 class Layers(Agents):

@@ -13,12 +13,19 @@ from typing import Any
 import numpy as np
 from pool import Bytes, Draw
 
-from kvtransfer.contract import Laned, Link, Slice, Transport, Verdict, WindowHead
-from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.contract import (
+    Link,
+    MultiLaneLink,
+    Transport,
+    WindowHead,
+    WindowSlice,
+    WindowVerdict,
+)
+from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.transports.stream.link import Manner
-from kvtransfer.util.options import Options
+from kvtransfer.transports.stream.link import LinkOptions
+from kvtransfer.util.options import AgentOptions
 
 BLOCK_BYTES = 64 << 10  # size of the region's blocks, which have generations
 SECRET = bytes(range(32))
@@ -43,8 +50,8 @@ class LinkSide:
             threading.Event(),
         )
         self.transfer = 0
-        self.windows: list[tuple[WindowHead, Slice]] = []
-        self.expected: dict[int, Slice] = {}
+        self.windows: list[tuple[WindowHead, WindowSlice]] = []
+        self.expected: dict[int, WindowSlice] = {}
         self.left = 0
         self.counting = threading.Lock()
         self.lanes_left = settings.get("lanes", 1) - 1
@@ -64,7 +71,7 @@ class LinkSide:
             for _ in range(self.lanes_left):
                 lane = self.transport.dial(peer["address"])
                 lane.secure(SECRET)
-                _laned(self.link).widen(lane)
+                _laned(self.link).add_lane(lane)
 
     def prepare(self, drawn: Draw, each: bool) -> None:
         """Build the windows; the sink grants write access to its blocks, the source awaits that."""
@@ -106,7 +113,7 @@ class LinkSide:
             return None
         blocks = _blocks(src, size)
         promised = self.region.generations_of(blocks)
-        return lambda: self.region.current(blocks, promised)
+        return lambda: self.region.are_current(blocks, promised)
 
     def begin(self) -> None: ...
 
@@ -144,18 +151,18 @@ class LinkSide:
             self.link = link
         else:
             self.lanes_left -= 1
-            _laned(self.link).widen(link)
+            _laned(self.link).add_lane(link)
         if not self.lanes_left:
             self.joined.set()
 
-    def message(self, link: Link, data: bytes) -> None:
+    def on_message(self, link: Link, data: bytes) -> None:
         if data.startswith(GRANT):
             link.accept(self.transfer, data[len(GRANT) :])
             self.granted.set()
         else:
             self.replies += 1
 
-    def incoming(self, link: Link, head: WindowHead) -> Slice | None:
+    def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
         return self.expected.get(head.first)
 
     def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
@@ -169,12 +176,12 @@ class LinkSide:
         elif last:
             link.send(ALL)
 
-    def sent(self, link: Link, head: WindowHead) -> None: ...
+    def on_sent(self, link: Link, head: WindowHead) -> None: ...
 
-    def fenced(self, link: Link, transfer: int) -> None:
+    def on_fenced(self, link: Link, transfer: int) -> None:
         self.free.set()
 
-    def lost(self, link: Link, reason: str) -> None:
+    def on_lost(self, link: Link, reason: str) -> None:
         self.wrong = f"the link is lost: {reason}"
 
 
@@ -185,8 +192,8 @@ def _region(role: str, pool_bytes: int, transport: str) -> Region:
     return MemoryFileRegion.create(pool_bytes // BLOCK_BYTES, BLOCK_BYTES, name=role, populate=True)
 
 
-def _laned(link: Link) -> Laned:
-    assert isinstance(link, Laned)
+def _laned(link: Link) -> MultiLaneLink:
+    assert isinstance(link, MultiLaneLink)
     return link
 
 

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from time import perf_counter
 from typing import NamedTuple
 
-from kvtransfer.transports.inproc import Wire
+from kvtransfer.transports.inproc import InprocWire
 from kvtransfer.util.clock import ThreadClock
 from tests.contract.kvtransfer.groups import KEY, SMALL, group
 from tests.contract.kvtransfer.links import Owner, make
@@ -50,10 +50,10 @@ async def agent() -> AsyncIterator[Source]:
 
 async def link_times(source: Source, links: int) -> list[float]:
     """Return the seconds from dialling to the agent's welcome, for this many members in turn."""
-    members, times = group("d", SMALL, [make(TRANSPORT, Wire(ThreadClock()))]), []
+    members, times = group("d", SMALL, [make(TRANSPORT, InprocWire(ThreadClock()))]), []
     try:
         for _ in range(links):
-            end, owner = make(TRANSPORT, Wire(ThreadClock())), Owner()
+            end, owner = make(TRANSPORT, InprocWire(ThreadClock())), Owner()
             end.start(owner, members.regions)
             began = perf_counter()
             link = await asyncio.to_thread(end.dial, source.address)

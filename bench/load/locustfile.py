@@ -17,8 +17,8 @@ from typing import Any
 from locust import HttpUser, between, events, task
 from locust.env import Environment
 
-from planner.bench.timeline import Timeline
-from planner.bench.workloads import Session, shapes
+from planner.bench.timeline import AnswerTimeline
+from planner.bench.workloads import WorkloadSession, shapes
 
 SHAPES = ("chat", "shared-prefix")
 
@@ -42,7 +42,7 @@ class StreamingUser(HttpUser):
 
     @task
     def ask(self) -> None:
-        sessions: Iterator[Session] = self.environment.sessions[self.shape]
+        sessions: Iterator[WorkloadSession] = self.environment.sessions[self.shape]
         session = next(sessions)
         turn = session.turns[0]
         body = {
@@ -55,7 +55,7 @@ class StreamingUser(HttpUser):
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        timeline, started_s = Timeline(), time.perf_counter()
+        timeline, started_s = AnswerTimeline(), time.perf_counter()
         request = self.client.post(
             "/v1/chat/completions",
             json=body,
@@ -75,7 +75,7 @@ class StreamingUser(HttpUser):
                 answer.failure(timeline.error or "the stream ended without [DONE]")
         self._report(timeline, started_s)
 
-    def _report(self, timeline: Timeline, started_s: float) -> None:
+    def _report(self, timeline: AnswerTimeline, started_s: float) -> None:
         if timeline.first_s is None or timeline.last_s is None:
             return
         self._event("TTFT", timeline.first_s - started_s, timeline.tokens)

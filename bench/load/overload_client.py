@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.protocol.response_framing import Body, body_for, parse_head
-from planner.bench.timeline import Timeline
+from gateway.protocol.response_framing import ResponseBody, new_body, parse_head
+from planner.bench.timeline import AnswerTimeline
 from planner.text_generator import text
 
 _ID = re.compile(rb"\r\nx-request-id: *([^\r]+)", re.IGNORECASE)
@@ -56,7 +56,7 @@ class TimedRequest:
         self.status: int | None = None
         self.id = ""
         self.retry_after_s: float | None = None
-        self.timeline = Timeline()
+        self.timeline = AnswerTimeline()
         self.ended: asyncio.Future[None] = loop.create_future()
 
     def read_head(self, head: bytes, status: int) -> None:
@@ -75,7 +75,7 @@ class TimedConnection:
         self._loop = asyncio.get_running_loop()
         self._asked: TimedRequest | None = None
         self._head = b""
-        self._body: Body | None = None
+        self._body: ResponseBody | None = None
         self.open = True
         sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         self._loop.add_reader(sock, self._readable)

@@ -13,7 +13,7 @@ from random import Random
 import msgspec
 
 from planner.bench.workloads import lognormal, poisson
-from planner.replay import FleetSpec, Kind, Options, replay, traffic
+from planner.replay import FleetSpec, GroupKind, ReplayOptions, replay, traffic
 from planner.replay.capacity import capacity
 from planner.text_generator import BLOCK_TOKENS
 from planner.traces.shape import PRIVATE, TraceRequest
@@ -134,12 +134,12 @@ def _replay(rate: float, seed: int) -> Iterator[bool]:
         for arrival in arrivals(phases, rate, seed)
     ]
     ends_s = SETTLED_S + JUDGED_S
-    options = Options(seed, expected_output=None, standard=SLO, horizon_s=ends_s + 40.0)
+    options = ReplayOptions(seed, expected_output=None, standard=SLO, horizon_s=ends_s + 40.0)
     spec = FleetSpec("overload", (GROUP,), block_tokens=16)
     run = replay(spec, traffic([*streams, *requests]), registry.build(POLICY, {}), options=options)
     for record in run.records:
         if record.output_tokens != STREAM_OUTPUT and SETTLED_S <= record.arrived_s < ends_s:
-            yield record.good
+            yield record.is_good
 
 
 def trace_request(

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from bench.load.run import ROOT, _await_models, _free_ports, _free_run
-from planner.bench import Plan, Report, run
+from planner.bench import BenchPlan, BenchReport, run
 from tests.sim.conversation import TRACE, conversation, shared_cache_hit_ratio
 from tests.sim.test_policies_on_a_virtual_clock import ALL_KV_TOKENS, GROUP
 
@@ -68,7 +68,7 @@ def _meets_requirements(hits: list[float], ttfts: dict[str, list[float]], ideal:
     return reached >= 0.9 and lowest == "prefix_aware"
 
 
-def _mean_ttft_s(report: Report) -> float:
+def _mean_ttft_s(report: BenchReport) -> float:
     return fmean(record.ttft_s for record in report.completed if record.ttft_s is not None)
 
 

@@ -34,7 +34,7 @@ from statistics import quantiles
 from typing import Any, NamedTuple
 
 from bench.load.run import ROOT, _await_models, _free_ports, _free_run
-from planner.bench import Plan, run
+from planner.bench import BenchPlan, run
 from policies import registry
 
 GROUPS, RATE = 4, 12.0

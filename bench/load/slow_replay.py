@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from planner.replay.options import Fault, Trouble
+from planner.replay.options import GroupFault, GroupFaultKind
 from policies import registry
 from tests.sim.test_slow_group import HEDGES, KEPT_S, p99_s, ran, share
 

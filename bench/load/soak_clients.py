@@ -17,7 +17,7 @@ import msgspec
 
 from bench.load.soak_house import SPLIT, WHOLE
 from mockgpu.text import expected_text
-from planner.bench.timeline import Timeline
+from planner.bench.timeline import AnswerTimeline
 
 THINK_S = 0.8
 SESSIONS = 40

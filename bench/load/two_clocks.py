@@ -29,8 +29,8 @@ from typing import NamedTuple
 import msgspec
 
 from bench.load.policies_live import fleet
-from planner.bench import Plan, run
-from planner.replay import FleetSpec, Options, replay, traffic
+from planner.bench import BenchPlan, run
+from planner.replay import FleetSpec, ReplayOptions, replay, traffic
 from planner.replay.results import figures
 from planner.traces import TraceRequest
 from policies import registry
@@ -63,7 +63,7 @@ def run_live(
     with TemporaryDirectory() as folder:
         log = Path(folder, "access.jsonl")
         with fleet(policy, speed, str(log)) as url:
-            plan = Plan(url=url, trace=TRACE, speed=speed, limit=requests, ignore_eos=True)
+            plan = BenchPlan(url=url, trace=TRACE, speed=speed, limit=requests, ignore_eos=True)
             report = asyncio.run(run(plan))
         errors = prediction_errors(log.read_text())
     if report.errors:

@@ -20,11 +20,11 @@ from aiohttp.typedefs import Handler, Middleware
 
 from gateway.config import Config
 
-OPEN = frozenset({"/healthz", "/readyz"})
+UNCHECKED_PATHS = frozenset({"/healthz", "/readyz"})
 """Paths for process supervisors and load balancers, which may use any host name."""
 
-SAFE = frozenset({"GET", "HEAD"})
-FORWARDED = (
+SAFE_METHODS = frozenset({"GET", "HEAD"})
+FORWARDING_HEADERS = (
     "Forwarded",
     "Via",
     "X-Forwarded-For",
@@ -34,7 +34,7 @@ FORWARDED = (
 )
 
 
-def guard(config: Callable[[], Config]) -> Middleware:
+def access_middleware(config: Callable[[], Config]) -> Middleware:
     """Return middleware that refuses a request with 401 or 403 and the reason.
 
     `config` returns the current configuration.
@@ -43,9 +43,9 @@ def guard(config: Callable[[], Config]) -> Middleware:
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         current_config = config()
-        refusal = None if request.path in OPEN else misnamed(request, current_config)
-        if refusal is None and request.method not in SAFE:
-            refusal = foreign(request) or unknown(request, current_config)
+        refusal = None if request.path in UNCHECKED_PATHS else check_host(request, current_config)
+        if refusal is None and request.method not in SAFE_METHODS:
+            refusal = check_same_origin(request) or check_credentials(request, current_config)
         response = refusal or await handler(request)
         response.headers.setdefault("X-Content-Type-Options", "nosniff")
         response.headers.setdefault("Cache-Control", "no-store")
@@ -54,7 +54,7 @@ def guard(config: Callable[[], Config]) -> Middleware:
     return guarded
 
 
-def misnamed(request: web.Request, config: Config) -> web.Response | None:
+def check_host(request: web.Request, config: Config) -> web.Response | None:
     """Return a refusal unless the Host header is one of this server's names, or None.
 
     An IP address is always accepted, because DNS rebinding needs a host name.
@@ -64,21 +64,21 @@ def misnamed(request: web.Request, config: Config) -> web.Response | None:
     name = _hostname(host) if host is not None else "localhost"
     if name is not None and (_address(name) or name in _server_names(config)):
         return None
-    return refuse(
+    return error_response(
         403, f"Host {str(host)[:100]!r} is not a name of this server; add it to admin.hosts"
     )
 
 
-def foreign(request: web.Request) -> web.Response | None:
+def check_same_origin(request: web.Request) -> web.Response | None:
     """Return a refusal of a request that another site's page sends, or None."""
     origin = request.headers.get("Origin")
     same = origin is None or _netloc(origin) == request.headers.get("Host")
     if same and request.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin"):
         return None
-    return refuse(403, "requests from pages of other sites cannot change anything")
+    return error_response(403, "requests from pages of other sites cannot change anything")
 
 
-def unknown(request: web.Request, config: Config) -> web.Response | None:
+def check_credentials(request: web.Request, config: Config) -> web.Response | None:
     """Return a refusal unless the client has sent the key or may do without one, or None."""
     if request.transport is not None and _is_supervisor(request.transport):
         return None
@@ -88,16 +88,16 @@ def unknown(request: web.Request, config: Config) -> web.Response | None:
         token_digest, key_digest = _digest(token.strip()), _digest(key.reveal())
         if scheme.lower() == "bearer" and hmac.compare_digest(token_digest, key_digest):
             return None
-        return refuse(401, "changes need the key of admin.key: send 'Authorization: Bearer <key>'")
+        return error_response(401, "changes need the key of admin.key: send 'Authorization: Bearer <key>'")
     peer = request.transport.get_extra_info("peername") if request.transport is not None else None
     address = _address(peer[0]) if isinstance(peer, tuple) else None
     if (
         address is not None
         and _is_loopback(address)
-        and not any(name in request.headers for name in FORWARDED)
+        and not any(name in request.headers for name in FORWARDING_HEADERS)
     ):
         return None
-    return refuse(
+    return error_response(
         403, "without admin.key, changes must come from this machine and not through a proxy"
     )
 
@@ -116,7 +116,7 @@ def is_supervisor(request: web.Request) -> bool:
     return request.transport is not None and _is_supervisor(request.transport)
 
 
-def refuse(status: int, message: str) -> web.Response:
+def error_response(status: int, message: str) -> web.Response:
     """Return a JSON error response."""
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return web.json_response(

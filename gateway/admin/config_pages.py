@@ -17,13 +17,13 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
 from gateway.admin.auth import is_supervisor
-from gateway.config import Loaded, Problem
-from gateway.config.diff import Change, shown
-from gateway.config.tls_files import certificates
-from gateway.config.yaml_source import FILE_CAP_BYTES
-from gateway.reload.auto_rollback import tallied
+from gateway.config import LoadedConfig, Problem
+from gateway.config.diff import ConfigChange, display
+from gateway.config.tls_files import named_certificates
+from gateway.config.yaml_source import MAX_FILE_BYTES
+from gateway.reload.auto_rollback import count_failures
 from gateway.reload.history import Version
-from gateway.reload.reloader import ChangeOptions, Outcome, Rejection, Reloader
+from gateway.reload.reloader import ChangeOptions, Rejection, Reloader, ReloadOutcome
 
 if TYPE_CHECKING:
     from gateway.live.target import AdminTarget
@@ -54,17 +54,17 @@ def add(target: AdminTarget, routes: web.UrlDispatcher) -> None:
             "models": sorted(snapshot.routes),
             "unlisted": dict(sorted(snapshot.unlisted.items())),
             "retiring": target.swap.retiring,
-            "config": shown(reloader.running),
+            "config": display(reloader.running),
         }
         return web.json_response(state, headers={"ETag": reloader.version.etag})
 
     async def versions(_: web.Request) -> web.Response:
-        newest_first = [_version(version) for version in reversed(reloader.versions.all())]
+        newest_first = [_version(version) for version in reversed(reloader.history.all())]
         reply = {"applied": reloader.version.number, "versions": newest_first}
         return web.json_response(reply)
 
     async def tally(_: web.Request) -> web.Response:
-        count = tallied(target.metrics)
+        count = count_failures(target.metrics)
         return web.json_response({"ended": count.ended, "failed": count.failed})
 
     async def put(text: bytes, headers: Mapping[str, str], options: ChangeOptions) -> web.Response:
@@ -99,7 +99,7 @@ def add_changes(
         try:
             text = await request.read()
         except web.HTTPRequestEntityTooLarge:
-            return _malformed(f"the text is larger than {FILE_CAP_BYTES >> 20} MiB", 413)
+            return _malformed(f"the text is larger than {MAX_FILE_BYTES >> 20} MiB", 413)
         except (RequestPayloadError, ConnectionError):
             return _malformed("the text is incomplete, or not encoded as its headers say")
         return await put(text, request.headers, _options(request))
@@ -133,7 +133,7 @@ def _malformed(message: str, status: int = 400) -> web.Response:
 def _options(request: web.Request) -> ChangeOptions:
     return ChangeOptions(
         dry_run=_has_flag(request, "dry_run"),
-        noted=_has_flag(request, "noted"),
+        records_rejection=_has_flag(request, "noted"),
         force=_has_flag(request, "force"),
         kept=_has_flag(request, "kept") and is_supervisor(request),
     )
@@ -152,20 +152,20 @@ def _state(reloader: Reloader) -> dict[str, Any]:
     }
 
 
-def _certificates(loaded: Loaded) -> list[dict[str, Any]]:
+def _certificates(loaded: LoadedConfig) -> list[dict[str, Any]]:
     """Return the expiry of each certificate file, and why it is refused now, if it is."""
     return [
         {
             "path": certificate.path,
             "file": loaded.resolved.hide(certificate.file),
             "not_after": _time(certificate.not_after),
-            "problem": certificate.doubt,
+            "problem": certificate.refusal_reason,
         }
-        for certificate in certificates(loaded.config, time())
+        for certificate in named_certificates(loaded.config, time())
     ]
 
 
-def _response(outcome: Outcome) -> web.Response:
+def _response(outcome: ReloadOutcome) -> web.Response:
     reply = {
         "result": outcome.result,
         "message": outcome.message,
@@ -193,7 +193,7 @@ def _version(version: Version) -> dict[str, Any]:
     }
 
 
-def _change(change: Change) -> dict[str, Any]:
+def _change(change: ConfigChange) -> dict[str, Any]:
     return {
         "path": change.path,
         "before": change.before,

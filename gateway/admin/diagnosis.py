@@ -83,7 +83,7 @@ MISS_TEXTS: Mapping[str, str] = MappingProxyType(
 )
 
 
-class Reason(msgspec.Struct, frozen=True):
+class DiagnosisLine(msgspec.Struct, frozen=True):
     """One sentence, its grade, and the endpoint that it is about, if any."""
 
     grade: Grade
@@ -91,7 +91,7 @@ class Reason(msgspec.Struct, frozen=True):
     endpoint: str | None = None
 
 
-class Minute(msgspec.Struct, frozen=True):
+class MinuteCounts(msgspec.Struct, frozen=True):
     """The counts of the last minute.
 
     `endpoints` are rows of the live view; `config_problem` is that of a rejected configuration.
@@ -113,7 +113,7 @@ class Minute(msgspec.Struct, frozen=True):
     unlisted: Sequence[str] = ()
 
 
-def findings(minute: Minute) -> list[Reason]:
+def diagnose(minute: MinuteCounts) -> list[DiagnosisLine]:
     """Return all findings, most severe first."""
     reasons = [
         *_configuration(minute),
@@ -132,7 +132,7 @@ def findings(minute: Minute) -> list[Reason]:
     return sorted(reasons, key=lambda reason: GRADES.index(reason.grade))
 
 
-def shortened(reasons: Sequence[Reason]) -> Sequence[Reason]:
+def shorten(reasons: Sequence[DiagnosisLine]) -> Sequence[DiagnosisLine]:
     """Return at most MAX_FINDINGS findings.
 
     Those about no endpoint come first; the last one counts the others and names their endpoints.
@@ -147,51 +147,51 @@ def shortened(reasons: Sequence[Reason]) -> Sequence[Reason]:
     others = [reason for reason in reasons if reason not in shown]
     names = dict.fromkeys(reason.endpoint for reason in others if reason.endpoint is not None)
     suffix = f": {', '.join(names)}" if names else ""
-    return [*shown, Reason(others[0].grade, f"{len(others)} more{suffix}.")]
+    return [*shown, DiagnosisLine(others[0].grade, f"{len(others)} more{suffix}.")]
 
 
-def _configuration(minute: Minute) -> Iterator[Reason]:
+def _configuration(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
     if minute.config_problem is not None:
-        yield Reason("warn", f"The last configuration was rejected: {minute.config_problem}")
+        yield DiagnosisLine("warn", f"The last configuration was rejected: {minute.config_problem}")
 
 
-def _unlisted(minute: Minute) -> Iterator[Reason]:
+def _unlisted(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
     for message in minute.unlisted:
-        yield Reason(
+        yield DiagnosisLine(
             "bad",
             f"{message} Requests for it get 404; `penstock doctor --config FILE` has the remedy.",
         )
 
 
-def _shared(minute: Minute) -> Iterator[Reason]:
+def _shared(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
     if minute.shared_problem is not None:
-        yield Reason(
+        yield DiagnosisLine(
             "bad",
             f"Redis is not usable: {minute.shared_problem}. "
             "This gateway runs without shared state.",
         )
 
 
-def _out(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[Reason]:
+def _out(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[DiagnosisLine]:
     for row in endpoints:
         name, state, since = row["name"], row["state"], row["since_s"]
-        ago = "" if since is None else f" for {span(since)}"
+        ago = "" if since is None else f" for {duration_text(since)}"
         if state in OUT_STATES:
             cause = _cause(row)
             exception = ""
             if row["available"]:
                 exception = ", but still receives requests because too many of its pool fail"
-            yield Reason("bad", f"{name} is out of rotation{ago}: {cause}{exception}.", name)
+            yield DiagnosisLine("bad", f"{name} is out of rotation{ago}: {cause}{exception}.", name)
         elif state == "returning":
-            yield Reason("note", f"{name} is back{ago}, on trial.", name)
+            yield DiagnosisLine("note", f"{name} is back{ago}, on trial.", name)
         elif state in ("draining", "drained"):
-            yield Reason("note", f"{name} receives no new requests: an operator drained it.", name)
+            yield DiagnosisLine("note", f"{name} receives no new requests: an operator drained it.", name)
         elif row.get("slow"):
-            yield Reason("warn", f"{name} receives few requests: it is {row['slow']}.", name)
+            yield DiagnosisLine("warn", f"{name} receives few requests: it is {row['slow']}.", name)
         elif row["silence_s"] > SILENCE_S:
-            silence = span(row["silence_s"])
+            silence = duration_text(row["silence_s"])
             text = f"{name} has sent no byte for {silence}, with requests in flight."
-            yield Reason("warn", text, name)
+            yield DiagnosisLine("warn", text, name)
 
 
 def _cause(row: Mapping[str, Any]) -> str:
@@ -200,21 +200,21 @@ def _cause(row: Mapping[str, Any]) -> str:
     return CAUSE_TEXTS.get(row["cause"] or "", "not probed yet")
 
 
-def _shed(minute: Minute) -> Iterator[Reason]:
+def _shed(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
     for reason, count in sorted(minute.shed.items(), key=lambda item: -item[1]):
         text = SHED_TEXTS.get(reason, reason.replace("_", " "))
-        yield Reason("bad", f"{_requests(count)} rejected: {text}.")
+        yield DiagnosisLine("bad", f"{_requests(count)} rejected: {text}.")
 
 
-def _waiting(minute: Minute) -> Iterator[Reason]:
+def _waiting(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
     for pool, count in minute.waiting.items():
         if count:
-            yield Reason(
+            yield DiagnosisLine(
                 "warn", f"{_requests(count)} waiting in pool {pool}: its endpoints are at capacity."
             )
 
 
-def _slow(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[Reason]:
+def _slow(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[DiagnosisLine]:
     """Yield the endpoints that are slower than the median of those with the same pool and role.
 
     A group needs at least three endpoints.
@@ -233,7 +233,7 @@ def _slow(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[Reason]:
             if usual and row[key] > SLOW_RATIO * usual:
                 ratio = f"{row[key] / usual:.1f} times as slow as its peers {what}"
                 text = f"{row['name']} is {ratio}: {_ms(row[key])}, they {_ms(usual)}."
-                yield Reason("warn", text, row["name"])
+                yield DiagnosisLine("warn", text, row["name"])
 
 
 def median_without(ordered: Sequence[float], value: float) -> float:
@@ -245,29 +245,29 @@ def median_without(ordered: Sequence[float], value: float) -> float:
     return (ordered[low] + ordered[high]) / 2
 
 
-def _missed(minute: Minute) -> Iterator[Reason]:
+def _missed(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
     for outcome, count in sorted(minute.missed.items(), key=lambda item: -item[1]):
         if outcome in MISS_TEXTS and count > MIN_MISSED_SHARE * minute.slo_requests:
             share = f"{count:.0f} of {minute.slo_requests:.0f} requests"
-            yield Reason("warn", f"{share} missed their SLO: {MISS_TEXTS[outcome]}.")
+            yield DiagnosisLine("warn", f"{share} missed their SLO: {MISS_TEXTS[outcome]}.")
 
 
-def _retried(minute: Minute) -> Iterator[Reason]:
+def _retried(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
     for kind, count in sorted(minute.retries.items(), key=lambda item: -item[1]):
         text = RETRY_TEXTS.get(kind, kind.replace("_", " "))
-        yield Reason("warn", f"{_requests(count)} retried: {text}.")
+        yield DiagnosisLine("warn", f"{_requests(count)} retried: {text}.")
 
 
-def _priced(minute: Minute) -> Iterator[Reason]:
+def _priced(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
     for pool, price in minute.prices.items():
         if price > 0:
-            yield Reason(
+            yield DiagnosisLine(
                 "warn",
                 f"Pool {pool} is overloaded: admission costs {price:.2f} times a request's value.",
             )
 
 
-def _recomputed(minute: Minute) -> Iterator[Reason]:
+def _recomputed(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
     total = sum(minute.computed_tokens.values())
     for cause, text in (
         ("spread", "another endpoint had them cached"),
@@ -275,20 +275,20 @@ def _recomputed(minute: Minute) -> Iterator[Reason]:
     ):
         share = minute.computed_tokens.get(cause, 0.0) / total if total else 0.0
         if share >= 0.05:
-            yield Reason(
+            yield DiagnosisLine(
                 "note", f"{share:.0%} of the computed prompt tokens were avoidable: {text}."
             )
 
 
-def _whole(minute: Minute) -> Iterator[Reason]:
+def _whole(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
     total = minute.split_count + sum(minute.whole_reasons.values())
     for reason, count in sorted(minute.whole_reasons.items(), key=lambda item: -item[1])[:1]:
         if count >= 0.1 * total:
             text = WHOLE_TEXTS.get(reason, reason)
-            yield Reason("note", f"{count / total:.0%} of the requests were not split: {text}.")
+            yield DiagnosisLine("note", f"{count / total:.0%} of the requests were not split: {text}.")
 
 
-def span(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Return a duration as text: 0.4 s, 14 s, 3 min, 2 h."""
     if seconds < 10:
         return f"{seconds:.1f} s"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gateway.fleet.speed_monitor import describe
+from gateway.fleet.speed_monitor import describe_slowness
 
 if TYPE_CHECKING:
     from gateway.fleet.endpoint_registry import LiveEndpoint
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 VERSIONS_SHOWN = 6
 HIDDEN_LABELS = frozenset({"chaos"})
-DRAINED = frozenset({"draining", "drained"})
+DRAINED_STATES = frozenset({"draining", "drained"})
 """States of endpoints that an operator has drained."""
 
 
-class Pair(msgspec.Struct, frozen=True):
+class PairStatus(msgspec.Struct, frozen=True):
     """Handoffs from one prefill to one decode endpoint: counts, times and the transport.
 
     `newest_s` holds the seconds that each of the newest handoffs took, of all workers.
@@ -42,7 +42,7 @@ class Pair(msgspec.Struct, frozen=True):
         return ordered[(len(ordered) * 19 - 1) // 20] if ordered else None
 
 
-class Standing(msgspec.Struct, frozen=True):
+class FleetStatus(msgspec.Struct, frozen=True):
     """The state that no metric sample contains; rows are as the view shows them.
 
     promises              (TTFT, TPOT) SLO in seconds by service class
@@ -56,11 +56,11 @@ class Standing(msgspec.Struct, frozen=True):
     """
 
     config: dict[str, Any]
-    promises: dict[str, tuple[float, float]]
-    standard: str
+    slo_by_class: dict[str, tuple[float, float]]
+    default_class: str
     pools: list[dict[str, Any]]
     endpoints: list[dict[str, Any]]
-    pairs: dict[tuple[str, str], Pair]
+    pairs: dict[tuple[str, str], PairStatus]
     handoffs_in_progress: int
     active_requests: int
     config_problem: str | None
@@ -68,29 +68,29 @@ class Standing(msgspec.Struct, frozen=True):
     unlisted: dict[str, str] = {}
 
 
-def stand(target: AdminTarget, now: float) -> Standing:
+def fleet_status(target: AdminTarget, now: float) -> FleetStatus:
     """Return the state of the gateway now."""
     slos, handoffs, error = (
         target.gateway.snapshot.config.slo,
         target.gateway.handoffs,
         target.reloader.last_error,
     )
-    return Standing(
+    return FleetStatus(
         config=_config(target),
-        promises={name: (promise.ttft, promise.tpot) for name, promise in slos.classes.items()},
-        standard=slos.default,
+        slo_by_class={name: (promise.ttft, promise.tpot) for name, promise in slos.classes.items()},
+        default_class=slos.default,
         pools=_pools(target),
         endpoints=[
             _static_row(live) | _load_row(live, now) for live in target.gateway.endpoints.all()
         ],
         pairs={
-            names: Pair(
+            names: PairStatus(
                 pair.served, pair.failed, pair.handoff_s, tuple(pair.newest_s), pair.transport
             )
             for names, pair in handoffs.pairs.items()
         },
-        handoffs_in_progress=handoffs.under_way,
-        active_requests=target.gateway.gate.active,
+        handoffs_in_progress=handoffs.live_count,
+        active_requests=target.gateway.gate.active_requests,
         config_problem=None if error is None else str(error.problems[0]),
         shared_state=target.shared_state(),
         unlisted=dict(target.gateway.snapshot.unlisted),
@@ -100,13 +100,13 @@ def stand(target: AdminTarget, now: float) -> Standing:
 def _config(target: AdminTarget) -> dict[str, Any]:
     reloader = target.reloader
     error = reloader.last_error
-    newest_first = list(reversed(reloader.versions.all()))[:VERSIONS_SHOWN]
+    newest_first = list(reversed(reloader.history.all()))[:VERSIONS_SHOWN]
     return {
         "version": reloader.version.number,
         "hash": reloader.version.hash,
         "needs_restart": list(reloader.needs_restart),
         "rejected": None if error is None else [str(problem) for problem in error.problems][:3],
-        "draining": target.draining,
+        "draining": target.is_draining,
         "versions": [
             {
                 "version": version.number,
@@ -122,7 +122,7 @@ def _config(target: AdminTarget) -> dict[str, Any]:
 
 def _pools(target: AdminTarget) -> list[dict[str, Any]]:
     snapshot = target.gateway.snapshot
-    queues = {queue.name: queue for queue in target.gateway.gate.rooms()}
+    queues = {queue.name: queue for queue in target.gateway.gate.pool_queues()}
     rows = []
     for name, pool in snapshot.config.pools.items():
         queue = queues.get(name)
@@ -135,7 +135,7 @@ def _pools(target: AdminTarget) -> list[dict[str, Any]]:
                     {route.name for route in snapshot.routes.values() if route.pool == name}
                 ),
                 "in_flight": queue.in_flight if queue is not None else 0,
-                "waiting": queue.waiting if queue is not None else 0,
+                "waiting": queue.queue_length if queue is not None else 0,
                 "price": round(queue.price, 4) if queue is not None else 0.0,
             }
         )
@@ -164,25 +164,25 @@ def _static_row(live: LiveEndpoint) -> dict[str, Any]:
 def _load_row(live: LiveEndpoint, now: float) -> dict[str, Any]:
     load, health = live.load, live.health
     return {
-        "state": state_of(live),
+        "state": endpoint_state(live),
         "cause": None if health.cause is None else str(health.cause),
-        "slow": None if live.speed.slowness is None else describe(live.speed.slowness),
+        "slow": None if live.speed.slowness is None else describe_slowness(live.speed.slowness),
         "since_s": round(now - health.since, 1) if health.since else None,
-        "available": load.available,
-        "silence_s": round(live.upstream.silence_s(now), 2),
+        "available": load.is_available,
+        "silence_s": round(live.upstream.silence_duration_s(now), 2),
         "scrape_age_s": None if load.scraped_at is None else round(now - load.scraped_at, 1),
         "in_flight": load.in_flight,
         "waiting": load.waiting,
         "kv": None if load.kv_usage is None else round(load.kv_usage, 4),
         "backlog_tokens": load.prefill_tokens,
-        "backlog_s": round(max(0.0, load.ready_at - now), 3),
+        "backlog_s": round(max(0.0, load.prefill_done_at - now), 3),
     }
 
 
-def state_of(live: LiveEndpoint) -> str:
+def endpoint_state(live: LiveEndpoint) -> str:
     """Return leaving, draining, drained, or the health state: up, returning, ejected, dead."""
-    if live.leaving:
+    if live.is_leaving:
         return "leaving"
-    if live.drained and live.load.in_flight:
+    if live.is_drained and live.load.in_flight:
         return "draining"
-    return "drained" if live.drained else str(live.health.state)
+    return "drained" if live.is_drained else str(live.health.state)

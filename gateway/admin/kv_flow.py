@@ -10,20 +10,20 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.admin.fleet_status import Standing
-from gateway.admin.metric_samples import Mark, rate
-from gateway.metrics.quantile_sketch import rounded
+from gateway.admin.fleet_status import FleetStatus
+from gateway.admin.metric_samples import MetricSample, rate_function
+from gateway.metrics.quantile_sketch import round_seconds
 
-Names = tuple[str, str]
+PairNames = tuple[str, str]
 NO_HANDOFFS = (0, 0, 0)
 
 
-def flow(standing: Standing, now: Mark, soon: Mark) -> dict[str, Any]:
+def kv_flow(standing: FleetStatus, now: MetricSample, soon: MetricSample) -> dict[str, Any]:
     """Return the rates of every pair that has had a handoff, and the bytes per second by transport.
 
     What an engine does not report is None.
     """
-    per_s, moved = rate(now, soon), shared(now, soon)
+    per_s, moved = rate_function(now, soon), kv_bytes_by_pair(now, soon)
     transports: defaultdict[str, float] = defaultdict(float)
     pairs = []
     for pair, status in sorted(standing.pairs.items()):
@@ -39,8 +39,8 @@ def flow(standing: Standing, now: Mark, soon: Mark) -> dict[str, Any]:
                 "failed_per_s": per_s(status.failed - failed),
                 "served": status.served,
                 "failed": status.failed,
-                "mean_s": rounded(status.mean_s),
-                "p95_s": rounded(status.p95_s),
+                "mean_s": round_seconds(status.mean_s),
+                "p95_s": round_seconds(status.p95_s),
                 "transport": status.transport,
                 "kv_bytes_per_s": None if kv_bytes is None else per_s(kv_bytes),
             }
@@ -53,13 +53,13 @@ def flow(standing: Standing, now: Mark, soon: Mark) -> dict[str, Any]:
     }
 
 
-def shared(now: Mark, soon: Mark) -> dict[Names, float]:
+def kv_bytes_by_pair(now: MetricSample, soon: MetricSample) -> dict[PairNames, float]:
     """Return the KV bytes transferred between two samples, by (prefill, decode) pair.
 
     The bytes of a decode endpoint are divided by the prompt tokens of its pairs. Pairs of an
     endpoint that does not report bytes are left out.
     """
-    growth = received(now.received, soon.received)
+    growth = counter_growth_by_name(now.received, soon.received)
     tokens = {
         names: counts[2] - soon.pairs.get(names, NO_HANDOFFS)[2]
         for names, counts in now.pairs.items()
@@ -74,7 +74,7 @@ def shared(now: Mark, soon: Mark) -> dict[Names, float]:
     }
 
 
-def received(now: Mapping[str, int], soon: Mapping[str, int]) -> dict[str, int]:
+def counter_growth_by_name(now: Mapping[str, int], soon: Mapping[str, int]) -> dict[str, int]:
     """Return how much each byte counter has grown.
 
     A counter that fell belongs to a restarted engine and counts from 0. One that is new has grown

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
-from gateway.admin.fleet_status import Standing, stand
-from gateway.admin.live_stream import Hub, Look
-from gateway.admin.metric_samples import Mark, take
+from gateway.admin.fleet_status import FleetStatus, fleet_status
+from gateway.admin.live_stream import LiveStream, SampleFunction
+from gateway.admin.metric_samples import MetricSample, take_sample
 
 if TYPE_CHECKING:
     from gateway.live.target import AdminTarget
@@ -66,20 +66,20 @@ FILES: Mapping[str, str] = MappingProxyType(
 """All files of the page; other names are not served."""
 
 
-Note = tuple[Mark, Standing]
+WorkerSample = tuple[MetricSample, FleetStatus]
 """What a worker sends its supervisor: a sample of its metrics and its status."""
 
 
-def add(target: AdminTarget, server: web.Application) -> None:
+def add_process_view(target: AdminTarget, server: web.Application) -> None:
     """Add the live view of this process.
 
     GET   /   /web/{name}   /live   /live/stream   /live/note
     POST  /endpoints/{name}/drain   /endpoints/{name}/undrain
     """
 
-    async def look(before: Mark | None) -> Note:
+    async def look(before: MetricSample | None) -> WorkerSample:
         now = monotonic()
-        return take(target, now, before), stand(target, now)
+        return take_sample(target, now, before), fleet_status(target, now)
 
     async def note(_: web.Request) -> web.Response:
         return web.Response(
@@ -88,12 +88,12 @@ def add(target: AdminTarget, server: web.Application) -> None:
 
     server.router.add_get("/live/note", note)
     server.router.add_post("/endpoints/{name}/{what:drain|undrain}", _drain_handler(target))
-    add_view(server, look, lambda: target.draining)
+    add_view(server, look, lambda: target.is_draining)
 
 
-def add_view(server: web.Application, look: Look, draining: Callable[[], bool]) -> None:
+def add_view(server: web.Application, look: SampleFunction, draining: Callable[[], bool]) -> None:
     """Add GET /, /web/{name}, /live and /live/stream for what `look` samples."""
-    hub = Hub(look)
+    hub = LiveStream(look)
 
     async def noting(_: web.Application) -> AsyncIterator[None]:
         hub.start()
@@ -102,21 +102,21 @@ def add_view(server: web.Application, look: Look, draining: Callable[[], bool]) 
 
     async def once(_: web.Request) -> web.Response:
         try:
-            return web.Response(body=await hub.frame(), content_type="application/json")
+            return web.Response(body=await hub.current_frame(), content_type="application/json")
         except LookupError as error:
             return web.Response(status=503, text=f"{error}\n")
 
     async def stream(request: web.Request) -> web.StreamResponse:
         if draining():
             return web.Response(status=503, text="draining\n")
-        if not hub.enter():
+        if not hub.try_add_watcher():
             return web.Response(
                 status=503, text="too many watchers already\n", headers={"Retry-After": "5"}
             )
         try:
             return await _stream(request, hub, draining)
         finally:
-            hub.leave()
+            hub.remove_watcher()
 
     server.cleanup_ctx.append(noting)
     server.router.add_get("/live", once)
@@ -125,16 +125,16 @@ def add_view(server: web.Application, look: Look, draining: Callable[[], bool]) 
 
 
 async def _stream(
-    request: web.Request, hub: Hub, draining: Callable[[], bool]
+    request: web.Request, hub: LiveStream, draining: Callable[[], bool]
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers=STREAM_HEADERS)
     await response.prepare(request)
     try:
-        frame = await hub.frame()
+        frame = await hub.current_frame()
         while not draining():
             async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await response.write(b"data: " + frame + b"\n\n")
-            frame = await hub.following()
+            frame = await hub.next_frame()
     except (TimeoutError, ConnectionResetError, LookupError):
         if request.transport is not None:
             request.transport.abort()
@@ -145,13 +145,13 @@ def _drain_handler(target: AdminTarget) -> Callable[[web.Request], Awaitable[web
     async def drain(request: web.Request) -> web.Response:
         name, is_drained = request.match_info["name"], request.match_info["what"] == "drain"
         # An endpoint that is being removed may have the same name as its replacement.
-        endpoints = (live for live in target.gateway.endpoints.all() if not live.leaving)
+        endpoints = (live for live in target.gateway.endpoints.all() if not live.is_leaving)
         match = next((live for live in endpoints if live.endpoint.name == name), None)
         if match is None:
             return web.json_response(
                 {"result": "nothing", "message": f"no endpoint is named {name!r:.80}"}, status=404
             )
-        in_flight = target.gateway.endpoints.drain(match, is_drained)
+        in_flight = target.gateway.endpoints.set_drained(match, is_drained)
         return web.json_response(
             {"result": "applied", "endpoint": name, "drained": is_drained, "in_flight": in_flight}
         )

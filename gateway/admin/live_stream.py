@@ -14,9 +14,9 @@ from time import monotonic
 
 import msgspec
 
-from gateway.admin.fleet_status import Standing
-from gateway.admin.live_view import view
-from gateway.admin.metric_samples import Mark, Marks
+from gateway.admin.fleet_status import FleetStatus
+from gateway.admin.live_view import build_view
+from gateway.admin.metric_samples import MetricSample, SampleHistory
 
 log = logging.getLogger("penstock")
 
@@ -30,22 +30,22 @@ MAX_CPU_SHARE = 0.02
 A frame of 64 endpoints takes 3 ms, of 256 endpoints 17 ms.
 """
 
-Look = Callable[[Mark | None], Awaitable[tuple[Mark, Standing]]]
+SampleFunction = Callable[[MetricSample | None], Awaitable[tuple[MetricSample, FleetStatus]]]
 """Given the previous sample, returns a new one and the status.
 
 Raises LookupError when no process responds.
 """
 
 
-class Hub:
+class LiveStream:
     """Samples the metrics and builds the frames that all watchers receive; one per admin server.
 
     `start` and `stop` it with the server. A frame is the view as JSON bytes.
     """
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, look: SampleFunction) -> None:
         self._take_sample = look
-        self._marks = Marks()
+        self._marks = SampleHistory()
         self._watchers = 0
         self._task: asyncio.Task[None] | None = None
         self._has_watchers = asyncio.Event()
@@ -65,7 +65,7 @@ class Hub:
         if self._next is not None and not self._next.done():
             self._next.cancel()
 
-    def enter(self) -> bool:
+    def try_add_watcher(self) -> bool:
         """Add a watcher and return True, or return False when there are too many.
 
         Each watcher added must be removed with `remove_watcher`.
@@ -76,11 +76,11 @@ class Hub:
         self._has_watchers.set()
         return True
 
-    def leave(self) -> None:
+    def remove_watcher(self) -> None:
         """Remove a watcher that was added."""
         self._watchers -= 1
 
-    async def frame(self) -> bytes:
+    async def current_frame(self) -> bytes:
         """Return the current frame, at most a quarter of a second old.
 
         Raises LookupError when no process responds.
@@ -89,7 +89,7 @@ class Hub:
             await self._build_frame()
         return self._frame
 
-    async def following(self) -> bytes:
+    async def next_frame(self) -> bytes:
         """Wait for the next frame; a slow watcher misses frames and delays no other."""
         if self._next is None or self._next.done():
             self._next = asyncio.get_running_loop().create_future()
@@ -114,7 +114,7 @@ class Hub:
     async def _update(self) -> None:
         if not self._watchers:
             mark, _ = await self._take_sample(self._marks.newest)
-            self._marks.keep(mark)
+            self._marks.append(mark)
             return
         await self._build_frame()
         if self._next is not None and not self._next.done():
@@ -123,7 +123,7 @@ class Hub:
     async def _build_frame(self) -> None:
         started_at = monotonic()
         mark, standing = await self._take_sample(self._marks.newest)
-        self._frame = msgspec.json.encode(view(standing, self._marks, mark))
+        self._frame = msgspec.json.encode(build_view(standing, self._marks, mark))
         self._framed_at = mark.at
-        self._marks.keep(mark)
+        self._marks.append(mark)
         self._build_s = monotonic() - started_at

@@ -13,10 +13,24 @@ from types import MappingProxyType
 from typing import Any
 
 from gateway.admin import diagnosis
-from gateway.admin.fleet_status import Standing
-from gateway.admin.kv_flow import flow
-from gateway.admin.metric_samples import Mark, Marks, Step, failed, rate, rise
-from gateway.metrics.quantile_sketch import NONE, Counts, grown, merged, quantile, rounded
+from gateway.admin.fleet_status import FleetStatus
+from gateway.admin.kv_flow import kv_flow
+from gateway.admin.metric_samples import (
+    MetricSample,
+    SampleDifference,
+    SampleHistory,
+    count_failed,
+    counter_growth,
+    rate_function,
+)
+from gateway.metrics.quantile_sketch import (
+    EMPTY,
+    BucketCounts,
+    difference,
+    merge_counts,
+    quantile,
+    round_seconds,
+)
 
 RATES_S, SHARES_S, SPARK_S = 10.0, 60.0, 60
 SEVERITIES: Mapping[str, int] = MappingProxyType(
@@ -26,11 +40,11 @@ IMPAIRED = 4
 """Severity of an endpoint that takes requests but is slow or silent."""
 
 
-def view(standing: Standing, marks: Marks, now: Mark) -> dict[str, Any]:
+def build_view(standing: FleetStatus, marks: SampleHistory, now: MetricSample) -> dict[str, Any]:
     """Return the complete view as of the sample `now`."""
-    recent, minute = marks.before(now.at, RATES_S) or now, marks.before(now.at, SHARES_S) or now
+    recent, minute = marks.find_before(now.at, RATES_S) or now, marks.find_before(now.at, SHARES_S) or now
     rows = _endpoints(standing, marks, now, minute)
-    findings = diagnosis.findings(_minute(standing, now, minute, rows))
+    findings = diagnosis.diagnose(_minute(standing, now, minute, rows))
     impaired = {finding.endpoint for finding in findings if finding.grade == "warn"}
     return {
         "at": round(time(), 3),
@@ -39,15 +53,15 @@ def view(standing: Standing, marks: Marks, now: Mark) -> dict[str, Any]:
         "totals": _totals(standing, now, recent, minute),
         "pools": standing.pools,
         "endpoints": [
-            row | {"severity": severity(row["state"], row["name"] in impaired)} for row in rows
+            row | {"severity": endpoint_severity(row["state"], row["name"] in impaired)} for row in rows
         ],
-        "flow": flow(standing, now, recent),
-        "why": [_reason(finding) for finding in diagnosis.shortened(findings)],
-        "history": _history(marks.steps(now), now.at),
+        "flow": kv_flow(standing, now, recent),
+        "why": [_reason(finding) for finding in diagnosis.shorten(findings)],
+        "history": _history(marks.differences(now), now.at),
     }
 
 
-def severity(state: str, is_impaired: bool) -> int:
+def endpoint_severity(state: str, is_impaired: bool) -> int:
     """Return how impaired an endpoint is, from 0 (healthy) to 5.
 
     5 out of rotation, 4 slow or silent, 3 on trial after an ejection, 2 drained, 1 leaving.
@@ -55,48 +69,48 @@ def severity(state: str, is_impaired: bool) -> int:
     return SEVERITIES.get(state, IMPAIRED if is_impaired else 0)
 
 
-def _reason(reason: diagnosis.Reason) -> dict[str, Any]:
+def _reason(reason: diagnosis.DiagnosisLine) -> dict[str, Any]:
     return {"grade": reason.grade, "text": reason.text, "endpoint": reason.endpoint}
 
 
-def _totals(standing: Standing, now: Mark, recent: Mark, minute: Mark) -> dict[str, Any]:
-    ttft_s, tpot_s = standing.promises[standing.standard]
-    responses, per_s = rise(now.responses, recent.responses), rate(now, recent)
+def _totals(standing: FleetStatus, now: MetricSample, recent: MetricSample, minute: MetricSample) -> dict[str, Any]:
+    ttft_s, tpot_s = standing.slo_by_class[standing.default_class]
+    responses, per_s = counter_growth(now.responses, recent.responses), rate_function(now, recent)
     sent, hit = _believed(now, minute, now.predicted_tokens)
     prompt, cached = (new - old for new, old in zip(now.engine, minute.engine, strict=True))
     return {
         "requests_per_s": per_s(sum(responses.values())),
-        "errors_per_s": per_s(failed(responses)),
+        "errors_per_s": per_s(count_failed(responses)),
         "tokens_per_s": per_s(now.tokens - recent.tokens),
         "shed_per_s": {
-            reason: per_s(count) for reason, count in rise(now.shed, recent.shed).most_common()
+            reason: per_s(count) for reason, count in counter_growth(now.shed, recent.shed).most_common()
         },
         "streams": standing.active_requests,
         "waiting": sum(pool["waiting"] for pool in standing.pools),
         "goodput": _goodput(standing, now, minute),
         "ttft": _percentiles(now.ttft, minute.ttft, ttft_s),
         "tpot": _percentiles(now.tpot, minute.tpot, tpot_s),
-        "slo": standing.standard,
+        "slo": standing.default_class,
         "prefix_hit": _ratio(hit, sent),
         "engine_hit": _ratio(cached, prompt),
         "since_start": {
             "requests": int(sum(now.responses.values())),
-            "failed": int(failed(now.responses)),
+            "failed": int(count_failed(now.responses)),
             "refused": int(sum(now.shed.values())),
             "retries": int(sum(now.retries.values())),
         },
     }
 
 
-def _goodput(standing: Standing, now: Mark, minute: Mark) -> list[dict[str, Any]]:
+def _goodput(standing: FleetStatus, now: MetricSample, minute: MetricSample) -> list[dict[str, Any]]:
     """Return the SLO outcomes by service class, without classes that had no request."""
-    ended = rise(now.slo_outcomes, minute.slo_outcomes)
+    ended = counter_growth(now.slo_outcomes, minute.slo_outcomes)
     rows = []
     for name in sorted({key[0] for key in ended}):
         outcomes = {
             outcome: count for (class_name, outcome), count in ended.items() if class_name == name
         }
-        ttft_s, tpot_s = standing.promises.get(name, (None, None))
+        ttft_s, tpot_s = standing.slo_by_class.get(name, (None, None))
         rows.append(
             {
                 "class": name,
@@ -109,7 +123,7 @@ def _goodput(standing: Standing, now: Mark, minute: Mark) -> list[dict[str, Any]
     return rows
 
 
-def _endpoints(standing: Standing, marks: Marks, now: Mark, minute: Mark) -> list[dict[str, Any]]:
+def _endpoints(standing: FleetStatus, marks: SampleHistory, now: MetricSample, minute: MetricSample) -> list[dict[str, Any]]:
     sparks = _sparks([*marks, now], now.at)
     return [
         row | _latency_of(row["name"], now, minute) | {"spark": sparks.get(row["name"], [])}
@@ -117,32 +131,32 @@ def _endpoints(standing: Standing, marks: Marks, now: Mark, minute: Mark) -> lis
     ]
 
 
-def _latency_of(name: str, now: Mark, minute: Mark) -> dict[str, Any]:
-    ttft = grown(now.ttft.get(name, NONE), minute.ttft.get(name, NONE))
-    tpot = grown(now.tpot.get(name, NONE), minute.tpot.get(name, NONE))
+def _latency_of(name: str, now: MetricSample, minute: MetricSample) -> dict[str, Any]:
+    ttft = difference(now.ttft.get(name, EMPTY), minute.ttft.get(name, EMPTY))
+    tpot = difference(now.tpot.get(name, EMPTY), minute.tpot.get(name, EMPTY))
     sent, hit = _believed(now, minute, (name,))
     return {
         "hit": _ratio(hit, sent),
         "served": sum(ttft.values()),
-        "ttft_p50_s": rounded(quantile(ttft, 0.5)),
-        "ttft_p95_s": rounded(quantile(ttft, 0.95)),
-        "tpot_p50_s": rounded(quantile(tpot, 0.5)),
-        "tpot_p95_s": rounded(quantile(tpot, 0.95)),
+        "ttft_p50_s": round_seconds(quantile(ttft, 0.5)),
+        "ttft_p95_s": round_seconds(quantile(ttft, 0.95)),
+        "tpot_p50_s": round_seconds(quantile(tpot, 0.5)),
+        "tpot_p95_s": round_seconds(quantile(tpot, 0.95)),
     }
 
 
-def _sparks(marks: Sequence[Mark], now: float) -> dict[str, list[int]]:
+def _sparks(marks: Sequence[MetricSample], now: float) -> dict[str, list[int]]:
     """Return the requests in flight of each endpoint, one number per second of the last minute.
 
     A second without a sample repeats the one before.
     """
-    moments: list[Mark | None] = [None] * SPARK_S
+    moments: list[MetricSample | None] = [None] * SPARK_S
     for mark in marks:
         index = SPARK_S - 1 - int(now - mark.at)
         if 0 <= index < SPARK_S:
             moments[index] = mark
     series: dict[str, list[int]] = {name: [] for name in marks[-1].in_flight}
-    latest: Mark | None = None
+    latest: MetricSample | None = None
     for moment in moments:
         latest = moment or latest
         for name, values in series.items():
@@ -151,23 +165,23 @@ def _sparks(marks: Sequence[Mark], now: float) -> dict[str, list[int]]:
 
 
 def _minute(
-    standing: Standing, now: Mark, minute: Mark, endpoints: Sequence[Mapping[str, Any]]
-) -> diagnosis.Minute:
+    standing: FleetStatus, now: MetricSample, minute: MetricSample, endpoints: Sequence[Mapping[str, Any]]
+) -> diagnosis.MinuteCounts:
     ended, decisions = (
-        rise(now.slo_outcomes, minute.slo_outcomes),
-        rise(now.split_decisions, minute.split_decisions),
+        counter_growth(now.slo_outcomes, minute.slo_outcomes),
+        counter_growth(now.split_decisions, minute.split_decisions),
     )
     missed: dict[str, float] = {}
     for (_, outcome), count in ended.items():
         missed[outcome] = missed.get(outcome, 0.0) + count
-    return diagnosis.Minute(
+    return diagnosis.MinuteCounts(
         endpoints=endpoints,
         span_s=now.at - minute.at,
-        shed=rise(now.shed, minute.shed),
-        retries=rise(now.retries, minute.retries),
+        shed=counter_growth(now.shed, minute.shed),
+        retries=counter_growth(now.retries, minute.retries),
         missed=missed,
         slo_requests=sum(missed.values()),
-        computed_tokens=rise(now.computed_tokens, minute.computed_tokens),
+        computed_tokens=counter_growth(now.computed_tokens, minute.computed_tokens),
         whole_reasons={
             reason: count for (kind, reason), count in decisions.items() if kind == "whole"
         },
@@ -180,7 +194,7 @@ def _minute(
     )
 
 
-def _history(steps: Sequence[Step], now: float) -> dict[str, list[float | None]]:
+def _history(steps: Sequence[SampleDifference], now: float) -> dict[str, list[float | None]]:
     """Return the series of the charts; `ago_s` is the time of each point in seconds, negative."""
     return {
         "ago_s": [round(difference.at - now, 2) for difference in steps],
@@ -188,21 +202,21 @@ def _history(steps: Sequence[Step], now: float) -> dict[str, list[float | None]]
         "shed_per_s": [round(difference.shed_per_s, 2) for difference in steps],
         "errors_per_s": [round(difference.errors_per_s, 2) for difference in steps],
         "tokens_per_s": [round(difference.tokens_per_s, 1) for difference in steps],
-        "ttft_p95_s": [rounded(difference.ttft_p95_s) for difference in steps],
+        "ttft_p95_s": [round_seconds(difference.ttft_p95_s) for difference in steps],
     }
 
 
 def _percentiles(
-    now: Mapping[str, Counts], before: Mapping[str, Counts], budget_s: float
+    now: Mapping[str, BucketCounts], before: Mapping[str, BucketCounts], budget_s: float
 ) -> dict[str, Any]:
-    counts = merged([grown(counts_now, before.get(name, NONE)) for name, counts_now in now.items()])
+    counts = merge_counts([difference(counts_now, before.get(name, EMPTY)) for name, counts_now in now.items()])
     shown: dict[str, Any] = {
-        f"p{share}_s": rounded(quantile(counts, share / 100)) for share in (50, 95, 99)
+        f"p{share}_s": round_seconds(quantile(counts, share / 100)) for share in (50, 95, 99)
     }
     return shown | {"budget_s": budget_s, "count": sum(counts.values())}
 
 
-def _believed(now: Mark, minute: Mark, names: Sequence[str] | Mapping[str, Any]) -> tuple[int, int]:
+def _believed(now: MetricSample, minute: MetricSample, names: Sequence[str] | Mapping[str, Any]) -> tuple[int, int]:
     """Return the prompt tokens sent to these endpoints, and those predicted to be cached."""
     sent = hit = 0
     for name in names:

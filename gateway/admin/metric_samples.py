@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from gateway.metrics.metric_types import Counter as Count
-from gateway.metrics.metric_types import Family, Histogram
-from gateway.metrics.quantile_sketch import NONE, Counts, grown, merged, quantile
+from gateway.metrics.metric_types import Histogram, MetricFamily
+from gateway.metrics.quantile_sketch import EMPTY, BucketCounts, difference, merge_counts, quantile
 from gateway.reload.auto_rollback import is_failure
 
 if TYPE_CHECKING:
     from gateway.live.target import AdminTarget
 
 HISTORY_S = 61.0
-SPACING_S = 0.95
+MIN_SPACING_S = 0.95
 
 Key = TypeVar("Key")
 
 
-class Mark(msgspec.Struct, frozen=True, eq=False):
+class MetricSample(msgspec.Struct, frozen=True, eq=False):
     """The metrics at one moment (monotonic seconds), most of them sums since the start.
 
     responses         by (status, reason)
@@ -53,15 +53,15 @@ class Mark(msgspec.Struct, frozen=True, eq=False):
     split_decisions: Mapping[tuple[str, str], float]
     tokens: float
     engine: tuple[float, float]
-    ttft: Mapping[str, Counts]
-    tpot: Mapping[str, Counts]
+    ttft: Mapping[str, BucketCounts]
+    tpot: Mapping[str, BucketCounts]
     in_flight: Mapping[str, int]
     predicted_tokens: Mapping[str, tuple[int, int]]
     pairs: Mapping[tuple[str, str], tuple[int, int, int]]
     received: Mapping[str, int]
 
 
-def take(target: AdminTarget, now: float, before: Mark | None = None) -> Mark:
+def take_sample(target: AdminTarget, now: float, before: MetricSample | None = None) -> MetricSample:
     """Sample the metrics now.
 
     A sketch that has not changed shares its counts with the sample `before`, to save memory and
@@ -69,7 +69,7 @@ def take(target: AdminTarget, now: float, before: Mark | None = None) -> Mark:
     """
     metrics, gateway = target.metrics, target.gateway
     live = gateway.endpoints.all()
-    return Mark(
+    return MetricSample(
         at=now,
         responses=_sum_by_two_labels(metrics.requests_total, 1, 2),
         shed=_sum_by_label(metrics.shed_total, 0),
@@ -98,7 +98,7 @@ def take(target: AdminTarget, now: float, before: Mark | None = None) -> Mark:
     )
 
 
-class Step(msgspec.Struct, frozen=True):
+class SampleDifference(msgspec.Struct, frozen=True):
     """The difference between two samples: rates per second, and the 95th percentile of TTFT."""
 
     at: float
@@ -109,59 +109,59 @@ class Step(msgspec.Struct, frozen=True):
     ttft_p95_s: float | None
 
 
-def step(before: Mark, after: Mark) -> Step:
+def sample_difference(before: MetricSample, after: MetricSample) -> SampleDifference:
     """Return the difference from one sample to a later one."""
-    span_s, responses = after.at - before.at, rise(after.responses, before.responses)
-    changed = [(counts, before.ttft.get(name, NONE)) for name, counts in after.ttft.items()]
-    ttft = merged([grown(counts, old) for counts, old in changed if counts is not old])
-    return Step(
+    span_s, responses = after.at - before.at, counter_growth(after.responses, before.responses)
+    changed = [(counts, before.ttft.get(name, EMPTY)) for name, counts in after.ttft.items()]
+    ttft = merge_counts([difference(counts, old) for counts, old in changed if counts is not old])
+    return SampleDifference(
         at=after.at,
         requests_per_s=sum(responses.values()) / span_s,
-        shed_per_s=sum(rise(after.shed, before.shed).values()) / span_s,
-        errors_per_s=failed(responses) / span_s,
+        shed_per_s=sum(counter_growth(after.shed, before.shed).values()) / span_s,
+        errors_per_s=count_failed(responses) / span_s,
         tokens_per_s=(after.tokens - before.tokens) / span_s,
         ttft_p95_s=quantile(ttft, 0.95),
     )
 
 
-def failed(responses: Mapping[tuple[str, str], float]) -> float:
+def count_failed(responses: Mapping[tuple[str, str], float]) -> float:
     """Return how many of these responses, by (status, reason), failed."""
     return sum(count for key, count in responses.items() if is_failure(*key))
 
 
-class Marks:
+class SampleHistory:
     """The samples of the last minute, oldest first and about a second apart.
 
     Keeps the differences between them as well.
     """
 
     def __init__(self) -> None:
-        self._ring: deque[Mark] = deque()
-        self._steps: deque[Step] = deque()
+        self._ring: deque[MetricSample] = deque()
+        self._steps: deque[SampleDifference] = deque()
 
-    def __iter__(self) -> Iterator[Mark]:
+    def __iter__(self) -> Iterator[MetricSample]:
         return iter(self._ring)
 
     @property
-    def newest(self) -> Mark | None:
+    def newest(self) -> MetricSample | None:
         """The newest sample; None before the first."""
         return self._ring[-1] if self._ring else None
 
-    def keep(self, mark: Mark) -> None:
+    def append(self, mark: MetricSample) -> None:
         """Append a sample, unless the last one is less than SPACING_S old.
 
         Drops the samples older than a minute.
         """
-        if self._ring and mark.at - self._ring[-1].at < SPACING_S:
+        if self._ring and mark.at - self._ring[-1].at < MIN_SPACING_S:
             return
         if self._ring:
-            self._steps.append(step(self._ring[-1], mark))
+            self._steps.append(sample_difference(self._ring[-1], mark))
         self._ring.append(mark)
         while mark.at - self._ring[0].at > HISTORY_S:
             self._ring.popleft()
             self._steps.popleft()
 
-    def steps(self, now: Mark) -> list[Step]:
+    def differences(self, now: MetricSample) -> list[SampleDifference]:
         """Return the differences between samples, including one up to `now`.
 
         That last one is left out if it is shorter than half a second.
@@ -169,9 +169,9 @@ class Marks:
         last = self.newest
         if last is None or now.at - last.at < 0.5:
             return [*self._steps]
-        return [*self._steps, step(last, now)]
+        return [*self._steps, sample_difference(last, now)]
 
-    def before(self, at: float, span_s: float) -> Mark | None:
+    def find_before(self, at: float, span_s: float) -> MetricSample | None:
         """Return the newest sample that is at least `span_s` older than `at`.
 
         Without one, returns the oldest sample; None if there is none before `at`.
@@ -182,20 +182,20 @@ class Marks:
         return self._ring[0] if self._ring and self._ring[0].at < at else None
 
 
-def rise(after: Mapping[Key, float], before: Mapping[Key, float]) -> Counter[Key]:
+def counter_growth(after: Mapping[Key, float], before: Mapping[Key, float]) -> Counter[Key]:
     """Return how much each counter has grown, without those that have not."""
     return Counter(
         {key: grown for key, value in after.items() if (grown := value - before.get(key, 0.0)) > 0}
     )
 
 
-def rate(after: Mark, before: Mark) -> Callable[[float], float]:
+def rate_function(after: MetricSample, before: MetricSample) -> Callable[[float], float]:
     """Return a function from the growth of a counter between two samples to a rate per second."""
     span_s = after.at - before.at
     return lambda count: round(count / span_s, 3) if span_s > 0 else 0.0
 
 
-def _sum_by_label(family: Family[Count], index: int) -> dict[str, float]:
+def _sum_by_label(family: MetricFamily[Count], index: int) -> dict[str, float]:
     totals: dict[str, float] = {}
     for labels, child in family.children():
         totals[labels[index]] = totals.get(labels[index], 0.0) + child.value
@@ -203,7 +203,7 @@ def _sum_by_label(family: Family[Count], index: int) -> dict[str, float]:
 
 
 def _sum_by_two_labels(
-    family: Family[Count], first: int, second: int
+    family: MetricFamily[Count], first: int, second: int
 ) -> dict[tuple[str, str], float]:
     totals: dict[tuple[str, str], float] = {}
     for labels, child in family.children():
@@ -212,16 +212,16 @@ def _sum_by_two_labels(
     return totals
 
 
-def _total(family: Family[Count]) -> float:
+def _total(family: MetricFamily[Count]) -> float:
     return sum(child.value for _, child in family.children())
 
 
-def _sketches(family: Family[Histogram], before: Mapping[str, Counts]) -> dict[str, Counts]:
+def _sketches(family: MetricFamily[Histogram], before: Mapping[str, BucketCounts]) -> dict[str, BucketCounts]:
     """Return the counts by endpoint, summed over models."""
-    parts: dict[str, list[Counts]] = {}
+    parts: dict[str, list[BucketCounts]] = {}
     for labels, child in family.children():
         parts.setdefault(labels[1], []).append(child.sketch)
-    summed = {name: merged(counts) for name, counts in parts.items()}
+    summed = {name: merge_counts(counts) for name, counts in parts.items()}
     return {
         name: old if (old := before.get(name)) == counts else counts
         for name, counts in summed.items()

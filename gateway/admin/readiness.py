@@ -9,15 +9,15 @@ from policies.model import Candidate, Role
 
 if TYPE_CHECKING:
     from gateway.route import Gateway, Route, Snapshot
-    from policies.pricing.split import Group
+    from policies.pricing.split import PairGroup
 
 
-def obstacle(gateway: Gateway, *, draining: bool) -> str | None:
+def not_ready_reason(gateway: Gateway, *, is_draining: bool) -> str | None:
     """Return why requests should not be sent here; None if the gateway is ready.
 
     A gateway that can serve at least one of its models is ready. Requests for the others get a 503.
     """
-    if draining:
+    if is_draining:
         return "draining"
     if not any(live.models_at is not None for live in gateway.endpoints.all()):
         return "no endpoint has answered"
@@ -50,15 +50,15 @@ def _missing_endpoint(route: Route) -> str:
     return "no prefill endpoint fits a decode endpoint that is available"
 
 
-def _has_pair(group: Group) -> bool:
+def _has_pair(group: PairGroup) -> bool:
     """Return whether two different available endpoints of the group can prefill and decode."""
     prefills, decodes = _available(group.prefills), _available(group.decodes)
     return bool(prefills and decodes) and len({*prefills, *decodes}) > 1
 
 
 def _any_available(candidates: Iterable[Candidate]) -> bool:
-    return any(candidate.load.available for candidate in candidates)
+    return any(candidate.load.is_available for candidate in candidates)
 
 
 def _available(candidates: Sequence[Candidate]) -> list[Candidate]:
-    return [candidate for candidate in candidates if candidate.load.available]
+    return [candidate for candidate in candidates if candidate.load.is_available]

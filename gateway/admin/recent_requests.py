@@ -14,24 +14,24 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.admin.auth import refuse
-from gateway.metrics.quantile_sketch import rounded
-from gateway.telemetry.explain import Ended, Explained
+from gateway.admin.auth import error_response
+from gateway.metrics.quantile_sketch import round_seconds
+from gateway.telemetry.explain import EndedExchange, RecentExchanges
 
-LIMIT, MAX_LIMIT = 50, 200
+DEFAULT_LIMIT, MAX_LIMIT = 50, 200
 MAX_SCANNED = 4096
 """The number of requests searched for problems, newest first; it blocks the loop for 1 ms."""
 
 GOOD_OUTCOMES = frozenset({"", "met"})
 
 
-class Query(msgspec.Struct, frozen=True):
+class RecentQuery(msgspec.Struct, frozen=True):
     """The number of rows, and whether to list only requests with a problem.
 
     A problem is a failure, a rejection, or a missed SLO.
     """
 
-    limit: int = LIMIT
+    limit: int = DEFAULT_LIMIT
     problems: bool = False
 
     @property
@@ -41,7 +41,7 @@ class Query(msgspec.Struct, frozen=True):
 
 
 def add_requests(
-    routes: web.UrlDispatcher, page: Callable[[Query], Awaitable[dict[str, Any]]]
+    routes: web.UrlDispatcher, page: Callable[[RecentQuery], Awaitable[dict[str, Any]]]
 ) -> None:
     """Add GET /requests?limit=N&problems=1, answered by `page`."""
 
@@ -49,30 +49,30 @@ def add_requests(
         try:
             query = read_query(request.query)
         except ValueError as error:
-            return refuse(400, str(error))
+            return error_response(400, str(error))
         return web.json_response(await page(query))
 
     routes.add_get("/requests", requests)
 
 
-def read_query(fields: Mapping[str, str]) -> Query:
+def read_query(fields: Mapping[str, str]) -> RecentQuery:
     """Parse the query fields. Raises ValueError."""
-    limit, problems = fields.get("limit", str(LIMIT)), fields.get("problems", "0")
+    limit, problems = fields.get("limit", str(DEFAULT_LIMIT)), fields.get("problems", "0")
     if not (
         limit.isascii() and limit.isdigit() and len(limit) < 5 and 1 <= int(limit) <= MAX_LIMIT
     ):
         raise ValueError(f"limit must be a number from 1 to {MAX_LIMIT}")
     if problems not in ("0", "1"):
         raise ValueError("problems must be 0 or 1")
-    return Query(int(limit), problems == "1")
+    return RecentQuery(int(limit), problems == "1")
 
 
-def recent(explained: Explained, query: Query) -> dict[str, Any]:
+def recent_rows(explained: RecentExchanges, query: RecentQuery) -> dict[str, Any]:
     """Return the newest requests first.
 
     `size` is how many the gateway keeps (observability.explained).
     """
-    newest: Iterable[Ended] = islice(explained.newest_first(), MAX_SCANNED)
+    newest: Iterable[EndedExchange] = islice(explained.newest_first(), MAX_SCANNED)
     if query.problems:
         newest = (ended for ended in newest if has_problem(ended))
     epoch = time() - monotonic()
@@ -82,12 +82,12 @@ def recent(explained: Explained, query: Query) -> dict[str, Any]:
     }
 
 
-def has_problem(ended: Ended) -> bool:
+def has_problem(ended: EndedExchange) -> bool:
     """Return whether the request was not served completely, or missed its SLO."""
-    return ended[0].outcome != "served" or ended[0].kept not in GOOD_OUTCOMES
+    return ended[0].outcome != "served" or ended[0].slo_outcome not in GOOD_OUTCOMES
 
 
-def together(pages: Iterable[Mapping[str, Any]], query: Query) -> dict[str, Any]:
+def merge_recent(pages: Iterable[Mapping[str, Any]], query: RecentQuery) -> dict[str, Any]:
     """Merge the lists of several workers."""
     rows_by_worker = list(pages)
     rows = sorted(
@@ -101,7 +101,7 @@ def _ended_at(row: Mapping[str, Any]) -> float:
     return at
 
 
-def _row(ended: Ended, epoch: float) -> dict[str, Any]:
+def _row(ended: EndedExchange, epoch: float) -> dict[str, Any]:
     """Return one row; `at` is the request's start in Unix time, and unknown values are None."""
     exchange, usage, events, ended_at = ended
     request = None if exchange.call is None else exchange.call.request
@@ -120,10 +120,10 @@ def _row(ended: Ended, epoch: float) -> dict[str, Any]:
         "outcome": exchange.outcome,
         "reason": exchange.reason,
         "slo": None if request is None else request.slo.name,
-        "slo_outcome": exchange.kept or None,
+        "slo_outcome": exchange.slo_outcome or None,
         "problem": has_problem(ended),
-        "ttft_s": rounded(exchange.ttft_s),
-        "tpot_s": rounded(exchange.tpot_s),
+        "ttft_s": round_seconds(exchange.ttft_s),
+        "tpot_s": round_seconds(exchange.tpot_s),
         "prompt_tokens": usage.prompt_tokens
         or (None if request is None else request.prompt_tokens),
         "cached_tokens": usage.cached_tokens,

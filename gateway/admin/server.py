@@ -14,31 +14,31 @@ import msgspec
 from aiohttp import web
 
 from gateway.admin import config_pages, live_pages
-from gateway.admin.auth import guard
-from gateway.admin.fleet_status import state_of
-from gateway.admin.readiness import obstacle
-from gateway.admin.recent_requests import Query, add_requests, recent
-from gateway.config.yaml_source import FILE_CAP_BYTES
-from gateway.metrics.exposition import content_type, end, text, wants_openmetrics
+from gateway.admin.auth import access_middleware
+from gateway.admin.fleet_status import endpoint_state
+from gateway.admin.readiness import not_ready_reason
+from gateway.admin.recent_requests import RecentQuery, add_requests, recent_rows
+from gateway.config.yaml_source import MAX_FILE_BYTES
+from gateway.metrics.exposition import content_type, page_end, render_family, wants_openmetrics
 
 if TYPE_CHECKING:
     from gateway.fleet.endpoint_registry import LiveEndpoint
     from gateway.live.target import AdminTarget
 
 
-def application(target: AdminTarget) -> web.Application:
+def admin_application(target: AdminTarget) -> web.Application:
     """Return the admin server's application.
 
     Only the configuration's pages and draining an endpoint change anything.
     """
     server = web.Application(
-        middlewares=[guard(lambda: target.gateway.snapshot.config)],
-        client_max_size=FILE_CAP_BYTES + 1,
+        middlewares=[access_middleware(lambda: target.gateway.snapshot.config)],
+        client_max_size=MAX_FILE_BYTES + 1,
     )
     _add_health(target, server.router)
     _add_state(target, server.router)
     config_pages.add(target, server.router)
-    live_pages.add(target, server)
+    live_pages.add_process_view(target, server)
     return server
 
 
@@ -49,7 +49,7 @@ def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
         return web.Response(text="ok\n")
 
     async def readyz(_: web.Request) -> web.Response:
-        reason = obstacle(target.gateway, draining=target.draining)
+        reason = not_ready_reason(target.gateway, is_draining=target.is_draining)
         return (
             web.Response(text="ready\n")
             if reason is None
@@ -59,11 +59,11 @@ def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     async def metrics(request: web.Request) -> web.Response:
         exemplars = wants_openmetrics(request.headers.get("Accept", ""))
         page = []
-        for family in target.metrics.readings(_unix_offset() if exemplars else None):
-            page.append(text(family, exemplars=exemplars))
+        for family in target.metrics.collect(_unix_offset() if exemplars else None):
+            page.append(render_family(family, exemplars=exemplars))
             # A page takes tens of milliseconds at 64 endpoints; let streams continue in between.
             await asyncio.sleep(0)
-        page.append(end(exemplars=exemplars))
+        page.append(page_end(exemplars=exemplars))
         return web.Response(
             body=b"".join(page), headers={"Content-Type": content_type(exemplars=exemplars)}
         )
@@ -71,7 +71,7 @@ def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     async def readings(request: web.Request) -> web.Response:
         """Return the metric families of this process for its supervisor to merge."""
         families = []
-        for family in target.metrics.readings(
+        for family in target.metrics.collect(
             _unix_offset() if "exemplars" in request.query else None
         ):
             families.append(family)
@@ -102,28 +102,28 @@ def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
         )
 
     async def shadow(_: web.Request) -> web.Response:
-        trials = target.gateway.snapshot.tried.values()
+        trials = target.gateway.snapshot.trials.values()
         return web.json_response(
-            {"shadows": [trial.shadows.told() for trial in trials if trial.shadows is not None]}
+            {"shadows": [trial.shadows.as_json() for trial in trials if trial.shadows is not None]}
         )
 
     async def canary(_: web.Request) -> web.Response:
-        trials = target.gateway.snapshot.tried.values()
+        trials = target.gateway.snapshot.trials.values()
         return web.json_response(
-            {"canaries": [trial.sides.told() for trial in trials if trial.sides is not None]}
+            {"canaries": [trial.arms.as_json() for trial in trials if trial.arms is not None]}
         )
 
     async def explain(request: web.Request) -> web.Response:
-        request_id, explained = request.match_info["id"], target.gateway.accounts.explained
-        page = explained.newest() if request_id == "last" else explained.find(request_id)
+        request_id, explained = request.match_info["id"], target.gateway.accounts.recent_exchanges
+        page = explained.newest_as_json() if request_id == "last" else explained.find_as_json(request_id)
         if page is None:
             return web.json_response(
                 {"message": "no such request among the most recently finished ones"}, status=404
             )
         return web.json_response(page)
 
-    async def requests(query: Query) -> dict[str, object]:
-        return recent(target.gateway.accounts.explained, query)
+    async def requests(query: RecentQuery) -> dict[str, object]:
+        return recent_rows(target.gateway.accounts.recent_exchanges, query)
 
     routes.add_get("/endpoints", endpoints)
     routes.add_get("/explain/{id}", explain)
@@ -148,14 +148,14 @@ def _endpoint_row(live: LiveEndpoint, now: float) -> dict[str, object]:
         },
         "labels": dict(endpoint.labels),
         "max_concurrency": endpoint.max_concurrency,
-        "available": load.available,
-        "state": state_of(live),
+        "available": load.is_available,
+        "state": endpoint_state(live),
         "cause": health.cause,
         "slow": None if live.speed.slowness is None else msgspec.to_builtins(live.speed.slowness),
-        "back_in_s": max(0.0, round(health.until - now, 3)) if not load.available else None,
-        "in_flight": load.in_flight - load.others.in_flight,
-        "in_flight_elsewhere": load.others.in_flight,
-        "held_tokens": round(load.held_tokens),
+        "back_in_s": max(0.0, round(health.until - now, 3)) if not load.is_available else None,
+        "in_flight": load.in_flight - load.peer_load.in_flight,
+        "in_flight_elsewhere": load.peer_load.in_flight,
+        "held_tokens": round(load.prefix_cache_tokens),
         "prefill_tokens": load.prefill_tokens,
         "decode_tokens": load.decode_tokens,
         "expected_tokens": load.expected_tokens,

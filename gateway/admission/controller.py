@@ -15,28 +15,36 @@ from types import MappingProxyType
 
 from gateway.admission.quotas import Quotas
 from gateway.config import Config, WaitingRoom
-from gateway.fleet.outgoing_updates import News
-from gateway.http.eager_task import within
+from gateway.fleet.outgoing_updates import OutgoingUpdates
+from gateway.http.eager_task import timeout_after
 from gateway.http.large_bodies import LargeBodies
 from gateway.protocol.errors import Failure, GatewayError
 from policies.admission import admission
 from policies.admission import wait_queue as waiting
-from policies.admission.admission import Admission, Admit, Cap, Outcome, Shed, Verdict, Wait
-from policies.admission.fairness import FairShares, charged_tokens
+from policies.admission.admission import (
+    Admission,
+    Admit,
+    CapAdmission,
+    RequestOutcome,
+    Shed,
+    Verdict,
+    Wait,
+)
+from policies.admission.fairness import FairShares, billable_tokens
 from policies.admission.priced import PricedAdmission
 from policies.admission.sessions import WorkingSet
 from policies.health.retry import RetryBudget, RetryLimits
 from policies.load import EndpointLoad
-from policies.model import Ask, Candidate, Pick, Request
+from policies.model import Candidate, Pick, Request, RoutingQuery
 
-RETRY_PATIENCE_S = 5.0
+RETRY_WAIT_S = 5.0
 
 # uvloop's timers have a resolution of one millisecond and may fire that much early.
 # A waiter whose deadline is within this slack therefore counts as due.
 TIMER_SLACK_S = 0.002
 
 # Shed reasons that have an error code of their own. All other reasons become Failure.SHED.
-FAILURES: Mapping[str, Failure] = MappingProxyType(
+SHED_FAILURES: Mapping[str, Failure] = MappingProxyType(
     {
         "waited_too_long": Failure.QUEUE_TIMEOUT,
         "waiting_room_full": Failure.OVERLOADED,
@@ -46,12 +54,12 @@ FAILURES: Mapping[str, Failure] = MappingProxyType(
 )
 
 # Verdicts delivered per turn of the event loop: picking and sending takes about 0.3 ms per request.
-AT_ONCE = 4
+VERDICTS_PER_TURN = 4
 
-Turn = asyncio.Future[Verdict]
+WaiterFuture = asyncio.Future[Verdict]
 
 
-class Room:
+class PoolQueue:
     """The permits of one pool and the requests that wait for one; a waiting request is a future.
 
     Use the object as a context manager to give a permit back. `wants_feedback`: the admission
@@ -64,20 +72,20 @@ class Room:
         "_queue",
         "_updates",
         "_verdicts",
-        "listens",
+        "wants_feedback",
         "name",
-        "take",
+        "try_take",
     )
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._queue: waiting.Room[Turn] = waiting.Room(Cap())
-        self.listens = False
-        self._verdicts: deque[tuple[Turn, Verdict]] = deque()
-        self._updates: News | None = None
+        self._queue: waiting.WaitQueue[WaiterFuture] = waiting.WaitQueue(CapAdmission())
+        self.wants_feedback = False
+        self._verdicts: deque[tuple[WaiterFuture, Verdict]] = deque()
+        self._updates: OutgoingUpdates | None = None
         self._candidates: tuple[Candidate, ...] = ()
         self._leaving: tuple[EndpointLoad, ...] = ()
-        self.take = self._queue.take
+        self.try_take = self._queue.try_enter
 
     def configure(
         self,
@@ -89,11 +97,11 @@ class Room:
 
         leaving  endpoints that are no longer candidates but still serve older requests
         """
-        self._queue.limits = admission.WaitingRoom(limits.size, limits.timeout)
+        self._queue.limits = admission.WaitQueueLimits(limits.size, limits.timeout)
         self._candidates, self._leaving = candidates, leaving
         self.refresh()
 
-    def govern(self, policy: Admission, shares: Mapping[str, float]) -> None:
+    def set_admission(self, policy: Admission, shares: Mapping[str, float]) -> None:
         """Let this admission decide from now on, with these tenant shares.
 
         Call configure() after it.
@@ -102,18 +110,18 @@ class Room:
         feedback.
         """
         self._queue.admission = policy
-        self._queue.share(FairShares(shares))
-        self.listens = bool(shares) or type(policy) is not Cap
+        self._queue.set_shares(FairShares(shares))
+        self.wants_feedback = bool(shares) or type(policy) is not CapAdmission
         self._share_sessions()
 
-    def tell(self, updates: News | None) -> None:
+    def publish_to_peers(self, updates: OutgoingUpdates | None) -> None:
         """Record charges and sessions in `updates` for the other gateways; None stops that."""
         self._updates = updates
         self._share_sessions()
 
     def _share_sessions(self) -> None:
         if self._updates is not None and self.sessions is not None:
-            self.sessions.share(self._updates.named)
+            self.sessions.set_key_function(self._updates.session_digest)
 
     @property
     def admission(self) -> Admission:
@@ -132,32 +140,32 @@ class Room:
         return policy.sessions if isinstance(policy, PricedAdmission) else None
 
     @property
-    def phi(self) -> float:
+    def session_memory_share(self) -> float:
         """The share of KV memory that sessions may fill; 1 if sessions are not tracked."""
-        return 1.0 if self.sessions is None else self.sessions.phi
+        return 1.0 if self.sessions is None else self.sessions.memory_share
 
-    def booked(self, query: Ask, pick: Pick) -> None:
+    def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
         """Charge the tenant of an admitted request, now that its first endpoint has been picked.
 
         Call it only if `wants_feedback` is set.
         """
-        self._queue.booked(query, pick)
+        self._queue.on_booked(query, pick)
         if self._updates is not None:
-            tokens = charged_tokens(query.request, pick.cached_tokens)
-            self._updates.charge(self.name, query.request.tenant, tokens)
+            tokens = billable_tokens(query.request, pick.cached_tokens)
+            self._updates.add_charge(self.name, query.request.tenant, tokens)
 
-    def ended(self, request: Request, outcome: Callable[[], Outcome]) -> None:
+    def on_finished(self, request: Request, outcome: Callable[[], RequestOutcome]) -> None:
         """Correct the charge of a booked request that has ended, and learn from it."""
-        if self.listens:
+        if self.wants_feedback:
             result = outcome()
-            self._queue.ended(request, result)
+            self._queue.on_ended(request, result)
             if self._updates is not None:
                 correction = result.output_tokens - request.output_tokens
-                self._updates.charge(self.name, request.tenant, correction)
+                self._updates.add_charge(self.name, request.tenant, correction)
 
-    def charged_elsewhere(self, tenant: str, tokens: float) -> None:
+    def add_peer_charge(self, tenant: str, tokens: float) -> None:
         """Charge the tenant for tokens of work that another gateway has done for it."""
-        self._queue.charged_elsewhere(tenant, tokens)
+        self._queue.charge_peer_work(tenant, tokens)
 
     def tick(self, now: float) -> None:
         """Advance the admission's clock. Call it about every 100 ms."""
@@ -175,7 +183,7 @@ class Room:
         return self._queue.in_flight
 
     @property
-    def waiting(self) -> int:
+    def queue_length(self) -> int:
         return self._queue.waiting
 
     @property
@@ -184,34 +192,34 @@ class Room:
         return self._queue.queued_tokens
 
     @property
-    def busy(self) -> int:
+    def permits_in_use(self) -> int:
         """Permits of requests at available endpoints, not at ejected or leaving ones."""
-        return self._queue.busy
+        return self._queue.busy_permits
 
-    async def enter(self, query: Ask, query_at: Callable[[float], Ask] | None = None) -> Room:
+    async def enter(self, query: RoutingQuery, query_at: Callable[[float], RoutingQuery] | None = None) -> PoolQueue:
         """Take a permit, after waiting if necessary. Raises GatewayError when the request is shed.
 
         query_at  rebuilds the routing query for a later moment: cached prefixes change during a
                   wait
         """
-        waiter: Turn = asyncio.get_running_loop().create_future()
+        waiter: WaiterFuture = asyncio.get_running_loop().create_future()
         verdict = self._queue.arrive(query, self._candidates, waiter, query_at)
         self._settle()
         if isinstance(verdict, Wait):
             verdict = await self._wait(query.request, waiter, verdict.timeout_s)
         if isinstance(verdict, Shed):
-            raise refusal(verdict)
+            raise shed_error(verdict)
         return self
 
-    def enter_now(self, query: Ask) -> bool:
+    def try_enter(self, query: RoutingQuery) -> bool:
         """Take a permit if that is possible without waiting; return whether it was taken."""
-        return isinstance(self._queue.knock(query, self._candidates), Admit)
+        return isinstance(self._queue.decide_without_queueing(query, self._candidates), Admit)
 
-    def unbooked(self, request: Request) -> None:
+    def on_not_routed(self, request: Request) -> None:
         """Refund the charge of a request that was admitted after a wait but got no endpoint."""
-        self._queue.unbooked(request)
+        self._queue.on_not_routed(request)
 
-    async def _wait(self, request: Request, waiter: Turn, timeout_s: float) -> Verdict:
+    async def _wait(self, request: Request, waiter: WaiterFuture, timeout_s: float) -> Verdict:
         # The timer delivers no verdict itself: _settle() does, once the queue refuses the waiter.
         timer = asyncio.get_running_loop().call_later(timeout_s, self._settle)
         try:
@@ -219,26 +227,26 @@ class Room:
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and isinstance(waiter.result(), Admit):
                 # The permit and the cancellation arrived together: pass the permit on.
-                self._queue.withdraw()
+                self._queue.undo_admit()
                 self._settle()
             else:
                 self._queue.cancel(waiter)
-            self._queue.unbooked(request)
+            self._queue.on_not_routed(request)
             raise
         finally:
             timer.cancel()
 
-    def __enter__(self) -> Room:
+    def __enter__(self) -> PoolQueue:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._queue.gone(monotonic())
+        self._queue.free_place(monotonic())
         if self._queue.waiting:
             self._settle()
 
     def _settle(self) -> None:
         is_scheduled = bool(self._verdicts)
-        self._verdicts.extend(self._queue.settle(monotonic() + TIMER_SLACK_S))
+        self._verdicts.extend(self._queue.take_verdicts(monotonic() + TIMER_SLACK_S))
         if not is_scheduled:
             self._deliver_verdicts()
 
@@ -249,27 +257,27 @@ class Room:
         """
         delivered = 0
         # A loop and not a recursion: many waiters may be cancelled in the turn of their verdict.
-        while self._verdicts and delivered < AT_ONCE:
+        while self._verdicts and delivered < VERDICTS_PER_TURN:
             waiter, verdict = self._verdicts.popleft()
             if not waiter.done():
                 waiter.set_result(verdict)
                 delivered += 1
             elif isinstance(verdict, Admit):
-                self._queue.withdraw()
-                self._verdicts.extend(self._queue.settle(monotonic() + TIMER_SLACK_S))
+                self._queue.undo_admit()
+                self._verdicts.extend(self._queue.take_verdicts(monotonic() + TIMER_SLACK_S))
         if self._verdicts:
             self._verdicts[0][0].get_loop().call_soon(self._deliver_verdicts)
 
 
-def refusal(shed: Shed) -> GatewayError:
+def shed_error(shed: Shed) -> GatewayError:
     """Translate a shed verdict into the error that the client receives."""
     if shed.reason == "no_capacity":
         return GatewayError(Failure.NO_CAPACITY, shed.detail, retry_after_s=1.0)
-    failure = FAILURES.get(shed.reason, Failure.SHED)
+    failure = SHED_FAILURES.get(shed.reason, Failure.SHED)
     return GatewayError(failure, shed.detail, retry_after_s=shed.retry_after_s, reason=shed.reason)
 
 
-class Gate:
+class AdmissionController:
     """All pool queues, the tenants' quotas, the memory for bodies, and the fleet-wide retry budget.
 
     Live state: it outlives configuration snapshots.
@@ -284,15 +292,15 @@ class Gate:
         "body_bytes",
         "large_bodies",
         "quotas",
-        "stopping",
+        "is_stopping",
     )
 
     def __init__(self, config: Config) -> None:
-        self._rooms: dict[str, Room] = {}
+        self._rooms: dict[str, PoolQueue] = {}
         self._retries = RetryBudget(RetryLimits())
         self._retry_waiters: deque[asyncio.Future[bool]] = deque()
-        self.stopping = False
-        self._updates: News | None = None
+        self.is_stopping = False
+        self._updates: OutgoingUpdates | None = None
         self.quotas = Quotas()
         self.large_bodies = LargeBodies()
         self.body_bytes = 0
@@ -304,27 +312,27 @@ class Gate:
         self._budget_bytes = config.limits.body_budget
         self._retries.limits = RetryLimits(config.retries.budget, config.retries.floor)
 
-    def room(self, pool: str) -> Room:
+    def pool_queue(self, pool: str) -> PoolQueue:
         """Return the pool's queue, or a new one to be registered with add_queue()."""
-        return self._rooms.get(pool) or Room(pool)
+        return self._rooms.get(pool) or PoolQueue(pool)
 
-    def open(self, queue: Room) -> None:
+    def add_queue(self, queue: PoolQueue) -> None:
         """Register the queue of a pool that is now in force."""
-        queue.tell(self._updates)
+        queue.publish_to_peers(self._updates)
         self._rooms[queue.name] = queue
 
-    def tell(self, updates: News) -> None:
+    def publish_to_peers(self, updates: OutgoingUpdates) -> None:
         """Record quota use, charges and sessions in `updates` for the other gateways."""
-        self._updates = self.quotas.news = updates
+        self._updates = self.quotas.updates = updates
         for queue in self._rooms.values():
-            queue.tell(updates)
+            queue.publish_to_peers(updates)
 
-    def close(self, queue: Room) -> None:
+    def remove_queue(self, queue: PoolQueue) -> None:
         """Remove the queue of a pool that has been removed and whose requests have all ended."""
         if self._rooms.get(queue.name) is queue:
             del self._rooms[queue.name]
 
-    def rooms(self) -> list[Room]:
+    def pool_queues(self) -> list[PoolQueue]:
         return list(self._rooms.values())
 
     def tick(self, now: float) -> None:
@@ -338,11 +346,11 @@ class Gate:
             queue.refresh()
 
     @property
-    def active(self) -> int:
+    def active_requests(self) -> int:
         """Requests that hold a permit, over all pools."""
         return sum(queue.in_flight for queue in self._rooms.values())
 
-    def hold(self, body_bytes: int) -> int:
+    def reserve_body(self, body_bytes: int) -> int:
         """Reserve memory for an incoming request body; return the number of bytes to release later.
 
         Raises GatewayError when the budget is exhausted.
@@ -357,43 +365,43 @@ class Gate:
         self.body_bytes += body_bytes
         return body_bytes
 
-    def release(self, body_bytes: int) -> None:
+    def release_body(self, body_bytes: int) -> None:
         self.body_bytes -= body_bytes
 
-    async def retry_turn(self) -> bool:
+    async def acquire_retry(self) -> bool:
         """Take one retry from the fleet-wide budget; return False if none became free in time.
 
         A request over budget waits up to RETRY_PATIENCE_S. So the requests of a failed endpoint are
         spread over time instead of refused at once. Pair True with release_retry().
         """
-        if self.stopping:
+        if self.is_stopping:
             return False
-        if self.retry_at_once():
+        if self.try_acquire_retry():
             return True
         turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._retry_waiters.append(turn)
         try:
-            async with within(RETRY_PATIENCE_S):
+            async with timeout_after(RETRY_WAIT_S):
                 await turn
         except TimeoutError:
             # The turn may have been granted in the moment of the timeout.
             return turn.done() and not turn.cancelled() and turn.result()
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.result():
-                self.give_back_turn()
+                self.release_retry()
             raise
         finally:
             if turn in self._retry_waiters:
                 self._retry_waiters.remove(turn)
         return turn.result()
 
-    def retry_at_once(self) -> bool:
+    def try_acquire_retry(self) -> bool:
         """Take one retry without waiting; return False if the budget is exhausted."""
-        return self._retries.try_take(self.active)
+        return self._retries.try_take(self.active_requests)
 
-    def give_back_turn(self) -> None:
-        self._retries.give_back()
-        while self._retry_waiters and self._retries.try_take(self.active):
+    def release_retry(self) -> None:
+        self._retries.release()
+        while self._retry_waiters and self._retries.try_take(self.active_requests):
             self._grant_next()
 
     def _grant_next(self) -> None:
@@ -403,11 +411,11 @@ class Gate:
             if not turn.done():
                 turn.set_result(True)
                 return
-        self._retries.give_back()
+        self._retries.release()
 
-    def end_retries(self) -> None:
+    def stop_retries(self) -> None:
         """Refuse all waiting and future retries, because the gateway is stopping."""
-        self.stopping = True
+        self.is_stopping = True
         for turn in self._retry_waiters:
             if not turn.done():
                 turn.set_result(False)
@@ -422,4 +430,4 @@ class Gate:
         limits = self._retries.limits
         if not limits.floor and not limits.share:
             return None
-        return max(0, ceil(limits.floor + limits.share * self.active) - self._retries.running)
+        return max(0, ceil(limits.floor + limits.share * self.active_requests) - self._retries.running)

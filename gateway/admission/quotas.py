@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from time import monotonic
 
 from gateway.config import Tenant
-from gateway.fleet.outgoing_updates import News
+from gateway.fleet.outgoing_updates import OutgoingUpdates
 from gateway.protocol.errors import Failure, GatewayError
-from policies.admission.quota import Limits, Quota, Refused
+from policies.admission.quota import Quota, QuotaLimits, QuotaRefusal
 from policies.model import Request
 
 
@@ -24,11 +24,11 @@ class Quotas:
     updates  collects what is taken here, for the other gateways; None if there are none
     """
 
-    __slots__ = ("by_tenant", "news")
+    __slots__ = ("by_tenant", "updates")
 
     def __init__(self) -> None:
         self.by_tenant: dict[str, Quota] = {}
-        self.news: News | None = None
+        self.updates: OutgoingUpdates | None = None
 
     def configure(self, tenants: Sequence[Tenant]) -> None:
         """Apply these tenants' limits.
@@ -36,7 +36,7 @@ class Quotas:
         A tenant whose limits changed starts with a full minute's allowance.
         """
         limits = {
-            tenant.name: Limits(tenant.limits.requests_per_minute, tenant.limits.tokens_per_minute)
+            tenant.name: QuotaLimits(tenant.limits.requests_per_minute, tenant.limits.tokens_per_minute)
             for tenant in tenants
         }
         unchanged = {
@@ -47,7 +47,7 @@ class Quotas:
         new = {
             name: Quota(limit)
             for name, limit in limits.items()
-            if name not in unchanged and limit != Limits()
+            if name not in unchanged and limit != QuotaLimits()
         }
         self.by_tenant = unchanged | new
 
@@ -61,9 +61,9 @@ class Quotas:
             tokens = request.prompt_tokens + request.output_tokens
             refused = quota.take(tokens, monotonic(), request.prompts)
             if refused is not None:
-                raise refusal(refused)
-            if self.news is not None:
-                self.news.take(request.tenant, request.prompts, tokens)
+                raise rate_limit_error(refused)
+            if self.updates is not None:
+                self.updates.add_quota_use(request.tenant, request.prompts, tokens)
         return quota
 
     def settle(
@@ -81,17 +81,17 @@ class Quotas:
         """
         if output_tokens is None:
             requests, tokens = -request.prompts, -(request.prompt_tokens + request.output_tokens)
-            quota.give_back(-tokens, request.prompts)
+            quota.refund(-tokens, request.prompts)
         else:
             requests, tokens = 0, output_tokens - request.output_tokens
             if prompt_tokens is not None:
                 tokens += prompt_tokens - request.prompt_tokens
             quota.correct(tokens)
-        if self.news is not None:
-            self.news.take(request.tenant, requests, tokens)
+        if self.updates is not None:
+            self.updates.add_quota_use(request.tenant, requests, tokens)
 
 
-def refusal(refused: Refused) -> GatewayError:
+def rate_limit_error(refused: QuotaRefusal) -> GatewayError:
     """Build the 429 response, with the x-ratelimit headers that OpenAI's SDKs read."""
     what, limit = refused.what, refused.limit
     return GatewayError(

@@ -19,14 +19,14 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 import typer
 
-from gateway.cli.output import HERE, fail, say
+from gateway.cli.output import DEFAULT_ADMIN_URL, exit_with_error, print_line
 from gateway.util import tls
 
-WAIT_S = 30.0
-ANSWER_CAP_BYTES = 64 << 20
-KEY_CAP_BYTES = 64 << 10
+REQUEST_TIMEOUT_S = 30.0
+MAX_RESPONSE_BYTES = 64 << 20
+MAX_KEY_BYTES = 64 << 10
 
-KeyFile = Annotated[
+KeyFileOption = Annotated[
     Path | None,
     typer.Option(
         "--key-file", help="File with the admin key, for changes; or set PENSTOCK_ADMIN_KEY."
@@ -48,7 +48,7 @@ class AdminAddress(msgspec.Struct, frozen=True):
     ca: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
-    insecure: bool = False
+    is_insecure: bool = False
 
 
 def with_admin_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -56,7 +56,7 @@ def with_admin_options(command: Callable[..., None]) -> Callable[..., None]:
 
     The wrapped command receives their values as one AdminAddress.
     """
-    options = inspect.signature(address, eval_str=True).parameters
+    options = inspect.signature(admin_address, eval_str=True).parameters
     signature = inspect.signature(command, eval_str=True)
     own = signature.parameters
     leading = [
@@ -68,7 +68,7 @@ def with_admin_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**values: Any) -> None:
         chosen = {name: values.pop(name) for name in options}
-        command(**values, admin=address(**chosen))
+        command(**values, admin=admin_address(**chosen))
 
     wrapper: Any = run
     wrapper.__signature__ = signature.replace(
@@ -78,10 +78,10 @@ def with_admin_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def address(
+def admin_address(
     admin: Annotated[
         str, typer.Option("--admin", envvar="PENSTOCK_ADMIN", help="URL of the admin server.")
-    ] = HERE,
+    ] = DEFAULT_ADMIN_URL,
     ca: Annotated[
         Path | None,
         typer.Option(
@@ -126,11 +126,11 @@ def address(
     return AdminAddress(admin, ca, cert, key, insecure)
 
 
-class NoAnswerError(Exception):
+class AdminServerError(Exception):
     """The admin server did not respond or refused the request; the message is for the operator."""
 
 
-class Server:
+class AdminClient:
     """An HTTP client of one admin server; each request uses a connection of its own.
 
     Commands call `request`, which ends the command on failure; other callers use `try_request`.
@@ -148,9 +148,9 @@ class Server:
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._context is None:
-            return http.client.HTTPConnection(self._host, self._port, timeout=WAIT_S)
+            return http.client.HTTPConnection(self._host, self._port, timeout=REQUEST_TIMEOUT_S)
         return http.client.HTTPSConnection(
-            self._host, self._port, timeout=WAIT_S, context=self._context
+            self._host, self._port, timeout=REQUEST_TIMEOUT_S, context=self._context
         )
 
     def stream(self, path: str) -> Iterator[Any]:
@@ -163,9 +163,9 @@ class Server:
             connection.request("GET", path)
             response = connection.getresponse()
             if response.status != 200:
-                reason = response.read(ANSWER_CAP_BYTES).decode(errors="replace").strip()
-                raise NoAnswerError(f"{self._url} does not stream now: {reason}")
-            while line := response.readline(ANSWER_CAP_BYTES):
+                reason = response.read(MAX_RESPONSE_BYTES).decode(errors="replace").strip()
+                raise AdminServerError(f"{self._url} does not stream now: {reason}")
+            while line := response.readline(MAX_RESPONSE_BYTES):
                 if line.startswith(b"data: "):
                     yield json.loads(line[6:])
         except (OSError, http.client.HTTPException, ValueError):
@@ -173,17 +173,17 @@ class Server:
         finally:
             connection.close()
 
-    def ask(self, method: str, path: str, body: bytes | None = None) -> Any:
+    def request(self, method: str, path: str, body: bytes | None = None) -> Any:
         """Return the JSON body of the response, whatever its status.
 
         Prints a message and exits with status 1 when there is no valid response.
         """
         try:
-            return self.try_ask(method, path, body)
-        except NoAnswerError as error:
-            fail(str(error))
+            return self.try_request(method, path, body)
+        except AdminServerError as error:
+            exit_with_error(str(error))
 
-    def try_ask(self, method: str, path: str, body: bytes | None = None) -> Any:
+    def try_request(self, method: str, path: str, body: bytes | None = None) -> Any:
         """Return the JSON body of the response, whatever its status.
 
         Raises AdminServerError when there is no valid response, or the server refused the request.
@@ -193,9 +193,9 @@ class Server:
         try:
             connection.request(method, path, body, headers)
             response = connection.getresponse()
-            reply = json.loads(response.read(ANSWER_CAP_BYTES))
+            reply = json.loads(response.read(MAX_RESPONSE_BYTES))
         except (OSError, http.client.HTTPException) as error:
-            raise NoAnswerError(
+            raise AdminServerError(
                 f"cannot reach a gateway at {self._url}: {error}; {self._advice(error)}"
             ) from error
         except ValueError:
@@ -203,11 +203,11 @@ class Server:
         finally:
             connection.close()
         if not isinstance(reply, dict) or (response.status >= 400 and "message" not in reply):
-            raise NoAnswerError(
+            raise AdminServerError(
                 f"{self._url} is not the admin server of a gateway (status {response.status})"
             )
         if reply.get("result") == "refused":
-            raise NoAnswerError(str(reply["message"]))
+            raise AdminServerError(str(reply["message"]))
         return reply
 
     def _advice(self, error: Exception) -> str:
@@ -232,7 +232,7 @@ def _split(url: str) -> SplitResult:
     except ValueError:
         host = ""
     if not host or parts.scheme not in ("http", "https"):
-        raise typer.BadParameter(f"{url!r} is not a URL like {HERE}", param_hint="--admin")
+        raise typer.BadParameter(f"{url!r} is not a URL like {DEFAULT_ADMIN_URL}", param_hint="--admin")
     return parts
 
 
@@ -243,15 +243,15 @@ def _context(admin: AdminAddress) -> ssl.SSLContext:
     if admin.certificate is not None and admin.key is not None:
         pair = tls.KeyPair(str(admin.certificate), str(admin.key))
         files |= {"certificate": ("--cert", admin.certificate), "key": ("--key", admin.key)}
-        problems += tls.pair_problems(pair)
+        problems += tls.key_pair_problems(pair)
     if admin.ca is not None and (problem := tls.ca_problem(str(admin.ca))) is not None:
         problems.append(problem)
     for problem in problems:
         option, path = files[problem.role]
         if problem.is_error:
-            fail(f"{option} {path}: {problem.message}")
-        say(f"{option} {path} {problem.message}", style="yellow", err=True)
-    return tls.client_context(tls.ClientSettings(_path_text(admin.ca), pair, not admin.insecure))
+            exit_with_error(f"{option} {path}: {problem.message}")
+        print_line(f"{option} {path} {problem.message}", style="yellow", err=True)
+    return tls.client_context(tls.ClientSettings(_path_text(admin.ca), pair, not admin.is_insecure))
 
 
 def _path_text(path: Path | None) -> str | None:
@@ -265,11 +265,11 @@ def _key(file: Path | None) -> str:
     else:
         try:
             with file.open("rb") as handle:
-                key = handle.read(KEY_CAP_BYTES).decode().strip()
+                key = handle.read(MAX_KEY_BYTES).decode().strip()
         except (OSError, UnicodeDecodeError) as error:
-            fail(f"cannot read {file}: {error}")
+            exit_with_error(f"cannot read {file}: {error}")
     if key and not (key.isascii() and key.isprintable()):
-        fail(
+        exit_with_error(
             f"the key in {file or 'PENSTOCK_ADMIN_KEY'} cannot be sent in an HTTP header: "
             "it is not printable ASCII"
         )

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import typer
 
-from gateway.cli.admin_client import AdminAddress, Server, with_admin_options
-from gateway.cli.output import Json, fail, print_json, say
-from gateway.util.units import duration_s
+from gateway.cli.admin_client import AdminAddress, AdminClient, with_admin_options
+from gateway.cli.output import JsonOption, exit_with_error, print_json, print_line
+from gateway.util.units import parse_duration
 
 LABEL = "chaos"
 # Recovery takes longer to show than a failure: the gateway probes an endpoint less often the longer
@@ -32,7 +32,7 @@ SETTLE_S = 0.6
 ANSWER_CAP_BYTES = 1 << 16
 
 
-class Action(StrEnum):
+class ChaosAction(StrEnum):
     """An operation on a mock TP group."""
 
     KILL = "kill"
@@ -50,20 +50,20 @@ class Only(StrEnum):
     DECODE = "decode"
 
 
-ACTION_VERBS: Mapping[Action, str] = MappingProxyType(
+ACTION_VERBS: Mapping[ChaosAction, str] = MappingProxyType(
     {
-        Action.KILL: "killed",
-        Action.FREEZE: "froze",
-        Action.SLOW: "slowed down",
-        Action.LOSE_RANK: "took a GPU from",
-        Action.PARTITION: "cut off",
-        Action.RESTORE: "restored",
+        ChaosAction.KILL: "killed",
+        ChaosAction.FREEZE: "froze",
+        ChaosAction.SLOW: "slowed down",
+        ChaosAction.LOSE_RANK: "took a GPU from",
+        ChaosAction.PARTITION: "cut off",
+        ChaosAction.RESTORE: "restored",
     }
 )
-UNDETECTED = frozenset({Action.SLOW})
+UNDETECTED = frozenset({ChaosAction.SLOW})
 """Actions that health checks do not detect."""
 
-For = Annotated[
+ForOption = Annotated[
     str | None,
     typer.Option(
         "--for", metavar="TIME", help="Remove the fault after this time, for example 10s."
@@ -74,7 +74,7 @@ For = Annotated[
 @with_admin_options
 def chaos(
     admin: AdminAddress,
-    action: Annotated[Action, typer.Argument(help="The fault to inject, or restore.")],
+    action: Annotated[ChaosAction, typer.Argument(help="The fault to inject, or restore.")],
     target: Annotated[
         list[str] | None, typer.Argument(help="Endpoint names; default for restore: all.")
     ] = None,
@@ -86,15 +86,15 @@ def chaos(
     hang: Annotated[
         bool, typer.Option("--hang", help="lose-rank: the other ranks hang instead of failing.")
     ] = False,
-    lasting: For = None,
-    as_json: Json = False,
+    lasting: ForOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Inject a fault into mock TP groups and report how the gateway reacts.
 
     The action `restore` removes the faults.
     """
-    server = Server(admin, None)
-    fleet = {row["name"]: row for row in server.ask("GET", "/endpoints")["endpoints"]}
+    server = AdminClient(admin, None)
+    fleet = {row["name"]: row for row in server.request("GET", "/endpoints")["endpoints"]}
     names = _select_endpoints(action, target, fleet)
     spec = _fault_spec(
         action,
@@ -104,15 +104,15 @@ def chaos(
         None if lasting is None else _parse_lasting(lasting),
     )
     fault_servers = {name: _fault_server(name, fleet) for name in names}
-    before = server.ask("GET", "/live")["totals"]["since_start"]
+    before = server.request("GET", "/live")["totals"]["since_start"]
     results = [
         _inject(server, name, address, spec, action) for name, address in fault_servers.items()
     ]
-    if action is Action.RESTORE and not target:  # report only the groups that had a fault
+    if action is ChaosAction.RESTORE and not target:  # report only the groups that had a fault
         results = [result for result in results if result["before"]]
-    if action is not Action.RESTORE:
+    if action is not ChaosAction.RESTORE:
         time.sleep(SETTLE_S)  # the live view is updated twice a second
-    after = server.ask("GET", "/live")["totals"]["since_start"]
+    after = server.request("GET", "/live")["totals"]["since_start"]
     counts = {key: after[key] - before[key] for key in ("failed", "retries")}
     if as_json:
         print_json({"action": action, "spec": spec, "targets": results, "since": counts})
@@ -121,18 +121,18 @@ def chaos(
 
 
 def _select_endpoints(
-    action: Action, target: list[str] | None, fleet: Mapping[str, Any]
+    action: ChaosAction, target: list[str] | None, fleet: Mapping[str, Any]
 ) -> list[str]:
     """Return the endpoints to act on; `restore` without names selects all that accept faults."""
     if target:
         return target
-    if action is not Action.RESTORE:
+    if action is not ChaosAction.RESTORE:
         raise typer.BadParameter(
             "name an endpoint: " + (", ".join(fleet) or "the gateway has none")
         )
     names = [name for name, row in fleet.items() if LABEL in row["labels"]]
     if not names:
-        fail(
+        exit_with_error(
             f"no endpoint accepts faults: none has the label {LABEL!r}, "
             "which `penstock demo` gives its mock TP groups"
         )
@@ -143,18 +143,18 @@ def _slow_fault(factor: float, only: Only | None) -> str:
     return f"slow:x={factor:g}" + (f":{only}" if only is not None else "")
 
 
-def _fault_spec(action: Action, slow: str, rank: int, hang: bool, lasting_s: float | None) -> str:
+def _fault_spec(action: ChaosAction, slow: str, rank: int, hang: bool, lasting_s: float | None) -> str:
     """Return the faults in the grammar of mockgpu.
 
     A killed group also loses its cache, as a process that ends does.
     """
     faults = {
-        Action.KILL: ("refuse", "lost-rank"),
-        Action.FREEZE: ("freeze",),
-        Action.SLOW: (slow,),
-        Action.LOSE_RANK: (f"lost-rank:rank={rank}" + (":hang" if hang else ""),),
-        Action.PARTITION: ("partition",),
-        Action.RESTORE: (),
+        ChaosAction.KILL: ("refuse", "lost-rank"),
+        ChaosAction.FREEZE: ("freeze",),
+        ChaosAction.SLOW: (slow,),
+        ChaosAction.LOSE_RANK: (f"lost-rank:rank={rank}" + (":hang" if hang else ""),),
+        ChaosAction.PARTITION: ("partition",),
+        ChaosAction.RESTORE: (),
     }[action]
     window = "" if lasting_s is None else f"@0-{lasting_s:g}"
     return ",".join(f"{fault}{window}" for fault in faults)
@@ -162,7 +162,7 @@ def _fault_spec(action: Action, slow: str, rank: int, hang: bool, lasting_s: flo
 
 def _parse_lasting(text: str) -> float:
     try:
-        return duration_s(text)
+        return parse_duration(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--for") from None
 
@@ -178,7 +178,7 @@ def _fault_server(name: str, fleet: Mapping[str, Any]) -> tuple[str, int]:
         )
     label = fleet[name]["labels"].get(LABEL)
     if label is None:
-        fail(
+        exit_with_error(
             f"{name} does not accept faults: it has no label {LABEL!r}, "
             "which `penstock demo` gives its mock TP groups"
         )
@@ -186,9 +186,9 @@ def _fault_server(name: str, fleet: Mapping[str, Any]) -> tuple[str, int]:
     try:
         address, number = ip_address(host), int(port)
     except ValueError:
-        fail(f"the label {LABEL!r} of {name} is not ADDRESS:PORT: {label!r}")
+        exit_with_error(f"the label {LABEL!r} of {name} is not ADDRESS:PORT: {label!r}")
     if not address.is_loopback:
-        fail(
+        exit_with_error(
             f"the label {LABEL!r} of {name} is an address of another machine, {label}; "
             "run `penstock chaos` on that machine"
         )
@@ -196,12 +196,12 @@ def _fault_server(name: str, fleet: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _inject(
-    server: Server, name: str, fault_server: tuple[str, int], spec: str, action: Action
+    server: AdminClient, name: str, fault_server: tuple[str, int], spec: str, action: ChaosAction
 ) -> dict[str, Any]:
     """Set the fault, and wait until the gateway detects it."""
     url = _endpoint_row(server, name)["url"]
     reply = _post(fault_server, f"/faults/{urlsplit(url).port}", {"spec": spec}, name)
-    started_at, should_be_available = time.monotonic(), action is Action.RESTORE
+    started_at, should_be_available = time.monotonic(), action is ChaosAction.RESTORE
     timeout_s = RECOVERY_TIMEOUT_S if should_be_available else FAILURE_TIMEOUT_S
     endpoint_state: dict[str, Any] = _endpoint_row(server, name)
     while (
@@ -212,7 +212,7 @@ def _inject(
         time.sleep(POLL_S)
         endpoint_state = _endpoint_row(server, name)
     noticed = action not in UNDETECTED and endpoint_state["available"] == should_be_available
-    fleet = server.ask("GET", "/endpoints")["endpoints"]
+    fleet = server.request("GET", "/endpoints")["endpoints"]
     return {
         "name": name,
         "url": url,
@@ -226,11 +226,11 @@ def _inject(
     }
 
 
-def _endpoint_row(server: Server, name: str) -> dict[str, Any]:
-    fleet = server.ask("GET", "/endpoints")["endpoints"]
+def _endpoint_row(server: AdminClient, name: str) -> dict[str, Any]:
+    fleet = server.request("GET", "/endpoints")["endpoints"]
     match: dict[str, Any] | None = next((row for row in fleet if row["name"] == name), None)
     if match is None:
-        fail(f"{name} has been removed from the configuration")
+        exit_with_error(f"{name} has been removed from the configuration")
     return match
 
 
@@ -243,51 +243,51 @@ def _post(
         response = connection.getresponse()
         reply: dict[str, Any] = json.loads(response.read(ANSWER_CAP_BYTES))
     except (OSError, http.client.HTTPException, ValueError) as error:
-        fail(
+        exit_with_error(
             f"cannot set faults of {name} at {fault_server[0]}:{fault_server[1]}: {error}; "
             "was its mock started with --chaos-port?"
         )
     finally:
         connection.close()
     if response.status != 200:
-        fail(f"the mock of {name} refused the fault: {reply.get('error', response.status)}")
+        exit_with_error(f"the mock of {name} refused the fault: {reply.get('error', response.status)}")
     return reply
 
 
 def _print_results(
-    results: list[dict[str, Any]], counts: Mapping[str, int], action: Action
+    results: list[dict[str, Any]], counts: Mapping[str, int], action: ChaosAction
 ) -> None:
     if not results:
-        say("no mock TP group has a fault")
+        print_line("no mock TP group has a fault")
     for result in results:
         _print_result(result, action)
-    if action is not Action.RESTORE and any(counts.values()):
-        say(
+    if action is not ChaosAction.RESTORE and any(counts.values()):
+        print_line(
             f"{counts['retries']} requests were retried on other endpoints, "
             f"{counts['failed']} failed"
         )
 
 
-def _print_result(result: Mapping[str, Any], action: Action) -> None:
-    requests = f"; it had {result['requests']} requests" if action is not Action.RESTORE else ""
-    say(
+def _print_result(result: Mapping[str, Any], action: ChaosAction) -> None:
+    requests = f"; it had {result['requests']} requests" if action is not ChaosAction.RESTORE else ""
+    print_line(
         f"{ACTION_VERBS[action]} {result['name']} ({result['url']}){requests}",
         style="yellow" if requests else "green",
     )
     serving = f"{result['serving']} of {result['endpoints']} endpoints serve"
     if action in UNDETECTED:
-        say("health checks do not detect this; policies see it in the response times")
-    elif result["noticed_s"] is None and action is Action.RESTORE:
-        say(f"the gateway does not route to it yet (state {result['state']}); {serving}")
+        print_line("health checks do not detect this; policies see it in the response times")
+    elif result["noticed_s"] is None and action is ChaosAction.RESTORE:
+        print_line(f"the gateway does not route to it yet (state {result['state']}); {serving}")
     elif result["noticed_s"] is None:
-        say(
+        print_line(
             f"the gateway has not taken it out of rotation so far; {serving}. "
             "It detects a hanging engine only when a request waits for it"
         )
-    elif action is Action.RESTORE:
-        say(f"the gateway routes to it again after {result['noticed_s']:.1f} s; {serving}")
+    elif action is ChaosAction.RESTORE:
+        print_line(f"the gateway routes to it again after {result['noticed_s']:.1f} s; {serving}")
     else:
-        say(
+        print_line(
             f"the gateway took it out of rotation after {result['noticed_s']:.1f} s "
             f"({result['cause']}); {serving}"
         )

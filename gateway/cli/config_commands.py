@@ -13,22 +13,22 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from gateway.cli.admin_client import AdminAddress, KeyFile, Server, with_admin_options
-from gateway.cli.output import Json, fail, print_json, say
+from gateway.cli.admin_client import AdminAddress, AdminClient, KeyFileOption, with_admin_options
+from gateway.cli.output import JsonOption, exit_with_error, print_json, print_line
 
-Force = Annotated[
+ForceOption = Annotated[
     bool, typer.Option("--force", help="Apply it even if no endpoint of a pool can be reached.")
 ]
 
 
 @with_admin_options
-def status(admin: AdminAddress, as_json: Json = False) -> None:
+def status(admin: AdminAddress, as_json: JsonOption = False) -> None:
     """Show a running gateway's configuration, its last error, and its endpoints."""
-    server = Server(admin, None)
-    config, fleet = server.ask("GET", "/config"), server.ask("GET", "/endpoints")["endpoints"]
+    server = AdminClient(admin, None)
+    config, fleet = server.request("GET", "/config"), server.request("GET", "/endpoints")["endpoints"]
     shadows, canaries = (
-        server.ask("GET", "/shadow")["shadows"],
-        server.ask("GET", "/canary")["canaries"],
+        server.request("GET", "/shadow")["shadows"],
+        server.request("GET", "/canary")["canaries"],
     )
     if as_json:
         reply = {
@@ -51,25 +51,25 @@ def status(admin: AdminAddress, as_json: Json = False) -> None:
     applied, error = config["applied"], config["last_error"]
     up = sum(row["available"] for row in fleet)
     origin = f"{applied['source']}, {applied['at']}, {applied['hash']}"
-    say(f"v{applied['version']} {applied['file']} ({origin})")
+    print_line(f"v{applied['version']} {applied['file']} ({origin})")
     in_flight = sum(row["in_flight"] for row in fleet)
-    say(f"{up} of {len(fleet)} endpoints available, {in_flight} requests in flight")
+    print_line(f"{up} of {len(fleet)} endpoints available, {in_flight} requests in flight")
     _print_shared(config["shared"])
     if config["file_differs"]:
-        say(
+        print_line(
             "the file differs from the running configuration; "
             "`penstock diff` shows the changes, `penstock reload` applies them",
             style="yellow",
         )
     if config["needs_restart"]:
-        say(f"takes effect after a restart: {', '.join(config['needs_restart'])}", style="yellow")
+        print_line(f"takes effect after a restart: {', '.join(config['needs_restart'])}", style="yellow")
     for row in config["certificates"]:
         if row["problem"] is not None:
-            say(f"{row['path']}: {row['file']} {row['problem']}", style="red")
+            print_line(f"{row['path']}: {row['file']} {row['problem']}", style="red")
     for name, message in config["unlisted"].items():
-        say(f"requests for model {name} get 404: {message}", style="red")
+        print_line(f"requests for model {name} get 404: {message}", style="red")
     for problem in error["problems"] if error else ():
-        say(
+        print_line(
             f"last reload rejected ({error['source']}, {error['at']}): {problem['text']}",
             style="red",
         )
@@ -78,14 +78,14 @@ def status(admin: AdminAddress, as_json: Json = False) -> None:
 
 @with_admin_options
 def reload(
-    admin: AdminAddress, force: Force = False, key_file: KeyFile = None, as_json: Json = False
+    admin: AdminAddress, force: ForceOption = False, key_file: KeyFileOption = None, as_json: JsonOption = False
 ) -> None:
     """Make a running gateway reload its configuration file now.
 
     The gateway also reloads the file when it changes, unless reload.watch is false.
     """
     _print_outcome(
-        Server(admin, key_file).ask("POST", f"/config/reload?force={force:d}"), as_json=as_json
+        AdminClient(admin, key_file).request("POST", f"/config/reload?force={force:d}"), as_json=as_json
     )
 
 
@@ -95,35 +95,35 @@ def diff(
     file: Annotated[
         Path | None, typer.Argument(help="File to compare; default: the gateway's own file.")
     ] = None,
-    key_file: KeyFile = None,
-    as_json: Json = False,
+    key_file: KeyFileOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what a configuration file would change in a running gateway, without applying it.
 
     If nothing would change, show the most recent change.
     """
-    server = Server(admin, key_file)
+    server = AdminClient(admin, key_file)
     if file is None:
-        reply = server.ask("POST", "/config/reload?dry_run=1")
+        reply = server.request("POST", "/config/reload?dry_run=1")
     else:
-        reply = server.ask("PUT", "/config?dry_run=1", _read_file(file))
+        reply = server.request("PUT", "/config?dry_run=1", _read_file(file))
         for problem in reply.get("problems", ()):
             problem["text"] = f"{file}{problem['text'][len(problem['file']) :]}"
     if reply["result"] == "unchanged":
-        versions = server.ask("GET", "/config/versions")["versions"]
+        versions = server.request("GET", "/config/versions")["versions"]
         reply |= {"last": versions[0]} if versions else {}
     if as_json:
         print_json(reply)
         raise typer.Exit(0 if reply["result"] in ("dry_run", "unchanged") else 1)
     if reply["result"] == "unchanged":
         name = str(file) if file is not None else "the file"
-        say(f"{name} matches the running configuration, v{reply['version']}")
+        print_line(f"{name} matches the running configuration, v{reply['version']}")
         _print_last_change(reply.get("last"))
         return
     _exit_if_rejected(reply)
     _print_changes(reply["changes"])
     if reply["needs_restart"]:
-        say(
+        print_line(
             f"would take effect after a restart: {', '.join(reply['needs_restart'])}",
             style="yellow",
         )
@@ -135,29 +135,29 @@ def rollback(
     version: Annotated[
         int | None, typer.Argument(min=1, help="Version number; default: the previous version.")
     ] = None,
-    force: Force = False,
-    key_file: KeyFile = None,
-    as_json: Json = False,
+    force: ForceOption = False,
+    key_file: KeyFileOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Return a running gateway to an earlier configuration version.
 
     The configuration file stays unchanged; it is applied again when it is next edited.
     """
     path = f"/config/rollback?force={force:d}" + ("" if version is None else f"&to={version}")
-    _print_outcome(Server(admin, key_file).ask("POST", path), as_json=as_json)
+    _print_outcome(AdminClient(admin, key_file).request("POST", path), as_json=as_json)
 
 
 @with_admin_options
-def history(admin: AdminAddress, as_json: Json = False) -> None:
+def history(admin: AdminAddress, as_json: JsonOption = False) -> None:
     """List the configuration versions that have been applied, newest first."""
-    reply = Server(admin, None).ask("GET", "/config/versions")
+    reply = AdminClient(admin, None).request("GET", "/config/versions")
     if as_json:
         print_json(reply)
         return
     for version in reply["versions"]:
         mark = "*" if version["version"] == reply["applied"] else " "
         number, file = f"{mark} v{version['version']}", Path(version["file"]).name
-        say("  ".join((number, version["at"], version["source"], version["hash"], file)))
+        print_line("  ".join((number, version["at"], version["source"], version["hash"], file)))
         _print_changes(version["changes"], indent="      ")
 
 
@@ -166,12 +166,12 @@ def _print_shared(shared: dict[str, Any] | None) -> None:
     if shared is None:
         return
     if shared["problem"]:
-        say(
+        print_line(
             f"Redis is not usable: {shared['problem']}; this gateway runs without shared state",
             style="red",
         )
     elif shared["connected"]:
-        say(f"shares state with {shared['gateways']} other gateways through Redis")
+        print_line(f"shares state with {shared['gateways']} other gateways through Redis")
 
 
 def _print_trials(shadows: list[dict[str, Any]], canaries: list[dict[str, Any]]) -> None:
@@ -188,7 +188,7 @@ def _print_trials(shadows: list[dict[str, Any]], canaries: list[dict[str, Any]])
                 line += f"{1e3 * trial['ttft_gain_s']:+.1f} ms to the first token and "
                 line += f"{trial['cached_tokens_gain']:+.0f} cached tokens, "
                 line += f"takes {trial['cost_us']:.0f} us"
-            say(f"{line}, {trial['failed']} failed" if trial.get("failed") else line)
+            print_line(f"{line}, {trial['failed']} failed" if trial.get("failed") else line)
     for pool in canaries:
         for trial in pool["sides"]:
             line = f"{trial['side']} {trial['policy']} of pool {pool['pool']}: "
@@ -202,14 +202,14 @@ def _print_trials(shadows: list[dict[str, Any]], canaries: list[dict[str, Any]])
                 line += f", TTFT p50 {trial['ttft_p50_s']:g} s"
             if trial.get("ttft_p99_s") is not None:
                 line += f", p99 {trial['ttft_p99_s']:g} s"
-            say(f"{line} (canary: {pool['share']})")
+            print_line(f"{line} (canary: {pool['share']})")
 
 
 def _read_file(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        fail(f"cannot read {file}: {error.strerror}")
+        exit_with_error(f"cannot read {file}: {error.strerror}")
 
 
 def _print_outcome(reply: dict[str, Any], *, as_json: bool) -> None:
@@ -220,8 +220,8 @@ def _print_outcome(reply: dict[str, Any], *, as_json: bool) -> None:
         raise typer.Exit(0 if is_success else 1)
     _exit_if_rejected(reply)
     if not is_success:
-        fail(reply["message"])
-    say(reply["message"], style="green")
+        exit_with_error(reply["message"])
+    print_line(reply["message"], style="green")
     _print_changes(reply["changes"])
 
 
@@ -230,14 +230,14 @@ def _exit_if_rejected(reply: dict[str, Any]) -> None:
     if reply["result"] not in ("rejected", "nothing"):
         return
     for problem in reply["problems"]:
-        say(problem["text"], err=True)
+        print_line(problem["text"], err=True)
     count = len(reply["problems"])
-    fail(f"{count} problem{'s' if count > 1 else ''}" if count else reply["message"])
+    exit_with_error(f"{count} problem{'s' if count > 1 else ''}" if count else reply["message"])
 
 
 def _print_last_change(version: dict[str, Any] | None) -> None:
     if version is not None and version["changes"]:
-        say(f"v{version['version']} changed ({version['source']}, {version['at']}):")
+        print_line(f"v{version['version']} changed ({version['source']}, {version['at']}):")
         _print_changes(version["changes"])
 
 

@@ -23,10 +23,10 @@ from types import FrameType
 import msgspec
 from rich.console import Console
 
-from gateway.cli.output import HERE
-from gateway.config import ConfigError, Loaded, examine, json_schema
-from gateway.util.addresses import is_free
-from kvtransfer.dialects import DIALECTS, Needs
+from gateway.cli.output import DEFAULT_ADMIN_URL
+from gateway.config import ConfigError, LoadedConfig, json_schema, load_with_warnings
+from gateway.util.addresses import is_port_free
+from kvtransfer.dialects import DIALECTS, Prerequisite
 
 FOLDER = Path("penstock-demo")
 _HOST = "127.0.0.1"
@@ -36,7 +36,7 @@ _STOP_TIMEOUT_S = 5.0
 # The README's `penstock bench --shape shared-prefix --rate 20` needs 20,000 output tokens per
 # second at contexts of 8k tokens. Four groups of one GPU decode a third of that; groups of four
 # GPUs decode all of it, with about 50 requests in flight each.
-TP = 4
+DEMO_TP = 4
 MAX_CONCURRENCY = 128
 _FAULT_PORTS = 2  # at most: one for each process of mocks
 
@@ -45,7 +45,7 @@ class DemoError(Exception):
     """The demo cannot start or continue; the message says why and what to do."""
 
 
-class Demo(msgspec.Struct, frozen=True):
+class DemoOptions(msgspec.Struct, frozen=True):
     """The options of the demo command.
 
     `speed` is the speed of the mocks relative to real time. `dialect` is the KV transfer dialect of
@@ -66,7 +66,7 @@ class Demo(msgspec.Struct, frozen=True):
         return self.groups // 2 if self.dialect is not None else 0
 
 
-def run(demo: Demo) -> int:
+def run_demo(demo: DemoOptions) -> int:
     """Run the demo until Ctrl-C or SIGTERM and return the exit code.
 
     Raises DemoError when it cannot start.
@@ -78,7 +78,7 @@ def run(demo: Demo) -> int:
         return 0
 
 
-def _run(demo: Demo, console: Console) -> int:
+def _run(demo: DemoOptions, console: Console) -> int:
     if demo.port == demo.admin_port:
         raise DemoError(
             "the API and the admin server need different ports; set --port and --admin-port"
@@ -99,14 +99,14 @@ def _run(demo: Demo, console: Console) -> int:
         def say(line: str, bad: bool) -> None:
             console.print(line, markup=False, soft_wrap=True, style="red" if bad else None)
 
-        return lifecycle.run(
-            start_options.Origin(loaded, file, os.environ, say),
+        return lifecycle.run_gateway(
+            start_options.StartOptions(loaded, file, os.environ, say),
             ready=lambda _: console.print(_welcome(demo, file), markup=False, soft_wrap=True),
             hangup_reloads=False,
         )
 
 
-def _start_mocks(demo: Demo, running: ExitStack) -> tuple[Path, Loaded]:
+def _start_mocks(demo: DemoOptions, running: ExitStack) -> tuple[Path, LoadedConfig]:
     """Write the configuration, start the mocks and wait until they are ready.
 
     Returns the configuration's path and its content. The mocks end with `running`.
@@ -123,7 +123,7 @@ def _start_mocks(demo: Demo, running: ExitStack) -> tuple[Path, Loaded]:
             f"cannot write to {FOLDER} ({error.strerror}); start the demo in another folder"
         ) from None
     try:
-        loaded = examine(file, os.environ)
+        loaded = load_with_warnings(file, os.environ)
     except ConfigError as error:
         raise DemoError(str(error)) from None
     # The default action would end this process without stopping the mocks.
@@ -167,7 +167,7 @@ def _raise_keyboard_interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def _require_free_port(port: int, flag: str) -> None:
-    if not is_free(_HOST, port):
+    if not is_port_free(_HOST, port):
         raise DemoError(f"port {port} is in use by another program; choose another with {flag}")
 
 
@@ -175,7 +175,7 @@ def _find_free_ports(length: int) -> int:
     """Return the first of `length` consecutive free ports for the mocks."""
     run_length = 0
     for port in _MOCK_PORTS:
-        run_length = run_length + 1 if is_free(_HOST, port) else 0
+        run_length = run_length + 1 if is_port_free(_HOST, port) else 0
         if run_length == length:
             return port - length + 1
     raise DemoError(
@@ -185,7 +185,7 @@ def _find_free_ports(length: int) -> int:
 
 
 @contextmanager
-def _mocks(demo: Demo, first: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _mocks(demo: DemoOptions, first: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Run the mock TP groups, one process per kind, and stop them when the block exits."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -208,11 +208,11 @@ def _mocks(demo: Demo, first: int) -> Iterator[list[subprocess.Popen[bytes]]]:
             _stop(process)
 
 
-def _mock_options(demo: Demo, first: int) -> list[list[str]]:
+def _mock_options(demo: DemoOptions, first: int) -> list[list[str]]:
     """Return the `penstock mock` options of each process: one for all groups, or one per role."""
     if demo.dialect is None:
         fault_port = str(_fault_port(demo, first, 0))
-        return [[*_port_options(first, demo.groups), "--tp", str(TP), "--chaos-port", fault_port]]
+        return [[*_port_options(first, demo.groups), "--tp", str(DEMO_TP), "--chaos-port", fault_port]]
     shared = ["--dialect", demo.dialect]
     bootstrap = ["--bootstrap-port", str(first + demo.groups)]
     decode_groups, fault_ports = (
@@ -244,7 +244,7 @@ def _port_options(first: int, groups: int) -> list[str]:
     return ["--port", str(first), "--groups", str(groups)]
 
 
-def _fault_port(demo: Demo, first: int, number: int) -> int:
+def _fault_port(demo: DemoOptions, first: int, number: int) -> int:
     """Return the port of the fault injection server of this group's process."""
     return (
         first
@@ -315,7 +315,7 @@ def _log_tail() -> str:
     return "\n".join(_log().read_text(errors="replace").splitlines()[-15:])
 
 
-def _write_config(demo: Demo, first: int) -> Path:
+def _write_config(demo: DemoOptions, first: int) -> Path:
     """Write the configuration and its JSON Schema into FOLDER.
 
     Returns the path of the configuration.
@@ -344,18 +344,18 @@ def _write_config(demo: Demo, first: int) -> Path:
     return file
 
 
-def _endpoint(demo: Demo, first: int, number: int) -> str:
+def _endpoint(demo: DemoOptions, first: int, number: int) -> str:
     """Return one endpoint's YAML mapping without the braces."""
     address = f"url: http://127.0.0.1:{first + number}, max_concurrency: {MAX_CONCURRENCY}"
     labels = f'labels: {{chaos: "127.0.0.1:{_fault_port(demo, first, number)}"}}'
     if demo.dialect is None:
-        return f"name: group-{number}, {address}, layout: {{tp: {TP}}}, {labels}"
+        return f"name: group-{number}, {address}, layout: {{tp: {DEMO_TP}}}, {labels}"
     engine = f"engine: {DIALECTS[demo.dialect].engine}"
     if number >= demo.prefill_groups:
         name = f"decode-{number - demo.prefill_groups}"
         return f"name: {name}, {address}, role: decode, {engine}, {labels}"
     bootstrap = ""
-    if DIALECTS[demo.dialect].needs in (Needs.ADDRESS, Needs.QUERY):
+    if DIALECTS[demo.dialect].needs in (Prerequisite.ADDRESS, Prerequisite.QUERY):
         bootstrap = f"bootstrap: 127.0.0.1:{first + demo.groups + number}, "
     return f"name: prefill-{number}, {address}, role: prefill, {engine}, {bootstrap}{labels}"
 
@@ -397,7 +397,7 @@ observability:
 """
 
 
-def _welcome(demo: Demo, file: Path) -> str:
+def _welcome(demo: DemoOptions, file: Path) -> str:
     url, admin = f"http://{_HOST}:{demo.port}", f"http://{_HOST}:{demo.admin_port}"
     return _WELCOME.format(
         groups=demo.groups,
@@ -412,7 +412,7 @@ def _welcome(demo: Demo, file: Path) -> str:
     )
 
 
-def _next_steps(demo: Demo, file: Path, url: str, admin: str) -> str:
+def _next_steps(demo: DemoOptions, file: Path, url: str, admin: str) -> str:
     other = "least_loaded" if demo.policy != "least_loaded" else "prefix_aware"
     penstock = (
         "penstock"
@@ -422,7 +422,7 @@ def _next_steps(demo: Demo, file: Path, url: str, admin: str) -> str:
     victim = "group-0" if demo.dialect is None else "decode-0"
     steps = (
         {}
-        if admin == HERE
+        if admin == DEFAULT_ADMIN_URL
         else {f"export PENSTOCK_ADMIN={admin}": "the admin server for the commands below"}
     )
     set_policy = f"sed -i 's/policy: {demo.policy}/policy: {other}/' {file}"

@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gateway.cli.admin_client import AdminAddress, Server, with_admin_options
-from gateway.cli.output import Json, fail, print_json, say
+from gateway.cli.admin_client import AdminAddress, AdminClient, with_admin_options
+from gateway.cli.output import JsonOption, exit_with_error, print_json, print_line
 
-NEWEST = "last"
+NEWEST_REQUEST = "last"
 MAX_ROWS = 16
 
 
@@ -28,23 +28,23 @@ def explain(
         typer.Argument(
             metavar="ID", help="The x-request-id of its response; default: the newest request."
         ),
-    ] = NEWEST,
-    as_json: Json = False,
+    ] = NEWEST_REQUEST,
+    as_json: JsonOption = False,
 ) -> None:
     """Explain how a request was routed: SLO, candidates with their scores, and outcome."""
-    reply = Server(admin, None).ask("GET", f"/explain/{quote(request_id, safe='')}")
+    reply = AdminClient(admin, None).request("GET", f"/explain/{quote(request_id, safe='')}")
     if "id" not in reply:
-        fail(f"{request_id}: {reply.get('message', 'not known')}")
+        exit_with_error(f"{request_id}: {reply.get('message', 'not known')}")
     if as_json:
         print_json(reply)
         return
-    for line in lines(reply):
-        say(line)
+    for line in explanation_lines(reply):
+        print_line(line)
     if reply["pick"] is not None:
         Console(highlight=False).print(_table(reply["pick"]))
 
 
-def lines(reply: Mapping[str, Any]) -> Iterator[str]:
+def explanation_lines(reply: Mapping[str, Any]) -> Iterator[str]:
     """Yield the explanation of one request line by line, without the table of candidates."""
     tenant = _tenant_suffix(reply["tenant"])
     yield f"{reply['id']}: {reply['model']}, {reply['status']} {reply['outcome']}{tenant}"

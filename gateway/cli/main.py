@@ -26,12 +26,12 @@ import typer.core
 import typer.main
 from rich.console import Console
 
-from gateway.cli.admin_client import AdminAddress, Server, with_admin_options
-from gateway.cli.output import Json, all_letters, fail, print_json, say
-from gateway.util.version import is_compiled, own_version
+from gateway.cli.admin_client import AdminAddress, AdminClient, with_admin_options
+from gateway.cli.output import JsonOption, exit_with_error, is_utf8_output, print_json, print_line
+from gateway.util.version import is_compiled, program_version
 
 if TYPE_CHECKING:
-    from gateway.config import ConfigError, Loaded, Problem
+    from gateway.config import ConfigError, LoadedConfig, Problem
     from gateway.workers.supervisor import Supervisor
 
 _COMMAND_FUNCTIONS: Mapping[str, str] = MappingProxyType(
@@ -97,8 +97,8 @@ app = typer.Typer(
 _POLICIES = "Routing policy: prefix_aware, priced, or any other name in docs/policies.md."
 _DIALECTS = "vllm_nixl, vllm_push, mooncake, sglang or trtllm."
 
-PolicyName = Annotated[str | None, typer.Option("--policy", help=_POLICIES)]
-AdminPort = Annotated[
+PolicyOption = Annotated[str | None, typer.Option("--policy", help=_POLICIES)]
+AdminPortOption = Annotated[
     int | None, typer.Option("--admin-port", min=0, max=65535, help="Port of the admin server.")
 ]
 
@@ -147,14 +147,14 @@ def main() -> None:
     """Run the command given on the command line and exit."""
     # numpy is only used to hash prompts, so its linear algebra threads would only idle.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    if isinstance(sys.stdout, TextIOWrapper) and not all_letters():
+    if isinstance(sys.stdout, TextIOWrapper) and not is_utf8_output():
         sys.stdout.reconfigure(errors="replace")
     try:
         app(prog_name="penstock")
     except OSError as error:
         if error.errno not in WRITE_FAILURES:
             raise
-        say(f"cannot write the output: {error.strerror}", style="red", err=True)
+        print_line(f"cannot write the output: {error.strerror}", style="red", err=True)
         # Python flushes stdout once more on exit; without this, that flush would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -190,14 +190,14 @@ def demo(
 
     Ctrl-C stops everything.
     """
-    from gateway.cli.demo import Demo, DemoError, run
+    from gateway.cli.demo import DemoError, DemoOptions, run_demo
 
     try:
         raise typer.Exit(
-            run(Demo(groups, policy, port, admin_port, model, speed, dialect if split else None))
+            run_demo(DemoOptions(groups, policy, port, admin_port, model, speed, dialect if split else None))
         )
     except DemoError as error:
-        fail(str(error))
+        exit_with_error(str(error))
 
 
 @app.command()
@@ -209,12 +209,12 @@ def serve(
         list[str] | None,
         typer.Option("--engine", help="URL of an engine; repeat the option for more engines."),
     ] = None,
-    policy: PolicyName = None,
+    policy: PolicyOption = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
     port: Annotated[
         int | None, typer.Option("--port", min=0, max=65535, help="Port of the OpenAI API.")
     ] = None,
-    admin_port: AdminPort = None,
+    admin_port: AdminPortOption = None,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -230,11 +230,11 @@ def serve(
         raise typer.BadParameter("give either --config FILE, or --engine URL once per engine")
     if config is not None and (policy, host, port, admin_port) != (None, None, None, None):
         raise typer.BadParameter("with --config, set the policy, host and ports in the file")
-    from gateway.config import ConfigError, examine, from_engines
+    from gateway.config import ConfigError, config_from_engines, load_with_warnings
 
     try:
         if config is not None:
-            loaded = examine(config, os.environ)
+            loaded = load_with_warnings(config, os.environ)
         else:
             settings = (
                 policy or "prefix_aware",
@@ -242,7 +242,7 @@ def serve(
                 _value_or(port, 8080),
                 _value_or(admin_port, 8081),
             )
-            loaded = from_engines(engine or [], *settings)
+            loaded = config_from_engines(engine or [], *settings)
     except ConfigError as error:
         _exit_with_problems(error, as_json=False)
     raise typer.Exit(_serve(loaded, config, workers or loaded.config.workers))
@@ -251,13 +251,13 @@ def serve(
 @app.command()
 def check(
     file: Annotated[Path, typer.Argument(help="Configuration file.")],
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check a configuration file and print every problem with its line and column."""
-    from gateway.config import ConfigError, examine
+    from gateway.config import ConfigError, load_with_warnings
 
     try:
-        loaded = examine(file, os.environ)
+        loaded = load_with_warnings(file, os.environ)
     except ConfigError as error:
         _exit_with_problems(error, as_json=as_json)
     config = loaded.config
@@ -275,8 +275,8 @@ def check(
         )
         return
     for problem in loaded.warnings:
-        say(f"{problem} (warning)", style="yellow", err=True)
-    say(
+        print_line(f"{problem} (warning)", style="yellow", err=True)
+    print_line(
         f"{file} is valid: {len(config.models)} models, {len(config.pools)} pools, "
         f"{endpoints} endpoints",
         style="green",
@@ -303,14 +303,14 @@ def plan(
         str | None, typer.Option("--gpu", help="GPU type for endpoints without a `gpu` label.")
     ] = None,
     fail_if_worse: FailIfWorseOption = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare a new configuration with the running one on the recent access log.
 
     Both are evaluated by replaying the log's requests through simulated engines.
     """
     from gateway.config import ConfigError
-    from planner.plan import CaseError, Taken, as_plain, cases, recent, show
+    from planner.plan import Assumptions, PoolCaseError, as_plain, cases, recent, show
     from planner.plan import plan as planned
     from planner.traces import TraceError
 
@@ -320,8 +320,8 @@ def plan(
         if running is not None:
             running_config = _config_as_json(running)
         else:
-            running_config = Server(admin, None).ask("GET", "/config")["config"]
-        defaults = Taken(model, gpu)
+            running_config = AdminClient(admin, None).request("GET", "/config")["config"]
+        defaults = Assumptions(model, gpu)
         outcome = planned(
             cases(running_config, defaults),
             cases(candidate, defaults),
@@ -329,8 +329,8 @@ def plan(
         )
     except ConfigError as error:
         _exit_with_problems(error, as_json=as_json)
-    except (CaseError, TraceError) as error:
-        fail(str(error))
+    except (PoolCaseError, TraceError) as error:
+        exit_with_error(str(error))
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(as_plain(outcome)), indent=2).decode())
     else:
@@ -341,19 +341,19 @@ def plan(
 
 
 def _parse_last(text: str) -> float:
-    from gateway.util.units import duration_s
+    from gateway.util.units import parse_duration
 
     try:
-        return duration_s(text)
+        return parse_duration(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--last") from None
 
 
 def _config_as_json(file: Path) -> dict[str, Any]:
     """Return a configuration in the form of GET /config. Raises ConfigError."""
-    from gateway.config import examine
+    from gateway.config import load_with_warnings
 
-    return examine(file, os.environ).config.model_dump(mode="json", by_alias=True)
+    return load_with_warnings(file, os.environ).config.model_dump(mode="json", by_alias=True)
 
 
 def _access_log_file(config: Mapping[str, Any]) -> Path:
@@ -363,7 +363,7 @@ def _access_log_file(config: Mapping[str, Any]) -> Path:
     """
     target = str(config["observability"]["access_log"])
     if target in ("off", "stdout"):
-        fail(f"the gateway's access log is {target!r}; name a file with --log")
+        exit_with_error(f"the gateway's access log is {target!r}; name a file with --log")
     return Path(target)
 
 
@@ -376,45 +376,45 @@ def schema() -> None:
 
 
 @app.command()
-def version(as_json: Json = False) -> None:
+def version(as_json: JsonOption = False) -> None:
     """Print the version, and whether the hot path is compiled."""
-    own, python, compiled = own_version(), platform.python_version(), is_compiled()
+    own, python, compiled = program_version(), platform.python_version(), is_compiled()
     if as_json:
         print_json({"penstock": own, "python": python, "compiled": compiled})
     else:
-        say(f"penstock {own} (Python {python}{', compiled' if compiled else ''})")
+        print_line(f"penstock {own} (Python {python}{', compiled' if compiled else ''})")
 
 
-def _serve(loaded: Loaded, file: Path | None, workers: int) -> int:
+def _serve(loaded: LoadedConfig, file: Path | None, workers: int) -> int:
     from gateway.app import App
-    from gateway.http.listener_sockets import ADMIN, API, ActivationError, from_systemd
-    from gateway.lifecycle import run
+    from gateway.http.listener_sockets import ADMIN, API, ActivationError, sockets_from_systemd
+    from gateway.lifecycle import run_gateway
     from gateway.restart.channel import ChannelError
     from gateway.restart.predecessor import find_predecessor
-    from gateway.restart.start_options import Origin, log_reload
+    from gateway.restart.start_options import StartOptions, log_reload
     from gateway.telemetry import operator_log
-    from gateway.util.addresses import is_free
+    from gateway.util.addresses import is_port_free
 
     # A restart is possible only once this process serves; by default the signal would end it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     config = loaded.config
     try:
         predecessor = find_predecessor(os.environ)
-        sockets = from_systemd(os.environ) if predecessor is None else predecessor.sockets(config)
+        sockets = sockets_from_systemd(os.environ) if predecessor is None else predecessor.take_sockets(config)
     except (ActivationError, ChannelError) as error:
-        fail(f"cannot use the inherited listening sockets: {error}")
-    activated = frozenset(sockets) if predecessor is None else predecessor.activated
+        exit_with_error(f"cannot use the inherited listening sockets: {error}")
+    activated = frozenset(sockets) if predecessor is None else predecessor.activated_listeners
     for name, listener, flag in (
         (API, config.listeners.api, "--port"),
         (ADMIN, config.listeners.admin, "--admin-port"),
     ):
-        if name not in sockets and listener.port and not is_free(listener.host, listener.port):
-            fail(
+        if name not in sockets and listener.port and not is_port_free(listener.host, listener.port):
+            exit_with_error(
                 f"port {listener.port} is in use by another program; "
                 f"choose another in the configuration file or with {flag}"
             )
 
-    operator_log.configure(config.observability.log)
+    operator_log.configure_log(config.observability.log)
 
     def log_addresses(started: App | Supervisor) -> None:
         logging.getLogger("penstock").info(
@@ -424,13 +424,13 @@ def _serve(loaded: Loaded, file: Path | None, workers: int) -> int:
     if workers > 1:
         from gateway.workers import supervisor
 
-        return supervisor.run(
+        return supervisor.run_workers(
             loaded, file, os.environ, log_reload, workers, log_addresses, sockets, predecessor
         )
-    origin = Origin(
+    origin = StartOptions(
         loaded, file, os.environ, sockets=sockets, activated=activated, predecessor=predecessor
     )
-    return run(origin, ready=log_addresses)
+    return run_gateway(origin, ready=log_addresses)
 
 
 def _value_or(value: int | None, default: int) -> int:
@@ -448,9 +448,9 @@ def _exit_with_problems(error: ConfigError, *, as_json: bool) -> NoReturn:
         )
     else:
         for problem in error.problems:
-            say(str(problem), err=True)
+            print_line(str(problem), err=True)
         count = len(error.problems)
-        say(f"{count} problem{'s' if count > 1 else ''}", style="red", err=True)
+        print_line(f"{count} problem{'s' if count > 1 else ''}", style="red", err=True)
     raise typer.Exit(1)
 
 

@@ -8,14 +8,14 @@ load.py puts all of it together.
 from gateway.config.isolation_rules import salt_member
 from gateway.config.limits import Limits
 from gateway.config.load import (
-    MASK,
     SCHEMA_ID,
-    Loaded,
-    examine,
-    examine_text,
-    from_engines,
+    SECRET_MASK,
+    LoadedConfig,
+    config_from_engines,
     json_schema,
-    load,
+    load_config,
+    load_text,
+    load_with_warnings,
 )
 from gateway.config.model_sections import Model, Overflow, Resume, Split
 from gateway.config.observability import Observability, OperatorLog, Traces
@@ -30,8 +30,8 @@ from gateway.config.tree import (
     Config,
     EndpointSpec,
     Hardware,
-    Health,
-    Layout,
+    HealthSpec,
+    LayoutSpec,
     Listener,
     Listeners,
     Pool,
@@ -47,7 +47,7 @@ from gateway.config.tree import (
 from gateway.config.values import Secret
 
 __all__ = [
-    "MASK",
+    "SECRET_MASK",
     "SCHEMA_ID",
     "Admin",
     "AdminListener",
@@ -61,13 +61,13 @@ __all__ = [
     "EndpointSpec",
     "EngineTls",
     "Hardware",
-    "Health",
-    "Layout",
+    "HealthSpec",
+    "LayoutSpec",
     "Limits",
     "Listener",
     "ListenerTls",
     "Listeners",
-    "Loaded",
+    "LoadedConfig",
     "Model",
     "Observability",
     "OperatorLog",
@@ -88,10 +88,10 @@ __all__ = [
     "Timeouts",
     "Traces",
     "WaitingRoom",
-    "examine",
-    "examine_text",
-    "from_engines",
+    "load_with_warnings",
+    "load_text",
+    "config_from_engines",
     "json_schema",
-    "load",
+    "load_config",
     "salt_member",
 ]

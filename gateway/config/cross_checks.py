@@ -14,14 +14,14 @@ import msgspec
 
 from gateway.config import isolation_rules, layout_rules, role_rules
 from gateway.config.problems import Path, did_you_mean, show_path
-from gateway.config.rule_findings import Finding, get, items
+from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
 from gateway.config.tree import Slos
 from gateway.config.values import engine_url, without_scheme
 from gateway.config.yaml_source import Substituted, numbers_if_substituted
 from policies import admission_registry, registry
 
 
-def errors(data: Any) -> Iterator[Finding]:
+def errors(data: Any) -> Iterator[RuleFinding]:
     """Yield everything in `data` (plain values as read) that is inconsistent."""
     yield from _model_names(data)
     yield from _model_pools(data)
@@ -37,25 +37,25 @@ def errors(data: Any) -> Iterator[Finding]:
     yield from _overflows(data)
     yield from _classes(data)
     yield from _rotation(data)
-    for path, spec in items(get(data, "pools"), ("pools",)):
-        yield from _registered(_POLICIES, get(spec, "policy"), (*path, "policy"))
+    for path, spec in iter_mappings(get_member(data, "pools"), ("pools",)):
+        yield from _registered(_POLICIES, get_member(spec, "policy"), (*path, "policy"))
         yield from _trials(data, spec, path)
-        yield from _registered(_ADMISSIONS, get(spec, "admission"), (*path, "admission"))
+        yield from _registered(_ADMISSIONS, get_member(spec, "admission"), (*path, "admission"))
 
 
-def warnings(data: Any) -> Iterator[Finding]:
+def warnings(data: Any) -> Iterator[RuleFinding]:
     """Yield what is allowed but probably unintended."""
-    host = get(get(get(data, "listeners"), "admin"), "host")
+    host = get_member(get_member(get_member(data, "listeners"), "admin"), "host")
     if isinstance(host, str) and not _is_local(host):
         text = (
             f"{host!r} makes the admin server, which shows the fleet, reachable from elsewhere; "
             "127.0.0.1 keeps it local"
         )
-        yield Finding(("listeners", "admin", "host"), text)
-    used = {get(model, "pool") for _, model in items(get(data, "models"), ("models",))}
-    for path, _ in items(get(data, "pools"), ("pools",)):
+        yield RuleFinding(("listeners", "admin", "host"), text)
+    used = {get_member(model, "pool") for _, model in iter_mappings(get_member(data, "models"), ("models",))}
+    for path, _ in iter_mappings(get_member(data, "pools"), ("pools",)):
         if used and path[-1] not in used:
-            yield Finding(path, "no model uses this pool", on_key=True)
+            yield RuleFinding(path, "no model uses this pool", is_on_key=True)
     yield from _unused_names(data)
     yield from _names_to_list(data)
     yield from role_rules.warnings(data)
@@ -68,39 +68,39 @@ def warnings(data: Any) -> Iterator[Finding]:
 def tls_sections(data: Any) -> Iterator[tuple[Path, Any]]:
     """Yield every section named tls, as plain data."""
     for name in ("api", "admin"):
-        yield ("listeners", name, "tls"), get(get(get(data, "listeners"), name), "tls")
+        yield ("listeners", name, "tls"), get_member(get_member(get_member(data, "listeners"), name), "tls")
     for path, spec in _specs(data):
-        yield (*path, "tls"), get(spec, "tls")
-    for path, pool in items(get(data, "pools"), ("pools",)):
+        yield (*path, "tls"), get_member(spec, "tls")
+    for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
         yield (
             (*path, "discover", "endpoint", "tls"),
-            get(get(get(pool, "discover"), "endpoint"), "tls"),
+            get_member(get_member(get_member(pool, "discover"), "endpoint"), "tls"),
         )
-    yield ("shared", "redis", "tls"), get(get(get(data, "shared"), "redis"), "tls")
+    yield ("shared", "redis", "tls"), get_member(get_member(get_member(data, "shared"), "redis"), "tls")
 
 
-def _unverified(data: Any) -> Iterator[Finding]:
+def _unverified(data: Any) -> Iterator[RuleFinding]:
     for path, section in tls_sections(data):
-        if get(section, "verify") is False:
+        if get_member(section, "verify") is False:
             text = "accepts any server: anyone who redirects the connection can read and change it"
-            yield Finding((*path, "verify"), text)
+            yield RuleFinding((*path, "verify"), text)
 
 
-def _literal_secrets(data: Any) -> Iterator[Finding]:
+def _literal_secrets(data: Any) -> Iterator[RuleFinding]:
     text = "is written into the file; ${NAME} or ${file:/path} keeps it out of backups and diffs"
     for path, value in _secrets(data):
         if isinstance(value, str) and not isinstance(value, Substituted):
-            yield Finding(path, text)
+            yield RuleFinding(path, text)
 
 
 def secrets_in_clear(data: Any) -> Iterator[Path]:
     """Yield where a secret is in the text itself, if only as the default of a reference."""
     for path, value in _secrets(data):
-        if value is not None and not (isinstance(value, Substituted) and value.all_by_reference):
+        if value is not None and not (isinstance(value, Substituted) and value.is_all_by_reference):
             yield path
 
 
-def _misplaced_files(data: Any) -> Iterator[Finding]:
+def _misplaced_files(data: Any) -> Iterator[RuleFinding]:
     """Yield ${file:...} references outside secrets.
 
     Names and labels are shown on many pages, so anyone who may submit a configuration could read
@@ -110,7 +110,7 @@ def _misplaced_files(data: Any) -> Iterator[Finding]:
     secrets = {path for path, _ in _secrets(data)}
     for path, value in _leaves(data, ()):
         if isinstance(value, Substituted) and "${file:" in value.written and path not in secrets:
-            yield Finding(path, text)
+            yield RuleFinding(path, text)
 
 
 def _leaves(data: Any, path: Path) -> Iterator[tuple[Path, Any]]:
@@ -128,13 +128,13 @@ def _leaves(data: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 def _secrets(data: Any) -> Iterator[tuple[Path, Any]]:
     """Yield the path of every secret and its value, if any."""
-    yield from (((*path, key), get(owner, key)) for path, owner, key in _secret_owners(data))
+    yield from (((*path, key), get_member(owner, key)) for path, owner, key in _secret_owners(data))
     yield from _further_keys(data)
 
 
 def _further_keys(data: Any) -> Iterator[tuple[Path, Any]]:
-    for path, tenant in items(get(data, "tenants"), ("tenants",)):
-        keys = get(tenant, "keys")
+    for path, tenant in iter_mappings(get_member(data, "tenants"), ("tenants",)):
+        keys = get_member(tenant, "keys")
         yield from (
             ((*path, "keys", index), key)
             for index, key in enumerate(keys if isinstance(keys, list) else ())
@@ -142,49 +142,49 @@ def _further_keys(data: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
-    yield (("admin",), get(data, "admin"), "key")
-    yield (("cache",), get(data, "cache"), "secret")
-    yield (("observability", "traces"), get(get(data, "observability"), "traces"), "key")
-    shared = get(data, "shared")
+    yield (("admin",), get_member(data, "admin"), "key")
+    yield (("cache",), get_member(data, "cache"), "secret")
+    yield (("observability", "traces"), get_member(get_member(data, "observability"), "traces"), "key")
+    shared = get_member(data, "shared")
     yield (("shared",), shared, "key")
-    yield (("shared", "redis"), get(shared, "redis"), "password")
-    yield from ((path, tenant, "key") for path, tenant in items(get(data, "tenants"), ("tenants",)))
+    yield (("shared", "redis"), get_member(shared, "redis"), "password")
+    yield from ((path, tenant, "key") for path, tenant in iter_mappings(get_member(data, "tenants"), ("tenants",)))
     yield from ((path, spec, "api_key") for path, spec in _specs(data))
     for path, section in tls_sections(data):
         yield (path, section, "key_password")
         yield from (
             (inner, pair, "key_password")
-            for inner, pair in items(get(section, "more"), (*path, "more"))
+            for inner, pair in iter_mappings(get_member(section, "more"), (*path, "more"))
         )
-    for path, pool in items(get(data, "pools"), ("pools",)):
-        yield ((*path, "discover", "endpoint"), get(get(pool, "discover"), "endpoint"), "api_key")
+    for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
+        yield ((*path, "discover", "endpoint"), get_member(get_member(pool, "discover"), "endpoint"), "api_key")
 
 
-def _rotation(data: Any) -> Iterator[Finding]:
-    section = get(data, "observability")
-    log = get(section, "access_log")
+def _rotation(data: Any) -> Iterator[RuleFinding]:
+    section = get_member(data, "observability")
+    log = get_member(section, "access_log")
     is_file = log is not None and log not in ("stdout", "off")
-    if isinstance(get(section, "access_rotate"), dict) and not is_file:
+    if isinstance(get_member(section, "access_rotate"), dict) and not is_file:
         text = (
             f"needs a file to rotate, and access_log is {log or 'stdout'}; give access_log a path"
         )
-        yield Finding(("observability", "access_rotate"), text, on_key=True)
+        yield RuleFinding(("observability", "access_rotate"), text, is_on_key=True)
 
 
-def _unique(values: Iterator[tuple[Path, str]], what: str) -> Iterator[Finding]:
+def _unique(values: Iterator[tuple[Path, str]], what: str) -> Iterator[RuleFinding]:
     seen: dict[str, Path] = {}
     for path, text in values:
         if text in seen:
-            yield Finding(path, f"{what} is already taken by {show_path(seen[text])}")
+            yield RuleFinding(path, f"{what} is already taken by {show_path(seen[text])}")
         seen.setdefault(text, path)
 
 
-def _model_names(data: Any) -> Iterator[Finding]:
+def _model_names(data: Any) -> Iterator[RuleFinding]:
     def names() -> Iterator[tuple[Path, str]]:
-        for path, model in items(get(data, "models"), ("models",)):
-            if isinstance(get(model, "name"), str):
+        for path, model in iter_mappings(get_member(data, "models"), ("models",)):
+            if isinstance(get_member(model, "name"), str):
                 yield (*path, "name"), model["name"]
-            aliases = get(model, "aliases")
+            aliases = get_member(model, "aliases")
             for index, alias in enumerate(aliases if isinstance(aliases, list) else ()):
                 if isinstance(alias, str):
                     yield (*path, "aliases", index), alias
@@ -192,95 +192,95 @@ def _model_names(data: Any) -> Iterator[Finding]:
     yield from _unique(names(), "this name")
 
 
-def _model_pools(data: Any) -> Iterator[Finding]:
-    pools = get(data, "pools")
+def _model_pools(data: Any) -> Iterator[RuleFinding]:
+    pools = get_member(data, "pools")
     if not isinstance(pools, dict) or not pools:
         return
-    for path, model in items(get(data, "models"), ("models",)):
-        pool = get(model, "pool")
+    for path, model in iter_mappings(get_member(data, "models"), ("models",)):
+        pool = get_member(model, "pool")
         if isinstance(pool, str) and pool not in pools:
-            yield Finding((*path, "pool"), f"there is no pool {pool!r}{did_you_mean(pool, pools)}")
-    if not get(data, "models") and len(pools) > 1:
-        yield Finding(("pools",), "several pools need models that say which pool serves which name")
+            yield RuleFinding((*path, "pool"), f"there is no pool {pool!r}{did_you_mean(pool, pools)}")
+    if not get_member(data, "models") and len(pools) > 1:
+        yield RuleFinding(("pools",), "several pools need models that say which pool serves which name")
 
 
-def _served_models(data: Any) -> Iterator[Finding]:
+def _served_models(data: Any) -> Iterator[RuleFinding]:
     """Yield each endpoint's served_model of which it is unclear what model of its pool it means."""
     for path, served, names in _shared_names(data):
         if served not in names:
             text = f"could mean any model of its pool ({', '.join(names)})"
             remedy = "leave it out and set served_model of that model under models"
-            yield Finding(path, f"{text}: {remedy}")
+            yield RuleFinding(path, f"{text}: {remedy}")
 
 
-def _names_to_list(data: Any) -> Iterator[Finding]:
+def _names_to_list(data: Any) -> Iterator[RuleFinding]:
     for path, served, names in _shared_names(data):
         if served in names:
             others = ", ".join(name for name in names if name != served)
             text = f"is the name of {served} only: the engine must list {others}"
-            yield Finding(path, f"{text}, or served_model under models must be a name it lists")
+            yield RuleFinding(path, f"{text}, or served_model under models must be a name it lists")
 
 
 def _shared_names(data: Any) -> Iterator[tuple[Path, str, list[str]]]:
     """Yield path and value of each served_model that could mean several models, and their names."""
-    for path, pool in items(get(data, "pools"), ("pools",)):
+    for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
         names = role_rules.unnamed_models(data, path[-1])
-        template = get(get(pool, "discover"), "endpoint")
+        template = get_member(get_member(pool, "discover"), "endpoint")
         specs = [
-            *items(get(pool, "endpoints"), (*path, "endpoints")),
+            *iter_mappings(get_member(pool, "endpoints"), (*path, "endpoints")),
             ((*path, "discover", "endpoint"), template),
         ]
         for spec_path, spec in specs if len(names) > 1 else ():
-            if isinstance(served := get(spec, "served_model"), str):
+            if isinstance(served := get_member(spec, "served_model"), str):
                 yield (*spec_path, "served_model"), served, names
 
 
-def _unused_names(data: Any) -> Iterator[Finding]:
-    for path, spec in () if get(data, "models") else _specs(data):
-        if get(spec, "served_model") is not None:
+def _unused_names(data: Any) -> Iterator[RuleFinding]:
+    for path, spec in () if get_member(data, "models") else _specs(data):
+        if get_member(spec, "served_model") is not None:
             text = "has no effect without models: requests use the names that engines list"
-            yield Finding((*path, "served_model"), text)
+            yield RuleFinding((*path, "served_model"), text)
 
 
 def _specs(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield every endpoint of every pool."""
-    for path, pool in items(get(data, "pools"), ("pools",)):
-        yield from items(get(pool, "endpoints"), (*path, "endpoints"))
+    for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
+        yield from iter_mappings(get_member(pool, "endpoints"), (*path, "endpoints"))
 
 
-def _endpoints(data: Any) -> Iterator[Finding]:
-    for path, pool in items(get(data, "pools"), ("pools",)):
-        if "endpoints" not in pool and get(pool, "discover") is None:
-            yield Finding((*path, "endpoints"), "is missing: The TP groups.")
-        elif get(pool, "endpoints") == [] and get(pool, "discover") is None:
-            yield Finding((*path, "endpoints"), "is empty; it needs at least one item")
-    specs = [(path, spec) for path, spec in _specs(data) if isinstance(get(spec, "url"), str)]
+def _endpoints(data: Any) -> Iterator[RuleFinding]:
+    for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
+        if "endpoints" not in pool and get_member(pool, "discover") is None:
+            yield RuleFinding((*path, "endpoints"), "is missing: The TP groups.")
+        elif get_member(pool, "endpoints") == [] and get_member(pool, "discover") is None:
+            yield RuleFinding((*path, "endpoints"), "is empty; it needs at least one item")
+    specs = [(path, spec) for path, spec in _specs(data) if isinstance(get_member(spec, "url"), str)]
     urls = [((*path, "url"), _normalized(spec["url"])) for path, spec in specs]
     yield from _unique(iter(urls), "this url")
     given = [
         ((*path, "name"), spec["name"])
         for path, spec in specs
-        if isinstance(get(spec, "name"), str)
+        if isinstance(get_member(spec, "name"), str)
     ]
     derived = [
         (path, without_scheme(url))
         for (path, url), (_, spec) in zip(urls, specs, strict=True)
-        if get(spec, "name") is None
+        if get_member(spec, "name") is None
     ]
     # Given names come last, because they are what can be changed to resolve a clash.
     yield from _unique(iter(derived + given), "this name")
 
 
-def _discovery_sources(data: Any) -> Iterator[Finding]:
+def _discovery_sources(data: Any) -> Iterator[RuleFinding]:
     """Yield sources that another pool already uses.
 
     Endpoint names are unique over all pools, so the second pool would never get any endpoint.
     """
     sources = []
-    for path, pool in items(get(data, "pools"), ("pools",)):
-        discover = get(pool, "discover")
+    for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
+        discover = get_member(pool, "discover")
         for kind in ("dns", "file", "kubernetes"):
-            key = _source_key(kind, get(discover, kind))
+            key = _source_key(kind, get_member(discover, kind))
             if key is not None:
                 sources.append(((*path, "discover", kind), key))
     yield from _unique(iter(sources), "this source")
@@ -289,10 +289,10 @@ def _discovery_sources(data: Any) -> Iterator[Finding]:
 def _source_key(kind: str, value: Any) -> str | None:
     """Return a text that is equal for equal sources; None if the value is missing or invalid."""
     if kind == "kubernetes":
-        service = get(value, "service")
+        service = get_member(value, "service")
         if not isinstance(service, str):
             return None
-        return f"{kind} {service} {get(value, 'namespace')} {get(value, 'port')}"
+        return f"{kind} {service} {get_member(value, 'namespace')} {get_member(value, 'port')}"
     if not isinstance(value, str):
         return None
     return f"{kind} {value.lower() if kind == 'dns' else normpath(value)}"
@@ -306,66 +306,66 @@ def _normalized(url: str) -> str:
         return str(url)
 
 
-def _ports(data: Any) -> Iterator[Finding]:
-    listeners = get(data, "listeners")
-    api, admin = get(listeners, "api"), get(listeners, "admin")
+def _ports(data: Any) -> Iterator[RuleFinding]:
+    listeners = get_member(data, "listeners")
+    api, admin = get_member(listeners, "api"), get_member(listeners, "admin")
     api_port, admin_port = _port(api, 8080), _port(admin, 8081)
     if api_port == admin_port and api_port not in ("0", None):
-        side = "admin" if get(admin, "port") is not None else "api"
+        side = "admin" if get_member(admin, "port") is not None else "api"
         text = f"both listeners take port {api_port}; the admin server needs its own"
-        yield Finding(("listeners", side, "port"), text)
+        yield RuleFinding(("listeners", side, "port"), text)
 
 
 def _port(listener: Any, default: int) -> str | None:
-    port = get(listener, "port")
+    port = get_member(listener, "port")
     return str(default if port is None else port)
 
 
-def _tenants(data: Any) -> Iterator[Finding]:
-    tenants = list(items(get(data, "tenants"), ("tenants",)))
+def _tenants(data: Any) -> Iterator[RuleFinding]:
+    tenants = list(iter_mappings(get_member(data, "tenants"), ("tenants",)))
     names = (
         ((*path, "name"), item["name"])
         for path, item in tenants
-        if isinstance(get(item, "name"), str)
+        if isinstance(get_member(item, "name"), str)
     )
     yield from _unique(names, "this name")
-    keys = [((*path, "key"), get(item, "key")) for path, item in tenants]
+    keys = [((*path, "key"), get_member(item, "key")) for path, item in tenants]
     all_keys = (*keys, *_further_keys(data))
     yield from _unique(((path, key) for path, key in all_keys if isinstance(key, str)), "this key")
 
 
-def _overflows(data: Any) -> Iterator[Finding]:
+def _overflows(data: Any) -> Iterator[RuleFinding]:
     """Yield overflow models that are unknown, the model itself, or given twice."""
-    values = [get(model, "name") for _, model in items(get(data, "models"), ("models",))]
+    values = [get_member(model, "name") for _, model in iter_mappings(get_member(data, "models"), ("models",))]
     names = [name for name in values if isinstance(name, str)]
-    for path, model in items(get(data, "models"), ("models",)):
-        own = get(model, "name")
+    for path, model in iter_mappings(get_member(data, "models"), ("models",)):
+        own = get_member(model, "name")
         targets = [
             ((*tier_path, "model"), tier["model"])
-            for tier_path, tier in items(get(model, "overflow"), (*path, "overflow"))
-            if isinstance(get(tier, "model"), str)
+            for tier_path, tier in iter_mappings(get_member(model, "overflow"), (*path, "overflow"))
+            if isinstance(get_member(tier, "model"), str)
         ]
         for target_path, target in targets:
             if target not in names:
                 text = f"there is no model {target!r}{did_you_mean(target, names)}"
-                yield Finding(target_path, text)
+                yield RuleFinding(target_path, text)
             elif target == own:
-                yield Finding(target_path, "a model cannot overflow into itself")
+                yield RuleFinding(target_path, "a model cannot overflow into itself")
         yield from _unique(iter(targets), "this model")
 
 
-def _classes(data: Any) -> Iterator[Finding]:
+def _classes(data: Any) -> Iterator[RuleFinding]:
     """Yield references to service classes that do not exist."""
-    slo = get(data, "slo")
-    classes = get(slo, "classes")
+    slo = get_member(data, "slo")
+    classes = get_member(slo, "classes")
     known = tuple(classes) if isinstance(classes, dict) else tuple(Slos().classes)
-    default = get(slo, "default")
+    default = get_member(slo, "default")
     uses = [(("slo", "default"), default), *_class_uses(data)]
     for path, name in uses:
         if isinstance(name, str) and name not in known:
-            yield Finding(path, f"there is no class {name!r}{did_you_mean(name, known)}")
+            yield RuleFinding(path, f"there is no class {name!r}{did_you_mean(name, known)}")
     if default is None and Slos().default not in known:
-        yield Finding(
+        yield RuleFinding(
             ("slo", "classes"),
             f"there is no class {Slos().default!r} here; name another in slo.default",
         )
@@ -373,8 +373,8 @@ def _classes(data: Any) -> Iterator[Finding]:
 
 def _class_uses(data: Any) -> Iterator[tuple[Path, Any]]:
     for section in ("models", "tenants"):
-        for path, item in items(get(data, section), (section,)):
-            yield (*path, "slo"), get(item, "slo")
+        for path, item in iter_mappings(get_member(data, section), (section,)):
+            yield (*path, "slo"), get_member(item, "slo")
 
 
 class _Registry(msgspec.Struct, frozen=True):
@@ -389,17 +389,17 @@ _POLICIES = _Registry("policy", registry.names, registry.params_type)
 _ADMISSIONS = _Registry("admission", admission_registry.names, admission_registry.params_type)
 
 
-def _registered(registry: _Registry, spec: Any, path: Path) -> Iterator[Finding]:
-    name = spec if isinstance(spec, str) else get(spec, "name")
+def _registered(registry: _Registry, spec: Any, path: Path) -> Iterator[RuleFinding]:
+    name = spec if isinstance(spec, str) else get_member(spec, "name")
     if not isinstance(name, str):
         return
     known = registry.names()
     if name not in known:
         name_path = path if isinstance(spec, str) else (*path, "name")
         text = f"there is no {registry.what} {name!r}{did_you_mean(name, known)}"
-        yield Finding(name_path, text)
+        yield RuleFinding(name_path, text)
         return
-    parameters = get(spec, "parameters")
+    parameters = get_member(spec, "parameters")
     params_type = registry.params_type(name)
     fields = {field.name: field for field in msgspec.structs.fields(params_type)}
     if not isinstance(parameters, dict):
@@ -412,43 +412,43 @@ def _registered(registry: _Registry, spec: Any, path: Path) -> Iterator[Finding]
     yield from findings or _combination(params_type, parameters, (*path, "parameters"))
 
 
-def _trials(data: Any, pool: Any, path: Path) -> Iterator[Finding]:
+def _trials(data: Any, pool: Any, path: Path) -> Iterator[RuleFinding]:
     """Yield errors of shadow and canary policies, and unknown tenants of a canary."""
-    shadows = get(pool, "shadow")
+    shadows = get_member(pool, "shadow")
     for index, spec in enumerate(shadows if isinstance(shadows, list) else ()):
         yield from _registered(_POLICIES, spec, (*path, "shadow", index))
-    canary = get(pool, "canary")
-    yield from _registered(_POLICIES, get(canary, "policy"), (*path, "canary", "policy"))
-    names = [get(tenant, "name") for _, tenant in items(get(data, "tenants"), ("tenants",))]
+    canary = get_member(pool, "canary")
+    yield from _registered(_POLICIES, get_member(canary, "policy"), (*path, "canary", "policy"))
+    names = [get_member(tenant, "name") for _, tenant in iter_mappings(get_member(data, "tenants"), ("tenants",))]
     known = [name for name in names if isinstance(name, str)]
-    tenants = get(canary, "tenants")
+    tenants = get_member(canary, "tenants")
     for index, name in enumerate(tenants if isinstance(tenants, list) else ()):
         if isinstance(name, str) and name not in known:
             text = f"there is no tenant {name!r}{did_you_mean(name, known)}"
-            yield Finding((*path, "canary", "tenants", index), text)
+            yield RuleFinding((*path, "canary", "tenants", index), text)
 
 
 def _parameter(
     owner: str, key: str, value: Any, fields: Mapping[str, Any], path: Path
-) -> Iterator[Finding]:
+) -> Iterator[RuleFinding]:
     if key not in fields:
         hint = did_you_mean(key, fields) if fields else "; it has none"
-        yield Finding(path, f"{owner} has no parameter {key}{hint}", on_key=True)
+        yield RuleFinding(path, f"{owner} has no parameter {key}{hint}", is_on_key=True)
         return
     try:
         msgspec.convert(numbers_if_substituted(value), fields[key].type)
     except msgspec.ValidationError as error:
-        yield Finding(path, str(error))
+        yield RuleFinding(path, str(error))
 
 
 def _combination(
     params: type[msgspec.Struct], given: Mapping[str, Any], path: Path
-) -> Iterator[Finding]:
+) -> Iterator[RuleFinding]:
     """Yield what the type's own rules say about parameters that are each valid."""
     try:
         msgspec.convert(numbers_if_substituted(given), params)
     except msgspec.ValidationError as error:
-        yield Finding(path, str(error), on_key=True)
+        yield RuleFinding(path, str(error), is_on_key=True)
 
 
 def _is_local(host: str) -> bool:

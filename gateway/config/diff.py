@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from gateway.config.load import MASK, Loaded, default_of
+from gateway.config.load import SECRET_MASK, LoadedConfig, default_of
 from gateway.config.problems import Path, show_path
 from gateway.config.values import Secret, without_scheme
 
 _POLICY = frozenset({"name", "parameters"})
 
 
-class Change(msgspec.Struct, frozen=True):
+class ConfigChange(msgspec.Struct, frozen=True):
     """One difference. `before` is None if added, `after` if removed.
 
     Equal texts mean that a reference now has another value.
@@ -38,7 +38,7 @@ class Change(msgspec.Struct, frozen=True):
         return f"{self.path}: {self.before} -> {self.after}"
 
 
-def changes(before: Loaded, after: Loaded) -> tuple[Change, ...]:
+def diff(before: LoadedConfig, after: LoadedConfig) -> tuple[ConfigChange, ...]:
     """Return all differences, in the order of the file format."""
     old, new = before.config.model_dump(by_alias=True), after.config.model_dump(by_alias=True)
     differences = tuple(_walk(_Side(before.written, old, ()), _Side(after.written, new, ()), ()))
@@ -47,7 +47,7 @@ def changes(before: Loaded, after: Loaded) -> tuple[Change, ...]:
         return after.resolved.hide(before.resolved.hide(text))
 
     return tuple(
-        Change(
+        ConfigChange(
             hide(change.path),
             None if change.before is None else hide(change.before),
             None if change.after is None else hide(change.after),
@@ -56,15 +56,15 @@ def changes(before: Loaded, after: Loaded) -> tuple[Change, ...]:
     )
 
 
-def _changed_files(before: Loaded, after: Loaded) -> Iterator[Change]:
+def _changed_files(before: LoadedConfig, after: LoadedConfig) -> Iterator[ConfigChange]:
     """Yield the files that have the same path in both configurations but other content."""
     for path, digest in after.files.items():
         name = after.written.get(path)
         if before.files.get(path, digest) != digest and before.written.get(path) == name:
-            yield Change(show_path(path), str(name), str(name))
+            yield ConfigChange(show_path(path), str(name), str(name))
 
 
-def shown(loaded: Loaded) -> dict[str, Any]:
+def display(loaded: LoadedConfig) -> dict[str, Any]:
     """Return the configuration as JSON values: with defaults, masked secrets, and references."""
     tree: dict[str, Any] = loaded.config.model_dump(mode="json", by_alias=True)
     for path, text in loaded.written.items():
@@ -110,7 +110,7 @@ class _Side(msgspec.Struct, frozen=True):
         """Return the value as an operator would write it."""
         written = self.written.get(self.path)
         if isinstance(self.value, Secret):
-            return written if isinstance(written, str) else MASK
+            return written if isinstance(written, str) else SECRET_MASK
         if isinstance(self.value, dict) and written is None:
             return self._mapping_text()
         if isinstance(self.value, list | tuple):
@@ -137,7 +137,7 @@ class _Side(msgspec.Struct, frozen=True):
         return "{" + ", ".join(f"{key}: {side.text()}" for key, side in given.items()) + "}"
 
 
-def _walk(old: _Side, new: _Side, path: Path) -> Iterator[Change]:
+def _walk(old: _Side, new: _Side, path: Path) -> Iterator[ConfigChange]:
     if old.value == new.value:
         return
     olds, news = old.children(), new.children()
@@ -147,15 +147,15 @@ def _walk(old: _Side, new: _Side, path: Path) -> Iterator[Change]:
         olds is not None and olds.keys() == _POLICY and olds["name"].value != new.value["name"]
     )
     if olds is None or news is None or renamed:
-        yield Change(show_path(path), old.text(), new.text())
+        yield ConfigChange(show_path(path), old.text(), new.text())
         return
     for key in {**olds, **news}:
         before, after = olds.get(key), news.get(key)
         here = (*path, _name(after or before, key))
         if before is None and after is not None:
-            yield Change(show_path(here), None, after.text())
+            yield ConfigChange(show_path(here), None, after.text())
         elif after is None and before is not None:
-            yield Change(show_path(here), before.text(), None)
+            yield ConfigChange(show_path(here), before.text(), None)
         elif before is not None and after is not None:
             yield from _walk(before, after, here)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gateway.config.yaml_source import FILE_CAP_BYTES, NotARegularFileError, invalid_file
+from gateway.config.yaml_source import MAX_FILE_BYTES, NotARegularFileError, invalid_file
 
 
 def read_file(path: Path, limit: int) -> bytes:
@@ -15,10 +15,10 @@ def read_file(path: Path, limit: int) -> bytes:
         return file.read(limit + 1)
 
 
-def raw_bytes(path: Path) -> bytes:
+def read_config_file(path: Path) -> bytes:
     """Read the configuration file. Raises ConfigError when that is impossible."""
     try:
-        return read_file(path, FILE_CAP_BYTES)
+        return read_file(path, MAX_FILE_BYTES)
     except NotARegularFileError:
         raise invalid_file(str(path), "is not a regular file") from None
     except OSError as error:

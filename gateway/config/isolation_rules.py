@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gateway.config.problems import Path, did_you_mean
-from gateway.config.rule_findings import Finding, get, items
+from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
 
 # The request member in which an engine expects a cache salt. TensorRT-LLM supports one for chat
 # only, and its completions API rejects unknown members.
@@ -26,38 +26,38 @@ def salt_member(engine: str, cache_salt: bool | None) -> str:
     return "" if cache_salt is False else SALT_MEMBERS.get(engine, "")
 
 
-def errors(data: Any) -> Iterator[Finding]:
+def errors(data: Any) -> Iterator[RuleFinding]:
     """Yield unknown tenants, and endpoints that cannot isolate tenants although they must."""
     names = [
         name
-        for name in (get(tenant, "name") for _, tenant in _tenants(data))
+        for name in (get_member(tenant, "name") for _, tenant in _tenants(data))
         if isinstance(name, str)
     ]
-    required, domains = get(get(data, "cache"), "isolate") == "required", _domains(data)
+    required, domains = get_member(get_member(data, "cache"), "isolate") == "required", _domains(data)
     for path, spec in _specs(data):
-        for index, name in enumerate(_list(get(spec, "tenants"))):
+        for index, name in enumerate(_list(get_member(spec, "tenants"))):
             if isinstance(name, str) and name not in names:
-                yield Finding(
+                yield RuleFinding(
                     (*path, "tenants", index),
                     f"there is no tenant {name!r}{did_you_mean(name, names)}",
                 )
-        if get(spec, "cache_salt") is True and not _takes_salt(spec):
-            yield Finding(
+        if get_member(spec, "cache_salt") is True and not _takes_salt(spec):
+            yield RuleFinding(
                 (*path, "cache_salt"),
-                f"{get(spec, 'engine')} does not support it: its completions reject a cache salt",
+                f"{get_member(spec, 'engine')} does not support it: its completions reject a cache salt",
             )
         elif required and len(_served(spec, domains)) > 1:
             text = (
                 f"{_name(spec)} takes no cache salt, so with isolate: required it may serve one "
                 "tenant only; name it under tenants"
             )
-            yield Finding(path, text, on_key=True)
+            yield RuleFinding(path, text, is_on_key=True)
 
 
-def warnings(data: Any) -> Iterator[Finding]:
+def warnings(data: Any) -> Iterator[RuleFinding]:
     """Yield tenants that share a cache unintentionally, and salts that change with an API key."""
-    cache, domains = get(data, "cache"), _domains(data)
-    if len(set(domains.values())) < 2 or get(cache, "isolate") in ("off", False):
+    cache, domains = get_member(data, "cache"), _domains(data)
+    if len(set(domains.values())) < 2 or get_member(cache, "isolate") in ("off", False):
         return
     for path, spec in _specs(data):
         if len(_served(spec, domains)) > 1:
@@ -65,27 +65,27 @@ def warnings(data: Any) -> Iterator[Finding]:
                 f"{_name(spec)} takes no cache salt, so tenants share its cached prompts and can "
                 "detect each other's by their response time"
             )
-            yield Finding(path, text, on_key=True)
-    if get(cache, "secret") is None and get(data, "shared") is None:
+            yield RuleFinding(path, text, is_on_key=True)
+    if get_member(cache, "secret") is None and get_member(data, "shared") is None:
         text = (
             "cache salts are derived from these keys, so a new key empties its tenant's cache; "
             "set cache.secret"
         )
-        yield Finding(("tenants",), text, on_key=True)
+        yield RuleFinding(("tenants",), text, is_on_key=True)
 
 
 def _served(spec: Any, domains: Mapping[str, str]) -> set[str]:
     """Return the cache domains that an endpoint serves but cannot keep apart; empty if it can."""
     if _takes_salt(spec):
         return set()
-    names = [name for name in _list(get(spec, "tenants")) if isinstance(name, str)]
+    names = [name for name in _list(get_member(spec, "tenants")) if isinstance(name, str)]
     if not names:
         return set(domains.values())
     return {domains[name] for name in names if name in domains}
 
 
 def _takes_salt(spec: Any) -> bool:
-    engine, setting = get(spec, "engine"), get(spec, "cache_salt")
+    engine, setting = get_member(spec, "engine"), get_member(spec, "cache_salt")
     cache_salt = setting if isinstance(setting, bool) else None
     return bool(salt_member(str(engine or "vllm"), cache_salt))
 
@@ -94,27 +94,27 @@ def _domains(data: Any) -> dict[str, str]:
     """Return each tenant's cache domain: equal for tenants that share cached prompts."""
     domains: dict[str, str] = {}
     for _, tenant in _tenants(data):
-        name, group = get(tenant, "name"), get(tenant, "cache_group")
+        name, group = get_member(tenant, "name"), get_member(tenant, "cache_group")
         if isinstance(name, str):
             domains[name] = f"group {group}" if isinstance(group, str) else f"tenant {name}"
     return domains
 
 
 def _tenants(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    return items(get(data, "tenants"), ("tenants",))
+    return iter_mappings(get_member(data, "tenants"), ("tenants",))
 
 
 def _specs(data: Any) -> Iterator[tuple[Path, Any]]:
     """Yield every endpoint, and the section for discovered ones."""
-    for path, pool in items(get(data, "pools"), ("pools",)):
-        yield from items(get(pool, "endpoints"), (*path, "endpoints"))
-        discover = get(pool, "discover")
+    for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
+        yield from iter_mappings(get_member(pool, "endpoints"), (*path, "endpoints"))
+        discover = get_member(pool, "discover")
         if isinstance(discover, dict):
-            yield (*path, "discover"), get(discover, "endpoint") or {}
+            yield (*path, "discover"), get_member(discover, "endpoint") or {}
 
 
 def _name(spec: Any) -> str:
-    name = get(spec, "name") or str(get(spec, "url") or "a discovered endpoint")
+    name = get_member(spec, "name") or str(get_member(spec, "url") or "a discovered endpoint")
     return str(name).removeprefix("http://")
 
 

@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from gateway.config.values import Count, Duration, Section, Size, setting
 
-LEAST_SEND_BUFFER, MOST_SEND_BUFFER = 16 << 10, 1 << 30
+MIN_SEND_BUFFER, MAX_SEND_BUFFER = 16 << 10, 1 << 30
 
 
 class Limits(Section):
@@ -60,6 +60,6 @@ class Limits(Section):
     def _is_consistent(self) -> Limits:
         if self.body > self.body_budget:
             raise ValueError("body is larger than body_budget, so a body of that size never fits")
-        if not LEAST_SEND_BUFFER <= self.send_buffer <= MOST_SEND_BUFFER:
+        if not MIN_SEND_BUFFER <= self.send_buffer <= MAX_SEND_BUFFER:
             raise ValueError("send_buffer must be between 16KiB and 1GiB")
         return self

@@ -12,19 +12,19 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 
 from gateway.config import cross_checks, tls_files
-from gateway.config.file_reader import raw_bytes, read_file
+from gateway.config.file_reader import read_config_file, read_file
 from gateway.config.problems import ConfigError, Path, Problem, did_you_mean
-from gateway.config.tls_sections import FOLDER
+from gateway.config.tls_sections import FOLDER_KEY
 from gateway.config.tree import Config
-from gateway.config.yaml_source import Resolved, Source, parse
+from gateway.config.yaml_source import Resolved, YamlSource, parse_yaml
 
 SCHEMA_ID = "urn:penstock:config:v1"
-MASK = "**********"
+SECRET_MASK = "**********"
 _ENGINES_POOL = "engines"
 _NONE_REFUSED: Mapping[Path, str] = MappingProxyType({})
 
 
-class Loaded(msgspec.Struct, frozen=True):
+class LoadedConfig(msgspec.Struct, frozen=True):
     """A valid Config, its warnings, and what it was made from.
 
     file                name of the file, as shown in problems
@@ -44,45 +44,45 @@ class Loaded(msgspec.Struct, frozen=True):
     references: tuple[FilePath, ...] = ()
     digest: bytes = b""
     written: Mapping[Path, object] = {}
-    in_clear: bool = False
+    has_secret_in_text: bool = False
     files: Mapping[Path, bytes] = {}
     resolved: Resolved = Resolved()
 
 
-def load(path: FilePath, env: Mapping[str, str]) -> Config:
+def load_config(path: FilePath, env: Mapping[str, str]) -> Config:
     """Load the YAML file `path`, with ${NAME} from `env`. Raises ConfigError with all problems."""
-    return examine(path, env).config
+    return load_with_warnings(path, env).config
 
 
-def examine(path: FilePath, env: Mapping[str, str]) -> Loaded:
+def load_with_warnings(path: FilePath, env: Mapping[str, str]) -> LoadedConfig:
     """Load like load_config(), and keep the warnings that `penstock check` shows."""
-    return examine_text(raw_bytes(path), str(path), env)
+    return load_text(read_config_file(path), str(path), env)
 
 
-def examine_text(
+def load_text(
     text: bytes, file: str, env: Mapping[str, str], refused: Mapping[Path, str] = _NONE_REFUSED
-) -> Loaded:
+) -> LoadedConfig:
     """Load from text like load_with_warnings().
 
     `file` is its name in problems, and relative paths start at its folder. `refused` gives, by
     path, the reason why references there may not be resolved (references.py).
     """
-    return _build(parse(text, file, env, read_file, refused), text)
+    return _build(parse_yaml(text, file, env, read_file, refused), text)
 
 
-def from_engines(urls: Sequence[str], policy: str, host: str, port: int, admin_port: int) -> Loaded:
+def config_from_engines(urls: Sequence[str], policy: str, host: str, port: int, admin_port: int) -> LoadedConfig:
     """Build the configuration of `serve --engine URL ...`: one pool, models as engines list them.
 
     Raises ConfigError.
     """
-    source = Source("command line")
+    source = YamlSource("command line")
     source.data = {
         "version": 1,
         "listeners": {"api": {"host": host, "port": port}, "admin": {"port": admin_port}},
         "pools": {_ENGINES_POOL: {"policy": policy, "endpoints": [{"url": url} for url in urls]}},
     }
     text = json.dumps(source.data).encode()  # JSON is valid YAML, so it can be read again
-    source.depends_on(text)
+    source.add_to_digest(text)
     return _build(source, text)
 
 
@@ -97,40 +97,40 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def _build(source: Source, text: bytes = b"") -> Loaded:
+def _build(source: YamlSource, text: bytes = b"") -> LoadedConfig:
     config: Config | None = None
     try:
         config = Config.model_validate(
-            source.data, context={FOLDER: str(FilePath(source.file).parent)}
+            source.data, context={FOLDER_KEY: str(FilePath(source.file).parent)}
         )
-        tls_files.examine(config, source)
+        tls_files.check_files(config, source)
     except ValidationError as error:
         _add_problems(source, error)
     for finding in cross_checks.errors(source.data):
-        source.fail(finding.path, finding.message, key=finding.on_key)
+        source.add_error(finding.path, finding.message, on_key=finding.is_on_key)
     if source.problems or config is None:
         raise ConfigError(source.problems.values(), source.references)
     doubts = [
-        source.problem(finding.path, finding.message, key=finding.on_key)
+        source.problem_at(finding.path, finding.message, on_key=finding.is_on_key)
         for finding in cross_checks.warnings(source.data)
     ]
-    doubts += source.doubts
+    doubts += source.warnings
     in_clear = list(cross_checks.secrets_in_clear(source.data))
-    return Loaded(
+    return LoadedConfig(
         config,
         tuple(sorted(doubts, key=lambda problem: (problem.line, problem.col))),
         source.file,
         text,
         tuple(source.references),
         source.digest,
-        source.written | dict.fromkeys(in_clear, MASK),
+        source.written | dict.fromkeys(in_clear, SECRET_MASK),
         bool(in_clear),
         source.files,
         source.resolved,
     )
 
 
-def _add_problems(source: Source, error: ValidationError) -> None:
+def _add_problems(source: YamlSource, error: ValidationError) -> None:
     for detail in error.errors(include_url=False, include_context=True):
         path, on_key = _split_location(detail["loc"])
         # Its reference or the type of a parent is wrong already: do not report it twice.
@@ -139,7 +139,7 @@ def _add_problems(source: Source, error: ValidationError) -> None:
         if detail["type"] == "too_short" and detail["input"]:
             continue  # it is empty only because its items are invalid
         on_key = on_key or detail["type"] == "extra_forbidden"
-        source.fail(path, _message(detail, path), key=on_key)
+        source.add_error(path, _message(detail, path), on_key=on_key)
 
 
 def _split_location(loc: tuple[int | str, ...]) -> tuple[Path, bool]:

@@ -6,10 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, field_validator
 
-from gateway.config.values import CollectorUrl, Duration, Secret, Section, Size, sendable, setting
+from gateway.config.values import (
+    CollectorUrl,
+    Duration,
+    Secret,
+    Section,
+    Size,
+    check_sendable,
+    setting,
+)
 from gateway.config.yaml_source import number_if_substituted
 
-LEAST_LOG_BYTES = 64 << 10
+MIN_LOG_BYTES = 64 << 10
 
 
 class Traces(Section):
@@ -25,10 +33,10 @@ class Traces(Section):
     )
     key: Secret | None = setting(None, "Bearer token for the collector, by reference.")
 
-    _sendable_key = field_validator("key")(sendable)
+    _sendable_key = field_validator("key")(check_sendable)
 
 
-class Rotate(Section):
+class LogRotation(Section):
     """Rotation of the access log's file. Older files are named FILE.1 (the newest), FILE.2, ..."""
 
     size: Size = setting("100MiB", "Size at which a new file begins.")
@@ -39,9 +47,9 @@ class Rotate(Section):
     @field_validator("size")
     @classmethod
     def _large_enough(cls, size: int) -> int:
-        if size < LEAST_LOG_BYTES:
+        if size < MIN_LOG_BYTES:
             raise ValueError(
-                f"is too small for a log file; it must be at least {LEAST_LOG_BYTES >> 10}KiB"
+                f"is too small for a log file; it must be at least {MIN_LOG_BYTES >> 10}KiB"
             )
         return size
 
@@ -69,7 +77,7 @@ class Observability(Section):
         "Whether lines contain the keys of prompt blocks, which show a replay what prompts have "
         "in common.",
     )
-    access_rotate: Rotate | None = setting(
+    access_rotate: LogRotation | None = setting(
         None,
         "When to begin a new file of the access log. By default never, so that logrotate can.",
     )

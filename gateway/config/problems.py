@@ -15,7 +15,7 @@ Path = tuple[str | int, ...]
 """Path of a value, such as ("pools", "chat", "endpoints", 0, "url")."""
 
 
-class Mark(msgspec.Struct, frozen=True, order=True):
+class SourcePosition(msgspec.Struct, frozen=True, order=True):
     """A place in the file, counted from 1."""
 
     line: int

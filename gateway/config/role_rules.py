@@ -9,67 +9,67 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gateway.config.problems import Path
-from gateway.config.rule_findings import Finding, get, items
+from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
 from kvtransfer import dialects
-from kvtransfer.dialects import Dialect, Needs
-from policies.pricing.split import compat
+from kvtransfer.dialects import Dialect, Prerequisite
+from policies.pricing.split import kv_compatibility_key
 
 Specs = list[tuple[Path, dict[str, Any]]]
 
-NEED_BOOTSTRAP = (Needs.ADDRESS, Needs.QUERY)
+NEED_BOOTSTRAP = (Prerequisite.ADDRESS, Prerequisite.QUERY)
 
 
-def errors(data: Any) -> Iterator[Finding]:
+def errors(data: Any) -> Iterator[RuleFinding]:
     """Yield what makes a model impossible to serve, or to split with its dialect."""
     reported: set[Path] = set()
-    for path, model in items(get(data, "models"), ("models",)):
-        specs = _endpoints(data, get(model, "pool"))
-        split = get(model, "split")
+    for path, model in iter_mappings(get_member(data, "models"), ("models",)):
+        specs = _endpoints(data, get_member(model, "pool"))
+        split = get_member(model, "split")
         if specs and not split and all(_role(spec) == "prefill" for _, spec in specs):
             text = "all endpoints of this pool are for prefill only, so none can serve the model"
-            yield Finding((*path, "pool"), text)
-        dialect = dialects.DIALECTS.get(str(get(split, "dialect")))
+            yield RuleFinding((*path, "pool"), text)
+        dialect = dialects.DIALECTS.get(str(get_member(split, "dialect")))
         if specs and dialect is not None:
             yield from _once(_dialect_errors(dialect, specs), reported)
-            is_clear = len(unnamed_models(data, get(model, "pool"))) < 2
+            is_clear = len(unnamed_models(data, get_member(model, "pool"))) < 2
             yield from _pair_errors((*path, "split"), model, dialect, specs, is_clear=is_clear)
-    if not get(data, "models"):
-        for path, _ in items(get(data, "pools"), ("pools",)):
+    if not get_member(data, "models"):
+        for path, _ in iter_mappings(get_member(data, "pools"), ("pools",)):
             specs = _endpoints(data, path[-1])
             if specs and all(_role(spec) == "prefill" for _, spec in specs):
                 text = "all of them are for prefill only, and no model has a split"
-                yield Finding((*path, "endpoints"), text)
+                yield RuleFinding((*path, "endpoints"), text)
 
 
-def warnings(data: Any) -> Iterator[Finding]:
+def warnings(data: Any) -> Iterator[RuleFinding]:
     """Yield endpoints whose role is never used."""
     split_pools = {
-        get(model, "pool")
-        for _, model in items(get(data, "models"), ("models",))
-        if get(model, "split")
+        get_member(model, "pool")
+        for _, model in iter_mappings(get_member(data, "models"), ("models",))
+        if get_member(model, "split")
     }
-    for path, _ in items(get(data, "pools"), ("pools",)):
+    for path, _ in iter_mappings(get_member(data, "pools"), ("pools",)):
         for spec_path, spec in _endpoints(data, path[-1]):
             if _role(spec) == "prefill" and path[-1] not in split_pools:
                 text = "no model of this pool has a split, so it will get no requests"
-                yield Finding((*spec_path, "role"), text)
-    for path, model in items(get(data, "models"), ("models",)):
-        specs = _endpoints(data, get(model, "pool"))
-        dialect = dialects.DIALECTS.get(str(get(get(model, "split"), "dialect")))
+                yield RuleFinding((*spec_path, "role"), text)
+    for path, model in iter_mappings(get_member(data, "models"), ("models",)):
+        specs = _endpoints(data, get_member(model, "pool"))
+        dialect = dialects.DIALECTS.get(str(get_member(get_member(model, "split"), "dialect")))
         if (
             specs
             and dialect is not None
-            and dialect.decode_alone
+            and dialect.can_decode_alone
             and all(_role(spec) == "decode" for _, spec in specs)
         ):
-            yield Finding(
+            yield RuleFinding(
                 (*path, "split"),
                 "no endpoint of its pool is for prefill, so requests are not split",
-                on_key=True,
+                is_on_key=True,
             )
 
 
-def _once(findings: Iterator[Finding], reported: set[Path]) -> Iterator[Finding]:
+def _once(findings: Iterator[RuleFinding], reported: set[Path]) -> Iterator[RuleFinding]:
     """Yield only findings at new paths, since models may share a pool."""
     for finding in findings:
         if finding.path not in reported:
@@ -81,7 +81,7 @@ def _endpoints(data: Any, pool: Any) -> Specs:
     if not isinstance(pool, str):
         return []
     return list(
-        items(get(get(get(data, "pools"), pool), "endpoints"), ("pools", pool, "endpoints"))
+        iter_mappings(get_member(get_member(get_member(data, "pools"), pool), "endpoints"), ("pools", pool, "endpoints"))
     )
 
 
@@ -89,7 +89,7 @@ def _role(spec: Mapping[str, Any]) -> str:
     return str(spec.get("role", "both"))
 
 
-def _dialect_errors(dialect: Dialect, specs: Specs) -> Iterator[Finding]:
+def _dialect_errors(dialect: Dialect, specs: Specs) -> Iterator[RuleFinding]:
     for path, spec in specs:
         engine = str(spec.get("engine", "vllm"))
         if engine != dialect.engine:
@@ -97,34 +97,34 @@ def _dialect_errors(dialect: Dialect, specs: Specs) -> Iterator[Finding]:
                 f"is {engine}; the split of its pool is {dialect.name}, "
                 f"which only {dialect.engine} supports"
             )
-            yield Finding((*path, "engine") if "engine" in spec else path, text)
+            yield RuleFinding((*path, "engine") if "engine" in spec else path, text)
         elif (
             dialect.needs in NEED_BOOTSTRAP and _role(spec) == "prefill" and "bootstrap" not in spec
         ):
-            yield Finding(path, f"a prefill endpoint in {dialect.name} needs bootstrap: host:port")
+            yield RuleFinding(path, f"a prefill endpoint in {dialect.name} needs bootstrap: host:port")
 
 
 def unnamed_models(data: Any, pool: object) -> list[str]:
     """Return the names of a pool's models without a served_model of their own."""
     models = (
-        model for _, model in items(get(data, "models"), ("models",)) if get(model, "pool") == pool
+        model for _, model in iter_mappings(get_member(data, "models"), ("models",)) if get_member(model, "pool") == pool
     )
-    return [str(get(model, "name")) for model in models if get(model, "served_model") is None]
+    return [str(get_member(model, "name")) for model in models if get_member(model, "served_model") is None]
 
 
 def _pair_errors(
     path: Path, model: Any, dialect: Dialect, specs: Specs, *, is_clear: bool
-) -> Iterator[Finding]:
+) -> Iterator[RuleFinding]:
     """Yield what keeps a model's endpoints from forming pairs.
 
     `is_clear`: an endpoint's served_model can only mean this model.
     """
     groups: dict[str, list[str]] = {}
-    name, served = str(get(model, "name")), get(model, "served_model")
+    name, served = str(get_member(model, "name")), get_member(model, "served_model")
     for _, spec in specs:
-        labels = get(spec, "labels")
+        labels = get_member(spec, "labels")
         own_name = spec.get("served_model") if is_clear else None
-        key = compat(
+        key = kv_compatibility_key(
             dialect.engine,
             str(served or own_name or name),
             labels if isinstance(labels, dict) else {},
@@ -133,18 +133,18 @@ def _pair_errors(
     roles = [role for group in groups.values() for role in group]
     # Without prefill endpoints the decode endpoints serve whole requests, if the dialect allows it.
     if "prefill" not in roles and "both" not in roles:
-        if not dialect.decode_alone:
+        if not dialect.can_decode_alone:
             text = (
                 f"no endpoint of its pool is for prefill, and {dialect.name} cannot decode without"
             )
-            yield Finding(path, text, on_key=True)
+            yield RuleFinding(path, text, is_on_key=True)
         return
     if not any(_has_pair(group) for group in groups.values()):
         text = (
             "no two endpoints of its pool fit together: one to prefill and another to decode, with "
             "equal served_model and equal version and kv_dtype labels"
         )
-        yield Finding(path, text, on_key=True)
+        yield RuleFinding(path, text, is_on_key=True)
 
 
 def _has_pair(roles: list[str]) -> bool:

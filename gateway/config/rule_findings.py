@@ -10,20 +10,20 @@ import msgspec
 from gateway.config.problems import Path
 
 
-class Finding(msgspec.Struct, frozen=True):
+class RuleFinding(msgspec.Struct, frozen=True):
     """An error or warning at `path`; `is_on_key` if it concerns the key, not its value."""
 
     path: Path
     message: str
-    on_key: bool = False
+    is_on_key: bool = False
 
 
-def get(data: Any, key: str) -> Any:
+def get_member(data: Any, key: str) -> Any:
     """Return a member of a mapping; None if there is none or `data` is not a mapping."""
     return data.get(key) if isinstance(data, dict) else None
 
 
-def items(data: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+def iter_mappings(data: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the mappings in a list or mapping, each with its path."""
     pairs: Any = (
         enumerate(data)

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from gateway.config.values import Count, Name, Secret, Section, Weight, sendable, setting
+from gateway.config.values import Count, Name, Secret, Section, Weight, check_sendable, setting
 from gateway.config.yaml_source import number_if_substituted
 
-LEAST_SECRET = 16
+MIN_SECRET_CHARS = 16
 
 
 class TenantLimits(Section):
@@ -43,13 +43,13 @@ class Tenant(Section):
     ] = setting(0, "Highest priority of its requests; a higher one is reduced to this.")
     limits: TenantLimits = setting({}, "Rate limits.")
 
-    _sendable_key = field_validator("key")(sendable)
+    _sendable_key = field_validator("key")(check_sendable)
 
     @field_validator("keys")
     @classmethod
     def _sendable_keys(cls, keys: tuple[Secret, ...]) -> tuple[Secret, ...]:
         for key in keys:
-            sendable(key)
+            check_sendable(key)
         return keys
 
 
@@ -76,6 +76,6 @@ class Cache(Section):
     @field_validator("secret")
     @classmethod
     def _long_enough(cls, secret: Secret | None) -> Secret | None:
-        if secret is not None and len(secret.reveal()) < LEAST_SECRET:
-            raise ValueError(f"is shorter than {LEAST_SECRET} characters, so it could be guessed")
+        if secret is not None and len(secret.reveal()) < MIN_SECRET_CHARS:
+            raise ValueError(f"is shorter than {MIN_SECRET_CHARS} characters, so it could be guessed")
         return secret

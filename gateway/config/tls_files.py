@@ -15,11 +15,11 @@ import msgspec
 from gateway.config.problems import Path, show_path
 from gateway.config.tls_sections import ClientTls, ListenerTls
 from gateway.config.tree import Config
-from gateway.config.yaml_source import Source
+from gateway.config.yaml_source import YamlSource
 from gateway.util import tls
 
 
-def examine(config: Config, source: Source) -> None:
+def check_files(config: Config, source: YamlSource) -> None:
     """Add the files and their problems to the source."""
     files = _Files(source)
     for path, section in _sections(config):
@@ -31,16 +31,16 @@ def examine(config: Config, source: Source) -> None:
             files.add_authorities(path, "ca", section.ca)
 
 
-class Certificate(msgspec.Struct, frozen=True):
+class NamedCertificate(msgspec.Struct, frozen=True):
     """A certificate named at `path`. `refusal_reason`: why peers refuse it now, or None."""
 
     path: str
     file: str
     not_after: float
-    doubt: str | None
+    refusal_reason: str | None
 
 
-def certificates(config: Config, now: float) -> Iterator[Certificate]:
+def named_certificates(config: Config, now: float) -> Iterator[NamedCertificate]:
     """Yield the readable certificates of the configuration, each at the first path naming it."""
     first: dict[tls.KeyPair, Path] = {}
     for path, section in _sections(config):
@@ -48,11 +48,11 @@ def certificates(config: Config, now: float) -> Iterator[Certificate]:
             first.setdefault(pair, pair_path)
     for pair, path in first.items():
         try:
-            times = tls.valid_times(pair)
+            times = tls.certificate_validity(pair)
         except (OSError, ValueError):
             continue  # check_files() reports it
-        yield Certificate(
-            show_path((*path, "certificate")), pair.certificate, times.not_after, times.doubt(now)
+        yield NamedCertificate(
+            show_path((*path, "certificate")), pair.certificate, times.not_after, times.refusal_reason(now)
         )
 
 
@@ -62,8 +62,8 @@ def _pairs(path: Path, section: ListenerTls | ClientTls) -> Iterator[tuple[Path,
         yield path, section.pair
         for index, files in enumerate(section.more):
             yield (*path, "more", index), files.pair
-    elif section.settings.pair is not None:
-        yield path, section.settings.pair
+    elif section.settings.key_pair is not None:
+        yield path, section.settings.key_pair
 
 
 def _sections(config: Config) -> Iterator[tuple[Path, ListenerTls | ClientTls]]:
@@ -83,7 +83,7 @@ def _sections(config: Config) -> Iterator[tuple[Path, ListenerTls | ClientTls]]:
 class _Files:
     """The files of one configuration. Each is read once, even if many endpoints name it."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: YamlSource) -> None:
         self._source = source
         self._pairs: dict[tls.KeyPair, tuple[tls.FileProblem, ...]] = {}
         self._authorities: dict[str, tls.FileProblem | None] = {}
@@ -92,15 +92,15 @@ class _Files:
     def add_pair(self, path: Path, pair: tls.KeyPair) -> None:
         """Check a certificate and its key, whose section is at `path`."""
         if pair not in self._pairs:
-            problems = self._pairs[pair] = tuple(tls.pair_problems(pair))
+            problems = self._pairs[pair] = tuple(tls.key_pair_problems(pair))
             for problem in problems:
                 if not problem.is_error:
-                    self._source.doubt((*path, problem.role), problem.message)
+                    self._source.warn((*path, problem.role), problem.message)
         self._add_digest((*path, "certificate"), pair.certificate)
         self._add_digest((*path, "key"), pair.key)
         for problem in self._pairs[pair]:
             if problem.is_error:
-                self._source.fail((*path, problem.role), problem.message)
+                self._source.add_error((*path, problem.role), problem.message)
 
     def add_authorities(self, path: Path, key: str, file: str | None) -> None:
         """Check a file of certificate authorities, given by `key` of the section at `path`."""
@@ -111,7 +111,7 @@ class _Files:
         self._add_digest((*path, key), file)
         problem = self._authorities[file]
         if problem is not None:
-            self._source.fail((*path, key), problem.message)
+            self._source.add_error((*path, key), problem.message)
 
     def _add_digest(self, path: Path, file: str) -> None:
         file_path = FilePath(file)
@@ -119,7 +119,7 @@ class _Files:
             content = _content(file_path)
             self._digests[file] = hashlib.sha256(content).digest()
             self._source.references[file_path] = None
-            self._source.depends_on(file.encode("utf-8", "surrogateescape"), content)
+            self._source.add_to_digest(file.encode("utf-8", "surrogateescape"), content)
         self._source.files[path] = self._digests[file]
 
 
@@ -128,6 +128,6 @@ def _content(file_path: FilePath) -> bytes:
         if not file_path.is_file():
             return b""
         with file_path.open("rb") as file:
-            return file.read(tls.FILE_CAP_BYTES + 1)
+            return file.read(tls.MAX_FILE_BYTES + 1)
     except (OSError, ValueError):
         return b""

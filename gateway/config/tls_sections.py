@@ -20,12 +20,12 @@ from pydantic import (
 from gateway.config.values import Duration, Host, Secret, Section, setting
 from gateway.util import tls
 
-FOLDER = "folder"
+FOLDER_KEY = "folder"
 """Key in pydantic's validation context: the folder that relative paths start from."""
 
 
 def _absolute(path: str, info: ValidationInfo) -> str:
-    folder = info.context.get(FOLDER) if isinstance(info.context, dict) else None
+    folder = info.context.get(FOLDER_KEY) if isinstance(info.context, dict) else None
     return path if folder is None else str(Path(folder) / path)
 
 

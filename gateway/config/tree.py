@@ -43,7 +43,7 @@ from gateway.config.values import (
     Size,
     Url,
     Weight,
-    sendable,
+    check_sendable,
     setting,
     without_scheme,
 )
@@ -91,7 +91,7 @@ class Listeners(Section):
     admin: AdminListener = setting({}, "Health, metrics and state.")
 
 
-class Layout(Section):
+class LayoutSpec(Section):
     """How one engine process distributes the model over GPUs."""
 
     tp: Count = setting(1, "Tensor parallel size.")
@@ -102,7 +102,7 @@ class Layout(Section):
     dp: Count = setting(1, "Data parallel ranks inside the engine.")
 
     @model_validator(mode="after")
-    def _has_valid_ep(self) -> Layout:
+    def _has_valid_ep(self) -> LayoutSpec:
         if (self.tp * self.dp) % self.ep:
             ranks = self.tp * self.dp
             raise ValueError(
@@ -134,7 +134,7 @@ class EndpointTraits(Section):
         "The engine's name of the pool's model, as it lists it at /v1/models; by default the "
         "model's name. In a pool with several models, set served_model of the model instead.",
     )
-    layout: Layout = setting({}, "How it distributes the model over GPUs.")
+    layout: LayoutSpec = setting({}, "How it distributes the model over GPUs.")
     labels: Mapping[Name, Label] = setting(
         {},
         "Free text, such as zone. Only endpoints with equal version and kv_dtype labels are "
@@ -168,7 +168,7 @@ class EndpointTraits(Section):
         "TLS to an https:// URL; by default the system's authorities are trusted.",
     )
 
-    _sendable_key = field_validator("api_key")(sendable)
+    _sendable_key = field_validator("api_key")(check_sendable)
 
 
 class EndpointSpec(EndpointTraits):
@@ -187,7 +187,7 @@ class EndpointSpec(EndpointTraits):
         return self
 
     @property
-    def shown_name(self) -> str:
+    def display_name(self) -> str:
         """The name; without one host:port and the path prefix."""
         return self.name or without_scheme(self.url)
 
@@ -303,7 +303,7 @@ class Retries(Section):
     )
 
 
-class Health(Section):
+class HealthSpec(Section):
     """When an endpoint is ejected, and when it returns."""
 
     interval: Interval = setting(
@@ -335,7 +335,7 @@ class Health(Section):
     )
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Health:
+    def _is_consistent(self) -> HealthSpec:
         if self.backoff > self.backoff_max:
             raise ValueError("backoff is longer than backoff_max")
         if 0 < self.slow_factor < 1.5:
@@ -413,7 +413,7 @@ class Admin(Section):
         "always allowed.",
     )
 
-    _sendable_key = field_validator("key")(sendable)
+    _sendable_key = field_validator("key")(check_sendable)
 
 
 class AutoRollback(Section):
@@ -470,7 +470,7 @@ class Config(Section):
     limits: Limits = setting({}, "What one client may use.")
     timeouts: Timeouts = setting({}, "How long the gateway waits.")
     retries: Retries = setting({}, "Retries on another endpoint.")
-    health: Health = setting({}, "Ejection of endpoints and their return.")
+    health: HealthSpec = setting({}, "Ejection of endpoints and their return.")
     scrape: Scrape = setting({}, "Reading engines' load.")
     prefix: Prefix = setting({}, "The index of prompt prefixes.")
     slo: Slos = setting({}, "Service classes.")

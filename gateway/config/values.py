@@ -24,7 +24,7 @@ from pydantic import (
 from gateway.config.yaml_source import number_if_substituted
 from gateway.util import units
 
-LEAST_INTERVAL_S = 0.01
+MIN_INTERVAL_S = 0.01
 
 _PREFIX = re.compile(r"(?:/[A-Za-z0-9._~%:@+-]+)*")
 _PARAMETERS = re.compile(r"^([0-9]{1,6}(?:\.[0-9]{1,3})?)([MBT])$")
@@ -51,23 +51,23 @@ def _text(value: object, problem: str) -> str:
 
 def _from_duration(value: object) -> float:
     value = _text(value, "is not a duration; write a number with a unit, as in 250ms or 1m30s")
-    seconds = units.duration_s(value)
+    seconds = units.parse_duration(value)
     if seconds <= 0:
         raise ValueError(f"{value!r} is not positive; a duration must be longer than 0s")
     return seconds
 
 
 def _interval(seconds: float) -> float:
-    if seconds < LEAST_INTERVAL_S:
+    if seconds < MIN_INTERVAL_S:
         raise ValueError(
-            f"is too short an interval; it must be at least {LEAST_INTERVAL_S * 1e3:g}ms"
+            f"is too short an interval; it must be at least {MIN_INTERVAL_S * 1e3:g}ms"
         )
     return seconds
 
 
 def _from_size(value: object) -> int:
     value = _text(value, "is not a size; write a number with a unit, as in 32MiB")
-    size = units.size_bytes(value)
+    size = units.parse_size(value)
     if size <= 0:
         raise ValueError(f"{value!r} is not positive; a size must be more than 0B")
     return size
@@ -231,7 +231,7 @@ def setting(default: object, text: str) -> Any:
     return Field(default, description=text, validate_default=True)
 
 
-def sendable(key: Secret | None) -> Secret | None:
+def check_sendable(key: Secret | None) -> Secret | None:
     """Return the key if a header can contain it. Raises ValueError otherwise."""
     text = None if key is None else key.reveal()
     if text is not None and (

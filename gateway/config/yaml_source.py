@@ -18,16 +18,16 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
-from gateway.config.problems import ConfigError, Mark, Path, Problem, show_path
+from gateway.config.problems import ConfigError, Path, Problem, SourcePosition, show_path
 
-FILE_CAP_BYTES = 1 << 20
-SECRET_CAP_BYTES = 64 << 10
-NODE_CAP = 100_000
-DEPTH_CAP = 32
+MAX_FILE_BYTES = 1 << 20
+MAX_SECRET_BYTES = 64 << 10
+MAX_NODES = 100_000
+MAX_DEPTH = 32
 # A resolved value of fewer characters is no secret, and could be found in any text.
 LEAST_HIDDEN = 8
 _NONE_REFUSED: Mapping[Path, str] = MappingProxyType({})
-_START = Mark(1, 1)
+_START = SourcePosition(1, 1)
 _REFERENCE = re.compile(r"\$(\$)?\{([^{}]*)\}")
 _OPEN = re.compile(r"(?<!\$)\$\{")
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?", re.DOTALL)
@@ -84,7 +84,7 @@ class Substituted(str):
     written: str
 
     @property
-    def all_by_reference(self) -> bool:
+    def is_all_by_reference(self) -> bool:
         """Whether no part of it is in the text itself: no other characters, no default value."""
         matches = _REFERENCE.finditer(self.written)
         if any(match[1] is not None or ":-" in match[2] for match in matches):
@@ -142,7 +142,7 @@ class Resolved:
         return text
 
 
-class Source:
+class YamlSource:
     """The content of one file as plain data, with places and problems.
 
     data           the plain values
@@ -164,34 +164,34 @@ class Source:
         self.files: dict[Path, bytes] = {}
         self.resolved = Resolved()
         self._digest = hashlib.sha256()
-        self.marks: dict[Path, Mark] = {}
-        self.keys: dict[Path, Mark] = {}
+        self.positions: dict[Path, SourcePosition] = {}
+        self.key_positions: dict[Path, SourcePosition] = {}
         self.problems: dict[Path, Problem] = {}
-        self.doubts: list[Problem] = []
+        self.warnings: list[Problem] = []
 
-    def mark(self, path: Path, *, key: bool = False) -> Mark:
+    def position_of(self, path: Path, *, on_key: bool = False) -> SourcePosition:
         """Return the place of `path` or of its key; if it has none, of its nearest parent."""
-        if key and path in self.keys:
-            return self.keys[path]
-        while path and path not in self.marks:
+        if on_key and path in self.key_positions:
+            return self.key_positions[path]
+        while path and path not in self.positions:
             path = path[:-1]
-        return self.marks.get(path, _START)
+        return self.positions.get(path, _START)
 
-    def problem(self, path: Path, message: str, *, key: bool = False) -> Problem:
+    def problem_at(self, path: Path, message: str, *, on_key: bool = False) -> Problem:
         """Create a Problem at the place of `path`."""
-        mark = self.mark(path, key=key)
+        mark = self.position_of(path, on_key=on_key)
         text = self.resolved.hide(message)
         return Problem(self.file, mark.line, mark.column, show_path(path), text)
 
-    def fail(self, path: Path, message: str, *, key: bool = False) -> None:
+    def add_error(self, path: Path, message: str, *, on_key: bool = False) -> None:
         """Record an error at `path`; only the first one at a path is kept."""
-        self.problems.setdefault(path, self.problem(path, message, key=key))
+        self.problems.setdefault(path, self.problem_at(path, message, on_key=on_key))
 
-    def doubt(self, path: Path, message: str) -> None:
+    def warn(self, path: Path, message: str) -> None:
         """Record a warning at `path`."""
-        self.doubts.append(self.problem(path, message))
+        self.warnings.append(self.problem_at(path, message))
 
-    def depends_on(self, *facts: bytes) -> None:
+    def add_to_digest(self, *facts: bytes) -> None:
         """Add `facts`, which the data is made from, to `digest`."""
         for fact in facts:
             self._digest.update(b"%d:" % len(fact))
@@ -203,13 +203,13 @@ class Source:
         return self._digest.digest()
 
 
-def parse(
+def parse_yaml(
     raw: bytes,
     file: str,
     env: Mapping[str, str],
     read_file: ReadFile,
     refused: Mapping[Path, str] = _NONE_REFUSED,
-) -> Source:
+) -> YamlSource:
     """Parse YAML 1.2. Raises ConfigError when it is not YAML; other problems are in the Source.
 
     `file` is the name shown in problems; relative references start at its folder. `read_file` reads
@@ -236,22 +236,22 @@ def references_in(text: str) -> Sequence[str]:
     return [match[0] for match in _REFERENCE.finditer(text) if not match[1]]
 
 
-def _begin(raw: bytes, file: str) -> tuple[Source, Node]:
-    if len(raw) > FILE_CAP_BYTES:
-        text = f"is larger than {FILE_CAP_BYTES >> 20} MiB; is it the right file?"
+def _begin(raw: bytes, file: str) -> tuple[YamlSource, Node]:
+    if len(raw) > MAX_FILE_BYTES:
+        text = f"is larger than {MAX_FILE_BYTES >> 20} MiB; is it the right file?"
         raise invalid_file(file, text)
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
-        raise invalid_file(file, "is not UTF-8 text", Mark(line, column)) from None
+        raise invalid_file(file, "is not UTF-8 text", SourcePosition(line, column)) from None
     node = _compose(text, file)
     if node is None:
         text = "is empty; the shortest configuration begins with `version: 1`"
         raise invalid_file(file, text)
-    source = Source(file)
-    source.depends_on(raw)
+    source = YamlSource(file)
+    source.add_to_digest(raw)
     return source, node
 
 
@@ -265,7 +265,7 @@ def _compose(text: str, file: str) -> Node | None:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - text.rfind("\n", 0, error.position)
         problem = "contains a character that YAML does not allow"
-        raise invalid_file(file, problem, Mark(line, column)) from None
+        raise invalid_file(file, problem, SourcePosition(line, column)) from None
     except RecursionError:
         raise invalid_file(file, "is nested too deeply") from None
     except (YAMLError, ValueError) as error:
@@ -273,15 +273,15 @@ def _compose(text: str, file: str) -> Node | None:
     return node
 
 
-def _syntax_error(error: MarkedYAMLError) -> tuple[Mark, str]:
+def _syntax_error(error: MarkedYAMLError) -> tuple[SourcePosition, str]:
     """Return the place and the message; an unclosed bracket is reported where it was opened."""
     mark, opened = error.problem_mark or error.context_mark, error.context_mark
     unclosed = opened is not None and mark is not None and opened.line < mark.line
     for context, what in _OPENED.items():
         if unclosed and context in str(error.context):
-            place = Mark(opened.line + 1, opened.column + 1)
+            place = SourcePosition(opened.line + 1, opened.column + 1)
             return place, f"is not YAML: the {what} opened here is not closed"
-    place = Mark(mark.line + 1, mark.column + 1) if mark else _START
+    place = SourcePosition(mark.line + 1, mark.column + 1) if mark else _START
     return place, f"is not YAML: {error.problem or error.context}"
 
 
@@ -290,7 +290,7 @@ class _Reader:
 
     def __init__(
         self,
-        source: Source,
+        source: YamlSource,
         env: Mapping[str, str],
         read_file: ReadFile,
         refused: Mapping[Path, str],
@@ -299,20 +299,20 @@ class _Reader:
         self._env = env
         self._read_file = read_file
         self._refused = refused
-        self._remaining = NODE_CAP
+        self._remaining = MAX_NODES
 
     def value(self, node: Node, path: Path) -> Any:
         source = self._source
-        source.marks[path] = _mark(node)
+        source.positions[path] = _mark(node)
         self._remaining -= 1
         if self._remaining < 0:
-            problem = source.problem(path, f"aliases expand to more than {NODE_CAP} values")
+            problem = source.problem_at(path, f"aliases expand to more than {MAX_NODES} values")
             raise ConfigError([problem])
-        if len(path) > DEPTH_CAP:
-            text = f"is nested more than {DEPTH_CAP} deep, or an alias contains itself"
-            raise ConfigError([source.problem(path, text)])
+        if len(path) > MAX_DEPTH:
+            text = f"is nested more than {MAX_DEPTH} deep, or an alias contains itself"
+            raise ConfigError([source.problem_at(path, text)])
         if not isinstance(node, ScalarNode) and str(node.tag) not in _CONTAINERS:
-            source.fail(path, f"the tag {node.tag} is not allowed here")
+            source.add_error(path, f"the tag {node.tag} is not allowed here")
         if isinstance(node, MappingNode):
             return self._mapping(node, path)
         if isinstance(node, SequenceNode):
@@ -331,16 +331,16 @@ class _Reader:
             key = str(key_node.value)
             key_path = (*path, key)
             if key in mapping:
-                first = self._source.keys[key_path].line
+                first = self._source.key_positions[key_path].line
                 text = f'"{key}" is already given in line {first}'
                 problem = _at(self._source, _mark(key_node), key_path, text)
                 self._source.problems[*key_path, "(again)", _mark(key_node).line] = problem
                 continue
-            self._source.keys[key_path] = _mark(key_node)
+            self._source.key_positions[key_path] = _mark(key_node)
             mapping[key] = self.value(value_node, key_path)
             # YAML places a missing value at the next token, so point to the key instead.
             if mapping[key] is None:
-                self._source.marks[key_path] = _mark(key_node)
+                self._source.positions[key_path] = _mark(key_node)
         return mapping
 
     def _scalar(self, node: ScalarNode, path: Path) -> Any:
@@ -348,23 +348,23 @@ class _Reader:
         if kind == "str":
             return self._substitute(node.value, path)
         if kind not in _PLAIN:
-            self._source.fail(path, f"the tag {node.tag} is not allowed here")
+            self._source.add_error(path, f"the tag {node.tag} is not allowed here")
             return None
         try:
             return _PLAIN[kind](str(node.value))
         except ValueError:
-            self._source.fail(path, f"{node.value!r} is not a number that can be used here")
+            self._source.add_error(path, f"{node.value!r} is not a number that can be used here")
             return None
 
     def _substitute(self, text: str, path: Path) -> str:
         if "${" not in text:
             return text
         if path in self._refused:
-            self._source.fail(path, self._refused[path])
+            self._source.add_error(path, self._refused[path])
             return _substituted("", text)
         filled = _REFERENCE.sub(lambda match: self._reference(match, path), text)
         if _OPEN.search(_REFERENCE.sub(" ", text)):
-            self._source.fail(
+            self._source.add_error(
                 path,
                 "a ${ is not closed, or has another reference inside; write $${ for a literal ${",
             )
@@ -378,21 +378,21 @@ class _Reader:
             return self._file(inside.removeprefix("file:"), path)
         variable = _VARIABLE.fullmatch(inside)
         if not variable:
-            self._source.fail(
+            self._source.add_error(
                 path,
                 f"{match[0]} is not a reference; "
                 "write ${NAME}, ${NAME:-default} or ${file:/path}",
             )
             return ""
         value = self._env.get(variable[1])
-        self._source.depends_on(
+        self._source.add_to_digest(
             variable[1].encode(), (value or "").encode("utf-8", "surrogateescape")
         )
         self._source.resolved.add(match[0], value or "")
         if variable[2] is not None:
             return value or variable[2]  # as in a shell, :- also replaces an empty value
         if value is None:
-            self._source.fail(
+            self._source.add_error(
                 path,
                 f"the environment has no {variable[1]}; "
                 f"set it, or write ${{{variable[1]}:-default}}",
@@ -403,20 +403,20 @@ class _Reader:
         file_path = FilePath(self._source.file).parent / name
         self._source.references[file_path] = None
         try:
-            raw = self._read_file(file_path, SECRET_CAP_BYTES)
-            self._source.depends_on(str(file_path).encode("utf-8", "surrogateescape"), raw)
+            raw = self._read_file(file_path, MAX_SECRET_BYTES)
+            self._source.add_to_digest(str(file_path).encode("utf-8", "surrogateescape"), raw)
             text = raw.decode()
         except NotARegularFileError:
-            self._source.fail(path, f"{name} is not a regular file")
+            self._source.add_error(path, f"{name} is not a regular file")
             return ""
         except OSError as error:
-            self._source.fail(path, f"{name} cannot be read: {error.strerror}")
+            self._source.add_error(path, f"{name} cannot be read: {error.strerror}")
             return ""
         except ValueError:
-            self._source.fail(path, f"{name} is not UTF-8 text")
+            self._source.add_error(path, f"{name} is not UTF-8 text")
             return ""
-        if len(raw) > SECRET_CAP_BYTES:
-            self._source.fail(path, f"{name} is larger than {SECRET_CAP_BYTES >> 10} KiB")
+        if len(raw) > MAX_SECRET_BYTES:
+            self._source.add_error(path, f"{name} is larger than {MAX_SECRET_BYTES >> 10} KiB")
         text = text.removesuffix("\n").removesuffix("\r")
         self._source.resolved.add(f"${{file:{name}}}", text)
         return text
@@ -439,14 +439,14 @@ def _read_nothing(path: FilePath, limit: int) -> bytes:
     raise NotARegularFileError(path)
 
 
-def _mark(node: Node) -> Mark:
-    return Mark(node.start_mark.line + 1, node.start_mark.column + 1)
+def _mark(node: Node) -> SourcePosition:
+    return SourcePosition(node.start_mark.line + 1, node.start_mark.column + 1)
 
 
-def _at(source: Source, mark: Mark, path: Path, message: str) -> Problem:
+def _at(source: YamlSource, mark: SourcePosition, path: Path, message: str) -> Problem:
     return Problem(source.file, mark.line, mark.column, show_path(path), message)
 
 
-def invalid_file(file: str, message: str, mark: Mark = _START) -> ConfigError:
+def invalid_file(file: str, message: str, mark: SourcePosition = _START) -> ConfigError:
     """Create the error for a file that cannot be parsed at all."""
     return ConfigError([Problem(file, mark.line, mark.column, "", message)])

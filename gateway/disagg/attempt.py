@@ -17,21 +17,29 @@ from types import MappingProxyType
 from gateway.disagg import failure_actions
 from gateway.disagg.attempt_state import AttemptState
 from gateway.disagg.leg import Leg
-from gateway.disagg.response_buffer import Inbox
-from gateway.disagg.state_machine import ENDS, LEG_ENDS, TABLE, Act, Event, Row, State
+from gateway.disagg.response_buffer import ResponseBuffer
+from gateway.disagg.state_machine import END_STATES, LEG_ENDS, TABLE, Act, Event, Row, State
 from gateway.exchange import Exchange
-from gateway.http.eager_task import landing
+from gateway.http.eager_task import new_future
 from gateway.legs import forward
-from gateway.protocol.relay import Relay, UpstreamBroke
-from gateway.protocol.stream_scan import Usage
-from kvtransfer.dialects import Answer, Finished, Handover, Needs, Order, Unusable, read_answer
-from policies.model import Ask
+from gateway.protocol.relay import Relay, UpstreamError
+from gateway.protocol.stream_scan import TokenUsage
+from kvtransfer.dialects import (
+    DecodeRequest,
+    FinishedResponse,
+    LegOrder,
+    PrefillResponse,
+    Prerequisite,
+    UnusableResponse,
+    parse_response,
+)
+from policies.model import RoutingQuery
 
 log = logging.getLogger("penstock")
 
 # Local names: Enum attribute access is slow before Python 3.12, and every split request uses these.
 _RECOMPUTING, _FAILED = State.RECOMPUTING, State.FAILED
-_SEQUENTIAL, _START_PREFILL = Order.SEQUENTIAL, Event.START_PREFILL
+_SEQUENTIAL, _START_PREFILL = LegOrder.SEQUENTIAL, Event.START_PREFILL
 _SENT, _PREFILLED, _FIRST_TOKEN = Event.SENT, Event.PREFILLED, Event.FIRST_TOKEN
 _DECODED = Event.DECODED
 
@@ -54,21 +62,21 @@ class PairAttempt(AttemptState):
         self._close_decode()
         self._leave_prefill()
         self.decode_place.__exit__()
-        self.handoffs.give_back(self._number)
+        self.handoffs.give_back_number(self._number)
         relay = self.exchange.relay
-        self.handoffs.ended(self.pair, self.figures, self.state, self.record, relay)
+        self.handoffs.count_attempt(self.pair, self.figures, self.state, self.record, relay)
 
-    async def run(self, ask: Ask) -> UpstreamBroke | None:
+    async def run(self, ask: RoutingQuery) -> UpstreamError | None:
         """Serve the request; return what broke, or None when the client has an answer.
 
         `ask` led to the pair.
         """
         self.begin()
-        self.exchange.booked(self.context.route.room, ask, self.pair.prefill)
+        self.exchange.note_booking(self.context.route.room, ask, self.pair.prefill)
         try:
             self.post(self._start())
-            if self.state not in ENDS:
-                self._waiting = landing(self.handoffs.outbox.loop)
+            if self.state not in END_STATES:
+                self._waiting = new_future(self.handoffs.outbox.loop)
                 await self._waiting
             if self._bug is not None:
                 raise self._bug
@@ -83,9 +91,9 @@ class PairAttempt(AttemptState):
             return _START_PREFILL
         if is_known:
             return Event.START_BOTH
-        if dialect.needs is Needs.FIRST_ANSWER:
+        if dialect.needs is Prerequisite.FIRST_ANSWER:
             return _START_PREFILL
-        return Event.START_ASKING if dialect.needs is Needs.QUERY else Event.START_BOTH
+        return Event.START_ASKING if dialect.needs is Prerequisite.QUERY else Event.START_BOTH
 
     # Events
 
@@ -104,7 +112,7 @@ class PairAttempt(AttemptState):
             while True:
                 self.state, end, acts = _ROWS[self.state][event]
                 if end is not None:
-                    self.handoffs.count(end)
+                    self.handoffs.count_leg(end)
                 for act in acts:
                     act(self)
                 if not self._events:
@@ -115,10 +123,10 @@ class PairAttempt(AttemptState):
         ) as bug:  # raised in run(): in this callback it would leave run() waiting for ever
             self._bug, self.state = bug, State.FAILED
         self._is_acting = False
-        if self.state in ENDS:
+        if self.state in END_STATES:
             self._end_wait()
 
-    def _on_leg_ended(self, leg: Leg, problem: UpstreamBroke | None) -> None:
+    def _on_leg_ended(self, leg: Leg, problem: UpstreamError | None) -> None:
         try:
             event = (
                 self._on_prefill_ended(leg, problem)
@@ -134,7 +142,7 @@ class PairAttempt(AttemptState):
 
     def _end_wait(self) -> None:
         if self._waiting is not None:
-            self._waiting.land()
+            self._waiting.resolve()
 
     def _start_transfer_timer(self) -> None:
         self.handoffs.transfers[self] = monotonic() + self.context.split.transfer_timeout_s
@@ -142,11 +150,11 @@ class PairAttempt(AttemptState):
     def _stop_transfer_timer(self) -> None:
         self.handoffs.transfers.pop(self, None)
 
-    def overdue(self) -> None:
+    def on_overdue(self) -> None:
         """Fail the transfer because it takes too long. The sweep calls it once."""
-        if self.exchange.committed:
+        if self.exchange.is_committed:
             return  # the answer flows: the relay may not recognise a token in it
-        self.problem = UpstreamBroke("transfer_timeout", f"{self.state} for too long")
+        self.problem = UpstreamError("transfer_timeout", f"{self.state} for too long")
         self.post(Event.OVERDUE)
 
     # Prefill
@@ -160,34 +168,34 @@ class PairAttempt(AttemptState):
         if self._query is not None:
             self._query.leave(self._on_bootstrap_answer)
 
-    def _on_bootstrap_answer(self, problem: UpstreamBroke | None, page: bytes) -> None:
+    def _on_bootstrap_answer(self, problem: UpstreamError | None, page: bytes) -> None:
         identities = self.dialect.identify(page)
         if problem is None and identities:
             self.words.set_identity(identities)
             self.post(Event.KNOWN)
         else:
             message = f"no engine id from the bootstrap server: {problem}"
-            self.problem = UpstreamBroke("bootstrap_failed", message)
+            self.problem = UpstreamError("bootstrap_failed", message)
             self.post(Event.PREFILL_BROKE)
 
     def _send_prefill(self) -> None:
         place = self.prefill_place
         assert place is not None
         head, body = self.words.prefill(place)
-        inbox = self.inbox = Inbox(keep=self.dialect.reads_answer)
-        relay = Relay(b"", http_1_0=True)
+        inbox = self.inbox = ResponseBuffer(keep=self.dialect.reads_answer)
+        relay = Relay(b"", is_http_1_0=True)
         leg = self.prefill = Leg(place.upstream, head, body, relay, inbox, self._on_leg_ended)
         self.record.prefill_sent_at = now = monotonic()
         self.exchange.sent_at = self.exchange.sent_at or now
         leg.start()
 
-    def _on_prefill_ended(self, leg: Leg, problem: UpstreamBroke | None) -> Event:
+    def _on_prefill_ended(self, leg: Leg, problem: UpstreamError | None) -> Event:
         leg.release()
         relay = leg.relay
-        if problem is None and relay.refused:
+        if problem is None and relay.is_refused:
             problem = self._judge_refusal(relay)
-        elif problem is None and relay.failed_in_stream:
-            problem = UpstreamBroke("engine_error", "error event in the stream")
+        elif problem is None and relay.has_error_event:
+            problem = UpstreamError("engine_error", "error event in the stream")
         if problem is not None:
             self.problem = problem
             return Event.PREFILL_BROKE
@@ -195,16 +203,16 @@ class PairAttempt(AttemptState):
             return Event.PREFILL_REFUSED
         return self._on_prefilled(relay)
 
-    def _judge_refusal(self, relay: Relay) -> UpstreamBroke | None:
+    def _judge_refusal(self, relay: Relay) -> UpstreamError | None:
         """Keep an engine's refusal for the client; return what broke if the engine failed."""
         try:
-            status = forward.refusal(relay)
-        except UpstreamBroke as broke:
+            status = forward.refusal_status(relay)
+        except UpstreamError as broke:
             # Its traceback leads to this frame and its callers: a reference cycle.
             return broke.with_traceback(None)
-        if self.exchange.committed:
+        if self.exchange.is_committed:
             message = f"the engine answered {status} after the other leg had begun"
-            return UpstreamBroke(f"status_{status}", message)
+            return UpstreamError(f"status_{status}", message)
         self._refused = relay
         return None
 
@@ -214,33 +222,33 @@ class PairAttempt(AttemptState):
         assert place is not None
         assert inbox is not None
         self.record.prefilled_at = monotonic()
-        answer = read_answer(inbox.body) if self.dialect.reads_answer else None
+        answer = parse_response(inbox.body) if self.dialect.reads_answer else None
         usage = relay.usage
-        if isinstance(answer, Answer):
-            usage = Usage(answer.prompt_tokens, 1, answer.cached_tokens)
-        place.first_token()
-        place.served(usage)
+        if isinstance(answer, PrefillResponse):
+            usage = TokenUsage(answer.prompt_tokens, 1, answer.cached_tokens)
+        place.on_first_token()
+        place.on_served(usage)
         self._leave_prefill()
         if answer is None:
             self.words.note_usage(usage)
             meaning = None
         else:
             meaning = self.words.interpret(answer, alone=self.decode is None)
-        if isinstance(meaning, Finished):
+        if isinstance(meaning, FinishedResponse):
             self._finished = meaning
             return Event.FINISHED
-        if isinstance(meaning, Unusable):
+        if isinstance(meaning, UnusableResponse):
             return self._on_unusable(meaning)
         self.handover = meaning or self.handover
-        self.decode_place.handed_over()
+        self.decode_place.on_handed_over()
         return _PREFILLED
 
-    def _on_unusable(self, answer: Unusable) -> Event:
+    def _on_unusable(self, answer: UnusableResponse) -> Event:
         name = self.pair.prefill.candidate.endpoint.name
-        log.warning("endpoint %s handed over nothing usable: %s", name, answer.why)
-        if not self.exchange.committed or self.state is State.DECODING:
+        log.warning("endpoint %s handed over nothing usable: %s", name, answer.reason)
+        if not self.exchange.is_committed or self.state is State.DECODING:
             return Event.UNUSABLE
-        self.problem = UpstreamBroke("prefill_unusable", answer.why)
+        self.problem = UpstreamError("prefill_unusable", answer.reason)
         return Event.PREFILL_BROKE
 
     # Decode
@@ -253,7 +261,7 @@ class PairAttempt(AttemptState):
         handover = self.handover
         if handover is None:
             result = self.dialect.decode(self.words.terms, None)
-            assert isinstance(result, Handover), result  # what it needs was learned before
+            assert isinstance(result, DecodeRequest), result  # what it needs was learned before
             handover = self.handover = result
         self._decode_with(handover)
 
@@ -267,17 +275,17 @@ class PairAttempt(AttemptState):
         self.record.cached_tokens = (
             None  # the prefiller's cache is of no use: the decoder's count is right
         )
-        self.decode_place.recompute()
+        self.decode_place.on_recompute()
         self._decode_with(None)
 
-    def _decode_with(self, handover: Handover | None) -> None:
+    def _decode_with(self, handover: DecodeRequest | None) -> None:
         exchange, place, client = self.exchange, self.decode_place, self.context.client
         head, body = self.words.decode(place, handover)
         relay = self.words.relay(place.endpoint, handover)
-        relay.on_first = self._on_first_token
+        relay.on_first_token = self._on_first_token
         exchange.booking, exchange.relay = place, relay
         leg = Leg(place.upstream, head, body, relay, client, self._on_leg_ended)
-        self.decode = exchange.sent = leg
+        self.decode = exchange.sent_request = leg
         self.record.handed_over_at = now = monotonic()
         exchange.sent_at = exchange.sent_at or now
         leg.start(self._on_sent)
@@ -287,26 +295,26 @@ class PairAttempt(AttemptState):
 
     def _on_first_token(self) -> None:
         if self.state is not _RECOMPUTING:
-            self.figures.travelled(self.pair, self.context.call.request.prompt_tokens)
-        self.exchange.first_token()
-        self.words.forget()
+            self.figures.add_transferred(self.pair, self.context.call.request.prompt_tokens)
+        self.exchange.on_first_token()
+        self.words.release()
         self.post(_FIRST_TOKEN)
 
-    def _on_decode_ended(self, leg: Leg, problem: UpstreamBroke | None) -> Event:
+    def _on_decode_ended(self, leg: Leg, problem: UpstreamError | None) -> Event:
         relay, place = leg.relay, self.decode_place
-        if problem is None and relay.refused:
+        if problem is None and relay.is_refused:
             problem = self._judge_refusal(relay)
         if problem is not None:
             self.problem = problem
             return Event.UNREACHED if leg.sent_at is None else Event.DECODE_BROKE
         if self._refused is not None:
             return Event.DECODE_REFUSED
-        if relay.failed_in_stream:
-            self.exchange.interrupted("engine_error")
-            place.failed(UpstreamBroke("engine_error", "error event in the stream"))
+        if relay.has_error_event:
+            self.exchange.set_interrupted("engine_error")
+            place.on_failed(UpstreamError("engine_error", "error event in the stream"))
         else:
             self.exchange.status = 200
-            place.served(relay.usage)
+            place.on_served(relay.usage)
         return _DECODED
 
     # The answer without a decoder
@@ -320,7 +328,7 @@ class PairAttempt(AttemptState):
         client, prefill = self.context.client, self.pair.prefill
         exchange.pick, exchange.booking = prefill, None
         relay = exchange.relay = self.words.relay(prefill.candidate.endpoint, None)
-        relay.on_first = exchange.first_token
+        relay.on_first_token = exchange.on_first_token
         client.write(relay.feed(self.words.finished(self._finished), monotonic()))
         exchange.status = 200
 
@@ -330,19 +338,19 @@ class PairAttempt(AttemptState):
         is_prefill = prefill is not None and prefill.relay is refused
         pick = self.pair.prefill if is_prefill else self.pair.decode
         name = pick.candidate.endpoint.name
-        forward.pass_on(self.exchange, self.context.client, refused, name)
+        forward.forward_refusal(self.exchange, self.context.client, refused, name)
 
     # The end
 
     def _close_prefill(self) -> None:
-        if self.prefill is not None and not self.prefill.over:
+        if self.prefill is not None and not self.prefill.is_over:
             self.prefill.close()
-            self.handoffs.count(("prefill", "closed"))
+            self.handoffs.count_leg(("prefill", "closed"))
 
     def _close_decode(self) -> None:
-        if self.decode is not None and not self.decode.over:
+        if self.decode is not None and not self.decode.is_over:
             self.decode.close()
-            self.handoffs.count(("decode", "closed"))
+            self.handoffs.count_leg(("decode", "closed"))
 
     def _leave_prefill(self) -> None:
         if self.prefill_place is not None:
@@ -388,7 +396,7 @@ def _due(before: State, row: Row) -> tuple[Do, ...]:
 # The table by state, with everything looked up once: the next state, the end of a leg that the
 # event is, and what is due. Nothing follows an end state.
 _ROWS: dict[State, dict[Event, tuple[State, tuple[str, str] | None, tuple[Do, ...]]]] = {
-    state: dict.fromkeys(Event, (state, None, ())) if state in ENDS else {} for state in State
+    state: dict.fromkeys(Event, (state, None, ())) if state in END_STATES else {} for state in State
 }
 for (_state, _event), _row in TABLE.items():
     _ROWS[_state][_event] = (_row.state, LEG_ENDS.get(_event), _due(_state, _row))

@@ -5,17 +5,17 @@ gateway/disagg/attempt.py moves it along the table of gateway/disagg/state_machi
 
 from __future__ import annotations
 
-from gateway.disagg.bootstrap_client import Query
+from gateway.disagg.bootstrap_client import BootstrapQuery
 from gateway.disagg.leg import Leg
-from gateway.disagg.leg_requests import SplitContext, Words, one_token
-from gateway.disagg.response_buffer import Inbox
+from gateway.disagg.leg_requests import LegRequests, SplitContext, one_token
+from gateway.disagg.response_buffer import ResponseBuffer
 from gateway.disagg.state_machine import Event, State
 from gateway.exchange import Exchange, SplitRecord
 from gateway.fleet.booking import Booking
-from gateway.http.eager_task import Landing
-from gateway.protocol.relay import Relay, UpstreamBroke
-from kvtransfer.dialects import Finished, Handover
-from policies.pricing.split import Pair
+from gateway.http.eager_task import EagerFuture
+from gateway.protocol.relay import Relay, UpstreamError
+from kvtransfer.dialects import DecodeRequest, FinishedResponse
+from policies.pricing.split import EndpointPair
 
 # A local name: Enum attribute access is slow before Python 3.12.
 _BOOKED = State.BOOKED
@@ -40,7 +40,7 @@ class AttemptState:
         *("recompute", "record", "state", "suspects", "words"),
     )
 
-    def __init__(self, context: SplitContext, pair: Pair, record: SplitRecord) -> None:
+    def __init__(self, context: SplitContext, pair: EndpointPair, record: SplitRecord) -> None:
         endpoints, request = context.gateway.endpoints, context.call.request
         handoffs = self.handoffs = context.gateway.handoffs
         figures = self.figures = handoffs.figures(pair)
@@ -48,26 +48,26 @@ class AttemptState:
         self.context, self.record, self.pair = context, record, pair
         self.dialect = context.split.dialect
         self.prefill: Leg | None = None
-        self.inbox: Inbox | None = None
+        self.inbox: ResponseBuffer | None = None
         self.decode: Leg | None = None
-        self.handover: Handover | None = None
-        self.problem: UpstreamBroke | None = None
+        self.handover: DecodeRequest | None = None
+        self.problem: UpstreamError | None = None
         self.state = _BOOKED
         self.suspects: list[str] = []
         self.recompute = self._is_acting = False
         self._events: list[Event] = []
         self._bug: Exception | None = None
-        self._query: Query | None = None
-        self._finished: Finished | None = None
+        self._query: BootstrapQuery | None = None
+        self._finished: FinishedResponse | None = None
         self._refused: Relay | None = None
-        self._waiting: Landing | None = None
+        self._waiting: EagerFuture | None = None
         place = endpoints.book(pair.prefill, one_token(request), context.fingerprint)
         self.prefill_place: Booking | None = place
         self.decode_place = endpoints.reserve(pair.decode, request, context.fingerprint)
-        record.predicted_ttft_s = figures.expected_s(place.place.predicted_ttft_s)
-        self._number = handoffs.number()
+        record.predicted_ttft_s = figures.expected_s(place.entry.predicted_ttft_s)
+        self._number = handoffs.take_number()
 
     def begin(self) -> None:
         """Create what builds the requests of both legs."""
         prefill = self.pair.prefill.candidate.endpoint
-        self.words = Words(self.context, self.record, prefill, self._number)
+        self.words = LegRequests(self.context, self.record, prefill, self._number)

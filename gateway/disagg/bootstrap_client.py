@@ -9,26 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gateway.disagg.leg import Leg
-from gateway.disagg.response_buffer import Inbox
-from gateway.http.upstream import Patience, Upstream
-from gateway.http.write_queue import Outbox
-from gateway.protocol.relay import Relay, UpstreamBroke
-from kvtransfer.dialects import Bootstrap
+from gateway.disagg.response_buffer import ResponseBuffer
+from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
+from gateway.http.write_queue import WriteQueue
+from gateway.protocol.relay import Relay, UpstreamError
+from kvtransfer.dialects import BootstrapAddress
 
 ANSWER_S = 1.0  # connecting included: the page is a few names long
-_PATIENCE = Patience(ANSWER_S, ANSWER_S, ANSWER_S)
+_PATIENCE = UpstreamTimeouts(ANSWER_S, ANSWER_S, ANSWER_S)
 
-Callback = Callable[[UpstreamBroke | None, bytes], None]
+Callback = Callable[[UpstreamError | None, bytes], None]
 
 
-class Bootstraps:
+class BootstrapClient:
     """The queries under way, by server. Queries are rare, so no connection to a server is kept."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: WriteQueue) -> None:
         self._outbox = outbox
-        self._queries: dict[str, Query] = {}
+        self._queries: dict[str, BootstrapQuery] = {}
 
-    def ask(self, server: Bootstrap, told: Callback) -> Query:
+    def ask(self, server: BootstrapAddress, callback: Callback) -> BootstrapQuery:
         """Call `told` with the page, or with what broke, within ANSWER_S seconds.
 
         No call follows once it has left the query.
@@ -36,9 +36,9 @@ class Bootstraps:
         netloc = server.netloc
         query = self._queries.get(netloc)
         if query is None:
-            query = Query(netloc, self._outbox, lambda: self._queries.pop(netloc))
+            query = BootstrapQuery(netloc, self._outbox, lambda: self._queries.pop(netloc))
             self._queries[netloc] = query
-        query.join(told)
+        query.join(callback)
         return query
 
     def close(self) -> None:
@@ -46,7 +46,7 @@ class Bootstraps:
             query.close()
 
 
-class Query:
+class BootstrapQuery:
     """One `GET /query` and the callbacks that wait for it.
 
     It ends with its answer, when its time is up, or when the last callback leaves.
@@ -54,25 +54,25 @@ class Query:
 
     __slots__ = ("_callbacks", "_inbox", "_leg", "_over", "_relay", "_server", "_timer")
 
-    def __init__(self, at: str, outbox: Outbox, over: Callable[[], object]) -> None:
+    def __init__(self, at: str, outbox: WriteQueue, over: Callable[[], object]) -> None:
         """`over` is called once, before the callbacks."""
         self._over: Callable[[], object] | None = over
         self._callbacks: list[Callback] = []
-        self._server = Upstream(f"http://{at}", None, _PATIENCE, outbox)
-        self._relay, self._inbox = Relay(b"", http_1_0=True), Inbox()
-        head = b"GET" + self._server.head("/query")[4:] + b"\r\n"
+        self._server = ConnectionPool(f"http://{at}", None, _PATIENCE, outbox)
+        self._relay, self._inbox = Relay(b"", is_http_1_0=True), ResponseBuffer()
+        head = b"GET" + self._server.request_head("/query")[4:] + b"\r\n"
         self._leg = Leg(self._server, head, b"", self._relay, self._inbox, self._on_ended)
         self._timer = outbox.loop.call_later(ANSWER_S, self._on_timeout)
         self._leg.start()
 
-    def join(self, told: Callback) -> None:
+    def join(self, callback: Callback) -> None:
         """Add a callback for the answer."""
-        self._callbacks.append(told)
+        self._callbacks.append(callback)
 
-    def leave(self, told: Callback) -> None:
+    def leave(self, callback: Callback) -> None:
         """Remove a callback, and end the query if it was the last one."""
-        if told in self._callbacks:
-            self._callbacks.remove(told)
+        if callback in self._callbacks:
+            self._callbacks.remove(callback)
             if not self._callbacks:
                 self.close()
 
@@ -86,13 +86,13 @@ class Query:
         self._leg.close()
         self._server.close()
 
-    def _on_ended(self, _: Leg, problem: UpstreamBroke | None) -> None:
-        self._call_back(problem, b"" if self._relay.refused else self._inbox.body)
+    def _on_ended(self, _: Leg, problem: UpstreamError | None) -> None:
+        self._call_back(problem, b"" if self._relay.is_refused else self._inbox.body)
 
     def _on_timeout(self) -> None:
-        self._call_back(UpstreamBroke("timeout", f"no answer within {ANSWER_S:g} s"), b"")
+        self._call_back(UpstreamError("timeout", f"no answer within {ANSWER_S:g} s"), b"")
 
-    def _call_back(self, problem: UpstreamBroke | None, page: bytes) -> None:
+    def _call_back(self, problem: UpstreamError | None, page: bytes) -> None:
         callbacks = self._callbacks
         self.close()
         for callback in callbacks:

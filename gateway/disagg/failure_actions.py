@@ -12,10 +12,10 @@ from gateway.disagg.attempt_state import AttemptState
 from gateway.disagg.leg import Leg
 from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_registry import LiveEndpoint
-from gateway.protocol.relay import UpstreamBroke
-from kvtransfer.dialects import Handover, read_answer
+from gateway.protocol.relay import UpstreamError
+from kvtransfer.dialects import DecodeRequest, parse_response
 from policies import run
-from policies.pricing.split import Group, Pair
+from policies.pricing.split import EndpointPair, PairGroup
 
 # A decoder answers so when it could not load the KV (vLLM's kv_load_failure_policy: fail). Whether
 # the decoder or the prefiller caused that is unknown.
@@ -30,8 +30,8 @@ def blame_prefill(attempt: AttemptState) -> None:
     assert attempt.problem is not None
     name = attempt.pair.prefill.candidate.endpoint.name
     if attempt.prefill_place is not None:
-        attempt.prefill_place.failed(attempt.problem)
-    attempt.handoffs.forget(name)
+        attempt.prefill_place.on_failed(attempt.problem)
+    attempt.handoffs.forget_identity(name)
     attempt.suspects.append(name)
 
 
@@ -40,7 +40,7 @@ def blame_decode(attempt: AttemptState) -> None:
     problem = attempt.problem
     assert problem is not None
     is_kv_failure = attempt.handover is not None and problem.kind in KV_FAILURES
-    if is_kv_failure and not attempt.exchange.committed:
+    if is_kv_failure and not attempt.exchange.is_committed:
         suspect_both(attempt)
     else:
         _blame_decoder(attempt, problem)
@@ -56,16 +56,16 @@ def suspect_both(attempt: AttemptState) -> None:
     assert attempt.problem is not None
     name = attempt.pair.prefill.candidate.endpoint.name
     attempt.recompute = True
-    attempt.handoffs.forget(
+    attempt.handoffs.forget_identity(
         name
     )  # the decoder may have been given the identity from before a restart
     attempt.suspects.append(name)
-    if not attempt.dialect.decode_alone:
+    if not attempt.dialect.can_decode_alone:
         _blame_decoder(attempt, attempt.problem)
 
 
-def _blame_decoder(attempt: AttemptState, problem: UpstreamBroke) -> None:
-    attempt.decode_place.failed(problem)
+def _blame_decoder(attempt: AttemptState, problem: UpstreamError) -> None:
+    attempt.decode_place.on_failed(problem)
     attempt.suspects.append(attempt.pair.decode.candidate.endpoint.name)
 
 
@@ -84,19 +84,19 @@ def book_other_decode(attempt: AttemptState) -> bool:
     endpoints, request, pair = context.gateway.endpoints, context.call.request, attempt.pair
     decodes = _group_of(attempt).decodes
     others = [candidate for candidate in decodes if candidate is not pair.prefill.candidate]
-    ask = endpoints.ask(request, context.fingerprint, exchange.retries)
+    ask = endpoints.build_query(request, context.fingerprint, exchange.retries)
     pick = run.pick(context.split.splitter.decode, ask, others)
     if pick is None or not context.gateway.count_unsent(exchange, problem):
         return False
     attempt.decode_place.__exit__()
     attempt.decode_place = endpoints.reserve(pick, request, context.fingerprint)
-    attempt.pair = Pair(pair.prefill, pick)
+    attempt.pair = EndpointPair(pair.prefill, pick)
     attempt.figures = attempt.handoffs.figures(attempt.pair)
     exchange.pick = pick
     return True
 
 
-def _group_of(attempt: AttemptState) -> Group:
+def _group_of(attempt: AttemptState) -> PairGroup:
     decode = attempt.pair.decode.candidate
     return next(group for group in attempt.context.split.pools.groups if decode in group.decodes)
 
@@ -112,20 +112,20 @@ def abort_prefill(attempt: AttemptState) -> None:
     freed by a release request.
     """
     leg, inbox = attempt.prefill, attempt.inbox
-    if leg is None or inbox is None or leg.over or leg.sent_at is None:
+    if leg is None or inbox is None or leg.is_over or leg.sent_at is None:
         return  # still connecting: leaving the attempt closes it
     step_s = attempt.figures.step_s
     leg.close_in(2 * step_s, lambda leg, problem: _on_late_answer(attempt, leg, problem))
-    attempt.handoffs.outbox.loop.call_later(step_s, inbox.call_off)
-    attempt.handoffs.count(("prefill", "closed"))
+    attempt.handoffs.outbox.loop.call_later(step_s, inbox.half_close)
+    attempt.handoffs.count_leg(("prefill", "closed"))
 
 
-def _on_late_answer(attempt: AttemptState, leg: Leg, problem: UpstreamBroke | None) -> None:
+def _on_late_answer(attempt: AttemptState, leg: Leg, problem: UpstreamError | None) -> None:
     inbox = attempt.inbox
-    if problem is not None or inbox is None or leg.relay.refused:
+    if problem is not None or inbox is None or leg.relay.is_refused:
         return
-    meaning = attempt.words.interpret(read_answer(inbox.body), alone=True)
-    if isinstance(meaning, Handover):
+    meaning = attempt.words.interpret(parse_response(inbox.body), alone=True)
+    if isinstance(meaning, DecodeRequest):
         _release_kv(attempt, meaning, attempt.decode_place, "client_gone")
 
 
@@ -136,7 +136,7 @@ def free_by_decode(attempt: AttemptState) -> None:
     prefiller.
     """
     leg, now = attempt.decode, monotonic()
-    if leg is None or leg.over:
+    if leg is None or leg.is_over:
         return
     if not _may_keep_kv(attempt):
         leg.close()
@@ -147,7 +147,7 @@ def free_by_decode(attempt: AttemptState) -> None:
     else:
         since = leg.sent_at if attempt.record.prefilled_at is not None else now
         leg.close_in(since + attempt.figures.seen_s - now)
-    attempt.handoffs.count(("decode", "closed"))
+    attempt.handoffs.count_leg(("decode", "closed"))
 
 
 def _may_keep_kv(attempt: AttemptState) -> bool:
@@ -177,18 +177,18 @@ def free_elsewhere(attempt: AttemptState) -> None:
     """
     handover, problem = attempt.handover, attempt.problem
     assert problem is not None
-    if handover is None or not attempt.dialect.apart or problem.kind in KV_FAILURES:
+    if handover is None or not attempt.dialect.cache_salt_member or problem.kind in KV_FAILURES:
         return
     loop = attempt.handoffs.outbox.loop
     loop.call_later(attempt.figures.seen_s, _release_elsewhere, attempt, handover)
 
 
-def _release_elsewhere(attempt: AttemptState, handover: Handover) -> None:
+def _release_elsewhere(attempt: AttemptState, handover: DecodeRequest) -> None:
     """Send a release request to any other decoder of the group; one token needs no free place."""
     pair = attempt.pair
     used = (pair.prefill.candidate.load, pair.decode.candidate.load)
     loads = [candidate.load for candidate in _group_of(attempt).decodes]
-    able = [load for load in loads if load.available and load not in used]
+    able = [load for load in loads if load.is_available and load not in used]
     lives = attempt.context.gateway.endpoints.all()
     other = next((live for live in lives if live.load in able), None)
     if other is not None:
@@ -196,7 +196,7 @@ def _release_elsewhere(attempt: AttemptState, handover: Handover) -> None:
 
 
 def _release_kv(
-    attempt: AttemptState, handover: Handover, place: Booking | LiveEndpoint, reason: str
+    attempt: AttemptState, handover: DecodeRequest, place: Booking | LiveEndpoint, reason: str
 ) -> None:
     request = attempt.words.release_request(place, handover)
-    attempt.handoffs.give_up(place.upstream, request, reason)
+    attempt.handoffs.send_release_request(place.upstream, request, reason)

@@ -9,27 +9,27 @@ from collections import deque
 from random import Random
 from typing import Protocol
 
-from gateway.disagg.bootstrap_client import Bootstraps
+from gateway.disagg.bootstrap_client import BootstrapClient
 from gateway.disagg.leg import Leg
-from gateway.disagg.response_buffer import Inbox
+from gateway.disagg.response_buffer import ResponseBuffer
 from gateway.disagg.state_machine import State
 from gateway.exchange import SplitRecord
-from gateway.http.upstream import Upstream
-from gateway.http.write_queue import Outbox
+from gateway.http.upstream import ConnectionPool
+from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.metric_types import Counter
-from gateway.protocol.relay import Relay, UpstreamBroke
-from kvtransfer.dialects import Identity
-from policies.pricing.split import Decision, Pair, Reason
+from gateway.protocol.relay import Relay, UpstreamError
+from kvtransfer.dialects import PrefillIdentity
+from policies.pricing.split import EndpointPair, SplitDecision, SplitReason
 
 # Numbers have 63 bits: SGLang's room, and an id that TensorRT-LLM accepts as a snowflake id.
 LEAST_NUMBER = 2**40
-SEEN_S = 0.2  # least time that a decode request stays open, so that its engine asks for the KV
-STEP_S = 0.1  # least time that a prefill answer is awaited after the client has left
-MOST_WAIT_S = 5.0  # limit of both: an engine without a CPU core of its own takes seconds per step
-TAKEN_S = 10.0  # time for a decoder to fetch KV that is only to be freed
-WEIGHT = 0.2  # of the newest handoff in a pair's moving mean
-NEWEST = 64  # handoffs of a pair whose times are kept for a percentile
+MIN_SEEN_S = 0.2  # least time that a decode request stays open, so that its engine asks for the KV
+MIN_STEP_S = 0.1  # least time that a prefill answer is awaited after the client has left
+MAX_WAIT_S = 5.0  # limit of both: an engine without a CPU core of its own takes seconds per step
+RELEASE_TIMEOUT_S = 10.0  # time for a decoder to fetch KV that is only to be freed
+MEAN_WEIGHT = 0.2  # of the newest handoff in a pair's moving mean
+KEPT_TIMES = 64  # handoffs of a pair whose times are kept for a percentile
 
 _DONE, _FAILED = State.DONE, State.FAILED  # local names: Enum access is slow before Python 3.12
 
@@ -55,16 +55,16 @@ class PairFigures:
         self.prefill_s: float | None = None
         self.handoff_s: float | None = None
         self.transport: str | None = None
-        self.newest_s: deque[float] = deque(maxlen=NEWEST)
+        self.newest_s: deque[float] = deque(maxlen=KEPT_TIMES)
         self.counter: Counter | None = None
 
-    def took(self, prefill_s: float, handoff_s: float) -> None:
+    def add_times(self, prefill_s: float, handoff_s: float) -> None:
         """Add the times of a handoff."""
         self.prefill_s = _update_mean(self.prefill_s, prefill_s)
         self.handoff_s = _update_mean(self.handoff_s, handoff_s)
         self.newest_s.append(handoff_s)
 
-    def travelled(self, pair: Pair, prompt_tokens: int) -> None:
+    def add_transferred(self, pair: EndpointPair, prompt_tokens: int) -> None:
         """Add the tokens of a prompt whose KV was transferred."""
         self.tokens += max(0, prompt_tokens - pair.decode.cached_tokens)
 
@@ -84,7 +84,7 @@ class PairFigures:
         An engine that is aborted finishes its step first, and a short prompt is one step: its KV
         would stay unknown.
         """
-        return _wait_s(STEP_S, self.prefill_s)
+        return _wait_s(MIN_STEP_S, self.prefill_s)
 
     @property
     def seen_s(self) -> float:
@@ -92,13 +92,13 @@ class PairFigures:
 
         Engines read requests between two steps.
         """
-        return _wait_s(SEEN_S, self.handoff_s)
+        return _wait_s(MIN_SEEN_S, self.handoff_s)
 
 
 class Transfer(Protocol):
     """An attempt whose KV is being transferred."""
 
-    def overdue(self) -> None:
+    def on_overdue(self) -> None:
         """Fail the transfer because it takes too long."""
         ...
 
@@ -116,28 +116,28 @@ class Handoffs:
         *("metrics", "outbox", "pairs", "splitting", "transfers"),
     )
 
-    def __init__(self, metrics: Metrics, rng: Random, outbox: Outbox) -> None:
+    def __init__(self, metrics: Metrics, rng: Random, outbox: WriteQueue) -> None:
         self.metrics = metrics
         self.outbox = outbox
-        self.bootstraps = Bootstraps(outbox)
+        self.bootstraps = BootstrapClient(outbox)
         self.splitting: dict[str, bool] = {}
         self.pairs: dict[tuple[str, str], PairFigures] = {}
         self.transfers: dict[Transfer, float] = {}
         self._legs: dict[tuple[str, str], Counter] = {}
-        self._decisions: dict[Reason, Counter] = {}
+        self._decisions: dict[SplitReason, Counter] = {}
         self._rng = rng
         self._numbers: set[int] = set()
-        self._identities: dict[str, tuple[Identity, ...]] = {}
+        self._identities: dict[str, tuple[PrefillIdentity, ...]] = {}
         self._running: set[Leg] = set()
 
-    def count(self, end: tuple[str, str]) -> None:
+    def count_leg(self, end: tuple[str, str]) -> None:
         """Count the end of a leg: its role, and how it ended."""
         counter = self._legs.get(end)
         if counter is None:
             counter = self._legs[end] = self.metrics.split_legs_total.labels(*end)
         counter.value += 1.0
 
-    def decided(self, decision: Decision) -> None:
+    def count_decision(self, decision: SplitDecision) -> None:
         """Count a decision. Each reason belongs either to splitting or to not splitting."""
         counter = self._decisions.get(decision.reason)
         if counter is None:
@@ -146,7 +146,7 @@ class Handoffs:
             self._decisions[decision.reason] = counter
         counter.value += 1.0
 
-    def number(self) -> int:
+    def take_number(self) -> int:
         """Take a number that no live handoff has."""
         while True:
             number = self._rng.getrandbits(63)
@@ -154,12 +154,12 @@ class Handoffs:
                 self._numbers.add(number)
                 return number
 
-    def give_back(self, number: int) -> None:
+    def give_back_number(self, number: int) -> None:
         """Free the number of a handoff that has ended."""
         self._numbers.discard(number)
 
     @property
-    def under_way(self) -> int:
+    def live_count(self) -> int:
         """Count of split requests that are not over; each may hold a lease."""
         return len(self._numbers)
 
@@ -168,11 +168,11 @@ class Handoffs:
         overdue = [transfer for transfer, until in self.transfers.items() if until <= now]
         for transfer in overdue:
             if self.transfers.pop(transfer, None) is not None:
-                transfer.overdue()
+                transfer.on_overdue()
 
     # Identities of prefill engines
 
-    def identity(self, endpoint: str, number: int) -> Identity | None:
+    def identity(self, endpoint: str, number: int) -> PrefillIdentity | None:
         """Return the identity of a prefill engine; None if it is unknown.
 
         Of several ranks it is the one for the handoff's number.
@@ -180,42 +180,42 @@ class Handoffs:
         identities = self._identities.get(endpoint)
         return identities[number % len(identities)] if identities else None
 
-    def learn(self, endpoint: str, found: tuple[Identity, ...]) -> None:
+    def set_identity(self, endpoint: str, found: tuple[PrefillIdentity, ...]) -> None:
         """Note the identities of an endpoint's ranks."""
         self._identities[endpoint] = found
 
-    def removed(self, endpoint: str) -> None:
+    def forget_endpoint(self, endpoint: str) -> None:
         """Drop what is known about a name that no endpoint has any more."""
-        self.forget(endpoint)
+        self.forget_identity(endpoint)
         self.pairs = {
             names: figures for names, figures in self.pairs.items() if endpoint not in names
         }
 
-    def forget(self, endpoint: str) -> None:
+    def forget_identity(self, endpoint: str) -> None:
         """Drop an identity after a leg failed there: engine ids change with a restart."""
         self._identities.pop(endpoint, None)
 
     # What outlives a request
 
-    def give_up(self, upstream: Upstream, words: tuple[bytes, bytes], reason: str) -> None:
+    def send_release_request(self, upstream: ConnectionPool, words: tuple[bytes, bytes], reason: str) -> None:
         """Send a release request, so that a prefiller frees KV that no request needs.
 
         Only a decoder that fetches the KV, or declines to, can have it freed.
         """
         self.metrics.split_leases_given_up_total.labels(reason).inc()
-        leg = Leg(upstream, *words, Relay(b""), Inbox(keep=False), self._on_released)
+        leg = Leg(upstream, *words, Relay(b""), ResponseBuffer(keep=False), self._on_released)
         self._running.add(leg)
         leg.start()
-        self.outbox.loop.call_later(TAKEN_S, self._close_release, leg)
+        self.outbox.loop.call_later(RELEASE_TIMEOUT_S, self._close_release, leg)
 
-    def _on_released(self, leg: Leg, _: UpstreamBroke | None) -> None:
+    def _on_released(self, leg: Leg, _: UpstreamError | None) -> None:
         self._running.discard(leg)
 
     def _close_release(self, leg: Leg) -> None:
         self._running.discard(leg)
         leg.close()
 
-    def figures(self, pair: Pair) -> PairFigures:
+    def figures(self, pair: EndpointPair) -> PairFigures:
         """Return the figures of a pair's handoffs, which are created at the first one."""
         names = _names(pair)
         figures = self.pairs.get(names)
@@ -223,9 +223,9 @@ class Handoffs:
             figures = self.pairs[names] = PairFigures()
         return figures
 
-    def ended(
+    def count_attempt(
         self,
-        pair: Pair,
+        pair: EndpointPair,
         figures: PairFigures,
         state: State,
         record: SplitRecord,
@@ -247,7 +247,7 @@ class Handoffs:
             if relay is None or began is None or done is None:
                 return
             if relay.first_token_at is not None:
-                figures.took(done - began, max(0.0, relay.first_token_at - done))
+                figures.add_times(done - began, max(0.0, relay.first_token_at - done))
 
     def close(self) -> None:
         """Close the connections of release requests and bootstrap queries."""
@@ -256,14 +256,14 @@ class Handoffs:
         self.bootstraps.close()
 
 
-def _names(pair: Pair) -> tuple[str, str]:
+def _names(pair: EndpointPair) -> tuple[str, str]:
     return pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name
 
 
 def _update_mean(mean_s: float | None, newest_s: float) -> float:
-    return newest_s if mean_s is None else mean_s + WEIGHT * (newest_s - mean_s)
+    return newest_s if mean_s is None else mean_s + MEAN_WEIGHT * (newest_s - mean_s)
 
 
 def _wait_s(least_s: float, mean_s: float | None) -> float:
     """Return twice the mean, within limits; the upper limit for a pair without a handoff so far."""
-    return MOST_WAIT_S if mean_s is None else min(max(least_s, 2.0 * mean_s), MOST_WAIT_S)
+    return MAX_WAIT_S if mean_s is None else min(max(least_s, 2.0 * mean_s), MAX_WAIT_S)

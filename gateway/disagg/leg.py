@@ -6,16 +6,16 @@ import logging
 from collections.abc import Callable
 from time import monotonic
 
-from gateway.http.eager_task import Errand, Landing
-from gateway.http.upstream import LOST, Connection, Downstream, Upstream
-from gateway.protocol.relay import Relay, UpstreamBroke
+from gateway.http.eager_task import EagerFuture, EagerTask
+from gateway.http.upstream import LOST_KINDS, ConnectionPool, Downstream, UpstreamConnection
+from gateway.protocol.relay import Relay, UpstreamError
 
 log = logging.getLogger("penstock")
 
-Ended = Callable[["Leg", UpstreamBroke | None], None]
+Ended = Callable[["Leg", UpstreamError | None], None]
 
 
-class Leg(Errand):
+class Leg(EagerTask):
     """One request on its way: start() it, and `ended` is called once with what broke.
 
     A leg that is closed before reports nothing. The leg is its own payload, so it learns when its
@@ -32,7 +32,7 @@ class Leg(Errand):
 
     def __init__(
         self,
-        upstream: Upstream,
+        upstream: ConnectionPool,
         head: bytes,
         body: bytes,
         relay: Relay,
@@ -48,9 +48,9 @@ class Leg(Errand):
         self._on_ended: Ended | None = ended
         self._on_sent: Callable[[], None] | None = None
         self._is_leaving = False
-        self._connecting: Errand | None = None
-        self._connection: Connection | None = None
-        self._done: Landing | None = None
+        self._connecting: EagerTask | None = None
+        self._connection: UpstreamConnection | None = None
+        self._done: EagerFuture | None = None
         self._pooled = True
 
     def start(self, on_sent: Callable[[], None] | None = None) -> None:
@@ -59,7 +59,7 @@ class Leg(Errand):
         `on_sent` is called when it is written.
         """
         self._on_sent = on_sent
-        connection = self.upstream.pooled()
+        connection = self.upstream.take_idle()
         if connection is not None:
             self._send_on(connection)
         else:
@@ -81,7 +81,7 @@ class Leg(Errand):
         self._body = b""
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether it has ended or is about to be closed, so that it reports nothing more."""
         return self._on_ended is None or self._is_leaving
 
@@ -98,7 +98,7 @@ class Leg(Errand):
         if connecting is not None:
             connecting.cancel()
         if connection is not None and done is not None:
-            done.errand = None
+            done.waiter = None
             done.cancel()
             connection.abort()
 
@@ -107,30 +107,30 @@ class Leg(Errand):
 
         Until then only `ended` is called; without it the first token closes too.
         """
-        if not self.over:
+        if not self.is_over:
             self._on_ended, self._is_leaving = ended or _ignore, True
-            self.relay.on_first = None if ended is not None else self._close_soon
+            self.relay.on_first_token = None if ended is not None else self._close_soon
             self.upstream.outbox.loop.call_later(max(0.0, seconds), self.close)
 
     def _close_soon(self) -> None:
         """Close after the callback that brings the token, not within it."""
         self.upstream.outbox.loop.call_soon(self.close)
 
-    def _send_on(self, connection: Connection) -> None:
+    def _send_on(self, connection: UpstreamConnection) -> None:
         """Send the request on this connection, and have the end of the answer step this leg."""
         self._connection = connection
         try:
-            done = connection.carry(self.head, self, self.relay, self._downstream)
+            done = connection.start(self.head, self, self.relay, self._downstream)
             self._done = done
         except Exception:
             log.exception("a leg failed inside the gateway")
             connection.abort()
-            self._end(UpstreamBroke("internal", "the leg failed inside the gateway"))
+            self._end(UpstreamError("internal", "the leg failed inside the gateway"))
             return
         if done.done():
             self.step()
         else:
-            done.errand = self
+            done.waiter = self
 
     def step(self, error: BaseException | None = None) -> None:
         """Handle the end of the answer.
@@ -144,31 +144,31 @@ class Leg(Errand):
         problem = done.exception()
         if problem is None:
             self._end(None)
-        elif not isinstance(problem, UpstreamBroke):
+        elif not isinstance(problem, UpstreamError):
             raise problem
-        elif not self.relay.untouched or problem.kind not in LOST:
+        elif not self.relay.is_untouched or problem.kind not in LOST_KINDS:
             self._end(problem)
         elif self._pooled:
             self._connect()
         else:
-            problem.fresh = connection is not None and connection.is_fresh
+            problem.was_new_connection = connection is not None and connection.is_recently_started
             self._end(problem)
 
     def _connect(self) -> None:
         self._pooled = False
-        self._connecting = Errand(self._send_on_new(), _do_nothing)
+        self._connecting = EagerTask(self._send_on_new(), _do_nothing)
         self._connecting.step()
 
     async def _send_on_new(self) -> None:
         try:
             connection = await self.upstream.connect()
-        except UpstreamBroke as broke:
-            broke.sent = self.sent_at is not None
+        except UpstreamError as broke:
+            broke.was_sent = self.sent_at is not None
             # Its traceback leads to this frame and its callers: a reference cycle.
             self._end(broke.with_traceback(None))
         except Exception:
             log.exception("a leg failed inside the gateway")
-            self._end(UpstreamBroke("internal", "the leg failed inside the gateway"))
+            self._end(UpstreamError("internal", "the leg failed inside the gateway"))
         else:
             self._connecting = None
             if self._on_ended is None:
@@ -176,7 +176,7 @@ class Leg(Errand):
             else:
                 self._send_on(connection)
 
-    def _end(self, problem: UpstreamBroke | None) -> None:
+    def _end(self, problem: UpstreamError | None) -> None:
         self._connection = self._done = self._connecting = None
         on_ended = self._on_ended
         self._drop_callbacks()
@@ -185,10 +185,10 @@ class Leg(Errand):
 
     def _drop_callbacks(self) -> None:
         """Drop the callbacks, which lead to the attempt and back here: a reference cycle."""
-        self._on_ended = self._on_sent = self.relay.on_first = None
+        self._on_ended = self._on_sent = self.relay.on_first_token = None
 
 
-def _ignore(_: Leg, __: UpstreamBroke | None) -> None:
+def _ignore(_: Leg, __: UpstreamError | None) -> None:
     """Ignore the end of a leg that is about to be closed."""
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from gateway.admission.controller import Room
+from gateway.admission.controller import PoolQueue
 from gateway.config import Resume
 from gateway.disagg.handoffs import Handoffs
 from gateway.disagg.pairing import SplitRoute
@@ -20,36 +20,36 @@ from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.http.client import Client
-from gateway.legs.forward import answer_headers, forwarded
+from gateway.legs.forward import response_headers, session_header
 from gateway.protocol.json_splice import edited, shows_usage
 from gateway.protocol.openai import Api, Call
 from gateway.protocol.relay import Relay
-from gateway.protocol.resume_terms import Terms as ResumeTerms
-from gateway.protocol.resume_terms import terms_of, with_token_ids
-from gateway.protocol.rewrite import Corrector, Renamer
-from gateway.protocol.stream_scan import Usage
-from gateway.protocol.token_ledger import Ledger, Recorded, Recorder
-from gateway.protocol.trace_context import passed_on
-from gateway.protocol.upstream_error import UpstreamBroke
+from gateway.protocol.resume_terms import ContinuationTerms as ResumeTerms
+from gateway.protocol.resume_terms import continuation_terms, with_token_ids
+from gateway.protocol.rewrite import CachedTokensRewriter, ModelNameRewriter
+from gateway.protocol.stream_scan import TokenUsage
+from gateway.protocol.token_ledger import Ledger, LedgerRecorder, RecordedRelay
+from gateway.protocol.trace_context import propagated_headers
+from gateway.protocol.upstream_error import UpstreamError
 from kvtransfer.dialects import (
-    Answer,
-    Edits,
-    Finished,
-    Handover,
-    Identity,
-    Needs,
-    Terms,
-    Unusable,
+    DecodeRequest,
+    FinishedResponse,
+    HandoffTerms,
+    PrefillIdentity,
+    PrefillResponse,
+    Prerequisite,
+    RequestEdits,
+    UnusableResponse,
     as_events,
+    encode_members,
     known_members,
-    members,
 )
 from policies.model import Endpoint, EngineKind, Request
 from policies.prefix.fingerprint import Fingerprint
 
 # A release request asks for one token, like a prefill request, whatever the client asked for: a
 # body that the prefiller accepted so is valid for the decoder too.
-_RELEASE = members({"max_tokens": b"1", "stream": b"false"})
+_RELEASE = encode_members({"max_tokens": b"1", "stream": b"false"})
 _OUTPUT_MEMBERS = frozenset(
     (
         *("max_tokens", "stream", "stream_options", "max_completion_tokens", "min_tokens"),
@@ -58,7 +58,7 @@ _OUTPUT_MEMBERS = frozenset(
 )
 
 # Local names: Enum attribute access is slow before Python 3.12.
-_CHAT, _FIRST_ANSWER = Api.CHAT, Needs.FIRST_ANSWER
+_CHAT, _FIRST_ANSWER = Api.CHAT, Prerequisite.FIRST_ANSWER
 
 _SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
 _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -70,7 +70,7 @@ class SplitGateway(Protocol):
     endpoints: EndpointTable
     handoffs: Handoffs
 
-    def count_unsent(self, exchange: Exchange, problem: UpstreamBroke, /) -> bool:
+    def count_unsent(self, exchange: Exchange, problem: UpstreamError, /) -> bool:
         """Count a failed attempt if its request was never sent; return whether it was counted."""
 
 
@@ -80,7 +80,7 @@ class SplitModel(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def room(self) -> Room: ...
+    def room(self) -> PoolQueue: ...
     @property
     def resume(self) -> Resume | None: ...
 
@@ -113,7 +113,7 @@ def one_token(request: Request) -> Request:
     return replace(request, output_tokens=1, choices=1)
 
 
-class Words:
+class LegRequests:
     """Builds the requests of one attempt's legs and reads the prefill answer.
 
     It keeps what requests are made of, because one may be due when the client has gone and the call
@@ -139,19 +139,19 @@ class Words:
         self._context, self._record = context, record
         self._prefill, self._facts = prefill.name, facts
         self._members = call.members
-        self._cache_report: Corrector | Ledger | None = None
+        self._cache_report: CachedTokensRewriter | Ledger | None = None
         self._resume_terms: ResumeTerms | None = None
         if context.route.resume is not None and split.dialect.engine == EngineKind.VLLM:
-            self._resume_terms = terms_of(call)
+            self._resume_terms = continuation_terms(call)
         # A copy of an earlier attempt may still run on an engine, so each attempt has an id of its
         # own.
         retries = exchange.retries
         request_id = f"{exchange.id}-{len(retries)}" if retries else exchange.id
-        trace_lines = "" if exchange.trace is not None else passed_on(headers)
+        trace_lines = "" if exchange.trace is not None else propagated_headers(headers)
         self._lines = (
-            f"x-request-id: {request_id}\r\n{forwarded(headers)}{trace_lines}content-length: "
+            f"x-request-id: {request_id}\r\n{session_header(headers)}{trace_lines}content-length: "
         )
-        self.terms = Terms(
+        self.terms = HandoffTerms(
             request_id,
             number,
             call.api is _CHAT,
@@ -160,14 +160,14 @@ class Words:
             context.gateway.handoffs.identity(prefill.name, number),
         )
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Release the client's body, as the call does at the first token."""
         self._members = {}
 
-    def set_identity(self, identities: tuple[Identity, ...]) -> None:
+    def set_identity(self, identities: tuple[PrefillIdentity, ...]) -> None:
         """Note who the prefill engine is, for this attempt and for later ones."""
         handoffs = self._context.gateway.handoffs
-        handoffs.learn(self._prefill, identities)
+        handoffs.set_identity(self._prefill, identities)
         identity = handoffs.identity(self._prefill, self.terms.number)
         self.terms = replace(self.terms, identity=identity)
 
@@ -175,7 +175,7 @@ class Words:
         """Return head and body of the prefill request."""
         return self._request(place, self._context.split.dialect.prefill(self.terms), "prefill")
 
-    def decode(self, place: Booking, handover: Handover | None) -> tuple[bytes, bytes]:
+    def decode(self, place: Booking, handover: DecodeRequest | None) -> tuple[bytes, bytes]:
         """Return head and body of the decode request.
 
         Without a handover it is the client's own request.
@@ -183,14 +183,14 @@ class Words:
         if handover is not None:
             edits, role = handover.edits, "decode"
         else:
-            edits = Edits(keep=known_members(place.endpoint.engine, chat=self.terms.chat))
+            edits = RequestEdits(keep=known_members(place.endpoint.engine, chat=self.terms.chat))
             role = "whole"
         if self._resume_terms is not None:
             edits = with_token_ids(edits)
         return self._request(place, edits, role)
 
     def release_request(
-        self, place: Booking | LiveEndpoint, handover: Handover
+        self, place: Booking | LiveEndpoint, handover: DecodeRequest
     ) -> tuple[bytes, bytes]:
         """Return head and body of a decode request that has the prefiller's KV freed.
 
@@ -198,23 +198,23 @@ class Words:
         KV, so the request has a cache salt of its own: what the engine caches of it is found by no
         other request.
         """
-        edits, apart = handover.edits, self._context.split.dialect.apart
+        edits, apart = handover.edits, self._context.split.dialect.cache_salt_member
         put, drop = edits.put + _RELEASE, edits.drop | _OUTPUT_MEMBERS
         if apart is not None:
-            put += members({apart: b'"unread %d"' % self.terms.number})
+            put += encode_members({apart: b'"unread %d"' % self.terms.number})
             drop |= {apart}
         return self._request(place, replace(edits, put=put, drop=drop), "")
 
-    def relay(self, endpoint: Endpoint, handover: Handover | None) -> Relay:
+    def relay(self, endpoint: Endpoint, handover: DecodeRequest | None) -> Relay:
         """Return the relay of the decoder's answer to the client.
 
         It records the answer's tokens where a broken stream can be continued, and replaces the
         decoder's count of cached tokens where that counts the transfer.
         """
         context, record = self._context, self._record
-        exchange, client, asked = context.exchange, context.client, context.call.asked_model
+        exchange, client, asked = context.exchange, context.client, context.call.requested_model
         served = context.route.resolve_name(endpoint)
-        headers = answer_headers(exchange, client, endpoint.name) + self._facts.header
+        headers = response_headers(exchange, client, endpoint.name) + self._facts.header
         corrects = handover is not None and not handover.reports_own_cache
         self._cache_report = None
         exchange.ledger = None
@@ -224,19 +224,19 @@ class Words:
             if corrects:
                 self._cache_report = ledger
                 ledger.cached_tokens = record.cached_tokens
-            recorder = Recorder(ledger, ledger.first, served, asked)
-            return Recorded(
-                headers, None, client.http_1_0, recorder, patient=True, gaps=exchange.gaps
+            recorder = LedgerRecorder(ledger, ledger.render_first, served, asked)
+            return RecordedRelay(
+                headers, None, client.is_http_1_0, recorder, hold_until_token=True, chunk_gaps=exchange.gaps
             )
-        renamer: Renamer | None = None
+        renamer: ModelNameRewriter | None = None
         if corrects and shows_usage(self._members):
-            renamer = corrector = self._cache_report = Corrector(served, asked)
+            renamer = corrector = self._cache_report = CachedTokensRewriter(served, asked)
             corrector.cached_tokens = record.cached_tokens
         elif served != asked:
-            renamer = Renamer(served, asked)
-        return Relay(headers, None, client.http_1_0, renamer, handover is not None, exchange.gaps)
+            renamer = ModelNameRewriter(served, asked)
+        return Relay(headers, None, client.is_http_1_0, renamer, handover is not None, exchange.gaps)
 
-    def note_usage(self, usage: Usage) -> None:
+    def note_usage(self, usage: TokenUsage) -> None:
         """Note the prefill engine's count of cached tokens.
 
         The client sees 0 if the engine reports none.
@@ -246,15 +246,15 @@ class Words:
             self._cache_report.cached_tokens = usage.cached_tokens or 0
 
     def interpret(
-        self, answer: Answer | Unusable, *, alone: bool
-    ) -> Handover | Unusable | Finished | None:
+        self, answer: PrefillResponse | UnusableResponse, *, alone: bool
+    ) -> DecodeRequest | UnusableResponse | FinishedResponse | None:
         """Return what a prefill answer means for the decoder.
 
         None: the decoder has its request already and needs nothing else. `alone`: no decoder has
         the request yet.
         """
         dialect, record = self._context.split.dialect, self._record
-        if isinstance(answer, Unusable):
+        if isinstance(answer, UnusableResponse):
             return answer
         record.cached_tokens = answer.cached_tokens or 0
         if self._cache_report is not None:
@@ -265,15 +265,15 @@ class Words:
                 self.set_identity(identities)
             elif identities and expected not in identities:
                 self.set_identity(identities)
-                return Unusable("the prefill engine is not the one that its decoder was told of")
+                return UnusableResponse("the prefill engine is not the one that its decoder was told of")
         if not alone:
             return dialect.check(answer)
         handover = dialect.decode(self.terms, answer)
-        if isinstance(handover, Handover):
+        if isinstance(handover, DecodeRequest):
             record.transport = handover.transport
         return handover
 
-    def finished(self, answer: Finished) -> bytes:
+    def finished(self, answer: FinishedResponse) -> bytes:
         """Return the prefill answer as a response to the client's own request: JSON or events."""
         if not self._context.call.request.stream:
             return _JSON % len(answer.body) + answer.body
@@ -281,7 +281,7 @@ class Words:
         return _SSE % len(events) + events
 
     def _request(
-        self, place: Booking | LiveEndpoint, edits: Edits, role: str
+        self, place: Booking | LiveEndpoint, edits: RequestEdits, role: str
     ) -> tuple[bytes, bytes]:
         """Return head and body of a request.
 
@@ -299,8 +299,8 @@ class Words:
         body = edited(call.body, self._members, edits, model)
         lines = f"{self._lines}{len(body)}\r\n"
         if trace is not None and role:
-            lines += trace.leg(role, endpoint.name, monotonic())
+            lines += trace.add_leg(role, endpoint.name, monotonic())
         for name, value in edits.headers:
             lines += f"{name}: {value}\r\n"
-        head = place.upstream.head(context.exchange.api)
+        head = place.upstream.request_head(context.exchange.api)
         return head + (lines + "\r\n").encode("utf-8", "surrogateescape"), body

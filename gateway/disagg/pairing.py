@@ -14,16 +14,23 @@ import msgspec
 from gateway.config import Model
 from gateway.fleet.model_names import engine_name
 from kvtransfer import dialects
-from kvtransfer.dialects import Bootstrap, Dialect, Needs
+from kvtransfer.dialects import BootstrapAddress, Dialect, Prerequisite
 from policies.contract import Policy
-from policies.filters import telling
+from policies.filters import applicable
 from policies.model import Candidate, Role
-from policies.pricing.split import Group, Pools, SplitRule, Splitter, compat, splitter
+from policies.pricing.split import (
+    PairGroup,
+    SplitPools,
+    SplitRule,
+    Splitter,
+    build_splitter,
+    kv_compatibility_key,
+)
 
-NEED_BOOTSTRAP = (Needs.ADDRESS, Needs.QUERY)
+NEED_BOOTSTRAP = (Prerequisite.ADDRESS, Prerequisite.QUERY)
 
 
-class Facts(msgspec.Struct, frozen=True):
+class PrefillFacts(msgspec.Struct, frozen=True):
     """Configured facts of a prefill endpoint.
 
     host       of its URL
@@ -32,7 +39,7 @@ class Facts(msgspec.Struct, frozen=True):
     """
 
     host: str
-    bootstrap: Bootstrap | None
+    bootstrap: BootstrapAddress | None
     header: bytes
 
 
@@ -41,12 +48,12 @@ class SplitRoute(msgspec.Struct, frozen=True):
 
     dialect: Dialect
     splitter: Splitter
-    pools: Pools
-    facts: Mapping[str, Facts]
+    pools: SplitPools
+    facts: Mapping[str, PrefillFacts]
     transfer_timeout_s: float
 
 
-def whole(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def serving_whole(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Return the endpoints that serve whole requests."""
     return tuple(
         candidate for candidate in candidates if candidate.endpoint.role is not Role.PREFILL
@@ -60,15 +67,15 @@ def split_route(model: Model, policy: Policy, candidates: Sequence[Candidate]) -
     """
     if model.split is None:
         return None
-    dialect = dialects.named(model.split.dialect)
+    dialect = dialects.get_dialect(model.split.dialect)
     groups = _groups(model, dialect, candidates)
     if not groups:
         return None
     rule = SplitRule(model.split.threshold_tokens, model.split.hysteresis)
     return SplitRoute(
         dialect,
-        _with_applicable_filters(splitter(rule, policy), candidates),
-        Pools(
+        _with_applicable_filters(build_splitter(rule, policy), candidates),
+        SplitPools(
             groups,
             tuple(candidate for candidate in candidates if _serves_alone(dialect, candidate)),
         ),
@@ -81,7 +88,7 @@ def _with_applicable_filters(splitter: Splitter, candidates: Sequence[Candidate]
     """Return the splitter without the filters that can reject none of the endpoints."""
 
     def reduced(policy: Policy) -> Policy:
-        return msgspec.structs.replace(policy, filters=telling(policy.filters, candidates))
+        return msgspec.structs.replace(policy, filters=applicable(policy.filters, candidates))
 
     return msgspec.structs.replace(
         splitter,
@@ -91,19 +98,19 @@ def _with_applicable_filters(splitter: Splitter, candidates: Sequence[Candidate]
     )
 
 
-def _groups(model: Model, dialect: Dialect, candidates: Sequence[Candidate]) -> tuple[Group, ...]:
+def _groups(model: Model, dialect: Dialect, candidates: Sequence[Candidate]) -> tuple[PairGroup, ...]:
     by_compat: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         endpoint = candidate.endpoint
         if endpoint.engine == dialect.engine:
-            key = compat(endpoint.engine, engine_name(model, endpoint), endpoint.labels)
+            key = kv_compatibility_key(endpoint.engine, engine_name(model, endpoint), endpoint.labels)
             by_compat.setdefault(key, []).append(candidate)
     groups = []
     for key, members in by_compat.items():
         prefills = tuple(member for member in members if _can_prefill(dialect, member))
-        decodes = whole(members)
+        decodes = serving_whole(members)
         if prefills and decodes and len({*prefills, *decodes}) > 1:
-            groups.append(Group(key, prefills, decodes))
+            groups.append(PairGroup(key, prefills, decodes))
     return tuple(groups)
 
 
@@ -116,14 +123,14 @@ def _can_prefill(dialect: Dialect, candidate: Candidate) -> bool:
 
 def _serves_alone(dialect: Dialect, candidate: Candidate) -> bool:
     role = candidate.endpoint.role
-    return role is Role.BOTH or (role is Role.DECODE and dialect.decode_alone)
+    return role is Role.BOTH or (role is Role.DECODE and dialect.can_decode_alone)
 
 
-def _facts(candidate: Candidate) -> Facts:
+def _facts(candidate: Candidate) -> PrefillFacts:
     endpoint = candidate.endpoint
     bootstrap = None
     if endpoint.bootstrap is not None:
         address = urlsplit(f"//{endpoint.bootstrap}")
-        bootstrap = Bootstrap(address.hostname or "", address.port or 0)
+        bootstrap = BootstrapAddress(address.hostname or "", address.port or 0)
     header = b"x-penstock-prefill: %b\r\n" % endpoint.name.encode()
-    return Facts(urlsplit(endpoint.url).hostname or "", bootstrap, header)
+    return PrefillFacts(urlsplit(endpoint.url).hostname or "", bootstrap, header)

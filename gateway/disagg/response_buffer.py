@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gateway.http.upstream import Connection
+from gateway.http.upstream import UpstreamConnection
 
-MOST_BYTES = 16 * 1024 * 1024  # the ids of a million tokens, or of far more blocks
+MAX_BYTES = 16 * 1024 * 1024  # the ids of a million tokens, or of far more blocks
 
 
-class Inbox:
+class ResponseBuffer:
     """Collects what a relay for HTTP/1.0 clients writes: a head, then the body.
 
     With `keep` False everything is discarded. An answer that is too long fails its connection.
@@ -19,10 +19,10 @@ class Inbox:
         self._keep = keep
         self._parts: list[bytes] = []
         self._size = 0
-        self.source: Connection | None = None
+        self.source: UpstreamConnection | None = None
 
     @property
-    def writing_paused(self) -> bool:
+    def is_writing_paused(self) -> bool:
         return False
 
     @property
@@ -37,16 +37,16 @@ class Inbox:
             return
         self._parts.append(data)
         self._size += len(data)
-        if self._size > MOST_BYTES and self.source is not None:
+        if self._size > MAX_BYTES and self.source is not None:
             self.source.fail("framing", "the engine's answer to the gateway is too long")
 
-    def call_off(self) -> None:
+    def half_close(self) -> None:
         """Half-close the connection if the answer is still coming.
 
         Engines treat that as an abort.
         """
         if self.source is not None:
-            self.source.call_off()
+            self.source.half_close()
 
-    def set_source(self, source: Connection | None) -> None:
+    def set_source(self, source: UpstreamConnection | None) -> None:
         self.source = source

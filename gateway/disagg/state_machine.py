@@ -119,7 +119,7 @@ class Row(NamedTuple):
     acts: tuple[Act, ...] = ()
 
 
-KEPT: Mapping[State, tuple[Owner, Deadline]] = MappingProxyType(
+LIVE_STATES: Mapping[State, tuple[Owner, Deadline]] = MappingProxyType(
     {
         State.BOOKED: (Owner.REQUEST, Deadline.TURN),
         State.ASKING: (Owner.REQUEST, Deadline.BOOTSTRAP),
@@ -132,7 +132,7 @@ KEPT: Mapping[State, tuple[Owner, Deadline]] = MappingProxyType(
     }
 )
 
-ENDS = frozenset(State) - KEPT.keys()
+END_STATES = frozenset(State) - LIVE_STATES.keys()
 
 # The events that are the end of a leg: its role, and how it ended (labels of
 # penstock_split_legs_total).

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
 
-from gateway.fleet.endpoint_registry import HEALTHY, LiveEndpoint, step_tokens
-from gateway.http.upstream import Upstream
-from gateway.protocol.stream_scan import Usage
-from gateway.protocol.upstream_error import UpstreamBroke
+from gateway.fleet.endpoint_registry import INITIAL_HEALTH, LiveEndpoint, step_tokens
+from gateway.http.upstream import ConnectionPool
+from gateway.protocol.stream_scan import TokenUsage
+from gateway.protocol.upstream_error import UpstreamError
 from policies import ledger
-from policies.health.health import Event, State
+from policies.health.health import HealthEvent, HealthState
 from policies.health.stall import is_doubted
-from policies.ledger import Entry
+from policies.ledger import LoadBooking
 from policies.load import EndpointLoad
 from policies.model import Pick, Request
 from policies.prefix.fingerprint import Fingerprint
@@ -29,11 +29,11 @@ class EvidenceSink(Protocol):
     The endpoint table implements it.
     """
 
-    def happened(self, live: LiveEndpoint, event: Event, /) -> None: ...
-    def broke(self, live: LiveEndpoint, broke: UpstreamBroke, /) -> None: ...
-    def doubt(self, live: LiveEndpoint, /) -> None: ...
-    def confirm(self, live: LiveEndpoint, believed: float, found: float, /) -> None: ...
-    def unlearn(
+    def on_event(self, live: LiveEndpoint, event: HealthEvent, /) -> None: ...
+    def on_failure(self, live: LiveEndpoint, broke: UpstreamError, /) -> None: ...
+    def throttle(self, live: LiveEndpoint, /) -> None: ...
+    def confirm_cached_share(self, live: LiveEndpoint, believed: float, found: float, /) -> None: ...
+    def forget_prompt(
         self, fingerprint: Fingerprint, live: LiveEndpoint, kept_tokens: int, prompt_tokens: int, /
     ) -> None: ...
 
@@ -50,9 +50,9 @@ class Booking:
 
     __slots__ = (
         *("_awaited", "_booked_at", "_fingerprint", "_is_computed", "_is_reported", "_table"),
-        *("_tells", "_usage", "ahead_tokens", "endpoint", "live", "place", "request", "upstream"),
+        *("_tells", "_usage", "queued_tokens", "endpoint", "live", "entry", "request", "upstream"),
     )
-    _take: Callable[[EndpointLoad, Request, int, float, bool], Entry] = staticmethod(ledger.book)
+    _take: Callable[[EndpointLoad, Request, int, float, bool], LoadBooking] = staticmethod(ledger.book)
     _prefills = True
 
     def __init__(
@@ -67,34 +67,34 @@ class Booking:
         self._fingerprint = fingerprint
         self.live = live
         self.endpoint = live.endpoint
-        self.upstream: Upstream = live.upstream
+        self.upstream: ConnectionPool = live.upstream
         self.request = request
         self._is_computed = self._is_reported = False
-        self._usage: Usage | None = None
+        self._usage: TokenUsage | None = None
         self._booked_at = now = monotonic()
         self._tells = tells = request.stream or request.output_tokens == 1
         self._awaited = 0
         if tells and self._prefills:
             self._awaited = awaited = max(1, request.prompt_tokens - pick.cached_tokens)
-            live.speed.sent(awaited, now)
-        self.place: Entry = self._take(live.load, request, pick.cached_tokens, now, tells)
-        self.ahead_tokens = live.load.prefill_tokens
+            live.speed.on_sent(awaited, now)
+        self.entry: LoadBooking = self._take(live.load, request, pick.cached_tokens, now, tells)
+        self.queued_tokens = live.load.prefill_tokens
 
-    def first_token(self) -> None:
+    def on_first_token(self) -> None:
         """Move the prompt from the endpoint's backlog to its context: it is computed.
 
         A plain answer of several tokens arrives long after its first token, so it is no measurement
         of speed.
         """
         self._is_computed = True
-        if self.place.told:
+        if self.entry.sees_first_token:
             now = monotonic()
-            self.place.first_token(now)
+            self.entry.on_first_token(now)
             if self._awaited:
-                self.live.speed.first_token(self._awaited, now)
+                self.live.speed.on_first_token(self._awaited, now)
                 self._awaited = 0
 
-    def overtaken(self) -> None:
+    def on_overtaken(self) -> None:
         """Record that the request leaves, or has left, for another endpoint.
 
         Its wait here is evidence of the endpoint's speed.
@@ -104,42 +104,42 @@ class Booking:
             live.speed.overtaken(self._awaited, step_tokens(live), now, is_doubted=is_doubted(live.load))
             self._awaited = 0
 
-    def doubt(self) -> None:
+    def throttle_endpoint(self) -> None:
         """Limit the endpoint to few requests until its speed has been judged.
 
         Called when another endpoint was asked later and answered earlier.
         """
-        self._table.doubt(self.live)
+        self._table.throttle(self.live)
 
     @property
-    def is_out_as_slow(self) -> bool:
+    def is_ejected_as_slow(self) -> bool:
         """Whether the endpoint was ejected as slow."""
         health = self.live.health
-        return health.state is State.EJECTED and health.cause is Event.SLOW
+        return health.state is HealthState.EJECTED and health.cause is HealthEvent.SLOW
 
-    def served(self, usage: Usage) -> None:
+    def on_served(self, usage: TokenUsage) -> None:
         """Record a complete answer.
 
         The engine's count of cached tokens corrects the prefix index.
         """
         self._is_reported = True
         self._usage = usage
-        if self.live.health is not HEALTHY:
-            self._table.happened(self.live, Event.SUCCEEDED)
+        if self.live.health is not INITIAL_HEALTH:
+            self._table.on_event(self.live, HealthEvent.SUCCEEDED)
         if usage.cached_tokens is not None and usage.prompt_tokens:
             prompt_tokens = max(1, self.request.prompt_tokens)
-            believed = min(1.0, self.place.cached_tokens / prompt_tokens)
+            believed = min(1.0, self.entry.cached_tokens / prompt_tokens)
             found = min(1.0, usage.cached_tokens / usage.prompt_tokens)
-            self._table.confirm(self.live, believed, found)
+            self._table.confirm_cached_share(self.live, believed, found)
 
-    def failed(self, broke: UpstreamBroke) -> None:
+    def on_failed(self, broke: UpstreamError) -> None:
         """Record an incomplete answer, which is evidence about the endpoint.
 
         Only the first report counts.
         """
         if not self._is_reported:
             self._is_reported = True
-            self._table.broke(self.live, broke)
+            self._table.on_failure(self.live, broke)
 
     def __enter__(self) -> Booking:
         return self
@@ -147,14 +147,14 @@ class Booking:
     def __exit__(self, *_: object) -> None:
         now, usage = monotonic(), self._usage
         if usage is None:
-            self.place.dropped(now)
+            self.entry.drop(now)
         else:
             tokens = usage.completion_tokens
-            self.place.finished(now, tokens)
+            self.entry.finish(now, tokens)
             if tokens and not self._tells:
-                self.live.speed.answered(tokens, now - self._booked_at)
+                self.live.speed.record_answer(tokens, now - self._booked_at)
         if self._awaited:
-            self.live.speed.dropped(self._awaited)
+            self.live.speed.on_dropped(self._awaited)
             self._awaited = 0
         if not self._is_computed:
             self._unlearn()
@@ -162,8 +162,8 @@ class Booking:
     def _unlearn(self) -> None:
         """Take back what the prefix index learned from the pick: the prompt was never computed."""
         if self._fingerprint is not None:
-            cached_tokens, prompt_tokens = self.place.cached_tokens, self.request.prompt_tokens
-            self._table.unlearn(self._fingerprint, self.live, cached_tokens, prompt_tokens)
+            cached_tokens, prompt_tokens = self.entry.cached_tokens, self.request.prompt_tokens
+            self._table.forget_prompt(self._fingerprint, self.live, cached_tokens, prompt_tokens)
 
 
 class Reservation(Booking):
@@ -176,21 +176,21 @@ class Reservation(Booking):
     _take = staticmethod(ledger.reserve)
     _prefills = False
 
-    def recompute(self) -> None:
+    def on_recompute(self) -> None:
         """Add the prompt to the endpoint's backlog, because no usable KV was handed over."""
-        self.place.recompute(monotonic())
+        self.entry.recompute_prompt(monotonic())
 
-    def handed_over(self) -> None:
+    def on_handed_over(self) -> None:
         """Record that the prompt is computed and its KV is on the way; only for plain answers.
 
         A plain answer shows nothing until its end, whereas a stream shows its first token.
         """
-        if not self.place.told:
-            self.place.handed_over(monotonic())
+        if not self.entry.sees_first_token:
+            self.entry.on_kv_arrived(monotonic())
 
-    def served(self, usage: Usage) -> None:
+    def on_served(self, usage: TokenUsage) -> None:
         """Record a complete answer.
 
         Its cached tokens are the transferred KV, so they teach the index nothing.
         """
-        super().served(Usage(completion_tokens=usage.completion_tokens))
+        super().on_served(TokenUsage(completion_tokens=usage.completion_tokens))

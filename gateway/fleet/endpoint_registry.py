@@ -18,11 +18,11 @@ import msgspec
 from gateway.config import Config, EndpointSpec, Model, salt_member
 from gateway.fleet.model_names import engine_name
 from gateway.http.tls_clients import ClientContexts
-from gateway.http.upstream import Patience, Upstream
-from gateway.http.write_queue import Outbox
+from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
+from gateway.http.write_queue import WriteQueue
 from gateway.util.tls import Encryption
-from policies.engine.step_time import Belief, shape_for
-from policies.health.health import Health, State
+from policies.engine.step_time import SpeedBelief, shape_for
+from policies.health.health import Health, HealthState
 from policies.health.speed_record import SpeedRecord
 from policies.load import EndpointLoad
 from policies.model import Candidate, Endpoint, Layout, Role
@@ -30,7 +30,7 @@ from policies.model import Candidate, Endpoint, Layout, Role
 log = logging.getLogger("penstock")
 
 # Health of an endpoint that has never failed. Callers compare by identity to skip success events.
-HEALTHY = Health()
+INITIAL_HEALTH = Health()
 
 
 class LiveEndpoint:
@@ -57,10 +57,10 @@ class LiveEndpoint:
     """
 
     __slots__ = (
-        *("backlog_tokens", "doubted_until", "drained", "encryption", "endpoint", "has_list"),
-        *("health", "hit_tokens", "key_header", "kv_received_bytes", "leaving", "load", "models"),
-        *("models_at", "produced", "sent_tokens", "spec", "speed", "stalled", "upstream"),
-        "warm_from",
+        *("backlog_tokens", "throttled_until", "is_drained", "encryption", "endpoint", "has_list"),
+        *("health", "hit_tokens", "key_header", "kv_received_bytes", "is_leaving", "load", "models"),
+        *("models_at", "generated_tokens", "sent_tokens", "spec", "speed", "is_stalled", "upstream"),
+        "slow_start_at",
     )
 
     def __init__(
@@ -68,30 +68,30 @@ class LiveEndpoint:
         endpoint: Endpoint,
         spec: EndpointSpec,
         load: EndpointLoad,
-        timeouts: Patience,
-        write_queue: Outbox,
+        timeouts: UpstreamTimeouts,
+        write_queue: WriteQueue,
         encryption: Encryption | None = None,
     ) -> None:
         self.load = load
-        self.upstream = Upstream(spec.url, None, timeouts, write_queue, encryption)
-        self.become(endpoint, spec, timeouts, encryption)
-        self.health = HEALTHY
+        self.upstream = ConnectionPool(spec.url, None, timeouts, write_queue, encryption)
+        self.reconfigure(endpoint, spec, timeouts, encryption)
+        self.health = INITIAL_HEALTH
         self.models: tuple[str, ...] = ()
         self.has_list = False
         self.models_at: float | None = None
         self.backlog_tokens = self.sent_tokens = self.hit_tokens = 0
-        self.produced: int | None = None
+        self.generated_tokens: int | None = None
         self.kv_received_bytes: int | None = None
-        self.warm_from: float | None = None
-        self.doubted_until: float | None = None
+        self.slow_start_at: float | None = None
+        self.throttled_until: float | None = None
         self.speed = SpeedRecord()
-        self.stalled = self.leaving = self.drained = False
+        self.is_stalled = self.is_leaving = self.is_drained = False
 
-    def become(
+    def reconfigure(
         self,
         endpoint: Endpoint,
         spec: EndpointSpec,
-        timeouts: Patience,
+        timeouts: UpstreamTimeouts,
         encryption: Encryption | None,
     ) -> None:
         """Apply the attributes that the configuration now has for this endpoint."""
@@ -100,7 +100,7 @@ class LiveEndpoint:
         self.spec = spec
         self.key_header = {"Authorization": f"Bearer {key}"} if key else {}
         self.encryption = encryption
-        self.upstream.become(key, timeouts, encryption)
+        self.upstream.reconfigure(key, timeouts, encryption)
 
 
 def step_tokens(live: LiveEndpoint) -> int:
@@ -110,7 +110,7 @@ def step_tokens(live: LiveEndpoint) -> int:
     return speed.step_tokens(load.prefill_tokens, load.belief.shape.budget_tokens, others)
 
 
-class Member(msgspec.Struct, frozen=True, eq=False):
+class PlannedEndpoint(msgspec.Struct, frozen=True, eq=False):
     """An endpoint of a configuration, with the live endpoint that it is or will become."""
 
     live: LiveEndpoint
@@ -118,7 +118,7 @@ class Member(msgspec.Struct, frozen=True, eq=False):
     spec: EndpointSpec
 
 
-class Adoption(msgspec.Struct, frozen=True, eq=False):
+class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
     """What a configuration makes of the registry. Valid until the registry changes.
 
     pools           candidates by pool
@@ -126,12 +126,12 @@ class Adoption(msgspec.Struct, frozen=True, eq=False):
     """
 
     config: Config
-    patience: Patience
-    members: tuple[Member, ...]
+    timeouts: UpstreamTimeouts
+    members: tuple[PlannedEndpoint, ...]
     pools: Mapping[str, tuple[Candidate, ...]]
-    passed_over: tuple[tuple[str, EndpointSpec], ...] = ()
+    name_conflicts: tuple[tuple[str, EndpointSpec], ...] = ()
 
-    def serving(self, model: str, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    def filter_by_model(self, model: str, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """Return the candidates whose engine lists the name."""
         listing = {id(member.live.load) for member in self.members if model in member.live.models}
         return tuple(candidate for candidate in candidates if id(candidate.load) in listing)
@@ -163,15 +163,15 @@ class Adoption(msgspec.Struct, frozen=True, eq=False):
         return sorted({name for live in public if live.has_list for name in live.models})
 
 
-class Moves(msgspec.Struct, frozen=True, eq=False):
+class RegistryChanges(msgspec.Struct, frozen=True, eq=False):
     """Endpoints that were added and removed, and the names that no endpoint has any more."""
 
-    came: tuple[LiveEndpoint, ...]
-    left: tuple[LiveEndpoint, ...]
-    names: tuple[str, ...]
+    added: tuple[LiveEndpoint, ...]
+    removed: tuple[LiveEndpoint, ...]
+    unused_names: tuple[str, ...]
 
 
-class Roster:
+class EndpointRegistry:
     """All live endpoints.
 
     `by_slot` is always the same list; a free slot keeps its last endpoint as a placeholder.
@@ -179,22 +179,22 @@ class Roster:
     discovered  discovered endpoints by pool; written by Discovery only
     """
 
-    def __init__(self, write_queue: Outbox) -> None:
+    def __init__(self, write_queue: WriteQueue) -> None:
         self.by_slot: list[LiveEndpoint] = []
         self._free: set[int] = set()
         self._write_queue = write_queue
         self._is_first_plan = True
         self._contexts = ClientContexts()
         self._reported_conflicts: frozenset[tuple[str, str]] = frozenset()
-        self.found: dict[str, tuple[EndpointSpec, ...]] = {}
+        self.discovered: dict[str, tuple[EndpointSpec, ...]] = {}
 
     def all(self) -> tuple[LiveEndpoint, ...]:
         """Return all endpoints, including those that are leaving."""
         return tuple(live for live in self.by_slot if live.load.slot not in self._free)
 
-    def plan(self, config: Config) -> Adoption:
+    def plan(self, config: Config) -> RegistryPlan:
         """Compute what `config` would make of the registry. Changes nothing."""
-        timeouts = Patience(
+        timeouts = UpstreamTimeouts(
             config.timeouts.connect, config.timeouts.first_byte, config.timeouts.stall
         )
         known = {(live.endpoint.pool, live.endpoint.url): live for live in self.all()}
@@ -203,20 +203,20 @@ class Roster:
         discovered, conflicts = self._usable_discovered(config)
         for pool, pool_spec in config.pools.items():
             for spec in (*pool_spec.endpoints, *discovered.get(pool, ())):
-                endpoint = described(pool, spec)
+                endpoint = to_endpoint(pool, spec)
                 live = known.get((pool, endpoint.url))
                 if live is None:
-                    load = EndpointLoad(next(slots), expected(config, endpoint))
-                    encryption = self._contexts.of(spec)
+                    load = EndpointLoad(next(slots), prior_belief(config, endpoint))
+                    encryption = self._contexts.encryption_for(spec)
                     live = LiveEndpoint(
                         endpoint, spec, load, timeouts, self._write_queue, encryption
                     )
-                members.append(Member(live, endpoint, spec))
+                members.append(PlannedEndpoint(live, endpoint, spec))
         pools: dict[str, list[Candidate]] = {pool: [] for pool in config.pools}
         for member in members:
             pools[member.endpoint.pool].append(Candidate(member.endpoint, member.live.load))
         candidates = {pool: tuple(listed) for pool, listed in pools.items()}
-        return Adoption(config, timeouts, tuple(members), candidates, tuple(conflicts))
+        return RegistryPlan(config, timeouts, tuple(members), candidates, tuple(conflicts))
 
     def _usable_discovered(
         self, config: Config
@@ -227,18 +227,18 @@ class Roster:
         conflicting endpoint joins once its name is free, without waiting for a new report of its
         source.
         """
-        used_names = {spec.shown_name for pool in config.pools.values() for spec in pool.endpoints}
+        used_names = {spec.display_name for pool in config.pools.values() for spec in pool.endpoints}
         usable: dict[str, list[EndpointSpec]] = {}
         conflicts = []
         for pool, pool_spec in config.pools.items():
             configured = {spec.url for spec in pool_spec.endpoints}
-            for spec in self.found.get(pool, ()) if pool_spec.discover is not None else ():
+            for spec in self.discovered.get(pool, ()) if pool_spec.discover is not None else ():
                 if spec.url in configured:
                     continue
-                if spec.shown_name in used_names:
+                if spec.display_name in used_names:
                     conflicts.append((pool, spec))
                 else:
-                    used_names.add(spec.shown_name)
+                    used_names.add(spec.display_name)
                     usable.setdefault(pool, []).append(spec)
         return usable, conflicts
 
@@ -247,24 +247,24 @@ class Roster:
         yield from sorted(self._free)
         yield from count(len(self.by_slot))
 
-    def take(self, plan: Adoption) -> Moves:
+    def apply(self, plan: RegistryPlan) -> RegistryChanges:
         """Apply a plan: give new endpoints their slots and update the attributes of all others."""
-        before = {id(live): live.endpoint.name for live in self.all() if not live.leaving}
+        before = {id(live): live.endpoint.name for live in self.all() if not live.is_leaving}
         added = [member.live for member in plan.members if id(member.live) not in before]
         for member in plan.members:
             live = member.live
-            if live.leaving or not self._has(live):
+            if live.is_leaving or not self._has(live):
                 self._enter(live)
-            encryption = self._contexts.of(member.spec)
-            live.become(member.endpoint, member.spec, plan.patience, encryption)
+            encryption = self._contexts.encryption_for(member.spec)
+            live.reconfigure(member.endpoint, member.spec, plan.timeouts, encryption)
         staying = {id(member.live) for member in plan.members}
         removed = [live for live in self.all() if id(live) in before and id(live) not in staying]
         for live in removed:
-            live.leaving = True
+            live.is_leaving = True
         names = set(before.values()) - {member.endpoint.name for member in plan.members}
-        self._report_conflicts(plan.passed_over)
+        self._report_conflicts(plan.name_conflicts)
         self._is_first_plan = False
-        return Moves(tuple(added), tuple(removed), tuple(sorted(names)))
+        return RegistryChanges(tuple(added), tuple(removed), tuple(sorted(names)))
 
     def _report_conflicts(self, conflicts: tuple[tuple[str, EndpointSpec], ...]) -> None:
         """Log each name conflict once for as long as it lasts."""
@@ -276,7 +276,7 @@ class Roster:
                     "pool %s: %s is ignored: another endpoint is already named %s",
                     pool,
                     spec.url,
-                    spec.shown_name,
+                    spec.display_name,
                 )
 
     def _has(self, live: LiveEndpoint) -> bool:
@@ -290,12 +290,12 @@ class Roster:
         endpoints of the first configuration are exempt.
         """
         slot = live.load.slot
-        live.leaving = False
+        live.is_leaving = False
         if self._has(live):
             return
         if not self._is_first_plan:
             now = monotonic()
-            live.health = Health(State.EJECTED, now, until=now)
+            live.health = Health(HealthState.EJECTED, now, until=now)
         self._free.discard(slot)
         self.by_slot[slot : slot + 1] = [live]
 
@@ -304,11 +304,11 @@ class Roster:
         self._free.add(live.load.slot)
 
 
-def described(pool: str, spec: EndpointSpec) -> Endpoint:
+def to_endpoint(pool: str, spec: EndpointSpec) -> Endpoint:
     """Convert an endpoint's configuration to the value that policies work with."""
     layout = spec.layout
     return Endpoint(
-        name=spec.shown_name,
+        name=spec.display_name,
         url=spec.url,
         pool=pool,
         served_model=spec.served_model or "",
@@ -332,7 +332,7 @@ def _bootstrap(spec: EndpointSpec) -> str | None:
     return host + spec.bootstrap
 
 
-def expected(config: Config, endpoint: Endpoint) -> Belief:
+def prior_belief(config: Config, endpoint: Endpoint) -> SpeedBelief:
     """Estimate a new endpoint's speed from its GPU, its layout and its pool's largest model."""
     sized = [
         model
@@ -344,7 +344,7 @@ def expected(config: Config, endpoint: Endpoint) -> Belief:
     if model is not None:
         params_b, active_b = model.parameters, model.active_parameters
     elif "gpu" not in endpoint.labels:
-        return Belief()
+        return SpeedBelief()
     layout = endpoint.layout
     gpu = endpoint.labels.get("gpu")
-    return Belief(shape_for(gpu, layout.tp, layout.pp, params_b, active_b))
+    return SpeedBelief(shape_for(gpu, layout.tp, layout.pp, params_b, active_b))

@@ -15,22 +15,27 @@ from time import monotonic
 
 from gateway.config import Config
 from gateway.fleet.booking import Booking, Reservation
-from gateway.fleet.endpoint_registry import Adoption, LiveEndpoint, Moves, Roster
-from gateway.fleet.outgoing_updates import News
-from gateway.fleet.prefix_cache import Prefixes
-from gateway.fleet.scrape import Reading
-from gateway.fleet.speed_monitor import SpeedMonitor, describe, well_peer
-from gateway.http.write_queue import Outbox
+from gateway.fleet.endpoint_registry import (
+    EndpointRegistry,
+    LiveEndpoint,
+    RegistryChanges,
+    RegistryPlan,
+)
+from gateway.fleet.outgoing_updates import OutgoingUpdates
+from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.fleet.scrape import ScrapedLoad
+from gateway.fleet.speed_monitor import SpeedMonitor, describe_slowness, find_healthy_peer
+from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.upstream_error import MODEL_GONE, STOPPED, UpstreamBroke, evidence
+from gateway.protocol.upstream_error import MODEL_GONE, SHUTDOWN, UpstreamError, health_event
 from policies import ledger, saved_state
 from policies.health import health, slow_start, stall
-from policies.health.health import Event, Health, HealthLimits
-from policies.health.health import State as HealthState
+from policies.health.health import Health, HealthEvent, HealthLimits
+from policies.health.health import HealthState as HealthState
 from policies.health.speed_outlier import SlowLimits
-from policies.health.speed_record import Verdict
-from policies.load import NO_CEILING, EndpointLoad
-from policies.model import Ask, Candidate, Pick, Request, Role
+from policies.health.speed_record import SpeedVerdict
+from policies.load import NO_SOFT_CAP, EndpointLoad
+from policies.model import Candidate, Pick, Request, Role, RoutingQuery
 from policies.prefix.fingerprint import Fingerprint
 from policies.prefix.sampled_keys import Keys
 
@@ -42,7 +47,7 @@ log = logging.getLogger("penstock")
 PREFILL_TOKENS_PER_S = 10_000
 PREFILL_MARGIN = 3
 
-OUT = (health.State.EJECTED, health.State.DEAD)
+OUT_OF_ROTATION = (health.HealthState.EJECTED, health.HealthState.DEAD)
 
 
 class EndpointTable:
@@ -56,49 +61,49 @@ class EndpointTable:
 
     __slots__ = (
         *("_by_slot", "_hits", "_limits", "_looked_up", "_metrics", "_pools", "_progress_s"),
-        *("_ramp_s", "_registry", "ask_health", "found", "news", "on_change"),
-        *("on_model_gone", "on_out"),
-        *("prefixes", "rng", "speeds"),
+        *("_ramp_s", "_registry", "probe_health", "discovered", "updates", "on_change"),
+        *("on_model_gone", "on_ejected"),
+        *("prefixes", "rng", "speed_monitor"),
     )
 
     def __init__(
-        self, config: Config, prefixes: Prefixes, metrics: Metrics, rng: Random, write_queue: Outbox
+        self, config: Config, prefixes: PrefixCacheView, metrics: Metrics, rng: Random, write_queue: WriteQueue
     ) -> None:
         self.prefixes = prefixes
         self.rng = rng
         self.on_change: Callable[[], None] = lambda: None
         self.on_model_gone: Callable[[LiveEndpoint], None] = lambda live: None
-        self.on_out: Callable[[LiveEndpoint], None] = lambda live: None
-        self.ask_health: Callable[[LiveEndpoint], Awaitable[bool | None]] = _assume_healthy
-        self.news: News | None = None
+        self.on_ejected: Callable[[LiveEndpoint], None] = lambda live: None
+        self.probe_health: Callable[[LiveEndpoint], Awaitable[bool | None]] = _assume_healthy
+        self.updates: OutgoingUpdates | None = None
         self._metrics = metrics
         self._looked_up = metrics.prefix_lookup_tokens_total
         self._hits = metrics.prefix_hit_tokens_total
         self._limits = _health_limits(config)
         self._progress_s, self._ramp_s = config.health.progress, config.health.slow_start
-        self.speeds = SpeedMonitor(SlowLimits(config.health.slow_factor))
-        self._registry = Roster(write_queue)
+        self.speed_monitor = SpeedMonitor(SlowLimits(config.health.slow_factor))
+        self._registry = EndpointRegistry(write_queue)
         self._by_slot = self._registry.by_slot
-        self.found = self._registry.found
+        self.discovered = self._registry.discovered
         self._pools: Mapping[str, tuple[Candidate, ...]] = {}
 
-    def plan(self, config: Config) -> Adoption:
+    def plan(self, config: Config) -> RegistryPlan:
         """Compute what `config` would make of the table. Changes nothing."""
         return self._registry.plan(config)
 
-    def adopt(self, plan: Adoption) -> Moves:
+    def apply(self, plan: RegistryPlan) -> RegistryChanges:
         """Apply a plan.
 
         Removed endpoints stay until release(): older requests may still use them.
         """
         config = plan.config
         capacities = {id(member.live): member.live.spec.kv_tokens for member in plan.members}
-        changes = self._registry.take(plan)
+        changes = self._registry.apply(plan)
         self._limits, self._progress_s = _health_limits(config), config.health.progress
         self._ramp_s = config.health.slow_start
-        self.speeds.limits = SlowLimits(config.health.slow_factor)
+        self.speed_monitor.limits = SlowLimits(config.health.slow_factor)
         self._pools = plan.pools
-        added = {id(live) for live in changes.came}
+        added = {id(live) for live in changes.added}
         for member in plan.members:
             live, kv_tokens = member.live, member.spec.kv_tokens
             is_changed = id(live) in added or kv_tokens != capacities[id(live)]
@@ -112,39 +117,39 @@ class EndpointTable:
 
     def _attach_gauges(self, live: LiveEndpoint) -> None:
         load, name, metrics = live.load, live.endpoint.name, self._metrics
-        metrics.inflight.labels(name).follow(lambda: float(load.in_flight - load.others.in_flight))
-        metrics.endpoint_up.labels(name).follow(lambda: float(load.available))
-        metrics.endpoint_slowness.labels(name).follow(
+        metrics.inflight.labels(name).set_function(lambda: float(load.in_flight - load.peer_load.in_flight))
+        metrics.endpoint_up.labels(name).set_function(lambda: float(load.is_available))
+        metrics.endpoint_slowness.labels(name).set_function(
             lambda: 0.0 if live.speed.slowness is None else live.speed.slowness.ratio
         )
-        metrics.inside.follow(live, monotonic)
+        metrics.runtime_gauges.attach_endpoint(live, monotonic)
 
-    def believe(self, pool: str, is_enabled: bool) -> None:
+    def set_beliefs_enabled(self, pool: str, is_enabled: bool) -> None:
         """Turn latency predictions for a pool on or off: not every policy reads them."""
         for candidate in self._pools[pool]:
-            ledger.believe(candidate.load, is_enabled, monotonic())
+            ledger.set_modelled(candidate.load, is_enabled, monotonic())
 
     def release(self, live: LiveEndpoint) -> None:
         """Release an endpoint that left the configuration: close its connections, free its slot.
 
         No-op if it has been re-added.
         """
-        if not live.leaving:
+        if not live.is_leaving:
             return
-        live.load.available = False
+        live.load.is_available = False
         live.upstream.close()
         self.prefixes.index.forget(live.load.slot)
         self.prefixes.index.set_capacity(live.load.slot, None)
         self._registry.release(live)
 
-    def forget_name(self, name: str) -> bool:
+    def drop_series(self, name: str) -> bool:
         """Drop the metric series of an unused endpoint name.
 
         Returns False if an endpoint has the name.
         """
-        if name in {live.endpoint.name for live in self.all() if not live.leaving}:
+        if name in {live.endpoint.name for live in self.all() if not live.is_leaving}:
             return False
-        self._metrics.forget_endpoint(name)
+        self._metrics.remove_endpoint(name)
         return True
 
     def all(self) -> tuple[LiveEndpoint, ...]:
@@ -153,12 +158,12 @@ class EndpointTable:
 
     # Routing
 
-    def ask(self, request: Request, fingerprint: Fingerprint | None, tried: Sequence[str]) -> Ask:
+    def build_query(self, request: Request, fingerprint: Fingerprint | None, tried: Sequence[str]) -> RoutingQuery:
         """Build the routing query of a request, with the believed cached tokens per endpoint."""
         cached: Sequence[int] = ()
         if fingerprint is not None:
-            cached = self.prefixes.cached(fingerprint, request.prompt_tokens)
-        return Ask(request, monotonic(), self.rng, cached, frozenset(tried), fingerprint)
+            cached = self.prefixes.cached_tokens(fingerprint, request.prompt_tokens)
+        return RoutingQuery(request, monotonic(), self.rng, cached, frozenset(tried), fingerprint)
 
     def book(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Booking:
         """Book the picked endpoint and record its prompt in the prefix index."""
@@ -180,21 +185,21 @@ class EndpointTable:
 
     def _learn_pick(self, fingerprint: Fingerprint, pick: Pick, request: Request) -> None:
         candidate = pick.candidate
-        self.learn(fingerprint, candidate.load, request.prompt_tokens)
-        if self.news is not None:
+        self.learn_prompt(fingerprint, candidate.load, request.prompt_tokens)
+        if self.updates is not None:
             prompt = (fingerprint, candidate.endpoint, request.prompt_tokens, None)
-            self.news.prompts.append(prompt)
+            self.updates.prompts.append(prompt)
 
-    def learn(self, fingerprint: Fingerprint, load: EndpointLoad, prompt_tokens: int) -> None:
+    def learn_prompt(self, fingerprint: Fingerprint, load: EndpointLoad, prompt_tokens: int) -> None:
         """Record in the prefix index that a prompt was sent to the endpoint."""
         self.prefixes.index.insert(fingerprint, load.slot, prompt_tokens)
         self._update_index_figures(load)
 
     def _update_index_figures(self, load: EndpointLoad) -> None:
         index = self.prefixes.index
-        load.held_tokens, load.regret = index.held_tokens(load.slot), index.regret(load.slot)
+        load.prefix_cache_tokens, load.eviction_regret = index.cached_tokens(load.slot), index.eviction_regret(load.slot)
 
-    def learn_elsewhere(
+    def learn_from_peer(
         self, keys: Keys, load: EndpointLoad, tokens_per_block: float, cached_tokens: int | None
     ) -> None:
         """Record a prompt that another gateway sent to the endpoint, given its sampled block keys.
@@ -204,12 +209,12 @@ class EndpointTable:
         """
         index = self.prefixes.index
         if cached_tokens is None:
-            index.insert_rungs(keys, load.slot, tokens_per_block)
+            index.insert_keys(keys, load.slot, tokens_per_block)
             self._update_index_figures(load)
         else:
-            index.trim_rungs(keys, load.slot, cached_tokens, tokens_per_block)
+            index.trim_keys(keys, load.slot, cached_tokens, tokens_per_block)
 
-    def unlearn(
+    def forget_prompt(
         self,
         fingerprint: Fingerprint,
         live: LiveEndpoint,
@@ -221,91 +226,91 @@ class EndpointTable:
         cached_tokens  upper bound of the prompt tokens that stay recorded
         """
         self.prefixes.index.trim(fingerprint, live.load.slot, cached_tokens, prompt_tokens)
-        if self.news is not None:
-            self.news.prompts.append((fingerprint, live.endpoint, prompt_tokens, cached_tokens))
+        if self.updates is not None:
+            self.updates.prompts.append((fingerprint, live.endpoint, prompt_tokens, cached_tokens))
 
-    def confirm(self, live: LiveEndpoint, believed: float, actual: float) -> None:
+    def confirm_cached_share(self, live: LiveEndpoint, believed: float, actual: float) -> None:
         """Compare the believed cached share of a prompt (0 to 1) with the reported share."""
         self.prefixes.index.confirm(live.load.slot, believed, actual)
-        if self.news is not None:
-            self.news.confirmed.append((live.endpoint, believed, actual))
+        if self.updates is not None:
+            self.updates.cache_reports.append((live.endpoint, believed, actual))
 
     # Health events
 
-    def broke(self, live: LiveEndpoint, error: UpstreamBroke) -> None:
+    def on_failure(self, live: LiveEndpoint, error: UpstreamError) -> None:
         """Record that a request failed at the endpoint."""
         self._metrics.upstream_errors_total.labels(live.endpoint.name, error.kind).inc()
         if error.kind == MODEL_GONE:
             self.on_model_gone(live)
-        self.happened(live, evidence(error))
+        self.on_event(live, health_event(error))
 
-    def probed(self, live: LiveEndpoint, status: int | None) -> None:
+    def on_probe(self, live: LiveEndpoint, status: int | None) -> None:
         """Record the HTTP status of a health probe; None if it was not answered.
 
         vLLM returns 503 when its engine is dead, which is also the case after the loss of one rank.
         """
         if status == 503:
-            self.happened(live, Event.ENGINE_DEAD)
+            self.on_event(live, HealthEvent.ENGINE_DEAD)
         elif status == 200:
             is_needed = self.is_needed(live)
-            self.happened(live, Event.PROBE_OK_NEEDED if is_needed else Event.PROBE_OK)
+            self.on_event(live, HealthEvent.PROBE_OK_NEEDED if is_needed else HealthEvent.PROBE_OK)
         else:
-            self.happened(live, Event.PROBE_FAILED)
+            self.on_event(live, HealthEvent.PROBE_FAILED)
 
-    async def check(self, candidate: Candidate) -> bool | None:
+    async def check_health(self, candidate: Candidate) -> bool | None:
         """Query an endpoint's /health: True if healthy, None if it did not answer."""
-        return await self.ask_health(self._by_slot[candidate.load.slot])
+        return await self.probe_health(self._by_slot[candidate.load.slot])
 
     def is_needed(self, live: LiveEndpoint) -> bool:
         """Return whether no endpoint of the same pool and role is available."""
         pool = self._pools.get(live.endpoint.pool, ())
         role = live.endpoint.role
-        return not any(peer.load.available for peer in pool if peer.endpoint.role is role)
+        return not any(peer.load.is_available for peer in pool if peer.endpoint.role is role)
 
-    def refused(self, live: LiveEndpoint) -> None:
+    def on_connection_refused(self, live: LiveEndpoint) -> None:
         """Eject an endpoint at once, because a probe found that nothing listens at its address."""
-        self.happened(live, Event.CONNECT_FAILED)
+        self.on_event(live, HealthEvent.CONNECT_FAILED)
 
-    def patience_s(self, live: LiveEndpoint) -> float:
+    def silence_limit_s(self, live: LiveEndpoint) -> float:
         """Return how long an endpoint with requests in flight may be silent before it is stalled."""
         prefill_s = live.backlog_tokens / PREFILL_TOKENS_PER_S
         return max(self._progress_s, PREFILL_MARGIN * prefill_s)
 
-    def progressed(self, live: LiveEndpoint) -> None:
+    def on_progress(self, live: LiveEndpoint) -> None:
         """Record that the engine has generated a token for any request."""
-        live.upstream.heard_at = monotonic()
-        live.stalled = False
+        live.upstream.last_body_at = monotonic()
+        live.is_stalled = False
 
-    def first_byte_s(self, slot: int, request: Request, tokens: int) -> float | None:
+    def predict_first_byte_s(self, slot: int, request: Request, tokens: int) -> float | None:
         """Predict the seconds to the first byte at the endpoint in `slot`; see SpeedMonitor."""
-        return self.speeds.first_byte_s(self._by_slot[slot], request, tokens)
+        return self.speed_monitor.predict_first_byte_s(self._by_slot[slot], request, tokens)
 
-    def peer_of(self, live: LiveEndpoint) -> LiveEndpoint | None:
+    def find_peer(self, live: LiveEndpoint) -> LiveEndpoint | None:
         """Find a healthy endpoint of the same pool and role, preferably of the same hardware."""
         candidates = self._pools.get(live.endpoint.pool, ())
-        return well_peer(live, [self._by_slot[candidate.load.slot] for candidate in candidates])
+        return find_healthy_peer(live, [self._by_slot[candidate.load.slot] for candidate in candidates])
 
-    def wedged(self, live: LiveEndpoint) -> None:
+    def on_stall(self, live: LiveEndpoint) -> None:
         """Mark a silent endpoint as dead after a probe for one token failed (faults.md F09)."""
-        live.stalled = True
-        self.happened(live, Event.ENGINE_DEAD)
+        live.is_stalled = True
+        self.on_event(live, HealthEvent.ENGINE_DEAD)
 
-    def scraped(self, live: LiveEndpoint, reading: Reading) -> None:
+    def on_scrape(self, live: LiveEndpoint, reading: ScrapedLoad) -> None:
         """Take over the load that the engine reported in a scrape."""
         load, now = live.load, monotonic()
         running, waiting = reading.running, reading.waiting
-        ledger.scraped(load, running, waiting, reading.kv_usage, reading.kv_tokens, now)
-        if reading.produced is not None and reading.produced != live.produced:
-            live.produced = reading.produced
-            live.upstream.heard_at = now
+        ledger.record_scrape(load, running, waiting, reading.kv_usage, reading.kv_tokens, now)
+        if reading.generated_tokens is not None and reading.generated_tokens != live.generated_tokens:
+            live.generated_tokens = reading.generated_tokens
+            live.upstream.last_body_at = now
         live.kv_received_bytes = reading.kv_received_bytes
         if reading.kv_tokens is not None:
             self.prefixes.index.set_capacity(load.slot, reading.kv_tokens)
 
-    def happened(self, live: LiveEndpoint, event: Event) -> None:
+    def on_event(self, live: LiveEndpoint, event: HealthEvent) -> None:
         """Advance the endpoint's health by one event and act on a change of state."""
         before = live.health
-        after = health.advance(before, event, monotonic(), self.rng, self._limits)
+        after = health.next_health(before, event, monotonic(), self.rng, self._limits)
         if after is before:
             return
         live.health = after
@@ -319,25 +324,25 @@ class EndpointTable:
     def _on_state_change(self, live: LiveEndpoint, before: Health, after: Health) -> None:
         name, cause = live.endpoint.name, after.cause or "new"
         log.warning("endpoint %s: %s -> %s (%s)", name, before.state, after.state, cause)
-        if self.news is not None:
-            self.news.moved.append((live.endpoint, str(after.state), str(after.cause or "")))
-        if after.state in OUT:
+        if self.updates is not None:
+            self.updates.health_changes.append((live.endpoint, str(after.state), str(after.cause or "")))
+        if after.state in OUT_OF_ROTATION:
             self._metrics.ejections_total.labels(name, str(after.cause)).inc()
             self.prefixes.index.forget(live.load.slot)
-            live.load.held_tokens = live.load.regret = 0.0
-        if after.state is health.State.DEAD:
+            live.load.prefix_cache_tokens = live.load.eviction_regret = 0.0
+        if after.state is health.HealthState.DEAD:
             live.upstream.fail_all("ejected", "the engine is dead")
-        if before.state in OUT and after.state not in OUT:
+        if before.state in OUT_OF_ROTATION and after.state not in OUT_OF_ROTATION:
             self._on_return(live, before)
             self._begin_slow_start(live, monotonic())
-        if live.leaving:
+        if live.is_leaving:
             # It is probed no longer, and it belongs to no pool whose last endpoint it could be.
-            live.load.available = after.state in (health.State.UP, health.State.RETURNING)
+            live.load.is_available = after.state in (health.HealthState.UP, health.HealthState.RETURNING)
         else:
             self._update_availability(live.endpoint.pool)
         self.on_change()
-        if after.state in OUT:
-            self.on_out(live)
+        if after.state in OUT_OF_ROTATION:
+            self.on_ejected(live)
 
     def _update_availability(self, pool: str) -> None:
         """Decide which endpoints of a pool may be picked, after a change of health or membership.
@@ -348,129 +353,129 @@ class EndpointTable:
         by_role: dict[Role, list[LiveEndpoint]] = {}
         for candidate in self._pools.get(pool, ()):
             live = self._by_slot[candidate.load.slot]
-            if live.drained:
-                live.load.available = False
+            if live.is_drained:
+                live.load.is_available = False
             else:
                 by_role.setdefault(live.endpoint.role, []).append(live)
         for peers in by_role.values():
-            verdicts = health.available([live.health for live in peers], self._limits)
+            verdicts = health.available_endpoints([live.health for live in peers], self._limits)
             for live, is_available in zip(peers, verdicts, strict=True):
-                live.load.available = is_available
+                live.load.is_available = is_available
 
-    def drain(self, live: LiveEndpoint, wanted: bool) -> int:
+    def set_drained(self, live: LiveEndpoint, is_drained: bool) -> int:
         """Stop or resume routing to an endpoint; return its requests in flight."""
-        if live.drained and not wanted:
+        if live.is_drained and not is_drained:
             self._begin_slow_start(live, monotonic())
-        live.drained = wanted
+        live.is_drained = is_drained
         self._update_availability(live.endpoint.pool)
         self.on_change()
         return live.load.in_flight
 
-    def restore(self, live: LiveEndpoint, health: Health, *, drained: bool) -> None:
+    def restore_health(self, live: LiveEndpoint, health: Health, *, is_drained: bool) -> None:
         """Take over health recorded by another process, unless a failure was seen since."""
         if live.health.state is HealthState.UP:
             live.health = health
-        live.drained = drained
+        live.is_drained = is_drained
         self._update_availability(live.endpoint.pool)
 
-    def drain_named(self, names: Collection[str]) -> None:
+    def drain_by_name(self, names: Collection[str]) -> None:
         """Drain the endpoints with these names before the first request."""
         for live in self.all():
             if live.endpoint.name in names:
-                self.drain(live, wanted=True)
+                self.set_drained(live, is_drained=True)
 
     def _begin_slow_start(self, live: LiveEndpoint, now: float) -> None:
         """Ramp the endpoint's concurrency up from a low cap, because its caches are cold."""
-        live.warm_from = now
-        live.load.ceiling = slow_start.ceiling(live.endpoint.max_concurrency, 0.0, self._ramp_s)
+        live.slow_start_at = now
+        live.load.soft_cap = slow_start.soft_cap(live.endpoint.max_concurrency, 0.0, self._ramp_s)
 
     def _raise_slow_start_cap(self, live: LiveEndpoint, started_at: float, now: float) -> None:
-        cap = slow_start.ceiling(live.endpoint.max_concurrency, now - started_at, self._ramp_s)
-        live.load.ceiling = cap
-        if cap == NO_CEILING:
-            live.warm_from = None
+        cap = slow_start.soft_cap(live.endpoint.max_concurrency, now - started_at, self._ramp_s)
+        live.load.soft_cap = cap
+        if cap == NO_SOFT_CAP:
+            live.slow_start_at = None
 
     def _on_return(self, live: LiveEndpoint, before: Health) -> None:
         """Replace the latency model of an endpoint ejected for slowness by a healthy peer's.
 
         What was learned while it was slow would keep latency-aware policies away from it for good.
         """
-        peer = self.peer_of(live)
-        if before.cause is Event.SLOW and peer is not None:
+        peer = self.find_peer(live)
+        if before.cause is HealthEvent.SLOW and peer is not None:
             state = saved_state.belief_state(peer.load.belief)
             saved_state.restore_belief(live.load.belief, state)
         live.speed.accept()
 
-    def _on_speed(self, live: LiveEndpoint, verdict: Verdict, now: float) -> None:
+    def _on_speed(self, live: LiveEndpoint, verdict: SpeedVerdict, now: float) -> None:
         """Act on a new speed verdict: cap a suspect at one request, eject a slow endpoint."""
         name, slowness = live.endpoint.name, live.speed.slowness
-        live.doubted_until = None
-        if verdict is Verdict.NORMAL or slowness is None:
+        live.throttled_until = None
+        if verdict is SpeedVerdict.NORMAL or slowness is None:
             log.warning("endpoint %s is as fast as its peers again", name)
             self._begin_slow_start(live, now)
             return
-        live.warm_from, live.load.ceiling = None, stall.SUSPECT_CEILING
-        log.warning("endpoint %s is %s: %s", name, verdict, describe(slowness))
-        if verdict is Verdict.SLOW:
+        live.slow_start_at, live.load.soft_cap = None, stall.SUSPECT_CEILING
+        log.warning("endpoint %s is %s: %s", name, verdict, describe_slowness(slowness))
+        if verdict is SpeedVerdict.SLOW:
             live.speed.restart()
-            self.happened(live, Event.SLOW)
+            self.on_event(live, HealthEvent.SLOW)
 
-    def doubt(self, live: LiveEndpoint) -> None:
+    def throttle(self, live: LiveEndpoint) -> None:
         """Send the endpoint no request while others have room until its speed is reviewed.
 
         Afterwards it gets few until it was judged.
         """
-        if not self.speeds.limits.factor:
+        if not self.speed_monitor.limits.factor:
             return
-        if live.speed.verdict is Verdict.SUSPECT:
-            live.load.ceiling = 0
-        elif live.load.ceiling == NO_CEILING or live.doubted_until is not None:
-            live.load.ceiling, live.doubted_until = 0, monotonic() + stall.DOUBT_S
+        if live.speed.verdict is SpeedVerdict.SUSPECT:
+            live.load.soft_cap = 0
+        elif live.load.soft_cap == NO_SOFT_CAP or live.throttled_until is not None:
+            live.load.soft_cap, live.throttled_until = 0, monotonic() + stall.DOUBT_S
 
     def glance(self, now: float) -> Sequence[LiveEndpoint]:
         """Return the endpoints whose current prefill step is late; doubt those that are very late."""
-        stalled, doubtful = self.speeds.stalled(self._pools, self._by_slot, now)
+        stalled, doubtful = self.speed_monitor.stalled(self._pools, self._by_slot, now)
         for live in doubtful:
-            self.doubt(live)
+            self.throttle(live)
         return stalled
 
     def sweep(self, now: float) -> None:
         """Review speeds, raise slow-start caps and check the deadlines of all connections."""
-        for live, verdict in self.speeds.sweep(self._pools, self._by_slot, now):
+        for live, verdict in self.speed_monitor.sweep(self._pools, self._by_slot, now):
             self._on_speed(live, verdict, now)
-        is_reviewed = self.speeds.reviewed_at == now
+        is_reviewed = self.speed_monitor.reviewed_at == now
         for live in self.all():
-            if is_reviewed and live.load.ceiling == 0:
-                live.load.ceiling = stall.SUSPECT_CEILING
-            if live.doubted_until is not None and now >= live.doubted_until:
-                ceiling = live.load.ceiling = stall.raised_ceiling(live.load.ceiling)
-                live.doubted_until = None if ceiling == NO_CEILING else now + stall.RAMP_S
-            if live.warm_from is not None:
-                self._raise_slow_start_cap(live, live.warm_from, now)
+            if is_reviewed and live.load.soft_cap == 0:
+                live.load.soft_cap = stall.SUSPECT_CEILING
+            if live.throttled_until is not None and now >= live.throttled_until:
+                ceiling = live.load.soft_cap = stall.raised_ceiling(live.load.soft_cap)
+                live.throttled_until = None if ceiling == NO_SOFT_CAP else now + stall.RAMP_S
+            if live.slow_start_at is not None:
+                self._raise_slow_start_cap(live, live.slow_start_at, now)
             live.upstream.sweep(now)
-            if live.health.state is health.State.DEAD:
+            if live.health.state is health.HealthState.DEAD:
                 # Requests whose connection was still being opened when the engine died.
                 live.upstream.fail_all("ejected", "the engine is dead")
-            if live.upstream.silence_s(now) < 1.0:
+            if live.upstream.silence_duration_s(now) < 1.0:
                 live.backlog_tokens = live.load.prefill_tokens
 
-    def retire(self) -> None:
+    def stop_routing(self) -> None:
         """Stop routing to all endpoints, because the gateway is stopping."""
         for live in self.all():
-            live.drained, live.load.available = True, False
+            live.is_drained, live.load.is_available = True, False
         self.on_change()
 
-    def give_up(self, *, at_once: bool = False) -> int:
+    def fail_streams(self, *, immediately: bool = False) -> int:
         """Fail all running requests, because the gateway is stopping; return how many still run.
 
         immediately  fail streams in the middle of an event too; else they run on to its end
         """
-        kind, message = STOPPED, "the gateway stops"
-        if at_once:
+        kind, message = SHUTDOWN, "the gateway stops"
+        if immediately:
             for live in self.all():
                 live.upstream.fail_all(kind, message)
             return 0
-        return sum(live.upstream.fail_at_seams(kind, message) for live in self.all())
+        return sum(live.upstream.fail_between_events(kind, message) for live in self.all())
 
     def close(self) -> None:
         for live in self.all():

@@ -23,10 +23,10 @@ import msgspec
 from gateway.config import Config
 from gateway.fleet import scrape
 from gateway.fleet.endpoint_registry import LiveEndpoint
-from gateway.fleet.endpoint_table import OUT, EndpointTable
-from gateway.http.upstream import is_own_error
-from kvtransfer.dialects import by_itself
-from policies.health.health import Event, probe_due
+from gateway.fleet.endpoint_table import OUT_OF_ROTATION, EndpointTable
+from gateway.http.upstream import is_local_error
+from kvtransfer.dialects import standalone_members
+from policies.health.health import HealthEvent, is_probe_due
 from policies.health.speed_record import Measure, Slowness
 from policies.model import Role
 
@@ -38,35 +38,35 @@ RECOVERY_S = 1.0  # longest time between two probes of an ejected endpoint, what
 CHECK_S = 0.5  # timeout of a health check that a request waits for
 NO_LIST = (404, 405, 501)  # statuses of an engine without /v1/models
 CONNECTION_LOST = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
-UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
+PROBE_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 
 
-class PaceProbe(msgspec.Struct, frozen=True):
+class SpeedProbe(msgspec.Struct, frozen=True):
     """A request to time: how many random words to send, and tokens to generate."""
 
     words: int
     tokens: int
 
 
-PROMPT_WORK, DECODE_WORK = PaceProbe(1000, 1), PaceProbe(1, 16)
-PACE_TIMEOUT_S = 30.0
+PREFILL_PROBE, DECODE_PROBE = SpeedProbe(1000, 1), SpeedProbe(1, 16)
+SPEED_PROBE_TIMEOUT_S = 30.0
 
 # A probe passes below CLEAR_RATIO times the peers' time plus LEAST_EXCESS_S.
 CLEAR_RATIO, LEAST_EXCESS_S = 1.6, 0.02
 
 # The least time of a peer is an estimate that grows by this factor with every probe.
-LEAST_GROWS = 1.05
+PEER_TIME_GROWTH = 1.05
 
 # Comparisons in a row that an endpoint must pass: in any single one the peer may be busy.
-CONFIRMED = 3
+CLEAR_ROUNDS = 3
 
 
-def is_out_as_slow(live: LiveEndpoint) -> bool:
+def is_ejected_as_slow(live: LiveEndpoint) -> bool:
     """Return whether the endpoint was ejected for slowness, which its /health does not show."""
-    return live.health.cause is Event.SLOW and live.speed.slowness is not None
+    return live.health.cause is HealthEvent.SLOW and live.speed.slowness is not None
 
 
-class Watcher:
+class HealthChecker:
     """Runs two tasks per endpoint: one polls it, the other checks that it makes progress.
 
     Endpoints that leave are no longer polled, because they get no new requests.
@@ -98,13 +98,13 @@ class Watcher:
         for live in self._endpoints.all():
             self._watch(live)
 
-    def follow(self, config: Config) -> None:
+    def reconfigure(self, config: Config) -> None:
         """Apply a new configuration: poll added endpoints at once, and leaving ones no more."""
         self._config = config
         if self._session is None:
             return
         for live in self._endpoints.all():
-            if live.leaving:
+            if live.is_leaving:
                 recovery = self._recoveries.get(live)
                 self._peer_s.pop(live, None)
                 recoveries = [] if recovery is None else [recovery]
@@ -160,9 +160,9 @@ class Watcher:
         except Exception:
             log.exception("health check of %s failed", live.endpoint.name)
 
-    def suspect(self, live: LiveEndpoint) -> None:
+    def probe_until_recovered(self, live: LiveEndpoint) -> None:
         """Probe an endpoint now, and every second while it is out. Runs one task per endpoint."""
-        if self._session is not None and live not in self._recoveries and not live.leaving:
+        if self._session is not None and live not in self._recoveries and not live.is_leaving:
             name = f"probe {live.endpoint.name} until it recovers"
             task = asyncio.create_task(self._probe_until_recovered(live), name=name)
             self._recoveries[live] = task
@@ -170,7 +170,7 @@ class Watcher:
 
     async def _probe_until_recovered(self, live: LiveEndpoint) -> None:
         await self._log_errors(self._probe, live)
-        while live.health.state in OUT:
+        while live.health.state in OUT_OF_ROTATION:
             interval_s = min(RECOVERY_S, self._config.health.interval)
             await asyncio.sleep(interval_s * self._endpoints.rng.uniform(0.9, 1.1))
             await self._log_errors(self._probe, live)
@@ -193,19 +193,19 @@ class Watcher:
         timeout_s = min(CHECK_S, self._config.health.timeout)
         try:
             status, _ = await self._fetch(live, self._config.health.path, timeout_s, 4096)
-        except UNREACHABLE as error:
+        except PROBE_ERRORS as error:
             if not _is_unreachable(error):
                 return None
-            self._endpoints.refused(live)
+            self._endpoints.on_connection_refused(live)
             return False
         # Success is not reported: only _probe() may return an endpoint to rotation.
         if status != 200:
-            self._endpoints.probed(live, status)
+            self._endpoints.on_probe(live, status)
         return status == 200
 
     def relist(self, live: LiveEndpoint) -> None:
         """Read an endpoint's list of models now, in at most one task per endpoint."""
-        if self._session is not None and live not in self._listings and not live.leaving:
+        if self._session is not None and live not in self._listings and not live.is_leaving:
             listing = self._log_errors(
                 partial(self._list_models, limit_s=self._config.health.timeout), live
             )
@@ -221,38 +221,38 @@ class Watcher:
         status, timeout_s = None, self._config.health.timeout
         try:
             status, _ = await self._fetch(live, self._config.health.path, timeout_s, 4096)
-        except UNREACHABLE as error:
+        except PROBE_ERRORS as error:
             if _is_unreachable(error):
-                self._endpoints.refused(live)
-        is_due = probe_due(live.health, monotonic()) or self._endpoints.is_needed(live)
-        if status == 200 and live.stalled and is_due:
+                self._endpoints.on_connection_refused(live)
+        is_due = is_probe_due(live.health, monotonic()) or self._endpoints.is_needed(live)
+        if status == 200 and live.is_stalled and is_due:
             if await self._generates(live, timeout_s):
-                self._endpoints.progressed(live)
+                self._endpoints.on_progress(live)
             else:
                 status = None
-        elif status == 200 and is_out_as_slow(live) and probe_due(live.health, monotonic()):
+        elif status == 200 and is_ejected_as_slow(live) and is_probe_due(live.health, monotonic()):
             status = 200 if await self._keeps_pace(live) else None
-        if status == 200 and is_due and live.health.state in OUT:
+        if status == 200 and is_due and live.health.state in OUT_OF_ROTATION:
             # It may have been restarted with other models.
             await self._list_models(live, limit_s=min(CHECK_S, timeout_s))
-        self._endpoints.probed(live, status)
+        self._endpoints.on_probe(live, status)
 
     async def _check_progress(self, live: LiveEndpoint) -> None:
         """Request one token from an endpoint that has been silent for half its limit.
 
         Without a token it is reported as stalled.
         """
-        limit_s = self._endpoints.patience_s(live)
-        silence_s = live.upstream.silence_s(monotonic())
-        if silence_s < limit_s / 2 or not live.load.available:
+        limit_s = self._endpoints.silence_limit_s(live)
+        silence_s = live.upstream.silence_duration_s(monotonic())
+        if silence_s < limit_s / 2 or not live.load.is_available:
             return
         timeout_s = max(self._config.health.timeout, limit_s - silence_s)
         if await self._generates(live, timeout_s):
-            self._endpoints.progressed(live)
-        elif live.upstream.silence_s(monotonic()) > silence_s:
+            self._endpoints.on_progress(live)
+        elif live.upstream.silence_duration_s(monotonic()) > silence_s:
             # No client request has received a byte in the meantime either.
             log.warning("endpoint %s has been silent for %.1f s", live.endpoint.name, limit_s)
-            self._endpoints.wedged(live)
+            self._endpoints.on_stall(live)
 
     async def _generates(self, live: LiveEndpoint, timeout_s: float) -> bool:
         """Return whether the engine generates one token in time.
@@ -264,12 +264,12 @@ class Watcher:
             return True
         request: dict[str, str | int] = {"model": model, "prompt": "1", "max_tokens": 1}
         if live.endpoint.role is not Role.BOTH:
-            request |= by_itself(live.endpoint.engine)
+            request |= standalone_members(live.endpoint.engine)
         try:
             status, _ = await self._fetch(
                 live, "/v1/completions", timeout_s, METRICS_LIMIT, request
             )
-        except UNREACHABLE:
+        except PROBE_ERRORS:
             return False
         return status < 500
 
@@ -279,13 +279,13 @@ class Watcher:
         The ejected endpoint is idle and the peer is not. Therefore the least time that a peer has
         needed since the ejection counts.
         """
-        peer, slowness = self._endpoints.peer_of(live), live.speed.slowness
+        peer, slowness = self._endpoints.find_peer(live), live.speed.slowness
         if peer is None or slowness is None:
             return True
         if not live.speed.take_probe(monotonic()):
             return False
-        probe = PROMPT_WORK if slowness.measure is Measure.TTFT else DECODE_WORK
-        for _ in range(CONFIRMED):
+        probe = PREFILL_PROBE if slowness.measure is Measure.TTFT else DECODE_PROBE
+        for _ in range(CLEAR_ROUNDS):
             own_s, peer_s = await asyncio.gather(self._time(live, probe), self._time(peer, probe))
             if own_s is None or peer_s is None:
                 return own_s is not None
@@ -306,11 +306,11 @@ class Watcher:
         """Return the least time of peers in this slow period; it grows with every probe."""
         last_slowness, least_s = self._peer_s.get(live, (slowness, peer_s))
         if last_slowness is slowness:
-            peer_s = min(peer_s, LEAST_GROWS * least_s)
+            peer_s = min(peer_s, PEER_TIME_GROWTH * least_s)
         self._peer_s[live] = slowness, peer_s
         return peer_s
 
-    async def _time(self, live: LiveEndpoint, probe: PaceProbe) -> float | None:
+    async def _time(self, live: LiveEndpoint, probe: SpeedProbe) -> float | None:
         """Return the seconds that the endpoint needs for the probe; None if it fails."""
         model = _model_of(live)
         if model is None:
@@ -323,21 +323,21 @@ class Watcher:
             "ignore_eos": True,
         }
         if live.endpoint.role is not Role.BOTH:
-            body |= by_itself(live.endpoint.engine)
+            body |= standalone_members(live.endpoint.engine)
         began = monotonic()
         try:
             status, _ = await self._fetch(
-                live, "/v1/completions", PACE_TIMEOUT_S, METRICS_LIMIT, body
+                live, "/v1/completions", SPEED_PROBE_TIMEOUT_S, METRICS_LIMIT, body
             )
-        except UNREACHABLE:
+        except PROBE_ERRORS:
             return None
         return monotonic() - began if status == 200 else None
 
     async def _scrape(self, live: LiveEndpoint) -> None:
-        path = scrape.PATHS[live.endpoint.engine]
+        path = scrape.METRICS_PATHS[live.endpoint.engine]
         status, text = await self._get(live, path, self._config.scrape.timeout)
         if status == 200:
-            self._endpoints.scraped(live, scrape.read(text, live.endpoint.engine))
+            self._endpoints.on_scrape(live, scrape.parse_scrape(text, live.endpoint.engine))
 
     async def _list_models_if_due(self, live: LiveEndpoint) -> None:
         if live.models_at is None or monotonic() - live.models_at >= MODELS_EVERY_S:
@@ -365,7 +365,7 @@ class Watcher:
         """Return status and body of a GET; the status is None without a response in time."""
         try:
             return await self._fetch(live, path, timeout_s, METRICS_LIMIT)
-        except UNREACHABLE:
+        except PROBE_ERRORS:
             return None, b""
 
     async def _fetch(
@@ -382,7 +382,7 @@ class Watcher:
         """
         try:
             return await self._send(live, path, timeout_s, limit, json_body)
-        except UNREACHABLE as error:
+        except PROBE_ERRORS as error:
             _clear_frames(error)
             raise
 
@@ -423,7 +423,7 @@ def _model_of(live: LiveEndpoint) -> str | None:
 def _is_unreachable(error: BaseException) -> bool:
     """Return whether the connection failed or was lost, so that nothing listens there."""
     if isinstance(error, aiohttp.ClientConnectorError):
-        return not is_own_error(error.os_error)
+        return not is_local_error(error.os_error)
     return isinstance(error, aiohttp.ServerDisconnectedError) or (
         isinstance(error, OSError) and error.errno in CONNECTION_LOST
     )

@@ -11,7 +11,7 @@ from policies.model import Endpoint
 from policies.prefix.fingerprint import Fingerprint
 
 
-class News:
+class OutgoingUpdates:
     """The updates between two flushes. Without shared state there is no such object.
 
     prompts         (fingerprint, endpoint, prompt tokens, cached tokens): cached tokens are None
@@ -24,20 +24,20 @@ class News:
     session_digest  maps a session to the number that all gateways use for it
     """
 
-    __slots__ = ("charged", "confirmed", "moved", "named", "prompts", "taken")
+    __slots__ = ("charges", "cache_reports", "health_changes", "session_digest", "prompts", "quota_use")
 
     def __init__(self, session_digest: Callable[[str], int]) -> None:
-        self.named = session_digest
+        self.session_digest = session_digest
         self.prompts: list[tuple[Fingerprint, Endpoint, int, int | None]] = []
-        self.confirmed: list[tuple[Endpoint, float, float]] = []
-        self.moved: list[tuple[Endpoint, str, str]] = []
-        self.charged: dict[tuple[str, str], float] = {}
-        self.taken: dict[str, tuple[int, int]] = {}
+        self.cache_reports: list[tuple[Endpoint, float, float]] = []
+        self.health_changes: list[tuple[Endpoint, str, str]] = []
+        self.charges: dict[tuple[str, str], float] = {}
+        self.quota_use: dict[str, tuple[int, int]] = {}
 
-    def charge(self, pool: str, tenant: str, tokens: float) -> None:
+    def add_charge(self, pool: str, tenant: str, tokens: float) -> None:
         key = pool, tenant
-        self.charged[key] = self.charged.get(key, 0.0) + tokens
+        self.charges[key] = self.charges.get(key, 0.0) + tokens
 
-    def take(self, tenant: str, requests: int, tokens: int) -> None:
-        before = self.taken.get(tenant, (0, 0))
-        self.taken[tenant] = before[0] + requests, before[1] + tokens
+    def add_quota_use(self, tenant: str, requests: int, tokens: int) -> None:
+        before = self.quota_use.get(tenant, (0, 0))
+        self.quota_use[tenant] = before[0] + requests, before[1] + tokens

@@ -9,7 +9,7 @@ from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 from policies.prefix.prefix_index import PrefixIndex
 
 
-class Prefixes:
+class PrefixCacheView:
     """The fingerprinter and the prefix index of this process. Live state: a reload keeps it."""
 
     __slots__ = ("_fingerprinter", "index")
@@ -19,15 +19,15 @@ class Prefixes:
         self._fingerprinter = Fingerprinter(secret, block_bytes)
         self.index = PrefixIndex(index_bytes)
 
-    def of(self, call: Call, model: str) -> Fingerprint:
+    def fingerprint(self, call: Call, model: str) -> Fingerprint:
         """Compute the fingerprint of the prompt as the engine will render it.
 
         Requests for different models, or with different cache salts, never share a key, because
         engines share no cached prompt between them either (faults.md A15).
         """
         salt = b"%b\0%b" % (call.salt, model.encode())
-        return self._fingerprinter.of(salt, *[memoryview(part) for part in call.prompt])
+        return self._fingerprinter.fingerprint(salt, *[memoryview(part) for part in call.prompt])
 
-    def cached(self, fingerprint: Fingerprint, prompt_tokens: int) -> Sequence[int]:
+    def cached_tokens(self, fingerprint: Fingerprint, prompt_tokens: int) -> Sequence[int]:
         """Return the prompt tokens believed to be cached at each endpoint, by slot."""
         return self.index.match(fingerprint, prompt_tokens)

@@ -15,7 +15,7 @@ import msgspec
 from policies.model import EngineKind
 
 
-class Names(msgspec.Struct, frozen=True):
+class MetricNames(msgspec.Struct, frozen=True):
     """The metric names of one engine kind; empty if the engine does not export the value.
 
     config        info metric whose labels `block_tokens` and `blocks` give the KV capacity; if
@@ -29,12 +29,12 @@ class Names(msgspec.Struct, frozen=True):
     config: bytes = b""
     block_tokens: bytes = b""
     blocks: bytes = b""
-    produced: bytes = b""
+    generated_tokens: bytes = b""
     kv_received: tuple[bytes, ...] = ()
 
 
-NAMES = {
-    EngineKind.VLLM: Names(
+METRIC_NAMES = {
+    EngineKind.VLLM: MetricNames(
         b"vllm:num_requests_running",
         b"vllm:num_requests_waiting",
         b"vllm:kv_cache_usage_perc",
@@ -44,7 +44,7 @@ NAMES = {
         b"vllm:generation_tokens_total",
         (b"vllm:nixl_bytes_transferred_sum", b"vllm:mooncake_bytes_transferred_sum"),
     ),
-    EngineKind.SGLANG: Names(
+    EngineKind.SGLANG: MetricNames(
         b"sglang:num_running_reqs",
         b"sglang:num_queue_reqs",
         b"sglang:token_usage",
@@ -53,7 +53,7 @@ NAMES = {
         b"num_pages",
         b"sglang:generation_tokens_total",
     ),
-    EngineKind.TRTLLM: Names(
+    EngineKind.TRTLLM: MetricNames(
         b"trtllm_num_requests_running",
         b"trtllm_num_requests_waiting",
         b"trtllm_kv_cache_utilization",
@@ -62,14 +62,14 @@ NAMES = {
         b"trtllm_kv_cache_max_blocks",
     ),
 }
-PATHS = {
+METRICS_PATHS = {
     EngineKind.VLLM: "/metrics",
     EngineKind.SGLANG: "/metrics",
     EngineKind.TRTLLM: "/prometheus/metrics",
 }
 
 
-class Reading(msgspec.Struct, frozen=True):
+class ScrapedLoad(msgspec.Struct, frozen=True):
     """The load that an engine reports; None for a value that it does not report.
 
     running, waiting    requests in its batch and in its queue
@@ -83,23 +83,23 @@ class Reading(msgspec.Struct, frozen=True):
     waiting: int | None
     kv_usage: float | None
     kv_tokens: int | None
-    produced: int | None = None
+    generated_tokens: int | None = None
     kv_received_bytes: int | None = None
 
 
-def read(text: bytes, engine: EngineKind) -> Reading:
+def parse_scrape(text: bytes, engine: EngineKind) -> ScrapedLoad:
     """Parse the load from a scrape; unknown metrics are ignored."""
-    names = NAMES[engine]
+    names = METRIC_NAMES[engine]
     running, waiting = list(_values(text, names.running)), list(_values(text, names.waiting))
     usage = list(_values(text, names.kv_usage))
-    produced = list(_values(text, names.produced)) if names.produced else []
+    produced = list(_values(text, names.generated_tokens)) if names.generated_tokens else []
     received = [value for name in names.kv_received for value in _values(text, name)]
-    return Reading(
+    return ScrapedLoad(
         running=int(sum(running)) if running else None,
         waiting=int(sum(waiting)) if waiting else None,
         kv_usage=sum(usage) / len(usage) if usage else None,
         kv_tokens=_kv_tokens(text, names),
-        produced=int(sum(produced)) if produced else None,
+        generated_tokens=int(sum(produced)) if produced else None,
         kv_received_bytes=int(sum(received)) if received else None,
     )
 
@@ -121,7 +121,7 @@ def _values(text: bytes, name: bytes) -> Iterator[float]:
         start = text.find(name, start + len(name))
 
 
-def _kv_tokens(text: bytes, names: Names) -> int | None:
+def _kv_tokens(text: bytes, names: MetricNames) -> int | None:
     """Sum the KV capacity of all ranks, from an info metric's labels or from two gauges."""
     if not names.config:
         sizes, counts = list(_values(text, names.block_tokens)), list(_values(text, names.blocks))

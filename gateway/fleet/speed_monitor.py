@@ -11,18 +11,18 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from gateway.fleet.endpoint_registry import LiveEndpoint, step_tokens
 from gateway.protocol.relay import Relay
 from policies.health import speed_outlier, stall
-from policies.health.health import State
-from policies.health.speed_outlier import Member, SlowLimits
-from policies.health.speed_record import Measure, Slowness, Verdict
+from policies.health.health import HealthState
+from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits
+from policies.health.speed_record import Measure, Slowness, SpeedVerdict
 from policies.health.stall import Expectations
 from policies.model import Candidate, Endpoint, Request
 
 REVIEW_S = 1.0
 GLANCE_S = 0.05
 LATE_GLANCES = 3  # intervals between two calls above which the gateway itself was delayed
-GPU = "gpu"  # the endpoint label that declares its hardware
-MEASURES = {"ttft": "to the first token", "tpot": "per token", "answer": "per answer"}
-IN_ROTATION = (State.UP, State.RETURNING)
+GPU_LABEL = "gpu"  # the endpoint label that declares its hardware
+MEASURE_TEXTS = {"ttft": "to the first token", "tpot": "per token", "answer": "per answer"}
+IN_ROTATION = (HealthState.UP, HealthState.RETURNING)
 
 
 class SpeedMonitor:
@@ -38,7 +38,7 @@ class SpeedMonitor:
 
     def sweep(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
-    ) -> Iterator[tuple[LiveEndpoint, Verdict]]:
+    ) -> Iterator[tuple[LiveEndpoint, SpeedVerdict]]:
         """Review all pools if a review is due; yield the endpoints whose verdict has changed."""
         elapsed_s = now - self.reviewed_at
         if elapsed_s < REVIEW_S:
@@ -48,12 +48,12 @@ class SpeedMonitor:
         for pool, candidates in pools.items():
             lives = [by_slot[candidate.load.slot] for candidate in candidates]
             for live in lives:
-                self._events[live] = sample_streams(live, events.get(live, {}), elapsed_s, now)
+                self._events[live] = sample_stream_pace(live, events.get(live, {}), elapsed_s, now)
             yield from self._review(pool, lives, now)
 
     def _review(
         self, pool: str, lives: Sequence[LiveEndpoint], now: float
-    ) -> Iterator[tuple[LiveEndpoint, Verdict]]:
+    ) -> Iterator[tuple[LiveEndpoint, SpeedVerdict]]:
         """Review one pool.
 
         Endpoints out of rotation are not judged, and peers are not compared to them.
@@ -90,12 +90,12 @@ class SpeedMonitor:
                 doubtful += [rated[index] for index in stall.choose_doubted(stalled, doubted)]
         return late, doubtful
 
-    def first_byte_s(self, live: LiveEndpoint, request: Request, tokens: int) -> float | None:
+    def predict_first_byte_s(self, live: LiveEndpoint, request: Request, tokens: int) -> float | None:
         """Predict the seconds to the first byte behind `tokens` prompt tokens; None if unknown."""
         expectations = self._expectations_of(live.endpoint.pool)
         return expectations.first_byte_s(_member(live), *_work(request, tokens))
 
-    def left_s(
+    def predict_remaining_s(
         self, live: LiveEndpoint, request: Request, tokens: int, waited_s: float, now: float
     ) -> float | None:
         """Predict how many more seconds a late request will wait for its first byte.
@@ -120,7 +120,7 @@ def _work(request: Request, tokens: int) -> tuple[Measure, int]:
 
 def _is_rated(live: LiveEndpoint) -> bool:
     """Return whether the endpoint is in rotation, and so compared with its peers."""
-    return live.health.state in IN_ROTATION and not live.drained
+    return live.health.state in IN_ROTATION and not live.is_drained
 
 
 def _has_waited(live: LiveEndpoint, now: float) -> bool:
@@ -128,22 +128,22 @@ def _has_waited(live: LiveEndpoint, now: float) -> bool:
     return live.speed.waiting > 0 and now - live.speed.since >= stall.LEAST_LATE_S
 
 
-def _member(live: LiveEndpoint) -> Member:
-    return Member(live.speed, kind_of(live.endpoint), live.load.belief.shape, step_tokens(live))
+def _member(live: LiveEndpoint) -> ReviewedEndpoint:
+    return ReviewedEndpoint(live.speed, hardware_key(live.endpoint), live.load.belief.shape, step_tokens(live))
 
 
-def kind_of(endpoint: Endpoint) -> Hashable:
+def hardware_key(endpoint: Endpoint) -> Hashable:
     """Return the attributes that determine speed; endpoints with equal ones are peers."""
     return (
         endpoint.role,
         endpoint.engine,
         endpoint.layout,
-        endpoint.labels.get(GPU),
+        endpoint.labels.get(GPU_LABEL),
         endpoint.served_model,
     )
 
 
-def sample_streams(
+def sample_stream_pace(
     live: LiveEndpoint, before: Mapping[Relay, int], elapsed_s: float, now: float
 ) -> dict[Relay, int]:
     """Record the endpoint's pace: events of its streams since the last sample, `before`.
@@ -153,38 +153,38 @@ def sample_streams(
     totals: dict[Relay, int] = {}
     streams = events = 0
     for connection in live.upstream.connections:
-        relay = connection.streaming
+        relay = connection.active_stream
         if relay is not None:
-            totals[relay] = total = relay.events
+            totals[relay] = total = relay.event_count
             last = before.get(relay)
             if last is not None:
                 streams += 1
                 events += total - last
-    live.speed.streamed(streams, events, elapsed_s, now)
+    live.speed.record_streams(streams, events, elapsed_s, now)
     return totals
 
 
-def describe(slowness: Slowness) -> str:
+def describe_slowness(slowness: Slowness) -> str:
     """Describe how slow an endpoint is, for the log and the live page."""
     own_ms, peers_ms = slowness.seconds * 1000, slowness.peers_s * 1000
-    measure = MEASURES[slowness.measure]
+    measure = MEASURE_TEXTS[slowness.measure]
     times = f"{own_ms:.0f} ms, they {peers_ms:.0f} ms"
     return f"{slowness.ratio:.1f} times as slow as its peers {measure} ({times})"
 
 
-def well_peer(live: LiveEndpoint, others: Sequence[LiveEndpoint]) -> LiveEndpoint | None:
+def find_healthy_peer(live: LiveEndpoint, others: Sequence[LiveEndpoint]) -> LiveEndpoint | None:
     """Return the least loaded healthy endpoint of the same role, preferably same hardware."""
     healthy = [
         other
         for other in others
         if other is not live
-        and other.health.state is State.UP
-        and other.speed.verdict is Verdict.NORMAL
+        and other.health.state is HealthState.UP
+        and other.speed.verdict is SpeedVerdict.NORMAL
         and other.endpoint.role is live.endpoint.role
     ]
-    kind = kind_of(live.endpoint)
+    kind = hardware_key(live.endpoint)
     return min(
         healthy,
-        key=lambda other: (kind_of(other.endpoint) != kind, other.load.in_flight),
+        key=lambda other: (hardware_key(other.endpoint) != kind, other.load.in_flight),
         default=None,
     )

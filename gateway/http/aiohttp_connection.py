@@ -24,25 +24,25 @@ from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from gateway.config import Limits
 from gateway.http import head_errors
-from gateway.http.client_connections import ClientConnections, unread_too_large
-from gateway.http.connection import Serve, Talk, add_piece
+from gateway.http.client_connections import ClientConnections, unread_budget_error
+from gateway.http.connection import ClientConnection, Serve, add_piece
 from gateway.http.connection_phase import Phase
 from gateway.http.large_bodies import LARGE_BODY, WaitForTurn
-from gateway.http.write_queue import Outbox
-from gateway.protocol.errors import Failure, GatewayError, new_id
-from gateway.protocol.openai import LINE
+from gateway.http.write_queue import WriteQueue
+from gateway.protocol.errors import Failure, GatewayError, new_request_id
+from gateway.protocol.openai import GENERATION_PATHS
 
 ALLOWED_METHODS = frozenset({"POST"})
 SUPPORTED_VERSIONS = (HttpVersion11, HttpVersion10)  # aiohttp's parser also accepts 0.9 and 2.0
 CONTINUE = "100-continue"
 
 # Bytes. Not equal to MAX_FIELD_BYTES, so that the parser's error shows which was exceeded.
-MAX_URI = 8190
-MAX_FIELD = 8192
+MAX_URI_BYTES = 8190
+MAX_FIELD_BYTES = 8192
 MAX_HEADERS = 128
-MAX_HEAD = 64 * 1024  # bytes of one request's head
-MAX_AHEAD = 64 * 1024  # bytes that may wait for the parser; the rest stays in the socket
-SLICE = 16 * 1024  # bytes fed to the parser at once; its objects take several times their size
+MAX_HEAD_BYTES = 64 * 1024  # bytes of one request's head
+MAX_UNREAD = 64 * 1024  # bytes that may wait for the parser; the rest stays in the socket
+PARSER_SLICE = 16 * 1024  # bytes fed to the parser at once; its objects take several times their size
 MAX_QUEUED = 2**30  # disables aiohttp's own limit on queued requests; here at most one is queued
 
 # Like SLICE, for chunked bodies: the parser creates an object per chunk, which may hold one byte.
@@ -50,7 +50,7 @@ CHUNKED_SLICE = 1024
 CHUNKS_PER_ITERATION = 32  # chunks of a body that are read in one loop iteration
 
 
-class Lobby(Talk, RequestHandler):
+class AiohttpConnection(ClientConnection, RequestHandler):
     """A client connection that parses with aiohttp and calls `serve` or aiohttp's application."""
 
     __slots__ = (
@@ -71,11 +71,11 @@ class Lobby(Talk, RequestHandler):
         "_unread",
         "_unread_counted",
         "address",
-        "closes",
+        "will_close",
         "is_draining",
         "paused_at",
         "phase",
-        "since",
+        "phase_since",
     )
 
     def __init__(
@@ -83,7 +83,7 @@ class Lobby(Talk, RequestHandler):
         serve: Serve,
         connections: ClientConnections,
         limits: Limits,
-        outbox: Outbox,
+        outbox: WriteQueue,
         manager: web.Server,
     ) -> None:
         RequestHandler.__init__(
@@ -94,17 +94,17 @@ class Lobby(Talk, RequestHandler):
             # None turns it off, which aiohttp's annotation does not allow for.
             access_log=None,  # type: ignore[arg-type]
             auto_decompress=False,
-            max_line_size=MAX_URI,
-            max_field_size=MAX_FIELD,
+            max_line_size=MAX_URI_BYTES,
+            max_field_size=MAX_FIELD_BYTES,
         )
         self._max_msg_queue_size = MAX_QUEUED
         self._parser = HttpRequestParser(
             self,
             outbox.loop,
             self._read_bufsize,
-            max_line_size=MAX_URI,
+            max_line_size=MAX_URI_BYTES,
             max_headers=MAX_HEADERS,
-            max_field_size=MAX_FIELD,
+            max_field_size=MAX_FIELD_BYTES,
             payload_exception=RequestPayloadError,
             auto_decompress=False,
             max_msg_queue_size=1,
@@ -126,15 +126,15 @@ class Lobby(Talk, RequestHandler):
         return self._message.headers
 
     @property
-    def http_1_0(self) -> bool:
+    def is_http_1_0(self) -> bool:
         assert self._message is not None
         return self._message.version < HttpVersion11
 
-    def body_at_hand(self) -> bytes:
+    def take_buffered_body(self) -> bytes:
         """Return nothing: on this path headers are checked before the body is read."""
         return b""
 
-    async def body(
+    async def read_body(
         self, reserve: Callable[[int], None], wait_for_turn: WaitForTurn | None = None
     ) -> bytes:
         """Receive the body and return all of it.
@@ -176,7 +176,7 @@ class Lobby(Talk, RequestHandler):
         """Go on from the unserved bytes of a FastConnection; `since`: start of a partial head."""
         self.data_received(data)
         if since is not None and self.phase is Phase.HEAD:
-            self.since = since
+            self.phase_since = since
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -216,7 +216,7 @@ class Lobby(Talk, RequestHandler):
         A chunked body is parsed slice by slice, each in a loop iteration of its own.
         """
         while self._offset < len(self._unread) and self._may_parse():
-            size = CHUNKED_SLICE if self._is_chunked else SLICE
+            size = CHUNKED_SLICE if self._is_chunked else PARSER_SLICE
             piece = self._unread[self._offset : self._offset + size]
             self._offset += len(piece)
             self._feed(piece)
@@ -249,23 +249,23 @@ class Lobby(Talk, RequestHandler):
             self._head_bytes = 0
         elif not self._in_body():
             self._head_bytes += len(piece)
-            if self._head_bytes > MAX_HEAD:
-                self._refuse_head(head_errors.head_too_long(MAX_HEAD))
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse_head(head_errors.head_too_long(MAX_HEAD_BYTES))
 
     def _count_unread(self) -> None:
         """Update the shared budget of unread bytes; pause reading above MAX_UNREAD."""
         waiting = len(self._unread) - self._offset
-        if self._buffer_paused is not (waiting > MAX_AHEAD) and not self._must_close:
-            self._kernel_bytes = self._receive_buffer_size() if waiting > MAX_AHEAD else 0
+        if self._buffer_paused is not (waiting > MAX_UNREAD) and not self._must_close:
+            self._kernel_bytes = self._receive_buffer_size() if waiting > MAX_UNREAD else 0
         unread = 0 if self._in_body() else waiting + self._head_bytes + self._kernel_bytes
         if unread or self._unread_counted:
             self._unread_counted = unread
-            self._connections.hold(self, unread, self._limits.unread_budget)
+            self._connections.set_unread(self, unread, self._limits.unread_budget)
         if self._must_close or self.transport is None:
             return
-        if waiting > MAX_AHEAD and not self._buffer_paused:
+        if waiting > MAX_UNREAD and not self._buffer_paused:
             self._pause_reading_for_buffer()
-        elif waiting <= MAX_AHEAD and self._buffer_paused:
+        elif waiting <= MAX_UNREAD and self._buffer_paused:
             self._resume_reading_for_buffer()
 
     def drop_unread(self) -> None:
@@ -278,19 +278,19 @@ class Lobby(Talk, RequestHandler):
             return
         if self._kernel_bytes:
             self._must_close = True
-            self.cut()
+            self.abort()
         elif self._messages or self._request_in_progress:
             self._must_close = True
             self._pause_reading_for_buffer()
             self._shrink_receive_buffer()
         else:
-            self._refuse_head(unread_too_large())
+            self._refuse_head(unread_budget_error())
 
     def _refuse_head(self, error: GatewayError) -> None:
         """Send an error for a request whose head will not be read completely, and close."""
         self._must_close = True
         self._unread, self._offset, self._head_bytes, self._parser = b"", 0, 0, None
-        self.refuse(error, new_id())
+        self.send_error(error, new_request_id())
         self._linger()
 
     def eof_received(self) -> None:
@@ -350,36 +350,36 @@ class Lobby(Talk, RequestHandler):
         if self.is_draining:
             message = message._replace(should_close=True)
             # A response to HTTP/1.0 announces the close in any case.
-            self.closes = message.version >= HttpVersion11
+            self.will_close = message.version >= HttpVersion11
         self._message, self._payload = message, payload
         self._body_read = False
-        if head_errors.head_size(message) > MAX_HEAD:
+        if head_errors.head_size(message) > MAX_HEAD_BYTES:
             self._must_close = True
-            self.refuse(head_errors.head_too_long(MAX_HEAD), new_id())
+            self.send_error(head_errors.head_too_long(MAX_HEAD_BYTES), new_request_id())
             return False
         if (
-            message.chunked
+            message.is_chunked
             and message.headers["Transfer-Encoding"].strip(" \t").lower() != "chunked"
         ):
             self._must_close = True
-            self.refuse(head_errors.unknown_coding(), new_id())
+            self.send_error(head_errors.unknown_coding(), new_request_id())
             return False
         # The second lookup handles a query string or a target in absolute form.
-        api = LINE.get(message.path) or LINE.get(message.url.raw_path)
+        api = GENERATION_PATHS.get(message.path) or GENERATION_PATHS.get(message.url.raw_path)
         if api is None or message.method not in ALLOWED_METHODS:
             return await self._serve_with_aiohttp(message, payload)
         await self._serve(self, api)
         self._payload = None
-        return not (self._must_close or message.should_close or self.http_1_0)
+        return not (self._must_close or message.should_close or self.is_http_1_0)
 
     async def _serve_with_aiohttp(self, message: RawRequestMessage, payload: StreamReader) -> bool:
         """Serve a request with aiohttp's application; return whether to keep the connection."""
         if message.headers.get("Expect", CONTINUE).lower() != CONTINUE:
-            self.refuse(head_errors.expectation_failed(), new_id())
+            self.send_error(head_errors.expectation_failed(), new_request_id())
             return False
         if message.method == "CONNECT":
             message_text = "This server is not a proxy: CONNECT is refused."
-            self.refuse(GatewayError(Failure.BAD_REQUEST, message_text), new_id())
+            self.send_error(GatewayError(Failure.BAD_REQUEST, message_text), new_request_id())
             return False
         assert self._request_factory is not None
         assert self._request_handler is not None
@@ -400,7 +400,7 @@ class Lobby(Talk, RequestHandler):
 
     def _refuse_unparsed(self, problem: BaseException | None) -> None:
         self._must_close = True
-        self.refuse(head_errors.invalid_head(problem, MAX_URI), new_id())
+        self.send_error(head_errors.invalid_head(problem, MAX_URI_BYTES), new_request_id())
 
     # Reading a body
 
@@ -518,4 +518,4 @@ class Lobby(Talk, RequestHandler):
         self._unread, self._offset, self._head_bytes, self._parser = b"", 0, 0, None
         if self._unread_counted:
             self._unread_counted = 0
-            self._connections.hold(self, 0, self._limits.unread_budget)
+            self._connections.set_unread(self, 0, self._limits.unread_budget)

@@ -21,17 +21,17 @@ class Client(Downstream, Protocol):
     @property
     def headers(self) -> Mapping[str, str]: ...
     @property
-    def http_1_0(self) -> bool: ...
+    def is_http_1_0(self) -> bool: ...
     @property
-    def closes(self) -> bool:
+    def will_close(self) -> bool:
         """Whether the connection closes after this response, whose head must announce it."""
         ...
 
-    def body_at_hand(self) -> bytes:
+    def take_buffered_body(self) -> bytes:
         """Return the body if it has been received already, else nothing; then await body()."""
         ...
 
-    async def body(
+    async def read_body(
         self, reserve: Callable[[int], None], wait_for_turn: WaitForTurn | None = None
     ) -> bytes:
         """Return the whole body. `reserve` is called with the bytes received so far.
@@ -41,14 +41,14 @@ class Client(Downstream, Protocol):
         """
         ...
 
-    def refuse(self, error: GatewayError, request_id: str) -> None:
+    def send_error(self, error: GatewayError, request_id: str) -> None:
         """Send an error response."""
         ...
 
-    def answer(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
+    def send_response(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
         """Send a complete JSON response."""
         ...
 
-    def hang_up(self) -> None:
+    def close_after_write(self) -> None:
         """Close the connection after what was written."""
         ...

@@ -28,11 +28,11 @@ MIN_SHARE = 512 * 1024
 class ByteBudget(Protocol):
     """The memory budget for request bodies (admission/controller.py)."""
 
-    def hold(self, body_bytes: int) -> int:
+    def reserve_body(self, body_bytes: int) -> int:
         """Reserve bytes; raises GatewayError when the budget is used up."""
         ...
 
-    def release(self, body_bytes: int) -> None:
+    def release_body(self, body_bytes: int) -> None:
         """Return reserved bytes to the budget."""
         ...
 
@@ -117,7 +117,7 @@ class ClientConnections:
         else:
             del self._per_client[client]
 
-    def hold(self, connection: CountedConnection, unread: int, limit: int) -> None:
+    def set_unread(self, connection: CountedConnection, unread: int, limit: int) -> None:
         """Set a connection's number of unread bytes; drop the oldest ones while above `limit`.
 
         A connection that alone holds too large a share of `limit` loses its own bytes.
@@ -131,9 +131,9 @@ class ClientConnections:
         increase = unread - self._unread.get(connection, 0)
         try:
             if increase > 0:
-                self._budget.hold(increase)
+                self._budget.reserve_body(increase)
             else:
-                self._budget.release(-increase)
+                self._budget.release_body(-increase)
         except GatewayError:
             self._drop(connection)
             return
@@ -146,7 +146,7 @@ class ClientConnections:
         """Release the budget of a connection that has no unread bytes left."""
         unread = self._unread.pop(connection, 0)
         self.unread_bytes -= unread
-        self._budget.release(unread)
+        self._budget.release_body(unread)
 
     def _drop(self, connection: CountedConnection) -> None:
         self._release(connection)
@@ -154,7 +154,7 @@ class ClientConnections:
         connection.drop_unread()
 
 
-def unread_too_large() -> GatewayError:
+def unread_budget_error() -> GatewayError:
     """Return the error for a client whose unread bytes were dropped."""
     message = "Incomplete and pipelined requests take too much memory."
     return GatewayError(Failure.OVERLOADED, message, retry_after_s=1.0, reason="unread_budget")

@@ -30,14 +30,21 @@ from gateway.http.connection_phase import (
     idle_expiry,
     reader_expiry,
 )
-from gateway.protocol.errors import Failure, GatewayError, body_of, headers_of, new_id, phrase_of
+from gateway.protocol.errors import (
+    Failure,
+    GatewayError,
+    error_body,
+    new_request_id,
+    reason_phrase,
+    retry_headers,
+)
 from gateway.protocol.openai import Api
 
 if TYPE_CHECKING:
     from gateway.http.client import Client
     from gateway.http.client_connections import ClientConnections
-    from gateway.http.upstream import Connection
-    from gateway.http.write_queue import Outbox
+    from gateway.http.upstream import UpstreamConnection
+    from gateway.http.write_queue import WriteQueue
 
 # A body piece shorter than this is extended by the next piece instead of kept on its own.
 MIN_PIECE = 4 * 1024
@@ -58,7 +65,7 @@ def add_piece(pieces: list[bytes], piece: bytes) -> None:
         pieces.append(piece)
 
 
-class Talk(ABC):
+class ClientConnection(ABC):
     """A client connection. Subclasses do the reading and declare slots for these fields.
 
     phase            what the connection is waiting for
@@ -75,20 +82,20 @@ class Talk(ABC):
     transport: asyncio.Transport | None
     address: str
     phase: Phase
-    since: float
+    phase_since: float
     paused_at: float | None
     _connections: ClientConnections
     _limits: Limits
     _serve: Serve
-    _source: Connection | None
+    _source: UpstreamConnection | None
     _must_close: bool
     is_draining: bool
-    closes: bool
-    _outbox: Outbox
+    will_close: bool
+    _outbox: WriteQueue
     _reading_paused: bool
 
     def _init_connection(
-        self, serve: Serve, connections: ClientConnections, limits: Limits, outbox: Outbox
+        self, serve: Serve, connections: ClientConnections, limits: Limits, outbox: WriteQueue
     ) -> None:
         """Initialize the shared fields; `connections` are all client connections."""
         self._serve = serve
@@ -96,14 +103,14 @@ class Talk(ABC):
         self._limits = limits
         self._outbox = outbox
         self._source = None
-        self._must_close = self.is_draining = self.closes = False
+        self._must_close = self.is_draining = self.will_close = False
         self.address = ""
         self.phase = IDLE
-        self.since = 0.0
+        self.phase_since = 0.0
         self.paused_at = None
 
     @property
-    def http_1_0(self) -> bool:
+    def is_http_1_0(self) -> bool:
         return False
 
     @property
@@ -123,27 +130,27 @@ class Talk(ABC):
         transport = self.transport
         if transport is not None:
             # Annotated so that compiled code calls the method directly, for every chunk.
-            outbox: Outbox = self._outbox
-            outbox.post(transport, data)
+            outbox: WriteQueue = self._outbox
+            outbox.enqueue(transport, data)
 
-    def refuse(self, error: GatewayError, request_id: str) -> None:
+    def send_error(self, error: GatewayError, request_id: str) -> None:
         """Send an error response."""
-        self.answer(
-            error.status, body_of(error), [("x-request-id", request_id), *headers_of(error)]
+        self.send_response(
+            error.status, error_body(error), [("x-request-id", request_id), *retry_headers(error)]
         )
 
-    def answer(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
+    def send_response(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
         """Send a complete JSON response."""
-        if self._has_unread_body or self.http_1_0:
+        if self._has_unread_body or self.is_http_1_0:
             self._must_close = True
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
         if self._must_close or self._should_close:
             lines += "connection: close\r\n"
-        first = f"HTTP/1.1 {status} {phrase_of(status)}\r\ncontent-type: application/json\r\n"
+        first = f"HTTP/1.1 {status} {reason_phrase(status)}\r\ncontent-type: application/json\r\n"
         head = f"{first}content-length: {len(body)}\r\n{lines}\r\n"
         self.write(head.encode("latin-1", "replace") + body)
 
-    def hang_up(self) -> None:
+    def close_after_write(self) -> None:
         """Close after what was written, so that the client sees a cut-off response."""
         self._must_close = True
 
@@ -157,10 +164,10 @@ class Talk(ABC):
     # Backpressure: the engine must not send faster than the client reads
 
     @property
-    def writing_paused(self) -> bool:
+    def is_writing_paused(self) -> bool:
         return self.paused_at is not None
 
-    def set_source(self, source: Connection | None) -> None:
+    def set_source(self, source: UpstreamConnection | None) -> None:
         self._source = source
         if source is not None and self.paused_at is not None:
             source.pause()
@@ -179,13 +186,13 @@ class Talk(ABC):
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
-        self.since = monotonic()
+        self.phase_since = monotonic()
 
     def sweep(self, now: float) -> None:
         """End the connection if a deadline has passed, or if the client left while not reading."""
         expiry = self._expiry(now)
         if expiry is Expiry.ABORT:
-            self.cut()
+            self.abort()
         elif expiry is Expiry.CLOSE:
             if not self._polls(select.POLLIN):  # a request may have arrived since the last read
                 self._close_after_flush()
@@ -195,11 +202,11 @@ class Talk(ABC):
             message = "The request's body did not arrive in time."
             self._fail_body(GatewayError(Failure.REQUEST_TIMEOUT, message))
         elif self.phase is SERVING and self._is_not_reading and self._has_hung_up:
-            self.cut()
+            self.abort()
 
     def _expiry(self, now: float) -> Expiry | None:
         """Return how the connection must end now; None while no deadline has passed."""
-        limits, phase, age_s = self._limits, self.phase, now - self.since
+        limits, phase, age_s = self._limits, self.phase, now - self.phase_since
         if self.paused_at is not None:
             expiry = reader_expiry(now - self.paused_at, limits)
             if expiry is not None:
@@ -272,7 +279,7 @@ class Talk(ABC):
 
     def _time_out(self, message: str) -> None:
         self._must_close = True
-        self.refuse(GatewayError(Failure.REQUEST_TIMEOUT, message), new_id())
+        self.send_error(GatewayError(Failure.REQUEST_TIMEOUT, message), new_request_id())
         self._outbox.flush()
         self._close_after_flush()
 
@@ -282,7 +289,7 @@ class Talk(ABC):
     def _close_after_flush(self) -> None:
         """Close once everything written has been sent."""
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Abort the connection, dropping anything not yet sent."""
         if self.transport is not None:
             self.transport.abort()

@@ -16,13 +16,13 @@ from typing import Any
 TaskCoroutine = Coroutine[Any, Any, None]
 
 
-class Landing(asyncio.Future[None]):
+class EagerFuture(asyncio.Future[None]):
     """A future that resumes a waiting EagerTask inside resolve(); a Task awaits it as usual."""
 
-    __slots__ = ("errand",)
-    errand: Errand | None
+    __slots__ = ("waiter",)
+    waiter: EagerTask | None
 
-    def land(self, error: Exception | None = None) -> None:
+    def resolve(self, error: Exception | None = None) -> None:
         """Set the result or the exception and resume the waiter; no-op if already done."""
         if self.done():
             return
@@ -30,19 +30,19 @@ class Landing(asyncio.Future[None]):
             self.set_result(None)
         else:
             self.set_exception(error)
-        task, self.errand = self.errand, None
+        task, self.waiter = self.waiter, None
         if task is not None:
             task.step()
 
 
-def landing(loop: asyncio.AbstractEventLoop) -> Landing:
+def new_future(loop: asyncio.AbstractEventLoop) -> EagerFuture:
     """Return a new pending EagerFuture."""
-    future = Landing(loop=loop)
-    future.errand = None
+    future = EagerFuture(loop=loop)
+    future.waiter = None
     return future
 
 
-class Errand:
+class EagerTask:
     """Runs a coroutine to its end, eagerly where possible. step() starts it.
 
     `on_done` is called exactly once when the coroutine ends, however it ends.
@@ -53,7 +53,7 @@ class Errand:
     def __init__(self, coroutine: TaskCoroutine, on_done: Callable[[], None]) -> None:
         self._coroutine = coroutine
         self._on_done = on_done
-        self._waits_for: Landing | None = None
+        self._waits_for: EagerFuture | None = None
         self._task: asyncio.Task[None] | None = None
 
     def step(self, error: BaseException | None = None) -> None:
@@ -70,8 +70,8 @@ class Errand:
         except BaseException:
             self._on_done()
             raise
-        if type(awaited) is Landing:
-            awaited.errand = self
+        if type(awaited) is EagerFuture:
+            awaited.waiter = self
             self._waits_for = awaited
         else:
             remainder = _Remainder(self._coroutine, awaited)
@@ -84,7 +84,7 @@ class Errand:
         if self._task is not None:
             self._task.cancel()
         elif waits_for is not None:
-            waits_for.errand = None
+            waits_for.waiter = None
             waits_for.cancel()
             cancellation = asyncio.CancelledError()
             self.step(cancellation)
@@ -141,7 +141,7 @@ def _become_task() -> Generator[None, None, None]:
 
 
 @asynccontextmanager
-async def within(seconds: float) -> AsyncIterator[None]:
+async def timeout_after(seconds: float) -> AsyncIterator[None]:
     """Like asyncio.timeout(), for code that may run in an EagerTask.
 
     asyncio.timeout() needs a Task, so an EagerTask becomes one. Do not use it where every request

@@ -14,21 +14,26 @@ from typing import cast
 from aiohttp.tcp_helpers import tcp_keepalive
 
 from gateway.config import Limits
-from gateway.http.aiohttp_connection import Lobby
-from gateway.http.client_connections import ClientConnections, unread_too_large
-from gateway.http.connection import Serve, Talk, add_piece
+from gateway.http.aiohttp_connection import AiohttpConnection
+from gateway.http.client_connections import ClientConnections, unread_budget_error
+from gateway.http.connection import ClientConnection, Serve, add_piece
 from gateway.http.connection_phase import BODY, CLOSING, HEAD, IDLE, SERVING
-from gateway.http.eager_task import Errand, Landing, landing
+from gateway.http.eager_task import EagerFuture, EagerTask, new_future
 from gateway.http.large_bodies import LARGE_BODY, WaitForTurn
-from gateway.http.write_queue import Outbox
-from gateway.protocol.errors import GatewayError, new_id
-from gateway.protocol.request_head import Head, is_partial_head, read_head, remains_partial_head
+from gateway.http.write_queue import WriteQueue
+from gateway.protocol.errors import GatewayError, new_request_id
+from gateway.protocol.request_head import (
+    RequestHead,
+    is_partial_head,
+    read_head,
+    remains_partial_head,
+)
 
 # Bytes of pipelined requests buffered while one is served; the rest stays in the socket.
-MAX_AHEAD = 64 * 1024
+MAX_UNREAD = 64 * 1024
 
 
-class Front(Talk, asyncio.Protocol):
+class FastConnection(ClientConnection, asyncio.Protocol):
     """A client connection that serves ordinary requests one after another, without aiohttp.
 
     headers          the headers of the request being served
@@ -65,12 +70,12 @@ class Front(Talk, asyncio.Protocol):
         "_unread",
         "_unread_counted",
         "address",
-        "closes",
+        "will_close",
         "headers",
         "is_draining",
         "paused_at",
         "phase",
-        "since",
+        "phase_since",
         "transport",
     )
 
@@ -79,16 +84,16 @@ class Front(Talk, asyncio.Protocol):
         serve: Serve,
         connections: ClientConnections,
         limits: Limits,
-        outbox: Outbox,
-        new_fallback: Callable[[], Lobby],
+        outbox: WriteQueue,
+        new_fallback: Callable[[], AiohttpConnection],
     ) -> None:
         """Initialize; `new_fallback` creates the protocol that takes over any other request."""
         self._init_connection(serve, connections, limits, outbox)
         self._new_fallback = new_fallback
-        self._head: Head | None = None
+        self._head: RequestHead | None = None
         self.headers: Mapping[str, str] = {}
-        self._task: Errand | None = None
-        self._body_done: Landing | None = None
+        self._task: EagerTask | None = None
+        self._body_done: EagerFuture | None = None
         self._reserve: Callable[[int], None] | None = None
         self._closed: asyncio.Future[None] | None = None
         self._unread = b""
@@ -100,11 +105,11 @@ class Front(Talk, asyncio.Protocol):
 
     # The Client protocol, as far as ClientConnection does not implement it
 
-    def body_at_hand(self) -> bytes:
+    def take_buffered_body(self) -> bytes:
         """Return the body if it arrived together with its head, else nothing."""
         return b"" if self._missing else self._pieces.pop()
 
-    async def body(
+    async def read_body(
         self, reserve: Callable[[int], None], wait_for_turn: WaitForTurn | None = None
     ) -> bytes:
         """Wait for the rest of the body and return all of it.
@@ -116,7 +121,7 @@ class Front(Talk, asyncio.Protocol):
         """
         if self._missing:
             reserve(self._body_bytes - self._missing)
-            self._reserve, self._body_done = reserve, landing(self._outbox.loop)
+            self._reserve, self._body_done = reserve, new_future(self._outbox.loop)
             self._enter(BODY)
             if self._unread:  # more of the body arrived before this call
                 data, self._unread, self._offset = self._unread[self._offset :], b"", 0
@@ -167,7 +172,7 @@ class Front(Talk, asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         phase, head = self.phase, self._head
-        if phase is IDLE and head is not None and (extent := head.extent(data, 0)) is not None:
+        if phase is IDLE and head is not None and (extent := head.body_span(data, 0)) is not None:
             start, end = extent
             # The usual case: exactly one whole request.
             if end == len(data) and end - start <= self._limits.body:
@@ -192,10 +197,10 @@ class Front(Talk, asyncio.Protocol):
     def _serve_first(self) -> None:
         """Serve the first buffered request if its head is complete; its body may still arrive."""
         data, offset, head = self._unread, self._offset, self._head
-        extent = None if head is None else head.extent(data, offset)
+        extent = None if head is None else head.body_span(data, offset)
         if head is None or extent is None:
             head = self._head = read_head(data, offset)
-            extent = None if head is None else head.extent(data, offset)
+            extent = None if head is None else head.body_span(data, offset)
         if head is None or extent is None or extent[1] - extent[0] > self._limits.body:
             self._keep_or_switch(data[offset:])
             return
@@ -231,13 +236,13 @@ class Front(Talk, asyncio.Protocol):
         unread = len(self._unread) - self._offset
         if not unread and not self._unread_counted:
             return
-        should_pause = unread > MAX_AHEAD
+        should_pause = unread > MAX_UNREAD
         has_changed = should_pause is not self._reading_paused and not self._must_close
         if has_changed:  # what is not read stays in the kernel, up to the size of its buffer
             self._kernel_bytes = self._receive_buffer_size() if should_pause else 0
         unread += self._kernel_bytes
         self._unread_counted = unread
-        self._connections.hold(self, unread, self._limits.unread_budget)
+        self._connections.set_unread(self, unread, self._limits.unread_budget)
         # The call may have dropped the unread bytes of this connection.
         if not has_changed or self._must_close or self.transport is None:
             return
@@ -257,14 +262,14 @@ class Front(Talk, asyncio.Protocol):
             return
         self._must_close = True
         if self._kernel_bytes:
-            self.cut()
+            self.abort()
             return
         if not self._reading_paused:
             self._reading_paused = True
             self.transport.pause_reading()
             self._shrink_receive_buffer()
         if self._task is None:
-            self.refuse(unread_too_large(), new_id())
+            self.send_error(unread_budget_error(), new_request_id())
             self._close_gracefully()
 
     def _keep_or_switch(self, data: bytes) -> None:
@@ -279,13 +284,13 @@ class Front(Talk, asyncio.Protocol):
         else:
             self._switch_to_aiohttp(self.transport, data)
 
-    def _begin(self, head: Head, body: bytes, length: int) -> None:
+    def _begin(self, head: RequestHead, body: bytes, length: int) -> None:
         self._pieces = [body]
         self._body_bytes = length
         self._missing = length - len(body)
         self.phase = SERVING
         self.headers = head.headers
-        task = self._task = Errand(self._serve(self, head.api), self._on_served)
+        task = self._task = EagerTask(self._serve(self, head.api), self._on_served)
         task.step()
 
     def _on_served(self) -> None:
@@ -302,7 +307,7 @@ class Front(Talk, asyncio.Protocol):
     def _await_next_request(self) -> None:
         """Go idle, or schedule the next pipelined request behind other connections' work."""
         if self.is_draining:
-            self.closes = self._must_close = True
+            self.will_close = self._must_close = True
         if not self._unread:
             self._enter(IDLE)
             return
@@ -327,7 +332,7 @@ class Front(Talk, asyncio.Protocol):
         if self.paused_at is not None:
             fallback.pause_writing()
             fallback.paused_at = self.paused_at
-        fallback.take_over(data, self.since if self.phase is HEAD else None)
+        fallback.take_over(data, self.phase_since if self.phase is HEAD else None)
 
     # Bodies that arrive in several reads
 
@@ -343,10 +348,10 @@ class Front(Talk, asyncio.Protocol):
         try:
             self._reserve(self._body_received)
         except GatewayError as error:
-            self._body_done.land(error)
+            self._body_done.resolve(error)
             return
         if not self._missing:
-            self._body_done.land()
+            self._body_done.resolve()
 
     @property
     def _has_sent_nothing(self) -> bool:
@@ -362,7 +367,7 @@ class Front(Talk, asyncio.Protocol):
 
     def _fail_body(self, error: GatewayError) -> None:
         if self._body_done is not None:
-            self._body_done.land(error)
+            self._body_done.resolve(error)
 
     # Closing
 
@@ -381,9 +386,9 @@ class Front(Talk, asyncio.Protocol):
     def drain(self) -> None:
         self.is_draining = True
         if self._task is None:
-            self.closes = self._must_close = True
+            self.will_close = self._must_close = True
 
-    def finish(self) -> asyncio.Future[None]:
+    def close_when_idle(self) -> asyncio.Future[None]:
         """Close now, or after the current response; the future resolves on connection_lost()."""
         self._closed = self._outbox.loop.create_future()
         self._must_close = True

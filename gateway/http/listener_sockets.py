@@ -10,12 +10,12 @@ from types import MappingProxyType
 BACKLOG = 4096
 FIRST_FD = 3  # sd_listen_fds(3)
 API, ADMIN = "api", "admin"
-NAMES = (API, ADMIN)
+LISTENER_NAMES = (API, ADMIN)
 
-Sockets = Mapping[str, tuple[socket.socket, ...]]
+SocketsByName = Mapping[str, tuple[socket.socket, ...]]
 """Listening sockets by the name of their listener."""
 
-EMPTY: Sockets = MappingProxyType({})
+NO_SOCKETS: SocketsByName = MappingProxyType({})
 
 
 class ActivationError(Exception):
@@ -54,7 +54,7 @@ def _listen(listener: socket.socket, address: tuple[object, ...], reuse_port: bo
     listener.listen(BACKLOG)
 
 
-def bound_send_buffers(listening: Iterable[socket.socket], memory_bytes: int) -> None:
+def limit_send_buffers(listening: Iterable[socket.socket], memory_bytes: int) -> None:
     """Limit the kernel memory per accepted connection for unacknowledged bytes.
 
     Without a limit, the kernel keeps 3.8 MiB for a client that never reads. A quarter of the limit
@@ -68,7 +68,7 @@ def bound_send_buffers(listening: Iterable[socket.socket], memory_bytes: int) ->
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, memory_bytes // 4)
 
 
-def from_systemd(env: MutableMapping[str, str]) -> Sockets:
+def sockets_from_systemd(env: MutableMapping[str, str]) -> SocketsByName:
     """Return the sockets that systemd opened for this process, by name; none if it opened none.
 
     If LISTEN_FDNAMES uses only the names api and admin, they decide; otherwise the order does:
@@ -80,7 +80,7 @@ def from_systemd(env: MutableMapping[str, str]) -> Sockets:
         return {}
     inherited = [_adopt(FIRST_FD + number) for number in range(int(count))]
     names_given = names.split(":")
-    if len(names_given) == len(inherited) and set(names_given) <= set(NAMES):
+    if len(names_given) == len(inherited) and set(names_given) <= set(LISTENER_NAMES):
         return {
             name: tuple(
                 listener
@@ -89,12 +89,12 @@ def from_systemd(env: MutableMapping[str, str]) -> Sockets:
             )
             for name in names_given
         }
-    if len(inherited) > len(NAMES):
+    if len(inherited) > len(LISTENER_NAMES):
         raise ActivationError(
             f"there are {len(inherited)} sockets; "
             "name each of them api or admin with FileDescriptorName="
         )
-    return {name: (listener,) for name, listener in zip(NAMES, inherited, strict=False)}
+    return {name: (listener,) for name, listener in zip(LISTENER_NAMES, inherited, strict=False)}
 
 
 def _adopt(fd: int) -> socket.socket:

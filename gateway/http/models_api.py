@@ -11,10 +11,10 @@ from typing import Protocol
 
 from aiohttp import web
 
-from gateway.protocol.errors import Failure, GatewayError, body_of, headers_of, new_id
-from gateway.protocol.openai import LINE
+from gateway.protocol.errors import Failure, GatewayError, error_body, new_request_id, retry_headers
+from gateway.protocol.openai import GENERATION_PATHS
 
-SERVER = "penstock"  # replaces aiohttp's own name and version
+SERVER_NAME = "penstock"  # replaces aiohttp's own name and version
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -42,7 +42,7 @@ class ModelCatalogue(Protocol):
         """Return the tenant. Raises GatewayError for a wrong key."""
 
 
-def application(catalogue: Callable[[], ModelCatalogue]) -> web.Application:
+def api_application(catalogue: Callable[[], ModelCatalogue]) -> web.Application:
     """Create the application: GET /v1/models and /v1/models/{id}, 405 and 404 for the rest.
 
     `catalogue` returns the models of the running configuration.
@@ -87,7 +87,7 @@ def _model_card(name: str, model: ListedModel, created: int) -> dict[str, object
 
 
 def _ok(body: dict[str, object]) -> web.Response:
-    return web.json_response(body, headers={"server": SERVER, "x-request-id": new_id()})
+    return web.json_response(body, headers={"server": SERVER_NAME, "x-request-id": new_request_id()})
 
 
 @web.middleware
@@ -100,7 +100,7 @@ async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPMethodNotAllowed as problem:
         return _error(_method_not_allowed(request, sorted(problem.allowed_methods)))
     except web.HTTPNotFound:
-        if request.rel_url.raw_path in LINE:
+        if request.rel_url.raw_path in GENERATION_PATHS:
             return _error(_method_not_allowed(request, ["POST"]))
         path = request.path[:64].encode("ascii", "backslashreplace").decode()
         message = f"Unknown request URL: {request.method} {path}."
@@ -116,7 +116,7 @@ def _method_not_allowed(request: web.Request, allowed: list[str]) -> GatewayErro
 def _error(error: GatewayError) -> web.Response:
     return web.Response(
         status=error.status,
-        body=body_of(error),
+        body=error_body(error),
         content_type="application/json",
-        headers=[("server", SERVER), ("x-request-id", new_id()), *headers_of(error)],
+        headers=[("server", SERVER_NAME), ("x-request-id", new_request_id()), *retry_headers(error)],
     )

@@ -22,7 +22,7 @@ class ClientContexts:
     def __init__(self) -> None:
         self._cache: dict[tls.ClientSettings, tuple[object, ssl.SSLContext]] = {}
 
-    def of(self, spec: EndpointSpec) -> tls.Encryption | None:
+    def encryption_for(self, spec: EndpointSpec) -> tls.Encryption | None:
         """Return the TLS of connections to the endpoint; None for http://."""
         if not spec.url.startswith("https://"):
             return None
@@ -38,25 +38,25 @@ class ClientContexts:
         If a file cannot be used, the previous context stays in force. The first time there is none,
         and the result is a context that trusts no server.
         """
-        stamp = tls.stamp_of(settings)
+        stamp = tls.files_stamp(settings)
         last = self._cache.get(settings)
         if last is not None and last[0] == stamp:
             return last[1]
         try:
             context = tls.client_context(settings)
-            doubt = None if settings.pair is None else tls.valid_times(settings.pair).doubt(time())
-            if settings.pair is not None and doubt is not None:
-                path = settings.pair.certificate
+            doubt = None if settings.key_pair is None else tls.certificate_validity(settings.key_pair).refusal_reason(time())
+            if settings.key_pair is not None and doubt is not None:
+                path = settings.key_pair.certificate
                 log.warning("TLS to engines: the certificate %s %s", path, doubt)
         except (OSError, ValueError) as error:
-            paths = ", ".join(tls.files_of(settings))
+            paths = ", ".join(tls.settings_files(settings))
             log.error("TLS to engines: %s cannot be used: %s", paths, error)
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if last is None else last[1]
         self._cache[settings] = stamp, context
         return context
 
 
-def context_of(section: ClientTls | None) -> ssl.SSLContext:
+def new_context(section: ClientTls | None) -> ssl.SSLContext:
     """Create a context for one use. Raises OSError when a file cannot be used."""
     return tls.client_context(tls.ClientSettings() if section is None else section.settings)
 
@@ -73,14 +73,14 @@ def redis_options(settings: tls.ClientSettings | None) -> dict[str, Any]:
     if settings is None:
         return {}
     options: dict[str, Any] = {
-        "ssl_cert_reqs": "required" if settings.verify else "none",
-        "ssl_check_hostname": settings.verify,
+        "ssl_cert_reqs": "required" if settings.should_verify else "none",
+        "ssl_check_hostname": settings.should_verify,
         "ssl_min_version": ssl.TLSVersion.TLSv1_2,
     }
     if settings.ca is not None:
         options["ssl_ca_certs"] = settings.ca
-    if settings.pair is not None:
-        pair = settings.pair
+    if settings.key_pair is not None:
+        pair = settings.key_pair
         options |= {
             "ssl_certfile": pair.certificate,
             "ssl_keyfile": pair.key,

@@ -13,19 +13,19 @@ from collections.abc import Callable
 from time import time
 from typing import TYPE_CHECKING, Protocol, cast
 
-from gateway.http.eager_task import Errand
+from gateway.http.eager_task import EagerTask
 from gateway.http.listener_sockets import API
 from gateway.util import tls
 
 if TYPE_CHECKING:
     from gateway.config import Limits, Listeners, ListenerTls
     from gateway.http.client_connections import ClientConnections
-    from gateway.metrics.runtime_gauges import Inside
+    from gateway.metrics.runtime_gauges import RuntimeGauges
 
 log = logging.getLogger("penstock")
 
 
-Accept = Callable[[], asyncio.Protocol]
+ProtocolFactory = Callable[[], asyncio.Protocol]
 
 MAX_HANDSHAKES = 4096
 """Concurrent handshakes on one listener; each takes about 100 KiB."""
@@ -50,38 +50,38 @@ class TlsListener:
     def __init__(
         self,
         section: ListenerTls,
-        make: Accept,
+        new_protocol: ProtocolFactory,
         close_s: float,
         on_failure: Callable[[], None],
-        counter: HandshakeLimit | None = None,
+        handshake_limit: HandshakeLimit | None = None,
     ) -> None:
         """Load the certificates. Raises OSError or ValueError when a file cannot be used."""
-        self._new_protocol = make
+        self._new_protocol = new_protocol
         self._on_failure = on_failure
-        self._counter = counter
+        self._counter = handshake_limit
         self._close_s = close_s
         self._handshakes: set[Handshake] = set()
         self._load(section)
 
     def _load(self, section: ListenerTls) -> None:
         settings = section.settings
-        stamp = settings, tls.stamp_of(settings)
+        stamp = settings, tls.files_stamp(settings)
         context = tls.server_context(settings)
-        periods = [tls.valid_times(pair) for pair in settings.pairs]
-        doubts = [period.doubt(time()) for period in periods]
+        periods = [tls.certificate_validity(pair) for pair in settings.key_pairs]
+        doubts = [period.refusal_reason(time()) for period in periods]
         self._stamp, self._context, self._handshake_s = stamp, context, section.handshake_timeout
         self.not_after = min(period.not_after for period in periods)
-        for pair, doubt in zip(settings.pairs, doubts, strict=True):
+        for pair, doubt in zip(settings.key_pairs, doubts, strict=True):
             if doubt is not None:
                 log.warning("TLS: the certificate %s %s", pair.certificate, doubt)
 
-    def follow(self, section: ListenerTls | None) -> None:
+    def update(self, section: ListenerTls | None) -> None:
         """Use the section with the current content of its files for new connections.
 
         The certificate in use stays if a file cannot be used, or if the new certificate has expired
         and the one in use has not.
         """
-        if section is None or (section.settings, tls.stamp_of(section.settings)) == self._stamp:
+        if section is None or (section.settings, tls.files_stamp(section.settings)) == self._stamp:
             return
         settings, path = section.settings, section.certificate
         try:
@@ -93,16 +93,16 @@ class TlsListener:
         else:
             log.info("TLS: new connections use the current %s", path)
 
-    def accept(self) -> asyncio.Protocol:
+    def new_handshake(self) -> asyncio.Protocol:
         """Create the protocol of a connection that was just accepted."""
         return Handshake(self)
 
     def close(self) -> None:
         """Abort the connections that are in their handshake."""
         for handshake in tuple(self._handshakes):
-            handshake.cut()
+            handshake.abort()
 
-    def begin(self, handshake: Handshake, address: str) -> bool:
+    def admit_handshake(self, handshake: Handshake, address: str) -> bool:
         """Count a handshake; return False if there are too many handshakes or connections."""
         if len(self._handshakes) >= MAX_HANDSHAKES:
             return False
@@ -111,14 +111,14 @@ class TlsListener:
         self._handshakes.add(handshake)
         return True
 
-    def end(self, handshake: Handshake) -> None:
+    def remove_handshake(self, handshake: Handshake) -> None:
         """Stop counting a handshake that has succeeded or failed."""
         if handshake in self._handshakes:
             self._handshakes.discard(handshake)
             if self._counter is not None:
                 self._counter.remove(handshake)
 
-    async def encrypt(
+    async def start_tls(
         self, raw: asyncio.Transport, protocol: asyncio.Protocol
     ) -> asyncio.Transport | None:
         """Perform the handshake and return the encrypted transport; None if it failed."""
@@ -138,7 +138,7 @@ class TlsListener:
             log.debug("TLS: a handshake failed: %s", error)
             return None
 
-    def protocol(self) -> asyncio.Protocol:
+    def new_protocol(self) -> asyncio.Protocol:
         """Create the HTTP protocol of a connection."""
         return self._new_protocol()
 
@@ -147,7 +147,7 @@ class TlsListeners:
     """The listeners with TLS, by name. Handshakes at the API listener count as connections."""
 
     def __init__(
-        self, metrics: Inside, connections: ClientConnections, limits: Callable[[], Limits]
+        self, metrics: RuntimeGauges, connections: ClientConnections, limits: Callable[[], Limits]
     ) -> None:
         """Initialize; `limits` returns the limits in force."""
         self._metrics = metrics
@@ -155,24 +155,24 @@ class TlsListeners:
         self._limits = limits
         self._listeners: dict[str, TlsListener] = {}
 
-    def wrap(self, name: str, section: ListenerTls | None, make: Accept) -> Accept:
+    def wrap_factory(self, name: str, section: ListenerTls | None, new_protocol: ProtocolFactory) -> ProtocolFactory:
         """Return the protocol factory for a listener: `new_protocol` itself without TLS.
 
         Raises OSError or ValueError when a file cannot be used.
         """
         if section is None:
-            return make
+            return new_protocol
         failures = self._metrics.tls_handshake_failures_total.labels(name)
         counter = self if name == API else None
-        listener = TlsListener(section, make, self._limits().slow_reader, failures.inc, counter)
-        self._metrics.tls_not_after.labels(name).follow(lambda: listener.not_after)
+        listener = TlsListener(section, new_protocol, self._limits().slow_reader, failures.inc, counter)
+        self._metrics.tls_not_after.labels(name).set_function(lambda: listener.not_after)
         self._listeners[name] = listener
-        return listener.accept
+        return listener.new_handshake
 
-    def follow(self, listeners: Listeners) -> None:
+    def update(self, listeners: Listeners) -> None:
         """Use a new configuration, with the current content of its files, for new connections."""
         for name, listener in self._listeners.items():
-            listener.follow(listeners.api.tls if name == API else listeners.admin.tls)
+            listener.update(listeners.api.tls if name == API else listeners.admin.tls)
 
     def close(self) -> None:
         """Abort the connections that are in their handshake."""
@@ -197,16 +197,16 @@ class Handshake(asyncio.Protocol):
         self._listener = listener
         self._early_data: list[bytes] = []
         self._raw: asyncio.Transport | None = None
-        self._task: Errand | None = None
+        self._task: EagerTask | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         raw = self._raw = cast(asyncio.Transport, transport)
         peer = raw.get_extra_info("peername")
-        if not self._listener.begin(self, peer[0] if isinstance(peer, tuple) else ""):
+        if not self._listener.admit_handshake(self, peer[0] if isinstance(peer, tuple) else ""):
             raw.abort()
             return
         # start_tls() must be called in this callback; after it the loop reads from the connection.
-        self._task = Errand(self._run(raw), self._on_done)
+        self._task = EagerTask(self._run(raw), self._on_done)
         self._task.step()
 
     def data_received(self, data: bytes) -> None:
@@ -221,30 +221,30 @@ class Handshake(asyncio.Protocol):
     def drain(self) -> None:
         """Do nothing: no request has been sent, so the connection is served like a new one."""
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Abort the connection."""
         if self._raw is not None:
             self._raw.abort()
 
     async def _run(self, raw: asyncio.Transport) -> None:
-        transport = await self._listener.encrypt(raw, self)
+        transport = await self._listener.start_tls(raw, self)
         if transport is None or transport.is_closing():
             raw.abort()
             return
         transport.set_write_buffer_limits(tls.WRITE_BUFFER_BYTES)
-        protocol = self._listener.protocol()
+        protocol = self._listener.new_protocol()
         transport.set_protocol(protocol)
-        self._listener.end(self)  # from here on the HTTP protocol is counted instead
+        self._listener.remove_handshake(self)  # from here on the HTTP protocol is counted instead
         protocol.connection_made(transport)
         if self._early_data and not transport.is_closing():
             protocol.data_received(b"".join(self._early_data))
 
     def _on_done(self) -> None:
-        self._listener.end(self)
+        self._listener.remove_handshake(self)
         self._early_data.clear()
         self._task = self._raw = None
 
 
 def _not_after(settings: tls.ServerSettings) -> float:
     """Return when the first of the certificates expires."""
-    return min(tls.valid_times(pair).not_after for pair in settings.pairs)
+    return min(tls.certificate_validity(pair).not_after for pair in settings.key_pairs)

@@ -17,27 +17,27 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.http.eager_task import Landing, landing, within
-from gateway.http.write_queue import Outbox
-from gateway.protocol.relay import DONE, Relay, UpstreamBroke
+from gateway.http.eager_task import EagerFuture, new_future, timeout_after
+from gateway.http.write_queue import WriteQueue
+from gateway.protocol.relay import DONE, Relay, UpstreamError
 from gateway.util.tls import WRITE_BUFFER_BYTES, Encryption
 
-IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections (engines.md A.9)
+MAX_IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections (engines.md A.9)
 MAX_IDLE = 256  # idle connections kept per engine
-CLOSE_S = 1.0  # how long an engine may take to complete a TLS shutdown
+TLS_SHUTDOWN_S = 1.0  # how long an engine may take to complete a TLS shutdown
 
 # Bytes of a response that the kernel buffers while its client does not read; Linux allows MiBs.
 RECEIVE_BUFFER = 256 * 1024
 JOIN_LIMIT = 64 * 1024  # a longer body is cheaper to pass as a second buffer than to copy
-LOST = ("reset", "no_answer")  # kinds of failure in which no byte of a response arrived
+LOST_KINDS = ("reset", "no_answer")  # kinds of failure in which no byte of a response arrived
 
 # A connection lost later than this may be due to a proxy's idle timeout, not to a dead engine.
-FRESH_S = 5.0
+RECENT_S = 5.0
 
 QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)  # Linux only
 
 # Reasons of a failed connect that say nothing about the engine: descriptors, memory, ports, rights.
-OWN_ERRORS = frozenset(
+LOCAL_ERRORS = frozenset(
     {
         errno.EACCES,
         errno.EADDRNOTAVAIL,
@@ -51,28 +51,28 @@ OWN_ERRORS = frozenset(
 )
 
 
-def is_own_error(error: OSError) -> bool:
+def is_local_error(error: OSError) -> bool:
     """Whether a connect failed because of this process or name resolution, not the engine."""
-    return isinstance(error, socket.gaierror) or error.errno in OWN_ERRORS
+    return isinstance(error, socket.gaierror) or error.errno in LOCAL_ERRORS
 
 
 class Downstream(Protocol):
     """The destination of a response: the client's connection, or a stand-in for it."""
 
     @property
-    def writing_paused(self) -> bool: ...
+    def is_writing_paused(self) -> bool: ...
     def write(self, data: bytes) -> None: ...
-    def set_source(self, source: Connection | None) -> None: ...
+    def set_source(self, source: UpstreamConnection | None) -> None: ...
 
 
-class Payload(Protocol):
+class RequestPayload(Protocol):
     """The body of a request, read once when sending; its owner may release it while streaming."""
 
     @property
     def body(self) -> bytes: ...
 
 
-class Patience(msgspec.Struct, frozen=True):
+class UpstreamTimeouts(msgspec.Struct, frozen=True):
     """Timeouts in seconds: for connecting, for the first byte, and between two chunks."""
 
     connect_s: float
@@ -80,7 +80,7 @@ class Patience(msgspec.Struct, frozen=True):
     stall_s: float
 
 
-class Connection:
+class UpstreamConnection:
     """A connection to one engine; it carries one response at a time to a client.
 
     last_activity_at  when it last delivered part of a committed response, else when the request
@@ -101,47 +101,47 @@ class Connection:
         "_paused",
         "_pool",
         "_relay",
-        "heard_at",
+        "last_activity_at",
         "idle_since",
         "transport",
     )
 
-    def __init__(self, pool: Upstream) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
-        self._outbox: Outbox = pool.outbox
+        self._outbox: WriteQueue = pool.outbox
         self.transport: asyncio.Transport | None = None
         self._relay: Relay | None = None
         self._downstream: Downstream | None = None
-        self._done: Landing | None = None
-        self.heard_at = 0.0
+        self._done: EagerFuture | None = None
+        self.last_activity_at = 0.0
         self.idle_since = 0.0
         self._paused = self._is_half_closed = False
         self._acks_each_chunk = True
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         return self.transport is not None and not self.transport.is_closing()
 
-    def carry(self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream) -> Landing:
+    def start(self, head: bytes, payload: RequestPayload, relay: Relay, downstream: Downstream) -> EagerFuture:
         """Send a request; the returned future resolves when its response has been relayed.
 
         The future raises UpstreamError when the response fails.
         """
-        done = self._done = landing(self._outbox.loop)
+        done = self._done = new_future(self._outbox.loop)
         transport = self.transport
         if transport is None:
             message = "the connection was closed before the request was sent"
-            self._finish(UpstreamBroke("reset", message))
+            self._finish(UpstreamError("reset", message))
             return done
         self._relay, self._downstream = relay, downstream
         self._acks_each_chunk = True
-        self.heard_at = monotonic()
+        self.last_activity_at = monotonic()
         downstream.set_source(self)
         body = payload.body
         if len(body) > JOIN_LIMIT:
             transport.writelines((head, body))
         else:
-            self._outbox.post(transport, head + body)
+            self._outbox.enqueue(transport, head + body)
         return done
 
     def abort(self) -> None:
@@ -152,7 +152,7 @@ class Connection:
         if self.transport is not None:
             self.transport.abort()
 
-    def call_off(self) -> None:
+    def half_close(self) -> None:
         """Half-close: the engine aborts the request, but a response already sent can be read.
 
         TLS has no half-close here: the engine learns of the abort when the caller closes the
@@ -160,62 +160,62 @@ class Connection:
         """
         self._outbox.flush()
         self._is_half_closed = True
-        if self.open and self.transport is not None and self.transport.can_write_eof():
+        if self.is_open and self.transport is not None and self.transport.can_write_eof():
             self.transport.write_eof()
 
     @property
-    def is_fresh(self) -> bool:
+    def is_recently_started(self) -> bool:
         """Whether the request was sent within the last RECENT_S seconds."""
-        return monotonic() - self.heard_at < FRESH_S
+        return monotonic() - self.last_activity_at < RECENT_S
 
     @property
-    def midway(self) -> bool:
+    def is_mid_event(self) -> bool:
         """Whether the client has part of an event or body that only the engine can complete."""
-        return self._relay is not None and self._relay.committed and not self._relay.at_seam
+        return self._relay is not None and self._relay.is_committed and not self._relay.is_at_boundary
 
     def fail(self, kind: str, message: str) -> None:
         """End the current response from outside, as after a deadline or an ejected endpoint."""
-        self._finish(UpstreamBroke(kind, message), later=True)
+        self._finish(UpstreamError(kind, message), later=True)
 
     def pause(self) -> None:
         """Stop reading while the client reads too slowly, so that data stays in the socket."""
-        if self.open and self.transport is not None and not self._paused:
+        if self.is_open and self.transport is not None and not self._paused:
             self._paused = True
             self.transport.pause_reading()
 
     def resume(self) -> None:
-        if self.open and self.transport is not None and self._paused:
+        if self.is_open and self.transport is not None and self._paused:
             self._paused = False
-            self.heard_at = monotonic()
+            self.last_activity_at = monotonic()
             self.transport.resume_reading()
 
     @property
-    def owed(self) -> bool:
+    def is_awaited(self) -> bool:
         """Whether a client is waiting for the engine here, rather than holding it up."""
         return (
             self._relay is not None
             and self._downstream is not None
-            and not self._downstream.writing_paused
+            and not self._downstream.is_writing_paused
         )
 
-    def carries(self, relay: Relay) -> bool:
+    def is_relaying(self, relay: Relay) -> bool:
         return self._relay is relay
 
     @property
-    def streaming(self) -> Relay | None:
+    def active_stream(self) -> Relay | None:
         """The relay of a response that is producing tokens for a reading client, or None."""
         relay = self._relay
-        if relay is None or not self.owed:
+        if relay is None or not self.is_awaited:
             return None
-        return relay if relay.events and relay.first_token_at else None
+        return relay if relay.event_count and relay.first_token_at else None
 
-    def overdue(self, now: float, patience: Patience) -> bool:
+    def has_timed_out(self, now: float, timeouts: UpstreamTimeouts) -> bool:
         """Whether the engine has been silent too long, not counting pauses by this side."""
         relay = self._relay
-        if relay is None or not self.owed:
+        if relay is None or not self.is_awaited:
             return False
-        limit = patience.stall_s if relay.committed else patience.first_byte_s
-        return now - self.heard_at > limit
+        limit = timeouts.stall_s if relay.is_committed else timeouts.first_byte_s
+        return now - self.last_activity_at > limit
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop sets TCP_NODELAY on every TCP transport.
@@ -238,22 +238,22 @@ class Connection:
         if relay is None:  # unsolicited bytes: requests and responses no longer correspond
             self.abort()
             return
-        if self._outbox.full:
-            self._outbox.put_off(self, relay, data)
+        if self._outbox.budget_spent:
+            self._outbox.defer(self, relay, data)
             return
         now = monotonic()
         try:
             out = relay.feed(data, now)
-        except UpstreamBroke as error:
+        except UpstreamError as error:
             self._finish(error)
             return
         # Uncommitted bytes do not count: an engine could send interim heads forever.
-        if relay.committed:
-            self.heard_at = now
+        if relay.is_committed:
+            self.last_activity_at = now
         if out:
-            self._pool.heard_at = now
+            self._pool.last_body_at = now
             self._downstream.write(out)  # type: ignore[union-attr]  # set together with _relay
-        if self._acks_each_chunk and relay.events > 1:
+        if self._acks_each_chunk and relay.event_count > 1:
             self._delay_acks()
         if relay.state is DONE:
             self._finish(None)
@@ -267,11 +267,11 @@ class Connection:
         once per stream. An engine that leaves Nagle's algorithm on waits 40 ms too, once.
         """
         self._acks_each_chunk = False
-        if QUICKACK is not None and self.open and self.transport is not None:
+        if QUICKACK is not None and self.is_open and self.transport is not None:
             with suppress(OSError):  # the kernel lacks the option: keep acknowledging each chunk
                 self.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, QUICKACK, 0)
 
-    def catch_up(self, relay: Relay, data: bytes) -> None:
+    def process_deferred(self, relay: Relay, data: bytes) -> None:
         """Process a chunk that was deferred for `relay`."""
         if self._relay is not relay:  # that response has ended, so these bytes are surplus
             self.abort()
@@ -284,26 +284,26 @@ class Connection:
             raise
 
     def eof_received(self) -> None:
-        self._outbox.hurry(self)
+        self._outbox.flush_connection(self)
         relay = self._relay
         if relay is None or self._downstream is None or relay.state is DONE:
             return
         try:
             out = relay.eof()
-        except UpstreamBroke as error:
+        except UpstreamError as error:
             self._finish(error)
             return
         self._downstream.write(out)
         self._finish(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._outbox.hurry(self)
+        self._outbox.flush_connection(self)
         self.transport = None
-        self._pool.forget(self)
+        self._pool.discard(self)
         message = f"the connection to the engine was lost: {exc or 'closed'}"
-        self._finish(UpstreamBroke("reset", message))
+        self._finish(UpstreamError("reset", message))
 
-    def _finish(self, error: UpstreamBroke | None, *, later: bool = False) -> None:
+    def _finish(self, error: UpstreamError | None, *, later: bool = False) -> None:
         """End the response: return the connection to the pool if reusable, else close it.
 
         The waiter resumes inside this call, or in a later loop iteration if `later`, for callers
@@ -317,21 +317,21 @@ class Connection:
         is_usable = (
             transport is not None and not transport.is_closing() and not self._is_half_closed
         )
-        if error is None and is_usable and relay is not None and relay.reusable:
+        if error is None and is_usable and relay is not None and relay.is_connection_reusable:
             self._downstream.set_source(None)  # type: ignore[union-attr]  # set together with _relay
             self._relay = self._downstream = None
             if self._paused:  # the client was slow until the end; the next one may not be
                 self.resume()
-            self._pool.give_back(self)
+            self._pool.release(self)
         else:
             self.abort()
         if later:
-            self._outbox.loop.call_soon(done.land, error)
+            self._outbox.loop.call_soon(done.resolve, error)
         else:
-            done.land(error)
+            done.resolve(error)
 
 
-class Upstream:
+class ConnectionPool:
     """The connections to one engine. The newest idle one is reused first, so that others expire.
 
     last_body_at  when the engine last sent part of any response body, monotonic seconds
@@ -346,17 +346,17 @@ class Upstream:
         "_port",
         "_request_line",
         "connections",
-        "heard_at",
+        "last_body_at",
         "outbox",
-        "patience",
+        "timeouts",
     )
 
     def __init__(
         self,
         url: str,
         key: str | None,
-        patience: Patience,
-        outbox: Outbox,
+        timeouts: UpstreamTimeouts,
+        outbox: WriteQueue,
         encryption: Encryption | None = None,
     ) -> None:
         """Initialize without connecting; `key` is the engine's own API key.
@@ -371,12 +371,12 @@ class Upstream:
         self.outbox = outbox
         if is_https and encryption is None:
             raise ValueError(f"{url} needs TLS settings")
-        self.become(key, patience, encryption)
-        self.heard_at = 0.0
-        self.connections: set[Connection] = set()
-        self._idle: list[Connection] = []
+        self.reconfigure(key, timeouts, encryption)
+        self.last_body_at = 0.0
+        self.connections: set[UpstreamConnection] = set()
+        self._idle: list[UpstreamConnection] = []
 
-    def become(self, key: str | None, patience: Patience, encryption: Encryption | None) -> None:
+    def reconfigure(self, key: str | None, timeouts: UpstreamTimeouts, encryption: Encryption | None) -> None:
         """Use other settings from the next request on; responses in progress are not affected.
 
         `encryption` applies to new connections.
@@ -387,31 +387,31 @@ class Upstream:
             f" HTTP/1.1\r\nhost: {self._netloc}\r\ncontent-type: application/json\r\n"
             f"accept: */*\r\naccept-encoding: identity\r\nuser-agent: penstock\r\n{authorization}"
         ).encode()
-        self.patience = patience
+        self.timeouts = timeouts
 
-    def head(self, path: str) -> bytes:
+    def request_head(self, path: str) -> bytes:
         """Return the start of a request head; the caller adds its own fields and the blank line."""
         return self._request_line + path.encode() + self._headers
 
     async def send(
-        self, head: bytes, payload: Payload, relay: Relay, downstream: Downstream
+        self, head: bytes, payload: RequestPayload, relay: Relay, downstream: Downstream
     ) -> None:
         """Send one request and relay its response.
 
         If a pooled connection is lost before a byte of the response, one new connection is tried.
         Raises UpstreamError.
         """
-        pooled, is_retry = self.pooled(), False
+        pooled, is_retry = self.take_idle(), False
         while True:
             connection = pooled or await (self._reconnect() if is_retry else self.connect())
-            done = connection.carry(head, payload, relay, downstream)
+            done = connection.start(head, payload, relay, downstream)
             try:
                 return await done
-            except UpstreamBroke as error:
-                if not relay.untouched or error.kind not in LOST:
+            except UpstreamError as error:
+                if not relay.is_untouched or error.kind not in LOST_KINDS:
                     raise
                 if pooled is None:
-                    error.fresh = connection.is_fresh
+                    error.was_new_connection = connection.is_recently_started
                     raise
                 pooled, is_retry = None, True
             except asyncio.CancelledError:
@@ -420,9 +420,9 @@ class Upstream:
                     connection.abort()
                 raise
 
-    def pooled(self) -> Connection | None:
+    def take_idle(self) -> UpstreamConnection | None:
         """Take an idle connection, which the caller must use or abort; None if there is none."""
-        oldest = monotonic() - IDLE_S
+        oldest = monotonic() - MAX_IDLE_S
         while self._idle:
             connection = self._idle.pop()
             transport = connection.transport
@@ -435,33 +435,33 @@ class Upstream:
             connection.abort()
         return None
 
-    async def _reconnect(self) -> Connection:
+    async def _reconnect(self) -> UpstreamConnection:
         """Connect for a request that has already been sent on another connection."""
         try:
             return await self.connect()
-        except UpstreamBroke as error:
-            error.sent = True
+        except UpstreamError as error:
+            error.was_sent = True
             raise
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> UpstreamConnection:
         """Open a new connection. Raises UpstreamError."""
-        connection = Connection(self)
+        connection = UpstreamConnection(self)
         protocol = cast(asyncio.Protocol, connection)
         try:
-            async with within(self.patience.connect_s):
+            async with timeout_after(self.timeouts.connect_s):
                 try:
                     await self._open(protocol)
                 except asyncio.CancelledError:
                     # It may be connected already, and uvloop would not report that it is closed.
                     connection.abort()
-                    self.forget(connection)
+                    self.discard(connection)
                     raise
         except TimeoutError:
-            message = f"no connection within {self.patience.connect_s:g} s"
-            raise UpstreamBroke("connect_timeout", message, sent=False) from None
+            message = f"no connection within {self.timeouts.connect_s:g} s"
+            raise UpstreamError("connect_timeout", message, was_sent=False) from None
         except OSError as error:
-            kind = "connect_error" if is_own_error(error) else "connect_failed"
-            raise UpstreamBroke(kind, error.strerror or str(error), sent=False) from error
+            kind = "connect_error" if is_local_error(error) else "connect_failed"
+            raise UpstreamError(kind, error.strerror or str(error), was_sent=False) from error
         return connection
 
     async def _open(self, protocol: asyncio.Protocol) -> None:
@@ -475,12 +475,12 @@ class Upstream:
             self._port,
             ssl=encryption.context,
             server_hostname=encryption.server_name or self._host,
-            ssl_handshake_timeout=self.patience.connect_s,
-            ssl_shutdown_timeout=CLOSE_S,
+            ssl_handshake_timeout=self.timeouts.connect_s,
+            ssl_shutdown_timeout=TLS_SHUTDOWN_S,
         )
         transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
 
-    def give_back(self, connection: Connection) -> None:
+    def release(self, connection: UpstreamConnection) -> None:
         """Return a connection to the pool, or close it if MAX_IDLE are idle."""
         if len(self._idle) >= MAX_IDLE:
             connection.abort()
@@ -488,7 +488,7 @@ class Upstream:
         connection.idle_since = monotonic()
         self._idle.append(connection)
 
-    def forget(self, connection: Connection) -> None:
+    def discard(self, connection: UpstreamConnection) -> None:
         """Remove a connection that is closed."""
         self.connections.discard(connection)
         if connection in self._idle:
@@ -496,28 +496,28 @@ class Upstream:
 
     def sweep(self, now: float) -> None:
         """Close idle connections before the engine does, and fail responses that are overdue."""
-        while self._idle and self._idle[0].idle_since < now - IDLE_S:
+        while self._idle and self._idle[0].idle_since < now - MAX_IDLE_S:
             self._idle.pop(0).abort()
         for connection in tuple(self.connections):
-            if connection.overdue(now, self.patience):
+            if connection.has_timed_out(now, self.timeouts):
                 connection.fail("timeout", "the engine has been silent for too long")
 
-    def silence_s(self, now: float) -> float:
+    def silence_duration_s(self, now: float) -> float:
         """Seconds for which clients have waited without any engine output; 0 if none waits.
 
         Response heads do not count: API servers send them before their engine sees the request.
         """
-        waiting_since = [connection.heard_at for connection in self.connections if connection.owed]
-        return max(0.0, now - max(min(waiting_since), self.heard_at)) if waiting_since else 0.0
+        waiting_since = [connection.last_activity_at for connection in self.connections if connection.is_awaited]
+        return max(0.0, now - max(min(waiting_since), self.last_body_at)) if waiting_since else 0.0
 
     def fail_all(self, kind: str, message: str) -> None:
         """Fail all responses, because the engine is known to be dead."""
         for connection in tuple(self.connections):
             connection.fail(kind, message)
 
-    def fail_at_seams(self, kind: str, message: str) -> int:
+    def fail_between_events(self, kind: str, message: str) -> int:
         """Fail the responses that are between events; return how many are not and continue."""
-        spared = [connection for connection in self.connections if connection.midway]
+        spared = [connection for connection in self.connections if connection.is_mid_event]
         for connection in self.connections.difference(spared):
             connection.fail(kind, message)
         return len(spared)

@@ -16,44 +16,44 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from gateway.protocol.relay import Relay
 
-TURN = 32  # writes per loop iteration, about a millisecond
+WRITES_PER_TURN = 32  # writes per loop iteration, about a millisecond
 
 # Chunks that may be deferred. Beyond that they are relayed at once, because otherwise the gateway
 # would read from engines much faster than clients receive.
-MOST = 1024
+MAX_DEFERRED = 1024
 MAX_DEFERRED_BYTES = 4 * 1024 * 1024  # in all deferred chunks
 
 
-class Behind(Protocol):
+class DeferringConnection(Protocol):
     """An engine connection whose chunks can be deferred."""
 
-    def catch_up(self, relay: Relay, data: bytes) -> None: ...
+    def process_deferred(self, relay: Relay, data: bytes) -> None: ...
 
 
-class Outbox:
+class WriteQueue:
     """Queued writes, in order, of one event loop. Flush before closing a transport with writes.
 
     budget_spent  this iteration has written enough, so chunks from engines are to be deferred
     """
 
-    __slots__ = ("_deferred", "_deferred_bytes", "_is_scheduled", "_queue", "full", "loop")
+    __slots__ = ("_deferred", "_deferred_bytes", "_is_scheduled", "_queue", "budget_spent", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.full = False
+        self.budget_spent = False
         self._is_scheduled = False
         self._queue: list[tuple[asyncio.Transport, bytes]] = []
-        self._deferred: deque[tuple[Behind, Relay, bytes]] = deque()
+        self._deferred: deque[tuple[DeferringConnection, Relay, bytes]] = deque()
         self._deferred_bytes = 0
 
-    def post(self, transport: asyncio.Transport, data: bytes) -> None:
+    def enqueue(self, transport: asyncio.Transport, data: bytes) -> None:
         """Queue a write; it goes out before any callback scheduled after this call runs."""
         if not self._is_scheduled:
             self._is_scheduled = True
             self.loop.call_soon(self._run)
         self._queue.append((transport, data))
-        if len(self._queue) == TURN:
-            self.full = True
+        if len(self._queue) == WRITES_PER_TURN:
+            self.budget_spent = True
 
     def flush(self) -> None:
         """Write everything queued now; writes to a transport that has closed are dropped."""
@@ -65,28 +65,28 @@ class Outbox:
                 except RuntimeError:  # half-closed: drop its data, but keep writing to the others
                     transport.abort()
 
-    def put_off(self, connection: Behind, relay: Relay, data: bytes) -> None:
+    def defer(self, connection: DeferringConnection, relay: Relay, data: bytes) -> None:
         """Relay an engine's chunk in a later iteration, after those deferred before it.
 
         To be called instead of relaying while `budget_spent` is true.
         """
         self._deferred.append((connection, relay, data))
         self._deferred_bytes += len(data)
-        while self._deferred_bytes > MAX_DEFERRED_BYTES or len(self._deferred) > MOST:
+        while self._deferred_bytes > MAX_DEFERRED_BYTES or len(self._deferred) > MAX_DEFERRED:
             self._relay_deferred(1)
-            self.full = True
+            self.budget_spent = True
 
-    def hurry(self, connection: Behind) -> None:
+    def flush_connection(self, connection: DeferringConnection) -> None:
         """Flush this connection's deferred chunks now, because the connection is closing."""
         mine = [chunk for chunk in self._deferred if chunk[0] is connection]
         if mine:
             self._deferred = deque(chunk for chunk in self._deferred if chunk[0] is not connection)
             self._deferred_bytes -= sum(len(data) for _, _, data in mine)
-            full = self.full
+            full = self.budget_spent
             for _, relay, data in mine:
-                self.full = False  # otherwise the connection would defer the chunk once more
-                connection.catch_up(relay, data)
-            self.full = full
+                self.budget_spent = False  # otherwise the connection would defer the chunk once more
+                connection.process_deferred(relay, data)
+            self.budget_spent = full
 
     def _run(self) -> None:
         # The flags are reset before the flush, so that a write it triggers or an exception it
@@ -94,15 +94,15 @@ class Outbox:
         if self._deferred:
             self._run_deferred()
         else:
-            self._is_scheduled = self.full = False
+            self._is_scheduled = self.budget_spent = False
             self.flush()
 
     def _run_deferred(self) -> None:
         try:
             self.flush()
-            self._relay_deferred(TURN)
+            self._relay_deferred(WRITES_PER_TURN)
         finally:
-            self._is_scheduled = self.full = bool(self._deferred)
+            self._is_scheduled = self.budget_spent = bool(self._deferred)
             if self._deferred:
                 self.loop.call_soon(self._run)
             self.flush()
@@ -111,5 +111,5 @@ class Outbox:
         for _ in range(min(chunks, len(self._deferred))):
             connection, relay, data = self._deferred.popleft()
             self._deferred_bytes -= len(data)
-            self.full = False  # otherwise the connection would defer the chunk once more
-            connection.catch_up(relay, data)
+            self.budget_spent = False  # otherwise the connection would defer the chunk once more
+            connection.process_deferred(relay, data)

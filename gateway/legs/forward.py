@@ -13,12 +13,12 @@ from time import monotonic
 from gateway.exchange import Exchange
 from gateway.fleet.booking import Booking
 from gateway.http.client import Client
-from gateway.protocol.errors import reshaped
+from gateway.protocol.errors import openai_error_body
 from gateway.protocol.openai import Api, Call
-from gateway.protocol.relay import Relay, UpstreamBroke
-from gateway.protocol.rewrite import Renamer
-from gateway.protocol.service_class import SESSION, Fields
-from gateway.protocol.trace_context import passed_on
+from gateway.protocol.relay import Relay, UpstreamError
+from gateway.protocol.rewrite import ModelNameRewriter
+from gateway.protocol.service_class import SESSION_HEADER, HeaderFields
+from gateway.protocol.trace_context import propagated_headers
 from gateway.protocol.upstream_error import MODEL_GONE
 from kvtransfer.dialects import known_members
 from policies.model import EngineKind
@@ -26,7 +26,7 @@ from policies.model import EngineKind
 TRTLLM = EngineKind.TRTLLM  # a local name: Enum attribute access is slow before Python 3.12
 # 4xx statuses about the gateway's key for the engine or the engine's queue, which the client cannot
 # fix.
-OWN_TROUBLE = frozenset({401, 403, 407, 408, 429})
+ENDPOINT_FAULTS = frozenset({401, 403, 407, 408, 429})
 # How vLLM and SGLang answer a request for a model that they do not have.
 _MODEL_GONE = re.compile(rb"[Mm]odel .{1,256} (does not exist|not found)")
 
@@ -47,18 +47,18 @@ def prepare(
     body = call
     # No lookup in a mapping by engine: hashing an Enum is slow.
     if served != call.request.model or endpoint.engine is TRTLLM:
-        body = call.fitted(served, known_members(endpoint.engine, chat=call.api is Api.CHAT))
+        body = call.adapted_to(served, known_members(endpoint.engine, chat=call.api is Api.CHAT))
     if call.salt and endpoint.salt_member:
-        body = body.salted(call.salt_member(endpoint.salt_member))
+        body = body.with_salt(call.salt_member(endpoint.salt_member))
     relay = Relay(
-        answer_headers(exchange, client, endpoint.name),
+        response_headers(exchange, client, endpoint.name),
         on_first,
-        client.http_1_0,
-        Renamer(served, call.asked_model) if served != call.asked_model else None,
-        gaps=exchange.gaps,
-        choices=call.request.choices,
+        client.is_http_1_0,
+        ModelNameRewriter(served, call.requested_model) if served != call.requested_model else None,
+        chunk_gaps=exchange.gaps,
+        choice_count=call.request.choices,
     )
-    head = booking.upstream.head(exchange.api) + request_headers(
+    head = booking.upstream.request_head(exchange.api) + request_headers(
         exchange, client.headers, len(body.body), endpoint.name
     )
     return head, body, relay
@@ -67,44 +67,44 @@ def prepare(
 def settle_failure(exchange: Exchange, client: Client, relay: Relay, booking: Booking) -> None:
     """End an exchange whose answer is a refusal, or a stream that ended with an error event.
 
-    Raises UpstreamBroke when the engine itself failed before the client received anything.
+    Raises UpstreamError when the engine itself failed before the client received anything.
     """
-    if relay.refused:
-        pass_on(exchange, client, relay, booking.endpoint.name)
+    if relay.is_refused:
+        forward_refusal(exchange, client, relay, booking.endpoint.name)
     else:
-        exchange.interrupted("engine_error")
-        booking.failed(UpstreamBroke("engine_error", "error event in the stream"))
+        exchange.set_interrupted("engine_error")
+        booking.on_failed(UpstreamError("engine_error", "error event in the stream"))
 
 
-def pass_on(exchange: Exchange, client: Client, relay: Relay, endpoint: str) -> None:
+def forward_refusal(exchange: Exchange, client: Client, relay: Relay, endpoint: str) -> None:
     """Send an engine's 4xx to the client, since it is about the request.
 
-    Raises UpstreamBroke for other statuses.
+    Raises UpstreamError for other statuses.
     """
-    status = refusal(relay)
+    status = refusal_status(relay)
     exchange.status, exchange.outcome, exchange.reason = status, "refused", "engine"
     headers = [
         ("x-request-id", exchange.id),
         ("x-should-retry", "false"),
         ("x-penstock-endpoint", endpoint),
     ]
-    client.answer(status, reshaped(status, relay.refusal), headers)
+    client.send_response(status, openai_error_body(status, relay.refusal_body), headers)
 
 
-def refusal(relay: Relay) -> int:
+def refusal_status(relay: Relay) -> int:
     """Return the status of an engine's refusal.
 
-    Raises UpstreamBroke when the engine itself failed.
+    Raises UpstreamError when the engine itself failed.
     """
     status = relay.status
-    if status == 404 and _MODEL_GONE.search(relay.refusal):
-        raise UpstreamBroke(MODEL_GONE, "the engine does not have the model any more")
-    if not 400 <= status < 500 or status in OWN_TROUBLE:
-        raise UpstreamBroke(f"status_{status}", f"the engine answered {status}")
+    if status == 404 and _MODEL_GONE.search(relay.refusal_body):
+        raise UpstreamError(MODEL_GONE, "the engine does not have the model any more")
+    if not 400 <= status < 500 or status in ENDPOINT_FAULTS:
+        raise UpstreamError(f"status_{status}", f"the engine answered {status}")
     return status
 
 
-def answer_headers(exchange: Exchange, client: Client, endpoint: str) -> bytes:
+def response_headers(exchange: Exchange, client: Client, endpoint: str) -> bytes:
     """Return the response headers that the gateway adds, without status line and framing."""
     lines = (
         f"x-request-id: {exchange.id}\r\nx-penstock-endpoint: {endpoint}\r\n"
@@ -112,7 +112,7 @@ def answer_headers(exchange: Exchange, client: Client, endpoint: str) -> bytes:
     )
     if exchange.tier:
         lines += f"x-penstock-tier: {exchange.tier}\r\n"
-    if client.closes:
+    if client.will_close:
         lines += "connection: close\r\n"
     return lines.encode()
 
@@ -122,22 +122,22 @@ def request_headers(
 ) -> bytes:
     """Return the gateway's own header lines of a request, and the blank line after them."""
     if exchange.trace is not None:
-        passed = forwarded(headers) + exchange.trace.leg("whole", endpoint, monotonic())
-    elif not isinstance(headers, Fields):
-        passed = forwarded(headers) + passed_on(headers)
+        passed = session_header(headers) + exchange.trace.add_leg("whole", endpoint, monotonic())
+    elif not isinstance(headers, HeaderFields):
+        passed = session_header(headers) + propagated_headers(headers)
     else:  # one object for most requests of a connection, which caches the lines
-        lines = headers.passed
+        lines = headers.forwarded_lines
         if lines is None:
-            lines = headers.passed = forwarded(headers) + passed_on(headers)
+            lines = headers.forwarded_lines = session_header(headers) + propagated_headers(headers)
         passed = lines
     head = f"x-request-id: {exchange.id}\r\ncontent-length: {length}\r\n{passed}\r\n"
     return head.encode("utf-8", "surrogateescape")
 
 
-def forwarded(headers: Mapping[str, str]) -> str:
+def session_header(headers: Mapping[str, str]) -> str:
     """Return the client's session header as a line; "" without one.
 
     An engine recognises a conversation by it. The trace context is added separately (gateway/protocol/trace_context.py).
     """
-    session = headers.get(SESSION)
-    return "" if session is None else f"{SESSION}: {session}\r\n"
+    session = headers.get(SESSION_HEADER)
+    return "" if session is None else f"{SESSION_HEADER}: {session}\r\n"

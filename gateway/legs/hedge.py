@@ -20,20 +20,20 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
-from gateway.admission.controller import Gate
+from gateway.admission.controller import AdmissionController
 from gateway.config import Resume
 from gateway.exchange import Exchange
 from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.http.client import Client
-from gateway.http.upstream import Connection
+from gateway.http.upstream import UpstreamConnection
 from gateway.legs import forward
-from gateway.protocol.upstream_error import UpstreamBroke
-from gateway.telemetry.accounting import Accounts
-from policies.health.speed_record import Verdict
+from gateway.protocol.upstream_error import UpstreamError
+from gateway.telemetry.accounting import Accounting
+from policies.health.speed_record import SpeedVerdict
 from policies.health.stall import LEAST_LATE_S
 from policies.model import Candidate, Endpoint, Pick
-from policies.run import repicked
+from policies.run import repick
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,11 +45,11 @@ OVERTAKEN = "overtaken"
 SLOW = "slow"
 """The kind of an attempt that ended because its endpoint is slow."""
 
-HEADER = "x-penstock-hedge"  # "off": the client wants no second attempt at the same time
-PRICE = 2.0  # the second answer must be expected this many times sooner than the first
-MOST_SAVED = 50.0  # the most hedges that unused allowance adds up to
+HEDGE_HEADER = "x-penstock-hedge"  # "off": the client wants no second attempt at the same time
+SPEEDUP = 2.0  # the second answer must be expected this many times sooner than the first
+MAX_ALLOWED = 50.0  # the most hedges that unused allowance adds up to
 # Hedging starts with the allowance of this many requests: an engine may be slow from the start.
-CREDIT = 200
+INITIAL_REQUESTS = 200
 
 
 class HedgedRoute(Protocol):
@@ -91,7 +91,7 @@ class Race:
         self,
         exchange: Exchange,
         client: Client,
-        first: Connection,
+        first: UpstreamConnection,
         pick: Pick,
         booking: Booking,
         served: str,
@@ -103,7 +103,7 @@ class Race:
         self.booking, self._served = booking, served
         self.is_won = self.is_over = False
         self.loser = ""
-        self._source: Connection | None = None
+        self._source: UpstreamConnection | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -114,7 +114,7 @@ class Race:
             exchange, call, self._client, self.booking, self._on_first_token, self._served
         )
         assert exchange.relay is not None
-        exchange.relay.on_first = self._lose
+        exchange.relay.on_first_token = self._lose
         sending = self.booking.upstream.send(head, self._sent, self._relay, self)
         loop = asyncio.get_running_loop()
         self._task = loop.create_task(sending, name=f"hedge {exchange.id}")
@@ -123,14 +123,14 @@ class Race:
     # The downstream of the second connection
 
     @property
-    def writing_paused(self) -> bool:
-        return self._client.writing_paused
+    def is_writing_paused(self) -> bool:
+        return self._client.is_writing_paused
 
     def write(self, data: bytes) -> None:
         if data and self._try_win():
             self._client.write(data)
 
-    def set_source(self, source: Connection | None) -> None:
+    def set_source(self, source: UpstreamConnection | None) -> None:
         self._source = source
         if self.is_won:
             self._client.set_source(source)
@@ -142,34 +142,34 @@ class Race:
         exchange = self._exchange
         if self.is_won or self.is_over:
             return self.is_won
-        if exchange.committed or exchange.booking is None:
+        if exchange.is_committed or exchange.booking is None:
             return False
         late = exchange.booking
         self.loser = self._first_name
-        self.adopt()
-        late.overtaken()
-        late.doubt()
+        self.take_over()
+        late.on_overtaken()
+        late.throttle_endpoint()
         self._first.fail(OVERTAKEN, "another endpoint answered first")
         self._client.set_source(self._source)
         return True
 
-    def adopt(self) -> None:
+    def take_over(self) -> None:
         """Make the second attempt the only attempt of the request."""
         exchange = self._exchange
         self.is_won = True
         exchange.booking, exchange.relay = self.booking, self._relay
-        exchange.sent, exchange.pick = self._sent, self._pick
+        exchange.sent_request, exchange.pick = self._sent, self._pick
         self._client.set_source(self._source)
 
     def _on_first_token(self) -> None:
         """Handle the first token of the second attempt."""
         if self._try_win():
-            self._exchange.first_token()
+            self._exchange.on_first_token()
 
     def _lose(self) -> None:
         """Handle the first token of the first attempt: it serves the request."""
         self.close()
-        self._exchange.first_token()
+        self._exchange.on_first_token()
 
     def close(self) -> None:
         """Cancel the second attempt, unless it serves the request."""
@@ -186,11 +186,11 @@ class Race:
         error = None if task.cancelled() else task.exception()
         if self.is_won or self.is_over:
             return
-        if isinstance(error, UpstreamBroke):
-            self.booking.failed(error)
+        if isinstance(error, UpstreamError):
+            self.booking.on_failed(error)
         self.close()
 
-    async def finish(self, problem: UpstreamBroke) -> UpstreamBroke | None:
+    async def finish(self, problem: UpstreamError) -> UpstreamError | None:
         """Serve the request by the second attempt after the first one ended by `problem`.
 
         Returns how the second attempt broke, or None when it served the request. Returns `problem`
@@ -201,18 +201,18 @@ class Race:
         if problem.kind != OVERTAKEN:
             self._exchange.retries.append(self._first_name)
         if not self.is_won:
-            self.adopt()
+            self.take_over()
         assert self._task is not None
         with self.booking as booking:
             try:
                 await self._task
-                if self._relay.refused or self._relay.failed_in_stream:
+                if self._relay.is_refused or self._relay.has_error_event:
                     forward.settle_failure(self._exchange, self._client, self._relay, booking)
                 else:
                     self._exchange.status = 200
-                    booking.served(self._relay.usage)
-            except UpstreamBroke as broke:
-                booking.failed(broke)
+                    booking.on_served(self._relay.usage)
+            except UpstreamError as broke:
+                booking.on_failed(broke)
                 return broke.with_traceback(None)
             finally:
                 self.is_over = True
@@ -244,14 +244,14 @@ class Hedger:
     )
 
     def __init__(
-        self, endpoints: EndpointTable, gate: Gate, accounts: Accounts, share: float
+        self, endpoints: EndpointTable, gate: AdmissionController, accounts: Accounting, share: float
     ) -> None:
         """`share`: hedges as a share of all requests."""
         self._endpoints, self._gate, self._accounts = endpoints, gate, accounts
         self.waiting: dict[Exchange, HedgedRequest] = {}
         self.retrying: list[Exchange] = []
-        self._answered, self._credit = 0.0, float(CREDIT)
-        self.allowed = share * CREDIT
+        self._answered, self._credit = 0.0, float(INITIAL_REQUESTS)
+        self.allowed = share * INITIAL_REQUESTS
         self.sent = self.moved = 0
 
     def sweep(self, share: float, now: float) -> None:
@@ -264,12 +264,12 @@ class Hedger:
         new = max(0.0, answered - before)
         paid_back = min(self._credit, new)
         self._credit -= paid_back
-        self.allowed = min(MOST_SAVED, self.allowed + share * (new - paid_back))
+        self.allowed = min(MAX_ALLOWED, self.allowed + share * (new - paid_back))
         for exchange, request in tuple(self.waiting.items()):
             # It is over, has begun, or is not at its first endpoint any more.
-            if exchange.status or exchange.retries or exchange.committed:
+            if exchange.status or exchange.retries or exchange.is_committed:
                 del self.waiting[exchange]
-            elif exchange.hedge is None and not exchange.retrying:
+            elif exchange.hedge is None and not exchange.holds_retry_turn:
                 self._consider(request, now, share > 0)
         self._return_turns()
 
@@ -279,9 +279,9 @@ class Hedger:
             return
         self._return_turns()
         for exchange, request in tuple(self.waiting.items()):
-            if exchange.status or exchange.retries or exchange.committed:
+            if exchange.status or exchange.retries or exchange.is_committed:
                 continue
-            if exchange.hedge is not None or exchange.retrying or exchange.booking is None:
+            if exchange.hedge is not None or exchange.holds_retry_turn or exchange.booking is None:
                 continue
             if exchange.booking.live in stalled:
                 self._consider(request, now, share > 0)
@@ -289,9 +289,9 @@ class Hedger:
     def _return_turns(self) -> None:
         """Return the turns of the retry budget of requests whose answers have begun."""
         for exchange in self.retrying:
-            if exchange.committed:
-                exchange.end_retry(self._gate)
-        self.retrying = [exchange for exchange in self.retrying if exchange.retrying]
+            if exchange.is_committed:
+                exchange.give_back_retry_turn(self._gate)
+        self.retrying = [exchange for exchange in self.retrying if exchange.holds_retry_turn]
 
     def _consider(self, entry: HedgedRequest, now: float, is_hedging: bool) -> None:
         """Hedge or move one request if it is late and another endpoint is expected to be sooner."""
@@ -301,46 +301,46 @@ class Hedger:
             return
         if route.split is not None:  # its other endpoints may be places for prefills
             return
-        is_out, waited_s = booking.is_out_as_slow, now - exchange.sent_at
+        is_out, waited_s = booking.is_ejected_as_slow, now - exchange.sent_at
         if not is_out and waited_s < LEAST_LATE_S:
             return
-        moves = is_out or booking.live.speed.verdict is Verdict.SUSPECT
+        moves = is_out or booking.live.speed.verdict is SpeedVerdict.SUSPECT
         if not moves and (not is_hedging or self.allowed < 1.0 or not may_hedge(client, route)):
             return
-        left_s = self._endpoints.speeds.left_s(
-            booking.live, booking.request, booking.ahead_tokens, waited_s, now
+        left_s = self._endpoints.speed_monitor.predict_remaining_s(
+            booking.live, booking.request, booking.queued_tokens, waited_s, now
         )
         if left_s is None and not is_out:
             return
         best = self._find_soonest(exchange, booking)
         connections = booking.upstream.connections
-        connection = next((found for found in connections if found.carries(relay)), None)
+        connection = next((found for found in connections if found.is_relaying(relay)), None)
         if best is None or connection is None:
             return
         candidate, expected_s = best
-        if not is_out and (left_s is None or left_s < PRICE * expected_s):
+        if not is_out and (left_s is None or left_s < SPEEDUP * expected_s):
             return
-        if not self._gate.retry_at_once():
+        if not self._gate.try_acquire_retry():
             return
-        exchange.retrying = True
+        exchange.holds_retry_turn = True
         self.retrying.append(exchange)
         if moves:
             self.moved += 1
-            booking.overtaken()
-            booking.doubt()
+            booking.on_overtaken()
+            booking.throttle_endpoint()
             connection.fail(SLOW, "the endpoint is slow")
         else:
             self._hedge(entry, connection, candidate)
 
-    def _hedge(self, entry: HedgedRequest, first: Connection, candidate: Candidate) -> None:
+    def _hedge(self, entry: HedgedRequest, first: UpstreamConnection, candidate: Candidate) -> None:
         exchange, client = entry.exchange, entry.client
         assert exchange.pick is not None
         assert exchange.call is not None
         self.allowed -= 1.0
         self.sent += 1
-        self._accounts.hedged(candidate.endpoint.name)
-        cached = () if exchange.asked is None else exchange.asked.cached
-        pick = repicked(exchange.pick, candidate, cached)
+        self._accounts.count_hedge(candidate.endpoint.name)
+        cached = () if exchange.first_ask is None else exchange.first_ask.cached_by_slot
+        pick = repick(exchange.pick, candidate, cached)
         booking = self._endpoints.book(pick, exchange.call.request, exchange.fingerprint)
         served = entry.route.resolve_name(candidate.endpoint)
         race = exchange.hedge = Race(exchange, client, first, pick, booking, served)
@@ -357,17 +357,17 @@ class Hedger:
         """
         assert exchange.call is not None
         request = exchange.call.request
-        cached = () if exchange.asked is None else exchange.asked.cached
+        cached = () if exchange.first_ask is None else exchange.first_ask.cached_by_slot
         best: tuple[Candidate, float] | None = None
-        for candidate in () if exchange.pick is None else exchange.pick.kept:
+        for candidate in () if exchange.pick is None else exchange.pick.candidates:
             load, endpoint = candidate.load, candidate.endpoint
-            if endpoint is booking.endpoint or not load.available:
+            if endpoint is booking.endpoint or not load.is_available:
                 continue
-            if load.in_flight >= min(endpoint.max_concurrency, load.ceiling):
+            if load.in_flight >= min(endpoint.max_concurrency, load.soft_cap):
                 continue
             cached_tokens = cached[load.slot] if load.slot < len(cached) else 0
             tokens = load.prefill_tokens + max(1, request.prompt_tokens - cached_tokens)
-            expected_s = self._endpoints.first_byte_s(load.slot, request, tokens)
+            expected_s = self._endpoints.predict_first_byte_s(load.slot, request, tokens)
             if expected_s is not None and (best is None or expected_s < best[1]):
                 best = candidate, expected_s
         return best
@@ -379,4 +379,4 @@ def may_hedge(client: Client, route: HedgedRoute) -> bool:
     Not where broken streams are resumed: the tokens that the client has are recorded for one
     endpoint.
     """
-    return route.resume is None and client.headers.get(HEADER) != "off"
+    return route.resume is None and client.headers.get(HEDGE_HEADER) != "off"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class AdminTarget(Protocol):
     """One running gateway process; `gateway/app.py` implements it."""
 
-    draining: bool
+    is_draining: bool
 
     @property
     def gateway(self) -> Gateway: ...

@@ -10,24 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import chain
 
-from gateway.metrics.exposition import page
+from gateway.metrics.exposition import render_page
 from gateway.metrics.labels import ENDPOINT, KIND, POOL, RESULT, Row
 from gateway.metrics.metric_types import (
     Counter,
-    Family,
+    FamilyFactory,
+    FamilyReading,
+    FamilySpec,
     Gauge,
     Histogram,
     Label,
     Merge,
-    Meters,
-    Pools,
-    Reading,
-    Section,
-    Spec,
+    MetricFamily,
+    MetricRegistry,
+    PoolByLabel,
 )
 from gateway.metrics.process_metrics import ProcessMetrics
-from gateway.metrics.runtime_gauges import Inside
-from gateway.metrics.trial_metrics import Trials
+from gateway.metrics.runtime_gauges import RuntimeGauges
+from gateway.metrics.trial_metrics import TrialMetrics
 
 MODEL = Label("model", 256)
 CODE = Label("code", 32)
@@ -84,9 +84,9 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        meters = self._meters = Meters()
+        meters = self._meters = MetricRegistry()
         self._process_metrics = ProcessMetrics()
-        self.pools: Callable[[], Pools] = dict
+        self.pool_by_label: Callable[[], PoolByLabel] = dict
         self._requests(meters.section(Row.REQUESTS, "telemetry/accounting.py"))
         self._latency(meters.section(Row.LATENCY, "telemetry/accounting.py"))
         self._promises(meters.section(Row.PROMISES, "telemetry/slo_outcomes.py"))
@@ -99,57 +99,57 @@ class Metrics:
             meters.section(Row.CONFIGURATION, "reload/reloader.py"),
             meters.section(Row.PROCESS, "app.py"),
         )
-        self.inside = Inside(meters)
-        self.trials = Trials(meters, TTFT_BUCKETS_S)
+        self.runtime_gauges = RuntimeGauges(meters)
+        self.trial_metrics = TrialMetrics(meters, TTFT_BUCKETS_S)
 
     def render(self) -> bytes:
         """Render a scrape in the Prometheus text format."""
-        return page(self.readings(), exemplars=False)
+        return render_page(self.collect(), exemplars=False)
 
-    def readings(self, unix_offset: float | None = None) -> Iterator[Reading]:
+    def collect(self, unix_offset: float | None = None) -> Iterator[FamilyReading]:
         """Yield the families one by one, so that the server can interleave its streams.
 
         unix_offset  Unix time minus the monotonic clock, seconds, for the times of exemplars;
                      None leaves exemplars out
         """
-        families = self._meters.readings(self.pools(), unix_offset)
-        return chain(families, self._process_metrics.readings())
+        families = self._meters.collect(self.pool_by_label(), unix_offset)
+        return chain(families, self._process_metrics.collect())
 
-    def catalogue(self) -> tuple[Spec, ...]:
+    def catalogue(self) -> tuple[FamilySpec, ...]:
         """Return the specifications of all families, in order."""
         return tuple(family.spec for family in self._meters.families)
 
-    def forget_endpoint(self, endpoint: str) -> None:
+    def remove_endpoint(self, endpoint: str) -> None:
         """Drop the series of a removed endpoint."""
         for family in self._meters.families:
             for label in family.spec.labels:
                 if label in (ENDPOINT, PREFILL, DECODE):
-                    family.forget(label.name, endpoint)
+                    family.remove_children(label.name, endpoint)
 
-    def _requests(self, meters: Section) -> None:
-        self.requests_total: Family[Counter] = meters.counter(
+    def _requests(self, meters: FamilyFactory) -> None:
+        self.requests_total: MetricFamily[Counter] = meters.counter(
             "penstock_requests_total",
             "Requests by HTTP status (499: the client disconnected) and reason of the response.",
             *(MODEL, CODE, REASON),
         )
-        self.shed_total: Family[Counter] = meters.counter(
+        self.shed_total: MetricFamily[Counter] = meters.counter(
             "penstock_shed_total",
             "Requests refused by admission control or a quota, by reason and service class.",
             *(REASON, CLASS),
         )
-        self.retries_total: Family[Counter] = meters.counter(
+        self.retries_total: MetricFamily[Counter] = meters.counter(
             "penstock_retries_total",
             "Retries on another endpoint before the first byte, by the failure of the previous "
             "attempt.",
             KIND,
         )
-        self.hedges_total: Family[Counter] = meters.counter(
+        self.hedges_total: MetricFamily[Counter] = meters.counter(
             "penstock_hedges_total",
             "Requests also sent to a second endpoint because their first byte was late, by second "
             "endpoint.",
             ENDPOINT,
         )
-        self.resumes_total: Family[Counter] = meters.counter(
+        self.resumes_total: MetricFamily[Counter] = meters.counter(
             "penstock_resumes_total",
             "Streams that broke after their first byte, by failure and result: resumed on another "
             "endpoint, closed (only the end of the stream was missing), broke again, or why they "
@@ -159,26 +159,26 @@ class Metrics:
         self.retry_budget_remaining: Gauge = meters.gauge(
             "penstock_retry_budget_remaining", "Retries that the fleet-wide budget allows now."
         ).labels()
-        self.client_disconnects_total: Family[Counter] = meters.counter(
+        self.client_disconnects_total: MetricFamily[Counter] = meters.counter(
             "penstock_client_disconnects_total",
             "Clients that disconnected before their response was complete, by stage.",
             STAGE,
         )
 
-    def _latency(self, meters: Section) -> None:
-        self.ttft_seconds: Family[Histogram] = meters.histogram(
+    def _latency(self, meters: FamilyFactory) -> None:
+        self.ttft_seconds: MetricFamily[Histogram] = meters.histogram(
             "penstock_ttft_seconds",
             "Time from the last byte of the request to the first token sent to the client.",
             TTFT_BUCKETS_S,
             *(MODEL, ENDPOINT),
-            marked=True,
+            has_exemplars=True,
         )
-        self.tpot_seconds: Family[Histogram] = meters.histogram(
+        self.tpot_seconds: MetricFamily[Histogram] = meters.histogram(
             "penstock_tpot_seconds",
             "Mean time per output token after the first, one observation per request.",
             TPOT_BUCKETS_S,
             *(MODEL, ENDPOINT),
-            marked=True,
+            has_exemplars=True,
         )
         self.itl_seconds: Histogram = meters.histogram(
             "penstock_itl_seconds",
@@ -186,13 +186,13 @@ class Metrics:
             "request in 32.",
             TPOT_BUCKETS_S,
         ).labels()
-        self.e2e_seconds: Family[Histogram] = meters.histogram(
+        self.e2e_seconds: MetricFamily[Histogram] = meters.histogram(
             "penstock_e2e_seconds",
             "Time from the last byte of the request to the last byte of the response.",
             E2E_BUCKETS_S,
             MODEL,
         )
-        self.queue_seconds: Family[Histogram] = meters.histogram(
+        self.queue_seconds: MetricFamily[Histogram] = meters.histogram(
             "penstock_queue_seconds",
             "Time that a request waited for admission.",
             TTFT_BUCKETS_S,
@@ -211,15 +211,15 @@ class Metrics:
             OVERHEAD_BUCKETS_S,
         ).labels()
 
-    def _promises(self, meters: Section) -> None:
-        self.goodput_total: Family[Counter] = meters.counter(
+    def _promises(self, meters: FamilyFactory) -> None:
+        self.goodput_total: MetricFamily[Counter] = meters.counter(
             "penstock_goodput_total",
             "Requests by service class and SLO outcome: met, ttft_missed, tpot_missed, "
             "both_missed, failed, shed. Responses that are not streamed are judged by their total "
             "time. `tenant` is empty unless observability.tenants is set.",
             *(CLASS, KEPT, TENANT, MODEL),
         )
-        self.overflow_total: Family[Counter] = meters.counter(
+        self.overflow_total: MetricFamily[Counter] = meters.counter(
             "penstock_overflow_total",
             "Requests served by a smaller model instead of being refused.",
             *(MODEL, TIER),
@@ -236,7 +236,7 @@ class Metrics:
             "sampled for one pick in 32.",
             TTFT_BUCKETS_S,
         ).labels()
-        self.prefill_tokens_total: Family[Counter] = meters.counter(
+        self.prefill_tokens_total: MetricFamily[Counter] = meters.counter(
             "penstock_prefill_tokens_total",
             "Prompt tokens computed under a prefix-aware policy, by cause: never_seen, spread "
             "(cached at another endpoint), evicted (no longer cached at the picked endpoint). The "
@@ -244,23 +244,23 @@ class Metrics:
             CAUSE,
         )
 
-    def _admission(self, meters: Section) -> None:
-        self.waiting: Family[Gauge] = meters.gauge(
+    def _admission(self, meters: FamilyFactory) -> None:
+        self.waiting: MetricFamily[Gauge] = meters.gauge(
             "penstock_waiting", "Requests waiting for admission to a pool.", POOL
         )
-        self.queued_tokens: Family[Gauge] = meters.gauge(
+        self.queued_tokens: MetricFamily[Gauge] = meters.gauge(
             "penstock_queued_tokens",
             "Prompt tokens of the requests waiting for admission to a pool.",
             POOL,
         )
-        self.admission_price: Family[Gauge] = meters.gauge(
+        self.admission_price: MetricFamily[Gauge] = meters.gauge(
             "penstock_admission_price",
             "Price that a pool's admission sets for a typical request, in units of request value; "
             "0 without congestion.",
             POOL,
             merge=Merge.MAX,
         )
-        self.admission_phi: Family[Gauge] = meters.gauge(
+        self.admission_phi: MetricFamily[Gauge] = meters.gauge(
             "penstock_admission_session_share",
             "Share of a pool's KV memory that running sessions may fill before new ones are "
             "refused.",
@@ -268,13 +268,13 @@ class Metrics:
             merge=Merge.MIN,
         )
 
-    def _endpoints(self, meters: Section) -> None:
-        self.inflight: Family[Gauge] = meters.gauge(
+    def _endpoints(self, meters: FamilyFactory) -> None:
+        self.inflight: MetricFamily[Gauge] = meters.gauge(
             "penstock_inflight",
             "Requests that this gateway has booked on an endpoint and that have not ended.",
             ENDPOINT,
         )
-        self.endpoint_up: Family[Gauge] = meters.gauge(
+        self.endpoint_up: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_up",
             "1 while an endpoint may be picked, 0 while it is dead, drained, ejected, or new and "
             "not yet probed. Failed and new endpoints make up at most half a pool: further ones "
@@ -283,34 +283,34 @@ class Metrics:
             ENDPOINT,
             merge=Merge.MIN,
         )
-        self.endpoint_slowness: Family[Gauge] = meters.gauge(
+        self.endpoint_slowness: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_slowness_ratio",
             "Time of an endpoint relative to that of its peers for the same work, while it is "
             "suspected of being slow or ejected for slowness; else 0.",
             ENDPOINT,
             merge=Merge.MAX,
         )
-        self.ejections_total: Family[Counter] = meters.counter(
+        self.ejections_total: MetricFamily[Counter] = meters.counter(
             "penstock_ejections_total", "Ejections of an endpoint, by reason.", *(ENDPOINT, REASON)
         )
-        self.upstream_errors_total: Family[Counter] = meters.counter(
+        self.upstream_errors_total: MetricFamily[Counter] = meters.counter(
             "penstock_upstream_errors_total",
             "Failures of an endpoint seen by the gateway, by kind; one request may cause several.",
             *(ENDPOINT, KIND),
         )
 
-    def _tokens(self, meters: Section) -> None:
-        self.prompt_tokens_total: Family[Counter] = meters.counter(
+    def _tokens(self, meters: FamilyFactory) -> None:
+        self.prompt_tokens_total: MetricFamily[Counter] = meters.counter(
             "penstock_prompt_tokens_total",
             "Prompt tokens of answered requests, as reported by engines.",
             MODEL,
         )
-        self.completion_tokens_total: Family[Counter] = meters.counter(
+        self.completion_tokens_total: MetricFamily[Counter] = meters.counter(
             "penstock_completion_tokens_total",
             "Output tokens of answered requests, as reported by engines.",
             MODEL,
         )
-        self.cached_tokens_total: Family[Counter] = meters.counter(
+        self.cached_tokens_total: MetricFamily[Counter] = meters.counter(
             "penstock_cached_tokens_total", "Prompt tokens that engines reported as cached.", MODEL
         )
         self.prefix_lookup_tokens_total: Counter = meters.counter(
@@ -324,18 +324,18 @@ class Metrics:
             "penstock_prefix_index_bytes", "Memory of the prefix index."
         ).labels()
 
-    def _split(self, meters: Section) -> None:
-        self.split_decisions_total: Family[Counter] = meters.counter(
+    def _split(self, meters: FamilyFactory) -> None:
+        self.split_decisions_total: MetricFamily[Counter] = meters.counter(
             "penstock_split_decisions_total",
             "Attempts at requests of models with a split, by decision (split, whole) and reason.",
             *(DECISION, REASON),
         )
-        self.split_legs_total: Family[Counter] = meters.counter(
+        self.split_legs_total: MetricFamily[Counter] = meters.counter(
             "penstock_split_legs_total",
             "Legs of split requests, by role and outcome.",
             *(ROLE, OUTCOME),
         )
-        self.split_stage_seconds: Family[Histogram] = meters.histogram(
+        self.split_stage_seconds: MetricFamily[Histogram] = meters.histogram(
             "penstock_split_stage_seconds",
             "Stages of the time to first token of split requests: queue (until the pick), prefill "
             "(until its response is complete), transfer (until the decode endpoint's first byte), "
@@ -343,26 +343,26 @@ class Metrics:
             TTFT_BUCKETS_S,
             STAGE,
         )
-        self.split_handoff_seconds: Family[Histogram] = meters.histogram(
+        self.split_handoff_seconds: MetricFamily[Histogram] = meters.histogram(
             "penstock_split_handoff_seconds",
             "Time from the end of prefill to the first decoded token: KV transfer and the first "
             "step.",
             TTFT_BUCKETS_S,
             MODEL,
         )
-        self.split_leases_given_up_total: Family[Counter] = meters.counter(
+        self.split_leases_given_up_total: MetricFamily[Counter] = meters.counter(
             "penstock_split_leases_given_up_total",
             "Handoffs whose KV was freed unread because no decode endpoint was left for it, by "
             "reason.",
             REASON,
         )
-        self.split_pairs_total: Family[Counter] = meters.counter(
+        self.split_pairs_total: MetricFamily[Counter] = meters.counter(
             "penstock_split_pairs_total",
             "Attempts of a prefill and a decode endpoint at a request, by result: served, failed.",
             *(PREFILL, DECODE, RESULT),
         )
 
-    def _shared(self, meters: Section) -> None:
+    def _shared(self, meters: FamilyFactory) -> None:
         self.shared_up: Gauge = meters.gauge(
             "penstock_shared_up",
             "1 while this gateway is connected to the others; 0 without shared state.",
@@ -378,12 +378,12 @@ class Metrics:
             "Other gateways that sent a message within the last two seconds.",
             merge=Merge.MIN,
         ).labels()
-        self.shared_messages_total: Family[Counter] = meters.counter(
+        self.shared_messages_total: MetricFamily[Counter] = meters.counter(
             "penstock_shared_messages_total",
             "Messages between gateways, by kind and direction (in, out).",
             *(KIND, DIRECTION),
         )
-        self.shared_dropped_total: Family[Counter] = meters.counter(
+        self.shared_dropped_total: MetricFamily[Counter] = meters.counter(
             "penstock_shared_dropped_total",
             "Messages between gateways that were dropped, by reason: forged, replayed, foreign, "
             "malformed, too_long, late, backlog, inbox, block_bytes, unknown_endpoint.",
@@ -394,14 +394,14 @@ class Metrics:
             "Prefix-aware picks before this gateway had received the others' prefix index.",
         ).labels()
 
-    def _process(self, meters: Section, process: Section) -> None:
-        self.config_version_info: Family[Gauge] = meters.gauge(
+    def _process(self, meters: FamilyFactory, process: FamilyFactory) -> None:
+        self.config_version_info: MetricFamily[Gauge] = meters.gauge(
             "penstock_config_version_info",
             "1 for the configuration in force, by version and hash of its text.",
             *(VERSION, HASH),
             merge=Merge.LAST,
         )
-        self.config_reload_total: Family[Counter] = meters.counter(
+        self.config_reload_total: MetricFamily[Counter] = meters.counter(
             "penstock_config_reload_total",
             "Configuration changes by result: applied, unchanged, rejected, rolled_back (by "
             "auto_rollback).",

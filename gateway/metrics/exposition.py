@@ -19,9 +19,9 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPEN
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 from prometheus_client.registry import Collector
 
-from gateway.metrics.metric_types import Buckets, Mark, Reading, Spec
+from gateway.metrics.metric_types import FamilyReading, FamilySpec, HistogramValue, RequestExemplar
 
-EOF = b"# EOF\n"
+OPENMETRICS_EOF = b"# EOF\n"
 
 _FAMILIES: Mapping[str, Callable[..., Metric]] = {
     "counter": CounterMetricFamily,
@@ -40,24 +40,24 @@ def content_type(*, exemplars: bool) -> str:
     return OPENMETRICS if exemplars else PROMETHEUS
 
 
-def page(readings: Iterable[Reading], *, exemplars: bool) -> bytes:
+def render_page(readings: Iterable[FamilyReading], *, exemplars: bool) -> bytes:
     """Render a whole page."""
-    families = b"".join(text(reading, exemplars=exemplars) for reading in readings)
-    return families + end(exemplars=exemplars)
+    families = b"".join(render_family(reading, exemplars=exemplars) for reading in readings)
+    return families + page_end(exemplars=exemplars)
 
 
-def end(*, exemplars: bool) -> bytes:
+def page_end(*, exemplars: bool) -> bytes:
     """Return the last line of a page."""
-    return EOF if exemplars else b""
+    return OPENMETRICS_EOF if exemplars else b""
 
 
-def text(reading: Reading, *, exemplars: bool) -> bytes:
+def render_family(reading: FamilyReading, *, exemplars: bool) -> bytes:
     """Render one metric family."""
     collector = _SingleFamily(_metric(reading, exemplars=exemplars))
     if not exemplars:
         return generate_latest(collector)
     rendered: bytes = openmetrics(collector)  # type: ignore[no-untyped-call]
-    return rendered.removesuffix(EOF)
+    return rendered.removesuffix(OPENMETRICS_EOF)
 
 
 class _SingleFamily(Collector):
@@ -70,11 +70,11 @@ class _SingleFamily(Collector):
         return (self._metric,)
 
 
-def _metric(reading: Reading, *, exemplars: bool) -> Metric:
+def _metric(reading: FamilyReading, *, exemplars: bool) -> Metric:
     spec = reading.spec
-    metric = _FAMILIES[spec.kind](spec.name, spec.help, labels=spec.exposed, unit=spec.unit)
+    metric = _FAMILIES[spec.kind](spec.name, spec.help, labels=spec.exposed_labels, unit=spec.unit)
     for labels, value in reading.values.items():
-        if isinstance(value, Buckets):
+        if isinstance(value, HistogramValue):
             if isinstance(metric, HistogramMetricFamily):
                 buckets = _cumulative(spec, value, exemplars=exemplars)
                 metric.add_metric(labels, buckets, value.sum)
@@ -84,7 +84,7 @@ def _metric(reading: Reading, *, exemplars: bool) -> Metric:
 
 
 def _cumulative(
-    spec: Spec, buckets: Buckets, *, exemplars: bool
+    spec: FamilySpec, buckets: HistogramValue, *, exemplars: bool
 ) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
     """Return (upper bound, observations up to it) per bucket, +Inf last.
 
@@ -93,7 +93,7 @@ def _cumulative(
     total = 0
     rows: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
     bounds = (*map(repr, spec.buckets), "+Inf")
-    marks = buckets.marks if exemplars and buckets.marks else [None] * len(buckets.counts)
+    marks = buckets.exemplars if exemplars and buckets.exemplars else [None] * len(buckets.counts)
     for bound, count, mark in zip(bounds, buckets.counts, marks, strict=True):
         total += count
         if mark is None:
@@ -103,7 +103,7 @@ def _cumulative(
     return rows
 
 
-def _exemplar(mark: Mark) -> Exemplar:
+def _exemplar(mark: RequestExemplar) -> Exemplar:
     value, time, request_id, trace_id = mark
     labels = {"request_id": request_id}
     if trace_id:

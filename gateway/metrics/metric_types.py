@@ -19,9 +19,9 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from gateway.metrics.quantile_sketch import LEAST, MOST, PER_LOG
+from gateway.metrics.quantile_sketch import MAX_VALUE, MIN_VALUE, PER_LOG
 
-OTHER = "other"
+OTHER_VALUES = "other"
 """Label value that stands for all values beyond the label's cap."""
 
 
@@ -29,7 +29,7 @@ class Label(msgspec.Struct, frozen=True):
     """A label, and how many values it may have before further ones become OTHER."""
 
     name: str
-    cap: int = 64
+    max_values: int = 64
 
 
 class Merge(StrEnum):
@@ -42,19 +42,19 @@ class Merge(StrEnum):
 
 
 POOL = "pool"
-TELL_POOLS = ("endpoint", "prefill", "model")
+POOL_LABELS = ("endpoint", "prefill", "model")
 """Labels that determine the pool, the most reliable first."""
 
-Pools = Mapping[tuple[str, str], str]
+PoolByLabel = Mapping[tuple[str, str], str]
 """The pool of each (label, value)."""
 
 UNITS = ("seconds", "bytes", "tokens", "ratio")
 
-Mark = tuple[float, float, str, str]
+RequestExemplar = tuple[float, float, str, str]
 """An exemplar: the value, its time (monotonic seconds), the request id, and the trace id or ""."""
 
 
-class Spec(msgspec.Struct, frozen=True):
+class FamilySpec(msgspec.Struct, frozen=True):
     """The specification of a family.
 
     Its documentation, dashboard panel and merging are derived from it.
@@ -73,21 +73,21 @@ class Spec(msgspec.Struct, frozen=True):
     owner: str = ""
     row: str = ""
     merge: Merge = Merge.SUM
-    marked: bool = False
+    has_exemplars: bool = False
 
     @property
-    def pool_of(self) -> str | None:
+    def pool_label(self) -> str | None:
         """The label that determines the pool, which a scrape adds; None if there is none."""
         names = [label.name for label in self.labels]
         if POOL in names:
             return None
-        return next((name for name in TELL_POOLS if name in names), None)
+        return next((name for name in POOL_LABELS if name in names), None)
 
     @property
-    def exposed(self) -> tuple[str, ...]:
+    def exposed_labels(self) -> tuple[str, ...]:
         """The names of the labels in a scrape."""
         names = tuple(label.name for label in self.labels)
-        return names if self.pool_of is None else (*names, POOL)
+        return names if self.pool_label is None else (*names, POOL)
 
     @property
     def unit(self) -> str:
@@ -96,7 +96,7 @@ class Spec(msgspec.Struct, frozen=True):
         return last if last in UNITS else ""
 
 
-class Buckets(msgspec.Struct, frozen=True, array_like=True):
+class HistogramValue(msgspec.Struct, frozen=True, array_like=True):
     """The value of a histogram: observations per bucket (not cumulative) and their sum.
 
     exemplars  the newest request of each bucket, with Unix time; empty unless requested
@@ -104,17 +104,17 @@ class Buckets(msgspec.Struct, frozen=True, array_like=True):
 
     counts: list[int]
     sum: float
-    marks: list[Mark | None] = []
+    exemplars: list[RequestExemplar | None] = []
 
 
-Values = dict[tuple[str, ...], float | Buckets]
+SeriesValues = dict[tuple[str, ...], float | HistogramValue]
 
 
-class Reading(msgspec.Struct, frozen=True, array_like=True):
+class FamilyReading(msgspec.Struct, frozen=True, array_like=True):
     """The values of a family at one moment, by the values of `spec.exposed_labels`."""
 
-    spec: Spec
-    values: Values
+    spec: FamilySpec
+    values: SeriesValues
 
 
 class Counter:
@@ -149,7 +149,7 @@ class Gauge:
     def inc(self, amount: float = 1.0) -> None:
         self.value += amount
 
-    def follow(self, function: Callable[[], float | None]) -> None:
+    def set_function(self, function: Callable[[], float | None]) -> None:
         """Call `function` at each scrape from now on. It must be fast and must not raise.
 
         While it returns None, the series is not exposed.
@@ -169,12 +169,12 @@ class Histogram:
                quantiles; updated by observe_request() only
     """
 
-    __slots__ = ("_bounds", "counts", "marks", "sketch", "sum")
+    __slots__ = ("_bounds", "counts", "exemplars", "sketch", "sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
-        self.marks: list[Mark | None] = []
+        self.exemplars: list[RequestExemplar | None] = []
         self.sketch: defaultdict[int, int] = defaultdict(int)
         self.sum = 0.0
 
@@ -183,38 +183,38 @@ class Histogram:
         self.counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
-    def mark(self, mark: Mark) -> None:
+    def observe_request(self, mark: RequestExemplar) -> None:
         """Count the exemplar's value, and store it as the newest of its bucket."""
         value = mark[0]
         index = bisect_left(self._bounds, value)
         self.counts[index] += 1
         self.sum += value
-        clamped = LEAST if value < LEAST else value if value < MOST else MOST
+        clamped = MIN_VALUE if value < MIN_VALUE else value if value < MAX_VALUE else MAX_VALUE
         self.sketch[ceil(log(clamped) * PER_LOG)] += 1
-        if not self.marks:
-            self.marks = [None] * len(self.counts)
-        self.marks[index] = mark
+        if not self.exemplars:
+            self.exemplars = [None] * len(self.counts)
+        self.exemplars[index] = mark
 
-    def buckets(self, unix_offset: float | None = None) -> Buckets:
+    def snapshot(self, unix_offset: float | None = None) -> HistogramValue:
         """Return the current value; with exemplars if `unix_offset` is given.
 
         unix_offset  Unix time minus monotonic time, to convert the exemplars' times
         """
-        marks: list[Mark | None] = []
+        marks: list[RequestExemplar | None] = []
         if unix_offset is not None:
-            marks = [mark and _at_unix_time(mark, unix_offset) for mark in self.marks]
-        return Buckets(self.counts.copy(), self.sum, marks)
+            marks = [mark and _at_unix_time(mark, unix_offset) for mark in self.exemplars]
+        return HistogramValue(self.counts.copy(), self.sum, marks)
 
 
-def _at_unix_time(mark: Mark, unix_offset: float) -> Mark:
+def _at_unix_time(mark: RequestExemplar, unix_offset: float) -> RequestExemplar:
     value, observed_at, request_id, trace_id = mark
     return value, round(unix_offset + observed_at, 3), request_id, trace_id
 
 
-Meter = TypeVar("Meter", Counter, Gauge, Histogram)
+MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)
 
 
-class Family(Generic[Meter]):
+class MetricFamily(Generic[MetricT]):
     """One metric with its labelled children.
 
     Look a child up once and keep it: updates are then cheap.
@@ -222,18 +222,18 @@ class Family(Generic[Meter]):
 
     __slots__ = ("_children", "_create", "_label_values", "spec")
 
-    def __init__(self, spec: Spec, create: Callable[[], Meter]) -> None:
+    def __init__(self, spec: FamilySpec, create: Callable[[], MetricT]) -> None:
         self.spec = spec
-        self._create: Callable[[], Meter] = create
-        self._children: dict[tuple[str, ...], Meter] = {}
+        self._create: Callable[[], MetricT] = create
+        self._children: dict[tuple[str, ...], MetricT] = {}
         self._label_values: tuple[set[str], ...] = tuple(set() for _ in spec.labels)
 
-    def labels(self, *values: str) -> Meter:
+    def labels(self, *values: str) -> MetricT:
         """Return the child for these label values, in spec order; created on first use."""
         child = self._children.get(values)
         return child if child is not None else self._add(values)
 
-    def forget(self, label: str, value: str) -> None:
+    def remove_children(self, label: str, value: str) -> None:
         """Remove every child whose `label` is `value`, and free its place below the label's cap."""
         index = [spec_label.name for spec_label in self.spec.labels].index(label)
         self._label_values[index].discard(value)
@@ -247,11 +247,11 @@ class Family(Generic[Meter]):
         for values in self._label_values:
             values.clear()
 
-    def children(self) -> Iterator[tuple[tuple[str, ...], Meter]]:
+    def children(self) -> Iterator[tuple[tuple[str, ...], MetricT]]:
         """Yield (label values, child) in order of creation."""
         return iter(self._children.items())
 
-    def _add(self, values: tuple[str, ...]) -> Meter:
+    def _add(self, values: tuple[str, ...]) -> MetricT:
         if len(values) != len(self.spec.labels):
             raise ValueError(
                 f"{self.spec.name} has {len(self.spec.labels)} labels, not {len(values)}"
@@ -261,16 +261,16 @@ class Family(Generic[Meter]):
 
     @staticmethod
     def _capped(label: Label, known: set[str], value: str) -> str:
-        if value not in known and len(known) >= label.cap:
-            return OTHER
+        if value not in known and len(known) >= label.max_values:
+            return OTHER_VALUES
         known.add(value)
         return value
 
 
-AnyFamily = Family[Counter] | Family[Gauge] | Family[Histogram]
+AnyFamily = MetricFamily[Counter] | MetricFamily[Gauge] | MetricFamily[Histogram]
 
 
-class Section:
+class FamilyFactory:
     """Creates the families of one owner that belong to one dashboard row."""
 
     __slots__ = ("_families", "_owner", "_row")
@@ -280,23 +280,23 @@ class Section:
         self._row = row
         self._owner = owner
 
-    def counter(self, name: str, text: str, *labels: Label) -> Family[Counter]:
+    def counter(self, name: str, text: str, *labels: Label) -> MetricFamily[Counter]:
         """Create a family of counters. Raises ValueError unless the name ends in _total.
 
         With the suffix the Prometheus and OpenMetrics names agree.
         """
         if not name.endswith("_total"):
             raise ValueError(f"counter {name} must end in _total")
-        family = Family(self._spec(name, "counter", text, labels), Counter)
+        family = MetricFamily(self._spec(name, "counter", text, labels), Counter)
         self._families.append(family)
         return family
 
     def gauge(
         self, name: str, text: str, *labels: Label, merge: Merge = Merge.SUM
-    ) -> Family[Gauge]:
+    ) -> MetricFamily[Gauge]:
         """Create a family of gauges. The values of several processes are merged by `merge`."""
         spec = msgspec.structs.replace(self._spec(name, "gauge", text, labels), merge=merge)
-        family = Family(spec, Gauge)
+        family = MetricFamily(spec, Gauge)
         self._families.append(family)
         return family
 
@@ -306,30 +306,30 @@ class Section:
         text: str,
         bounds: tuple[float, ...],
         *labels: Label,
-        marked: bool = False,
-    ) -> Family[Histogram]:
+        has_exemplars: bool = False,
+    ) -> MetricFamily[Histogram]:
         """Create a family of histograms with ascending upper `bounds`."""
         spec = self._spec(name, "histogram", text, labels)
-        spec = msgspec.structs.replace(spec, buckets=bounds, marked=marked)
-        family = Family(spec, lambda: Histogram(bounds))
+        spec = msgspec.structs.replace(spec, buckets=bounds, has_exemplars=has_exemplars)
+        family = MetricFamily(spec, lambda: Histogram(bounds))
         self._families.append(family)
         return family
 
-    def _spec(self, name: str, kind: str, text: str, labels: tuple[Label, ...]) -> Spec:
-        return Spec(name, kind, text, labels, owner=self._owner, row=self._row)
+    def _spec(self, name: str, kind: str, text: str, labels: tuple[Label, ...]) -> FamilySpec:
+        return FamilySpec(name, kind, text, labels, owner=self._owner, row=self._row)
 
 
-class Meters:
+class MetricRegistry:
     """The metric families of one process. There is no global registry."""
 
     def __init__(self) -> None:
         self.families: list[AnyFamily] = []
 
-    def section(self, row: str, owner: str) -> Section:
+    def section(self, row: str, owner: str) -> FamilyFactory:
         """Return a factory for the families that `owner`, a module path, updates."""
-        return Section(self.families, row, owner)
+        return FamilyFactory(self.families, row, owner)
 
-    def readings(self, pools: Pools, unix_offset: float | None = None) -> Iterator[Reading]:
+    def collect(self, pools: PoolByLabel, unix_offset: float | None = None) -> Iterator[FamilyReading]:
         """Yield the values of each family.
 
         pools        the pool of each endpoint and model, for the pool label
@@ -337,26 +337,26 @@ class Meters:
         """
         for family in self.families:
             values = _values(family, unix_offset)
-            if family.spec.pool_of is not None:
+            if family.spec.pool_label is not None:
                 values = _with_pools(family.spec, values, pools)
-            yield Reading(family.spec, values)
+            yield FamilyReading(family.spec, values)
 
 
-def _with_pools(spec: Spec, values: Values, pools: Pools) -> Values:
+def _with_pools(spec: FamilySpec, values: SeriesValues, pools: PoolByLabel) -> SeriesValues:
     """Add the pool label to each series: "", which equals no label, where there is no pool."""
     names = [label.name for label in spec.labels]
-    index = names.index(spec.pool_of or "")
+    index = names.index(spec.pool_label or "")
     return {
         (*labels, pools.get((names[index], labels[index]), "")): value
         for labels, value in values.items()
     }
 
 
-def _values(family: AnyFamily, unix_offset: float | None) -> Values:
-    values: Values = {}
+def _values(family: AnyFamily, unix_offset: float | None) -> SeriesValues:
+    values: SeriesValues = {}
     for labels, child in family.children():
         if isinstance(child, Histogram):
-            values[labels] = child.buckets(unix_offset if family.spec.marked else None)
+            values[labels] = child.snapshot(unix_offset if family.spec.has_exemplars else None)
         elif (value := child.read()) is not None:
             values[labels] = value
     return values

@@ -12,16 +12,16 @@ from collections.abc import Iterable, Mapping
 from math import ceil, log
 
 RELATIVE_ERROR = 0.01
-LEAST, MOST = 1e-6, 1e5
+MIN_VALUE, MAX_VALUE = 1e-6, 1e5
 """The range in seconds: values outside count as the nearest bound. It has 1,268 buckets."""
 
 _GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 PER_LOG = 1 / log(_GROWTH)
 
-Counts = Mapping[int, int]
+BucketCounts = Mapping[int, int]
 """Observations by bucket; empty buckets are absent."""
 
-NONE: Counts = {}
+EMPTY: BucketCounts = {}
 
 
 def bucket_of(value: float) -> int:
@@ -29,7 +29,7 @@ def bucket_of(value: float) -> int:
 
     metric_types.py repeats this to save a call per request.
     """
-    return ceil(log(LEAST if value < LEAST else value if value < MOST else MOST) * PER_LOG)
+    return ceil(log(MIN_VALUE if value < MIN_VALUE else value if value < MAX_VALUE else MAX_VALUE) * PER_LOG)
 
 
 def value_of(bucket: int) -> float:
@@ -37,7 +37,7 @@ def value_of(bucket: int) -> float:
     return float(_GROWTH**bucket * (1 - RELATIVE_ERROR))
 
 
-def quantile(counts: Counts, share: float) -> float | None:
+def quantile(counts: BucketCounts, share: float) -> float | None:
     """Return the value that `share` of the observations do not exceed; None if empty."""
     wanted, below = share * sum(counts.values()), 0
     for bucket in sorted(counts):
@@ -47,7 +47,7 @@ def quantile(counts: Counts, share: float) -> float | None:
     return None
 
 
-def merged(parts: Iterable[Counts]) -> Counts:
+def merge_counts(parts: Iterable[BucketCounts]) -> BucketCounts:
     """Add the counts of all parts, so that quantiles are exact and not means of quantiles."""
     total: dict[int, int] = {}
     for part in parts:
@@ -56,7 +56,7 @@ def merged(parts: Iterable[Counts]) -> Counts:
     return total
 
 
-def grown(after: Counts, before: Counts) -> Counts:
+def difference(after: BucketCounts, before: BucketCounts) -> BucketCounts:
     """Return the observations between two moments of a sketch; a reset sketch counts from zero."""
     if any(count > after.get(bucket, 0) for bucket, count in before.items()):
         return after
@@ -65,6 +65,6 @@ def grown(after: Counts, before: Counts) -> Counts:
     }
 
 
-def rounded(seconds: float | None) -> float | None:
+def round_seconds(seconds: float | None) -> float | None:
     """Round to 10 us for display; None stays None."""
     return None if seconds is None else round(seconds, 5)

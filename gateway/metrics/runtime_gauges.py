@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Protocol
 from gateway.metrics.labels import ENDPOINT, RESULT, Row
 from gateway.metrics.metric_types import (
     Counter,
-    Family,
+    FamilyFactory,
     Gauge,
     Label,
     Merge,
-    Meters,
-    Pools,
-    Section,
+    MetricFamily,
+    MetricRegistry,
+    PoolByLabel,
 )
-from gateway.util.version import is_compiled, own_version
-from policies.health.health import State
+from gateway.util.version import is_compiled, program_version
+from policies.health.health import HealthState
 
 if TYPE_CHECKING:
     from policies.health.health import Health
     from policies.load import EndpointLoad
     from policies.model import Endpoint
 
-STATE = Label("state", len(State) + 1)
+STATE = Label("state", len(HealthState) + 1)
 LIMIT = Label("limit", 4)
 LISTENER = Label("listener", 2)
 BUILD = (Label("version", 2), Label("compiled", 2))
@@ -36,7 +36,7 @@ BUILD = (Label("version", 2), Label("compiled", 2))
 class ObservedUpstream(Protocol):
     """The connections to one engine."""
 
-    def silence_s(self, now: float, /) -> float:
+    def silence_duration_s(self, now: float, /) -> float:
         """Return for how many seconds the engine has sent nothing while requests wait for it."""
 
 
@@ -62,7 +62,7 @@ class PooledModel(Protocol):
     def pool(self) -> str: ...
 
 
-def pools(models: Iterable[PooledModel], endpoints: Iterable[ObservedEndpoint]) -> Pools:
+def pool_by_label(models: Iterable[PooledModel], endpoints: Iterable[ObservedEndpoint]) -> PoolByLabel:
     """Return the pool of every endpoint and model, for the pool label of a scrape."""
     by_label = {("model", model.name): model.pool for model in models}
     for live in endpoints:
@@ -71,14 +71,14 @@ def pools(models: Iterable[PooledModel], endpoints: Iterable[ObservedEndpoint]) 
     return by_label
 
 
-def _state_function(live: ObservedEndpoint, state: State) -> Callable[[], float]:
+def _state_function(live: ObservedEndpoint, state: HealthState) -> Callable[[], float]:
     return lambda: float(live.health.state is state)
 
 
-class Inside:
+class RuntimeGauges:
     """Families whose children are functions of live objects, attached by the objects' owners."""
 
-    def __init__(self, meters: Meters) -> None:
+    def __init__(self, meters: MetricRegistry) -> None:
         self._endpoint(meters.section(Row.ENDPOINTS, "metrics/runtime_gauges.py"))
         self._process(meters.section(Row.PROCESS, "metrics/runtime_gauges.py"))
         self.split_live: Gauge = (
@@ -89,7 +89,7 @@ class Inside:
             )
             .labels()
         )
-        self.trace_spans_total: Family[Counter] = meters.section(
+        self.trace_spans_total: MetricFamily[Counter] = meters.section(
             Row.PROCESS, "telemetry/otlp.py"
         ).counter(
             "penstock_trace_spans_total",
@@ -98,91 +98,91 @@ class Inside:
             RESULT,
         )
 
-    def follow(self, live: ObservedEndpoint, clock: Callable[[], float]) -> None:
+    def attach_endpoint(self, live: ObservedEndpoint, clock: Callable[[], float]) -> None:
         """Attach the gauges of an endpoint."""
-        name, load, others = live.endpoint.name, live.load, live.load.others
-        for state in State:
-            self.endpoint_state.labels(name, state).follow(_state_function(live, state))
-        self.endpoint_progress_age.labels(name).follow(lambda: live.upstream.silence_s(clock()))
-        self.endpoint_running.labels(name).follow(lambda: load.running)
-        self.endpoint_waiting.labels(name).follow(lambda: load.waiting)
-        self.endpoint_kv_usage.labels(name).follow(lambda: load.kv_usage)
-        self.endpoint_prefill_tokens.labels(name).follow(
+        name, load, others = live.endpoint.name, live.load, live.load.peer_load
+        for state in HealthState:
+            self.endpoint_state.labels(name, state).set_function(_state_function(live, state))
+        self.endpoint_progress_age.labels(name).set_function(lambda: live.upstream.silence_duration_s(clock()))
+        self.endpoint_running.labels(name).set_function(lambda: load.running)
+        self.endpoint_waiting.labels(name).set_function(lambda: load.waiting)
+        self.endpoint_kv_usage.labels(name).set_function(lambda: load.kv_usage)
+        self.endpoint_prefill_tokens.labels(name).set_function(
             lambda: float(load.prefill_tokens - others.prefill_tokens)
         )
-        self.endpoint_decode_tokens.labels(name).follow(
+        self.endpoint_decode_tokens.labels(name).set_function(
             lambda: float(load.decode_tokens - others.decode_tokens)
         )
-        self.endpoint_scrape_age.labels(name).follow(
+        self.endpoint_scrape_age.labels(name).set_function(
             lambda: None if load.scraped_at is None else clock() - load.scraped_at
         )
 
-    def _endpoint(self, meters: Section) -> None:
-        self.endpoint_state: Family[Gauge] = meters.gauge(
+    def _endpoint(self, meters: FamilyFactory) -> None:
+        self.endpoint_state: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_state",
             "1 for the current health state of an endpoint (up, ejected, dead, returning), 0 for "
             "the others.",
             *(ENDPOINT, STATE),
             merge=Merge.MAX,
         )
-        self.endpoint_progress_age: Family[Gauge] = meters.gauge(
+        self.endpoint_progress_age: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_progress_age_seconds",
             "Time since an endpoint with requests in flight last sent a byte; 0 while no request "
             "waits for it.",
             ENDPOINT,
             merge=Merge.MIN,
         )
-        self.endpoint_running: Family[Gauge] = meters.gauge(
+        self.endpoint_running: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_running",
             "Requests in the engine's batch, as reported by it.",
             ENDPOINT,
             merge=Merge.LAST,
         )
-        self.endpoint_waiting: Family[Gauge] = meters.gauge(
+        self.endpoint_waiting: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_waiting",
             "Requests in the engine's queue, as reported by it.",
             ENDPOINT,
             merge=Merge.LAST,
         )
-        self.endpoint_kv_usage: Family[Gauge] = meters.gauge(
+        self.endpoint_kv_usage: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_kv_usage_ratio",
             "Share of the engine's KV memory in use, as reported by it.",
             ENDPOINT,
             merge=Merge.LAST,
         )
-        self.endpoint_prefill_tokens: Family[Gauge] = meters.gauge(
+        self.endpoint_prefill_tokens: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_prefill_backlog_tokens",
             "Prompt tokens of requests at an endpoint that have not received their first token.",
             ENDPOINT,
         )
-        self.endpoint_decode_tokens: Family[Gauge] = meters.gauge(
+        self.endpoint_decode_tokens: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_context_tokens",
             "Prompt tokens of the requests that an endpoint is decoding.",
             ENDPOINT,
         )
-        self.endpoint_scrape_age: Family[Gauge] = meters.gauge(
+        self.endpoint_scrape_age: MetricFamily[Gauge] = meters.gauge(
             "penstock_endpoint_scrape_age_seconds",
             "Age of the load that an endpoint last reported.",
             ENDPOINT,
             merge=Merge.MIN,
         )
 
-    def _process(self, meters: Section) -> None:
+    def _process(self, meters: FamilyFactory) -> None:
         self.connections: Gauge = meters.gauge(
             "penstock_connections", "Open client connections."
         ).labels()
-        self.connections_refused_total: Family[Counter] = meters.counter(
+        self.connections_refused_total: MetricFamily[Counter] = meters.counter(
             "penstock_connections_refused_total",
             "Client connections closed, or their unread bytes dropped, by the limit that was "
             "reached.",
             LIMIT,
         )
-        self.tls_handshake_failures_total: Family[Counter] = meters.counter(
+        self.tls_handshake_failures_total: MetricFamily[Counter] = meters.counter(
             "penstock_tls_handshake_failures_total",
             "TLS handshakes of clients that failed or timed out, by listener: api, admin.",
             LISTENER,
         )
-        self.tls_not_after: Family[Gauge] = meters.gauge(
+        self.tls_not_after: MetricFamily[Gauge] = meters.gauge(
             "penstock_tls_certificate_not_after_timestamp_seconds",
             "Unix time at which the first of a listener's certificates in use expires.",
             LISTENER,
@@ -202,4 +202,4 @@ class Inside:
         ).labels()
         text = "1, by the program's version and whether its hot path is compiled."
         build = meters.gauge("penstock_build_info", text, *BUILD, merge=Merge.LAST)
-        build.labels(own_version(), str(is_compiled()).lower()).set(1)
+        build.labels(program_version(), str(is_compiled()).lower()).set(1)

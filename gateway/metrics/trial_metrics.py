@@ -3,54 +3,54 @@
 from __future__ import annotations
 
 from gateway.metrics.labels import POOL, RESULT, Row
-from gateway.metrics.metric_types import Counter, Family, Histogram, Label, Meters
+from gateway.metrics.metric_types import Counter, Histogram, Label, MetricFamily, MetricRegistry
 
 POLICY = Label("policy", 64)
-WAY = Label("way", 4)
+DIRECTION = Label("way", 4)
 SIDE = Label("side", 2)
 KEPT = Label("kept", 16)
 
 
-class Trials:
+class TrialMetrics:
     """The metric families of policies on trial."""
 
-    def __init__(self, meters: Meters, ttft_buckets_s: tuple[float, ...]) -> None:
+    def __init__(self, meters: MetricRegistry, ttft_buckets_s: tuple[float, ...]) -> None:
         shadow = meters.section(Row.CONFIGURATION, "trials/shadow.py")
-        self.picks: Family[Counter] = shadow.counter(
+        self.picks: MetricFamily[Counter] = shadow.counter(
             "penstock_shadow_picks_total",
             "Picks compared with a shadow policy's, by result: agreed, differed, nobody (it found "
             "no endpoint), failed.",
             *(POOL, POLICY, RESULT),
         )
-        self.ttft: Family[Counter] = shadow.counter(
+        self.ttft: MetricFamily[Counter] = shadow.counter(
             "penstock_shadow_ttft_seconds_total",
             "Predicted seconds by which first tokens would have come sooner, or later, with a "
             "shadow policy's picks.",
-            *(POOL, POLICY, WAY),
+            *(POOL, POLICY, DIRECTION),
         )
-        self.tokens: Family[Counter] = shadow.counter(
+        self.tokens: MetricFamily[Counter] = shadow.counter(
             "penstock_shadow_cached_tokens_total",
             "Prompt tokens believed to be cached at a shadow policy's picks in excess of those at "
             "the actual picks (more, fewer).",
-            *(POOL, POLICY, WAY),
+            *(POOL, POLICY, DIRECTION),
         )
-        self.cost: Family[Counter] = shadow.counter(
+        self.cost: MetricFamily[Counter] = shadow.counter(
             "penstock_shadow_cost_seconds_total",
             "CPU time spent on a shadow policy.",
             *(POOL, POLICY),
         )
         canary = meters.section(Row.CONFIGURATION, "trials/canary.py")
-        self.requests: Family[Counter] = canary.counter(
+        self.requests: MetricFamily[Counter] = canary.counter(
             "penstock_canary_requests_total",
             "Requests of a pool with a canary by side (primary, canary) and SLO outcome, as in "
             "penstock_goodput_total; untold if the outcome is unknown.",
             *(POOL, SIDE, KEPT),
         )
-        self.first_tokens: Family[Histogram] = canary.histogram(
+        self.first_tokens: MetricFamily[Histogram] = canary.histogram(
             "penstock_canary_ttft_seconds",
             "Time from the last byte of a request to its first token, by side of its pool's "
             "canary.",
             ttft_buckets_s,
             *(POOL, SIDE),
-            marked=True,
+            has_exemplars=True,
         )

@@ -21,12 +21,12 @@ BACKLOG_CAP_BYTES = 4 << 20
 """Frames that may wait to be sent; beyond it the oldest is dropped."""
 
 ID_BYTES = 8
-EVERYBODY = bytes(ID_BYTES)
+BROADCAST = bytes(ID_BYTES)
 
-Deliver = Callable[[bytes, float], None]
+FrameHandler = Callable[[bytes, float], None]
 """Receives a frame and its age in seconds. It must return at once and must not raise."""
 
-Drop = Callable[[str], None]
+DropCounter = Callable[[str], None]
 """Counts a dropped frame, by reason."""
 
 
@@ -53,7 +53,7 @@ class Bus(Protocol):
     A gateway may receive its own frames and has to ignore them.
     """
 
-    async def start(self, me: bytes, deliver: Deliver) -> None:
+    async def start(self, own_id: bytes, deliver: FrameHandler) -> None:
         """Begin to connect, and return at once. `own_id` is the address of this gateway."""
         ...
 
@@ -61,7 +61,7 @@ class Bus(Protocol):
         """Send what is waiting if that is possible at once, and disconnect."""
         ...
 
-    def publish(self, frame: bytes, to: bytes = EVERYBODY) -> None:
+    def publish(self, frame: bytes, to: bytes = BROADCAST) -> None:
         """Queue a frame for one gateway, or for all. Never blocks and never raises."""
         ...
 
@@ -76,7 +76,7 @@ class Backlog:
 
     __slots__ = ("_cap_bytes", "_count_drop", "_frames", "bytes")
 
-    def __init__(self, count_drop: Drop, cap_bytes: int = BACKLOG_CAP_BYTES) -> None:
+    def __init__(self, count_drop: DropCounter, cap_bytes: int = BACKLOG_CAP_BYTES) -> None:
         self._count_drop = count_drop
         self._cap_bytes = cap_bytes
         self._frames: deque[tuple[bytes, bytes]] = deque()
@@ -92,10 +92,10 @@ class Backlog:
         self._frames.append((to, frame))
         self.bytes += len(frame)
         while self.bytes > self._cap_bytes:
-            self.take()
+            self.pop_oldest()
             self._count_drop("backlog")
 
-    def take(self) -> tuple[bytes, bytes]:
+    def pop_oldest(self) -> tuple[bytes, bytes]:
         """Remove and return the oldest as (to, frame)."""
         to, frame = self._frames.popleft()
         self.bytes -= len(frame)

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 from struct import Struct
 
-from gateway.peers.bus import EVERYBODY, FRAME_CAP_BYTES, ID_BYTES
+from gateway.peers.bus import BROADCAST, FRAME_CAP_BYTES, ID_BYTES
 
 MAGIC = b"PSv1"
 TAG_BYTES = 16
@@ -20,7 +20,7 @@ SENDERS_REMEMBERED = 1024
 _HEAD = Struct(f"<4s{ID_BYTES}s{ID_BYTES}sQ")
 
 
-class Refused(Exception):
+class FrameRejectedError(Exception):
     """A frame that is rejected. `reason`: too_long, foreign, forged, replayed."""
 
     def __init__(self, reason: str) -> None:
@@ -28,48 +28,48 @@ class Refused(Exception):
         self.reason = reason
 
 
-class Seal:
+class FrameAuth:
     """Seals outgoing frames and verifies incoming ones.
 
     fingerprint_secret  equal in all gateways with the same `secret`
     """
 
     def __init__(self, secret: bytes, me: bytes) -> None:
-        self.me = me
+        self.own_id = me
         self.fingerprint_secret = _key(secret, b"ps-fingerprint")
         self._frame_key = _key(secret, b"ps-frames")
         self._name_key = _key(secret, b"ps-names")
         self._count = 0
         self._last_counts: dict[tuple[bytes, bool], int] = {}
 
-    def close(self, body: bytes, to: bytes = EVERYBODY) -> bytes:
+    def seal(self, body: bytes, to: bytes = BROADCAST) -> bytes:
         """Return the sealed frame for `body`."""
         self._count += 1
-        data = _HEAD.pack(MAGIC, self.me, to, self._count) + body
+        data = _HEAD.pack(MAGIC, self.own_id, to, self._count) + body
         return data + self._tag(data)
 
-    def open(self, frame: bytes) -> tuple[bytes, memoryview] | None:
+    def verify(self, frame: bytes) -> tuple[bytes, memoryview] | None:
         """Verify a frame and return (sender, body); None for own frames and for other recipients.
 
         Raises FrameRejected when the verification fails.
         """
         if len(frame) > FRAME_CAP_BYTES:
-            raise Refused("too_long")
+            raise FrameRejectedError("too_long")
         if len(frame) < _HEAD.size + TAG_BYTES or frame[:4] != MAGIC:
-            raise Refused("foreign")
+            raise FrameRejectedError("foreign")
         _, sender, to, count = _HEAD.unpack_from(frame)
-        if sender == self.me or to not in (EVERYBODY, self.me):
+        if sender == self.own_id or to not in (BROADCAST, self.own_id):
             return None
         data = memoryview(frame)[:-TAG_BYTES]
         if not hmac.compare_digest(self._tag(data), frame[-TAG_BYTES:]):
-            raise Refused("forged")
-        self._check_replay((sender, to == EVERYBODY), count)
+            raise FrameRejectedError("forged")
+        self._check_replay((sender, to == BROADCAST), count)
         return sender, data[_HEAD.size :]
 
     def _check_replay(self, stream: tuple[bytes, bool], count: int) -> None:
         """Raise unless the count grows. A sender's broadcasts and direct frames are two streams."""
         if count <= self._last_counts.get(stream, 0):
-            raise Refused("replayed")
+            raise FrameRejectedError("replayed")
         # Re-insert at the end, so that the stream that was idle longest is dropped first.
         self._last_counts.pop(stream, None)
         self._last_counts[stream] = count

@@ -15,13 +15,13 @@ from time import monotonic
 
 from gateway.peers.bus import (
     BACKLOG_CAP_BYTES,
-    EVERYBODY,
+    BROADCAST,
     FRAME_CAP_BYTES,
     ID_BYTES,
     Backlog,
     BusState,
-    Deliver,
-    Drop,
+    DropCounter,
+    FrameHandler,
 )
 
 log = logging.getLogger("penstock")
@@ -30,10 +30,10 @@ RETRY_S = 0.1
 _HEAD = Struct(f"<I{ID_BYTES}s")
 
 
-class Hub:
+class LocalHub:
     """Forwards each frame to its recipient, or to all other clients. A slow client loses frames."""
 
-    def __init__(self, path: Path, count_drop: Drop) -> None:
+    def __init__(self, path: Path, count_drop: DropCounter) -> None:
         self._path = path
         self._count_drop = count_drop
         self._server: asyncio.Server | None = None
@@ -70,7 +70,7 @@ class Hub:
 
     def _forward(self, sender: bytes, to: bytes, data: bytes) -> None:
         for client, writer in self._clients.items():
-            if client == sender or to not in (EVERYBODY, client):
+            if client == sender or to not in (BROADCAST, client):
                 continue
             if writer.transport.get_write_buffer_size() <= BACKLOG_CAP_BYTES:
                 writer.write(data)
@@ -81,7 +81,7 @@ class Hub:
 class LocalBus:
     """One process's connection to the hub."""
 
-    def __init__(self, path: Path, count_drop: Drop) -> None:
+    def __init__(self, path: Path, count_drop: DropCounter) -> None:
         self._path = path
         self._backlog = Backlog(count_drop)
         self._connects = 0
@@ -89,7 +89,7 @@ class LocalBus:
         self._writer: asyncio.StreamWriter | None = None
         self._lost_at: float | None = monotonic()
 
-    async def start(self, me: bytes, deliver: Deliver) -> None:
+    async def start(self, me: bytes, deliver: FrameHandler) -> None:
         self._task = asyncio.create_task(self._run(me, deliver), name="local bus")
 
     async def stop(self) -> None:
@@ -101,7 +101,7 @@ class LocalBus:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def publish(self, frame: bytes, to: bytes = EVERYBODY) -> None:
+    def publish(self, frame: bytes, to: bytes = BROADCAST) -> None:
         self._backlog.add(to, frame)
         self._flush()
 
@@ -118,10 +118,10 @@ class LocalBus:
         while writer is not None and len(self._backlog):
             if writer.transport.get_write_buffer_size() > BACKLOG_CAP_BYTES:
                 return
-            to, frame = self._backlog.take()
+            to, frame = self._backlog.pop_oldest()
             writer.write(_HEAD.pack(len(frame), to) + frame)
 
-    async def _run(self, own_id: bytes, deliver: Deliver) -> None:
+    async def _run(self, own_id: bytes, deliver: FrameHandler) -> None:
         while True:
             try:
                 reader, writer = await asyncio.open_unix_connection(self._path)
@@ -142,7 +142,7 @@ class LocalBus:
                 writer.transport.abort()
             await asyncio.sleep(RETRY_S)
 
-    async def _read(self, reader: asyncio.StreamReader, deliver: Deliver) -> None:
+    async def _read(self, reader: asyncio.StreamReader, deliver: FrameHandler) -> None:
         while True:
             length, _ = _HEAD.unpack(await reader.readexactly(_HEAD.size))
             if length > FRAME_CAP_BYTES:

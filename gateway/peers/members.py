@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-GONE_S = 2.0
+EXPIRY_S = 2.0
 """A gateway that has sent nothing for so long is considered gone, with all its bookings."""
 
 
@@ -16,15 +16,15 @@ class Peer:
     shares        digests of the endpoints where it has bookings
     """
 
-    __slots__ = ("born_at", "heard_at", "shares", "warm")
+    __slots__ = ("started_at", "last_seen_at", "shares", "is_warm")
 
     def __init__(self, now: float) -> None:
-        self.heard_at = self.born_at = now
-        self.warm = False
+        self.last_seen_at = self.started_at = now
+        self.is_warm = False
         self.shares: frozenset[int] = frozenset()
 
 
-class Peers:
+class PeerTable:
     """The known gateways by id. Owned by the PeerView."""
 
     __slots__ = ("_by_id",)
@@ -36,36 +36,36 @@ class Peers:
         return len(self._by_id)
 
     @property
-    def anybody_warm(self) -> bool:
-        return any(peer.warm for peer in self._by_id.values())
+    def has_warm_peer(self) -> bool:
+        return any(peer.is_warm for peer in self._by_id.values())
 
-    def heard(self, peer_id: bytes, uptime_s: float, *, warm: bool, now: float) -> Peer:
+    def update(self, peer_id: bytes, uptime_s: float, *, is_warm: bool, now: float) -> Peer:
         """Add or update a gateway that has sent its state."""
         peer = self._by_id.get(peer_id)
         if peer is None:
             peer = self._by_id[peer_id] = Peer(now)
-        peer.heard_at, peer.born_at, peer.warm = now, now - uptime_s, warm
+        peer.last_seen_at, peer.started_at, peer.is_warm = now, now - uptime_s, is_warm
         return peer
 
-    def gone(self, peer_id: bytes) -> Peer | None:
+    def remove(self, peer_id: bytes) -> Peer | None:
         """Remove a gateway that has stopped or expired; None if it is not known."""
         return self._by_id.pop(peer_id, None)
 
-    def silent(self, now: float) -> Iterator[bytes]:
+    def expired(self, now: float) -> Iterator[bytes]:
         """Yield the ids of the gateways that have sent nothing for GONE_S."""
         peers = self._by_id.items()
-        yield from [peer_id for peer_id, peer in peers if now - peer.heard_at > GONE_S]
+        yield from [peer_id for peer_id, peer in peers if now - peer.last_seen_at > EXPIRY_S]
 
-    def answers(self, own_id: bytes, started_at: float, newcomer: bytes, attempt: int) -> bool:
+    def is_responder(self, own_id: bytes, started_at: float, newcomer: bytes, attempt: int) -> bool:
         """Return whether this gateway has to warm up the newcomer.
 
         That is the task of the gateway with the earliest start. If the newcomer asks again, because
         no answer came, it is that of the next one.
         """
         warm = [
-            (peer.born_at, peer_id)
+            (peer.started_at, peer_id)
             for peer_id, peer in self._by_id.items()
-            if peer.warm and peer_id != newcomer
+            if peer.is_warm and peer_id != newcomer
         ]
         ranks = sorted([*warm, (started_at, own_id)])
         return ranks[attempt % len(ranks)][1] == own_id

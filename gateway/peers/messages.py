@@ -10,18 +10,18 @@ from typing import Annotated
 
 import msgspec
 
-from policies.admission.quota import Spent
-from policies.admission.sessions import Member
-from policies.engine.peer_load import Share
+from policies.admission.quota import QuotaUsage
+from policies.admission.sessions import SessionUpdate
+from policies.engine.peer_load import PeerShare
 
 Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Ratio = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Named = Annotated[int, msgspec.Meta(ge=0)]
-Word = Annotated[str, msgspec.Meta(max_length=64)]
+NameDigest = Annotated[int, msgspec.Meta(ge=0)]
+ShortText = Annotated[str, msgspec.Meta(max_length=64)]
 
 
-class Prompt(msgspec.Struct, frozen=True, array_like=True):
+class SentPrompt(msgspec.Struct, frozen=True, array_like=True):
     """A prompt sent to an endpoint, which will hold it.
 
     blocks, n_bytes  size of its fingerprint
@@ -30,37 +30,37 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True):
                      cached
     """
 
-    endpoint: Named
+    endpoint: NameDigest
     blocks: Amount
     n_bytes: Amount
     prompt_tokens: Amount
     keys: bytes
-    kept: Amount | None = None
+    cached_tokens: Amount | None = None
 
 
-class Picks(msgspec.Struct, frozen=True, array_like=True, tag="picks"):
+class SentPrompts(msgspec.Struct, frozen=True, array_like=True, tag="picks"):
     """Prompts in the order in which they were sent, with one block size."""
 
     block_bytes: Amount
-    prompts: list[Prompt]
+    prompts: list[SentPrompt]
 
 
-class Forgotten(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
+class CacheLoss(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
     """An endpoint has lost its cache.
 
     Sent in warm-ups only; otherwise every gateway finds out by itself.
     """
 
-    endpoint: Named
+    endpoint: NameDigest
 
 
-class Confirmed(msgspec.Struct, frozen=True, array_like=True, tag="confirmed"):
+class CacheReports(msgspec.Struct, frozen=True, array_like=True, tag="confirmed"):
     """Cached shares of prompts: (endpoint, believed share, share that the engine reported)."""
 
-    answers: list[tuple[Named, Ratio, Ratio]]
+    answers: list[tuple[NameDigest, Ratio, Ratio]]
 
 
-class Loads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
+class PeerLoads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
     """All bookings of the sender by endpoint; endpoints without any are left out.
 
     Also the heartbeat.
@@ -69,33 +69,33 @@ class Loads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
     """
 
     uptime_s: Seconds
-    warm: bool
-    shares: list[tuple[Named, Share]]
+    is_warm: bool
+    shares: list[tuple[NameDigest, PeerShare]]
 
 
-class Moved(msgspec.Struct, frozen=True, array_like=True, tag="moved"):
+class HealthChanges(msgspec.Struct, frozen=True, array_like=True, tag="moved"):
     """Changes of endpoints' health as the sender sees it: (endpoint, state, cause)."""
 
-    endpoints: list[tuple[Named, Word, Word]]
+    endpoints: list[tuple[NameDigest, ShortText, ShortText]]
 
 
-class Charged(msgspec.Struct, frozen=True, array_like=True, tag="charged"):
+class TenantCharges(msgspec.Struct, frozen=True, array_like=True, tag="charged"):
     """Tokens of work done for tenants since the last message: (pool, tenant, tokens)."""
 
-    tenants: list[tuple[Named, Named, Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]]]
+    tenants: list[tuple[NameDigest, NameDigest, Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]]]
 
 
-class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
+class QuotaUse(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
     """Quota that tenants have used since the last message: (tenant, use)."""
 
-    tenants: list[tuple[Named, Spent]]
+    tenants: list[tuple[NameDigest, QuotaUsage]]
 
 
-class Inside(msgspec.Struct, frozen=True, array_like=True, tag="inside"):
+class ActiveSessions(msgspec.Struct, frozen=True, array_like=True, tag="inside"):
     """Sessions of a pool that were served since the last message."""
 
-    pool: Named
-    members: list[Member]
+    pool: NameDigest
+    members: list[SessionUpdate]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -111,16 +111,16 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
     """A gateway stops and has no bookings any more."""
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
+class WarmUpPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
     """A part of the answer to a hello: encoded messages to apply in order, oldest first."""
 
     number: Amount
-    last: bool
-    said: list[bytes]
+    is_last: bool
+    messages: list[bytes]
 
 
 Message = (
-    Picks | Forgotten | Confirmed | Loads | Moved | Charged | Taken | Inside | Hello | Bye | Part
+    SentPrompts | CacheLoss | CacheReports | PeerLoads | HealthChanges | TenantCharges | QuotaUse | ActiveSessions | Hello | Bye | WarmUpPart
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -140,6 +140,6 @@ def decode(body: bytes | memoryview) -> Message:
     return message
 
 
-def kind(message: Message) -> str:
+def message_kind(message: Message) -> str:
     """Return the message's tag, which is the `kind` label of metrics."""
     return str(message.__struct_config__.tag)

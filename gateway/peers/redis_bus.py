@@ -22,14 +22,14 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from gateway.http.tls_clients import redis_options
-from gateway.peers.bus import EVERYBODY, Backlog, BusState, Deliver, Drop
+from gateway.peers.bus import BROADCAST, Backlog, BusState, DropCounter, FrameHandler
 from gateway.peers.redis_error import describe_redis_error
 from gateway.util.tls import ClientSettings
 
 log = logging.getLogger("penstock")
 
 FIELD = b"f"
-KEPT_FRAMES = 2048
+STREAM_FRAMES = 2048
 """Approximate length of the broadcast stream: so many missed frames can still be read."""
 
 DIRECT_S = 60
@@ -39,10 +39,10 @@ ANSWER_S = 2.0
 BATCH, BATCH_BYTES = 64, 1 << 20
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 2.0
 
-LOST = (RedisError, OSError, TimeoutError)
+CONNECTION_ERRORS = (RedisError, OSError, TimeoutError)
 
 
-class Place(msgspec.Struct, frozen=True):
+class RedisAddress(msgspec.Struct, frozen=True):
     """The address of the Redis.
 
     `stream` is a prefix per fleet, so that several fleets can share one.
@@ -61,7 +61,7 @@ class Place(msgspec.Struct, frozen=True):
 class RedisBus:
     """Two connections, one to write and one for blocking reads, each with a reconnecting task."""
 
-    def __init__(self, place: Place, rng: Random, count_drop: Drop) -> None:
+    def __init__(self, place: RedisAddress, rng: Random, count_drop: DropCounter) -> None:
         self._place = place
         self._rng = rng
         self._all = f"{place.stream}:all".encode()
@@ -76,7 +76,7 @@ class RedisBus:
         self._problem = ""
         self._logged: set[str] = set()  # problems already logged in this outage
 
-    async def start(self, me: bytes, deliver: Deliver) -> None:
+    async def start(self, me: bytes, deliver: FrameHandler) -> None:
         own = self._direct_stream(me)
 
         async def read(redis: Any) -> None:
@@ -88,7 +88,7 @@ class RedisBus:
         ]
 
     async def stop(self) -> None:
-        with suppress(*LOST):
+        with suppress(*CONNECTION_ERRORS):
             async with asyncio.timeout(0.2):
                 while (len(self._backlog) or self._sending) and self._can_write:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
@@ -99,7 +99,7 @@ class RedisBus:
                 task.cancel()
             _, pending = await asyncio.wait(pending, timeout=0.1)
 
-    def publish(self, frame: bytes, to: bytes = EVERYBODY) -> None:
+    def publish(self, frame: bytes, to: bytes = BROADCAST) -> None:
         self._backlog.add(to, frame)
         self._wake.set()
 
@@ -123,13 +123,13 @@ class RedisBus:
             redis = self._connect()
             try:
                 await work(redis)
-            except LOST as error:
+            except CONNECTION_ERRORS as error:
                 has_worked = self._on_break(flag, error)
             except Exception as error:
                 log.exception("shared state: a connection to Redis failed")
                 has_worked = self._on_break(flag, error)
             finally:
-                with suppress(*LOST):
+                with suppress(*CONNECTION_ERRORS):
                     await redis.aclose()
             wait_s = FIRST_RETRY_S if has_worked else min(LONGEST_RETRY_S, 2 * wait_s)
             await asyncio.sleep(wait_s * self._rng.uniform(0.5, 1.5))
@@ -189,13 +189,13 @@ class RedisBus:
             while len(self._backlog) or self._sending:
                 size = sum(len(frame) for _, frame in self._sending)
                 while len(self._backlog) and len(self._sending) < BATCH and size < BATCH_BYTES:
-                    self._sending.append(self._backlog.take())
+                    self._sending.append(self._backlog.pop_oldest())
                     size += len(self._sending[-1][1])
                 pipe = redis.pipeline(transaction=False)
                 for to, frame in self._sending:
-                    stream = self._all if to == EVERYBODY else self._direct_stream(to)
-                    pipe.xadd(stream, {FIELD: frame}, maxlen=KEPT_FRAMES, approximate=True)
-                    if to != EVERYBODY:
+                    stream = self._all if to == BROADCAST else self._direct_stream(to)
+                    pipe.xadd(stream, {FIELD: frame}, maxlen=STREAM_FRAMES, approximate=True)
+                    if to != BROADCAST:
                         pipe.expire(stream, DIRECT_S)
                 await pipe.execute()
                 self._sending = []
@@ -203,7 +203,7 @@ class RedisBus:
             await self._wake.wait()
             self._wake.clear()
 
-    async def _read(self, redis: Any, own: bytes, deliver: Deliver) -> None:
+    async def _read(self, redis: Any, own: bytes, deliver: FrameHandler) -> None:
         clock_offset_ms, last = await self._resume(redis)
         self._on_success("_can_read")
         direct = b"0-0"

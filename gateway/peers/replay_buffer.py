@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 PART_BYTES = 96 << 10
 
 
-class Memory:
+class ReplayBuffer:
     """Encoded messages up to `cap_bytes`, the oldest dropped first.
 
     Replaying the messages rebuilds the prefix index. The newest ones suffice, because engines hold
@@ -22,18 +22,18 @@ class Memory:
         self._bodies: deque[bytes] = deque()
         self.bytes = 0
 
-    def keep(self, body: bytes) -> None:
+    def append(self, body: bytes) -> None:
         self._bodies.append(body)
         self.bytes += len(body)
         while self.bytes > self._cap_bytes:
             self.bytes -= len(self._bodies.popleft())
 
-    def all(self) -> tuple[bytes, ...]:
+    def messages(self) -> tuple[bytes, ...]:
         """Return the current messages, oldest first."""
         return tuple(self._bodies)
 
 
-def in_parts(bodies: Iterable[bytes]) -> Iterator[list[bytes]]:
+def split_into_parts(bodies: Iterable[bytes]) -> Iterator[list[bytes]]:
     """Group the messages into parts of about PART_BYTES; always yields at least one part."""
     part: list[bytes] = []
     size = 0

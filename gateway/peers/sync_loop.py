@@ -15,24 +15,24 @@ from time import monotonic, perf_counter
 
 from gateway.metrics.catalogue import Metrics
 from gateway.peers.bus import FRAME_CAP_BYTES, Bus
-from gateway.peers.view import View
+from gateway.peers.view import PeerView
 
 log = logging.getLogger("penstock")
 
 INBOX_CAP_BYTES = 16 << 20
 SLICE_S = 0.001
-ROOM_BYTES = 1 << 20  # the frames for a newcomer wait while the bus's backlog is larger
+WARM_UP_BACKLOG_BYTES = 1 << 20  # the frames for a newcomer wait while the bus's backlog is larger
 CONNECT_WITHIN_S = 1.0
 WARM_WITHIN_S = 5.0
 
 
-class Pump:
+class SyncLoop:
     """Moves frames between a PeerView and a bus.
 
     Updates are collected for `flush_s` and sent together.
     """
 
-    def __init__(self, view: View, bus: Bus, flush_s: float, metrics: Metrics, rng: Random) -> None:
+    def __init__(self, view: PeerView, bus: Bus, flush_s: float, metrics: Metrics, rng: Random) -> None:
         self._view = view
         self._bus = bus
         self._flush_s = flush_s
@@ -45,14 +45,14 @@ class Pump:
         self._gaps = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._warm_up_tasks: set[asyncio.Task[None]] = set()
-        metrics.shared_up.follow(lambda: float(bus.state(monotonic()).connected))
-        metrics.shared_staleness_seconds.follow(lambda: bus.state(monotonic()).staleness_s)
-        metrics.shared_peers.follow(lambda: float(len(view.peers)))
+        metrics.shared_up.set_function(lambda: float(bus.state(monotonic()).connected))
+        metrics.shared_staleness_seconds.set_function(lambda: bus.state(monotonic()).staleness_s)
+        metrics.shared_peers.set_function(lambda: float(len(view.peers)))
 
     async def start(self) -> None:
         """Return once this gateway has received the others' state, or found that there are none."""
-        self._view.begin(monotonic())
-        await self._bus.start(self._view.me, self.hear)
+        self._view.start(monotonic())
+        await self._bus.start(self._view.own_id, self.receive)
         self._tasks = [
             asyncio.create_task(self._send_loop(), name="send to other gateways"),
             asyncio.create_task(self._receive_loop(), name="receive from other gateways"),
@@ -70,7 +70,7 @@ class Pump:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._warm_up_tasks, return_exceptions=True)
         self._flush()
-        to, frame = self._view.bye()
+        to, frame = self._view.bye_frame()
         self._bus.publish(frame, to)
         await self._bus.stop()
 
@@ -84,16 +84,16 @@ class Pump:
             "gateways": len(self._view.peers),
         }
 
-    def hear(self, frame: bytes, age_s: float) -> None:
+    def receive(self, frame: bytes, age_s: float) -> None:
         """Queue a received frame; drop the oldest ones when the queue is full."""
         if len(frame) > FRAME_CAP_BYTES:
-            self._view.drop("too_long")
+            self._view.count_drop("too_long")
             return
         self._inbox.append((frame, monotonic() - age_s))
         self._inbox_bytes += len(frame)
         while self._inbox_bytes > INBOX_CAP_BYTES:
             self._inbox_bytes -= len(self._inbox.popleft()[0])
-            self._view.drop("inbox")
+            self._view.count_drop("inbox")
         self._has_frames.set()
 
     async def _send_loop(self) -> None:
@@ -102,8 +102,8 @@ class Pump:
             try:
                 self._flush()
                 now = monotonic()
-                self._view.sweep(now)
-                await self._run_in_slices(self._view.settle(now))
+                self._view.expire_peers(now)
+                await self._run_in_slices(self._view.finish_warm_up(now))
                 self._check_warm_up()
             except Exception:
                 log.exception("sending to other gateways failed")
@@ -115,33 +115,33 @@ class Pump:
             self._is_connected.set()
         if state.gaps > self._gaps:
             self._gaps = state.gaps
-            self._view.warming.again()
-        for to, frame in self._view.flush(now, connected=state.connected):
+            self._view.warm_up.restart()
+        for to, frame in self._view.outgoing_frames(now, is_connected=state.connected):
             self._bus.publish(frame, to)
 
     def _check_warm_up(self) -> None:
         """Log the end of this gateway's warm-up, and start those that other gateways asked for."""
-        warm_up = self._view.warming
-        if warm_up.warm and not self._is_warm.is_set():
+        warm_up = self._view.warm_up
+        if warm_up.is_warm and not self._is_warm.is_set():
             self._is_warm.set()
             count = len(self._view.peers)
             log.warning(
                 "shared state: warm in %.2f s: %d messages, %d other %s",
                 warm_up.took_s,
-                warm_up.told,
+                warm_up.received_messages,
                 count,
                 "gateway" if count == 1 else "gateways",
             )
-        newcomers, self._view.askers = self._view.askers, []
+        newcomers, self._view.newcomers = self._view.newcomers, []
         for newcomer in dict.fromkeys(newcomers):
             task = asyncio.create_task(self._warm_up(newcomer), name="warm up a gateway")
             self._warm_up_tasks.add(task)
             task.add_done_callback(self._warm_up_tasks.discard)
 
     async def _warm_up(self, newcomer: bytes) -> None:
-        for to, frame in self._view.parts(newcomer, monotonic()):
+        for to, frame in self._view.warm_up_frames(newcomer, monotonic()):
             # A bus has no event for a shrinking backlog.
-            while self._bus.state(monotonic()).backlog_bytes > ROOM_BYTES:  # noqa: ASYNC110
+            while self._bus.state(monotonic()).backlog_bytes > WARM_UP_BACKLOG_BYTES:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             self._bus.publish(frame, to)
             await asyncio.sleep(0)
@@ -155,7 +155,7 @@ class Pump:
                 self._inbox_bytes -= len(frame)
                 now = monotonic()
                 try:
-                    await self._run_in_slices(self._view.take(frame, now - sent_at, now))
+                    await self._run_in_slices(self._view.apply_frame(frame, now - sent_at, now))
                 except Exception:
                     log.exception("a frame of another gateway could not be handled")
 

@@ -10,99 +10,99 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from gateway.admission.controller import Gate
+from gateway.admission.controller import AdmissionController
 from gateway.config import Tenant
-from gateway.fleet.outgoing_updates import News
+from gateway.fleet.outgoing_updates import OutgoingUpdates
 from gateway.peers import messages
-from policies.admission.sessions import Member
+from policies.admission.sessions import SessionUpdate
 
-MOST_ROWS = 1000
+MAX_ROWS = 1000
 """Rows of one message at most."""
 
 T = TypeVar("T")
 
 
-class Use:
+class UsageSync:
     """Converts use to messages and back. Tenants, pools and sessions are named by `digest`."""
 
-    def __init__(self, gate: Gate, updates: News, digest: Callable[[str], int]) -> None:
+    def __init__(self, gate: AdmissionController, updates: OutgoingUpdates, digest: Callable[[str], int]) -> None:
         self._admission = gate
         self._updates = updates
         self._digest = digest
         self._tenants: dict[int, str] = {}
 
-    def know(self, tenants: Sequence[Tenant]) -> None:
+    def set_tenants(self, tenants: Sequence[Tenant]) -> None:
         """Set the configured tenants."""
         self._tenants = {self._digest(tenant.name): tenant.name for tenant in tenants}
 
     # Outgoing
 
-    def tell(self, now: float) -> Iterator[messages.Charged | messages.Taken | messages.Inside]:
+    def outgoing(self, now: float) -> Iterator[messages.TenantCharges | messages.QuotaUse | messages.ActiveSessions]:
         """Yield the use since the last call."""
         digest, updates = self._digest, self._updates
-        charges, updates.charged = updates.charged, {}
-        for rows in some(
+        charges, updates.charges = updates.charges, {}
+        for rows in batches(
             (digest(pool), digest(tenant), tokens) for (pool, tenant), tokens in charges.items()
         ):
-            yield messages.Charged(rows)
-        taken, updates.taken = updates.taken, {}
+            yield messages.TenantCharges(rows)
+        taken, updates.quota_use = updates.quota_use, {}
         quotas = self._admission.quotas.by_tenant
-        for quota_rows in some(
-            (digest(tenant), quotas[tenant].spent(requests, tokens, now))
+        for quota_rows in batches(
+            (digest(tenant), quotas[tenant].usage_message(requests, tokens, now))
             for tenant, (requests, tokens) in taken.items()
             if tenant in quotas and (requests or tokens)
         ):
-            yield messages.Taken(quota_rows)
-        for queue in self._admission.rooms():
+            yield messages.QuotaUse(quota_rows)
+        for queue in self._admission.pool_queues():
             if queue.sessions is not None:
-                yield from self._session_messages(queue.name, queue.sessions.untold(now))
+                yield from self._session_messages(queue.name, queue.sessions.take_updates(now))
 
-    def everybody(self, now: float) -> Iterator[messages.Inside]:
+    def all_sessions(self, now: float) -> Iterator[messages.ActiveSessions]:
         """Yield all active sessions of all gateways, for a gateway that has just started."""
-        for queue in self._admission.rooms():
+        for queue in self._admission.pool_queues():
             if queue.sessions is not None:
-                yield from self._session_messages(queue.name, queue.sessions.members(now))
+                yield from self._session_messages(queue.name, queue.sessions.all_sessions(now))
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Discard charges and quota use while the bus is disconnected; sessions are sent later.
 
         By the time of a reconnect the quotas have filled up again.
         """
-        self._updates.charged.clear()
-        self._updates.taken.clear()
+        self._updates.charges.clear()
+        self._updates.quota_use.clear()
 
-    def _session_messages(self, pool: str, members: Iterable[Member]) -> Iterator[messages.Inside]:
-        for part in some(members):
-            yield messages.Inside(self._digest(pool), part)
+    def _session_messages(self, pool: str, members: Iterable[SessionUpdate]) -> Iterator[messages.ActiveSessions]:
+        for part in batches(members):
+            yield messages.ActiveSessions(self._digest(pool), part)
 
     # Incoming
 
-    def charged(self, message: messages.Charged) -> None:
+    def on_charges(self, message: messages.TenantCharges) -> None:
         """Charge tenants for work that other gateways have done for them."""
-        queues = {self._digest(queue.name): queue for queue in self._admission.rooms()}
+        queues = {self._digest(queue.name): queue for queue in self._admission.pool_queues()}
         for pool, tenant, tokens in message.tenants:
             queue, name = queues.get(pool), self._tenants.get(tenant)
             if queue is not None and name is not None:
-                queue.charged_elsewhere(name, tokens)
+                queue.add_peer_charge(name, tokens)
 
-    def taken(self, message: messages.Taken, now: float) -> None:
+    def on_quota_use(self, message: messages.QuotaUse, now: float) -> None:
         """Deduct the quota that tenants have used at another gateway."""
         for tenant, spent in message.tenants:
             name = self._tenants.get(tenant, "")
             quota = self._admission.quotas.by_tenant.get(name)
             if quota is not None:
-                own = self._updates.taken.get(name, (0, 0))
-                quota.elsewhere(spent, quota.spent(*own, now))
+                own = self._updates.quota_use.get(name, (0, 0))
+                quota.apply_peer_usage(spent, quota.usage_message(*own, now))
 
-    def inside(self, message: messages.Inside, age_s: float, now: float) -> None:
+    def on_sessions(self, message: messages.ActiveSessions, age_s: float, now: float) -> None:
         """Count sessions that were served at another gateway."""
-        for queue in self._admission.rooms():
+        for queue in self._admission.pool_queues():
             if queue.sessions is not None and self._digest(queue.name) == message.pool:
-                queue.sessions.elsewhere(message.members, age_s, now)
+                queue.sessions.apply_peer_sessions(message.members, age_s, now)
 
 
-def some(rows: Iterable[T]) -> Iterator[list[T]]:
+def batches(rows: Iterable[T]) -> Iterator[list[T]]:
     """Yield the rows in lists of at most MOST_ROWS."""
     iterator = iter(rows)
-    while part := list(islice(iterator, MOST_ROWS)):
+    while part := list(islice(iterator, MAX_ROWS)):
         yield part

@@ -12,37 +12,37 @@ from itertools import chain
 
 import msgspec
 
-from gateway.admission.controller import Gate
+from gateway.admission.controller import AdmissionController
 from gateway.config import Tenant
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.outgoing_updates import News
+from gateway.fleet.outgoing_updates import OutgoingUpdates
 from gateway.metrics.catalogue import Metrics
 from gateway.peers import messages
-from gateway.peers.bus import EVERYBODY
-from gateway.peers.frame_auth import Refused, Seal
-from gateway.peers.members import GONE_S, Peers
-from gateway.peers.replay_buffer import Memory, in_parts
-from gateway.peers.usage_sync import MOST_ROWS, Use, some
-from gateway.peers.warm_up import State as Warmth
-from gateway.peers.warm_up import Warming
-from policies.engine.peer_load import NOTHING, Share
-from policies.health.health import State
-from policies.ledger import foreign, own
+from gateway.peers.bus import BROADCAST
+from gateway.peers.frame_auth import FrameAuth, FrameRejectedError
+from gateway.peers.members import EXPIRY_S, PeerTable
+from gateway.peers.replay_buffer import ReplayBuffer, split_into_parts
+from gateway.peers.usage_sync import MAX_ROWS, UsageSync, batches
+from gateway.peers.warm_up import WarmUp
+from gateway.peers.warm_up import WarmUpState as Warmth
+from policies.engine.peer_load import NOTHING, PeerShare
+from policies.health.health import HealthState
+from policies.ledger import own_load, set_peer_load
 from policies.model import Endpoint
-from policies.prefix.sampled_keys import packed, unpacked
+from policies.prefix.sampled_keys import pack, unpack
 
 Frame = tuple[bytes, bytes]
 """(recipient, sealed bytes)"""
 
 HEARTBEAT_S = 0.5
 BODY_BYTES = 32 << 10
-NAMES_KEPT = 16384
-LATE_S = GONE_S
-OUT = frozenset({State.EJECTED, State.DEAD})
+NAMES_CACHED = 16384
+LATE_S = EXPIRY_S
+OUT = frozenset({HealthState.EJECTED, HealthState.DEAD})
 
 
-class View:
+class PeerView:
     """One gateway's part of the shared state.
 
     updates     the path of a request appends to it
@@ -53,47 +53,47 @@ class View:
 
     def __init__(
         self,
-        seal: Seal,
+        seal: FrameAuth,
         endpoints: EndpointTable,
-        gate: Gate,
+        gate: AdmissionController,
         metrics: Metrics,
         block_bytes: int,
         memory_bytes: int,
     ) -> None:
-        self.news = News(lru_cache(NAMES_KEPT)(seal.digest))
-        self.me = seal.me
-        self.suspect: Callable[[LiveEndpoint], None] = lambda live: None
+        self.updates = OutgoingUpdates(lru_cache(NAMES_CACHED)(seal.digest))
+        self.own_id = seal.own_id
+        self.on_suspect: Callable[[LiveEndpoint], None] = lambda live: None
         self.tenants: Callable[[], Sequence[Tenant]] = lambda: ()
-        self.peers = Peers()
-        self.askers: list[bytes] = []
-        self.memory = Memory(memory_bytes)
+        self.peers = PeerTable()
+        self.newcomers: list[bytes] = []
+        self.replay_buffer = ReplayBuffer(memory_bytes)
         self._auth = seal
         self._endpoints = endpoints
         self._admission = gate
-        self._use = Use(gate, self.news, self.news.named)
+        self._use = UsageSync(gate, self.updates, self.updates.session_digest)
         self._metrics = metrics
         self._block_bytes = block_bytes
         self._digests: dict[tuple[str, str], int] = {}
         self._live: dict[int, LiveEndpoint] = {}
-        self._sent_shares: dict[int, Share] = {}
+        self._sent_shares: dict[int, PeerShare] = {}
         self._sent_at = float("-inf")
 
-    def begin(self, now: float) -> None:
+    def start(self, now: float) -> None:
         """Start the warm-up. Call it once, before all other methods."""
-        self.warming = Warming(now)
+        self.warm_up = WarmUp(now)
         self._started_at = now
 
     # Outgoing
 
-    def flush(self, now: float, *, connected: bool) -> list[Frame]:
+    def outgoing_frames(self, now: float, *, is_connected: bool) -> list[Frame]:
         """Return the frames to send. While the bus is disconnected, only prompts are queued."""
         frames = self._prompt_frames()
-        if not connected:
-            self._use.forget()
-            del self.news.confirmed[:-MOST_ROWS], self.news.moved[:-MOST_ROWS]
+        if not is_connected:
+            self._use.discard()
+            del self.updates.cache_reports[:-MAX_ROWS], self.updates.health_changes[:-MAX_ROWS]
             return frames
         frames += self._report_frames()
-        frames += map(self._frame, self._use.tell(now))
+        frames += map(self._frame, self._use.outgoing(now))
         is_due = self._sent_at + HEARTBEAT_S <= now
         if is_due:
             self._update_names()
@@ -101,38 +101,38 @@ class View:
         if shares != self._sent_shares or is_due:
             self._sent_shares, self._sent_at = shares, now
             uptime_s = now - self._started_at
-            loads = messages.Loads(uptime_s, self.warming.warm, list(shares.items()))
+            loads = messages.PeerLoads(uptime_s, self.warm_up.is_warm, list(shares.items()))
             frames.append(self._frame(loads))
-        attempt = self.warming.ask(now, alone=not self.peers.anybody_warm)
+        attempt = self.warm_up.next_hello(now, has_no_peers=not self.peers.has_warm_peer)
         if attempt is not None:
             frames.append(self._frame(messages.Hello(attempt)))
         return frames
 
-    def bye(self) -> Frame:
+    def bye_frame(self) -> Frame:
         return self._frame(messages.Bye())
 
-    def parts(self, newcomer: bytes, now: float) -> Iterator[Frame]:
+    def warm_up_frames(self, newcomer: bytes, now: float) -> Iterator[Frame]:
         """Yield the frames that warm up another gateway: the stored state as of the first step."""
-        bodies = chain(self.memory.all(), map(messages.encode, self._use.everybody(now)))
-        for number, part in enumerate(in_parts(bodies)):
-            yield self._frame(messages.Part(number, last=False, said=part), newcomer)
-        yield self._frame(messages.Part(number + 1, last=True, said=[]), newcomer)
+        bodies = chain(self.replay_buffer.messages(), map(messages.encode, self._use.all_sessions(now)))
+        for number, part in enumerate(split_into_parts(bodies)):
+            yield self._frame(messages.WarmUpPart(number, is_last=False, messages=part), newcomer)
+        yield self._frame(messages.WarmUpPart(number + 1, is_last=True, messages=[]), newcomer)
 
     def _prompt_frames(self) -> list[Frame]:
-        prompts, self.news.prompts = self.news.prompts, []
-        if prompts and not self.warming.warm:
+        prompts, self.updates.prompts = self.updates.prompts, []
+        if prompts and not self.warm_up.is_warm:
             picks = sum(cached_tokens is None for _, _, _, cached_tokens in prompts)
             self._metrics.blind_picks_total.inc(picks)
         frames: list[Frame] = []
-        rows: list[messages.Prompt] = []
+        rows: list[messages.SentPrompt] = []
         size = 0
         for fingerprint, endpoint, prompt_tokens, cached_tokens in prompts:
             if not fingerprint.keys:
                 continue
-            keys = packed(fingerprint.rungs)
+            keys = pack(fingerprint.sampled_keys)
             blocks, n_bytes = len(fingerprint.keys), fingerprint.n_bytes
             digest = self._digest(endpoint)
-            row = messages.Prompt(digest, blocks, n_bytes, prompt_tokens, keys, cached_tokens)
+            row = messages.SentPrompt(digest, blocks, n_bytes, prompt_tokens, keys, cached_tokens)
             rows.append(row)
             size += len(keys) + 32
             if size > BODY_BYTES:
@@ -142,123 +142,123 @@ class View:
             frames.append(self._picks_frame(rows))
         return frames
 
-    def _picks_frame(self, rows: list[messages.Prompt]) -> Frame:
-        body = messages.encode(messages.Picks(self._block_bytes, rows))
-        self.memory.keep(body)
+    def _picks_frame(self, rows: list[messages.SentPrompt]) -> Frame:
+        body = messages.encode(messages.SentPrompts(self._block_bytes, rows))
+        self.replay_buffer.append(body)
         self._count("picks", "out")
-        return EVERYBODY, self._auth.close(body)
+        return BROADCAST, self._auth.seal(body)
 
     def _report_frames(self) -> list[Frame]:
-        updates, frames = self.news, []
-        if updates.confirmed:
+        updates, frames = self.updates, []
+        if updates.cache_reports:
             answers = (
                 (self._digest(endpoint), believed, actual)
-                for endpoint, believed, actual in updates.confirmed
+                for endpoint, believed, actual in updates.cache_reports
             )
-            frames += [self._frame(messages.Confirmed(part)) for part in some(answers)]
-            updates.confirmed = []
-        if updates.moved:
+            frames += [self._frame(messages.CacheReports(part)) for part in batches(answers)]
+            updates.cache_reports = []
+        if updates.health_changes:
             rows = [
-                (self._digest(endpoint), state, cause) for endpoint, state, cause in updates.moved
+                (self._digest(endpoint), state, cause) for endpoint, state, cause in updates.health_changes
             ]
-            frames.append(self._frame(messages.Moved(rows[-MOST_ROWS:])))
+            frames.append(self._frame(messages.HealthChanges(rows[-MAX_ROWS:])))
             for digest, state, _ in rows:
                 if state in OUT:
-                    self.memory.keep(messages.encode(messages.Forgotten(digest)))
-            updates.moved = []
+                    self.replay_buffer.append(messages.encode(messages.CacheLoss(digest)))
+            updates.health_changes = []
         return frames
 
-    def _shares(self) -> dict[int, Share]:
+    def _shares(self) -> dict[int, PeerShare]:
         shares = {
-            digest: own(live.load) for digest, live in self._live.items() if live.load.in_flight
+            digest: own_load(live.load) for digest, live in self._live.items() if live.load.in_flight
         }
         return {digest: share for digest, share in shares.items() if share != NOTHING}
 
-    def _frame(self, message: messages.Message, to: bytes = EVERYBODY) -> Frame:
-        self._count(messages.kind(message), "out")
-        return to, self._auth.close(messages.encode(message), to)
+    def _frame(self, message: messages.Message, to: bytes = BROADCAST) -> Frame:
+        self._count(messages.message_kind(message), "out")
+        return to, self._auth.seal(messages.encode(message), to)
 
     # Incoming
 
-    def open(self, frame: bytes) -> tuple[bytes, bytes, messages.Message] | None:
+    def open_frame(self, frame: bytes) -> tuple[bytes, bytes, messages.Message] | None:
         """Return (sender, body, message); None for own frames, those for others, and invalid ones.
 
         Invalid frames are counted.
         """
         try:
-            opened = self._auth.open(frame)
+            opened = self._auth.verify(frame)
             if opened is None:
                 return None
             sender, body = opened
             message = messages.decode(body)
-        except Refused as refused:
-            self.drop(refused.reason)
+        except FrameRejectedError as refused:
+            self.count_drop(refused.reason)
             return None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            self.drop("malformed")
+            self.count_drop("malformed")
             return None
-        self._count(messages.kind(message), "in")
+        self._count(messages.message_kind(message), "in")
         return sender, bytes(body), message
 
-    def take(self, frame: bytes, age_s: float, now: float) -> Iterator[None]:
+    def apply_frame(self, frame: bytes, age_s: float, now: float) -> Iterator[None]:
         """Apply a frame in short steps, between which the caller may yield to the loop."""
-        opened = self.open(frame)
+        opened = self.open_frame(frame)
         if opened is None:
             return
         sender, body, message = opened
-        if isinstance(message, messages.Picks | messages.Confirmed):
-            if self.warming.warm:
+        if isinstance(message, messages.SentPrompts | messages.CacheReports):
+            if self.warm_up.is_warm:
                 yield from self._learn(body, message)
             else:
-                self.warming.hold(body, age_s, now)
-        elif isinstance(message, messages.Part):
+                self.warm_up.buffer(body, age_s, now)
+        elif isinstance(message, messages.WarmUpPart):
             yield from self._apply_part(message, now)
-        elif isinstance(message, messages.Inside):
-            self._use.inside(message, age_s, now)
+        elif isinstance(message, messages.ActiveSessions):
+            self._use.on_sessions(message, age_s, now)
         elif age_s > LATE_S:
             # A new gateway also receives frames from before its start; those are not counted.
-            if self.warming.warm:
-                self.drop("late")
+            if self.warm_up.is_warm:
+                self.count_drop("late")
         else:
             self._apply(sender, message, now)
 
     def _apply(self, sender: bytes, message: messages.Message, now: float) -> None:
         """Apply a message about the current moment, which is useless when it is late."""
         match message:
-            case messages.Loads():
+            case messages.PeerLoads():
                 self._apply_loads(sender, message, now)
-            case messages.Moved(endpoints):
+            case messages.HealthChanges(endpoints):
                 ejected = [self._live.get(digest) for digest, state, _ in endpoints if state in OUT]
                 for live in ejected:
-                    if live is not None and live.load.available:
-                        self.suspect(live)
-            case messages.Charged():
-                self._use.charged(message)
-            case messages.Taken():
-                self._use.taken(message, now)
+                    if live is not None and live.load.is_available:
+                        self.on_suspect(live)
+            case messages.TenantCharges():
+                self._use.on_charges(message)
+            case messages.QuotaUse():
+                self._use.on_quota_use(message, now)
             case messages.Hello(attempt):
                 self._sent_at = float(
                     "-inf"
                 )  # send a heartbeat, so that the newcomer knows its peers
-                if self.warming.warm and self.peers.answers(
-                    self._auth.me, self._started_at, sender, attempt
+                if self.warm_up.is_warm and self.peers.is_responder(
+                    self._auth.own_id, self._started_at, sender, attempt
                 ):
-                    self.askers.append(sender)
+                    self.newcomers.append(sender)
             case messages.Bye():
                 self._remove_peer(sender, now)
             case _:
-                self.drop("malformed")
+                self.count_drop("malformed")
 
-    def _apply_part(self, part: messages.Part, now: float) -> Iterator[None]:
-        if self.warming.state is Warmth.WARM:
+    def _apply_part(self, part: messages.WarmUpPart, now: float) -> Iterator[None]:
+        if self.warm_up.state is Warmth.WARM:
             return
-        for body in part.said:
+        for body in part.messages:
             yield from self._replay(body, now)
-        self.warming.part(len(part.said), last=part.last, now=now)
+        self.warm_up.on_part(len(part.messages), is_last=part.is_last, now=now)
 
-    def settle(self, now: float) -> Iterator[None]:
+    def finish_warm_up(self, now: float) -> Iterator[None]:
         """Finish the warm-up if it is over: apply the messages that were buffered meanwhile."""
-        bodies = self.warming.finished(now)
+        bodies = self.warm_up.finish(now)
         if bodies is not None:
             for body in bodies:
                 yield from self._replay(body, now)
@@ -267,56 +267,56 @@ class View:
         try:
             message = messages.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            self.drop("malformed")
+            self.count_drop("malformed")
             return
-        if isinstance(message, messages.Picks | messages.Confirmed | messages.Forgotten):
+        if isinstance(message, messages.SentPrompts | messages.CacheReports | messages.CacheLoss):
             yield from self._learn(body, message)
-        elif isinstance(message, messages.Inside):
-            self._use.inside(message, 0.0, now)
+        elif isinstance(message, messages.ActiveSessions):
+            self._use.on_sessions(message, 0.0, now)
             yield
         else:
-            self.drop("malformed")
+            self.count_drop("malformed")
 
     def _learn(
-        self, body: bytes, message: messages.Picks | messages.Confirmed | messages.Forgotten
+        self, body: bytes, message: messages.SentPrompts | messages.CacheReports | messages.CacheLoss
     ) -> Iterator[None]:
         index = self._endpoints.prefixes.index
-        if isinstance(message, messages.Confirmed):
+        if isinstance(message, messages.CacheReports):
             for digest, believed, actual in message.answers:
                 live = self._current(digest)
                 if live is not None:
                     index.confirm(live.load.slot, believed, actual)
-        elif isinstance(message, messages.Forgotten):
-            self.memory.keep(body)
+        elif isinstance(message, messages.CacheLoss):
+            self.replay_buffer.append(body)
             live = self._current(message.endpoint)
             if live is not None:
                 index.forget(live.load.slot)
         elif message.block_bytes != self._block_bytes:
-            self.drop("block_bytes")
+            self.count_drop("block_bytes")
         else:
-            self.memory.keep(body)
+            self.replay_buffer.append(body)
             for prompt in message.prompts:
                 self._learn_prompt(prompt)
                 yield
 
-    def _learn_prompt(self, prompt: messages.Prompt) -> None:
+    def _learn_prompt(self, prompt: messages.SentPrompt) -> None:
         live = self._current(prompt.endpoint)
         if live is None:
-            self.drop("unknown_endpoint")
+            self.count_drop("unknown_endpoint")
             return
         try:
-            keys = unpacked(prompt.keys, prompt.blocks, self._block_bytes, prompt.n_bytes)
+            keys = unpack(prompt.keys, prompt.blocks, self._block_bytes, prompt.n_bytes)
         except ValueError:
-            self.drop("malformed")
+            self.count_drop("malformed")
             return
         tokens_per_block = prompt.prompt_tokens * self._block_bytes / prompt.n_bytes
-        self._endpoints.learn_elsewhere(keys, live.load, tokens_per_block, prompt.kept)
+        self._endpoints.learn_from_peer(keys, live.load, tokens_per_block, prompt.cached_tokens)
 
-    def _apply_loads(self, sender: bytes, loads: messages.Loads, now: float) -> None:
-        peer = self.peers.heard(sender, loads.uptime_s, warm=loads.warm, now=now)
+    def _apply_loads(self, sender: bytes, loads: messages.PeerLoads, now: float) -> None:
+        peer = self.peers.update(sender, loads.uptime_s, is_warm=loads.is_warm, now=now)
         shares = dict(loads.shares)
         changes = [
-            foreign(live.load, sender, shares.get(digest), now)
+            set_peer_load(live.load, sender, shares.get(digest), now)
             for digest in peer.shares | shares.keys()
             if (live := self._live.get(digest)) is not None
         ]
@@ -326,40 +326,40 @@ class View:
 
     # Upkeep
 
-    def sweep(self, now: float) -> None:
+    def expire_peers(self, now: float) -> None:
         """Remove the gateways that have sent nothing for GONE_S, and their bookings."""
-        for sender in self.peers.silent(now):
+        for sender in self.peers.expired(now):
             self._remove_peer(sender, now)
 
     def _remove_peer(self, sender: bytes, now: float) -> None:
-        if self.peers.gone(sender) is not None:
+        if self.peers.remove(sender) is not None:
             for live in self._endpoints.all():
-                foreign(live.load, sender, None, now)
+                set_peer_load(live.load, sender, None, now)
             self._admission.refresh()
 
     def _update_names(self) -> None:
         """Update the digests of tenants and endpoints, which change with configurations."""
-        self._use.know(self.tenants())
+        self._use.set_tenants(self.tenants())
         self._live = {
-            self._digest(live.endpoint): live for live in self._endpoints.all() if not live.leaving
+            self._digest(live.endpoint): live for live in self._endpoints.all() if not live.is_leaving
         }
 
     def _current(self, digest: int) -> LiveEndpoint | None:
         """Return the endpoint, unless it has left: its slot may be another's."""
         live = self._live.get(digest)
-        return None if live is None or live.leaving else live
+        return None if live is None or live.is_leaving else live
 
     def _digest(self, endpoint: Endpoint) -> int:
         key = endpoint.pool, endpoint.url
         digest = self._digests.get(key)
         if digest is None:
-            if len(self._digests) >= NAMES_KEPT:
+            if len(self._digests) >= NAMES_CACHED:
                 self._digests.clear()
             digest = self._auth.digest(f"{endpoint.pool}\0{endpoint.url}")
             self._digests[key] = digest
         return digest
 
-    def drop(self, reason: str) -> None:
+    def count_drop(self, reason: str) -> None:
         """Count a message that is dropped."""
         self._metrics.shared_dropped_total.labels(reason).inc()
 

@@ -7,23 +7,23 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-PATIENCE_S = 0.5
+PART_TIMEOUT_S = 0.5
 """Timeout for the first part of an answer, and between two parts."""
 
 ATTEMPTS = 4
-HELD_CAP_BYTES = 8 << 20
+BUFFER_CAP_BYTES = 8 << 20
 
 
-class State(StrEnum):
+class WarmUpState(StrEnum):
     """The phases: no bus yet, hello sent, receiving the answer, warm."""
 
-    AWAY = "away"
+    DISCONNECTED = "away"
     ASKING = "asking"
-    TOLD = "told"
+    RECEIVING = "told"
     WARM = "warm"
 
 
-class Warming:
+class WarmUp:
     """The warm-up of one gateway.
 
     is_warm            it has been warm once; a repeated warm-up does not reset it
@@ -35,70 +35,70 @@ class Warming:
     """
 
     __slots__ = (
-        *("_attempt", "_buffer", "_buffer_bytes", "_deadline", "asked_at", "state", "told"),
-        *("took_s", "warm"),
+        *("_attempt", "_buffer", "_buffer_bytes", "_deadline", "started_at", "state", "received_messages"),
+        *("took_s", "is_warm"),
     )
 
     def __init__(self, now: float) -> None:
-        self.state = State.AWAY
-        self.warm = False
-        self.asked_at = now
-        self.told = 0
+        self.state = WarmUpState.DISCONNECTED
+        self.is_warm = False
+        self.started_at = now
+        self.received_messages = 0
         self.took_s = 0.0
         self._attempt = 0
         self._deadline = 0.0
         self._buffer: list[tuple[bytes, bool]] = []
         self._buffer_bytes = 0
 
-    def ask(self, now: float, *, alone: bool) -> int | None:
+    def next_hello(self, now: float, *, has_no_peers: bool) -> int | None:
         """Return the number of the attempt if a hello has to be sent now; else None.
 
         has_no_peers  no warm gateway is known that could answer
         """
-        if self.state is State.WARM or (self.state is not State.AWAY and now < self._deadline):
+        if self.state is WarmUpState.WARM or (self.state is not WarmUpState.DISCONNECTED and now < self._deadline):
             return None
-        if self.state is State.AWAY:
-            self.state, self._attempt, self.asked_at = State.ASKING, 0, now
+        if self.state is WarmUpState.DISCONNECTED:
+            self.state, self._attempt, self.started_at = WarmUpState.ASKING, 0, now
         else:
             self._attempt += 1
-            if self._attempt >= ATTEMPTS or alone:
+            if self._attempt >= ATTEMPTS or has_no_peers:
                 return None  # no gateway can answer: finish() ends the warm-up
-            self.state = State.ASKING
-        self._deadline = now + PATIENCE_S
+            self.state = WarmUpState.ASKING
+        self._deadline = now + PART_TIMEOUT_S
         return self._attempt
 
-    def again(self) -> None:
+    def restart(self) -> None:
         """Ask again, because frames were missed. A warm gateway stays warm meanwhile."""
-        if self.state is State.WARM:
-            self.state = State.AWAY
+        if self.state is WarmUpState.WARM:
+            self.state = WarmUpState.DISCONNECTED
 
-    def hold(self, body: bytes, age_s: float, now: float) -> None:
+    def buffer(self, body: bytes, age_s: float, now: float) -> None:
         """Buffer a broadcast until the warm-up has finished."""
-        self._buffer.append((body, now - age_s >= self.asked_at))
+        self._buffer.append((body, now - age_s >= self.started_at))
         self._buffer_bytes += len(body)
-        while self._buffer_bytes > HELD_CAP_BYTES:
+        while self._buffer_bytes > BUFFER_CAP_BYTES:
             self._buffer_bytes -= len(self._buffer.pop(0)[0])
 
-    def part(self, count: int, *, last: bool, now: float) -> None:
+    def on_part(self, count: int, *, is_last: bool, now: float) -> None:
         """Record that a part of the answer, with so many messages, has arrived."""
-        if self.state in (State.ASKING, State.TOLD):
-            self.told += count
-            self._deadline = now + PATIENCE_S
-            self.state = State.TOLD
-            if last:
+        if self.state in (WarmUpState.ASKING, WarmUpState.RECEIVING):
+            self.received_messages += count
+            self._deadline = now + PART_TIMEOUT_S
+            self.state = WarmUpState.RECEIVING
+            if is_last:
                 self._deadline = now
                 self._attempt = ATTEMPTS
 
-    def finished(self, now: float) -> list[bytes] | None:
+    def finish(self, now: float) -> list[bytes] | None:
         """Return the buffered messages to apply if the warm-up is over; None while it is not.
 
         If an answer was received, broadcasts sent before the hello are left out: the answer has
         them.
         """
-        if self.state is State.WARM or self.state is State.AWAY or now < self._deadline:
+        if self.state is WarmUpState.WARM or self.state is WarmUpState.DISCONNECTED or now < self._deadline:
             return None
-        self.state, self.warm = State.WARM, True
-        self.took_s = now - self.asked_at
-        bodies = [body for body, is_newer in self._buffer if is_newer or not self.told]
+        self.state, self.is_warm = WarmUpState.WARM, True
+        self.took_s = now - self.started_at
+        bodies = [body for body, is_newer in self._buffer if is_newer or not self.received_messages]
         self._buffer, self._buffer_bytes = [], 0
         return bodies

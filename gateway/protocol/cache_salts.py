@@ -24,20 +24,20 @@ class CacheSalts:
     defaults  salts by tenant for requests without a salt of their own; isolated tenants only
     """
 
-    __slots__ = ("_keys", "_open_key", "usual")
+    __slots__ = ("_keys", "_open_key", "defaults")
 
     def __init__(self, keys: Mapping[str, bytes], open_key: bytes) -> None:
         """Initialize with HMAC keys by tenant; `open_key` is for all other requests."""
         self._keys = keys
         self._open_key = open_key
-        self.usual = {tenant: _hex(key, b"") for tenant, key in keys.items()}
+        self.defaults = {tenant: _hex(key, b"") for tenant, key in keys.items()}
 
-    def salt(self, tenant: str, client_salt: bytes) -> bytes:
+    def client_salt(self, tenant: str, client_salt: bytes) -> bytes:
         """Return the salt (hex) of a request that carries a salt of its own."""
         return _hex(self._keys.get(tenant, self._open_key), client_salt)
 
 
-def cache_salts(config: Config) -> CacheSalts:
+def new_cache_salts(config: Config) -> CacheSalts:
     """Create the salts of a configuration.
 
     The secret is `cache.secret`, else the key that the gateways share. Without both, the secret of
@@ -49,13 +49,13 @@ def cache_salts(config: Config) -> CacheSalts:
     if config.cache.isolate == "off":
         return CacheSalts({}, open_key)
     keys: dict[str, bytes] = {}
-    for domain, tenants in domains(config.tenants).items():
+    for domain, tenants in group_by_domain(config.tenants).items():
         key = hmac.digest(secret or _derived_secret(tenants), domain, "sha256")
         keys.update(dict.fromkeys((tenant.name for tenant in tenants), key))
     return CacheSalts(keys, open_key)
 
 
-def domains(tenants: Sequence[Tenant]) -> dict[bytes, list[Tenant]]:
+def group_by_domain(tenants: Sequence[Tenant]) -> dict[bytes, list[Tenant]]:
     """Group the tenants that share cached prompts, by a unique name of each group."""
     groups: dict[bytes, list[Tenant]] = {}
     for tenant in tenants:

@@ -15,10 +15,10 @@ from types import MappingProxyType
 import msgspec
 
 # The longest Retry-After that SDKs obey is one to two minutes; some retry a longer one at once.
-LONGEST_OBEYED_S = 60.0
+MAX_RETRY_AFTER_S = 60.0
 
 
-class Row(msgspec.Struct, frozen=True):
+class ErrorRow(msgspec.Struct, frozen=True):
     """One error: its HTTP status and OpenAI error object.
 
     should_retry    the x-should-retry hint, which OpenAI's SDKs obey; None leaves it to the SDK
@@ -26,40 +26,40 @@ class Row(msgspec.Struct, frozen=True):
     """
 
     status: int
-    type: str
+    error_type: str
     code: str | None
-    retry: bool | None = False
-    in_stream: str = "stream_interrupted"
+    should_retry: bool | None = False
+    in_stream_code: str = "stream_interrupted"
 
 
 class Failure(Enum):
     """What can go wrong with a request, and the error that the client receives."""
 
-    BAD_REQUEST = Row(400, "invalid_request_error", None)
-    CONTEXT_TOO_LONG = Row(400, "invalid_request_error", "context_length_exceeded")
-    BAD_KEY = Row(401, "authentication_error", "invalid_api_key")
-    NOT_FOUND = Row(404, "invalid_request_error", "unknown_url")
-    MODEL_NOT_FOUND = Row(404, "invalid_request_error", "model_not_found")
-    METHOD_NOT_ALLOWED = Row(405, "invalid_request_error", "method_not_allowed")
-    REQUEST_TIMEOUT = Row(408, "invalid_request_error", "request_timeout")
-    TOO_LARGE = Row(413, "invalid_request_error", "request_too_large")
-    URI_TOO_LONG = Row(414, "invalid_request_error", "uri_too_long")
-    UNSUPPORTED_MEDIA = Row(415, "invalid_request_error", "unsupported_media_type")
-    EXPECTATION_FAILED = Row(417, "invalid_request_error", "expectation_failed")
-    HEADERS_TOO_LARGE = Row(431, "invalid_request_error", "headers_too_large")
-    TENANT_RATE_LIMITED = Row(429, "rate_limit_error", "tenant_rate_limited", retry=None)
-    OVERLOADED = Row(429, "overloaded_error", "overloaded", retry=None)
-    SHED = Row(429, "overloaded_error", "slo_shed", retry=None)
-    DEADLINE_UNREACHABLE = Row(429, "overloaded_error", "deadline_unreachable", retry=None)
-    QUEUE_TIMEOUT = Row(429, "overloaded_error", "queue_timeout", retry=None)
-    INTERNAL = Row(500, "server_error", "internal_error")
-    NOT_IMPLEMENTED = Row(501, "invalid_request_error", "not_implemented")
-    UPSTREAM_FAILED = Row(502, "upstream_error", "upstream_failed", retry=None)
-    NO_CAPACITY = Row(503, "service_unavailable_error", "no_capacity", retry=True)
-    SHUTTING_DOWN = Row(
-        503, "service_unavailable_error", "shutting_down", retry=True, in_stream="shutting_down"
+    BAD_REQUEST = ErrorRow(400, "invalid_request_error", None)
+    CONTEXT_TOO_LONG = ErrorRow(400, "invalid_request_error", "context_length_exceeded")
+    BAD_KEY = ErrorRow(401, "authentication_error", "invalid_api_key")
+    NOT_FOUND = ErrorRow(404, "invalid_request_error", "unknown_url")
+    MODEL_NOT_FOUND = ErrorRow(404, "invalid_request_error", "model_not_found")
+    METHOD_NOT_ALLOWED = ErrorRow(405, "invalid_request_error", "method_not_allowed")
+    REQUEST_TIMEOUT = ErrorRow(408, "invalid_request_error", "request_timeout")
+    TOO_LARGE = ErrorRow(413, "invalid_request_error", "request_too_large")
+    URI_TOO_LONG = ErrorRow(414, "invalid_request_error", "uri_too_long")
+    UNSUPPORTED_MEDIA = ErrorRow(415, "invalid_request_error", "unsupported_media_type")
+    EXPECTATION_FAILED = ErrorRow(417, "invalid_request_error", "expectation_failed")
+    HEADERS_TOO_LARGE = ErrorRow(431, "invalid_request_error", "headers_too_large")
+    TENANT_RATE_LIMITED = ErrorRow(429, "rate_limit_error", "tenant_rate_limited", should_retry=None)
+    OVERLOADED = ErrorRow(429, "overloaded_error", "overloaded", should_retry=None)
+    SHED = ErrorRow(429, "overloaded_error", "slo_shed", should_retry=None)
+    DEADLINE_UNREACHABLE = ErrorRow(429, "overloaded_error", "deadline_unreachable", should_retry=None)
+    QUEUE_TIMEOUT = ErrorRow(429, "overloaded_error", "queue_timeout", should_retry=None)
+    INTERNAL = ErrorRow(500, "server_error", "internal_error")
+    NOT_IMPLEMENTED = ErrorRow(501, "invalid_request_error", "not_implemented")
+    UPSTREAM_FAILED = ErrorRow(502, "upstream_error", "upstream_failed", should_retry=None)
+    NO_CAPACITY = ErrorRow(503, "service_unavailable_error", "no_capacity", should_retry=True)
+    SHUTTING_DOWN = ErrorRow(
+        503, "service_unavailable_error", "shutting_down", should_retry=True, in_stream_code="shutting_down"
     )
-    UPSTREAM_TIMEOUT = Row(504, "upstream_error", "upstream_timeout", retry=None)
+    UPSTREAM_TIMEOUT = ErrorRow(504, "upstream_error", "upstream_timeout", should_retry=None)
 
 
 class GatewayError(Exception):
@@ -90,28 +90,28 @@ class GatewayError(Exception):
         return self.failure.value.status
 
 
-def body_of(error: GatewayError) -> bytes:
+def error_body(error: GatewayError) -> bytes:
     """Return the OpenAI error object as JSON."""
     row = error.failure.value
-    return _encode(error.message, row.type, error.param, row.code)
+    return _encode(error.message, row.error_type, error.param, row.code)
 
 
-def event_of(failure: Failure, message: str) -> bytes:
+def error_event(failure: Failure, message: str) -> bytes:
     """Return the error as an SSE event, on which SDKs raise. [DONE] must not follow it."""
-    return b"data: " + _encode(message, failure.value.type, None, failure.value.in_stream) + b"\n\n"
+    return b"data: " + _encode(message, failure.value.error_type, None, failure.value.in_stream_code) + b"\n\n"
 
 
-def stopped() -> GatewayError:
+def shutting_down() -> GatewayError:
     """Return the error for requests that are cut off when the gateway's drain time is over."""
     message = "The gateway stopped before it could respond. Try again."
     return GatewayError(Failure.SHUTTING_DOWN, message)
 
 
-def headers_of(error: GatewayError) -> list[tuple[str, str]]:
+def retry_headers(error: GatewayError) -> list[tuple[str, str]]:
     """Return the headers with retry advice, without which SDKs retry most errors twice."""
     headers: list[tuple[str, str]] = []
-    retry, after_s = error.failure.value.retry, error.retry_after_s
-    if after_s is not None and after_s > LONGEST_OBEYED_S:
+    retry, after_s = error.failure.value.should_retry, error.retry_after_s
+    if after_s is not None and after_s > MAX_RETRY_AFTER_S:
         retry = False
     if retry is not None:
         headers.append(("x-should-retry", "true" if retry else "false"))
@@ -167,17 +167,17 @@ PHRASES: Mapping[int, str] = MappingProxyType(
 """Reason phrases by status (RFC 9110)."""
 
 
-def new_id() -> str:
+def new_request_id() -> str:
     """Create a request id, for errors outside the request path."""
     return f"req_{secrets.token_hex(16)}"
 
 
-def phrase_of(status: int) -> str:
+def reason_phrase(status: int) -> str:
     """Return the reason phrase of a status; "Error" for unregistered ones, which engines send."""
     return PHRASES.get(status, "Error")
 
 
-def reshaped(status: int, body: bytes) -> bytes:
+def openai_error_body(status: int, body: bytes) -> bytes:
     """Convert an engine's error body to OpenAI's shape.
 
     Engines send it nested, at top level or as a bare string (engines.md A.6). The message is kept;
@@ -192,7 +192,7 @@ def reshaped(status: int, body: bytes) -> bytes:
         error = {"message": error}
     if not isinstance(error, dict):
         error = {}
-    message = error.get("message") or error.get("detail") or phrase_of(status)
+    message = error.get("message") or error.get("detail") or reason_phrase(status)
     return _encode(
         str(message),
         _openai_type(status),

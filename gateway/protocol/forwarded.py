@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from gateway.util.networks import Networks, parse_address
 
 FORWARDED_FOR, REQUEST_ID = "x-forwarded-for", "x-request-id"
-MOST_HOPS = 32
+MAX_HOPS = 32
 _REQUEST_ID = re.compile(r"[0-9A-Za-z._:/+=-]{1,128}")
 
 
@@ -21,7 +21,7 @@ class TrustedProxies:
 
     __slots__ = ("_cache", "_networks")
 
-    MOST_KNOWN = 1024
+    MAX_CACHED = 1024
 
     def __init__(self, networks: Networks) -> None:
         self._networks = networks
@@ -31,7 +31,7 @@ class TrustedProxies:
         """Whether a connection from this address is from a trusted proxy."""
         is_proxy = self._cache.get(address)
         if is_proxy is None:
-            if len(self._cache) >= self.MOST_KNOWN:
+            if len(self._cache) >= self.MAX_CACHED:
                 self._cache.clear()
             is_proxy = self._cache[address] = address in self._networks
         return is_proxy
@@ -44,7 +44,7 @@ class TrustedProxies:
         header the result is `peer`.
         """
         client = peer
-        for hop in reversed(_all_values(headers, FORWARDED_FOR).split(",")[-MOST_HOPS:]):
+        for hop in reversed(_all_values(headers, FORWARDED_FOR).split(",")[-MAX_HOPS:]):
             address = parse_address(_without_port(hop.strip()))
             if address is None:
                 break

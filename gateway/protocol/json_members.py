@@ -15,9 +15,9 @@ import msgspec
 from gateway.protocol.errors import Failure, GatewayError
 
 # A body up to this size cannot hold enough members to need a limit while decoding.
-SMALL_BODY = 256 * 1024
+SMALL_BODY_BYTES = 256 * 1024
 MAX_MEMBERS = 256
-MAX_NAME = 256
+MAX_NAME_CHARS = 256
 MAX_DIGITS = 4096  # interpreters reject or are slow on longer numbers (CPython: 4300 digits)
 _NOT_A_NUMBER = frozenset(b'{["')  # first bytes of values that are not numbers
 _COMPOUND = frozenset(b"{[")
@@ -60,7 +60,7 @@ def decode_object(text: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
 
     Raises TooManyMembersError for a large object with many members, else msgspec's own errors.
     """
-    return _decode(text) if len(text) <= SMALL_BODY else _decode_large(bytes(text))
+    return _decode(text) if len(text) <= SMALL_BODY_BYTES else _decode_large(bytes(text))
 
 
 class _Name(str):
@@ -128,8 +128,8 @@ def _reject_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
     The decoder keeps the last of equal names, so an earlier one has another value or is seen twice.
     """
     # The pattern below takes memory in proportion to the length of a name.
-    if max(map(len, members), default=0) > MAX_NAME:
-        raise bad_request(f"A member's name is longer than {MAX_NAME} characters.")
+    if max(map(len, members), default=0) > MAX_NAME_CHARS:
+        raise bad_request(f"A member's name is longer than {MAX_NAME_CHARS} characters.")
     offset = body.index(b"{") + 1
     seen: set[str] = set()
     while (key := _KEY.match(body, offset)) is not None:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from kvtransfer.dialects import Edits
-from policies.pricing.split import Shape
+from kvtransfer.dialects import RequestEdits
+from policies.pricing.split import SplitShape
 
 Members = Mapping[str, msgspec.Raw]
 
@@ -45,13 +45,13 @@ _KEYS = _Keys(
 )
 
 
-def shape(members: Members) -> Shape:
+def shape(members: Members) -> SplitShape:
     """Return what decides whether a request of these members can be split."""
     limit = _number(members.get("max_completion_tokens")) or _number(members.get("max_tokens"))
     if _SHAPING.isdisjoint(members):  # nearly every chat
-        return Shape(max_tokens=limit)
+        return SplitShape(max_tokens=limit)
     prompt = members.get("prompt")
-    return Shape(
+    return SplitShape(
         max(_number(members.get("n")) or 1, _number(members.get("best_of")) or 1),
         1 if prompt is None else _count_prompts(prompt),
         any(bytes(members.get(name, b"null")) not in _OFF for name in ("prompt_logprobs", "echo")),
@@ -71,7 +71,7 @@ def shows_usage(members: Members) -> bool:
     return isinstance(options, dict) and bool(options.get("include_usage"))
 
 
-def edited(body: bytes, members: Members, edits: Edits, model: str | None) -> bytes:
+def edited(body: bytes, members: Members, edits: RequestEdits, model: str | None) -> bytes:
     """Return the body, an object of these members, with the edits applied.
 
     `model` replaces the model name; None leaves it. The body itself may be empty if the edits drop

@@ -14,10 +14,10 @@ MEDIA_TOKENS = 1024
 BYTES_PER_TOKEN = 4  # the usual estimate for English text and code (GIE and llm-d use the same)
 MOST_BYTES_PER_TOKEN = 16  # no tokenizer is expected to need fewer tokens for a text
 
-LEAST_MEDIUM = MEDIA_TOKENS * BYTES_PER_TOKEN
+MIN_MEDIUM_BYTES = MEDIA_TOKENS * BYTES_PER_TOKEN
 """Bytes of base64; anything shorter is counted as text, since that is less than MEDIA_TOKENS."""
 _WINDOW = 64
-_STEP = LEAST_MEDIUM - _WINDOW
+_STEP = MIN_MEDIUM_BYTES - _WINDOW
 _DIGEST_BYTES = 32
 # A member whose value is base64, a data URL, or a list of these. Members that hold text are
 # excluded by name.
@@ -26,7 +26,7 @@ _MEMBER = (
     rb'\w{1,64}":[ \t\r\n]{0,8}'
 )
 _PARAMETERS = rb'(?:data:[^",]{0,200},)?'  # of a data URL; they may contain blanks
-_BASE64 = rb"[A-Za-z0-9+/=_:;,.%%\\-]{%d,}" % LEAST_MEDIUM
+_BASE64 = rb"[A-Za-z0-9+/=_:;,.%%\\-]{%d,}" % MIN_MEDIUM_BYTES
 _MEDIUM = re.compile(rb'(%b")%b%b' % (_MEMBER, _PARAMETERS, _BASE64))
 _LIST_ITEM = re.compile(rb'(")%b%b' % (_PARAMETERS, _BASE64))
 _LIST = re.compile(
@@ -35,7 +35,7 @@ _LIST = re.compile(
 )
 
 
-def may_hold_media(body: bytes) -> bool:
+def may_contain_media(body: bytes) -> bool:
     """Whether the body may contain media, judged by sampling.
 
     Text has a blank or a quote every few words, so a few windows are enough to rule media out.
@@ -47,7 +47,7 @@ def may_hold_media(body: bytes) -> bool:
     return False
 
 
-def without_media(prompt: bytes) -> tuple[bytes, int]:
+def replace_media(prompt: bytes) -> tuple[bytes, int]:
     """Replace each medium in the prompt's JSON by a stand-in of MEDIA_TOKENS; return their number.
 
     A stand-in is derived from the medium's hash, so prompts with different media differ.
@@ -67,4 +67,4 @@ def without_media(prompt: bytes) -> tuple[bytes, int]:
 def _stand_in(match: re.Match[bytes]) -> bytes:
     medium = memoryview(match.string)[match.end(1) : match.end()]
     digest = hashlib.blake2b(medium, digest_size=_DIGEST_BYTES)
-    return match[1] + digest.hexdigest().encode() * (LEAST_MEDIUM // (2 * _DIGEST_BYTES))
+    return match[1] + digest.hexdigest().encode() * (MIN_MEDIUM_BYTES // (2 * _DIGEST_BYTES))

@@ -27,9 +27,19 @@ from gateway.protocol.json_members import (
     read_members,
     string_member,
 )
-from gateway.protocol.media import BYTES_PER_TOKEN, LEAST_MEDIUM, may_hold_media, without_media
-from gateway.protocol.sequences import MULTIPLE, counted, read_prompts
-from gateway.protocol.service_class import MAX_SESSION, MOST_PRIORITY, Wish, session_key
+from gateway.protocol.media import (
+    BYTES_PER_TOKEN,
+    MIN_MEDIUM_BYTES,
+    may_contain_media,
+    replace_media,
+)
+from gateway.protocol.sequences import SEQUENCE_MEMBERS, count_sequences, read_prompts
+from gateway.protocol.service_class import (
+    MAX_PRIORITY,
+    MAX_SESSION_CHARS,
+    RequestPreferences,
+    session_key,
+)
 from policies.admission.prompt_length import PromptLengths
 from policies.engine.output_length import OutputLengths
 from policies.model import Request, Slo
@@ -45,7 +55,7 @@ class Api(StrEnum):
 # A module-level name, because looking up an Enum member on its class is ten times slower.
 _COMPLETIONS = Api.COMPLETIONS
 
-LINE: Mapping[str, Api] = {str(api): api for api in Api}
+GENERATION_PATHS: Mapping[str, Api] = {str(api): api for api in Api}
 
 # Members that make an engine read, write or wait for another request's KV cache, or that pin its
 # scheduling. Engines trust them, and a malformed one can crash them (engines.md B.0), so a client
@@ -71,8 +81,8 @@ ENGINE_INTERNAL = frozenset(
     }
 )
 # Dropped as well, but their values become part of the salt that the gateway sends.
-CLIENT_SALTS = ("cache_salt", "extra_key")
-XARGS = "vllm_xargs"  # vLLM merges it into its extra arguments, so it can contain the same names
+CLIENT_SALT_MEMBERS = ("cache_salt", "extra_key")
+EXTRA_ARGS = "vllm_xargs"  # vLLM merges it into its extra arguments, so it can contain the same names
 
 # The parts of the rendered prompt, in rendering order (for prefix identity).
 PROMPT_MEMBERS: Mapping[Api, tuple[str, ...]] = {
@@ -86,18 +96,18 @@ _PREAMBLE = frozenset(name for names in PROMPT_MEMBERS.values() for name in name
 DEFAULT_OUTPUT_TOKENS = 256
 
 # max_tokens is an upper bound, rarely the expected length: a huge one must not look like much load.
-EXPECTED_CEILING = 2048
-LIMITS = {"n": 128, "best_of": 128, "max_tokens": 2**24, "max_completion_tokens": 2**24}
-SIZES = {
+MAX_EXPECTED_TOKENS = 2048
+MAX_NUMBERS = {"n": 128, "best_of": 128, "max_tokens": 2**24, "max_completion_tokens": 2**24}
+MAX_MEMBER_BYTES = {
     "stop": 16 * 1024,
     "stop_token_ids": 16 * 1024,
     "bad_words": 64 * 1024,
     "logit_bias": 256 * 1024,
 }
-_GUARDED = frozenset((*LIMITS, *SIZES))
+_GUARDED = frozenset((*MAX_NUMBERS, *MAX_MEMBER_BYTES))
 
 
-class Servable(Protocol):
+class ModelInfo(Protocol):
     """What the parser must know about a model."""
 
     @property
@@ -121,7 +131,7 @@ class Servable(Protocol):
         ...
 
     @property
-    def low_first(self) -> bool:
+    def is_low_first(self) -> bool:
         """Whether a lower number in the body's `priority` means more urgent, as in vLLM."""
         ...
 
@@ -140,25 +150,25 @@ class Call(msgspec.Struct):
 
     api: Api
     request: Request
-    asked_model: str
+    requested_model: str
     body: bytes
     prompt: tuple[msgspec.Raw, ...]
     members: Mapping[str, msgspec.Raw] = {}
     salt: bytes = b""
     estimated_tokens: int = 0
-    media: int = 0
+    media_count: int = 0
 
     def salt_member(self, name: str) -> bytes:
         """Return the salt as a further member `name`; b"" if the engine takes none (no name)."""
         return b',"%b":"%b"' % (name.encode(), self.salt) if name and self.salt else b""
 
-    def salted(self, member: bytes) -> Call:
+    def with_salt(self, member: bytes) -> Call:
         """Return a copy with `member` spliced into the body before its closing brace."""
         body = self.body
         end = body.rindex(b"}")
         return msgspec.structs.replace(self, body=b"".join((memoryview(body)[:end], member, b"}")))
 
-    def fitted(self, model: str, known: frozenset[str] | None) -> Call:
+    def adapted_to(self, model: str, known: frozenset[str] | None) -> Call:
         """Return this call for an engine with another model name, or a limited set of members.
 
         `known`: the members that the engine accepts; None: all. Returns self if nothing changes.
@@ -177,7 +187,7 @@ class Call(msgspec.Struct):
         self.body, self.prompt, self.members = b"", (), {}
 
 
-class Caller(msgspec.Struct, frozen=True):
+class CallContext(msgspec.Struct, frozen=True):
     """What is known about a request before its body is parsed.
 
     preferences     what its headers and tenant specify
@@ -189,21 +199,21 @@ class Caller(msgspec.Struct, frozen=True):
 
     request_id: str
     tenant: str
-    wish: Wish
+    preferences: RequestPreferences
     arrived_s: float
-    lengths: OutputLengths | None = None
-    salts: CacheSalts | None = None
-    prompts: PromptLengths | None = None
+    output_lengths: OutputLengths | None = None
+    cache_salts: CacheSalts | None = None
+    prompt_lengths: PromptLengths | None = None
 
 
 _ALL_LISTED: Mapping[str, str] = {}
 
 
-def parse(
+def parse_call(
     body: bytes,
     api: Api,
-    models: Mapping[str, Servable],
-    caller: Caller,
+    models: Mapping[str, ModelInfo],
+    context: CallContext,
     unlisted: Mapping[str, str] = _ALL_LISTED,
 ) -> Call:
     """Parse and check a body.
@@ -228,46 +238,46 @@ def parse(
         prompts, ids, longest = read_prompts(members, model.sequences)
         if prompts > 1:
             numbers["prompt"] = prompts
-    elif len(body) > LEAST_MEDIUM and may_hold_media(body):
+    elif len(body) > MIN_MEDIUM_BYTES and may_contain_media(body):
         prompt, media = _replace_media(prompt)
     output_tokens = numbers.get("max_completion_tokens") or numbers.get("max_tokens")
     if model.context_tokens is not None:
         _check_context(longest, output_tokens or 0, model.context_tokens)
     if ids is None:
-        estimated, ids = _estimate(prompt, caller, served, media)
-    choices, prompts = (1, 1) if MULTIPLE.isdisjoint(numbers) else counted(numbers, model.sequences)
-    wish, arrived_s = caller.wish, caller.arrived_s
-    slo = model.slo if wish.usual else wish.of(model.slo)
+        estimated, ids = _estimate(prompt, context, served, media)
+    choices, prompts = (1, 1) if SEQUENCE_MEMBERS.isdisjoint(numbers) else count_sequences(numbers, model.sequences)
+    wish, arrived_s = context.preferences, context.arrived_s
+    slo = model.slo if wish.is_default else wish.resolve_slo(model.slo)
     request = Request(
-        caller.request_id,
+        context.request_id,
         served,
-        caller.tenant,
+        context.tenant,
         ids,
-        min(output_tokens or _expected_tokens(caller, served, slo), EXPECTED_CEILING) * choices,
+        min(output_tokens or _expected_tokens(context, served, slo), MAX_EXPECTED_TOKENS) * choices,
         "stream" in members and bytes(members["stream"]) == b"true",
         slo,
-        wish.rank(_priority(members, model.low_first)) if "priority" in members else wish.ranked,
+        wish.effective_priority(_priority(members, model.is_low_first)) if "priority" in members else wish.default_priority,
         arrived_s,
         None if wish.patience_s is None else arrived_s + wish.patience_s,
-        wish.session or (_session(members, caller.tenant) if "prompt_cache_key" in members else ""),
+        wish.session or (_session(members, context.tenant) if "prompt_cache_key" in members else ""),
         choices,
         prompts,
     )
     internal = ENGINE_INTERNAL.intersection(members)
-    salt = b"" if caller.salts is None else _salt(caller.salts, caller.tenant, members, internal)
-    if internal or requested != served or XARGS in members:
+    salt = b"" if context.cache_salts is None else _salt(context.cache_salts, context.tenant, members, internal)
+    if internal or requested != served or EXTRA_ARGS in members:
         body, members = _outbound(body, members, internal, requested, served)
     return Call(api, request, requested, body, prompt, members, salt, estimated, media)
 
 
 def _estimate(
-    prompt: Sequence[msgspec.Raw], caller: Caller, served: str, media: int
+    prompt: Sequence[msgspec.Raw], caller: CallContext, served: str, media: int
 ) -> tuple[int, int]:
     """Return the tokens of a prompt by its bytes, and the same corrected by engines' counts."""
     estimated = sum(map(len, prompt)) // BYTES_PER_TOKEN + 1
-    if caller.prompts is None or not caller.prompts.ratios:
+    if caller.prompt_lengths is None or not caller.prompt_lengths.ratios:
         return estimated, estimated
-    return estimated, caller.prompts.corrected(served, media > 0, estimated)
+    return estimated, caller.prompt_lengths.correct(served, media > 0, estimated)
 
 
 def _salt(
@@ -275,12 +285,12 @@ def _salt(
 ) -> bytes:
     """Return the cache salt of a request, in which a salt of the client's takes part."""
     client_salt = _client_salt(members) if internal else b""
-    return salts.salt(tenant, client_salt) if client_salt else salts.usual.get(tenant, b"")
+    return salts.client_salt(tenant, client_salt) if client_salt else salts.defaults.get(tenant, b"")
 
 
 def _client_salt(members: Mapping[str, msgspec.Raw]) -> bytes:
     """Return the client's own salts in one encoding; b"" if it sends none."""
-    salts = [_salt_text(members, name) if name in members else None for name in CLIENT_SALTS]
+    salts = [_salt_text(members, name) if name in members else None for name in CLIENT_SALT_MEMBERS]
     return msgspec.json.encode(salts) if any(salts) else b""
 
 
@@ -296,14 +306,14 @@ def _salt_text(members: Mapping[str, msgspec.Raw], name: str) -> str | None:
 
 def _replace_media(prompt: tuple[msgspec.Raw, ...]) -> tuple[tuple[msgspec.Raw, ...], int]:
     """Replace each image, recording and file by a stand-in; also return their number."""
-    messages, media = without_media(bytes(prompt[-1]))
+    messages, media = replace_media(bytes(prompt[-1]))
     return ((*prompt[:-1], msgspec.Raw(messages)), media) if media else (prompt, 0)
 
 
-def _expected_tokens(caller: Caller, model: str, slo: Slo) -> int:
+def _expected_tokens(caller: CallContext, model: str, slo: Slo) -> int:
     """Return the length of similar responses so far, or a default if there were none."""
     expected = (
-        None if caller.lengths is None else caller.lengths.expected(model, caller.tenant, slo.name)
+        None if caller.output_lengths is None else caller.output_lengths.estimate(model, caller.tenant, slo.name)
     )
     return DEFAULT_OUTPUT_TOKENS if expected is None else max(1, round(expected))
 
@@ -313,13 +323,13 @@ def _priority(members: Mapping[str, msgspec.Raw], low_first: bool) -> int:
     value = member_value(members, "priority")
     if not isinstance(value, int) or isinstance(value, bool):
         return 0
-    return max(-MOST_PRIORITY, min(MOST_PRIORITY, -value if low_first else value))
+    return max(-MAX_PRIORITY, min(MAX_PRIORITY, -value if low_first else value))
 
 
 def _session(members: Mapping[str, msgspec.Raw], tenant: str) -> str:
     """Return the session from `prompt_cache_key`, where agents put their conversation's id."""
     value = member_value(members, "prompt_cache_key")
-    if not isinstance(value, str) or len(value) > MAX_SESSION:
+    if not isinstance(value, str) or len(value) > MAX_SESSION_CHARS:
         return ""
     return session_key(tenant, value)
 
@@ -329,7 +339,7 @@ def _prompt(names: tuple[str, ...], members: Mapping[str, msgspec.Raw]) -> tuple
 
 
 def _unknown_model(
-    requested: str, models: Mapping[str, Servable], unlisted: Mapping[str, str]
+    requested: str, models: Mapping[str, ModelInfo], unlisted: Mapping[str, str]
 ) -> GatewayError:
     if requested in unlisted:
         return GatewayError(Failure.MODEL_NOT_FOUND, unlisted[requested], param="model")
@@ -347,11 +357,11 @@ def _numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
     """Read the integers that have limits, and reject what could harm an engine (faults.md A06)."""
     numbers: dict[str, int] = {}
     for name in _GUARDED.intersection(members):
-        if name in SIZES:
-            if len(members[name]) > SIZES[name]:
-                raise bad_request(f"'{name}' is larger than {SIZES[name]} bytes.", name)
+        if name in MAX_MEMBER_BYTES:
+            if len(members[name]) > MAX_MEMBER_BYTES[name]:
+                raise bad_request(f"'{name}' is larger than {MAX_MEMBER_BYTES[name]} bytes.", name)
         elif (value := member_value(members, name)) is not None:
-            is_valid = type(value) is int and 1 <= value <= LIMITS[name]
+            is_valid = type(value) is int and 1 <= value <= MAX_NUMBERS[name]
             numbers[name] = value if is_valid else _bounded(name, value)
     return numbers
 
@@ -359,8 +369,8 @@ def _numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
 def _bounded(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise bad_request(f"'{name}' must be an integer.", name)
-    if not 1 <= value <= LIMITS[name]:
-        raise bad_request(f"'{name}' must be between 1 and {LIMITS[name]}, not {value}.", name)
+    if not 1 <= value <= MAX_NUMBERS[name]:
+        raise bad_request(f"'{name}' must be between 1 and {MAX_NUMBERS[name]}, not {value}.", name)
     return value
 
 
@@ -386,7 +396,7 @@ def _outbound(
     served: str,
 ) -> tuple[bytes, dict[str, msgspec.Raw]]:
     """Return the body to send and its members, without the engine-internal members `internal`."""
-    xargs = _without_internal(members[XARGS]) if XARGS in members else None
+    xargs = _without_internal(members[EXTRA_ARGS]) if EXTRA_ARGS in members else None
     if not internal and requested == served and xargs is None:
         return body, members
     outbound: dict[str, msgspec.Raw] = {
@@ -394,7 +404,7 @@ def _outbound(
     }
     outbound["model"] = msgspec.Raw(msgspec.json.encode(served))
     if xargs is not None:
-        outbound[XARGS] = xargs
+        outbound[EXTRA_ARGS] = xargs
     return join_members(outbound), outbound
 
 
@@ -403,7 +413,7 @@ def _without_internal(value: msgspec.Raw) -> msgspec.Raw | None:
     try:
         members = decode_object(value)
     except TooManyMembersError:
-        raise bad_request(f"'{XARGS}' has more than {MAX_MEMBERS} members.", XARGS) from None
+        raise bad_request(f"'{EXTRA_ARGS}' has more than {MAX_MEMBERS} members.", EXTRA_ARGS) from None
     except msgspec.ValidationError:
         return None
     if ENGINE_INTERNAL.isdisjoint(members):

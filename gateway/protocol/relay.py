@@ -12,55 +12,55 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from gateway.metrics.metric_types import Histogram
-from gateway.protocol.errors import Failure, event_of
+from gateway.protocol.errors import Failure, error_event
 from gateway.protocol.response_framing import (
+    COMPLETE,
     LAST_CHUNK,
-    MAX_HEAD,
-    UNREAD,
-    WHOLE,
-    Body,
+    MAX_HEAD_BYTES,
+    NOT_STARTED,
     ChunkedBody,
     FramingError,
-    Head,
     RawBody,
-    body_for,
-    chunk,
+    ResponseBody,
+    ResponseHead,
+    encode_chunk,
+    new_body,
     parse_head,
 )
-from gateway.protocol.rewrite import Renamer
+from gateway.protocol.rewrite import ModelNameRewriter
 from gateway.protocol.stream_scan import (
-    CONTENT,
-    ENDS,
-    ERROR_EVENT,
-    ERROR_KEPT,
-    LAST_WORD,
-    REASON,
+    DONE_MARKER,
+    ERROR_EVENT_PATTERN,
+    EVENT_ENDS,
+    FINISH_REASON,
+    MAX_REFUSAL_BYTES,
+    TOKEN_PATTERN,
     USAGE,
-    Usage,
-    clients_fault,
-    error_in,
-    error_said,
-    finished_choices,
-    last_end,
-    reason_in,
-    reason_marker,
-    told_all,
-    undecided,
-    usage_in,
+    TokenUsage,
+    client_error_status,
+    error_text,
+    find_finish_reason,
+    find_finished_choices,
+    find_leading_error,
+    find_usage,
+    finish_reason_marker,
+    has_done_marker,
+    is_undecided,
+    last_event_end,
 )
-from gateway.protocol.upstream_error import STOPPED as STOPPED
-from gateway.protocol.upstream_error import UpstreamBroke as UpstreamBroke
+from gateway.protocol.upstream_error import SHUTDOWN as SHUTDOWN
+from gateway.protocol.upstream_error import UpstreamError as UpstreamError
 
-ERROR_MOST = 64 * 1024 * 1024  # bytes of an error body; engines repeat a bad request in it
-CARRY_LIMIT = 64 * 1024  # bytes of a partial event that are kept for scanning
-TAIL = 16 * 1024  # bytes of a plain response that are kept for scanning
+MAX_ERROR_BYTES = 64 * 1024 * 1024  # bytes of an error body; engines repeat a bad request in it
+MAX_PARTIAL_EVENT = 64 * 1024  # bytes of a partial event that are kept for scanning
+TAIL_BYTES = 16 * 1024  # bytes of a plain response that are kept for scanning
 
 _CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 _CLOSED = b"connection: close\r\n\r\n"
 _EVENT, _ERROR = b"\ndata:", b'"error"'
 
 
-class State(Enum):
+class RelayState(Enum):
     """State of a relay. In HEAD and HELD a retry elsewhere is possible; in FLOWING it is not."""
 
     HEAD = auto()
@@ -71,7 +71,7 @@ class State(Enum):
 
 
 # Module-level names, because looking up an Enum member on its class is ten times slower.
-HEAD, REFUSED, HELD, FLOWING, DONE = State
+HEAD, REFUSED, HELD, FLOWING, DONE = RelayState
 
 
 class Relay:
@@ -94,84 +94,84 @@ class Relay:
 
     __slots__ = (
         "_body",
-        "_carry",
-        "_counts",
-        "_done",
-        "_finish",
-        "_finished",
-        "_held",
-        "_last",
+        "_partial_event",
+        "_usage_result",
+        "_has_done_marker",
+        "_finish_reason",
+        "_finished_choices",
+        "_held_size_line",
+        "_last_payload",
         "_pending",
-        "_reason",
+        "_finish_payload",
         "_reason_marker",
-        "_rebuild",
+        "_must_reframe",
         "_refusal_bytes",
-        "_sse",
-        "_torn",
-        "_usage",
-        "bytes_out",
-        "choices",
-        "committed",
-        "events",
-        "failed_in_stream",
+        "_is_sse",
+        "_is_torn",
+        "_usage_payload",
+        "bytes_sent",
+        "choice_count",
+        "is_committed",
+        "event_count",
+        "has_error_event",
         "first_byte_at",
         "first_token_at",
-        "gaps",
+        "chunk_gaps",
         "head",
-        "headers",
-        "http_1_0",
-        "last_at",
-        "on_first",
-        "patient",
-        "refusal",
-        "refused",
-        "renamer",
+        "own_headers",
+        "is_http_1_0",
+        "last_data_at",
+        "on_first_token",
+        "hold_until_token",
+        "refusal_body",
+        "is_refused",
+        "rewriter",
         "state",
         "status",
     )
 
     def __init__(
         self,
-        headers: bytes,
-        on_first: Callable[[], None] | None = None,
-        http_1_0: bool = False,
-        renamer: Renamer | None = None,
-        patient: bool = False,
-        gaps: Histogram | None = None,
-        choices: int = 1,
+        own_headers: bytes,
+        on_first_token: Callable[[], None] | None = None,
+        is_http_1_0: bool = False,
+        rewriter: ModelNameRewriter | None = None,
+        hold_until_token: bool = False,
+        chunk_gaps: Histogram | None = None,
+        choice_count: int = 1,
     ) -> None:
-        self.headers = headers
-        self.on_first = on_first
-        self.http_1_0 = http_1_0
-        self.renamer = renamer
-        self.patient = patient
-        self.gaps = gaps
-        self.choices = choices
+        self.own_headers = own_headers
+        self.on_first_token = on_first_token
+        self.is_http_1_0 = is_http_1_0
+        self.rewriter = rewriter
+        self.hold_until_token = hold_until_token
+        self.chunk_gaps = chunk_gaps
+        self.choice_count = choice_count
         self.state = HEAD
-        self.head: Head | None = None
-        self.committed = self.refused = self.failed_in_stream = self._sse = False
-        self.events = self.bytes_out = self.status = 0
+        self.head: ResponseHead | None = None
+        self.is_committed = self.is_refused = self.has_error_event = self._is_sse = False
+        self.event_count = self.bytes_sent = self.status = 0
         self.first_byte_at: float | None = None
         self.first_token_at: float | None = None
-        self.last_at: float | None = None
-        self.refusal = b""
-        self._body: Body = UNREAD
+        self.last_data_at: float | None = None
+        self.refusal_body = b""
+        self._body: ResponseBody = NOT_STARTED
         self._pending = b""  # a partial head or a first event that is not yet decided
-        self._usage = b""  # the newest payload with token counts
-        self._reason = b""  # the newest payload with a finish reason, until that is parsed
-        self._counts: Usage | None = None
-        self._finish: str | None = None
+        self._usage_payload = b""  # the newest payload with token counts
+        self._finish_payload = b""  # the newest payload with a finish reason, until that is parsed
+        self._usage_result: TokenUsage | None = None
+        self._finish_reason: str | None = None
 
     @property
-    def untouched(self) -> bool:
+    def is_untouched(self) -> bool:
         """Whether the engine has not sent a single byte of a response."""
         return self.head is None and not self._pending
 
     @property
-    def reusable(self) -> bool:
+    def is_connection_reusable(self) -> bool:
         """Whether the engine's connection can carry another request."""
         body, head = self._body, self.head
-        return head is not None and head.keep_alive and body.ended and not body.surplus
+        return head is not None and head.keep_alive and body.is_complete and not body.surplus_bytes
 
     def feed(self, data: bytes, now: float) -> bytes:
         """Process bytes from the engine and return bytes for the client.
@@ -180,28 +180,28 @@ class Relay:
         """
         if self.state is not FLOWING:
             return self._begin(data, now)
-        if self.gaps is not None and self._sse and self.first_token_at is not None:
-            self.gaps.observe(now - (self.last_at or now))
-        self.last_at = now
+        if self.chunk_gaps is not None and self._is_sse and self.first_token_at is not None:
+            self.chunk_gaps.observe(now - (self.last_data_at or now))
+        self.last_data_at = now
         body = self._body
         try:
             payload = body.feed(data)
         except FramingError as error:
             # The valid chunks before the error were tracked but not forwarded.
-            self._torn = not self._rebuild and not body.rested
-            raise UpstreamBroke("framing", str(error)) from error
-        if self._sse:
+            self._is_torn = not self._must_reframe and not body.was_at_boundary
+            raise UpstreamError("framing", str(error)) from error
+        if self._is_sse:
             if payload:
                 self._scan_events(payload, now)
         elif payload:
             self._scan_plain(payload, now)
-        if self._rebuild:
+        if self._must_reframe:
             data = self._reframe(payload)
-        elif self._held or body.partial:
+        elif self._held_size_line or body.partial:
             data = self._hold_size_line(data)
-        if body.ended:
-            data = self._end(data)
-        self.bytes_out += len(data)
+        if body.is_complete:
+            data = self._finish_body(data)
+        self.bytes_sent += len(data)
         return data
 
     def eof(self) -> bytes:
@@ -211,74 +211,74 @@ class Relay:
         """
         if self.head is None or not isinstance(self._body, RawBody):
             kind = "truncated" if self.head else "no_answer"
-            raise UpstreamBroke(kind, "the engine closed before its response ended")
+            raise UpstreamError(kind, "the engine closed before its response ended")
         if self.state is HELD:
-            raise UpstreamBroke("truncated", "the engine closed before its response began")
-        self._body.ended = True
+            raise UpstreamError("truncated", "the engine closed before its response began")
+        self._body.is_complete = True
         if self.state is REFUSED:
             return self._collect_refusal(b"")
-        out = self._end(self._reframe(b""))
-        self.bytes_out += len(out)
+        out = self._finish_body(self._reframe(b""))
+        self.bytes_sent += len(out)
         return out
 
     @property
-    def at_seam(self) -> bool:
+    def is_at_boundary(self) -> bool:
         """Whether an SSE event of the gateway could follow what the client has received."""
         if (
-            not self._sse
-            or self._body.ended
-            or self._torn
-            or not (self._rebuild or self._body.between)
+            not self._is_sse
+            or self._body.is_complete
+            or self._is_torn
+            or not (self._must_reframe or self._body.at_chunk_boundary)
         ):
             return False
-        return not self._carry or (self.renamer is not None and not self.renamer.mid_event)
+        return not self._partial_event or (self.rewriter is not None and not self.rewriter.is_mid_event)
 
-    def break_off(self, failure: Failure, message: str) -> bytes:
+    def end_with_error(self, failure: Failure, message: str) -> bytes:
         """Return the bytes that tell a committed client that the stream fails, if possible.
 
         Within a chunk or an event nothing can be added; closing the connection has to do.
         """
-        if not self.at_seam:
+        if not self.is_at_boundary:
             return b""
-        event = b"" if self._told_all else event_of(failure, message)
-        return event if self.http_1_0 else chunk(event) + LAST_CHUNK
+        event = b"" if self._is_done_sent else error_event(failure, message)
+        return event if self.is_http_1_0 else encode_chunk(event) + LAST_CHUNK
 
     @property
-    def _told_all(self) -> bool:
+    def _is_done_sent(self) -> bool:
         """Whether the client has received [DONE], after which nothing may follow."""
-        return self._done
+        return self._has_done_marker
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Token counts, parsed on first access; only valid once the response is complete."""
-        if self._counts is None:
-            self._counts = usage_in(self._usage)
-        return self._counts
+        if self._usage_result is None:
+            self._usage_result = find_usage(self._usage_payload)
+        return self._usage_result
 
     @property
     def finish_reason(self) -> str | None:
         """Why generation ended, as the engine reports it; None if it did not."""
-        if self._reason:
-            self._finish, self._reason = reason_in(self._reason), b""
-        return self._finish
+        if self._finish_payload:
+            self._finish_reason, self._finish_payload = find_finish_reason(self._finish_payload), b""
+        return self._finish_reason
 
     def _begin(self, data: bytes, now: float) -> bytes:
         if self._pending:
             data, self._pending = self._pending + data, b""
         offset = 0
         while self.head is None:  # interim 1xx responses leave it None
-            end = data.find(b"\r\n\r\n", offset, offset + MAX_HEAD)
+            end = data.find(b"\r\n\r\n", offset, offset + MAX_HEAD_BYTES)
             if end < 0:
                 self._pending = data = data[offset:]
-                if len(data) >= MAX_HEAD:
-                    raise UpstreamBroke("framing", "the engine's response head is too long")
+                if len(data) >= MAX_HEAD_BYTES:
+                    raise UpstreamError("framing", "the engine's response head is too long")
                 return b""
             try:
                 head = parse_head(data[offset : end + 2])
             except FramingError as error:
-                raise UpstreamBroke("framing", str(error)) from error
+                raise UpstreamError("framing", str(error)) from error
             offset = end + 4
-            if head.plain and head.length == len(data) - offset and self.renamer is None:
+            if head.is_plain and head.length == len(data) - offset and self.rewriter is None:
                 return self._relay_whole(head, data[offset:], now)
             self._set_head(head)
         if offset:
@@ -293,97 +293,97 @@ class Relay:
     def _is_undecided(self, data: bytes) -> bool:
         """Whether the first bytes do not show yet what kind of response this is."""
         if not data:
-            return not self._body.ended
-        return self._sse and isinstance(self._body, ChunkedBody) and undecided(data, self.patient)
+            return not self._body.is_complete
+        return self._is_sse and isinstance(self._body, ChunkedBody) and is_undecided(data, self.hold_until_token)
 
-    def _set_head(self, head: Head) -> None:
+    def _set_head(self, head: ResponseHead) -> None:
         if 100 <= head.status < 200:
             return
         self.head = head
         # Only a response that does not arrive whole in one read needs these fields.
-        self._done = self._torn = False
+        self._has_done_marker = self._is_torn = False
         self._refusal_bytes = 0
-        self._carry: bytes = b""  # the partial event at the end of the last payload
-        self._last: bytes = b""  # the newest payload, including the event it began in
-        self._held: bytes = b""  # a partial chunk size line that has not been forwarded yet
-        self._finished: frozenset[int] = frozenset()  # indices of finished choices if several
-        self._rebuild: bool = self.http_1_0 or self.renamer is not None
-        self._body = body_for(head)
-        self._sse = head.is_sse
-        if isinstance(self._body, RawBody) or (self._sse and not head.chunked):
-            self._rebuild = True  # otherwise an error event could not be added
-        self.status, self.refused = head.status, not 200 <= head.status < 300
-        self.state = REFUSED if self.refused else HELD
+        self._partial_event: bytes = b""  # the partial event at the end of the last payload
+        self._last_payload: bytes = b""  # the newest payload, including the event it began in
+        self._held_size_line: bytes = b""  # a partial chunk size line that has not been forwarded yet
+        self._finished_choices: frozenset[int] = frozenset()  # indices of finished choices if several
+        self._must_reframe: bool = self.is_http_1_0 or self.rewriter is not None
+        self._body = new_body(head)
+        self._is_sse = head.is_sse
+        if isinstance(self._body, RawBody) or (self._is_sse and not head.is_chunked):
+            self._must_reframe = True  # otherwise an error event could not be added
+        self.status, self.is_refused = head.status, not 200 <= head.status < 300
+        self.state = REFUSED if self.is_refused else HELD
 
     def _collect_refusal(self, data: bytes) -> bytes:
         try:
             payload = self._body.feed(data)
         except FramingError as error:
-            raise UpstreamBroke("framing", str(error)) from error
-        self.refusal += payload[: max(0, ERROR_KEPT - len(self.refusal))]
+            raise UpstreamError("framing", str(error)) from error
+        self.refusal_body += payload[: max(0, MAX_REFUSAL_BYTES - len(self.refusal_body))]
         self._refusal_bytes += len(payload)
-        if self._refusal_bytes > ERROR_MOST:
-            raise UpstreamBroke("framing", "the engine's error body is too long")
-        if self._body.ended:
+        if self._refusal_bytes > MAX_ERROR_BYTES:
+            raise UpstreamError("framing", "the engine's error body is too long")
+        if self._body.is_complete:
             self.state = DONE
-            if self._sse:
-                self.refusal = error_said(self.refusal)
+            if self._is_sse:
+                self.refusal_body = error_text(self.refusal_body)
         return b""
 
     def _handle_leading_error(self, data: bytes, error: re.Match[bytes]) -> bytes:
         """Turn a leading error event about the request into a refusal; raise for any other."""
-        status = clients_fault(data, error)
+        status = client_error_status(data, error)
         if status is None:
-            raise UpstreamBroke("engine_error", "the engine sent an error event")
-        self.refused, self.status, self.state = True, status, REFUSED
+            raise UpstreamError("engine_error", "the engine sent an error event")
+        self.is_refused, self.status, self.state = True, status, REFUSED
         return self._collect_refusal(data)
 
     def _commit(self, data: bytes, now: float) -> bytes:
         """Start forwarding the body, unless its first bytes break the response."""
         assert self.head is not None
-        if self._sse and (error := error_in(data, self.patient)) is not None:
+        if self._is_sse and (error := find_leading_error(data, self.hold_until_token)) is not None:
             return self._handle_leading_error(data, error)
         self.state = FLOWING
-        if self._sse:
-            self._reason_marker = reason_marker(data)
+        if self._is_sse:
+            self._reason_marker = finish_reason_marker(data)
         self.first_byte_at = now
         # Deferred: the callback releases the request, which a retry needs if feed() raises.
-        on_first, self.on_first = self.on_first, None
-        head = self._opening()
-        self.bytes_out += len(head)
+        on_first, self.on_first_token = self.on_first_token, None
+        head = self._client_head()
+        self.bytes_sent += len(head)
         out = head + self.feed(data, now)
-        if self._body.ended and not self._last:
-            raise UpstreamBroke("no_answer", "the engine's response is empty")
-        self.committed, self.on_first = True, on_first
+        if self._body.is_complete and not self._last_payload:
+            raise UpstreamError("no_answer", "the engine's response is empty")
+        self.is_committed, self.on_first_token = True, on_first
         if self.first_token_at is not None:
             self._notify_first_token()
         return out
 
-    def _relay_whole(self, head: Head, payload: bytes, now: float) -> bytes:
+    def _relay_whole(self, head: ResponseHead, payload: bytes, now: float) -> bytes:
         """Relay a plain response that arrived in one read, without the intermediate states."""
-        self.head, self._body = head, WHOLE
-        self.state, self.committed = DONE, True
-        self.first_byte_at = self.first_token_at = self.last_at = now
-        self._usage = self._reason = payload
-        on_first, self.on_first = self.on_first, None  # see _notify_first_token()
+        self.head, self._body = head, COMPLETE
+        self.state, self.is_committed = DONE, True
+        self.first_byte_at = self.first_token_at = self.last_data_at = now
+        self._usage_payload = self._finish_payload = payload
+        on_first, self.on_first_token = self.on_first_token, None  # see _notify_first_token()
         if on_first is not None:
             on_first()
         out = b"".join(
-            (head.start, self.headers, _CLOSED if self.http_1_0 else head.sized, payload)
+            (head.head_start, self.own_headers, _CLOSED if self.is_http_1_0 else head.length_line, payload)
         )
-        self.bytes_out = len(out)
+        self.bytes_sent = len(out)
         return out
 
-    def _opening(self) -> bytes:
+    def _client_head(self) -> bytes:
         """Return the head for the client."""
         assert self.head is not None
-        chunked = self._rebuild or isinstance(self._body, ChunkedBody)
-        framing = _CLOSED if self.http_1_0 else _CHUNKED if chunked else self.head.sized
-        return self.head.start + self.headers + framing
+        chunked = self._must_reframe or isinstance(self._body, ChunkedBody)
+        framing = _CLOSED if self.is_http_1_0 else _CHUNKED if chunked else self.head.length_line
+        return self.head.head_start + self.own_headers + framing
 
     def _notify_first_token(self) -> None:
         """Call on_first_token once, then drop it, because it would form a reference cycle."""
-        on_first, self.on_first = self.on_first, None
+        on_first, self.on_first_token = self.on_first_token, None
         if on_first is not None:
             on_first()
 
@@ -395,85 +395,85 @@ class Relay:
         if self.first_token_at is None:
             self.first_token_at = now
             self._notify_first_token()
-        window = self._last + payload if self._last else payload
-        usage, reason = window.rfind(USAGE), window.rfind(REASON)
+        window = self._last_payload + payload if self._last_payload else payload
+        usage, reason = window.rfind(USAGE), window.rfind(FINISH_REASON)
         if usage >= 0:
-            self._usage = window[usage : usage + TAIL]
+            self._usage_payload = window[usage : usage + TAIL_BYTES]
         if reason >= 0:
-            self._reason = window[reason : reason + TAIL]
-        self._last = window[-TAIL:]
+            self._finish_payload = window[reason : reason + TAIL_BYTES]
+        self._last_payload = window[-TAIL_BYTES:]
 
     def _scan_events(self, payload: bytes, now: float) -> None:
         """Scan a payload of a stream, together with the partial event that it continues.
 
         Uses find() because `in` first tries bytes as an int, at the cost of an exception.
         """
-        window = self._resume_event(payload) if self._carry else payload
-        self.events += window.count(_EVENT) + window.startswith(b"data:")
-        if self.first_token_at is None and CONTENT.search(window):
+        window = self._resume_event(payload) if self._partial_event else payload
+        self.event_count += window.count(_EVENT) + window.startswith(b"data:")
+        if self.first_token_at is None and TOKEN_PATTERN.search(window):
             self.first_token_at = now
             self._notify_first_token()
         if window.find(USAGE) >= 0:
-            self._usage = window
+            self._usage_payload = window
         if window.find(self._reason_marker) >= 0:
-            self._reason = window
-            if self.choices > 1:
-                self._finished |= finished_choices(window)
-        if window.find(_ERROR) >= 0 and ERROR_EVENT.search(window):
-            self.failed_in_stream = True
-        if not self._done:  # anything after [DONE] is not part of the response
-            self._last = window
-            if window.find(LAST_WORD) >= 0 and told_all(window):
-                self._done = True
-        if not window.endswith(ENDS):
-            self._carry = window[last_end(window) :][-CARRY_LIMIT:]
+            self._finish_payload = window
+            if self.choice_count > 1:
+                self._finished_choices |= find_finished_choices(window)
+        if window.find(_ERROR) >= 0 and ERROR_EVENT_PATTERN.search(window):
+            self.has_error_event = True
+        if not self._has_done_marker:  # anything after [DONE] is not part of the response
+            self._last_payload = window
+            if window.find(DONE_MARKER) >= 0 and has_done_marker(window):
+                self._has_done_marker = True
+        if not window.endswith(EVENT_ENDS):
+            self._partial_event = window[last_event_end(window) :][-MAX_PARTIAL_EVENT:]
 
     def _resume_event(self, payload: bytes) -> bytes:
         """Prepend the partial event, which was counted when its beginning was scanned."""
-        carry, self._carry = self._carry, b""
-        self.events -= carry.count(_EVENT) + carry.startswith(b"data:")
+        carry, self._partial_event = self._partial_event, b""
+        self.event_count -= carry.count(_EVENT) + carry.startswith(b"data:")
         return carry + payload
 
     def _hold_size_line(self, data: bytes) -> bytes:
         """Hold a partial size line back: it may be the last chunk's, before which [DONE] may go."""
-        data, self._held = self._held + data, self._body.partial
-        return data[: len(data) - len(self._held)]
+        data, self._held_size_line = self._held_size_line + data, self._body.partial
+        return data[: len(data) - len(self._held_size_line)]
 
     def _reframe(self, payload: bytes) -> bytes:
         assert self.head is not None
-        if self.renamer is not None:
-            payload = self.renamer.feed(payload, sse=self.head.is_sse, ended=self._body.ended)
-        if self.http_1_0:
+        if self.rewriter is not None:
+            payload = self.rewriter.feed(payload, is_sse=self.head.is_sse, is_complete=self._body.is_complete)
+        if self.is_http_1_0:
             return payload
-        return chunk(payload) + (LAST_CHUNK if self._body.ended else b"")
+        return encode_chunk(payload) + (LAST_CHUNK if self._body.is_complete else b"")
 
-    def _closing(self) -> bytes | None:
+    def _missing_done_event(self) -> bytes | None:
         """Return the [DONE] event that the engine omitted; None if the stream is incomplete."""
-        if self._carry or self.failed_in_stream:
+        if self._partial_event or self.has_error_event:
             return None
-        finished = self._finished or finished_choices(self._reason)
-        return b"data: [DONE]\n\n" if len(finished) >= self.choices else None
+        finished = self._finished_choices or find_finished_choices(self._finish_payload)
+        return b"data: [DONE]\n\n" if len(finished) >= self.choice_count else None
 
-    def _end(self, out: bytes) -> bytes:
+    def _finish_body(self, out: bytes) -> bytes:
         """Finish the body; an incomplete stream ends with an error event.
 
         SDKs would take a stream that just ends for complete.
         """
         self.state = DONE
         assert self.head is not None
-        if not self._rebuild and self._body.surplus:
-            out = out[: -self._body.surplus]
-        if not self._rebuild and self._body.trailers:
+        if not self._must_reframe and self._body.surplus_bytes:
+            out = out[: -self._body.surplus_bytes]
+        if not self._must_reframe and self._body.has_trailers:
             # Trailers are dropped: only the gateway's own header fields reach the client.
-            out = out[: self._body.last_chunk] + LAST_CHUNK
-        if not self._sse or self._done or self._last.rstrip().endswith(LAST_WORD):
+            out = out[: self._body.last_chunk_offset] + LAST_CHUNK
+        if not self._is_sse or self._has_done_marker or self._last_payload.rstrip().endswith(DONE_MARKER):
             return out
-        event = self._closing()
+        event = self._missing_done_event()
         if event is None:
-            self.failed_in_stream = True
-            event = b"\n\n" if self._carry else b""  # complete the partial event
-            event += event_of(Failure.UPSTREAM_FAILED, "the engine ended its stream early")
-        if self.http_1_0:
+            self.has_error_event = True
+            event = b"\n\n" if self._partial_event else b""  # complete the partial event
+            event += error_event(Failure.UPSTREAM_FAILED, "the engine ended its stream early")
+        if self.is_http_1_0:
             return out + event
-        body = out[: -len(LAST_CHUNK)] if self._rebuild else out[: self._body.last_chunk]
-        return body + chunk(event) + LAST_CHUNK
+        body = out[: -len(LAST_CHUNK)] if self._must_reframe else out[: self._body.last_chunk_offset]
+        return body + encode_chunk(event) + LAST_CHUNK

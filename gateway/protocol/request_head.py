@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from gateway.protocol.openai import LINE, Api
-from gateway.protocol.service_class import Fields
+from gateway.protocol.openai import GENERATION_PATHS, Api
+from gateway.protocol.service_class import HeaderFields
 
-MAX_HEAD = 8 * 1024  # bytes; the full parser handles, and if necessary refuses, longer ones
+MAX_HEAD_BYTES = 8 * 1024  # bytes; the full parser handles, and if necessary refuses, longer ones
 MAX_FIELDS = 64
 MAX_PARTIAL_HEAD = 64 * 1024  # bytes; applies to heads of all kinds
 
@@ -30,7 +30,7 @@ _DIGITS = re.compile(rb"0|[1-9][0-9]{0,8}")
 _HOST = re.compile(r"[A-Za-z0-9._-]+(?::[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](?::[0-9]{1,5})?")
 
 # Fields that change framing or when the body may be sent.
-UNUSUAL = frozenset(
+UNSUPPORTED_FIELDS = frozenset(
     (
         "transfer-encoding",
         "content-encoding",
@@ -45,7 +45,7 @@ _CONNECTION = frozenset(("keep-alive", "upgrade", "http2-settings"))
 """Connection options without effect here: a server may ignore Upgrade (RFC 9110, 7.8)."""
 
 
-class Head:
+class RequestHead:
     """A parsed head, and the bytes around the digits of its Content-Length.
 
     Requests on one connection usually differ only in their length, so most heads are recognised by
@@ -60,7 +60,7 @@ class Head:
         self._before = before
         self._after = after
 
-    def extent(self, data: bytes, offset: int) -> tuple[int, int] | None:
+    def body_span(self, data: bytes, offset: int) -> tuple[int, int] | None:
         """Return the offsets in `data` at which the body of this head begins and ends.
 
         None when a different head begins at `offset`. The body may extend beyond `data`.
@@ -94,19 +94,19 @@ def remains_partial_head(head: bytes, data: bytes) -> bool:
     return data.count(b"\n") == (head[-1:] + data).count(b"\r\n")
 
 
-def read_head(data: bytes, offset: int) -> Head | None:
+def read_head(data: bytes, offset: int) -> RequestHead | None:
     """Parse the head at `offset`; None when it is incomplete or not ordinary.
 
     Field names are converted to lower case.
     """
-    match = _HEAD.match(data, offset, offset + MAX_HEAD)
+    match = _HEAD.match(data, offset, offset + MAX_HEAD_BYTES)
     if match is None:
         return None
     fields = _FIELD.findall(match[2].decode("ascii"))
-    headers = Fields((name.lower(), value) for name, value in fields)
+    headers = HeaderFields((name.lower(), value) for name, value in fields)
     if (
         len(headers) != len(fields)
-        or not UNUSUAL.isdisjoint(headers)
+        or not UNSUPPORTED_FIELDS.isdisjoint(headers)
         or not _HOST.fullmatch(headers.get("host", ""))
     ):
         return None
@@ -116,8 +116,8 @@ def read_head(data: bytes, offset: int) -> Head | None:
         connection != "keep-alive" and not _CONNECTION.issuperset(connection.split(", "))
     ):
         return None
-    return Head(
-        LINE[match[1].decode("ascii")],
+    return RequestHead(
+        GENERATION_PATHS[match[1].decode("ascii")],
         headers,
         data[offset : length.start(1)],
         data[length.end(1) : match.end()],

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-MAX_HEAD = 64 * 1024
+MAX_HEAD_BYTES = 64 * 1024
 MAX_SIZE_LINE = 288
 LAST_CHUNK = b"0\r\n\r\n"
 BODILESS = (204, 304)  # statuses without a body, whatever their headers announce
@@ -35,7 +35,7 @@ class FramingError(Exception):
     """Raised when bytes are not a valid HTTP/1.1 response; the message names the broken rule."""
 
 
-class Head(msgspec.Struct, frozen=True):
+class ResponseHead(msgspec.Struct, frozen=True):
     """The facts of a response head that the gateway needs.
 
     length       Content-Length; None for chunked bodies and those that end with the connection
@@ -48,17 +48,17 @@ class Head(msgspec.Struct, frozen=True):
     status: int
     content_type: bytes
     length: int | None
-    chunked: bool
+    is_chunked: bool
     keep_alive: bool
     is_sse: bool
-    plain: bool
-    start: bytes
-    sized: bytes
+    is_plain: bool
+    head_start: bytes
+    length_line: bytes
 
 
 # Cached: heads of one engine are mostly equal for at least a second, until their date changes.
 @lru_cache(maxsize=64)
-def parse_head(head: bytes) -> Head:
+def parse_head(head: bytes) -> ResponseHead:
     """Parse a head (status line and fields, ending in one CRLF). Raises FramingError."""
     if not (head.startswith(b"HTTP/1.") and head[9:12].isdigit()):
         raise FramingError("not an HTTP/1.x status line")
@@ -81,7 +81,7 @@ def parse_head(head: bytes) -> Head:
     framed = size is not None or coding is not None or status in BODILESS
     options = b",".join(value for name, value in pairs if name == b"connection")
     closes = b"close" in [option.strip(b" \t") for option in options.split(b",")]
-    return Head(
+    return ResponseHead(
         status,
         content_type,
         size,
@@ -94,7 +94,7 @@ def parse_head(head: bytes) -> Head:
     )
 
 
-class Body(Protocol):
+class ResponseBody(Protocol):
     """A response body being received: feed() returns the payload within the bytes.
 
     is_complete           the end of the body has been received
@@ -106,15 +106,15 @@ class Body(Protocol):
     has_trailers          the last chunk has trailer fields
     """
 
-    ended: bool
-    rested: bool
-    surplus: int
-    trailers: bool
-    last_chunk: int
+    is_complete: bool
+    was_at_boundary: bool
+    surplus_bytes: int
+    has_trailers: bool
+    last_chunk_offset: int
     partial: bytes
 
     @property
-    def between(self) -> bool: ...
+    def at_chunk_boundary(self) -> bool: ...
     def feed(self, data: bytes) -> bytes: ...
 
 
@@ -125,29 +125,29 @@ class ChunkedBody:
         "_expects_crlf",
         "_expects_size",
         "_missing",
-        "ended",
-        "last_chunk",
+        "is_complete",
+        "last_chunk_offset",
         "partial",
-        "rested",
-        "surplus",
-        "trailers",
+        "was_at_boundary",
+        "surplus_bytes",
+        "has_trailers",
     )
 
     def __init__(self) -> None:
-        self.ended = self.trailers = False
-        self.rested = True
-        self.surplus = 0
-        self.last_chunk = -1
+        self.is_complete = self.has_trailers = False
+        self.was_at_boundary = True
+        self.surplus_bytes = 0
+        self.last_chunk_offset = -1
         self._expects_size = True  # a size line comes next: none of the following three is pending
         self._missing = 0  # payload bytes missing from the current chunk
         self._expects_crlf = False
         self.partial = b""
 
     @property
-    def between(self) -> bool:
+    def at_chunk_boundary(self) -> bool:
         return not (self._missing or self._expects_crlf)
 
-    def whole(self, data: bytes) -> int:
+    def single_chunk_offset(self, data: bytes) -> int:
         """Return the payload's offset if `data` is exactly one chunk, as for a token; else 0."""
         line = _LINES.get(len(data))
         if (
@@ -160,7 +160,7 @@ class ChunkedBody:
         return 0
 
     def feed(self, data: bytes) -> bytes:
-        offset = self.whole(data)
+        offset = self.single_chunk_offset(data)
         return data[offset:-2] if offset else self._feed(data)
 
     def _feed(self, data: bytes) -> bytes:
@@ -168,7 +168,7 @@ class ChunkedBody:
         if self.partial:
             data, self.partial = self.partial + data, b""
         offset, end = 0, len(data)
-        while offset < end and not self.ended:
+        while offset < end and not self.is_complete:
             if self._missing:
                 piece = data[offset : offset + self._missing]
                 pieces.append(piece)
@@ -181,9 +181,9 @@ class ChunkedBody:
                 offset = _whole_chunks(data, offset, pieces)
                 if offset < end:
                     offset = self._parse_size_line(data, offset)
-        self.surplus = end - offset if self.ended else 0
+        self.surplus_bytes = end - offset if self.is_complete else 0
         self._expects_size = not (self._missing or self._expects_crlf or self.partial)
-        self.rested = self.between
+        self.was_at_boundary = self.at_chunk_boundary
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _parse_crlf(self, data: bytes, offset: int) -> int:
@@ -207,10 +207,10 @@ class ChunkedBody:
         else:
             stop = data.find(b"\r\n\r\n", line.end()) + 4
             if stop == 3:
-                return self._keep_partial(data, offset, MAX_HEAD, "trailers without end")
-            self.trailers = True
-        self.ended = True
-        self.last_chunk = offset
+                return self._keep_partial(data, offset, MAX_HEAD_BYTES, "trailers without end")
+            self.has_trailers = True
+        self.is_complete = True
+        self.last_chunk_offset = offset
         return stop
 
     def _keep_partial(self, data: bytes, offset: int, limit: int, problem: str) -> int:
@@ -235,22 +235,22 @@ def _whole_chunks(data: bytes, offset: int, pieces: list[bytes]) -> int:
 class LengthBody:
     """A body with a Content-Length."""
 
-    __slots__ = ("_remaining", "ended", "last_chunk", "partial", "surplus", "trailers")
-    between = rested = False
+    __slots__ = ("_remaining", "is_complete", "last_chunk_offset", "partial", "surplus_bytes", "has_trailers")
+    at_chunk_boundary = was_at_boundary = False
 
     def __init__(self, length: int) -> None:
         self._remaining = length
         self.partial = b""
-        self.trailers = False
-        self.ended = length == 0
-        self.surplus = 0
-        self.last_chunk = -1
+        self.has_trailers = False
+        self.is_complete = length == 0
+        self.surplus_bytes = 0
+        self.last_chunk_offset = -1
 
     def feed(self, data: bytes) -> bytes:
         self._remaining -= len(data)
-        self.ended = self._remaining <= 0
+        self.is_complete = self._remaining <= 0
         if self._remaining < 0:
-            self.surplus = -self._remaining
+            self.surplus_bytes = -self._remaining
             return data[: self._remaining]
         return data
 
@@ -258,32 +258,32 @@ class LengthBody:
 class RawBody:
     """A body that ends when the connection closes, so truncation cannot be detected."""
 
-    __slots__ = ("ended", "last_chunk", "partial", "surplus", "trailers")
-    between = rested = True
+    __slots__ = ("is_complete", "last_chunk_offset", "partial", "surplus_bytes", "has_trailers")
+    at_chunk_boundary = was_at_boundary = True
 
     def __init__(self) -> None:
         self.partial = b""
-        self.ended = self.trailers = False
-        self.surplus = 0
-        self.last_chunk = -1
+        self.is_complete = self.has_trailers = False
+        self.surplus_bytes = 0
+        self.last_chunk_offset = -1
 
     def feed(self, data: bytes) -> bytes:
         return data
 
 
-WHOLE: Body = LengthBody(0)  # a body that arrived with its head; never fed
-UNREAD: Body = RawBody()  # the body while the head is still to come; never fed
+COMPLETE: ResponseBody = LengthBody(0)  # a body that arrived with its head; never fed
+NOT_STARTED: ResponseBody = RawBody()  # the body while the head is still to come; never fed
 
 
-def body_for(head: Head) -> ChunkedBody | LengthBody | RawBody:
+def new_body(head: ResponseHead) -> ChunkedBody | LengthBody | RawBody:
     """Return the parser for the body of a response with this head."""
     if head.status in BODILESS:
         return LengthBody(0)
-    if head.chunked:
+    if head.is_chunked:
         return ChunkedBody()
     return RawBody() if head.length is None else LengthBody(head.length)
 
 
-def chunk(payload: bytes) -> bytes:
+def encode_chunk(payload: bytes) -> bytes:
     """Encode one chunk; b"" for an empty payload, since an empty chunk would end the body."""
     return b"%x\r\n%b\r\n" % (len(payload), payload) if payload else b""

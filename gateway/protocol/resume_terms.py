@@ -17,7 +17,7 @@ import msgspec
 
 from gateway.protocol.json_splice import Members, edited
 from gateway.protocol.openai import Api, Call
-from kvtransfer.dialects import Edits, members
+from kvtransfer.dialects import RequestEdits, encode_members
 
 # How each token is drawn, independent of the tokens before it.
 _SAMPLING = frozenset(
@@ -61,7 +61,7 @@ _MEDIA = re.compile(rb'"type"\s*:\s*"(?!text")')
 _SEVERAL_PROMPTS = re.compile(rb'\s*\[\s*["\[]')
 _USAGE = b'{"include_usage":true,"continuous_usage_stats":true}'
 _PUT = {"return_token_ids": b"true", "stream_options": _USAGE}
-_REPORT = Edits(members(_PUT), frozenset(_PUT))
+_REPORT = RequestEdits(encode_members(_PUT), frozenset(_PUT))
 _LONGEST = (
     1024  # bytes of a member that is decoded here; a longer one has no value that can be continued
 )
@@ -71,7 +71,7 @@ _DEFAULT_COMPLETION_TOKENS = 16  # of a completion without max_tokens
 _any = msgspec.json.Decoder().decode
 
 
-class Terms(msgspec.Struct, frozen=True):
+class ContinuationTerms(msgspec.Struct, frozen=True):
     """What the request for the rest of an answer has to repeat.
 
     chat         the client's request is a chat
@@ -83,38 +83,38 @@ class Terms(msgspec.Struct, frozen=True):
 
     chat: bool
     sampling: Mapping[str, msgspec.Raw]
-    most: int | None
-    least: int
+    max_tokens: int | None
+    min_tokens: int
     shows_usage: bool
 
-    def rest(
+    def rest_body(
         self,
         model: str,
         prompt: Sequence[int],
-        said: Sequence[int],
-        more: Mapping[str, str] = _NO_MEMBERS,
+        shown: Sequence[int],
+        extra_members: Mapping[str, str] = _NO_MEMBERS,
     ) -> bytes:
         """Return the body of a completion that continues after the tokens `said`.
 
         `more` are further members, by name.
         """
-        left = None if self.most is None else self.most - len(said)
+        left = None if self.max_tokens is None else self.max_tokens - len(shown)
         body = {
             "model": model,
-            "prompt": list(chain(prompt, said)),
+            "prompt": list(chain(prompt, shown)),
             "stream": True,
             "stream_options": msgspec.Raw(_USAGE),
             "return_token_ids": True,
             "max_tokens": left,  # null: as many as fit the context; an absent member means 16
             **self.sampling,
-            **more,
+            **extra_members,
         }
-        if self.least > len(said):
-            body["min_tokens"] = self.least - len(said)
+        if self.min_tokens > len(shown):
+            body["min_tokens"] = self.min_tokens - len(shown)
         return msgspec.json.encode(body)
 
 
-def terms_of(call: Call) -> Terms | None:
+def continuation_terms(call: Call) -> ContinuationTerms | None:
     """Return the terms of a request whose answer could be continued exactly; None otherwise."""
     members = call.members
     chat = call.api is Api.CHAT
@@ -136,18 +136,18 @@ def terms_of(call: Call) -> Terms | None:
     least = _any(members.get("min_tokens", b"null")) or 0
     if not isinstance(least, int):
         return None
-    return Terms(
+    return ContinuationTerms(
         chat, sampling, _most_tokens(members, chat), least, bool(options.get("include_usage"))
     )
 
 
-def telling(call: Call, model: str, salt_member: str) -> Call:
+def call_with_token_ids(call: Call, model: str, salt_member: str) -> Call:
     """Return the call for an engine that is to report the ids and the running count of its tokens.
 
     The engine serves the model under the name `model`, and takes the cache salt in `salt_member`,
     if that is not "".
     """
-    edits = with_token_ids(Edits())
+    edits = with_token_ids(RequestEdits())
     if call.salt:
         put = edits.put + call.salt_member(salt_member)
         edits = msgspec.structs.replace(edits, put=put)
@@ -155,7 +155,7 @@ def telling(call: Call, model: str, salt_member: str) -> Call:
     return msgspec.structs.replace(call, body=body, members={})
 
 
-def with_token_ids(edits: Edits) -> Edits:
+def with_token_ids(edits: RequestEdits) -> RequestEdits:
     """Return the edits with members by which the engine reports its tokens' ids and count."""
     put, drop = edits.put + _REPORT.put, edits.drop | _REPORT.drop
     return msgspec.structs.replace(edits, put=put, drop=drop)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import re
 
-HELD_EVENT = 64 * 1024
+MAX_HELD_EVENT = 64 * 1024
 """Bytes of a partial event that are held; a longer event is released as it arrives."""
 _MAX_BLANKS = 64  # between a member's name and its value
 
 
-class Renamer:
+class ModelNameRewriter:
     """Replaces `"model": "<served>"` in a payload as it streams: SSE by event, JSON as it arrives.
 
     Only a member can match the pattern, since quotes inside JSON strings are escaped.
@@ -28,22 +28,22 @@ class Renamer:
         self._replacement = lambda match: match[1] + new
         self._longest_match = len(b'"model":') + _MAX_BLANKS + len(old)
         self._pending = b""
-        self.mid_event = False
+        self.is_mid_event = False
 
-    def feed(self, payload: bytes, *, sse: bool, ended: bool) -> bytes:
+    def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
         """Return the rewritten payload; the possible start of a match waits for the next call."""
         window = self._pending + payload if self._pending else payload
-        cut = len(window) if ended else self._releasable(window, sse=sse)
+        cut = len(window) if is_complete else self._releasable(window, sse=is_sse)
         self._pending = window[cut:]
         return self._rewrite(window[:cut]) if cut else b""
 
     def _releasable(self, window: bytes, *, sse: bool) -> int:
         """Return how many bytes can be released without cutting a match or, if short, an event."""
-        whole = whole_events(window) if sse else 0
-        if sse and len(window) - whole <= HELD_EVENT:
-            self.mid_event = self.mid_event and not whole
+        whole = whole_events_length(window) if sse else 0
+        if sse and len(window) - whole <= MAX_HELD_EVENT:
+            self.is_mid_event = self.is_mid_event and not whole
             return whole
-        self.mid_event = sse
+        self.is_mid_event = sse
         return self._move_past_match(window, max(0, len(window) - self._longest_match))
 
     def _move_past_match(self, window: bytes, cut: int) -> int:
@@ -61,7 +61,7 @@ class Renamer:
         return self._model.sub(self._replacement, ready)
 
 
-class Corrector(Renamer):
+class CachedTokensRewriter(ModelNameRewriter):
     """Also replaces the number of cached tokens by the prefiller's.
 
     A decoder that received the KV cache from a prefiller reports all of it as a cache hit.
@@ -85,7 +85,7 @@ class Corrector(Renamer):
         return self._CACHED.sub(rb"\g<1>%d" % self.cached_tokens, ready)
 
 
-def whole_events(text: bytes) -> int:
+def whole_events_length(text: bytes) -> int:
     """Return the length of the complete events in `text`: up to its last blank line."""
     lf, crlf = text.rfind(b"\n\n"), text.rfind(b"\n\r\n")
     return max(lf + 2 if lf >= 0 else 0, crlf + 3 if crlf >= 0 else 0)

@@ -15,8 +15,8 @@ import msgspec
 
 from gateway.protocol.errors import Failure, GatewayError
 
-PROMPT, EMBEDS = "prompt", "prompt_embeds"  # vLLM accepts both in one request
-MULTIPLE = frozenset((PROMPT, "n", "best_of"))
+PROMPT_MEMBER, EMBEDS_MEMBER = "prompt", "prompt_embeds"  # vLLM accepts both in one request
+SEQUENCE_MEMBERS = frozenset((PROMPT_MEMBER, "n", "best_of"))
 
 SLICE = 64 * 1024  # bytes of JSON that are searched at once
 _ESCAPED = re.compile(rb"\\*.?", re.DOTALL)
@@ -30,47 +30,47 @@ class Prompts(NamedTuple):
     longest_token_ids  token ids in the longest prompt
     """
 
-    number: int = 1
-    token_ids: int | None = None
-    longest: int = 0
+    prompt_count: int = 1
+    token_id_count: int | None = None
+    longest_token_ids: int = 0
 
 
-ONE = Prompts()
+ONE_PROMPT = Prompts()
 
 
 def read_prompts(members: Mapping[str, msgspec.Raw], most: int) -> Prompts:
     """Count the prompts of a completions request. Raises GatewayError for more than `most`."""
-    prompts = _read(members[PROMPT], most)
-    embeds = members.get(EMBEDS)
+    prompts = _read(members[PROMPT_MEMBER], most)
+    embeds = members.get(EMBEDS_MEMBER)
     if embeds is not None and memoryview(embeds)[0] == _LIST:
-        number = _checked(EMBEDS, _count_strings(bytes(embeds), most), most)
-        return Prompts(prompts.number + number, prompts.token_ids, prompts.longest)
+        number = _checked(EMBEDS_MEMBER, _count_strings(bytes(embeds), most), most)
+        return Prompts(prompts.prompt_count + number, prompts.token_id_count, prompts.longest_token_ids)
     return prompts
 
 
-def counted(numbers: Mapping[str, int], most: int) -> tuple[int, int]:
+def count_sequences(numbers: Mapping[str, int], most: int) -> tuple[int, int]:
     """Return the number of choices in the response, and of prompts.
 
     `numbers` holds the request's values of the SEQUENCE_MEMBERS. Raises GatewayError for more
     than `most` sequences.
     """
-    prompts, choices = numbers.get(PROMPT, 1), numbers.get("n", 1)
+    prompts, choices = numbers.get(PROMPT_MEMBER, 1), numbers.get("n", 1)
     sequences = prompts * max(choices, numbers.get("best_of", 1))
     if sequences > most:
-        names = ("n", "best_of") if prompts == 1 else (PROMPT,)
+        names = ("n", "best_of") if prompts == 1 else (PROMPT_MEMBER,)
         raise _too_many(max(names, key=lambda name: numbers.get(name, 0)), sequences, most)
     return prompts * choices, prompts
 
 
 def _read(prompt: msgspec.Raw, most: int) -> Prompts:
     if memoryview(prompt)[0] != _LIST:
-        return ONE
+        return ONE_PROMPT
     text = bytes(prompt)
     strings = _count_strings(text, most)
     if strings:
-        return Prompts(_checked(PROMPT, strings, most))
+        return Prompts(_checked(PROMPT_MEMBER, strings, most))
     # The list's own closing bracket is one of them.
-    prompts = _checked(PROMPT, max(1, text.count(b"]") - 1), most)
+    prompts = _checked(PROMPT_MEMBER, max(1, text.count(b"]") - 1), most)
     if not text.lstrip(b"[ \t\r\n")[:1].isdigit():
         return Prompts(prompts)
     longest = max(part.lstrip(b"[, \t\r\n").count(b",") + 1 for part in text.split(b"]"))

@@ -15,27 +15,27 @@ from gateway.config import Config, Tenant
 from gateway.protocol.errors import Failure, GatewayError
 from policies.model import Slo
 
-CLASS = "x-slo-class"
-OBJECTIVES = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
-TTFT = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
-TPOT = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
-PRIORITY = "x-priority"
-SESSION = "x-session-id"
-PATIENCE = ("x-stainless-read-timeout", "x-stainless-timeout")
-NAMES = frozenset((CLASS, *OBJECTIVES, *TTFT, *TPOT, PRIORITY, SESSION, *PATIENCE))
+CLASS_HEADER = "x-slo-class"
+OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
+TPOT_HEADERS = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
+PRIORITY_HEADER = "x-priority"
+SESSION_HEADER = "x-session-id"
+TIMEOUT_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")
+HEADER_NAMES = frozenset((CLASS_HEADER, *OBJECTIVE_HEADERS, *TTFT_HEADERS, *TPOT_HEADERS, PRIORITY_HEADER, SESSION_HEADER, *TIMEOUT_HEADERS))
 
-LEAST_TTFT_MS, LEAST_TPOT_MS, MOST_MS = 1, 0.1, 86_400_000
-MOST_PRIORITY = 8
-HASTY_S = 10.0  # a client timeout below this is a short deadline
-MAX_SESSION = 256  # characters
-SHOWN = 64  # characters of a bad value that its error message repeats
+MIN_TTFT_MS, MIN_TPOT_MS, MAX_BUDGET_MS = 1, 0.1, 86_400_000
+MAX_PRIORITY = 8
+SHORT_DEADLINE_S = 10.0  # a client timeout below this is a short deadline
+MAX_SESSION_CHARS = 256  # characters
+MAX_SHOWN_CHARS = 64  # characters of a bad value that its error message repeats
 
 _MILLISECONDS = re.compile(r"[0-9]{1,8}(?:\.[0-9]{1,6})?")
 _SECONDS = re.compile(r"[0-9]{1,7}(?:\.[0-9]{1,9})?")
 _PRIORITY = re.compile(r"[+-]?[0-9]{1,2}")
 
 
-class Wish(msgspec.Struct, frozen=True):
+class RequestPreferences(msgspec.Struct, frozen=True):
     """What the headers and the tenant specify; None leaves it to the model or the configuration.
 
     slo                 the service class; ttft_s and tpot_s override its budgets
@@ -50,51 +50,51 @@ class Wish(msgspec.Struct, frozen=True):
     slo: Slo | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
-    priority: int | None = None
-    most_priority: int = MOST_PRIORITY
+    header_priority: int | None = None
+    max_priority: int = MAX_PRIORITY
     session: str = ""
     patience_s: float | None = None
-    hasty: bool = False
-    usual: bool = True
-    ranked: int = 0
+    has_short_deadline: bool = False
+    is_default: bool = True
+    default_priority: int = 0
 
-    def of(self, usual: Slo) -> Slo:
+    def resolve_slo(self, model_slo: Slo) -> Slo:
         """Return the SLO of a request for a model whose default SLO is `model_slo`."""
-        slo = self.slo or usual
+        slo = self.slo or model_slo
         if self.ttft_s is None and self.tpot_s is None:
             return slo
         return Slo(slo.name, self.ttft_s or slo.ttft_s, self.tpot_s or slo.tpot_s, slo.weight)
 
-    def rank(self, priority: int) -> int:
+    def effective_priority(self, priority: int) -> int:
         """Return the effective priority, given the body's; the header's takes precedence.
 
         Limited to what the tenant may claim.
         """
-        return _clamp(priority if self.priority is None else self.priority, self.most_priority)
+        return _clamp(priority if self.header_priority is None else self.header_priority, self.max_priority)
 
 
-NOTHING = Wish()
+NO_PREFERENCES = RequestPreferences()
 
 
-class Fields(dict[str, str]):
+class HeaderFields(dict[str, str]):
     """Header fields by lower-case name, with cached results of reading them.
 
     cached_preferences  the preferences read from them, and the ServiceClasses that read them
     forwarded_lines     the header lines that engines receive, once computed (proxy/forward.py)
     """
 
-    __slots__ = ("known", "passed")
+    __slots__ = ("cached_preferences", "forwarded_lines")
 
     def __init__(self, fields: Iterable[tuple[str, str]]) -> None:
         super().__init__(fields)
-        self.known: tuple[Levels, Wish] | None = None
-        self.passed: str | None = None
+        self.cached_preferences: tuple[ServiceClasses, RequestPreferences] | None = None
+        self.forwarded_lines: str | None = None
 
 
-class Levels:
+class ServiceClasses:
     """The service classes and tenants' defaults of one configuration. Immutable."""
 
-    __slots__ = ("_classes", "_tenants", "default")
+    __slots__ = ("_classes", "_tenants", "default_class")
 
     def __init__(self, config: Config) -> None:
         classes = {
@@ -103,35 +103,35 @@ class Levels:
         }
         self._classes: Mapping[str, Slo] = MappingProxyType(classes)
         self._tenants = {tenant.name: self._defaults(tenant) for tenant in config.tenants}
-        self.default = classes[config.slo.default]
+        self.default_class = classes[config.slo.default]
 
-    def named(self, name: str | None) -> Slo:
+    def get_class(self, name: str | None) -> Slo:
         """Return the class of that name; the default class for None."""
-        return self.default if name is None else self._classes[name]
+        return self.default_class if name is None else self._classes[name]
 
-    def wish(self, headers: Mapping[str, str], tenant: str) -> Wish:
+    def read_preferences(self, headers: Mapping[str, str], tenant: str) -> RequestPreferences:
         """Read the preferences from the headers, with the tenant's defaults.
 
         Cached on the headers, which requests of one connection usually share. Raises GatewayError
         for an invalid header.
         """
-        if not isinstance(headers, Fields):
+        if not isinstance(headers, HeaderFields):
             return self._read(headers, tenant)
-        cached = headers.known
+        cached = headers.cached_preferences
         if cached is None or cached[0] is not self:
-            cached = headers.known = (self, self._read(headers, tenant))
+            cached = headers.cached_preferences = (self, self._read(headers, tenant))
         return cached[1]
 
-    def _read(self, headers: Mapping[str, str], tenant: str) -> Wish:
-        defaults = self._tenants.get(tenant, NOTHING)
-        given = {name: value for name in NAMES if (value := headers.get(name)) is not None}
+    def _read(self, headers: Mapping[str, str], tenant: str) -> RequestPreferences:
+        defaults = self._tenants.get(tenant, NO_PREFERENCES)
+        given = {name: value for name in HEADER_NAMES if (value := headers.get(name)) is not None}
         if not given:
             return defaults
-        slo, most_priority = self._class(given) or defaults.slo, defaults.most_priority
-        ttft_s = _budget_s(given, TTFT, LEAST_TTFT_MS)
-        tpot_s = _budget_s(given, TPOT, LEAST_TPOT_MS)
+        slo, most_priority = self._class(given) or defaults.slo, defaults.max_priority
+        ttft_s = _budget_s(given, TTFT_HEADERS, MIN_TTFT_MS)
+        tpot_s = _budget_s(given, TPOT_HEADERS, MIN_TPOT_MS)
         priority, patience_s = _priority(given), _patience_s(given)
-        return Wish(
+        return RequestPreferences(
             slo,
             ttft_s,
             tpot_s,
@@ -139,59 +139,59 @@ class Levels:
             most_priority,
             session=_session(given, tenant),
             patience_s=patience_s,
-            hasty=patience_s is not None and patience_s < HASTY_S,
-            usual=slo is None and ttft_s is None and tpot_s is None,
-            ranked=_clamp(priority or 0, most_priority),
+            has_short_deadline=patience_s is not None and patience_s < SHORT_DEADLINE_S,
+            is_default=slo is None and ttft_s is None and tpot_s is None,
+            default_priority=_clamp(priority or 0, most_priority),
         )
 
-    def _defaults(self, tenant: Tenant) -> Wish:
+    def _defaults(self, tenant: Tenant) -> RequestPreferences:
         """Return the preferences of a tenant's requests without such headers."""
         slo = self._classes.get(tenant.slo or "")
-        return Wish(
+        return RequestPreferences(
             slo,
-            most_priority=tenant.priority,
-            usual=slo is None,
-            ranked=_clamp(0, tenant.priority),
+            max_priority=tenant.priority,
+            is_default=slo is None,
+            default_priority=_clamp(0, tenant.priority),
         )
 
     def _class(self, given: Mapping[str, str]) -> Slo | None:
         """Return the requested class; unknown objectives are ignored, as other systems use them."""
-        name = given.get(CLASS)
+        name = given.get(CLASS_HEADER)
         if name is None:
-            objectives = (self._classes.get(given.get(header, "")) for header in OBJECTIVES)
+            objectives = (self._classes.get(given.get(header, "")) for header in OBJECTIVE_HEADERS)
             return next((slo for slo in objectives if slo is not None), None)
         if name not in self._classes:
-            raise _invalid(CLASS, name, f"one of {', '.join(self._classes)}")
+            raise _invalid(CLASS_HEADER, name, f"one of {', '.join(self._classes)}")
         return self._classes[name]
 
 
 def _clamp(priority: int, most: int) -> int:
-    return max(-MOST_PRIORITY, min(most, priority))
+    return max(-MAX_PRIORITY, min(most, priority))
 
 
 def _budget_s(given: Mapping[str, str], names: tuple[str, ...], least_ms: float) -> float | None:
     for name in names:
         text = given.get(name)
         if text is not None:
-            if not _MILLISECONDS.fullmatch(text) or not least_ms <= float(text) <= MOST_MS:
-                raise _invalid(name, text, f"a number of milliseconds from {least_ms} to {MOST_MS}")
+            if not _MILLISECONDS.fullmatch(text) or not least_ms <= float(text) <= MAX_BUDGET_MS:
+                raise _invalid(name, text, f"a number of milliseconds from {least_ms} to {MAX_BUDGET_MS}")
             return float(text) / 1000
     return None
 
 
 def _priority(given: Mapping[str, str]) -> int | None:
-    text = given.get(PRIORITY)
+    text = given.get(PRIORITY_HEADER)
     if text is None:
         return None
-    if not _PRIORITY.fullmatch(text) or not -MOST_PRIORITY <= int(text) <= MOST_PRIORITY:
-        raise _invalid(PRIORITY, text, f"a whole number from -{MOST_PRIORITY} to {MOST_PRIORITY}")
+    if not _PRIORITY.fullmatch(text) or not -MAX_PRIORITY <= int(text) <= MAX_PRIORITY:
+        raise _invalid(PRIORITY_HEADER, text, f"a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}")
     return int(text)
 
 
 def _session(given: Mapping[str, str], tenant: str) -> str:
-    text = given.get(SESSION, "")
-    if len(text) > MAX_SESSION:
-        raise _invalid(SESSION, text, f"at most {MAX_SESSION} characters long")
+    text = given.get(SESSION_HEADER, "")
+    if len(text) > MAX_SESSION_CHARS:
+        raise _invalid(SESSION_HEADER, text, f"at most {MAX_SESSION_CHARS} characters long")
     return session_key(tenant, text)
 
 
@@ -205,11 +205,11 @@ def _patience_s(given: Mapping[str, str]) -> float | None:
 
     SDKs add these headers on their own, so an error about them would help no user.
     """
-    timeouts = [float(text) for name in PATIENCE if _SECONDS.fullmatch(text := given.get(name, ""))]
+    timeouts = [float(text) for name in TIMEOUT_HEADERS if _SECONDS.fullmatch(text := given.get(name, ""))]
     return min((seconds for seconds in timeouts if seconds > 0), default=None)
 
 
 def _invalid(header: str, text: str, expected: str) -> GatewayError:
-    shown = text[:SHOWN].encode("unicode_escape").decode() + ("..." if len(text) > SHOWN else "")
+    shown = text[:MAX_SHOWN_CHARS].encode("unicode_escape").decode() + ("..." if len(text) > MAX_SHOWN_CHARS else "")
     message = f"The header '{header}' must be {expected}, not '{shown}'."
     return GatewayError(Failure.BAD_REQUEST, message, param=header)

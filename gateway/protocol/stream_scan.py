@@ -12,19 +12,19 @@ import msgspec
 from gateway.protocol.response_framing import LAST_CHUNK
 
 USAGE = b'"usage":'
-REASON = b'"finish_reason":"'
-SPACED_REASON = b'"finish_reason": "'
+FINISH_REASON = b'"finish_reason":"'
+SPACED_FINISH_REASON = b'"finish_reason": "'
 """The form in which some engines write it, with a blank after each colon."""
-LAST_WORD = b"[DONE]"
-ENDS = (b"\n\n", b"\r\n\r\n")
+DONE_MARKER = b"[DONE]"
+EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 """Ends of an event: engines write the first, proxies in front of them may write the second."""
-_DONE_MARKERS = tuple(LAST_WORD + end for end in ENDS)  # JSON strings have no raw line breaks
-FIRST_EVENT, ERROR_HELD = 256, 1024 * 1024
+_DONE_MARKERS = tuple(DONE_MARKER + end for end in EVENT_ENDS)  # JSON strings have no raw line breaks
+MAX_FIRST_EVENT, MAX_LEADING_ERROR = 256, 1024 * 1024
 """Bytes of a stream to wait for to detect a leading error, and to receive that error as a whole:
 engines repeat a bad request in it."""
-ERROR_KEPT = 64 * 1024
+MAX_REFUSAL_BYTES = 64 * 1024
 """Bytes that are kept of the body of an engine's error response."""
-HELD_BYTES, HELD_EVENTS = 64 * 1024, 3
+MAX_HELD_BYTES, MAX_HELD_EVENTS = 64 * 1024, 3
 """A stream with more than this before its first recognised token is not held back any longer."""
 HELD_IDS_BYTES, PROMPT_IDS = 1024 * 1024, b'"prompt_token_ids"'
 """The limit for a stream that begins with the ids of its prompt (about 150,000 tokens).
@@ -32,8 +32,8 @@ HELD_IDS_BYTES, PROMPT_IDS = 1024 * 1024, b'"prompt_token_ids"'
 A stream of a model with `resume` begins so.
 """
 
-ERROR_EVENT = re.compile(rb'(?:^|\n)data:\s*\{\s*"error"')
-CONTENT = re.compile(
+ERROR_EVENT_PATTERN = re.compile(rb'(?:^|\n)data:\s*\{\s*"error"')
+TOKEN_PATTERN = re.compile(
     rb'"(?:content|text|reasoning|reasoning_content|refusal|arguments)":\s*"[^"]'
     rb'|"(?:tool_calls|token_ids)":\s*\[\s*[^\]\s]'
 )
@@ -64,7 +64,7 @@ class _FinishedChunk(msgspec.Struct, frozen=True):
 _read_choices = msgspec.json.Decoder(_FinishedChunk).decode
 
 
-class Usage(msgspec.Struct, frozen=True):
+class TokenUsage(msgspec.Struct, frozen=True):
     """Token counts as the engine reported them; None where it did not."""
 
     prompt_tokens: int | None = None
@@ -72,37 +72,37 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
 
 
-def usage_in(text: bytes) -> Usage:
+def find_usage(text: bytes) -> TokenUsage:
     """Parse the counts after the last `usage` member."""
     start = text.rfind(USAGE)
     if start < 0:
-        return Usage()
+        return TokenUsage()
     prompt, completion, cached = (
         _PROMPT(text, start),
         _COMPLETION(text, start),
         _CACHED(text, start),
     )
-    return Usage(
+    return TokenUsage(
         None if prompt is None else int(prompt[1]),
         None if completion is None else int(completion[1]),
         None if cached is None else int(cached[1]),
     )
 
 
-def reason_in(text: bytes) -> str | None:
+def find_finish_reason(text: bytes) -> str | None:
     """Return the last finish reason, as the engine wrote it, or None."""
-    start = max(text.rfind(REASON), text.rfind(SPACED_REASON))
+    start = max(text.rfind(FINISH_REASON), text.rfind(SPACED_FINISH_REASON))
     match = _FINISH.match(text, start) if start >= 0 else None
     return match[1].decode() if match else None
 
 
-def reason_marker(stream: bytes) -> bytes:
+def finish_reason_marker(stream: bytes) -> bytes:
     """Return how this stream writes the start of a finish reason, judged by its first member."""
     first = _FIRST_MEMBER.search(stream)
-    return SPACED_REASON if first is not None and first[1] else REASON
+    return SPACED_FINISH_REASON if first is not None and first[1] else FINISH_REASON
 
 
-def finished_choices(events: bytes) -> frozenset[int]:
+def find_finished_choices(events: bytes) -> frozenset[int]:
     """Return the indices of the choices that these events finish; partial events are ignored.
 
     An engine's abort or error does not count as a finish.
@@ -120,55 +120,55 @@ def finished_choices(events: bytes) -> frozenset[int]:
     return frozenset(indices)
 
 
-def undecided(stream: bytes, hold_until_token: bool) -> bool:
+def is_undecided(stream: bytes, hold_until_token: bool) -> bool:
     """Whether these first bytes of a stream do not show yet whether it begins with an error.
 
     This is decided by the first event or, with `hold_until_token`, by the first token.
     """
-    error = error_in(stream, hold_until_token)
+    error = find_leading_error(stream, hold_until_token)
     if error is not None:
-        is_whole = any(stream.find(end, error.end()) >= 0 for end in ENDS)
-        return len(stream) < ERROR_HELD and not is_whole
+        is_whole = any(stream.find(end, error.end()) >= 0 for end in EVENT_ENDS)
+        return len(stream) < MAX_LEADING_ERROR and not is_whole
     if hold_until_token:
-        limit = HELD_BYTES if stream.find(PROMPT_IDS) < 0 else HELD_IDS_BYTES
-        is_short = len(stream) < limit and stream.count(b"\ndata:") <= HELD_EVENTS
+        limit = MAX_HELD_BYTES if stream.find(PROMPT_IDS) < 0 else HELD_IDS_BYTES
+        is_short = len(stream) < limit and stream.count(b"\ndata:") <= MAX_HELD_EVENTS
         return is_short and _DECISIVE.search(stream) is None and not stream.endswith(LAST_CHUNK)
-    return len(stream) < FIRST_EVENT and not any(end in stream for end in ENDS)
+    return len(stream) < MAX_FIRST_EVENT and not any(end in stream for end in EVENT_ENDS)
 
 
-def error_in(stream: bytes, hold_until_token: bool) -> re.Match[bytes] | None:
+def find_leading_error(stream: bytes, hold_until_token: bool) -> re.Match[bytes] | None:
     """Find the error event that a stream begins with or, if held, has before its first token."""
-    end = len(stream) if hold_until_token else FIRST_EVENT
+    end = len(stream) if hold_until_token else MAX_FIRST_EVENT
     # Much faster than the pattern, and sufficient for nearly every stream.
     if stream.find(b'"error"', 0, end) < 0:
         return None
-    return ERROR_EVENT.search(stream, 0, end)
+    return ERROR_EVENT_PATTERN.search(stream, 0, end)
 
 
-def clients_fault(events: bytes, error: re.Match[bytes]) -> int | None:
+def client_error_status(events: bytes, error: re.Match[bytes]) -> int | None:
     """Return the 4xx code of an error event about the request; None for the engine's own faults.
 
     SGLang and vLLM detect some bad requests, such as a prompt that is too long, after sending
     status 200 (engines.md A.6). An error after a token is always the engine's own.
     """
-    code = None if CONTENT.search(events, 0, error.start()) else _CODE.search(events, error.start())
+    code = None if TOKEN_PATTERN.search(events, 0, error.start()) else _CODE.search(events, error.start())
     return None if code is None else int(code[1])
 
 
-def told_all(events: bytes) -> bool:
+def has_done_marker(events: bytes) -> bool:
     """Whether these events include [DONE]."""
     return any(events.find(marker) >= 0 for marker in _DONE_MARKERS)
 
 
-def error_said(text: bytes) -> bytes:
+def error_text(text: bytes) -> bytes:
     """Return the JSON of the error event in `text`, possibly truncated; else all of `text`."""
-    match = ERROR_EVENT.search(text)
+    match = ERROR_EVENT_PATTERN.search(text)
     if match is None:
         return text
     return text[text.index(b"{", match.start()) :].partition(b"\n")[0].rstrip()
 
 
-def last_end(events: bytes) -> int:
+def last_event_end(events: bytes) -> int:
     """Return where the last whole event ends, less its final newline.
 
     That newline stays with the next event, whose beginning is recognised by it.

@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from gateway.protocol.relay import Relay, UpstreamBroke
-from gateway.protocol.resume_terms import Terms
-from gateway.protocol.rewrite import Renamer, whole_events
-from gateway.protocol.stream_scan import Usage
+from gateway.protocol.relay import Relay, UpstreamError
+from gateway.protocol.resume_terms import ContinuationTerms
+from gateway.protocol.rewrite import ModelNameRewriter, whole_events_length
+from gateway.protocol.stream_scan import TokenUsage
 
-MOST_EVENT = 8 * 1024 * 1024
+MAX_EVENT_BYTES = 8 * 1024 * 1024
 """Bytes of one event. The longest has the ids of the prompt, about seven bytes each."""
 _SEAM = 2  # bytes at the end of a read that may be the first part of an event's end
 _DONE = b"[DONE]"
@@ -57,22 +57,22 @@ class Ledger:
 
     __slots__ = (
         *("_before", "_details", "_envelope", "_has_counts", "_is_aligned", "_most", "_saved"),
-        *("_waiting", "cached_tokens", "done", "finish", "made", "obstacle", "prompt"),
-        *("prompt_tokens", "resumed", "said", "terms"),
+        *("_waiting", "cached_tokens", "is_done", "finish_reason", "generated_tokens", "obstacle", "prompt_ids"),
+        *("prompt_tokens", "resumes", "shown_ids", "terms"),
     )
 
-    def __init__(self, terms: Terms, most_tokens: int) -> None:
+    def __init__(self, terms: ContinuationTerms, most_tokens: int) -> None:
         """`most_tokens` of prompt and answer are kept; a longer answer cannot be continued."""
         self.terms = terms
-        self.prompt, self.said = array("I"), array("I")
-        self.finish: str | None = None
+        self.prompt_ids, self.shown_ids = array("I"), array("I")
+        self.finish_reason: str | None = None
         self.obstacle = ""
         self.cached_tokens: int | None = None
-        self.resumed = self.made = self.prompt_tokens = 0
+        self.resumes = self.generated_tokens = self.prompt_tokens = 0
         self._most = most_tokens
         self._waiting: list[int] = []
         self._is_aligned = True
-        self._has_counts = self.done = False
+        self._has_counts = self.is_done = False
         self._before = 0
         self._details: dict[str, Any] | None = None
         self._envelope: dict[str, Any] = {}
@@ -82,23 +82,23 @@ class Ledger:
 
     def mark(self) -> None:
         """Remember the present state, so that take_back() can return to it."""
-        state = (self.made, self._is_aligned, self._has_counts, self.done, self.finish)
-        self._saved = len(self.said), tuple(self._waiting), state
+        state = (self.generated_tokens, self._is_aligned, self._has_counts, self.is_done, self.finish_reason)
+        self._saved = len(self.shown_ids), tuple(self._waiting), state
 
-    def take_back(self) -> None:
+    def rewind(self) -> None:
         """Return to the state of the newest mark(): what arrived since was not shown."""
         length, waiting, state = self._saved
-        self.made, self._is_aligned, self._has_counts, self.done, self.finish = state
-        del self.said[length:]
+        self.generated_tokens, self._is_aligned, self._has_counts, self.is_done, self.finish_reason = state
+        del self.shown_ids[length:]
         self._waiting = list(waiting)
 
     def note(self, chunk: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
         """Move ids and counts from a chunk to the ledger; return its text and its choice.
 
-        The choice is None for a chunk without one. Raises UpstreamBroke when the engine gave up.
+        The choice is None for a chunk without one. Raises UpstreamError when the engine gave up.
         """
         if "error" in chunk:
-            raise UpstreamBroke("engine_error", "the engine broke off with an error event")
+            raise UpstreamError("engine_error", "the engine broke off with an error event")
         prompt, usage = chunk.pop("prompt_token_ids", None), chunk.pop("usage", None)
         choices = chunk.get("choices") or ()
         if not choices:
@@ -107,71 +107,71 @@ class Ledger:
         ids, shown = choice.pop("token_ids", None) or (), choice.get("delta", choice)
         prompt = choice.pop("prompt_token_ids", None) or prompt
         if prompt and not self.prompt_tokens:
-            self.prompt, self.prompt_tokens = array("I", prompt), len(prompt)
+            self.prompt_ids, self.prompt_tokens = array("I", prompt), len(prompt)
         if choice.get("finish_reason") in _LOST:
-            raise UpstreamBroke("aborted", "the engine gave the request up")
+            raise UpstreamError("aborted", "the engine gave the request up")
         text = shown.get("content" if shown is not choice else "text") or ""
-        self.finish = choice.get("finish_reason") or self.finish
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
         self._take(ids, text, usage)
         is_chat = shown is not choice
         if is_chat and any(value for name, value in shown.items() if name not in _PLAIN_DELTA):
-            self.spoil("parsed")
+            self.disable("parsed")
         return text, choice
 
     def _take(self, ids: Sequence[int], text: str, usage: dict[str, Any] | None) -> None:
         """Add the ids of a chunk, and compare their number with the engine's own count."""
-        self.made += len(ids)
+        self.generated_tokens += len(ids)
         if self.obstacle:
             return
         self._waiting += ids
         if text:
-            self.said.extend(self._waiting)
+            self.shown_ids.extend(self._waiting)
             self._waiting.clear()
             self._is_aligned = len(ids) == 1
         counted = None if usage is None else usage.get("completion_tokens")
-        if counted != self.made - self._before:
-            self.spoil("uncounted")
-        elif self.prompt_tokens + self.made > self._most:
-            self.spoil("too_long")
+        if counted != self.generated_tokens - self._before:
+            self.disable("uncounted")
+        elif self.prompt_tokens + self.generated_tokens > self._most:
+            self.disable("too_long")
 
-    def spoil(self, obstacle: str) -> None:
+    def disable(self, obstacle: str) -> None:
         """Note that this answer cannot be continued any more, and free the ids."""
         self.obstacle = self.obstacle or obstacle
-        self.prompt, self.said = array("I"), array("I")
+        self.prompt_ids, self.shown_ids = array("I"), array("I")
         self._waiting.clear()
 
     # What follows a break
 
     @property
-    def standing(self) -> str:
+    def current_obstacle(self) -> str:
         """Why the answer cannot be continued from where it stands; "" when it can."""
-        if self.obstacle or not self.prompt:
+        if self.obstacle or not self.prompt_ids:
             return self.obstacle or "untold"
-        if self.terms.chat and not self.said and self.finish is None:
+        if self.terms.chat and not self.shown_ids and self.finish_reason is None:
             # Only the chat's own parser knows whether a chat begins with reasoning; a completion
             # never does.
             return "untold"
-        return "" if self._is_aligned or self.finish else "seam"
+        return "" if self._is_aligned or self.finish_reason else "seam"
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether nothing is left to generate."""
-        return self.finish is not None or self.terms.most == len(self.said)
+        return self.finish_reason is not None or self.terms.max_tokens == len(self.shown_ids)
 
-    def resume(self) -> None:
+    def prepare_rest(self) -> None:
         """Prepare for another engine, which continues after the tokens that the client has."""
         self._waiting.clear()
-        self.made = self._before = len(self.said)
+        self.generated_tokens = self._before = len(self.shown_ids)
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Token counts of the whole answer."""
         cached = None if self._details is None else self._details.get("cached_tokens")
-        return Usage(self.prompt_tokens, self.made, cached if type(cached) is int else None)
+        return TokenUsage(self.prompt_tokens, self.generated_tokens, cached if type(cached) is int else None)
 
     # The stream as the client sees it
 
-    def first(self, chunk: dict[str, Any]) -> bytes:
+    def render_first(self, chunk: dict[str, Any]) -> bytes:
         """Return the client's event for a chunk of the engine that began the answer."""
         usage = chunk.get("usage")
         _, choice = self.note(chunk)
@@ -183,7 +183,7 @@ class Ledger:
             return self._counts_event(chunk | {"usage": self._with_cached_tokens(usage)})
         return _event(self._with_usage_member(chunk))
 
-    def rest(self, chunk: dict[str, Any]) -> bytes:
+    def render_rest(self, chunk: dict[str, Any]) -> bytes:
         """Return the client's event for a chunk of the rest; b"" for none."""
         usage = chunk.get("usage")
         text, choice = self.note(chunk)
@@ -198,15 +198,15 @@ class Ledger:
             choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason} | stop
         return _event(self._with_usage_member(self._envelope | {"choices": [choice]}))
 
-    def closing(self) -> bytes:
+    def render_end(self) -> bytes:
         """Return the events that end an answer whose text is complete."""
-        if self.done:
+        if self.is_done:
             return b""
         last = counts = b""
-        if self.finish is None:
-            self.finish = "length"
+        if self.finish_reason is None:
+            self.finish_reason = "length"
             choice = {"index": 0, "delta": {}} if self.terms.chat else {"index": 0, "text": ""}
-            chunk = self._envelope | {"choices": [choice | {"finish_reason": self.finish}]}
+            chunk = self._envelope | {"choices": [choice | {"finish_reason": self.finish_reason}]}
             last = _event(self._with_usage_member(chunk))
         if not self._has_counts:
             counts = self._counts_event(self._envelope | {"choices": [], "usage": self._sums(None)})
@@ -228,7 +228,7 @@ class Ledger:
         them, they are the last engine's, with `cached_tokens` limited to the prompt: that engine
         also cached a part of the answer.
         """
-        prompt, made = self.prompt_tokens, self.made
+        prompt, made = self.prompt_tokens, self.generated_tokens
         usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": made,
@@ -258,7 +258,7 @@ def _event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
-class Recorder(Renamer):
+class LedgerRecorder(ModelNameRewriter):
     """Passes every event of a relay through the ledger."""
 
     def __init__(
@@ -273,28 +273,28 @@ class Recorder(Renamer):
         self._unfinished_bytes = 0
         self._seam = b""  # its last bytes: the end of an event may be cut by a read
 
-    def feed(self, payload: bytes, *, sse: bool, ended: bool) -> bytes:
+    def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
         """Return the client's events for the events that are complete.
 
-        When one of them breaks the answer, none of them counts as shown. Raises UpstreamBroke then.
+        When one of them breaks the answer, none of them counts as shown. Raises UpstreamError then.
         """
-        if not sse:
-            return super().feed(payload, sse=sse, ended=ended)
+        if not is_sse:
+            return super().feed(payload, is_sse=is_sse, is_complete=is_complete)
         self.ledger.mark()
-        ready = self._whole_events(payload, ended=ended).replace(b"\r\n", b"\n")
+        ready = self._whole_events(payload, ended=is_complete).replace(b"\r\n", b"\n")
         try:
             return b"".join([self._event(event) for event in ready.split(b"\n\n") if event.strip()])
-        except UpstreamBroke:
-            self.ledger.take_back()
+        except UpstreamError:
+            self.ledger.rewind()
             raise
 
     def _whole_events(self, payload: bytes, *, ended: bool) -> bytes:
         """Return the events that end in this payload, the beginning of the first included.
 
-        Looks at each byte once. Raises UpstreamBroke for an event that is too long.
+        Looks at each byte once. Raises UpstreamError for an event that is too long.
         """
         seam = self._seam
-        whole = len(payload) if ended else whole_events(seam + payload) - len(seam)
+        whole = len(payload) if ended else whole_events_length(seam + payload) - len(seam)
         if whole > 0 or ended:
             ready = b"".join([*self._unfinished, payload[:whole]])
             payload, seam = payload[whole:], b""
@@ -306,41 +306,41 @@ class Recorder(Renamer):
         if payload:
             self._unfinished.append(payload)
             self._unfinished_bytes += len(payload)
-        if self._unfinished_bytes > MOST_EVENT:
+        if self._unfinished_bytes > MAX_EVENT_BYTES:
             self._unfinished.clear()
-            message = f"the engine sent an event of more than {MOST_EVENT} bytes"
-            raise UpstreamBroke("framing", message)
+            message = f"the engine sent an event of more than {MAX_EVENT_BYTES} bytes"
+            raise UpstreamError("framing", message)
         return ready
 
     def _event(self, event: bytes) -> bytes:
         """Return the client's event for one of the engine's.
 
-        Raises UpstreamBroke for an event of another form.
+        Raises UpstreamError for an event of another form.
         """
         data = event.strip().removeprefix(b"data:").strip()
         if event.lstrip()[:1] == b":":
             return event + b"\n\n"
         if data == _DONE:
-            self.ledger.done = True
+            self.ledger.is_done = True
             return event + b"\n\n"
         try:
             chunk = _decode(data)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             message = f"the engine sent an event that is no JSON: {error}"
-            raise UpstreamBroke("framing", message) from error
+            raise UpstreamError("framing", message) from error
         if "model" in chunk:
             chunk["model"] = self._asked
         try:
             return self._show(chunk)
         except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
             message = f"the engine sent an event of another shape: {error}"
-            raise UpstreamBroke("framing", message) from error
+            raise UpstreamError("framing", message) from error
 
 
-class Recorded(Relay):
+class RecordedRelay(Relay):
     """A relay whose stream can be continued elsewhere.
 
-    It raises UpstreamBroke where a plain relay would end the answer.
+    It raises UpstreamError where a plain relay would end the answer.
 
     Its client receives complete events only, so another event may follow at any time.
     """
@@ -348,48 +348,48 @@ class Recorded(Relay):
     __slots__ = ()
 
     @property
-    def at_seam(self) -> bool:
+    def is_at_boundary(self) -> bool:
         """Whether an event could follow what the client has."""
-        return self._sse and self.committed
+        return self._is_sse and self.is_committed
 
     @property
-    def _told_all(self) -> bool:
+    def _is_done_sent(self) -> bool:
         """Whether the client has the last event, according to the ledger.
 
         The relay may have seen events that were taken back.
         """
-        return self._recorder.ledger.done
+        return self._recorder.ledger.is_done
 
     @property
-    def _recorder(self) -> Recorder:
-        assert isinstance(self.renamer, Recorder)
-        return self.renamer
+    def _recorder(self) -> LedgerRecorder:
+        assert isinstance(self.rewriter, LedgerRecorder)
+        return self.rewriter
 
-    def _end(self, out: bytes) -> bytes:
-        unfinished = self._carry or self._recorder.ledger.finish is None
-        if self._sse and not self._done and unfinished and not self._last.rstrip().endswith(_DONE):
-            self._recorder.ledger.take_back()
-            raise UpstreamBroke("truncated", "the engine ended its stream early")
-        return super()._end(out)
+    def _finish_body(self, out: bytes) -> bytes:
+        unfinished = self._partial_event or self._recorder.ledger.finish_reason is None
+        if self._is_sse and not self._has_done_marker and unfinished and not self._last_payload.rstrip().endswith(_DONE):
+            self._recorder.ledger.rewind()
+            raise UpstreamError("truncated", "the engine ended its stream early")
+        return super()._finish_body(out)
 
-    def _closing(self) -> bytes | None:
+    def _missing_done_event(self) -> bytes | None:
         """Return what is missing at the end of the whole answer, by the ledger."""
         ledger = self._recorder.ledger
-        return None if ledger.finish is None else ledger.closing()
+        return None if ledger.finish_reason is None else ledger.render_end()
 
-    def continued(self, rest: Relay, usage: Usage) -> None:
+    def add_rest(self, rest: Relay, usage: TokenUsage) -> None:
         """Add what another relay has passed on after this one broke, and the answer's counts."""
-        self.bytes_out += rest.bytes_out
-        self.events += rest.events
-        self.last_at = rest.last_at or self.last_at
-        self._reason = rest._reason
-        self._counts = usage
+        self.bytes_sent += rest.bytes_sent
+        self.event_count += rest.event_count
+        self.last_data_at = rest.last_data_at or self.last_data_at
+        self._finish_payload = rest._finish_payload
+        self._usage_result = usage
 
 
-class Continuation(Recorded):
+class ContinuationRelay(RecordedRelay):
     """The relay of an answer's rest: the client has its head already."""
 
     __slots__ = ()
 
-    def _opening(self) -> bytes:
+    def _client_head(self) -> bytes:
         return b""

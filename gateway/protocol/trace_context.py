@@ -13,18 +13,18 @@ from secrets import token_hex
 
 import msgspec
 
-PARENT, STATE = "traceparent", "tracestate"
-MOST_PARENT, MOST_STATE = 128, 512  # characters; W3C requires at least 512 of tracestate
-SAMPLED = 1
+PARENT_HEADER, STATE_HEADER = "traceparent", "tracestate"
+MAX_PARENT_CHARS, MAX_STATE_CHARS = 128, 512  # characters; W3C requires at least 512 of tracestate
+SAMPLED_FLAG = 1
 
-new_id = partial(token_hex, 8)
+new_span_id = partial(token_hex, 8)
 """Create a span id."""
 
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[!-~]*)?")
 _STATE = re.compile(r"[!-~](?:[!-~ \t]*[!-~])?")  # a nested repeat would take exponential time
 
 
-class Parent(msgspec.Struct, frozen=True):
+class ParentSpan(msgspec.Struct, frozen=True):
     """The span that a client's request belongs to. Ids are lower-case hexadecimal."""
 
     trace_id: str
@@ -33,11 +33,11 @@ class Parent(msgspec.Struct, frozen=True):
     state: str
 
     @property
-    def sampled(self) -> bool:
-        return bool(self.flags & SAMPLED)
+    def is_sampled(self) -> bool:
+        return bool(self.flags & SAMPLED_FLAG)
 
 
-class TraceLeg(msgspec.Struct, frozen=True):
+class LegSpan(msgspec.Struct, frozen=True):
     """One request to an engine: its role (whole, prefill or decode), endpoint, span and start time.
 
     `started_at` is in monotonic seconds.
@@ -46,7 +46,7 @@ class TraceLeg(msgspec.Struct, frozen=True):
     role: str
     endpoint: str
     span_id: str
-    began: float
+    started_at: float
 
 
 class Trace(msgspec.Struct, eq=False):
@@ -56,38 +56,38 @@ class Trace(msgspec.Struct, eq=False):
     span_id: str
     parent_id: str
     state: str
-    legs: list[TraceLeg] = []
+    legs: list[LegSpan] = []
 
-    def leg(self, role: str, endpoint: str, now: float) -> str:
+    def add_leg(self, role: str, endpoint: str, now: float) -> str:
         """Record a request to an engine; return the header lines that link its spans to ours."""
-        span_id = new_id()
-        self.legs.append(TraceLeg(role, endpoint, span_id, now))
-        state = f"{STATE}: {self.state}\r\n" if self.state else ""
-        return f"{PARENT}: 00-{self.trace_id}-{span_id}-01\r\n{state}"
+        span_id = new_span_id()
+        self.legs.append(LegSpan(role, endpoint, span_id, now))
+        state = f"{STATE_HEADER}: {self.state}\r\n" if self.state else ""
+        return f"{PARENT_HEADER}: 00-{self.trace_id}-{span_id}-01\r\n{state}"
 
 
-def parent_of(headers: Mapping[str, str]) -> Parent | None:
+def parse_parent(headers: Mapping[str, str]) -> ParentSpan | None:
     """Return the span that the client names as parent; None if missing or invalid."""
-    text = headers.get(PARENT)
-    if text is None or len(text) > MOST_PARENT:
+    text = headers.get(PARENT_HEADER)
+    if text is None or len(text) > MAX_PARENT_CHARS:
         return None
     match = _PARENT.fullmatch(text)
     if match is None or match[1] == "ff" or (match[1] == "00" and match[5] is not None):
         return None
     if not match[2].strip("0") or not match[3].strip("0"):
         return None
-    state = headers.get(STATE, "")
-    if len(state) > MOST_STATE or not _STATE.fullmatch(state):
+    state = headers.get(STATE_HEADER, "")
+    if len(state) > MAX_STATE_CHARS or not _STATE.fullmatch(state):
         state = ""
-    return Parent(match[2], match[3], int(match[4], 16), state)
+    return ParentSpan(match[2], match[3], int(match[4], 16), state)
 
 
-def passed_on(headers: Mapping[str, str]) -> str:
+def propagated_headers(headers: Mapping[str, str]) -> str:
     """Return the client's own context as header lines, for a request that is not traced here."""
-    if PARENT not in headers:  # the usual case
+    if PARENT_HEADER not in headers:  # the usual case
         return ""
-    parent = parent_of(headers)
+    parent = parse_parent(headers)
     if parent is None:
         return ""
-    state = f"{STATE}: {parent.state}\r\n" if parent.state else ""
-    return f"{PARENT}: {headers[PARENT]}\r\n{state}"
+    state = f"{STATE_HEADER}: {parent.state}\r\n" if parent.state else ""
+    return f"{PARENT_HEADER}: {headers[PARENT_HEADER]}\r\n{state}"

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from policies.health.health import Event
+from policies.health.health import HealthEvent
 
-STOPPED = "shutdown"
+SHUTDOWN = "shutdown"
 """The failure kind of requests that end because the gateway shuts down."""
 MODEL_GONE = "model_gone"
 """The failure kind of an attempt at an engine that no longer has a model that it listed."""
 
 # Failure kinds that count as something other than a failure of the engine.
 _HEALTH_EVENTS = {
-    "connect_failed": Event.CONNECT_FAILED,
-    "connect_timeout": Event.CONNECT_FAILED,
-    "timeout": Event.TIMED_OUT,
-    "ejected": Event.IGNORED,
-    "slow": Event.IGNORED,
-    STOPPED: Event.IGNORED,
-    MODEL_GONE: Event.IGNORED,
-    "status_429": Event.IGNORED,
+    "connect_failed": HealthEvent.CONNECT_FAILED,
+    "connect_timeout": HealthEvent.CONNECT_FAILED,
+    "timeout": HealthEvent.TIMED_OUT,
+    "ejected": HealthEvent.IGNORED,
+    "slow": HealthEvent.IGNORED,
+    SHUTDOWN: HealthEvent.IGNORED,
+    MODEL_GONE: HealthEvent.IGNORED,
+    "status_429": HealthEvent.IGNORED,
     # vLLM sends 503 when its queue is full; a dead engine is detected by its /health.
-    "status_503": Event.IGNORED,
+    "status_503": HealthEvent.IGNORED,
 }
 
 
-class UpstreamBroke(Exception):
+class UpstreamError(Exception):
     """Raised when an engine's response is incomplete or missing.
 
     kind                the failure's label in metrics; also decides what it means for health
@@ -32,15 +32,15 @@ class UpstreamBroke(Exception):
     was_new_connection  the connection was new and was lost before any byte of a response
     """
 
-    def __init__(self, kind: str, message: str, *, sent: bool = True) -> None:
+    def __init__(self, kind: str, message: str, *, was_sent: bool = True) -> None:
         super().__init__(message)
         self.kind = kind
-        self.sent = sent
-        self.fresh = False
+        self.was_sent = was_sent
+        self.was_new_connection = False
 
 
-def evidence(error: UpstreamBroke) -> Event:
+def health_event(error: UpstreamError) -> HealthEvent:
     """Return the health event of a failure; losing a new connection counts as a refused one."""
-    if error.fresh:
-        return Event.CONNECT_FAILED
-    return _HEALTH_EVENTS.get(error.kind, Event.FAILED)
+    if error.was_new_connection:
+        return HealthEvent.CONNECT_FAILED
+    return _HEALTH_EVENTS.get(error.kind, HealthEvent.FAILED)

@@ -14,17 +14,17 @@ from typing import Protocol, TypeVar
 
 from gateway.exchange import Exchange
 from gateway.http.client import Client
-from gateway.protocol.errors import Failure, GatewayError, stopped
+from gateway.protocol.errors import Failure, GatewayError, shutting_down
 from gateway.protocol.media import BYTES_PER_TOKEN, MEDIA_TOKENS, MOST_BYTES_PER_TOKEN
 from gateway.protocol.openai import Call
-from gateway.protocol.relay import STOPPED, UpstreamBroke
+from gateway.protocol.relay import SHUTDOWN, UpstreamError
 from gateway.protocol.upstream_error import MODEL_GONE
 from gateway.route import Gateway, Route
 from policies.filters import serves_tenant
-from policies.model import Ask, Candidate, Pick, Request
-from policies.pricing.split import Pair
+from policies.model import Candidate, Pick, Request, RoutingQuery
+from policies.pricing.split import EndpointPair
 
-ChoiceT = TypeVar("ChoiceT", bound=Pick | Pair)
+ChoiceT = TypeVar("ChoiceT", bound=Pick | EndpointPair)
 
 _OUTPUT_LIMITS = frozenset(("max_tokens", "max_completion_tokens"))
 
@@ -44,14 +44,14 @@ class AttemptPlan(Protocol[ChoiceT]):
         """
         ...
 
-    async def attempt(self, choice: ChoiceT) -> UpstreamBroke | None:
+    async def attempt(self, choice: ChoiceT) -> UpstreamError | None:
         """Book a choice, send the request and relay the answer; return what broke, or None.
 
         The places are booked before the first await, and given back at the end.
         """
         ...
 
-    async def may_retry(self, problem: UpstreamBroke) -> bool:
+    async def may_retry(self, problem: UpstreamError) -> bool:
         """Record a failed attempt and ask for permission to make another one.
 
         False: the answer has begun, so that no retry of it is possible. Raises GatewayError when
@@ -59,7 +59,7 @@ class AttemptPlan(Protocol[ChoiceT]):
         """
         ...
 
-    def give_up(self, problem: UpstreamBroke | None) -> None:
+    def give_up(self, problem: UpstreamError | None) -> None:
         """End the plan because no endpoint can be picked; `problem` is how the last attempt broke.
 
         Raises GatewayError when the request is to be refused.
@@ -69,12 +69,12 @@ class AttemptPlan(Protocol[ChoiceT]):
 
 async def attempts(
     plan: AttemptPlan[ChoiceT], left_out: Sequence[str] = ()
-) -> UpstreamBroke | None:
+) -> UpstreamError | None:
     """Attempt a plan until it is answered or ends; return what broke an answer that had begun.
 
     `left_out`: names of endpoints that have failed this request before.
     """
-    problem: UpstreamBroke | None = None
+    problem: UpstreamError | None = None
     screen: HealthScreen | None = None
     while True:
         choice = plan.choose(left_out)
@@ -120,9 +120,9 @@ class HealthScreen:
         self._gateway, self._exchange = gateway, exchange
         self._confirmed: list[str] | None = None
         self._silent: list[str] = []
-        self._is_over = not exchange.attempts  # refused connections alone are no reason to check
+        self._is_over = not exchange.failed_attempts  # refused connections alone are no reason to check
 
-    async def check(self, choice: Pick | Pair | None) -> Sequence[str] | None:
+    async def check(self, choice: Pick | EndpointPair | None) -> Sequence[str] | None:
         """Return the names that another choice has to leave out.
 
         None: this choice stands, and has to be booked in this turn of the event loop.
@@ -150,23 +150,23 @@ class HealthScreen:
     async def _ask(self, candidates: Sequence[Candidate]) -> bool:
         """Check the endpoints, noting silent and failed ones; return whether all are well."""
         exchange, endpoints = self._exchange, self._gateway.endpoints
-        answers = await asyncio.gather(*(endpoints.check(candidate) for candidate in candidates))
+        answers = await asyncio.gather(*(endpoints.check_health(candidate) for candidate in candidates))
         for candidate, is_well in zip(candidates, answers, strict=True):
             if is_well is None:
                 self._silent.append(candidate.endpoint.name)
             elif not is_well:
                 exchange.retries.append(candidate.endpoint.name)
-                exchange.unsent += 1
+                exchange.unsent_attempts += 1
         return all(answers)
 
 
-def _candidates(choice: Pick | Pair) -> Sequence[Candidate]:
-    if isinstance(choice, Pair):
+def _candidates(choice: Pick | EndpointPair) -> Sequence[Candidate]:
+    if isinstance(choice, EndpointPair):
         return choice.prefill.candidate, choice.decode.candidate
     return (choice.candidate,)
 
 
-async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamBroke) -> None:
+async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamError) -> None:
     """Wait for permission to attempt the request again on another endpoint.
 
     Raises GatewayError with the client's refusal when there is none. The endpoints that failed are
@@ -174,38 +174,38 @@ async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamBr
     anything, so a retry after it needs no permission; each endpoint is tried once, so these retries
     end too. A turn of the retry budget is held until the answer begins (gateway/legs/hedge.py).
     """
-    if problem.kind == STOPPED:
-        raise stopped()
+    if problem.kind == SHUTDOWN:
+        raise shutting_down()
     if gateway.count_unsent(exchange, problem):
         return
-    if exchange.attempts >= gateway.snapshot.config.retries.attempts:
+    if exchange.failed_attempts >= gateway.snapshot.config.retries.attempts:
         raise _given_up(exchange, problem)
-    if not exchange.retrying:
-        exchange.retrying = await gateway.gate.retry_turn()
+    if not exchange.holds_retry_turn:
+        exchange.holds_retry_turn = await gateway.gate.acquire_retry()
         gateway.hedger.retrying.append(exchange)
-    if gateway.gate.stopping:
-        raise stopped()
-    if not exchange.retrying:
+    if gateway.gate.is_stopping:
+        raise shutting_down()
+    if not exchange.holds_retry_turn:
         raise _given_up(exchange, problem)
-    gateway.accounts.retried(problem.kind)
+    gateway.accounts.count_retry(problem.kind)
 
 
 def end_retries(gateway: Gateway, exchange: Exchange) -> None:
     """End a second attempt that is still under way, and give back the turn of the retry budget."""
     if exchange.hedge is not None:
         exchange.hedge.close()
-    exchange.end_retry(gateway.gate)
+    exchange.give_back_retry_turn(gateway.gate)
 
 
 def no_endpoint_error(
-    exchange: Exchange, route: Route, ask: Ask, problem: UpstreamBroke | None
+    exchange: Exchange, route: Route, ask: RoutingQuery, problem: UpstreamError | None
 ) -> GatewayError:
     """Return the refusal for a request when no endpoint can be picked.
 
     `problem` is how the last attempt broke; None if there was none. A request that was sent to no
     endpoint is refused for lack of endpoints, not for their failures.
     """
-    if problem is not None and exchange.attempts:
+    if problem is not None and exchange.failed_attempts:
         return _given_up(exchange, problem)
     serving = serves_tenant(ask, route.candidates)
     if route.candidates and not serving:
@@ -217,7 +217,7 @@ def no_endpoint_error(
     return GatewayError(Failure.NO_CAPACITY, message, retry_after_s=1.0)
 
 
-def _given_up(exchange: Exchange, problem: UpstreamBroke) -> GatewayError:
+def _given_up(exchange: Exchange, problem: UpstreamError) -> GatewayError:
     if problem.kind == MODEL_GONE:
         message = (
             f"No engine serves the model '{exchange.model}' any more: "
@@ -243,7 +243,7 @@ def least_tokens(call: Call) -> int:
     """
     request, prompt_tokens = call.request, call.request.prompt_tokens
     if call.estimated_tokens:
-        text_tokens = max(0, call.estimated_tokens - call.media * MEDIA_TOKENS)
+        text_tokens = max(0, call.estimated_tokens - call.media_count * MEDIA_TOKENS)
         text_bytes = text_tokens * BYTES_PER_TOKEN
         prompt_tokens = min(prompt_tokens, text_bytes // MOST_BYTES_PER_TOKEN)
     is_limited = not _OUTPUT_LIMITS.isdisjoint(call.members)
@@ -260,24 +260,24 @@ def _too_long(request: Request) -> GatewayError:
     )
 
 
-def break_off(exchange: Exchange, client: Client, problem: UpstreamBroke) -> None:
+def end_stream_with_error(exchange: Exchange, client: Client, problem: UpstreamError) -> None:
     """End an answer that broke after its first byte.
 
     It ends with an error event where the framing allows one, otherwise by closing the connection.
     """
     assert exchange.relay is not None
-    if problem.kind == STOPPED:
+    if problem.kind == SHUTDOWN:
         failure, message = Failure.SHUTTING_DOWN, "The gateway stopped while answering. Ask again."
     else:
         failure, message = (
             Failure.UPSTREAM_FAILED,
             f"The engine failed while answering ({problem.kind}).",
         )
-    ending = exchange.relay.break_off(failure, message)
+    ending = exchange.relay.end_with_error(failure, message)
     if (
         ending
     ):  # it ends the answer's framing, so the client's connection can carry further requests
         client.write(ending)
     else:
-        client.hang_up()
-    exchange.interrupted(problem.kind)
+        client.close_after_write()
+    exchange.set_interrupted(problem.kind)

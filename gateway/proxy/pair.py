@@ -17,18 +17,18 @@ from gateway.http.client import Client
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.json_splice import shape
 from gateway.protocol.openai import Call
-from gateway.protocol.relay import UpstreamBroke
+from gateway.protocol.relay import UpstreamError
 from gateway.proxy.attempts import AttemptPlan, no_endpoint_error, permit_retry
 from gateway.proxy.whole import WholePlan, pick_longest
 from gateway.route import Gateway, Route
 from policies import run
-from policies.model import Ask, Pick
-from policies.pricing.split import Decision, Pair, Reason
+from policies.model import Pick, RoutingQuery
+from policies.pricing.split import EndpointPair, SplitDecision, SplitReason
 
-SplitAttempts = AttemptPlan[Pick | Pair]
+SplitAttempts = AttemptPlan[Pick | EndpointPair]
 """SplitPlan's type for the loop: a choice of two types is more than the type checker infers."""
 
-_UNSPLITTABLE = (Reason.CHOICES, Reason.PROMPTS, Reason.PROMPT_SCORES)
+_UNSPLITTABLE = (SplitReason.CHOICES, SplitReason.PROMPTS, SplitReason.PROMPT_SCORES)
 
 
 class SplitPlan:
@@ -53,28 +53,28 @@ class SplitPlan:
     ) -> None:
         fingerprint = exchange.fingerprint
         if fingerprint is None:
-            fingerprint = exchange.fingerprint = gateway.endpoints.prefixes.of(call, route.name)
+            fingerprint = exchange.fingerprint = gateway.endpoints.prefixes.fingerprint(call, route.name)
         self.gateway, self.exchange, self._route = gateway, exchange, route
         self._context = SplitContext(gateway, route, split, exchange, client, call, fingerprint)
         self._whole = WholePlan(gateway, exchange, client, route, call)
         self._recompute = False
 
-    def choose(self, left_out: Sequence[str]) -> Pair | Pick | None:
+    def choose(self, left_out: Sequence[str]) -> EndpointPair | Pick | None:
         context = self._context
         endpoints, request = context.gateway.endpoints, context.call.request
-        ask = self._ask = endpoints.ask(request, context.fingerprint, left_out)
+        ask = self._ask = endpoints.build_query(request, context.fingerprint, left_out)
         decision = self._decision = self._decide(ask)
         return decision.pair or self._pick_alone(ask)
 
-    def _decide(self, ask: Ask) -> Decision:
+    def _decide(self, ask: RoutingQuery) -> SplitDecision:
         context = self._context
         pools, splitting = context.split.pools, context.gateway.handoffs.splitting
         mode = splitting.get(self._route.name, False)
-        if self._recompute and any(candidate.load.available for candidate in pools.alone):
-            return Decision(None, Reason.RECOMPUTE, mode)
+        if self._recompute and any(candidate.load.is_available for candidate in pools.alone):
+            return SplitDecision(None, SplitReason.RECOMPUTE, mode)
         return context.split.splitter.decide(pools, ask, shape(context.call.members), mode)
 
-    def _pick_alone(self, ask: Ask) -> Pick | None:
+    def _pick_alone(self, ask: RoutingQuery) -> Pick | None:
         """Pick one endpoint for the whole request.
 
         A pair takes two places for one permit, so a request with a permit may find all endpoints at
@@ -85,9 +85,9 @@ class SplitPlan:
         pick = run.pick(policy, ask, alone) or run.pick(context.split.splitter.crowded, ask, alone)
         return pick or pick_longest(policy, ask, alone, context.call)
 
-    async def attempt(self, choice: Pair | Pick) -> UpstreamBroke | None:
+    async def attempt(self, choice: EndpointPair | Pick) -> UpstreamError | None:
         record, exchange = self._note_decision(), self.exchange
-        if isinstance(choice, Pair):
+        if isinstance(choice, EndpointPair):
             exchange.pick, exchange.picked_at = choice.decode, monotonic()
             record.prefill = choice.prefill.candidate.endpoint.name
             record.dialect = self._context.split.dialect.name
@@ -109,18 +109,18 @@ class SplitPlan:
         context, decision = self._context, self._decision
         handoffs = context.gateway.handoffs
         handoffs.splitting[self._route.name] = decision.splitting
-        handoffs.decided(decision)
+        handoffs.count_decision(decision)
         record = context.exchange.split = SplitRecord(decision.reason)
         return record
 
-    async def may_retry(self, problem: UpstreamBroke) -> bool:
+    async def may_retry(self, problem: UpstreamError) -> bool:
         exchange = self.exchange
-        if exchange.committed:
+        if exchange.is_committed:
             return False
         await permit_retry(self.gateway, exchange, problem)
         return True
 
-    def give_up(self, problem: UpstreamBroke | None) -> None:
+    def give_up(self, problem: UpstreamError | None) -> None:
         context = self._context
         self._note_decision()
         context.exchange.pick = None

@@ -15,11 +15,11 @@ from gateway.fleet.booking import Booking
 from gateway.http.client import Client
 from gateway.legs import forward
 from gateway.protocol.openai import Api, Call
-from gateway.protocol.relay import STOPPED, Relay, UpstreamBroke
-from gateway.protocol.response_framing import LAST_CHUNK, chunk
-from gateway.protocol.resume_terms import telling, terms_of
-from gateway.protocol.token_ledger import Continuation, Ledger, Recorded, Recorder
-from gateway.proxy.attempts import attempts, break_off
+from gateway.protocol.relay import SHUTDOWN, Relay, UpstreamError
+from gateway.protocol.response_framing import LAST_CHUNK, encode_chunk
+from gateway.protocol.resume_terms import call_with_token_ids, continuation_terms
+from gateway.protocol.token_ledger import ContinuationRelay, Ledger, LedgerRecorder, RecordedRelay
+from gateway.proxy.attempts import attempts, end_stream_with_error
 from gateway.route import Gateway, Route
 from policies import run
 from policies.model import EngineKind, Pick
@@ -42,18 +42,18 @@ def prepare_recorded(
     request is sent as usual.
     """
     endpoint = booking.endpoint
-    terms = terms_of(call) if endpoint.engine is EngineKind.VLLM else None
+    terms = continuation_terms(call) if endpoint.engine is EngineKind.VLLM else None
     if terms is None:
         exchange.ledger = None
         return forward.prepare(exchange, call, client, booking, on_first, served)
-    body = telling(call, served, endpoint.salt_member)
+    body = call_with_token_ids(call, served, endpoint.salt_member)
     ledger = exchange.ledger = Ledger(terms, resume.tokens)
-    recorder = Recorder(ledger, ledger.first, served, call.asked_model)
-    headers = forward.answer_headers(exchange, client, endpoint.name)
+    recorder = LedgerRecorder(ledger, ledger.render_first, served, call.requested_model)
+    headers = forward.response_headers(exchange, client, endpoint.name)
     # Patient: until its first token the request may be retried whole, which a role already shown
     # would prevent.
-    relay = Recorded(headers, on_first, client.http_1_0, recorder, patient=True, gaps=exchange.gaps)
-    head = booking.upstream.head(exchange.api)
+    relay = RecordedRelay(headers, on_first, client.is_http_1_0, recorder, hold_until_token=True, chunk_gaps=exchange.gaps)
+    head = booking.upstream.request_head(exchange.api)
     head += forward.request_headers(exchange, client.headers, len(body.body), endpoint.name)
     return head, body, relay
 
@@ -64,14 +64,14 @@ async def continue_stream(
     client: Client,
     route: Route,
     call: Call,
-    problem: UpstreamBroke,
+    problem: UpstreamError,
 ) -> None:
     """Finish an answer that broke after its first byte: from other endpoints, or with an error.
 
-    Attempts are limited by `resume.attempts` and take turns of the fleet's retry budget.
+    Attempts are limited by `prepare_rest.failed_attempts` and take turns of the fleet's retry budget.
     """
     if exchange.ledger is None:
-        break_off(exchange, client, problem)
+        end_stream_with_error(exchange, client, problem)
         return
     rest = RestPlan(gateway, exchange, client, route, call, exchange.ledger)
     if await rest.may_retry(problem):
@@ -114,7 +114,7 @@ class RestPlan:
         call: Call,
         ledger: Ledger,
     ) -> None:
-        assert isinstance(exchange.relay, Recorded)
+        assert isinstance(exchange.relay, RecordedRelay)
         self.gateway, self.exchange, self._client = gateway, exchange, client
         self._route, self._call = route, call
         self._ledger = ledger
@@ -126,7 +126,7 @@ class RestPlan:
     def choose(self, left_out: Sequence[str]) -> Pick | None:
         exchange, route, split = self.exchange, self._route, self._route.split
         endpoints = self.gateway.endpoints
-        ask = endpoints.ask(self._call.request, exchange.fingerprint, left_out)
+        ask = endpoints.build_query(self._call.request, exchange.fingerprint, left_out)
         serving = route.candidates if split is None else split.pools.alone
         able = [candidate for candidate in serving if candidate.endpoint.engine is EngineKind.VLLM]
         pick = run.pick(route.policy, ask, able)
@@ -135,28 +135,28 @@ class RestPlan:
             pick = run.pick(split.splitter.crowded, ask, able)
         return pick
 
-    async def attempt(self, pick: Pick) -> UpstreamBroke | None:
+    async def attempt(self, pick: Pick) -> UpstreamError | None:
         exchange, request = self.exchange, self._call.request
         exchange.pick = pick
         with self.gateway.endpoints.book(pick, request, exchange.fingerprint) as booking:
             try:
                 result = await self._send(booking)
-            except UpstreamBroke as broke:
-                booking.failed(broke)
+            except UpstreamError as broke:
+                booking.on_failed(broke)
                 self._count(BROKE)
                 # Its traceback leads to this frame and its callers: a reference cycle.
                 return broke.with_traceback(None)
         self._end(result)
         return None
 
-    async def may_retry(self, problem: UpstreamBroke) -> bool:
+    async def may_retry(self, problem: UpstreamError) -> bool:
         self._problem = problem
         result = await self._obstacle(problem)
         if result:
             self._end(result)
         return not result
 
-    def give_up(self, problem: UpstreamBroke | None) -> None:
+    def give_up(self, problem: UpstreamError | None) -> None:
         self._end("nobody")
 
     def finish(self) -> None:
@@ -165,9 +165,9 @@ class RestPlan:
             self.exchange.status = 200
             return
         problem = self._problem
-        if self.result == STOPPED:
-            problem = UpstreamBroke(STOPPED, "the gateway stops")
-        break_off(self.exchange, self._client, problem)
+        if self.result == SHUTDOWN:
+            problem = UpstreamError(SHUTDOWN, "the gateway stops")
+        end_stream_with_error(self.exchange, self._client, problem)
 
     # Results
 
@@ -176,20 +176,20 @@ class RestPlan:
         self._count(result)
 
     def _count(self, result: str) -> None:
-        self.gateway.accounts.resumed(self._problem.kind, result)
+        self.gateway.accounts.count_resume(self._problem.kind, result)
 
-    async def _obstacle(self, problem: UpstreamBroke) -> str:
+    async def _obstacle(self, problem: UpstreamError) -> str:
         """Return the result that ends the plan; "" if another attempt is permitted."""
         exchange, ledger = self.exchange, self._ledger
-        if problem.kind == STOPPED:
-            return STOPPED
+        if problem.kind == SHUTDOWN:
+            return SHUTDOWN
         assert exchange.pick is not None
         name = exchange.pick.candidate.endpoint.name
         if name not in exchange.retries:  # a pair has recorded its failed endpoints itself
             exchange.retries.append(name)
-        exchange.unsent += not problem.sent
-        obstacle = ledger.standing
-        if not obstacle and ledger.whole:
+        exchange.unsent_attempts += not problem.was_sent
+        obstacle = ledger.current_obstacle
+        if not obstacle and ledger.is_complete:
             self._close()
             return CLOSED
         return obstacle or await self._budget_obstacle()
@@ -197,48 +197,48 @@ class RestPlan:
     async def _budget_obstacle(self) -> str:
         """Wait for a turn of the retry budget; return why none is permitted, "" otherwise."""
         exchange, resume, gate = self.exchange, self._route.resume, self.gateway.gate
-        if resume is None or exchange.attempts >= resume.attempts:
+        if resume is None or exchange.failed_attempts >= resume.attempts:
             return "attempts"
-        exchange.retrying = exchange.retrying or await gate.retry_turn()
-        if gate.stopping:
-            return STOPPED
-        return "" if exchange.retrying else "budget"
+        exchange.holds_retry_turn = exchange.holds_retry_turn or await gate.acquire_retry()
+        if gate.is_stopping:
+            return SHUTDOWN
+        return "" if exchange.holds_retry_turn else "budget"
 
     # One attempt
 
     async def _send(self, booking: Booking) -> str:
         """Send the request for the rest and relay it; return the result.
 
-        Raises UpstreamBroke when it breaks again.
+        Raises UpstreamError when it breaks again.
         """
-        exchange, ledger, asked = self.exchange, self._ledger, self._call.asked_model
-        ledger.resume()
+        exchange, ledger, asked = self.exchange, self._ledger, self._call.requested_model
+        ledger.prepare_rest()
         served = self._route.resolve_name(booking.endpoint)
         member, salt = booking.endpoint.salt_member, self._call.salt.decode()
         salts = {member: salt} if member and salt else {}
-        body = _Body(ledger.terms.rest(served, ledger.prompt, ledger.said, salts))
+        body = _Body(ledger.terms.rest_body(served, ledger.prompt_ids, ledger.shown_ids, salts))
 
         def on_first_token() -> None:
-            booking.first_token()
+            booking.on_first_token()
             body.body = b""
-            ledger.resumed += 1
-            exchange.end_retry(self.gateway.gate)
+            ledger.resumes += 1
+            exchange.give_back_retry_turn(self.gateway.gate)
 
-        recorder = Recorder(ledger, ledger.rest, served, asked)
-        relay = Continuation(b"", on_first_token, self._client.http_1_0, recorder)
+        recorder = LedgerRecorder(ledger, ledger.render_rest, served, asked)
+        relay = ContinuationRelay(b"", on_first_token, self._client.is_http_1_0, recorder)
         length, name = len(body.body), booking.endpoint.name
-        head = booking.upstream.head(Api.COMPLETIONS)
+        head = booking.upstream.request_head(Api.COMPLETIONS)
         head += forward.request_headers(exchange, self._client.headers, length, name)
         try:
             await booking.upstream.send(head, body, relay, self._client)
         finally:
-            self._relay.continued(relay, ledger.usage)
-        if relay.refused:
-            return f"status_{forward.refusal(relay)}"
-        booking.served(relay.usage)
+            self._relay.add_rest(relay, ledger.usage)
+        if relay.is_refused:
+            return f"status_{forward.refusal_status(relay)}"
+        booking.on_served(relay.usage)
         return RESUMED
 
     def _close(self) -> None:
         """Write the end of an answer that lacks nothing else."""
-        closing = self._ledger.closing()
-        self._client.write(closing if self._client.http_1_0 else chunk(closing) + LAST_CHUNK)
+        closing = self._ledger.render_end()
+        self._client.write(closing if self._client.is_http_1_0 else encode_chunk(closing) + LAST_CHUNK)

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.protocol.openai import Call
 from gateway.route import Route
-from policies.model import Ask
-from policies.pricing.model_tiers import Tier, alternatives
+from policies.model import RoutingQuery
+from policies.pricing.model_tiers import ModelTier, alternatives
 
 
-def into(
+def pick_tier(
     endpoints: EndpointTable, routes: Mapping[str, Route], route: Route, call: Call
 ) -> Route | None:
     """Return the route of a smaller model whose room has given a Permit; None if none has.
@@ -27,11 +27,11 @@ def into(
     if not route.overflow:
         return None
     overflow = [(name, penalty) for name, penalty in route.overflow if name in routes]
-    tiers = [Tier(name, routes[name].candidates, penalty) for name, penalty in overflow]
-    ask = endpoints.ask(call.request, None, ())
+    tiers = [ModelTier(name, routes[name].candidates, penalty) for name, penalty in overflow]
+    ask = endpoints.build_query(call.request, None, ())
     for tier, _ in alternatives(ask, tiers):
         smaller = routes[tier.name]
-        if _fits_context(smaller, call) and smaller.room.enter_now(_discount(ask, tier)):
+        if _fits_context(smaller, call) and smaller.room.try_enter(_discount(ask, tier)):
             return smaller
     return None
 
@@ -43,11 +43,11 @@ def _fits_context(route: Route, call: Call) -> bool:
     return route.context_tokens is None or needed_tokens <= route.context_tokens
 
 
-def _discount(ask: Ask, tier: Tier) -> Ask:
+def _discount(ask: RoutingQuery, tier: ModelTier) -> RoutingQuery:
     """Return the question for a smaller model, where the request is worth less.
 
     A refusal there is not final, so no Retry-After is promised for it.
     """
     slo = ask.request.slo
     slo = replace(slo, weight=slo.weight * (1.0 - tier.penalty))
-    return replace(ask, request=replace(ask.request, slo=slo), returns=False)
+    return replace(ask, request=replace(ask.request, slo=slo), can_return=False)

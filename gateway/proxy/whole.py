@@ -12,13 +12,13 @@ from gateway.http.client import Client
 from gateway.legs.forward import settle_failure
 from gateway.legs.hedge import OVERTAKEN
 from gateway.protocol.openai import Call
-from gateway.protocol.relay import UpstreamBroke
+from gateway.protocol.relay import UpstreamError
 from gateway.proxy.attempts import is_too_long, no_endpoint_error, permit_retry
 from gateway.route import Gateway, Route
 from policies import run
 from policies.contract import Policy
 from policies.filters import below_cap, fits_context, serves_tenant
-from policies.model import Ask, Candidate, Pick
+from policies.model import Candidate, Pick, RoutingQuery
 
 # An endpoint with free places may fail these filters where one without free places passes them.
 _NOT_ABOUT_CAPACITY = (fits_context.__name__, serves_tenant.__name__)
@@ -45,21 +45,21 @@ class WholePlan:
 
     def choose(self, left_out: Sequence[str]) -> Pick | None:
         route = self.route
-        ask = self.ask = self.gateway.endpoints.ask(
+        ask = self.ask = self.gateway.endpoints.build_query(
             self.call.request, self.exchange.fingerprint, left_out
         )
         pick = run.pick(route.policy, ask, route.candidates)
         return pick or pick_over_cap(route, ask, self.call)
 
-    async def attempt(self, pick: Pick) -> UpstreamBroke | None:
+    async def attempt(self, pick: Pick) -> UpstreamError | None:
         exchange: Exchange = self.exchange
         gateway, route = self.gateway, self.route
         exchange.pick = pick
         exchange.picked_at = monotonic()
-        if route.watched:
+        if route.notes_picks:
             self._note(pick)
         with gateway.endpoints.book(pick, self.call.request, exchange.fingerprint) as booking:
-            exchange.booked(route.room, self.ask, pick)
+            exchange.note_booking(route.room, self.ask, pick)
             waiting = gateway.hedger.waiting
             waiting[exchange] = self
             try:
@@ -68,22 +68,22 @@ class WholePlan:
                     self.call,
                     self.client,
                     booking,
-                    exchange.first_token,
+                    exchange.on_first_token,
                     route.resolve_name(booking.endpoint),
                 )
                 exchange.booking = booking
                 exchange.relay = relay
-                exchange.sent = body
+                exchange.sent_request = body
                 exchange.sent_at = monotonic()
                 await booking.upstream.send(head, body, relay, self.client)
-                if relay.refused or relay.failed_in_stream:
+                if relay.is_refused or relay.has_error_event:
                     settle_failure(exchange, self.client, relay, booking)
                 else:
                     exchange.status = 200
-                    booking.served(relay.usage)
-            except UpstreamBroke as broke:
+                    booking.on_served(relay.usage)
+            except UpstreamError as broke:
                 if broke.kind != OVERTAKEN:
-                    booking.failed(broke)
+                    booking.on_failed(broke)
                 # Its traceback leads to this frame and its callers: a reference cycle.
                 return broke.with_traceback(None)
             finally:
@@ -93,25 +93,25 @@ class WholePlan:
     def _note(self, pick: Pick) -> None:
         """Note the state that the booking will change, for explanations and shadows."""
         exchange, route, ask = self.exchange, self.route, self.ask
-        self.gateway.accounts.picked(exchange, route.policy, ask, pick)
+        self.gateway.accounts.on_pick(exchange, route.policy, ask, pick)
         if route.shadows is not None and route.split is None:
-            route.shadows.picked(exchange, route, ask, pick)
+            route.shadows.on_pick(exchange, route, ask, pick)
 
-    async def may_retry(self, problem: UpstreamBroke) -> bool:
+    async def may_retry(self, problem: UpstreamError) -> bool:
         exchange = self.exchange
-        if exchange.committed:
+        if exchange.is_committed:
             return False
         assert exchange.pick is not None
         exchange.retries.append(exchange.pick.candidate.endpoint.name)
         await permit_retry(self.gateway, exchange, problem)
         return True
 
-    def give_up(self, problem: UpstreamBroke | None) -> None:
+    def give_up(self, problem: UpstreamError | None) -> None:
         self.exchange.pick = None
         raise no_endpoint_error(self.exchange, self.route, self.ask, problem)
 
 
-def pick_over_cap(route: Route, ask: Ask, call: Call) -> Pick | None:
+def pick_over_cap(route: Route, ask: RoutingQuery, call: Call) -> Pick | None:
     """Pick an endpoint beyond its cap, if those below theirs cannot serve the request.
 
     Permits are counted per pool, so a request with a permit may find every endpoint that fits it
@@ -119,7 +119,7 @@ def pick_over_cap(route: Route, ask: Ask, call: Call) -> Pick | None:
     makes the prompt too long, see pick_longest(). None when another filter left no candidate.
     """
     policy, candidates = route.policy, route.candidates
-    refusal = run.refusal(policy, ask, candidates)
+    refusal = run.rejecting_filter(policy, ask, candidates)
     is_full = route.is_partial and refusal == below_cap.__name__
     if refusal not in _NOT_ABOUT_CAPACITY and not is_full:
         return None
@@ -129,7 +129,7 @@ def pick_over_cap(route: Route, ask: Ask, call: Call) -> Pick | None:
 
 
 def pick_longest(
-    policy: Policy, ask: Ask, candidates: Sequence[Candidate], call: Call
+    policy: Policy, ask: RoutingQuery, candidates: Sequence[Candidate], call: Call
 ) -> Pick | None:
     """Pick an endpoint with the longest context for a prompt that only an estimate calls too long.
 

@@ -23,21 +23,21 @@ from gateway.reload.reloader import ChangeOptions, Reloader
 
 log = logging.getLogger("penstock")
 
-LOOK_S = 1.0
+CHECK_S = 1.0
 TRIGGER = "auto_rollback"
 
 
-class Tally(msgspec.Struct, frozen=True):
+class FailureCount(msgspec.Struct, frozen=True):
     """Requests that have ended, and how many of them failed for reasons other than the client."""
 
     ended: int = 0
     failed: int = 0
 
-    def since(self, earlier: Tally) -> Tally:
-        return Tally(self.ended - earlier.ended, self.failed - earlier.failed)
+    def since(self, earlier: FailureCount) -> FailureCount:
+        return FailureCount(self.ended - earlier.ended, self.failed - earlier.failed)
 
-    def plus(self, other: Tally) -> Tally:
-        return Tally(self.ended + other.ended, self.failed + other.failed)
+    def plus(self, other: FailureCount) -> FailureCount:
+        return FailureCount(self.ended + other.ended, self.failed + other.failed)
 
     @property
     def ratio(self) -> float:
@@ -49,24 +49,24 @@ def is_failure(code: str, reason: str) -> bool:
     return code.startswith("5") or (code == "200" and reason != "served")
 
 
-def tallied(metrics: Metrics) -> Tally:
+def count_failures(metrics: Metrics) -> FailureCount:
     """Count the ended and failed requests since the start of the process."""
     ended = failed = 0
     for (_, code, reason), counter in metrics.requests_total.children():
         ended += int(counter.value)
         if is_failure(code, reason):
             failed += int(counter.value)
-    return Tally(ended, failed)
+    return FailureCount(ended, failed)
 
 
-def worse(before: Tally, after: Tally, limits: AutoRollback) -> str | None:
+def regression(before: FailureCount, after: FailureCount, limits: AutoRollback) -> str | None:
     """Return why the change should be reverted; None if it should not, or with too few requests."""
     if after.ended < limits.requests or after.ratio <= before.ratio + limits.error_ratio:
         return None
     return f"{after.ratio:.1%} of {after.ended} requests failed since, {before.ratio:.1%} before"
 
 
-class TrialTarget(Protocol):
+class RollbackTarget(Protocol):
     """What a change is applied to: one gateway, or all workers of one."""
 
     @property
@@ -77,14 +77,14 @@ class TrialTarget(Protocol):
     @property
     def version(self) -> int: ...
 
-    async def tally(self) -> Tally: ...
+    async def failure_count(self) -> FailureCount: ...
 
     async def roll_back(self) -> tuple[str, str]:
         """Return to the version before; return (result, message), with "applied" on success."""
         ...
 
 
-class GatewayOnTrial:
+class GatewayRollbackTarget:
     """A single gateway as the target of auto-rollback."""
 
     def __init__(self, reloader: Reloader, metrics: Metrics) -> None:
@@ -99,8 +99,8 @@ class GatewayOnTrial:
     def version(self) -> int:
         return self._reloader.version.number
 
-    async def tally(self) -> Tally:
-        return tallied(self._metrics)
+    async def failure_count(self) -> FailureCount:
+        return count_failures(self._metrics)
 
     async def roll_back(self) -> tuple[str, str]:
         outcome = await self._reloader.rollback(
@@ -116,18 +116,18 @@ class _Change(msgspec.Struct, frozen=True):
 
     applied_at: float
     version: int
-    count: Tally
-    before: Tally
+    count: FailureCount
+    before: FailureCount
 
 
-class Trial:
+class AutoRollbackMonitor:
     """Checks the last change once a second while auto-rollback is on. Rollbacks are not checked."""
 
-    def __init__(self, target: TrialTarget, say: Callable[[str, bool], None]) -> None:
+    def __init__(self, target: RollbackTarget, say: Callable[[str, bool], None]) -> None:
         """`say` reports a line to the operator; its second argument is True for bad news."""
         self._target = target
         self._report = say
-        self._counts: deque[tuple[float, Tally]] = deque()
+        self._counts: deque[tuple[float, FailureCount]] = deque()
         self._change: _Change | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -140,26 +140,26 @@ class Trial:
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    async def applied(self, trigger: str) -> None:
+    async def on_applied(self, trigger: str) -> None:
         """Start the window of a change that has been applied, unless it is a rollback."""
         limits = self._target.limits
         if limits is None or trigger in (TRIGGER, "rollback"):
             self._change = None
             return
-        now, count = monotonic(), await self._target.tally()
+        now, count = monotonic(), await self._target.failure_count()
         window_start = now - limits.window
         first = next((past for at, past in self._counts if at >= window_start), count)
         self._change = _Change(now, self._target.version, count, count.since(first))
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
             try:
-                await self.look(monotonic())
+                await self.check(monotonic())
             except Exception:
                 log.exception("auto-rollback failed to check a change")
 
-    async def look(self, now: float) -> bool:
+    async def check(self, now: float) -> bool:
         """Record the current counts and revert the last change if it is a regression.
 
         Returns whether a rollback was attempted.
@@ -168,7 +168,7 @@ class Trial:
         if limits is None:
             self._counts.clear()
             return False
-        count = await self._target.tally()
+        count = await self._target.failure_count()
         self._counts.append((now, count))
         while self._counts[0][0] < now - limits.window:
             self._counts.popleft()
@@ -177,7 +177,7 @@ class Trial:
             return False
         reason = None
         if self._target.version == change.version:
-            reason = worse(change.before, count.since(change.count), limits)
+            reason = regression(change.before, count.since(change.count), limits)
         if reason is None:
             if now - change.applied_at >= limits.window:
                 self._change = None

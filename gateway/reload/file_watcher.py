@@ -15,36 +15,36 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from gateway.config import Loaded
+from gateway.config import LoadedConfig
 
 log = logging.getLogger("penstock")
 
 POLL_S = 0.2
 
-Look = tuple[int, int, int, int]
+FileState = tuple[int, int, int, int]
 """Changes when the file does: device, inode, length, and time of the last change in ns."""
 
 
-class Followed(Protocol):
+class WatchedConfig(Protocol):
     """A configuration loaded from files; `running` may turn watching off."""
 
     @property
     def paths(self) -> tuple[Path, ...]: ...
 
-    running: Loaded
+    running: LoadedConfig
 
-    async def changed(self) -> object:
+    async def reload_changed_files(self) -> object:
         """Reload, because one of the files has changed."""
         ...
 
 
-class Follow:
+class FileWatcher:
     """One background task.
 
     A change counts once two polls in a row agree, so no half-written file is read.
     """
 
-    def __init__(self, reloader: Followed) -> None:
+    def __init__(self, reloader: WatchedConfig) -> None:
         self._reloader = reloader
         self._task: asyncio.Task[None] | None = None
 
@@ -62,8 +62,8 @@ class Follow:
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    async def _run(self, last: dict[Path, Look | None]) -> None:
-        handled: dict[Path, Look | None] | None = None
+    async def _run(self, last: dict[Path, FileState | None]) -> None:
+        handled: dict[Path, FileState | None] | None = None
         while True:
             await asyncio.sleep(POLL_S)
             now = await _stat_all(self._reloader.paths)
@@ -73,16 +73,16 @@ class Follow:
             if is_settled and is_new and self._reloader.running.config.reload.watch:
                 handled = now
                 try:
-                    await self._reloader.changed()
+                    await self._reloader.reload_changed_files()
                 except Exception:
                     log.exception("reload after a change of the configuration file failed")
 
 
-async def _stat_all(paths: Iterable[Path]) -> dict[Path, Look | None]:
+async def _stat_all(paths: Iterable[Path]) -> dict[Path, FileState | None]:
     return await asyncio.to_thread(lambda: {path: _stat(path) for path in paths})
 
 
-def _stat(path: Path) -> Look | None:
+def _stat(path: Path) -> FileState | None:
     """Return the file's state; None if it cannot be read or the path is invalid."""
     try:
         stat = os.stat(path)

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.config import Loaded
-from gateway.config.diff import Change
+from gateway.config import LoadedConfig
+from gateway.config.diff import ConfigChange
 
 log = logging.getLogger("penstock")
 
-KEEP = 20
+MAX_VERSIONS = 20
 FILE_CAP_BYTES = 4 << 20
 
 
@@ -39,7 +39,7 @@ class Version(msgspec.Struct, frozen=True):
     trigger: str
     file: str
     hash: str
-    changes: tuple[Change, ...] = ()
+    changes: tuple[ConfigChange, ...] = ()
     text: str | None = None
 
     @property
@@ -48,8 +48,8 @@ class Version(msgspec.Struct, frozen=True):
         return f'"{self.number}-{self.hash}"'
 
 
-def made(
-    number: int, at: float, trigger: str, loaded: Loaded, changes: tuple[Change, ...]
+def create_version(
+    number: int, at: float, trigger: str, loaded: LoadedConfig, changes: tuple[ConfigChange, ...]
 ) -> Version:
     """Create the version for a loaded configuration."""
     digest = hashlib.sha256(loaded.text).hexdigest()[:12]
@@ -57,7 +57,7 @@ def made(
     return Version(number, at, trigger, loaded.file, digest, changes, text)
 
 
-class Versions:
+class VersionHistory:
     """The last KEEP versions, oldest first. Written by the Reloader only."""
 
     def __init__(self, folder: Path | None, current: int | None = None) -> None:
@@ -67,7 +67,7 @@ class Versions:
         ignored.
         """
         self._folder = folder
-        self.told = current
+        self.current = current
         stored = [] if folder is None else _read_all(folder)
         self._versions = [
             version for version in stored if current is None or version.number <= current
@@ -86,7 +86,7 @@ class Versions:
     def add(self, version: Version) -> None:
         """Append a version; it replaces one with the same number."""
         others = [other for other in self._versions if other.number != version.number]
-        self._versions = [*others, version][-KEEP:]
+        self._versions = [*others, version][-MAX_VERSIONS:]
 
     def write(self, version: Version, *, in_clear: bool) -> None:
         """Write the version to the folder, if there is one, atomically. Call it in a thread.
@@ -108,7 +108,7 @@ class Versions:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
-        for old in sorted(self._folder.glob("v*.json"))[:-KEEP]:
+        for old in sorted(self._folder.glob("v*.json"))[:-MAX_VERSIONS]:
             old.unlink()
 
 
@@ -118,7 +118,7 @@ def _file_name(number: int) -> str:
 
 def _read_all(folder: Path) -> list[Version]:
     versions = []
-    for path in sorted(folder.glob("v*.json"))[-KEEP:]:
+    for path in sorted(folder.glob("v*.json"))[-MAX_VERSIONS:]:
         try:
             with path.open("rb") as file:
                 content = file.read(FILE_CAP_BYTES)

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 from gateway.config import Config
 
 CONNECT_S = 1.0
-MOST_AT_ONCE = 64
+MAX_CONNECTS = 64
 
 
-async def unreachable_pool(config: Config, known: Set[str], available: Set[str]) -> str | None:
+async def find_unreachable_pool(config: Config, known: Set[str], available: Set[str]) -> str | None:
     """Return the first pool that the change would make unreachable; None if there is none.
 
     Pools without a new endpoint are not checked, because the change does not affect them. Pools
@@ -36,7 +36,7 @@ async def unreachable_pool(config: Config, known: Set[str], available: Set[str])
 
 
 async def _any_reachable(urls: Iterable[str]) -> bool:
-    limit = asyncio.Semaphore(MOST_AT_ONCE)
+    limit = asyncio.Semaphore(MAX_CONNECTS)
 
     async def is_reachable(url: str) -> bool:
         async with limit:

@@ -15,15 +15,15 @@ from time import perf_counter, time
 
 import msgspec
 
-from gateway.config import ConfigError, Loaded, Problem, examine, examine_text
-from gateway.config.diff import Change, changes
-from gateway.config.file_reader import raw_bytes, read_file
+from gateway.config import ConfigError, LoadedConfig, Problem, load_text, load_with_warnings
+from gateway.config.diff import ConfigChange, diff
+from gateway.config.file_reader import read_config_file, read_file
 from gateway.config.references import unresolvable
-from gateway.config.yaml_source import parse
+from gateway.config.yaml_source import parse_yaml
 from gateway.metrics.catalogue import Metrics
 from gateway.reload import history as versions
-from gateway.reload.history import Version, Versions
-from gateway.reload.swap import CannotServe, Swap
+from gateway.reload.history import Version, VersionHistory
+from gateway.reload.swap import ConfigRejectedError, Swap
 
 log = logging.getLogger("penstock")
 
@@ -31,22 +31,22 @@ LOGS = tuple(
     f"observability.{key}"
     for key in ("access_log", "access_flush", "access_blocks", "access_rotate", "log")
 )
-AT_START = ("listeners", "prefix", *LOGS, "reload.state_dir", "shared", "workers")
+BOUND_AT_START = ("listeners", "prefix", *LOGS, "reload.state_dir", "shared", "workers")
 """Settings that are bound at the start.
 
 A change is accepted, and takes effect at the next start.
 """
 
-AT_ONCE = ("listeners.api.tls.", "listeners.admin.tls.")
+APPLIED_AT_ONCE = ("listeners.api.tls.", "listeners.admin.tls.")
 """Settings below AT_START that new connections use immediately."""
 
-FROM_FILE = frozenset({"file", "signal", "command"})
+FILE_TRIGGERS = frozenset({"file", "signal", "command"})
 """Triggers that load the text of the configuration file."""
 
-SENT = "PUT config"
+PUT_NAME = "PUT config"
 """Name of a text received by PUT, shown in problems in place of a file name."""
 
-Say = Callable[[str, bool], None]
+ReportLine = Callable[[str, bool], None]
 """Reports a line to the operator; the second argument is True for bad news."""
 
 
@@ -61,16 +61,16 @@ class ChangeOptions(msgspec.Struct, frozen=True):
     """
 
     dry_run: bool = False
-    noted: bool = False
+    records_rejection: bool = False
     force: bool = False
     kept: bool = False
 
 
-CHANGE = ChangeOptions()
+DEFAULT_OPTIONS = ChangeOptions()
 """The default: a change that is rejected when a pool cannot be reached."""
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class ReloadOutcome(msgspec.Struct, frozen=True):
     """The outcome of one attempt.
 
     result         applied, unchanged, rejected, dry_run, conflict (If-Match), or nothing (no such
@@ -82,7 +82,7 @@ class Outcome(msgspec.Struct, frozen=True):
     result: str
     version: Version
     message: str
-    changes: tuple[Change, ...] = ()
+    changes: tuple[ConfigChange, ...] = ()
     problems: tuple[Problem, ...] = ()
     needs_restart: tuple[str, ...] = ()
     affected: int = 0
@@ -110,13 +110,13 @@ class Reloader:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedConfig,
         file: Path | None,
         swap: Swap,
         metrics: Metrics,
         env: Mapping[str, str],
-        say: Say,
-        versions: Versions | None = None,
+        say: ReportLine,
+        versions: VersionHistory | None = None,
     ) -> None:
         """Create the reloader of a running gateway.
 
@@ -139,24 +139,24 @@ class Reloader:
             # Create the series, so that queries find them before the first event.
             metrics.config_reload_total.labels(result)
         folder = loaded.config.reload.state_dir
-        self.versions = versions or Versions(Path(folder) if folder is not None else None)
+        self.history = versions or VersionHistory(Path(folder) if folder is not None else None)
         self.version = self._first(loaded)
 
-    def _first(self, loaded: Loaded) -> Version:
+    def _first(self, loaded: LoadedConfig) -> Version:
         """Return the version in force at the start: the newest stored one if equal, else a new one.
 
         In a worker it must also have the number that the other workers use. The newest stored
         version may have another one if writing failed, or if only this worker applied it.
         """
-        newest, current = next(reversed(self.versions.all()), None), self.versions.told
-        number = current or self.versions.next_number
-        first = versions.made(number, time(), "start", loaded, ())
+        newest, current = next(reversed(self.history.all()), None), self.history.current
+        number = current or self.history.next_number
+        first = versions.create_version(number, time(), "start", loaded, ())
         is_same = newest is not None and (newest.hash, newest.file) == (first.hash, first.file)
         if newest is not None and is_same and current in (None, newest.number):
             first = msgspec.structs.replace(newest, text=first.text)
         else:
-            self._write(first, in_clear=loaded.in_clear)
-        self.versions.add(first)
+            self._write(first, in_clear=loaded.has_secret_in_text)
+        self.history.add(first)
         self._update_version_metrics(first)
         self._metrics.config_last_reload_successful.set(1)
         return first
@@ -170,7 +170,7 @@ class Reloader:
     @property
     def needs_restart(self) -> tuple[str, ...]:
         """Settings of the configuration in force that take effect at the next start."""
-        return _bound(changes(self._started, self.running))
+        return _bound(diff(self._started, self.running))
 
     def file_differs(self) -> bool:
         """Return whether the file differs from the configuration in force. Call it in a thread.
@@ -180,25 +180,25 @@ class Reloader:
         if self._file is None:
             return False
         try:
-            return raw_bytes(self._file) != self.running.text
+            return read_config_file(self._file) != self.running.text
         except ConfigError:
             return True
 
     # Triggers
 
-    async def reload(self, trigger: str, options: ChangeOptions = CHANGE) -> Outcome:
+    async def reload(self, trigger: str, options: ChangeOptions = DEFAULT_OPTIONS) -> ReloadOutcome:
         """Apply the file as it is now."""
         file = self._file
         if file is None:
             return self._nothing("there is no file: the engines were given on the command line")
-        return await self._attempt(lambda: examine(file, self._env), trigger, options)
+        return await self._attempt(lambda: load_with_warnings(file, self._env), trigger, options)
 
-    async def changed(self) -> Outcome | None:
+    async def reload_changed_files(self) -> ReloadOutcome | None:
         """Reload after one of `paths` has changed, if the configuration has changed by it."""
         file = self._file
         if file is not None:
             outcome = await self._attempt(
-                lambda: examine(file, self._env), "file", only_if_changed=True
+                lambda: load_with_warnings(file, self._env), "file", only_if_changed=True
             )
             if outcome.result != "unchanged":
                 return outcome
@@ -206,9 +206,9 @@ class Reloader:
             return None  # the file's text is in force, and it has just been examined
         return await self._attempt(self._reread_running, "secret", only_if_changed=True)
 
-    def _reread_running(self) -> Loaded:
+    def _reread_running(self) -> LoadedConfig:
         """Load the text in force again, with the current contents of the files it refers to."""
-        return examine_text(self.running.text, self.running.file, self._env)
+        return load_text(self.running.text, self.running.file, self._env)
 
     async def put(
         self,
@@ -216,23 +216,23 @@ class Reloader:
         trigger: str,
         *,
         if_match: str | None = None,
-        options: ChangeOptions = CHANGE,
-    ) -> Outcome:
+        options: ChangeOptions = DEFAULT_OPTIONS,
+    ) -> ReloadOutcome:
         """Apply a text received by an admin request.
 
         Its relative paths start from the file's folder. References that the running configuration
         does not have at such a place are refused (config/references.py).
         """
-        name = str((self._file.parent if self._file is not None else Path()) / SENT)
+        name = str((self._file.parent if self._file is not None else Path()) / PUT_NAME)
 
-        def read() -> Loaded:
+        def read() -> LoadedConfig:
             if options.kept:
-                return examine_text(text, name, self._env)
+                return load_text(text, name, self._env)
             known = (self.running.text, self._started.text)
             refused = unresolvable(
                 text, name, known, with_key=self.running.config.admin.key is not None
             )
-            return examine_text(text, name, self._env, refused)
+            return load_text(text, name, self._env, refused)
 
         return await self._attempt(read, trigger, options, if_match=if_match)
 
@@ -242,12 +242,12 @@ class Reloader:
         trigger: str = "rollback",
         *,
         if_match: str | None = None,
-        options: ChangeOptions = CHANGE,
-    ) -> Outcome:
+        options: ChangeOptions = DEFAULT_OPTIONS,
+    ) -> ReloadOutcome:
         """Apply an older version: the given one, or the one before the version in force."""
-        older = [version for version in self.versions.all() if version.number < self.version.number]
+        older = [version for version in self.history.all() if version.number < self.version.number]
         wanted = (
-            self.versions.find(number) if number is not None else (older[-1] if older else None)
+            self.history.find(number) if number is not None else (older[-1] if older else None)
         )
         if wanted is None:
             return self._nothing(
@@ -259,7 +259,7 @@ class Reloader:
                 f"the text of version {wanted.number} was not kept: a secret stands in it"
             )
         return await self._attempt(
-            lambda: examine_text(text.encode(), wanted.file, self._env),
+            lambda: load_text(text.encode(), wanted.file, self._env),
             trigger,
             options,
             if_match=if_match,
@@ -269,46 +269,46 @@ class Reloader:
 
     async def _attempt(
         self,
-        read: Callable[[], Loaded],
+        read: Callable[[], LoadedConfig],
         trigger: str,
-        options: ChangeOptions = CHANGE,
+        options: ChangeOptions = DEFAULT_OPTIONS,
         *,
         if_match: str | None = None,
         only_if_changed: bool = False,
-    ) -> Outcome:
+    ) -> ReloadOutcome:
         """Load and apply a configuration; with `only_if_changed`, ignore an unchanged one."""
         async with self._lock:
             if if_match is not None and not _matches(if_match, self.version.etag):
                 message = f"the configuration in force is {self.version.etag}, not {if_match}"
-                return Outcome("conflict", self.version, message)
+                return ReloadOutcome("conflict", self.version, message)
             began = perf_counter()
             try:
                 loaded = await asyncio.to_thread(read)
                 if trigger == "file" and self._superseded(loaded):
                     self._seen = loaded.digest
-                    return Outcome("unchanged", self.version, "")
+                    return ReloadOutcome("unchanged", self.version, "")
                 is_known = loaded.digest in (self._seen, self.running.digest)
                 is_old_news = is_known and self._is_unchanged_failure(trigger)
-                if trigger in FROM_FILE and not options.dry_run:
+                if trigger in FILE_TRIGGERS and not options.dry_run:
                     self._seen, self._seen_text = loaded.digest, loaded.text
                 if only_if_changed and is_old_news:
-                    return Outcome("unchanged", self.version, "")
+                    return ReloadOutcome("unchanged", self.version, "")
                 if loaded.digest == self.running.digest:
                     return self._unchanged(loaded, dry_run=options.dry_run)
                 return await self._apply(loaded, trigger, began, options)
             except ConfigError as error:
                 last = self.last_error
                 if only_if_changed and last is not None and last.problems == error.problems:
-                    return Outcome("unchanged", self.version, "")
-                is_recorded = options.noted or not options.dry_run
+                    return ReloadOutcome("unchanged", self.version, "")
+                is_recorded = options.records_rejection or not options.dry_run
                 return self._reject(error, trigger, is_recorded=is_recorded)
 
-    def _superseded(self, loaded: Loaded) -> bool:
+    def _superseded(self, loaded: LoadedConfig) -> bool:
         """Return whether the file is unedited since another text (a PUT, a rollback) replaced it.
 
         Then only a secret that it refers to has changed, and the text in force stays.
         """
-        was_rejected = self.last_error is not None and self.last_error.trigger in FROM_FILE
+        was_rejected = self.last_error is not None and self.last_error.trigger in FILE_TRIGGERS
         return (
             self.running.digest != self._seen
             and loaded.text == self._seen_text
@@ -326,39 +326,39 @@ class Reloader:
         )
 
     async def _apply(
-        self, loaded: Loaded, trigger: str, began: float, options: ChangeOptions
-    ) -> Outcome:
-        changed = await asyncio.to_thread(changes, self.running, loaded)
-        bound = _bound(await asyncio.to_thread(changes, self._started, loaded))
+        self, loaded: LoadedConfig, trigger: str, began: float, options: ChangeOptions
+    ) -> ReloadOutcome:
+        changed = await asyncio.to_thread(diff, self.running, loaded)
+        bound = _bound(await asyncio.to_thread(diff, self._started, loaded))
         try:
-            if not options.force and (options.noted or not options.dry_run):
+            if not options.force and (options.records_rejection or not options.dry_run):
                 await self._swap.check_reachable(loaded.config)
             plan = self._swap.plan(loaded.config)
-        except CannotServe as problem:
-            source = parse(loaded.text, loaded.file, self._env, read_file)
-            raise ConfigError([source.problem(problem.path, str(problem))]) from problem
+        except ConfigRejectedError as problem:
+            source = parse_yaml(loaded.text, loaded.file, self._env, read_file)
+            raise ConfigError([source.problem_at(problem.path, str(problem))]) from problem
         if options.dry_run:
             message = f"would be applied: {_summary(changed)}"
-            return Outcome("dry_run", self.version, message, changed, (), bound)
+            return ReloadOutcome("dry_run", self.version, message, changed, (), bound)
         swap_began = perf_counter()
-        affected = self._swap.carry_out(plan)
+        affected = self._swap.apply(plan)
         self._metrics.config_swap_seconds.observe(perf_counter() - swap_began)
-        version = versions.made(self.versions.next_number, time(), trigger, loaded, changed)
+        version = versions.create_version(self.history.next_number, time(), trigger, loaded, changed)
         self.running, self.version = loaded, version
-        self.versions.add(version)
+        self.history.add(version)
         self._succeeded("applied")
         self._update_version_metrics(version)
         took_s = perf_counter() - began
-        outcome = Outcome("applied", version, "", changed, (), bound, affected, took_s)
+        outcome = ReloadOutcome("applied", version, "", changed, (), bound, affected, took_s)
         outcome = msgspec.structs.replace(outcome, message=_applied_message(outcome))
         self._report(outcome.message, False)
-        await asyncio.to_thread(self._write, version, in_clear=loaded.in_clear)
+        await asyncio.to_thread(self._write, version, in_clear=loaded.has_secret_in_text)
         await self.on_applied(trigger)
         return outcome
 
     def _write(self, version: Version, *, in_clear: bool) -> None:
         try:
-            self.versions.write(version, in_clear=in_clear)
+            self.history.write(version, in_clear=in_clear)
         except OSError as error:
             log.error(
                 "version %d could not be written to reload.state_dir: %s", version.number, error
@@ -366,14 +366,14 @@ class Reloader:
 
     # Outcomes
 
-    def _unchanged(self, loaded: Loaded, *, dry_run: bool) -> Outcome:
+    def _unchanged(self, loaded: LoadedConfig, *, dry_run: bool) -> ReloadOutcome:
         message = f"{_short(loaded.file)} is already in force: v{self.version.number}"
         if not dry_run:
             self._succeeded("unchanged")
             self._report(message, False)
-        return Outcome("unchanged", self.version, message)
+        return ReloadOutcome("unchanged", self.version, message)
 
-    def _reject(self, error: ConfigError, trigger: str, *, is_recorded: bool) -> Outcome:
+    def _reject(self, error: ConfigError, trigger: str, *, is_recorded: bool) -> ReloadOutcome:
         first, others = error.problems[0], len(error.problems) - 1
         hint = f" ({others} more: GET /config)" if others else ""
         problem = f"{_short(first.file)}{str(first)[len(first.file) :]}{hint}"
@@ -385,10 +385,10 @@ class Reloader:
             self._metrics.config_reload_total.labels("rejected").inc()
             self._metrics.config_last_reload_successful.set(0)
             self._report(message, True)
-        return Outcome("rejected", self.version, message, (), error.problems)
+        return ReloadOutcome("rejected", self.version, message, (), error.problems)
 
-    def _nothing(self, message: str) -> Outcome:
-        return Outcome("nothing", self.version, message)
+    def _nothing(self, message: str) -> ReloadOutcome:
+        return ReloadOutcome("nothing", self.version, message)
 
     def _succeeded(self, result: str) -> None:
         self.last_error, self._missing = None, ()
@@ -405,17 +405,17 @@ def _matches(if_match: str, etag: str) -> bool:
     return any(tag.strip() in ("*", etag) for tag in if_match.split(","))
 
 
-def _bound(changed: tuple[Change, ...]) -> tuple[str, ...]:
+def _bound(changed: tuple[ConfigChange, ...]) -> tuple[str, ...]:
     return tuple(change.path for change in changed if _is_bound(change.path))
 
 
 def _is_bound(path: str) -> bool:
-    if path.startswith(AT_ONCE):
+    if path.startswith(APPLIED_AT_ONCE):
         return False
-    return any(f"{path}.".startswith(f"{bound}.") for bound in AT_START)
+    return any(f"{path}.".startswith(f"{bound}.") for bound in BOUND_AT_START)
 
 
-def _applied_message(outcome: Outcome) -> str:
+def _applied_message(outcome: ReloadOutcome) -> str:
     restart = ""
     if outcome.needs_restart:
         restart = f"; needs a restart: {', '.join(outcome.needs_restart)}"
@@ -429,7 +429,7 @@ def _applied_message(outcome: Outcome) -> str:
     )
 
 
-def _summary(changed: tuple[Change, ...]) -> str:
+def _summary(changed: tuple[ConfigChange, ...]) -> str:
     count, paths = len(changed), [change.path for change in changed[:3]]
     if not count:
         return "no setting changed"

@@ -13,28 +13,28 @@ from functools import partial
 
 import msgspec
 
-from gateway.admission.controller import Gate, Room
+from gateway.admission.controller import AdmissionController, PoolQueue
 from gateway.config import AdmissionSpec, Config, Model, PolicySpec, Secret
 from gateway.disagg import pairing
-from gateway.fleet.endpoint_registry import Adoption
+from gateway.fleet.endpoint_registry import RegistryPlan
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.model_names import common_name, explicit_models, unlisted_message
 from gateway.legs import forward
-from gateway.protocol.cache_salts import cache_salts
-from gateway.protocol.service_class import Levels
+from gateway.protocol.cache_salts import new_cache_salts
+from gateway.protocol.service_class import ServiceClasses
 from gateway.proxy.rest import prepare_recorded
 from gateway.route import CanaryRoute, PoolTrials, Route, Snapshot
 from gateway.trials import shadow
-from gateway.trials.canary import Sides, chosen
+from gateway.trials.canary import CanaryArms, create_sampler
 from gateway.trials.shadow import Shadows
 from policies import admission_registry, registry
 from policies.admission.admission import Admission
 from policies.contract import Policy
-from policies.filters import telling
+from policies.filters import applicable
 from policies.model import Candidate, EngineKind, Slo
 
 
-class Opening(msgspec.Struct, frozen=True):
+class PoolAdmissionPlan(msgspec.Struct, frozen=True):
     """What a pool's room becomes: its endpoints, its admission and its tenants' shares.
 
     serving   the endpoints that serve whole requests
@@ -42,14 +42,14 @@ class Opening(msgspec.Struct, frozen=True):
               larger model that may overflow into the pool
     """
 
-    room: Room
+    room: PoolQueue
     serving: tuple[Candidate, ...]
     admission: Admission
     shares: Mapping[str, float]
-    believes: bool
+    uses_predictions: bool
 
 
-class Plan(msgspec.Struct, frozen=True):
+class SnapshotPlan(msgspec.Struct, frozen=True):
     """A snapshot, and what the live parts become with it.
 
     It is valid until another plan is carried out.
@@ -58,17 +58,17 @@ class Plan(msgspec.Struct, frozen=True):
     """
 
     snapshot: Snapshot
-    adoption: Adoption
-    rooms: Mapping[str, Opening]
+    adoption: RegistryPlan
+    rooms: Mapping[str, PoolAdmissionPlan]
 
 
-def build(
+def build_plan(
     config: Config,
     endpoints: EndpointTable,
-    gate: Gate,
+    gate: AdmissionController,
     discovered: Mapping[str, Sequence[str]],
     before: Snapshot | None = None,
-) -> Plan:
+) -> SnapshotPlan:
     """Return the plan of the generation after `before`. Changes nothing.
 
     A policy whose configuration has not changed is kept with its state. `discovered` lists the
@@ -83,9 +83,9 @@ def build(
     adoption = endpoints.plan(config)
     candidates = adoption.pools
     # Prefill endpoints have no part in a room's capacity.
-    serving = {name: pairing.whole(members) for name, members in candidates.items()}
+    serving = {name: pairing.serving_whole(members) for name, members in candidates.items()}
     rooms = _rooms(config, gate, serving, policies, trials, before)
-    levels = Levels(config)
+    levels = ServiceClasses(config)
     routes: dict[str, Route] = {}
     unlisted: dict[str, str] = {}
     able: dict[str, tuple[int, ...]] = {}
@@ -93,22 +93,22 @@ def build(
         pool = model.pool
         listing = _able(config, adoption, model, candidates[pool])
         able[model.name] = tuple(candidate.load.slot for candidate in listing)
-        if serving[pool] and not pairing.whole(listing):
+        if serving[pool] and not pairing.serving_whole(listing):
             message = unlisted_message(model, serving[pool], adoption.listed_names(pool))
             unlisted.update(dict.fromkeys((model.name, *model.aliases), message))
             continue
-        slo = levels.named(model.slo)
+        slo = levels.get_class(model.slo)
         route = _route(config, model, policies[pool], trials[pool], rooms[pool], slo, listing)
         routes.update(dict.fromkeys((model.name, *model.aliases), route))
     tenants = {
         _digest(key): tenant.name for tenant in config.tenants for key in (tenant.key, *tenant.keys)
     }
     generation = before.generation + 1 if before is not None else 1
-    salts = cache_salts(config)
+    salts = new_cache_salts(config)
     snapshot = Snapshot(
         generation, config, routes, tenants, policies, levels, trials, salts, unlisted, able
     )
-    return Plan(snapshot, adoption, rooms)
+    return SnapshotPlan(snapshot, adoption, rooms)
 
 
 def _route(
@@ -116,12 +116,12 @@ def _route(
     model: Model,
     policy: Policy,
     trials: PoolTrials,
-    opening: Opening,
+    opening: PoolAdmissionPlan,
     slo: Slo,
     listing: tuple[Candidate, ...],
 ) -> Route:
     """Return the route of a model; `listing` are the endpoints that may serve it."""
-    members = pairing.whole(listing)
+    members = pairing.serving_whole(listing)
     route = Route(
         model.name,
         model.pool,
@@ -131,7 +131,7 @@ def _route(
         opening.room,
         forward.prepare if model.resume is None else partial(prepare_recorded, model.resume),
         policy.reads_prefix or config.observability.access_blocks,
-        opening.believes,
+        opening.uses_predictions,
         slo,
         any(candidate.endpoint.engine is EngineKind.VLLM for candidate in members),
         tuple((tier.model, tier.penalty) for tier in model.overflow),
@@ -154,7 +154,7 @@ def _policies(config: Config, before: Snapshot | None) -> dict[str, Policy]:
     policies = {}
     for name, pool in config.pools.items():
         old = before.config.pools.get(name) if before is not None else None
-        canary = before.tried[name].canary if before is not None and old is not None else None
+        canary = before.trials[name].canary if before is not None and old is not None else None
         if before is not None and old is not None and old.policy == pool.policy:
             policies[name] = before.policies[name]
         elif (
@@ -175,7 +175,7 @@ def _policy(spec: PolicySpec) -> Policy:
 
 def _with_applicable_filters(policy: Policy, members: tuple[Candidate, ...]) -> Policy:
     """Return the policy without the filters that can reject none of these endpoints."""
-    return msgspec.structs.replace(policy, filters=telling(policy.filters, members))
+    return msgspec.structs.replace(policy, filters=applicable(policy.filters, members))
 
 
 def _pool_trials(
@@ -191,21 +191,21 @@ def _pool_trials(
     if before is not None:
         old = before.config.pools.get(pool)
     if before is not None and old is not None and before.policies[pool] is policy:
-        current = before.tried[pool]
+        current = before.trials[pool]
         if (old.shadow, old.canary) == (spec.shadow, spec.canary):
             return current
         is_same_canary = old.canary == spec.canary
         kept = PoolTrials(
             current.shadows if old.shadow == spec.shadow else None,
             current.canary if is_same_canary else None,
-            current.sides if is_same_canary else None,
+            current.arms if is_same_canary else None,
         )
-    shadows, canary, sides = kept.shadows, kept.canary, kept.sides
+    shadows, canary, sides = kept.shadows, kept.canary, kept.arms
     if spec.shadow and shadows is None:
-        parts = shadow.named([(part.name, part.params, _policy(part)) for part in spec.shadow])
+        parts = shadow.name_policies([(part.name, part.params, _policy(part)) for part in spec.shadow])
         shadows = Shadows(pool, parts, endpoints, policy)
     if spec.canary is not None and canary is None:
-        canary, sides = _policy(spec.canary.policy), Sides(pool, spec.canary, policy.name)
+        canary, sides = _policy(spec.canary.policy), CanaryArms(pool, spec.canary, policy.name)
     return PoolTrials(shadows, canary, sides)
 
 
@@ -221,7 +221,7 @@ def _with_canary(
     The canary route has the canary's policy and no shadows.
     """
     spec = config.pools[route.pool].canary
-    if spec is None or trials.canary is None or trials.sides is None:
+    if spec is None or trials.canary is None or trials.arms is None:
         return route
     replace = msgspec.structs.replace
     split = pairing.split_route(model, trials.canary, members)
@@ -232,17 +232,17 @@ def _with_canary(
         split=split,
         shadows=None,
     )
-    return replace(route, canary=CanaryRoute(chosen(route.pool, spec), second, trials.sides))
+    return replace(route, canary=CanaryRoute(create_sampler(route.pool, spec), second, trials.arms))
 
 
 def _rooms(
     config: Config,
-    gate: Gate,
+    gate: AdmissionController,
     serving: Mapping[str, tuple[Candidate, ...]],
     policies: Mapping[str, Policy],
     trials: Mapping[str, PoolTrials],
     before: Snapshot | None,
-) -> dict[str, Opening]:
+) -> dict[str, PoolAdmissionPlan]:
     """Return what becomes of every room.
 
     An admission is kept with its state if neither its configuration nor the tenants' shares have
@@ -258,18 +258,18 @@ def _rooms(
     }
     openings = {}
     for name, pool in config.pools.items():
-        room, old = gate.room(name), None
+        room, old = gate.pool_queue(name), None
         if before is not None:
             old = before.config.pools.get(name)
         is_same = has_same_shares and old is not None and old.admission == pool.admission
         admission = room.admission if is_same else _admission(pool.admission, shares)
         believes = (
-            policies[name].reads_beliefs
-            or admission.reads_beliefs
+            policies[name].reads_forecast
+            or admission.reads_forecast
             or name in tier_pools
-            or trials[name].reads_beliefs
+            or trials[name].reads_predictions
         )
-        openings[name] = Opening(room, serving[name], admission, shares, believes)
+        openings[name] = PoolAdmissionPlan(room, serving[name], admission, shares, believes)
     return openings
 
 
@@ -284,11 +284,11 @@ def _admission(spec: AdmissionSpec, shares: Mapping[str, float]) -> Admission:
 
 
 def _able(
-    config: Config, adoption: Adoption, model: Model, candidates: tuple[Candidate, ...]
+    config: Config, adoption: RegistryPlan, model: Model, candidates: tuple[Candidate, ...]
 ) -> tuple[Candidate, ...]:
     if config.models:
         return adoption.able(model, candidates)
-    return adoption.serving(model.name, candidates)
+    return adoption.filter_by_model(model.name, candidates)
 
 
 def _models(config: Config, discovered: Mapping[str, Sequence[str]]) -> list[Model]:

@@ -12,14 +12,14 @@ from weakref import ref
 from gateway.route import Snapshot
 
 
-class Generations:
+class SnapshotGc:
     """Replaced snapshots that may still be in use, and the actions to run once they are not."""
 
     def __init__(self) -> None:
         self._old: list[tuple[int, ref[Snapshot]]] = []
         self._actions: list[tuple[int, Callable[[], None]]] = []
 
-    def replaced(self, snapshot: Snapshot) -> None:
+    def track(self, snapshot: Snapshot) -> None:
         """Track a snapshot with which no new request begins."""
         self._old.append((snapshot.generation, ref(snapshot)))
 
@@ -46,6 +46,6 @@ class Generations:
             action()
 
     @property
-    def waiting(self) -> int:
+    def pending_actions(self) -> int:
         """Number of pending actions."""
         return len(self._actions)

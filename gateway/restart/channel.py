@@ -13,7 +13,7 @@ from struct import Struct
 
 import msgspec
 
-from policies.engine.peer_load import Share
+from policies.engine.peer_load import PeerShare
 from policies.health.health import Health
 from policies.saved_state import (
     AdmissionState,
@@ -25,17 +25,17 @@ from policies.saved_state import (
 )
 
 VERSION = 1
-ENVIRONMENT = "PENSTOCK_PREDECESSOR_FD"
+FD_VARIABLE = "PENSTOCK_PREDECESSOR_FD"
 LENGTH = Struct("<I")
-CAP_BYTES = 4 << 20  # per message
-OFFER_BYTES = 64 << 10
+MAX_MESSAGE_BYTES = 4 << 20  # per message
+MAX_OFFER_BYTES = 64 << 10
 MAX_SOCKETS = 16
 
-Place = tuple[str, str]
+EndpointKey = tuple[str, str]
 """The pool and URL of an endpoint; slot numbers differ between processes."""
 
 
-class BoundTo(msgspec.Struct, frozen=True, array_like=True):
+class BoundListener(msgspec.Struct, frozen=True, array_like=True):
     """The listener that a socket belongs to: its name, and the host and port as configured.
 
     With `activated`, systemd opened the socket, so the configuration does not decide where it
@@ -45,41 +45,41 @@ class BoundTo(msgspec.Struct, frozen=True, array_like=True):
     name: str
     host: str
     port: int
-    activated: bool
+    is_activated: bool
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True):
+class HandoverOffer(msgspec.Struct, frozen=True, array_like=True):
     """The first message; `sockets` describes the descriptors that come with it, in order."""
 
     version: int
     pid: int
-    sockets: list[BoundTo]
+    sockets: list[BoundListener]
     secret: bytes = b""
     block_bytes: int = 0
 
 
-class StateWanted(msgspec.Struct, frozen=True, array_like=True, tag="state_wanted"):
+class StateRequest(msgspec.Struct, frozen=True, array_like=True, tag="state_wanted"):
     """The successor has probed its engines and requests the learned state now, or none at all."""
 
-    warm: bool
+    wants_state: bool
 
 
 class EndpointState(msgspec.Struct, frozen=True, array_like=True, tag="endpoint"):
     """The health, drain state, latency model and prefix statistics of one endpoint."""
 
-    place: Place
+    key: EndpointKey
     slot: int
     health: Health
-    drained: bool
-    warm_from: float | None
+    is_drained: bool
+    slow_start_at: float | None
     belief: BeliefState
     holder: HolderState | None
 
 
-class Slots(msgspec.Struct, frozen=True, array_like=True, tag="slots"):
+class SlotMap(msgspec.Struct, frozen=True, array_like=True, tag="slots"):
     """Maps the slot numbers of the following index blocks to endpoints."""
 
-    places: list[tuple[int, Place]]
+    places: list[tuple[int, EndpointKey]]
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True, tag="pool"):
@@ -96,32 +96,32 @@ class TenantState(msgspec.Struct, frozen=True, array_like=True, tag="tenant"):
     quota: QuotaState
 
 
-class Lengths(msgspec.Struct, frozen=True, array_like=True, tag="lengths"):
+class OutputLengthState(msgspec.Struct, frozen=True, array_like=True, tag="lengths"):
     """The output lengths that have been observed, by kind of request."""
 
     rows: list[LengthState]
 
 
-class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+class StateEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     """All learned state has been sent."""
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+class SuccessorReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """The successor accepts connections."""
 
 
-class Booked(msgspec.Struct, frozen=True, array_like=True, tag="booked"):
+class RemainingWork(msgspec.Struct, frozen=True, array_like=True, tag="booked"):
     """The predecessor's remaining work at the endpoints; none at those that are not listed."""
 
-    shares: list[tuple[Place, Share]]
+    shares: list[tuple[EndpointKey, PeerShare]]
 
 
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+class StopRequest(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """The successor is stopping, so the predecessor must end within timeouts.shutdown as well."""
 
 
-State = Slots | Blocks | EndpointState | PoolState | TenantState | Lengths
-Message = StateWanted | State | End | Ready | Booked | Stop
+LearnedState = SlotMap | Blocks | EndpointState | PoolState | TenantState | OutputLengthState
+Message = StateRequest | LearnedState | StateEnd | SuccessorReady | RemainingWork | StopRequest
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
@@ -129,18 +129,18 @@ class ChannelError(Exception):
     """The other process has ended, or sent an invalid message."""
 
 
-def pack(message: Message | Offer) -> bytes:
+def pack_message(message: Message | HandoverOffer) -> bytes:
     """Encode a message with its length in front."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
-async def read(reader: asyncio.StreamReader) -> Message:
+async def read_message(reader: asyncio.StreamReader) -> Message:
     """Read the next message. Raises ChannelError."""
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        if length > CAP_BYTES:
-            raise ChannelError(f"a message of {length} bytes exceeds the limit of {CAP_BYTES}")
+        if length > MAX_MESSAGE_BYTES:
+            raise ChannelError(f"a message of {length} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
         message: Message = _decoder.decode(await reader.readexactly(length))
     except (OSError, asyncio.IncompleteReadError):
         raise ChannelError("the channel is closed") from None
@@ -149,14 +149,14 @@ async def read(reader: asyncio.StreamReader) -> Message:
     return message
 
 
-def send_offer(channel: socket.socket, offer: Offer, sockets: list[socket.socket]) -> None:
+def send_offer(channel: socket.socket, offer: HandoverOffer, sockets: list[socket.socket]) -> None:
     """Send the first message with its descriptors. Raises OSError."""
-    data = pack(offer)
+    data = pack_message(offer)
     sent = socket.send_fds(channel, [data], [listener.fileno() for listener in sockets])
     channel.sendall(data[sent:])
 
 
-def receive_offer(channel: socket.socket) -> tuple[Offer, list[socket.socket]]:
+def receive_offer(channel: socket.socket) -> tuple[HandoverOffer, list[socket.socket]]:
     """Wait for the first message and return it with its sockets.
 
     Raises ChannelError, after closing any received descriptors.
@@ -165,10 +165,10 @@ def receive_offer(channel: socket.socket) -> tuple[Offer, list[socket.socket]]:
     try:
         data = b""
         while len(data) < LENGTH.size or len(data) < LENGTH.size + LENGTH.unpack_from(data)[0]:
-            chunk, fds, _, _ = socket.recv_fds(channel, OFFER_BYTES, MAX_SOCKETS)
+            chunk, fds, _, _ = socket.recv_fds(channel, MAX_OFFER_BYTES, MAX_SOCKETS)
             sockets += [socket.socket(fileno=fd) for fd in fds]
             data += chunk
-            if not chunk or len(data) > OFFER_BYTES:
+            if not chunk or len(data) > MAX_OFFER_BYTES:
                 raise ChannelError("the predecessor sent no valid offer")
         return _offer(data[LENGTH.size :]), sockets
     except (OSError, msgspec.DecodeError) as error:
@@ -177,9 +177,9 @@ def receive_offer(channel: socket.socket) -> tuple[Offer, list[socket.socket]]:
         raise ChannelError(str(error)) from None
 
 
-def _offer(body: bytes) -> Offer:
+def _offer(body: bytes) -> HandoverOffer:
     """Decode an offer; of another version, only the members that all versions share."""
     version, pid, sockets, *_ = msgspec.msgpack.decode(body, type=list)
     if version == VERSION:
-        return msgspec.msgpack.decode(body, type=Offer)
-    return msgspec.convert((version, pid, sockets), Offer)
+        return msgspec.msgpack.decode(body, type=HandoverOffer)
+    return msgspec.convert((version, pid, sockets), HandoverOffer)

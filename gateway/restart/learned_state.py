@@ -12,23 +12,23 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from gateway.restart.channel import (
+    EndpointKey,
     EndpointState,
-    Lengths,
-    Place,
+    LearnedState,
+    OutputLengthState,
     PoolState,
-    Slots,
-    State,
+    SlotMap,
     TenantState,
 )
 from policies import saved_state
 from policies.admission.priced import PricedAdmission
-from policies.engine.peer_load import NOTHING, Share
-from policies.health.health import State as HealthState
-from policies.ledger import own
+from policies.engine.peer_load import NOTHING, PeerShare
+from policies.health.health import HealthState as HealthState
+from policies.ledger import own_load
 from policies.saved_state import Blocks
 
 if TYPE_CHECKING:
-    from gateway.admission.controller import Gate
+    from gateway.admission.controller import AdmissionController
     from gateway.fleet.endpoint_registry import LiveEndpoint
     from gateway.route import Gateway
 
@@ -38,46 +38,46 @@ MAX_BLOCKS = 1 << 22
 """Limit on restored index blocks; an index of 256 MiB has a third of that."""
 
 
-def place_of(live: LiveEndpoint) -> Place:
+def endpoint_key(live: LiveEndpoint) -> EndpointKey:
     """Return the pool and URL of an endpoint."""
     return live.endpoint.pool, live.endpoint.url
 
 
-def collect(gateway: Gateway) -> Iterator[State]:
+def collect_state(gateway: Gateway) -> Iterator[LearnedState]:
     """Yield all learned state, in steps of less than a millisecond.
 
     Requests are served between the steps.
     """
-    endpoints = [live for live in gateway.endpoints.all() if not live.leaving]
+    endpoints = [live for live in gateway.endpoints.all() if not live.is_leaving]
     index = gateway.endpoints.prefixes.index
-    yield Slots([(live.load.slot, place_of(live)) for live in endpoints])
+    yield SlotMap([(live.load.slot, endpoint_key(live)) for live in endpoints])
     yield from saved_state.index_blocks(index)
     holders = {holder.slot: holder for holder in saved_state.index_holders(index)}
     for live in endpoints:
         yield EndpointState(
-            place_of(live),
+            endpoint_key(live),
             live.load.slot,
             live.health,
-            live.drained,
-            live.warm_from,
+            live.is_drained,
+            live.slow_start_at,
             saved_state.belief_state(live.load.belief),
             holders.get(live.load.slot),
         )
     yield from _collect_admission(gateway.gate)
-    yield Lengths(saved_state.length_states(gateway.accounts.kept.lengths))
+    yield OutputLengthState(saved_state.length_states(gateway.accounts.slo_tracker.output_lengths))
 
 
-def _collect_admission(gate: Gate) -> Iterator[State]:
-    for queue in gate.rooms():
+def _collect_admission(gate: AdmissionController) -> Iterator[LearnedState]:
+    for queue in gate.pool_queues():
         if isinstance(queue.admission, PricedAdmission):
             yield PoolState(queue.name, saved_state.admission_state(queue.admission))
     for tenant, quota in gate.quotas.by_tenant.items():
         yield TenantState(tenant, saved_state.quota_state(quota))
 
 
-def booked(gateway: Gateway) -> list[tuple[Place, Share]]:
+def remaining_work(gateway: Gateway) -> list[tuple[EndpointKey, PeerShare]]:
     """Return this process's own work at each endpoint, without endpoints that have none."""
-    shares = ((place_of(live), own(live.load)) for live in gateway.endpoints.all())
+    shares = ((endpoint_key(live), own_load(live.load)) for live in gateway.endpoints.all())
     return [(place, share) for place, share in shares if share != NOTHING]
 
 
@@ -94,14 +94,14 @@ class Restorer:
         """
         self._gateway = gateway
         self._prefixes = prefixes
-        self._live = {place_of(live): live for live in gateway.endpoints.all() if not live.leaving}
+        self._live = {endpoint_key(live): live for live in gateway.endpoints.all() if not live.is_leaving}
         self._slots: dict[int, int] = {}
         self.blocks = self.endpoints = self.ejected = 0
 
-    def take(self, state: State) -> None:
+    def restore(self, state: LearnedState) -> None:
         """Restore one message. Raises ValueError when it is inconsistent."""
         match state:
-            case Slots(places):
+            case SlotMap(places):
                 self._slots = {
                     slot: self._live[place].load.slot
                     for slot, place in places
@@ -112,14 +112,14 @@ class Restorer:
                     index = self._gateway.endpoints.prefixes.index
                     self.blocks += saved_state.restore_blocks(index, state, self._slots)
             case EndpointState():
-                live = self._live.get(state.place)
+                live = self._live.get(state.key)
                 if live is not None:
                     self._endpoint(live, state)
             case PoolState(pool, admission):
                 queue = next(
                     (
                         pool_queue
-                        for pool_queue in self._gateway.gate.rooms()
+                        for pool_queue in self._gateway.gate.pool_queues()
                         if pool_queue.name == pool
                     ),
                     None,
@@ -130,8 +130,8 @@ class Restorer:
                 live_quota = self._gateway.gate.quotas.by_tenant.get(tenant)
                 if live_quota is not None:
                     saved_state.restore_quota(live_quota, quota)
-            case Lengths(rows):
-                saved_state.restore_lengths(self._gateway.accounts.kept.lengths, rows)
+            case OutputLengthState(rows):
+                saved_state.restore_lengths(self._gateway.accounts.slo_tracker.output_lengths, rows)
 
     def _endpoint(self, live: LiveEndpoint, state: EndpointState) -> None:
         endpoints, load, index = (
@@ -140,12 +140,12 @@ class Restorer:
             self._gateway.endpoints.prefixes.index,
         )
         saved_state.restore_belief(load.belief, state.belief)
-        if load.believed:
-            load.timeline.refresh(load, monotonic())
+        if load.is_modelled:
+            load.timeline.refresh_forecast(load, monotonic())
         if self._prefixes and state.holder is not None:
             saved_state.restore_holder(index, state.holder, load.slot)
-            load.held_tokens, load.regret = index.held_tokens(load.slot), index.regret(load.slot)
-        live.warm_from = state.warm_from
-        endpoints.restore(live, state.health, drained=state.drained)
+            load.prefix_cache_tokens, load.eviction_regret = index.cached_tokens(load.slot), index.eviction_regret(load.slot)
+        live.slow_start_at = state.slow_start_at
+        endpoints.restore_health(live, state.health, is_drained=state.is_drained)
         self.endpoints += 1
         self.ejected += live.health.state in (HealthState.EJECTED, HealthState.DEAD)

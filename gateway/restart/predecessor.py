@@ -11,40 +11,40 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from gateway.restart.channel import (
-    ENVIRONMENT,
+    FD_VARIABLE,
     VERSION,
-    Booked,
     ChannelError,
-    End,
-    Offer,
-    Ready,
-    StateWanted,
-    Stop,
-    pack,
-    read,
+    HandoverOffer,
+    RemainingWork,
+    StateEnd,
+    StateRequest,
+    StopRequest,
+    SuccessorReady,
+    pack_message,
+    read_message,
     receive_offer,
 )
-from gateway.restart.learned_state import Restorer, place_of
-from policies.ledger import foreign
+from gateway.restart.learned_state import Restorer, endpoint_key
+from policies.ledger import set_peer_load
 
 if TYPE_CHECKING:
     from asyncio import StreamReader, StreamWriter
 
     from gateway.config import Config
-    from gateway.http.listener_sockets import Sockets
+    from gateway.http.listener_sockets import SocketsByName
     from gateway.route import Gateway
 
 log = logging.getLogger("penstock")
 
 OFFER_TIMEOUT_S = 30.0
 STATE_TIMEOUT_S = 60.0
-SOURCE = b"predecessor"
+PEER_SOURCE = b"predecessor"
 
 
 class Predecessor:
     """The process that this one replaces; it serves until `ready` is called, then drains."""
 
-    def __init__(self, channel: socket.socket, offer: Offer, sockets: list[socket.socket]) -> None:
+    def __init__(self, channel: socket.socket, offer: HandoverOffer, sockets: list[socket.socket]) -> None:
         self._channel = channel
         self._offer = offer
         self._sockets = sockets
@@ -58,17 +58,17 @@ class Predecessor:
         return self._offer.secret or None
 
     @property
-    def activated(self) -> frozenset[str]:
+    def activated_listeners(self) -> frozenset[str]:
         """The listeners whose sockets systemd opened."""
-        return frozenset(bound.name for bound in self._offer.sockets if bound.activated)
+        return frozenset(bound.name for bound in self._offer.sockets if bound.is_activated)
 
-    def sockets(self, config: Config) -> Sockets:
+    def take_sockets(self, config: Config) -> SocketsByName:
         """Return its listening sockets that this configuration uses, and close the others."""
         sockets_by_name: dict[str, tuple[socket.socket, ...]] = {}
         for bound, sock in zip(self._offer.sockets, self._sockets, strict=False):
             listener = getattr(config.listeners, bound.name, None)
             if listener is not None and (
-                bound.activated or (listener.host, listener.port) == (bound.host, bound.port)
+                bound.is_activated or (listener.host, listener.port) == (bound.host, bound.port)
             ):
                 sock.setblocking(False)
                 sockets_by_name[bound.name] = (*sockets_by_name.get(bound.name, ()), sock)
@@ -81,7 +81,7 @@ class Predecessor:
         """Whether the old process is still draining."""
         return self._task is not None and not self._task.done()
 
-    async def warm(self, gateway: Gateway, config: Config, secret: bytes) -> None:
+    async def restore_state(self, gateway: Gateway, config: Config, secret: bytes) -> None:
         """Restore the learned state; `secret` is this process's fingerprint key.
 
         On any error the process starts with part of the state, or without it.
@@ -89,7 +89,7 @@ class Predecessor:
         await self._connect()
         assert self._writer is not None
         warm = self._offer.version == VERSION
-        self._writer.write(pack(StateWanted(warm)))
+        self._writer.write(pack_message(StateRequest(warm)))
         if not warm:
             log.warning(
                 "restart: process %d uses handover version %d, this one %d; "
@@ -131,23 +131,23 @@ class Predecessor:
     async def _restore(self, restorer: Restorer) -> None:
         assert self._reader is not None
         while True:
-            message = await read(self._reader)
-            if isinstance(message, End):
+            message = await read_message(self._reader)
+            if isinstance(message, StateEnd):
                 return
-            if isinstance(message, StateWanted | Ready | Booked | Stop):
+            if isinstance(message, StateRequest | SuccessorReady | RemainingWork | StopRequest):
                 raise ChannelError(f"unexpected message {type(message).__name__}")
-            restorer.take(message)
+            restorer.restore(message)
 
-    async def decline(self) -> None:
+    async def decline_state(self) -> None:
         """Request no learned state: this process stores it elsewhere, or cannot use it."""
         await self._connect()
         assert self._writer is not None
-        self._writer.write(pack(StateWanted(warm=False)))
+        self._writer.write(pack_message(StateRequest(wants_state=False)))
 
-    async def ready(self, gateway: Gateway | None = None) -> None:
+    async def report_ready(self, gateway: Gateway | None = None) -> None:
         """Report that this process accepts connections, so that the predecessor drains."""
         assert self._writer is not None
-        self._writer.write(pack(Ready()))
+        self._writer.write(pack_message(SuccessorReady()))
         with suppress(OSError):
             await self._writer.drain()
         self._task = asyncio.create_task(self._follow(gateway), name="follow the predecessor")
@@ -155,7 +155,7 @@ class Predecessor:
     async def stop(self, within_s: float) -> None:
         """Make the predecessor stop too, and wait for that."""
         if self._writer is not None and self._task is not None and not self._task.done():
-            self._writer.write(pack(Stop()))
+            self._writer.write(pack_message(StopRequest()))
             await asyncio.wait([self._task], timeout=within_s)
             self._task.cancel()
         if self._writer is not None:
@@ -170,20 +170,20 @@ class Predecessor:
         assert self._reader is not None
         try:
             while True:
-                message = await read(self._reader)
-                if isinstance(message, Booked) and gateway is not None:
+                message = await read_message(self._reader)
+                if isinstance(message, RemainingWork) and gateway is not None:
                     _book(gateway, message)
         except ChannelError:
             log.info("restart: process %d has ended", self._offer.pid)
         finally:
             if gateway is not None:
-                _book(gateway, Booked([]))
+                _book(gateway, RemainingWork([]))
 
 
-def _book(gateway: Gateway, booked: Booked) -> None:
+def _book(gateway: Gateway, booked: RemainingWork) -> None:
     now, shares = monotonic(), dict(booked.shares)
     changed = [
-        foreign(live.load, SOURCE, shares.get(place_of(live)), now)
+        set_peer_load(live.load, PEER_SOURCE, shares.get(endpoint_key(live)), now)
         for live in gateway.endpoints.all()
     ]
     if any(changed):
@@ -195,13 +195,13 @@ def find_predecessor(env: MutableMapping[str, str]) -> Predecessor | None:
 
     Removes the environment variable. Raises ChannelError.
     """
-    fd = env.pop(ENVIRONMENT, "")
+    fd = env.pop(FD_VARIABLE, "")
     if not fd.isdigit():
         return None
     try:
         channel = socket.socket(fileno=int(fd))
     except OSError as error:
-        raise ChannelError(f"{ENVIRONMENT} is not a socket: {error.strerror}") from None
+        raise ChannelError(f"{FD_VARIABLE} is not a socket: {error.strerror}") from None
     channel.set_inheritable(False)
     channel.settimeout(OFFER_TIMEOUT_S)
     return Predecessor(channel, *receive_offer(channel))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.config import Loaded
-from gateway.http.listener_sockets import EMPTY, Sockets
-from gateway.reload.reloader import Say
+from gateway.config import LoadedConfig
+from gateway.http.listener_sockets import NO_SOCKETS, SocketsByName
+from gateway.reload.reloader import ReportLine
 from gateway.restart.predecessor import Predecessor
 
 log = logging.getLogger("penstock")
@@ -21,7 +21,7 @@ def log_reload(line: str, bad: bool) -> None:
     log.log(logging.ERROR if bad else logging.INFO, "%s", line)
 
 
-class Local(msgspec.Struct, frozen=True):
+class WorkerSettings(msgspec.Struct, frozen=True):
     """The settings of a worker, one of several gateway processes on this machine.
 
     hub      path of the unix socket over which the workers exchange state
@@ -43,7 +43,7 @@ class Local(msgspec.Struct, frozen=True):
         return f"Local({self.number})"
 
 
-class Origin(msgspec.Struct, frozen=True):
+class StartOptions(msgspec.Struct, frozen=True):
     """How the process was started.
 
     loaded       the configuration
@@ -56,11 +56,11 @@ class Origin(msgspec.Struct, frozen=True):
     predecessor  the process that this one replaces; None if there is none
     """
 
-    loaded: Loaded
+    loaded: LoadedConfig
     file: Path | None = None
     env: Mapping[str, str] = {}
-    say: Say = log_reload
-    local: Local | None = None
-    sockets: Sockets = EMPTY
+    say: ReportLine = log_reload
+    local: WorkerSettings | None = None
+    sockets: SocketsByName = NO_SOCKETS
     activated: frozenset[str] = frozenset()
     predecessor: Predecessor | None = None

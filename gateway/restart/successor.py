@@ -18,23 +18,23 @@ from typing import TYPE_CHECKING
 
 from gateway.restart import notify
 from gateway.restart.channel import (
-    ENVIRONMENT,
+    FD_VARIABLE,
     VERSION,
-    Booked,
-    BoundTo,
+    BoundListener,
     ChannelError,
-    End,
-    Offer,
-    Place,
-    Ready,
-    State,
-    StateWanted,
-    Stop,
-    pack,
-    read,
+    EndpointKey,
+    HandoverOffer,
+    LearnedState,
+    RemainingWork,
+    StateEnd,
+    StateRequest,
+    StopRequest,
+    SuccessorReady,
+    pack_message,
+    read_message,
     send_offer,
 )
-from policies.engine.peer_load import Share
+from policies.engine.peer_load import PeerShare
 
 if TYPE_CHECKING:
     from asyncio import StreamReader, StreamWriter
@@ -50,7 +50,7 @@ class HandoverError(Exception):
     """The successor did not become ready; the message says why."""
 
 
-def command() -> list[str]:
+def restart_command() -> list[str]:
     """Return the command line of this process, to start the successor with."""
     return [sys.executable, *sys.orig_argv[1:]]
 
@@ -64,7 +64,7 @@ class Successor:
     def __init__(
         self,
         env: Mapping[str, str],
-        sockets: Sequence[tuple[BoundTo, socket.socket]],
+        sockets: Sequence[tuple[BoundListener, socket.socket]],
         secret: bytes,
     ) -> None:
         self._env = env
@@ -75,7 +75,7 @@ class Successor:
         self._writer: StreamWriter | None = None
         self.is_ready = False
 
-    async def start(self, block_bytes: int, states: Callable[[], Iterable[State]]) -> None:
+    async def start(self, block_bytes: int, states: Callable[[], Iterable[LearnedState]]) -> None:
         """Start the successor and return once it accepts connections.
 
         Raises HandoverError, without leaving a process behind.
@@ -106,29 +106,29 @@ class Successor:
     async def _launch(self, block_bytes: int) -> None:
         own_end, their_end = socket.socketpair()
         fd = their_end.fileno()
-        env = {**self._env, ENVIRONMENT: str(fd)}
+        env = {**self._env, FD_VARIABLE: str(fd)}
         with their_end:
             self._process = await asyncio.to_thread(
-                subprocess.Popen, command(), env=env, pass_fds=(fd,)
+                subprocess.Popen, restart_command(), env=env, pass_fds=(fd,)
             )
-        offer = Offer(
+        offer = HandoverOffer(
             VERSION, os.getpid(), [bound for bound, _ in self._sockets], self._secret, block_bytes
         )
         send_offer(own_end, offer, [listener for _, listener in self._sockets])
         self._reader, self._writer = await asyncio.open_unix_connection(sock=own_end)
 
-    async def _hand_over(self, states: Callable[[], Iterable[State]]) -> None:
+    async def _hand_over(self, states: Callable[[], Iterable[LearnedState]]) -> None:
         assert self._reader is not None
         assert self._writer is not None
-        message = await read(self._reader)
-        if isinstance(message, StateWanted):
-            for state in states() if message.warm else ():
-                self._writer.write(pack(state))
+        message = await read_message(self._reader)
+        if isinstance(message, StateRequest):
+            for state in states() if message.wants_state else ():
+                self._writer.write(pack_message(state))
                 await self._writer.drain()
                 await asyncio.sleep(0)
-            self._writer.write(pack(End()))
-            message = await read(self._reader)
-        if not isinstance(message, Ready):
+            self._writer.write(pack_message(StateEnd()))
+            message = await read_message(self._reader)
+        if not isinstance(message, SuccessorReady):
             raise ChannelError(f"the successor sent {type(message).__name__} before it was ready")
         self.is_ready = True
 
@@ -155,8 +155,8 @@ class Successor:
                 await asyncio.to_thread(self._process.wait)
 
     @asynccontextmanager
-    async def informed(
-        self, shares: Callable[[], list[tuple[Place, Share]]], stop: Callable[[], None]
+    async def keep_informed(
+        self, shares: Callable[[], list[tuple[EndpointKey, PeerShare]]], stop: Callable[[], None]
     ) -> AsyncIterator[None]:
         """While the block runs, send the successor this process's remaining work at the endpoints.
 
@@ -173,10 +173,10 @@ class Successor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _send_bookings(self, shares: Callable[[], list[tuple[Place, Share]]]) -> None:
+    async def _send_bookings(self, shares: Callable[[], list[tuple[EndpointKey, PeerShare]]]) -> None:
         assert self._writer is not None
         while True:
-            self._writer.write(pack(Booked(shares())))
+            self._writer.write(pack_message(RemainingWork(shares())))
             with suppress(OSError):
                 await self._writer.drain()
             await asyncio.sleep(BOOKED_INTERVAL_S)
@@ -184,7 +184,7 @@ class Successor:
     async def _wait_for_stop(self, stop: Callable[[], None]) -> None:
         assert self._reader is not None
         with suppress(ChannelError):
-            while not isinstance(await read(self._reader), Stop):
+            while not isinstance(await read_message(self._reader), StopRequest):
                 pass
             stop()
 

@@ -21,23 +21,23 @@ from gateway.exchange import Exchange, SplitRecord
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.metric_types import Counter, Histogram
 from gateway.protocol.relay import Relay
-from gateway.protocol.stream_scan import Usage
-from gateway.telemetry.explain import Explained, before
+from gateway.protocol.stream_scan import TokenUsage
+from gateway.telemetry.explain import RecentExchanges, snapshot_pick
 from gateway.telemetry.log_file import LogFile, Rotation
-from gateway.telemetry.otlp import Tracer
-from gateway.telemetry.slo_outcomes import REGRET_EVERY, Kept, usage_of
+from gateway.telemetry.otlp import SpanExporter
+from gateway.telemetry.slo_outcomes import REGRET_SAMPLE_EVERY, SloTracker, effective_usage
 from policies.contract import Policy
-from policies.model import Ask, Pick
-from policies.prefix.fingerprint import ids_of
+from policies.model import Pick, RoutingQuery
+from policies.prefix.fingerprint import block_ids
 
 log = logging.getLogger("penstock")
 
 MAX_CHILDREN = 8192
 SPLIT_STAGES = ("queue", "prefill", "transfer", "first_token")
-WAITED_S = 0.001  # shorter queue times mean that the request did not wait
-NO_ANSWER = Relay(b"")  # stands in for a missing response; never fed
-REOPEN_AGAIN_S = 0.05
-KEEP_BYTES = 8 * 1024 * 1024  # buffer for a blocked sink; lines beyond it are dropped and counted
+LEAST_WAIT_S = 0.001  # shorter queue times mean that the request did not wait
+NO_RESPONSE = Relay(b"")  # stands in for a missing response; never fed
+REOPEN_RETRY_S = 0.05
+BUFFER_CAP_BYTES = 8 * 1024 * 1024  # buffer for a blocked sink; lines beyond it are dropped and counted
 
 
 class AccessLine(msgspec.Struct, omit_defaults=True):
@@ -106,7 +106,7 @@ class AccessLog:
 
     __slots__ = (
         *("_dropped", "_encode", "_file", "_flush_s", "_lines", "_loop", "_size", "_timer"),
-        *("_writing", "blocks", "on"),
+        *("_writing", "has_blocks", "is_enabled"),
     )
 
     def __init__(
@@ -116,9 +116,9 @@ class AccessLog:
         rotate = config.access_rotate
         rotation = None if rotate is None else Rotation(rotate.size, rotate.keep)
         self._file = None if config.access_log == "off" else LogFile(config.access_log, rotation)
-        self.on = self._file is not None
+        self.is_enabled = self._file is not None
         self._dropped = dropped
-        self.blocks = config.access_blocks
+        self.has_blocks = config.access_blocks
         self._flush_s = config.access_flush
         self._loop = loop
         self._encode = msgspec.json.Encoder().encode
@@ -129,7 +129,7 @@ class AccessLog:
 
     def write(self, line: AccessLine) -> None:
         encoded = self._encode(line)
-        if self._size > KEEP_BYTES:
+        if self._size > BUFFER_CAP_BYTES:
             self._dropped.inc()
             return
         self._lines.append(encoded)
@@ -144,7 +144,7 @@ class AccessLog:
         if self._writing is None:
             self._begin()
         else:
-            self._loop.call_later(REOPEN_AGAIN_S, self.reopen)
+            self._loop.call_later(REOPEN_RETRY_S, self.reopen)
 
     def _flush(self) -> None:
         self._timer = None
@@ -194,7 +194,7 @@ class AccessLog:
                 self._begin()
         if self._file is not None and self._writing is None:
             self._file.close()
-        self._file, self.on = None, False
+        self._file, self.is_enabled = None, False
 
 
 class _MetricChildren:
@@ -218,83 +218,83 @@ class _MetricChildren:
         exchange: Exchange,
         received: float,
         relay: Relay,
-        usage: Usage,
+        usage: TokenUsage,
         prompt_tokens: int,
         now: float,
     ) -> None:
         """Count one answered request, whose TTFT and TPOT have been set before."""
         request_id = exchange.id
         trace_id = "" if exchange.trace is None else exchange.trace.trace_id
-        tokens = usage.completion_tokens or max(relay.events - 2, 1)
+        tokens = usage.completion_tokens or max(relay.event_count - 2, 1)
         ttft_s, tpot_s = exchange.ttft_s, exchange.tpot_s
         if ttft_s is None:
             # No token was recognized in the response: its first byte counts as the first token.
-            first, last = relay.first_byte_at or now, relay.last_at or now
+            first, last = relay.first_byte_at or now, relay.last_data_at or now
             ttft_s = first - received
-            tpot_s = (last - first) / (tokens - 1) if relay.events and tokens > 1 else None
+            tpot_s = (last - first) / (tokens - 1) if relay.event_count and tokens > 1 else None
         self.requests.value += 1.0
-        self._ttft.mark((ttft_s, now, request_id, trace_id))
+        self._ttft.observe_request((ttft_s, now, request_id, trace_id))
         self._e2e.observe(now - received)
         if tpot_s is not None:
-            self._tpot.mark((tpot_s, now, request_id, trace_id))
+            self._tpot.observe_request((tpot_s, now, request_id, trace_id))
         self._prompt.value += usage.prompt_tokens or prompt_tokens
         self._completion.value += tokens
         if usage.cached_tokens:
             self._cached.value += usage.cached_tokens
 
 
-class Accounts:
+class Accounting:
     """Accounts ended exchanges: their metrics, their access line and their trace."""
 
     __slots__ = (
         *("_bytes_out", "_children", "_log", "_loop", "_metrics", "_over", "_overhead", "_picks"),
-        *("_stages", "_traces", "explained", "kept", "tracer"),
+        *("_stages", "_traces", "recent_exchanges", "slo_tracker", "tracer"),
     )
 
     def __init__(
-        self, metrics: Metrics, log: AccessLog, traces: Tracer, loop: asyncio.AbstractEventLoop
+        self, metrics: Metrics, log: AccessLog, traces: SpanExporter, loop: asyncio.AbstractEventLoop
     ) -> None:
         self._loop = loop
         self._over: list[tuple[Exchange, float]] = []
         self._metrics = metrics
         self._log = log
         self._traces = traces
-        self.tracer: Tracer | None = None  # None while tracing is off
-        self.kept, self.explained = Kept(metrics), Explained()
+        self.tracer: SpanExporter | None = None  # None while tracing is off
+        self.slo_tracker, self.recent_exchanges = SloTracker(metrics), RecentExchanges()
         self._picks = 0
         self._overhead: Histogram = metrics.overhead_seconds
         self._bytes_out: Counter = metrics.bytes_out_total
         self._stages = [metrics.split_stage_seconds.labels(stage) for stage in SPLIT_STAGES]
         self._children: dict[tuple[str, str, int, str], _MetricChildren] = {}
 
-    def follow(self, config: Observability) -> None:
+    def configure(self, config: Observability) -> None:
         """Apply a new configuration."""
-        self.kept.tell_tenants(config.tenants)
-        self._traces.follow(config.traces)
-        self.tracer = self._traces.on
-        self.explained.resize(config.explained)
+        self.slo_tracker.set_tenant_labels(config.tenants)
+        self._traces.configure(config.traces)
+        self.tracer = self._traces.active
+        self.recent_exchanges.resize(config.explained)
 
-    def picked(self, exchange: Exchange, policy: Policy, query: Ask, pick: Pick) -> None:
+    def on_pick(self, exchange: Exchange, policy: Policy, query: RoutingQuery, pick: Pick) -> None:
         """Record what the booking of this pick is about to change. Call it before the booking."""
         self._picks += 1
-        if self._picks >= REGRET_EVERY:
+        if self._picks >= REGRET_SAMPLE_EVERY:
             self._picks = 0
-            self.kept.compare(query, pick)
-        if policy.terms is not None and self.explained.size:
-            exchange.before = before(policy, pick)
+            self.slo_tracker.observe_pick_regret(query, pick)
+        if policy.price_terms is not None and self.recent_exchanges.size:
+            exchange.pick_snapshot = snapshot_pick(policy, pick)
 
     @property
     def answered_count(self) -> float:
         """Ended requests whose response had begun; restarts when metric children are dropped."""
         return sum(children.requests.value for children in self._children.values())
 
-    def close(self, exchange: Exchange) -> None:
+    def add_ended(self, exchange: Exchange) -> None:
         """Account an ended exchange at the end of this turn of the event loop."""
         if not self._over:
-            self._loop.call_soon(self.settle)
+            self._loop.call_soon(self.account_ended)
         self._over.append((exchange, monotonic()))
 
-    def settle(self) -> None:
+    def account_ended(self) -> None:
         """Account all exchanges that have ended since the last call."""
         over, self._over = self._over, []
         unix_offset = time() - monotonic()
@@ -306,52 +306,52 @@ class Accounts:
 
     def _account(self, exchange: Exchange, now: float, unix_offset: float) -> None:
         """Account an exchange that ended at `now`; `unix_offset` converts it to Unix time."""
-        relay = exchange.relay or NO_ANSWER
-        usage = relay.usage if exchange.split is None else usage_of(exchange, relay)
-        if relay.committed:
+        relay = exchange.relay or NO_RESPONSE
+        usage = relay.usage if exchange.split is None else effective_usage(exchange, relay)
+        if relay.is_committed:
             self._count_answered(exchange, relay, usage, now)
         else:
             self._count_unanswered(exchange, now)
         if exchange.outcome == "client_gone":
             self._metrics.client_disconnects_total.labels(exchange.stage).inc()
-        if exchange.side is not None:
-            exchange.side.count(exchange)
-        if self._log.on:
+        if exchange.canary_arm is not None:
+            exchange.canary_arm.count(exchange)
+        if self._log.is_enabled:
             line = _line(exchange, relay, usage, now, unix_offset)
-            if self._log.blocks and exchange.fingerprint is not None:
-                line.blocks = ids_of(exchange.fingerprint)
+            if self._log.has_blocks and exchange.fingerprint is not None:
+                line.blocks = block_ids(exchange.fingerprint)
             self._log.write(line)
         if exchange.trace is not None:
-            self._traces.ended(exchange, exchange.trace, now)
-        self.explained.keep(exchange, usage, relay.events, now)
+            self._traces.add_request(exchange, exchange.trace, now)
+        self.recent_exchanges.add(exchange, usage, relay.event_count, now)
 
-    def forget(self, endpoint: str) -> None:
+    def forget_endpoint(self, endpoint: str) -> None:
         """Forget the metric children of an endpoint name after their families have dropped them."""
         self._children = {
             key: children for key, children in self._children.items() if key[1] != endpoint
         }
 
-    def hedged(self, endpoint: str) -> None:
+    def count_hedge(self, endpoint: str) -> None:
         self._metrics.hedges_total.labels(endpoint).inc()
 
-    def retried(self, kind: str) -> None:
+    def count_retry(self, kind: str) -> None:
         self._metrics.retries_total.labels(kind).inc()
 
-    def resumed(self, kind: str, result: str) -> None:
+    def count_resume(self, kind: str, result: str) -> None:
         """Count a stream that broke after its first byte, by the kind of failure and the result."""
         self._metrics.resumes_total.labels(kind, result).inc()
 
     def _count_unanswered(self, exchange: Exchange, now: float) -> None:
         reason = exchange.reason or exchange.outcome
         self._metrics.requests_total.labels(exchange.model, str(exchange.status), reason).inc()
-        self.kept.unanswered(exchange)
+        self.slo_tracker.on_unanswered(exchange)
         if exchange.status == 429:
             slo = "" if exchange.call is None else exchange.call.request.slo.name
             self._metrics.shed_total.labels(reason, slo).inc()
             began = exchange.received_at or exchange.accepted_at
             self._metrics.shed_seconds.observe(now - began)
 
-    def _count_answered(self, exchange: Exchange, relay: Relay, usage: Usage, now: float) -> None:
+    def _count_answered(self, exchange: Exchange, relay: Relay, usage: TokenUsage, now: float) -> None:
         pick, call = exchange.pick, exchange.call
         assert pick is not None
         assert call is not None
@@ -360,19 +360,19 @@ class Accounts:
         key = (exchange.model, endpoint.name, exchange.status, reason)
         children: _MetricChildren = self._children.get(key) or self._metric_children(key)
         received = exchange.received_at or now
-        self.kept.answered(exchange, relay, usage, received)
+        self.slo_tracker.on_answered(exchange, relay, usage, received)
         children.count(exchange, received, relay, usage, call.request.prompt_tokens, now)
         if exchange.tier:
-            self._metrics.overflow_total.labels(call.asked_model, exchange.tier).inc()
+            self._metrics.overflow_total.labels(call.requested_model, exchange.tier).inc()
         if exchange.split is not None:
             self._observe_split_stages(exchange.split, relay, exchange, received)
         sent_at, admitted_at, parsed_at = exchange.sent_at, exchange.admitted_at, exchange.parsed_at
         if sent_at is not None and admitted_at is not None and parsed_at is not None:
             waited_s = admitted_at - parsed_at
             self._overhead.observe(sent_at - received - waited_s)
-            if waited_s > WAITED_S:
+            if waited_s > LEAST_WAIT_S:
                 self._metrics.queue_seconds.labels(endpoint.pool).observe(waited_s)
-        self._bytes_out.value += relay.bytes_out
+        self._bytes_out.value += relay.bytes_sent
 
     def _observe_split_stages(
         self, split: SplitRecord, relay: Relay, exchange: Exchange, received: float
@@ -400,7 +400,7 @@ class Accounts:
 
 
 def _line(
-    exchange: Exchange, relay: Relay, usage: Usage, now: float, unix_offset: float
+    exchange: Exchange, relay: Relay, usage: TokenUsage, now: float, unix_offset: float
 ) -> AccessLine:
     """Build the access line; positional arguments, because keywords would take twice as long."""
     start, call, pick = exchange.accepted_at, exchange.call, exchange.pick
@@ -424,10 +424,10 @@ def _line(
         None if (stamp := exchange.sent_at) is None else int((stamp - start) * 1e6),
         None if (stamp := relay.first_byte_at) is None else int((stamp - start) * 1e6),
         None if (stamp := relay.first_token_at) is None else int((stamp - start) * 1e6),
-        None if (stamp := relay.last_at) is None else int((stamp - start) * 1e6),
+        None if (stamp := relay.last_data_at) is None else int((stamp - start) * 1e6),
         exchange.body_bytes,
-        relay.bytes_out,
-        relay.events,
+        relay.bytes_sent,
+        relay.event_count,
         usage.prompt_tokens,
         usage.completion_tokens,
         usage.cached_tokens,
@@ -435,20 +435,20 @@ def _line(
         relay.finish_reason,
         None if pick is None else pick.reason,
         None if pick is None else pick.score,
-        None if pick is None else pick.considered,
+        None if pick is None else pick.candidate_count,
         exchange.retries,
         "" if call is None else call.request.slo.name,
-        exchange.kept,
+        exchange.slo_outcome,
         None if (seconds := exchange.predicted_ttft_s) is None else int(seconds * 1e6),
     )
     if exchange.tier and call is not None:
-        line.asked_model = call.asked_model
+        line.asked_model = call.requested_model
     if exchange.proxy_request_id:
         line.proxy_request_id = exchange.proxy_request_id
     if exchange.trace is not None:
         line.trace_id = exchange.trace.trace_id
     if exchange.ledger is not None:
-        line.resumes = exchange.ledger.resumed
+        line.resumes = exchange.ledger.resumes
     if exchange.hedge is not None:
         line.hedged = exchange.hedge.loser
     if exchange.split is not None:

@@ -13,33 +13,33 @@ from operator import attrgetter
 import msgspec
 
 from gateway.exchange import Exchange
-from gateway.protocol.stream_scan import Usage
-from policies.contract import Policy, Terms
+from gateway.protocol.stream_scan import TokenUsage
+from policies.contract import Policy, PriceTermsFunction
 from policies.load import LOAD_FIELDS, EndpointLoad
-from policies.model import Ask, Candidate, Pick
+from policies.model import Candidate, Pick, RoutingQuery
 
-Ended = tuple[Exchange, Usage, int, float]
+EndedExchange = tuple[Exchange, TokenUsage, int, float]
 """An ended exchange, the engine's token counts, the response's events, the end (monotonic)."""
 
 _NUMBERS = tuple(name for name in LOAD_FIELDS if name not in ("belief", "entries", "timeline"))
-numbers_of = attrgetter(*_NUMBERS)
+load_values = attrgetter(*_NUMBERS)
 
 
-class Before(msgspec.Struct, frozen=True):
+class PickSnapshot(msgspec.Struct, frozen=True):
     """The picked candidate and the runner-up, with their load values before the booking.
 
     Recording all candidates would cost as much as the pick. The latency models are not copied:
     terms that read them show their current state.
     """
 
-    terms: Terms
-    stood: tuple[tuple[Candidate, tuple[object, ...]], ...]
+    terms: PriceTermsFunction
+    candidates: tuple[tuple[Candidate, tuple[object, ...]], ...]
 
-    def of(self, query: Ask, candidates: Sequence[Candidate]) -> Mapping[str, Mapping[str, float]]:
+    def score_terms(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> Mapping[str, Mapping[str, float]]:
         """Return the score terms of both candidates, by endpoint name."""
         then = {
-            id(candidate): Candidate(candidate.endpoint, restored(candidate, numbers))
-            for candidate, numbers in self.stood
+            id(candidate): Candidate(candidate.endpoint, restore_load(candidate, numbers))
+            for candidate, numbers in self.candidates
         }
         all_terms = self.terms(
             query, [then.get(id(candidate), candidate) for candidate in candidates]
@@ -51,7 +51,7 @@ class Before(msgspec.Struct, frozen=True):
         }
 
 
-def restored(candidate: Candidate, numbers: tuple[object, ...]) -> EndpointLoad:
+def restore_load(candidate: Candidate, numbers: tuple[object, ...]) -> EndpointLoad:
     """Rebuild the candidate's load from values that load_values() recorded."""
     load = EndpointLoad(candidate.load.slot, candidate.load.belief)
     for name, value in zip(_NUMBERS, numbers, strict=True):
@@ -59,55 +59,55 @@ def restored(candidate: Candidate, numbers: tuple[object, ...]) -> EndpointLoad:
     return load
 
 
-def before(policy: Policy, pick: Pick) -> Before | None:
+def snapshot_pick(policy: Policy, pick: Pick) -> PickSnapshot | None:
     """Record the candidates' loads before the booking; None for a policy that has no terms."""
-    if policy.terms is None:
+    if policy.price_terms is None:
         return None
-    stood = [(pick.candidate, numbers_of(pick.candidate.load))]
+    stood = [(pick.candidate, load_values(pick.candidate.load))]
     other = runner_up(pick)
     if other is not None:
-        stood.append((other, numbers_of(other.load)))
-    return Before(policy.terms, tuple(stood))
+        stood.append((other, load_values(other.load)))
+    return PickSnapshot(policy.price_terms, tuple(stood))
 
 
 def runner_up(pick: Pick) -> Candidate | None:
     """Return the candidate with the best score after the picked one; None if there was no other."""
-    others = [index for index, candidate in enumerate(pick.kept) if candidate is not pick.candidate]
-    return pick.kept[max(others, key=pick.scores.__getitem__)] if others else None
+    others = [index for index, candidate in enumerate(pick.candidates) if candidate is not pick.candidate]
+    return pick.candidates[max(others, key=pick.scores.__getitem__)] if others else None
 
 
-class Explained:
+class RecentExchanges:
     """A ring buffer of the newest `size` ended exchanges. Owned by Accounting."""
 
     __slots__ = ("_ring", "size")
 
     def __init__(self, size: int = 0) -> None:
         self.size = size
-        self._ring: deque[Ended] = deque(maxlen=size)
+        self._ring: deque[EndedExchange] = deque(maxlen=size)
 
     def resize(self, size: int) -> None:
         """Set the capacity; a change drops all entries."""
         if size != self.size:
             self.size, self._ring = size, deque(maxlen=size)
 
-    def keep(self, exchange: Exchange, usage: Usage, events: int, now: float) -> None:
+    def add(self, exchange: Exchange, usage: TokenUsage, events: int, now: float) -> None:
         """Add an ended exchange and free its large objects."""
-        exchange.forget()
+        exchange.drop_heavy_fields()
         self._ring.append((exchange, usage, events, now))
 
-    def newest_first(self) -> Iterator[Ended]:
+    def newest_first(self) -> Iterator[EndedExchange]:
         return reversed(self._ring)
 
-    def newest(self) -> dict[str, object] | None:
+    def newest_as_json(self) -> dict[str, object] | None:
         """Return the page of the request that ended last; None if there is none."""
-        return told(self._ring[-1][0]) if self._ring else None
+        return as_json(self._ring[-1][0]) if self._ring else None
 
-    def find(self, request_id: str) -> dict[str, object] | None:
+    def find_as_json(self, request_id: str) -> dict[str, object] | None:
         """Return the page of one request; None if it is not, or no longer, stored. O(size)."""
-        return next((told(ended[0]) for ended in self._ring if ended[0].id == request_id), None)
+        return next((as_json(ended[0]) for ended in self._ring if ended[0].id == request_id), None)
 
 
-def told(exchange: Exchange) -> dict[str, object]:
+def as_json(exchange: Exchange) -> dict[str, object]:
     """Return everything that led to the response, as plain values for JSON."""
     split = exchange.split
     return {
@@ -125,7 +125,7 @@ def told(exchange: Exchange) -> dict[str, object]:
         "split": None if split is None else {"reason": split.reason, "prefill": split.prefill},
         "predicted": {"ttft_s": exchange.predicted_ttft_s, "tpot_s": exchange.predicted_tpot_s},
         "actual": {"ttft_s": exchange.ttft_s, "tpot_s": exchange.tpot_s},
-        "kept": exchange.kept or None,
+        "kept": exchange.slo_outcome or None,
     }
 
 
@@ -154,9 +154,9 @@ def _admission(exchange: Exchange) -> dict[str, object]:
 def _pick(exchange: Exchange, pick: Pick) -> dict[str, object]:
     other = runner_up(pick)
     terms: Mapping[str, Mapping[str, float]] = {}
-    if exchange.before is not None and exchange.asked is not None:
-        terms = exchange.before.of(exchange.asked, pick.kept)
-    rows = sorted(zip(pick.scores, pick.kept, strict=True), key=lambda row: -row[0])
+    if exchange.pick_snapshot is not None and exchange.first_ask is not None:
+        terms = exchange.pick_snapshot.score_terms(exchange.first_ask, pick.candidates)
+    rows = sorted(zip(pick.scores, pick.candidates, strict=True), key=lambda row: -row[0])
     return {
         "policy": pick.reason,
         "endpoint": pick.candidate.endpoint.name,
@@ -172,9 +172,9 @@ def _candidate(
     terms: Mapping[str, Mapping[str, float]],
 ) -> dict[str, object]:
     row: dict[str, object] = {"endpoint": candidate.endpoint.name, "score": score}
-    query = exchange.asked
-    if query is not None and candidate.load.slot < len(query.cached):
-        row["cached_tokens"] = query.cached[candidate.load.slot]
+    query = exchange.first_ask
+    if query is not None and candidate.load.slot < len(query.cached_by_slot):
+        row["cached_tokens"] = query.cached_by_slot[candidate.load.slot]
     if candidate.endpoint.name in terms:
         row["terms"] = dict(terms[candidate.endpoint.name])
     return row

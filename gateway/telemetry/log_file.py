@@ -20,8 +20,8 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MODE = 0o640
-FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+FILE_MODE = 0o640
+OPEN_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 
 
 class Rotation(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class LogFile:
         self._path = None if where == "stdout" else Path(where)
         self._rotation = rotation
         self._needs_newline = False
-        self._fd = sys.stdout.fileno() if self._path is None else os.open(self._path, FLAGS, MODE)
+        self._fd = sys.stdout.fileno() if self._path is None else os.open(self._path, OPEN_FLAGS, FILE_MODE)
         self._is_regular = self._path is not None and stat.S_ISREG(os.fstat(self._fd).st_mode)
 
     def write(self, block: bytes) -> int:
@@ -69,7 +69,7 @@ class LogFile:
         """Open the path again if it leads to another file now. Raises OSError when that fails."""
         if self._path is None or not self._is_regular or self._is_current():
             return
-        fresh = os.open(self._path, FLAGS, MODE)
+        fresh = os.open(self._path, OPEN_FLAGS, FILE_MODE)
         os.close(self._fd)
         self._fd, self._needs_newline = fresh, False
 

@@ -16,7 +16,7 @@ import msgspec
 
 from gateway.config import OperatorLog
 
-ROOT_LEVEL = logging.WARNING  # for asyncio, aiohttp and other libraries
+LIBRARY_LEVEL = logging.WARNING  # for asyncio, aiohttp and other libraries
 
 
 class LogLine(msgspec.Struct, omit_defaults=True):
@@ -39,7 +39,7 @@ class TextFormatter(logging.Formatter):
         self._worker = "" if worker is None else f"worker {worker}: "
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_time(record)} {record.levelname} {self._worker}{escape(record.getMessage())}"
+        line = f"{_time(record)} {record.levelname} {self._worker}{escape_unprintable(record.getMessage())}"
         traceback = _traceback(self, record)
         return f"{line}\n{traceback}" if traceback else line
 
@@ -61,7 +61,7 @@ class JsonFormatter(logging.Formatter):
             record.name,
             _traceback(self, record),
         )
-        return escape(msgspec.json.encode(line).decode("utf-8", "replace"))
+        return escape_unprintable(msgspec.json.encode(line).decode("utf-8", "replace"))
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
@@ -79,7 +79,7 @@ class StderrHandler(logging.StreamHandler[TextIO]):
         raise AttributeError("the stream is always sys.stderr")
 
 
-def configure(settings: OperatorLog, worker: int | None = None) -> None:
+def configure_log(settings: OperatorLog, worker: int | None = None) -> None:
     """Set up this process's log on stderr; replaces any earlier setup."""
     handler = StderrHandler()
     handler.setFormatter(
@@ -88,11 +88,11 @@ def configure(settings: OperatorLog, worker: int | None = None) -> None:
     root = logging.getLogger()
     others = [other for other in root.handlers if not isinstance(other, StderrHandler)]
     root.handlers[:] = [*others, handler]
-    root.setLevel(ROOT_LEVEL)
+    root.setLevel(LIBRARY_LEVEL)
     logging.getLogger("penstock").setLevel(settings.level.upper())
 
 
-def escape(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Escape unprintable characters, which could control a terminal or forge a line."""
     if text.isprintable():
         return text

@@ -20,9 +20,9 @@ import msgspec
 from gateway.config import Traces
 from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.trace_context import Trace, new_id, parent_of
-from gateway.telemetry.resource import attributes
-from gateway.telemetry.spans import Span, tree
+from gateway.protocol.trace_context import Trace, new_span_id, parse_parent
+from gateway.telemetry.resource import resource_attributes
+from gateway.telemetry.spans import Span, build_spans
 
 log = logging.getLogger("penstock")
 
@@ -30,11 +30,11 @@ MOST_WAITING = 8192  # spans, about 6 MiB
 BATCH = 2048
 FLUSH_S = 1.0
 TIMEOUT_S = 5.0
-LAST_CHANCE_S = 1.0
+CLOSE_TIMEOUT_S = 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
-class Tracer:
+class SpanExporter:
     """Decides which requests are traced, and exports their spans. One per process.
 
     active  the tracer itself while a collector is configured; else None
@@ -44,11 +44,11 @@ class Tracer:
         """`env` may set attributes of the OpenTelemetry resource (gateway/telemetry/resource.py)."""
         results = ("exported", "dropped", "failed")
         self._exported, self._dropped, self._failed = map(
-            metrics.inside.trace_spans_total.labels, results
+            metrics.runtime_gauges.trace_spans_total.labels, results
         )
         self._rng = rng
         self._encode = msgspec.json.Encoder().encode
-        self._resource = {"attributes": attributes(env)}
+        self._resource = {"attributes": resource_attributes(env)}
         self._queue: list[Span] = []
         self._timer: asyncio.TimerHandle | None = None
         self._sending: asyncio.Task[None] | None = None
@@ -57,39 +57,39 @@ class Tracer:
         self._config: Traces | None = None
 
     @property
-    def on(self) -> Tracer | None:
+    def active(self) -> SpanExporter | None:
         """The tracer, or None: callers then need only a test for None."""
         return None if self._config is None else self
 
-    def follow(self, config: Traces | None) -> None:
+    def configure(self, config: Traces | None) -> None:
         """Set the collector and the sampling ratio; None turns tracing off."""
         if config != self._config:
             self._config, self._pause_s = config, 0.0
 
-    def begin(self, headers: Mapping[str, str]) -> Trace | None:
+    def start_trace(self, headers: Mapping[str, str]) -> Trace | None:
         """Return the trace of a new request; None if it is not traced.
 
         The sampling decision of the client's traceparent header counts; without one it is random.
         """
-        config, parent = self._config, parent_of(headers)
+        config, parent = self._config, parse_parent(headers)
         if config is None:
             return None
         if parent is not None:
             return (
-                Trace(parent.trace_id, new_id(), parent.span_id, parent.state)
-                if parent.sampled
+                Trace(parent.trace_id, new_span_id(), parent.span_id, parent.state)
+                if parent.is_sampled
                 else None
             )
         if self._rng.random() >= config.ratio:
             return None
-        return Trace(token_hex(16), new_id(), "", "")
+        return Trace(token_hex(16), new_span_id(), "", "")
 
-    def ended(self, exchange: Exchange, trace: Trace, now: float) -> None:
+    def add_request(self, exchange: Exchange, trace: Trace, now: float) -> None:
         """Queue the spans of a traced request that has ended."""
         if len(self._queue) >= MOST_WAITING:
             self._dropped.inc(4 + len(trace.legs))
             return
-        self._queue += tree(exchange, trace, now, time() - monotonic())
+        self._queue += build_spans(exchange, trace, now, time() - monotonic())
         if self._timer is None and self._sending is None:
             self._schedule()
 
@@ -99,10 +99,10 @@ class Tracer:
             self._timer.cancel()
             self._timer = None
         if self._sending is not None:
-            await asyncio.wait([self._sending], timeout=LAST_CHANCE_S)
+            await asyncio.wait([self._sending], timeout=CLOSE_TIMEOUT_S)
             self._sending.cancel()
         if self._queue and self._config is not None and not self._pause_s:
-            await self._send(self._config, self._take(), LAST_CHANCE_S)
+            await self._send(self._config, self._take(), CLOSE_TIMEOUT_S)
         if self._http is not None:
             await self._http.close()
 

@@ -13,18 +13,18 @@ from urllib.parse import unquote
 from uuid import uuid4
 
 from gateway.telemetry.spans import Attribute
-from gateway.util.version import own_version
+from gateway.util.version import program_version
 
 log = logging.getLogger("penstock")
 
 ATTRIBUTES, SERVICE_NAME = "OTEL_RESOURCE_ATTRIBUTES", "OTEL_SERVICE_NAME"
 
 
-def attributes(env: Mapping[str, str]) -> list[Attribute]:
+def resource_attributes(env: Mapping[str, str]) -> list[Attribute]:
     """Return the attributes; `service.instance.id` is a new UUID unless `env` sets one."""
     values = {
         "service.name": "penstock",
-        "service.version": own_version(),
+        "service.version": program_version(),
         "service.instance.id": str(uuid4()),
     } | _from_env(env)
     if name := env.get(SERVICE_NAME):

@@ -12,55 +12,55 @@ from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.metric_types import Counter
 from gateway.protocol.relay import Relay
-from gateway.protocol.stream_scan import Usage
-from policies.admission.admission import Outcome
+from gateway.protocol.stream_scan import TokenUsage
+from policies.admission.admission import RequestOutcome
 from policies.admission.prompt_length import CLOSE_ENOUGH, PromptLengths, is_text
 from policies.engine.output_length import OutputLengths
 from policies.latency.latency import ttfts
-from policies.model import Ask, Pick, Slo
+from policies.model import Pick, RoutingQuery, Slo
 
 FAILED = "failed"
-CUT_OFF = frozenset((None, "length", "abort", "error"))
+TRUNCATED_REASONS = frozenset((None, "length", "abort", "error"))
 """Finish reasons of responses whose natural length is unknown."""
-AT_ONCE, BATCH = 16, 8
+LEARN_SINGLY, LEARN_BATCH = 16, 8
 """The first responses of a kind are learned from one by one, later ones in batches."""
 MAX_KINDS = 8192
-REGRET_EVERY = 32
+REGRET_SAMPLE_EVERY = 32
 """One pick in so many is compared with the fastest candidate: the comparison is slow."""
 
 
-def outcome_of(exchange: Exchange) -> Outcome:
+def admission_outcome(exchange: Exchange) -> RequestOutcome:
     """Return how an admitted request ended, in the terms that admissions learn from.
 
     A request that the client cancelled or the engine rejected as invalid counts as "ignored": it
     says nothing about the load.
     """
     now, relay = monotonic(), exchange.relay
-    if relay is None or not relay.committed:
+    if relay is None or not relay.is_committed:
         is_neutral = exchange.outcome == "client_gone" or exchange.reason == "engine"
-        return Outcome(now, ended="ignored" if is_neutral else "dropped")
-    usage = usage_of(exchange, relay)
-    ttft_s, tpot_s = pace(exchange, relay, usage)
+        return RequestOutcome(now, status="ignored" if is_neutral else "dropped")
+    usage = effective_usage(exchange, relay)
+    ttft_s, tpot_s = measure_latency(exchange, relay, usage)
     ended = "dropped"
     if exchange.outcome == "served":
         ended = "served"
     elif exchange.outcome == "client_gone":
         ended = "ignored"
     tokens = _output_tokens(exchange, relay, usage)
-    return Outcome(now, ttft_s, tpot_s, tokens, usage.cached_tokens, ended)
+    return RequestOutcome(now, ttft_s, tpot_s, tokens, usage.cached_tokens, ended)
 
 
-def _output_tokens(exchange: Exchange, relay: Relay, usage: Usage) -> int:
+def _output_tokens(exchange: Exchange, relay: Relay, usage: TokenUsage) -> int:
     """Return the output tokens, as reported or counted; the estimate if neither is known.
 
     So an engine that does not count tokens causes no refund to the tenant's quota.
     """
-    if usage.completion_tokens is None and not relay.events and exchange.call is not None:
+    if usage.completion_tokens is None and not relay.event_count and exchange.call is not None:
         return exchange.call.request.output_tokens
-    return usage.completion_tokens or relay.events
+    return usage.completion_tokens or relay.event_count
 
 
-def usage_of(exchange: Exchange, relay: Relay) -> Usage:
+def effective_usage(exchange: Exchange, relay: Relay) -> TokenUsage:
     """Return the reported token usage, with the cached tokens of the prefill endpoint.
 
     A decode endpoint reports transferred KV as a cache hit, so its own number is wrong.
@@ -68,34 +68,34 @@ def usage_of(exchange: Exchange, relay: Relay) -> Usage:
     usage, split = relay.usage, exchange.split
     if split is None or split.cached_tokens is None:
         return usage
-    return Usage(usage.prompt_tokens, usage.completion_tokens, split.cached_tokens)
+    return TokenUsage(usage.prompt_tokens, usage.completion_tokens, split.cached_tokens)
 
 
-def pace(exchange: Exchange, relay: Relay, usage: Usage) -> tuple[float | None, float | None]:
+def measure_latency(exchange: Exchange, relay: Relay, usage: TokenUsage) -> tuple[float | None, float | None]:
     """Return (TTFT, TPOT) in seconds, each None if not measurable."""
-    first, last = relay.first_token_at, relay.last_at
+    first, last = relay.first_token_at, relay.last_data_at
     received = exchange.received_at
     if first is None or last is None or received is None:
         return None, None
-    tokens = usage.completion_tokens or relay.events - 2
-    tpot_s = (last - first) / (tokens - 1) if relay.events and tokens > 1 else None
+    tokens = usage.completion_tokens or relay.event_count - 2
+    tpot_s = (last - first) / (tokens - 1) if relay.event_count and tokens > 1 else None
     return first - received, tpot_s
 
 
-def judge(slo: Slo, ttft_s: float, tpot_s: float | None) -> str:
+def stream_outcome(slo: Slo, ttft_s: float, tpot_s: float | None) -> str:
     """Return the SLO outcome of a streamed response."""
     if tpot_s is None or tpot_s <= slo.tpot_s:
         return "met" if ttft_s <= slo.ttft_s else "ttft_missed"
     return "tpot_missed" if ttft_s <= slo.ttft_s else "both_missed"
 
 
-def judge_whole(slo: Slo, ttft_s: float, tokens: int) -> str:
+def whole_outcome(slo: Slo, ttft_s: float, tokens: int) -> str:
     """Return the SLO outcome of an unstreamed response, whose budget is that of all its tokens."""
     budget_s = slo.ttft_s + slo.tpot_s * max(0, tokens - 1)
     return "met" if ttft_s <= budget_s else "ttft_missed"
 
 
-Key = tuple[str, str, str, bool]
+KindKey = tuple[str, str, str, bool]
 """Model, tenant, service class, and whether the prompt contains media."""
 
 
@@ -109,14 +109,14 @@ class _Kind:
 
     __slots__ = ("batch", "goodput", "key", "learned", "samples")
 
-    def __init__(self, key: Key) -> None:
+    def __init__(self, key: KindKey) -> None:
         self.key = key
         self.goodput: dict[str, Counter] = {}
         self.samples: list[tuple[int, int, int]] = []
         self.batch, self.learned = 1, 0
 
 
-class Kept:
+class SloTracker:
     """Counts requests by SLO outcome and measures prediction errors. One per process.
 
     output_lengths  lengths of responses, to estimate requests without a token limit
@@ -125,45 +125,45 @@ class Kept:
 
     __slots__ = (
         *("_error", "_evicted", "_has_tenant_labels", "_kinds", "_metrics", "_never_seen"),
-        *("_regret", "_spread", "lengths", "prompts"),
+        *("_regret", "_spread", "output_lengths", "prompt_lengths"),
     )
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._kinds: dict[Key, _Kind] = {}
+        self._kinds: dict[KindKey, _Kind] = {}
         self._error = metrics.ttft_prediction_error_ratio
         self._regret = metrics.pick_regret_seconds
         causes = metrics.prefill_tokens_total
         self._never_seen = causes.labels("never_seen")
         self._spread = causes.labels("spread")
         self._evicted = causes.labels("evicted")
-        self.lengths, self.prompts = OutputLengths(), PromptLengths()
+        self.output_lengths, self.prompt_lengths = OutputLengths(), PromptLengths()
         self._has_tenant_labels = False
 
-    def tell_tenants(self, is_enabled: bool) -> None:
+    def set_tenant_labels(self, is_enabled: bool) -> None:
         """Turn the tenant label of penstock_goodput_total on or off."""
         self._has_tenant_labels = is_enabled
         self._kinds = {}
 
-    def compare(self, query: Ask, pick: Pick) -> None:
+    def observe_pick_regret(self, query: RoutingQuery, pick: Pick) -> None:
         """Observe how much later the pick's first token is expected than the fastest candidate's.
 
         Call it before the pick is booked.
         """
-        if len(pick.kept) > 1 and pick.candidate.load.believed:
-            cached, known, prompt = query.cached, len(query.cached), query.request.prompt_tokens
-            slots = [candidate.load.slot for candidate in pick.kept]
+        if len(pick.candidates) > 1 and pick.candidate.load.is_modelled:
+            cached, known, prompt = query.cached_by_slot, len(query.cached_by_slot), query.request.prompt_tokens
+            slots = [candidate.load.slot for candidate in pick.candidates]
             cached_tokens = [min(prompt, cached[slot]) if slot < known else 0 for slot in slots]
-            expected = ttfts(pick.kept, cached_tokens, prompt, query.now)
+            expected = ttfts(pick.candidates, cached_tokens, prompt, query.now)
             index = next(
-                index for index, candidate in enumerate(pick.kept) if candidate is pick.candidate
+                index for index, candidate in enumerate(pick.candidates) if candidate is pick.candidate
             )
             self._regret.observe(expected[index] - min(expected))
 
-    def answered(self, exchange: Exchange, relay: Relay, usage: Usage, received: float) -> None:
+    def on_answered(self, exchange: Exchange, relay: Relay, usage: TokenUsage, received: float) -> None:
         """Record a request whose response has begun; set its TTFT, TPOT and SLO outcome."""
         call = exchange.call
-        first, last, events = relay.first_token_at, relay.last_at, relay.events
+        first, last, events = relay.first_token_at, relay.last_data_at, relay.event_count
         assert call is not None
         request = call.request
         slo, output_tokens, whole_tokens = request.slo, usage.completion_tokens or 0, 0
@@ -172,27 +172,27 @@ class Kept:
             ttft_s = exchange.ttft_s = first - received
             if events:
                 tpot_s = exchange.tpot_s = (last - first) / (tokens - 1) if tokens > 1 else None
-                exchange.kept = judge(slo, ttft_s, tpot_s)
+                exchange.slo_outcome = stream_outcome(slo, ttft_s, tpot_s)
                 self._observe_error(exchange, first)
             else:
-                exchange.kept = judge_whole(slo, ttft_s, tokens)
+                exchange.slo_outcome = whole_outcome(slo, ttft_s, tokens)
         if exchange.outcome != "served":
-            exchange.kept = FAILED if exchange.outcome == "interrupted" else ""
-        elif output_tokens and relay.finish_reason not in CUT_OFF:
+            exchange.slo_outcome = FAILED if exchange.outcome == "interrupted" else ""
+        elif output_tokens and relay.finish_reason not in TRUNCATED_REASONS:
             whole_tokens = output_tokens // request.choices
-        key = request.model, exchange.tenant, slo.name, call.media > 0
+        key = request.model, exchange.tenant, slo.name, call.media_count > 0
         kind = self._kinds.get(key) or self._add(key)
-        if exchange.kept:
-            counter = kind.goodput.get(exchange.kept) or self._counter(kind, exchange.kept)
+        if exchange.slo_outcome:
+            counter = kind.goodput.get(exchange.slo_outcome) or self._counter(kind, exchange.slo_outcome)
             counter.value += 1.0
         kind.samples.append((whole_tokens, call.estimated_tokens, usage.prompt_tokens or 0))
         if len(kind.samples) >= kind.batch:
             self._learn(kind)
-        query = exchange.asked
-        if query is not None and query.cached and exchange.pick is not None:
+        query = exchange.first_ask
+        if query is not None and query.cached_by_slot and exchange.pick is not None:
             self._count_computed_tokens(query, exchange.pick.cached_tokens, usage)
 
-    def _add(self, key: Key) -> _Kind:
+    def _add(self, key: KindKey) -> _Kind:
         if len(self._kinds) >= MAX_KINDS:  # models and tenants change with configurations
             self._kinds.clear()
         kind = self._kinds[key] = _Kind(key)
@@ -201,26 +201,26 @@ class Kept:
     def _learn(self, kind: _Kind) -> None:
         samples, kind.samples = kind.samples, []
         kind.learned += len(samples)
-        if kind.learned >= AT_ONCE:
-            kind.batch = BATCH
+        if kind.learned >= LEARN_SINGLY:
+            kind.batch = LEARN_BATCH
         outputs = [output for output, _, _ in samples if output]
         model, tenant, slo, has_media = kind.key
         if outputs:
-            self.lengths.ended(model, tenant, slo, sum(outputs) / len(outputs), len(outputs))
+            self.output_lengths.record(model, tenant, slo, sum(outputs) / len(outputs), len(outputs))
         prompts = [(estimated, actual) for _, estimated, actual in samples if estimated and actual]
         if prompts:
             estimated_tokens, prompt_tokens = map(sum, zip(*prompts, strict=True))
             if prompt_tokens > (1.0 + CLOSE_ENOUGH) * estimated_tokens and not has_media:
                 prompts = [pair for pair in prompts if is_text(*pair)]
                 estimated_tokens, prompt_tokens = map(sum, zip((0, 0), *prompts, strict=True))
-            self.prompts.counted(model, has_media, estimated_tokens, prompt_tokens, len(prompts))
+            self.prompt_lengths.record(model, has_media, estimated_tokens, prompt_tokens, len(prompts))
 
     def _observe_error(self, exchange: Exchange, first: float) -> None:
         """Observe the relative error of the predicted TTFT, if there was a prediction.
 
         For a split request the prediction is that of the pair, not of either endpoint.
         """
-        entry = exchange.booking.place if exchange.booking is not None else None
+        entry = exchange.booking.entry if exchange.booking is not None else None
         if entry is None or exchange.picked_at is None:
             return
         predicted_s = entry.predicted_ttft_s
@@ -232,17 +232,17 @@ class Kept:
             actual_s = first - exchange.picked_at
             self._error.observe(abs(predicted_s - actual_s) / actual_s if actual_s > 0 else 0.0)
 
-    def unanswered(self, exchange: Exchange) -> None:
+    def on_unanswered(self, exchange: Exchange) -> None:
         """Count a request without a response as shed or failed; client errors do not count."""
         call = exchange.call
         if call is None or exchange.reason == "tenant_rate_limited":
             return
         if exchange.status == 429 or exchange.status >= 500:
-            exchange.kept = "shed" if exchange.status == 429 else FAILED
+            exchange.slo_outcome = "shed" if exchange.status == 429 else FAILED
             request = call.request
-            key = request.model, exchange.tenant, request.slo.name, call.media > 0
+            key = request.model, exchange.tenant, request.slo.name, call.media_count > 0
             kind = self._kinds.get(key) or self._add(key)
-            self._counter(kind, exchange.kept).inc()
+            self._counter(kind, exchange.slo_outcome).inc()
 
     def _counter(self, kind: _Kind, slo_outcome: str) -> Counter:
         model, tenant, slo, _ = kind.key
@@ -251,14 +251,14 @@ class Kept:
         kind.goodput[slo_outcome] = counter
         return counter
 
-    def _count_computed_tokens(self, query: Ask, believed: int, usage: Usage) -> None:
+    def _count_computed_tokens(self, query: RoutingQuery, believed: int, usage: TokenUsage) -> None:
         """Count the prompt tokens that had to be computed, by cause.
 
         never_seen  cached at no endpoint
         spread      cached at another endpoint than the picked one
         evicted     believed to be cached at the picked endpoint, which no longer had them
         """
-        prompt, longest = query.request.prompt_tokens, max(query.cached)
+        prompt, longest = query.request.prompt_tokens, max(query.cached_by_slot)
         self._never_seen.value += max(0, prompt - longest)
         self._spread.value += max(0, longest - believed)
         if usage.cached_tokens is not None and usage.cached_tokens < believed:

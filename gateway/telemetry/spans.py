@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from gateway.exchange import Exchange
-from gateway.protocol.trace_context import Trace, TraceLeg, new_id
+from gateway.protocol.trace_context import LegSpan, Trace, new_span_id
 from gateway.telemetry import semconv
-from gateway.telemetry.slo_outcomes import usage_of
+from gateway.telemetry.slo_outcomes import effective_usage
 
 INTERNAL, SERVER, CLIENT = 1, 2, 3
 ERROR = 2
@@ -90,7 +90,7 @@ class _Tree:
         state = self._trace.state if span_id == self._trace.span_id else ""
         span = Span(
             self._trace.trace_id,
-            span_id or new_id(),
+            span_id or new_span_id(),
             name,
             kind,
             start_ns,
@@ -106,7 +106,7 @@ class _Tree:
         return str(int((self._unix_offset + stamp) * SECOND_NS))
 
 
-def tree(exchange: Exchange, trace: Trace, now: float, unix_offset: float) -> list[Span]:
+def build_spans(exchange: Exchange, trace: Trace, now: float, unix_offset: float) -> list[Span]:
     """Return all spans of a request that ended at `now`, the root first."""
     spans = _Tree(trace, unix_offset)
     operation = semconv.OPERATIONS.get(exchange.api, "request")
@@ -128,7 +128,7 @@ def tree(exchange: Exchange, trace: Trace, now: float, unix_offset: float) -> li
     return spans.spans
 
 
-def _add_leg(spans: _Tree, exchange: Exchange, leg: TraceLeg, end: float, failure: str) -> None:
+def _add_leg(spans: _Tree, exchange: Exchange, leg: LegSpan, end: float, failure: str) -> None:
     """Add the span of a request to an engine; the leg that was answered gets child spans."""
     attributes: Attributes = {
         semconv.ENDPOINT: leg.endpoint,
@@ -136,11 +136,11 @@ def _add_leg(spans: _Tree, exchange: Exchange, leg: TraceLeg, end: float, failur
         semconv.ERROR: failure or None,
     }
     name = "prefill" if leg.role == PREFILL else "engine"
-    spans.add(name, (leg.began, end), spans.root, attributes, CLIENT, leg.span_id, failure)
+    spans.add(name, (leg.started_at, end), spans.root, attributes, CLIENT, leg.span_id, failure)
     relay, split = exchange.relay, exchange.split
     if leg.role == PREFILL or failure or relay is None or relay.first_byte_at is None:
         return
-    began = leg.began
+    began = leg.started_at
     if split is not None and split.prefilled_at is not None:
         times = (max(began, split.prefilled_at), relay.first_byte_at)
         spans.add("transfer", times, leg.span_id, {semconv.TRANSPORT: split.transport})
@@ -148,12 +148,12 @@ def _add_leg(spans: _Tree, exchange: Exchange, leg: TraceLeg, end: float, failur
     ttft = {semconv.PREDICTED_TTFT: exchange.predicted_ttft_s, semconv.TTFT: exchange.ttft_s}
     spans.add("first_token", (began, relay.first_token_at), leg.span_id, ttft)
     tpot = {semconv.PREDICTED_TPOT: exchange.predicted_tpot_s, semconv.TPOT: exchange.tpot_s}
-    spans.add("decode", (relay.first_token_at, relay.last_at), leg.span_id, tpot)
+    spans.add("decode", (relay.first_token_at, relay.last_data_at), leg.span_id, tpot)
 
 
 def _leg_ends(
-    exchange: Exchange, legs: list[TraceLeg], now: float
-) -> Iterator[tuple[TraceLeg, float, str]]:
+    exchange: Exchange, legs: list[LegSpan], now: float
+) -> Iterator[tuple[LegSpan, float, str]]:
     """Yield each leg with its end and its failure.
 
     A leg that was followed by another of its role had failed by then.
@@ -162,7 +162,7 @@ def _leg_ends(
     for index, leg in enumerate(legs):
         is_prefill = leg.role == PREFILL
         followers = (
-            other.began for other in legs[index + 1 :] if (other.role == PREFILL) == is_prefill
+            other.started_at for other in legs[index + 1 :] if (other.role == PREFILL) == is_prefill
         )
         retried_at = next(followers, None)
         if retried_at is not None:
@@ -172,8 +172,8 @@ def _leg_ends(
             failure = "" if prefilled is not None else (exchange.reason or "")
             yield leg, (now if prefilled is None else prefilled), failure
         else:
-            is_ok = relay is not None and relay.committed and exchange.outcome != "interrupted"
-            last = None if relay is None else relay.last_at
+            is_ok = relay is not None and relay.is_committed and exchange.outcome != "interrupted"
+            last = None if relay is None else relay.last_data_at
             yield leg, last or now, "" if is_ok else (exchange.reason or exchange.outcome)
 
 
@@ -189,13 +189,13 @@ def _root_attributes(exchange: Exchange, operation: str) -> Attributes:
         semconv.ROUTE: str(exchange.api),
         semconv.STATUS: exchange.status or None,
         semconv.REQUEST_ID: exchange.id,
-        semconv.REQUEST_MODEL: (exchange.model if call is None else call.asked_model) or None,
+        semconv.REQUEST_MODEL: (exchange.model if call is None else call.requested_model) or None,
         semconv.TENANT: exchange.tenant or None,
         semconv.OUTCOME: exchange.outcome,
         semconv.REASON: exchange.reason,
         semconv.RETRIES: len(exchange.retries) or None,
         semconv.ERROR: failure if has_failed else None,
-        semconv.KEPT: exchange.kept or None,
+        semconv.KEPT: exchange.slo_outcome or None,
     }
     if call is not None:
         slo = call.request.slo
@@ -209,8 +209,8 @@ def _root_attributes(exchange: Exchange, operation: str) -> Attributes:
             semconv.SPLIT_REASON: exchange.split.reason,
             semconv.DIALECT: exchange.split.dialect or None,
         }
-    if relay is not None and relay.committed:
-        usage = usage_of(exchange, relay)
+    if relay is not None and relay.is_committed:
+        usage = effective_usage(exchange, relay)
         attributes |= {
             semconv.RESPONSE_MODEL: exchange.model,
             semconv.FINISH: [relay.finish_reason] if relay.finish_reason else None,
@@ -233,7 +233,7 @@ def _pick_attributes(exchange: Exchange) -> Attributes:
         semconv.POLICY: pick.reason,
         semconv.ENDPOINT: pick.candidate.endpoint.name,
         semconv.SCORE: pick.score,
-        semconv.CONSIDERED: pick.considered,
+        semconv.CONSIDERED: pick.candidate_count,
         semconv.BELIEVED_CACHED: pick.cached_tokens,
     }
 

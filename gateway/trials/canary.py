@@ -16,14 +16,14 @@ import xxhash
 from gateway.config.policy_choice import Canary
 from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
-from gateway.metrics.quantile_sketch import Counts, quantile, rounded
+from gateway.metrics.quantile_sketch import BucketCounts, quantile, round_seconds
 from policies.model import Request
 
-WHOLE = 1 << 64
+HASH_RANGE = 1 << 64
 MET = "met"
 
 
-class Chosen(msgspec.Struct, frozen=True):
+class CanarySampler(msgspec.Struct, frozen=True):
     """Selects the requests for the canary: by tenant, or by a hash of the session below `below`.
 
     The hash is the same in every gateway and after every restart, so a session stays in its arm. It
@@ -34,7 +34,7 @@ class Chosen(msgspec.Struct, frozen=True):
     below: int
     tenants: frozenset[str]
 
-    def takes(self, request: Request) -> bool:
+    def selects(self, request: Request) -> bool:
         """Return whether the canary serves this request."""
         if self.tenants:
             return request.tenant in self.tenants
@@ -43,12 +43,12 @@ class Chosen(msgspec.Struct, frozen=True):
         return xxhash.xxh3_64_intdigest(key.encode("utf-8", "surrogatepass")) < self.below
 
 
-def chosen(pool: str, spec: Canary) -> Chosen:
+def create_sampler(pool: str, spec: Canary) -> CanarySampler:
     """Create the sampler that a pool's configuration describes."""
-    return Chosen(pool, int(WHOLE * (spec.percent or 0.0) / 100), frozenset(spec.tenants))
+    return CanarySampler(pool, int(HASH_RANGE * (spec.percent or 0.0) / 100), frozenset(spec.tenants))
 
 
-class Side:
+class CanaryArm:
     """One of the two policies, and the outcomes of the requests that it routed."""
 
     __slots__ = ("_metrics", "name", "policy", "pool")
@@ -57,7 +57,7 @@ class Side:
         self.pool, self.name, self.policy = pool, name, policy
         self._metrics: Metrics | None = None
 
-    def follow(self, metrics: Metrics | None) -> None:
+    def count_in(self, metrics: Metrics | None) -> None:
         """Count in these metrics from now on; None stops counting."""
         self._metrics = metrics
 
@@ -65,18 +65,18 @@ class Side:
         """Count a request that has ended."""
         if self._metrics is None:
             return
-        trials = self._metrics.trials
-        outcome = exchange.kept or "untold"
+        trials = self._metrics.trial_metrics
+        outcome = exchange.slo_outcome or "untold"
         trials.requests.labels(self.pool, self.name, outcome).value += 1.0
         if exchange.ttft_s is not None:
             ttft = trials.first_tokens.labels(self.pool, self.name)
-            ttft.mark((exchange.ttft_s, monotonic(), exchange.id, ""))
+            ttft.observe_request((exchange.ttft_s, monotonic(), exchange.id, ""))
 
-    def told(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, object]:
         """Return the results so far as plain values; None where nothing was served yet."""
         if self._metrics is None:
-            return figures(self.name, self.policy, {}, {})
-        trials = self._metrics.trials
+            return summarize_arm(self.name, self.policy, {}, {})
+        trials = self._metrics.trial_metrics
         own_labels = (self.pool, self.name)
         outcomes = {
             labels[2]: int(counter.value)
@@ -84,10 +84,10 @@ class Side:
             if labels[:2] == own_labels
         }
         sketch = trials.first_tokens.labels(*own_labels).sketch
-        return figures(self.name, self.policy, outcomes, sketch)
+        return summarize_arm(self.name, self.policy, outcomes, sketch)
 
 
-class Sides:
+class CanaryArms:
     """The primary and the canary arm of one pool.
 
     They live as long as their configuration is unchanged.
@@ -98,28 +98,28 @@ class Sides:
     def __init__(self, pool: str, spec: Canary, primary: str) -> None:
         self.pool = pool
         self.share = ", ".join(spec.tenants) if spec.tenants else f"{spec.percent:g} %"
-        self.primary = Side(pool, "primary", primary)
-        self.canary = Side(pool, "canary", spec.policy.name)
+        self.primary = CanaryArm(pool, "primary", primary)
+        self.canary = CanaryArm(pool, "canary", spec.policy.name)
 
-    def follow(self, metrics: Metrics) -> None:
+    def count_in(self, metrics: Metrics) -> None:
         """Count in these metrics from now on."""
-        self.primary.follow(metrics)
-        self.canary.follow(metrics)
+        self.primary.count_in(metrics)
+        self.canary.count_in(metrics)
 
-    def leave(self, metrics: Metrics) -> None:
+    def remove_series(self, metrics: Metrics) -> None:
         """Remove the series of a canary that has ended; later ends of its requests do not count."""
-        self.primary.follow(None)
-        self.canary.follow(None)
-        metrics.trials.requests.forget("pool", self.pool)
-        metrics.trials.first_tokens.forget("pool", self.pool)
+        self.primary.count_in(None)
+        self.canary.count_in(None)
+        metrics.trial_metrics.requests.remove_children("pool", self.pool)
+        metrics.trial_metrics.first_tokens.remove_children("pool", self.pool)
 
-    def told(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, object]:
         """Return the results of both arms as plain values."""
-        sides = [self.primary.told(), self.canary.told()]
+        sides = [self.primary.as_json(), self.canary.as_json()]
         return {"pool": self.pool, "share": self.share, "sides": sides}
 
 
-def figures(side: str, policy: str, outcomes: Mapping[str, int], ttft: Counts) -> dict[str, object]:
+def summarize_arm(side: str, policy: str, outcomes: Mapping[str, int], ttft: BucketCounts) -> dict[str, object]:
     """Summarize one arm's requests by SLO outcome and its times to first token, a sketch."""
     judged = sum(outcomes.values()) - outcomes.get("untold", 0)
     return {
@@ -129,8 +129,8 @@ def figures(side: str, policy: str, outcomes: Mapping[str, int], ttft: Counts) -
         "goodput": round(outcomes.get(MET, 0) / judged, 4) if judged else None,
         "failed": outcomes.get("failed", 0),
         "shed": outcomes.get("shed", 0),
-        "ttft_p50_s": rounded(quantile(ttft, 0.5)),
-        "ttft_p99_s": rounded(quantile(ttft, 0.99)),
+        "ttft_p50_s": round_seconds(quantile(ttft, 0.5)),
+        "ttft_p99_s": round_seconds(quantile(ttft, 0.99)),
         "outcomes": outcomes,
         "ttft_sketch": {str(bucket): count for bucket, count in ttft.items()},
     }

@@ -22,15 +22,15 @@ from gateway.exchange import Exchange
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.openai import Call
-from gateway.telemetry.explain import numbers_of, restored
+from gateway.telemetry.explain import load_values, restore_load
 from policies import run
 from policies.contract import Policy
 from policies.latency.latency import ttft_s
-from policies.model import Ask, Candidate, Pick
+from policies.model import Candidate, Pick, RoutingQuery
 
 log = logging.getLogger("penstock")
 
-SHARE = 0.1
+CPU_SHARE = 0.1
 """CPU budget of a pool's shadows, as a share of the time of its own picks.
 
 Picks over budget are not evaluated.
@@ -40,12 +40,12 @@ Recording picks may take as much again.
 
 RESULTS = ("agreed", "differed", "nobody", "failed")
 FIRST_COST_S = 0.0005  # assumed cost of an evaluation until one has been measured
-MOST_NOTES = 64  # recorded picks that may wait for their evaluation
+MAX_RECORDS = 64  # recorded picks that may wait for their evaluation
 MIN_COMPARED = 100  # picks; with so many the agreement is accurate to about ten percentage points
-SAVED_S = 0.01  # cap of the unused CPU budget, so that an idle hour is not spent in one second
+BUDGET_CAP_S = 0.01  # cap of the unused CPU budget, so that an idle hour is not spent in one second
 
 
-class Asked(Protocol):
+class PickedRoute(Protocol):
     """What a shadow reads of the route that was picked from."""
 
     @property
@@ -54,29 +54,29 @@ class Asked(Protocol):
     def candidates(self) -> Sequence[Candidate]: ...
 
 
-class Named(msgspec.Struct, frozen=True):
+class NamedPolicy(msgspec.Struct, frozen=True):
     """A shadow policy and its name, which is unique in its pool."""
 
     name: str
     policy: Policy
 
 
-class Note(msgspec.Struct, frozen=True):
+class PickRecord(msgspec.Struct, frozen=True):
     """A pick as it was made.
 
     load_values  the picked endpoint's load before the booking, which changes no other endpoint;
                  None if the pick is not evaluated and only feeds the prefix index
     """
 
-    ask: Ask
+    query: RoutingQuery
     pick: Pick
     candidates: Sequence[Candidate]
     call: Call
     model: str
-    numbers: tuple[object, ...] | None
+    load_values: tuple[object, ...] | None
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class ShadowResult(msgspec.Struct, frozen=True):
     """The result of a shadow for one pick.
 
     ttft_gain_s           how much earlier it expects the first token; None without latency models
@@ -84,34 +84,34 @@ class Verdict(msgspec.Struct, frozen=True):
     """
 
     result: str
-    sooner_s: float | None = None
-    more_tokens: int = 0
+    ttft_gain_s: float | None = None
+    extra_cached_tokens: int = 0
 
 
-def judged(policy: Policy, query: Ask, pick: Pick, candidates: Sequence[Candidate]) -> Verdict:
+def evaluate(policy: Policy, query: RoutingQuery, pick: Pick, candidates: Sequence[Candidate]) -> ShadowResult:
     """Compare what `policy` picks with `pick`; `candidates` are as before the booking."""
     other = run.pick(policy, query, candidates)
     if other is None:
-        return Verdict("nobody")
+        return ShadowResult("nobody")
     choice, actual = other.candidate, pick.candidate
     if choice.endpoint.name == actual.endpoint.name:
-        return Verdict("agreed", 0.0 if choice.load.believed else None)
+        return ShadowResult("agreed", 0.0 if choice.load.is_modelled else None)
     actual = next(candidate for candidate in candidates if candidate.load.slot == actual.load.slot)
     actual_cached, choice_cached = _cached(query, actual), _cached(query, choice)
     sooner_s = None
-    if actual.load.believed and choice.load.believed:
+    if actual.load.is_modelled and choice.load.is_modelled:
         sooner_s = _ttft_s(query, actual, actual_cached) - _ttft_s(query, choice, choice_cached)
-    return Verdict("differed", sooner_s, choice_cached - actual_cached)
+    return ShadowResult("differed", sooner_s, choice_cached - actual_cached)
 
 
-def _cached(query: Ask, candidate: Candidate) -> int:
+def _cached(query: RoutingQuery, candidate: Candidate) -> int:
     slot = candidate.load.slot
-    if slot >= len(query.cached):
+    if slot >= len(query.cached_by_slot):
         return 0
-    return min(query.request.prompt_tokens, query.cached[slot])
+    return min(query.request.prompt_tokens, query.cached_by_slot[slot])
 
 
-def _ttft_s(query: Ask, candidate: Candidate, cached_tokens: int) -> float:
+def _ttft_s(query: RoutingQuery, candidate: Candidate, cached_tokens: int) -> float:
     prompt = query.request.prompt_tokens
     return ttft_s(candidate.load, prompt - cached_tokens, cached_tokens, query.now)
 
@@ -123,7 +123,7 @@ class Shadows:
     """
 
     def __init__(
-        self, pool: str, policies: Sequence[Named], endpoints: EndpointTable, primary: Policy
+        self, pool: str, policies: Sequence[NamedPolicy], endpoints: EndpointTable, primary: Policy
     ) -> None:
         self.pool = pool
         self.policies = tuple(policies)
@@ -132,39 +132,39 @@ class Shadows:
         reads_prefix = any(shadow.policy.reads_prefix for shadow in policies)
         self._feeds_prefix_index = not primary.reads_prefix and reads_prefix
         self._rng = Random(endpoints.rng.random())
-        self._records: deque[Note] = deque(maxlen=MOST_NOTES)
+        self._records: deque[PickRecord] = deque(maxlen=MAX_RECORDS)
         self._is_scheduled = False
         self._budget_s = self._picks_s = self._cost_s = 0.0
         self._mean_cost_s = FIRST_COST_S
         self._picks = self._evaluated = 0
         self._metrics: Metrics | None = None
 
-    def follow(self, metrics: Metrics) -> None:
+    def count_in(self, metrics: Metrics) -> None:
         """Count in these metrics from now on."""
         self._metrics = metrics
 
-    def leave(self, metrics: Metrics) -> None:
+    def remove_series(self, metrics: Metrics) -> None:
         """Remove the series of shadows that have ended; later evaluations are not counted."""
         self._metrics = None
-        trials = metrics.trials
+        trials = metrics.trial_metrics
         for family in (trials.picks, trials.cost, trials.ttft, trials.tokens):
-            family.forget("pool", self.pool)
+            family.remove_children("pool", self.pool)
 
-    def picked(self, exchange: Exchange, route: Asked, query: Ask, pick: Pick) -> None:
+    def on_pick(self, exchange: Exchange, route: PickedRoute, query: RoutingQuery, pick: Pick) -> None:
         """Record a pick if the budget allows it. Call it before the booking."""
         if exchange.call is None or exchange.picked_at is None:
             return
         took_s = exchange.picked_at - query.now
         self._picks += 1
         self._picks_s += took_s
-        budget_s = self._budget_s = self._budget_s + SHARE * took_s
+        budget_s = self._budget_s = self._budget_s + CPU_SHARE * took_s
         waiting = len(self._records)
-        is_sampled = budget_s > self._mean_cost_s * (1 + waiting) and waiting < MOST_NOTES
+        is_sampled = budget_s > self._mean_cost_s * (1 + waiting) and waiting < MAX_RECORDS
         feeds_index = self._feeds_prefix_index and query.fingerprint is None
         if not (is_sampled or feeds_index):
             return
-        numbers = numbers_of(pick.candidate.load) if is_sampled else None
-        record = Note(query, pick, route.candidates, exchange.call, route.name, numbers)
+        numbers = load_values(pick.candidate.load) if is_sampled else None
+        record = PickRecord(query, pick, route.candidates, exchange.call, route.name, numbers)
         self._records.append(record)
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -174,7 +174,7 @@ class Shadows:
 
     def _evaluate_all(self) -> None:
         self._is_scheduled = False
-        records, self._records = self._records, deque(maxlen=MOST_NOTES)
+        records, self._records = self._records, deque(maxlen=MAX_RECORDS)
         for record in records:
             began = perf_counter()
             try:
@@ -183,19 +183,19 @@ class Shadows:
                 log.exception("a shadow of pool %s failed", self.pool)
             took_s = perf_counter() - began
             self._cost_s += took_s
-            if record.numbers is not None:
+            if record.load_values is not None:
                 self._mean_cost_s += 0.1 * (took_s - self._mean_cost_s)
-                self._budget_s = min(SAVED_S, self._budget_s) - took_s
+                self._budget_s = min(BUDGET_CAP_S, self._budget_s) - took_s
 
-    def _evaluate(self, record: Note) -> None:
-        query = record.ask
+    def _evaluate(self, record: PickRecord) -> None:
+        query = record.query
         if self._feeds_prefix_index and query.fingerprint is None:
             query = self._feed_prefix_index(record)
-        if record.numbers is None:
+        if record.load_values is None:
             return
         self._evaluated += 1
         picked = record.pick.candidate
-        before = Candidate(picked.endpoint, restored(picked, record.numbers))
+        before = Candidate(picked.endpoint, restore_load(picked, record.load_values))
         candidates = tuple(
             before if candidate.load is picked.load else candidate
             for candidate in record.candidates
@@ -204,38 +204,38 @@ class Shadows:
         for shadow in self.policies:
             began = perf_counter()
             try:
-                result = judged(shadow.policy, query, record.pick, candidates)
+                result = evaluate(shadow.policy, query, record.pick, candidates)
             except Exception:  # a policy may be third-party code, and this one serves no request
                 log.exception("shadow policy %s of pool %s failed", shadow.name, self.pool)
-                result = Verdict("failed")
+                result = ShadowResult("failed")
             self._count(shadow.name, result, perf_counter() - began)
 
-    def _feed_prefix_index(self, record: Note) -> Ask:
+    def _feed_prefix_index(self, record: PickRecord) -> RoutingQuery:
         """Record the prompt in the prefix index; return the query with its fingerprint."""
         call, prompt_tokens = record.call, record.call.request.prompt_tokens
         if not call.prompt:  # the request has ended and its prompt has been freed
-            return record.ask
+            return record.query
         prefixes = self._endpoints.prefixes
-        fingerprint = prefixes.of(call, record.model)
-        cached = tuple(prefixes.cached(fingerprint, prompt_tokens))
-        self._endpoints.learn(fingerprint, record.pick.candidate.load, prompt_tokens)
-        return msgspec.structs.replace(record.ask, cached=cached, fingerprint=fingerprint)
+        fingerprint = prefixes.fingerprint(call, record.model)
+        cached = tuple(prefixes.cached_tokens(fingerprint, prompt_tokens))
+        self._endpoints.learn_prompt(fingerprint, record.pick.candidate.load, prompt_tokens)
+        return msgspec.structs.replace(record.query, cached_by_slot=cached, fingerprint=fingerprint)
 
-    def _count(self, name: str, result: Verdict, took_s: float) -> None:
+    def _count(self, name: str, result: ShadowResult, took_s: float) -> None:
         metrics = self._metrics
         if metrics is None:
             return
-        pool, trials, sooner_s = self.pool, metrics.trials, result.sooner_s
+        pool, trials, sooner_s = self.pool, metrics.trial_metrics, result.ttft_gain_s
         trials.picks.labels(pool, name, result.result).value += 1.0
         trials.cost.labels(pool, name).value += took_s
         if sooner_s:
             way = "sooner" if sooner_s > 0 else "later"
             trials.ttft.labels(pool, name, way).value += abs(sooner_s)
-        if result.more_tokens:
-            way = "more" if result.more_tokens > 0 else "fewer"
-            trials.tokens.labels(pool, name, way).value += abs(result.more_tokens)
+        if result.extra_cached_tokens:
+            way = "more" if result.extra_cached_tokens > 0 else "fewer"
+            trials.tokens.labels(pool, name, way).value += abs(result.extra_cached_tokens)
 
-    def told(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, object]:
         """Return the results so far as plain values, with the cost relative to the pool's picks."""
         pick_us = round(1e6 * self._picks_s / self._picks, 2) if self._picks else None
         return {
@@ -250,7 +250,7 @@ class Shadows:
     def _policy_as_json(self, name: str) -> dict[str, object]:
         if self._metrics is None:
             return {"policy": name}
-        pool, trials = self.pool, self._metrics.trials
+        pool, trials = self.pool, self._metrics.trial_metrics
         counts = {result: trials.picks.labels(pool, name, result).value for result in RESULTS}
         evaluated, compared = sum(counts.values()), counts["agreed"] + counts["differed"]
         sooner_s = trials.ttft.labels(pool, name, "sooner").value
@@ -269,11 +269,11 @@ class Shadows:
         }
 
 
-def named(specs: Sequence[tuple[str, Mapping[str, object], Policy]]) -> tuple[Named, ...]:
+def name_policies(specs: Sequence[tuple[str, Mapping[str, object], Policy]]) -> tuple[NamedPolicy, ...]:
     """Name the shadows of a pool by policy, with parameters where two have the same policy name."""
     names = [name for name, _, _ in specs]
     return tuple(
-        Named(name if names.count(name) == 1 else f"{name}({_format(params)})", policy)
+        NamedPolicy(name if names.count(name) == 1 else f"{name}({_format(params)})", policy)
         for name, params, policy in specs
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def is_free(host: str, port: int) -> bool:
+def is_port_free(host: str, port: int) -> bool:
     """Whether no process is listening on `host`:`port` now.
 
     Port 0 is always free. So is a port that cannot be listened on for another reason, such as an
@@ -34,7 +34,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 @contextmanager
-def named(key: str, host: str, port: int) -> Iterator[None]:
+def naming_config_key(key: str, host: str, port: int) -> Iterator[None]:
     """Prefix an OSError of a listener with the configuration key that its address comes from."""
     try:
         yield

@@ -12,16 +12,16 @@ import ctypes
 import gc
 from collections.abc import Callable
 
-CALM = 64  # requests in progress up to which a collection takes only a few milliseconds
-EVERY_S = 60.0
-AT_LATEST_S = 600.0  # collect after this time even under load
+MAX_CALM_REQUESTS = 64  # requests in progress up to which a collection takes only a few milliseconds
+INTERVAL_S = 60.0
+MAX_INTERVAL_S = 600.0  # collect after this time even under load
 
 # Bytes: the allocator maps larger blocks on their own, and keeps this much free memory at most.
 MMAP_THRESHOLD, TRIM_THRESHOLD = 256 * 1024, 4 * 1024 * 1024
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 
-def tidy() -> None:
+def collect_and_trim() -> None:
     """Collect garbage and return free pages to the system (glibc only)."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -40,14 +40,14 @@ def return_large_blocks() -> None:
         set_option(_M_TRIM_THRESHOLD, TRIM_THRESHOLD)
 
 
-class Litter:
+class GcSchedule:
     """Schedules the collections of one gateway process."""
 
-    def __init__(self, now: float, collect: Callable[[], object] = tidy) -> None:
+    def __init__(self, now: float, collect: Callable[[], object] = collect_and_trim) -> None:
         self._collected_at = now
         self._collect = collect
 
-    def settle(self) -> None:
+    def freeze(self) -> None:
         """Exempt all existing objects from collection, and make automatic collections rare.
 
         To be called once at the end of startup, when everything lives as long as the process.
@@ -56,9 +56,9 @@ class Litter:
         gc.freeze()
         gc.set_threshold(10_000, 20, 50)
 
-    def sweep(self, now: float, in_progress: int) -> None:
+    def collect_if_due(self, now: float, in_progress: int) -> None:
         """Collect after INTERVAL_S if load is low, and after MAX_INTERVAL_S in any case."""
         elapsed_s = now - self._collected_at
-        if elapsed_s >= AT_LATEST_S or (elapsed_s >= EVERY_S and in_progress <= CALM):
+        if elapsed_s >= MAX_INTERVAL_S or (elapsed_s >= INTERVAL_S and in_progress <= MAX_CALM_REQUESTS):
             self._collected_at = now
             self._collect()

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-FILE_CAP_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """For TLS 1.2: forward secrecy and authenticated encryption. TLS 1.3 has only such suites."""
 
@@ -42,10 +42,10 @@ class KeyPair(msgspec.Struct, frozen=True):
 class ServerSettings(msgspec.Struct, frozen=True):
     """TLS of a listener. The first pair serves clients that ask for an unknown server name."""
 
-    pairs: tuple[KeyPair, ...]
+    key_pairs: tuple[KeyPair, ...]
     client_ca: str | None = None
-    client_required: bool = True
-    minimum: str = "1.2"
+    is_client_required: bool = True
+    min_version: str = "1.2"
     ciphers: str = CIPHERS
 
 
@@ -53,8 +53,8 @@ class ClientSettings(msgspec.Struct, frozen=True):
     """TLS of a client. `ca` None: the system's authorities; `should_verify` False: any server."""
 
     ca: str | None = None
-    pair: KeyPair | None = None
-    verify: bool = True
+    key_pair: KeyPair | None = None
+    should_verify: bool = True
 
 
 class Encryption(msgspec.Struct, frozen=True):
@@ -76,14 +76,14 @@ class FileProblem(msgspec.Struct, frozen=True):
     is_error: bool = True
 
 
-class ValidTimes(msgspec.Struct, frozen=True):
+class CertificateValidity(msgspec.Struct, frozen=True):
     """Validity period of a certificate, in seconds since the epoch, and its DNS names."""
 
     not_before: float
     not_after: float
     names: tuple[str, ...]
 
-    def doubt(self, now: float) -> str | None:
+    def refusal_reason(self, now: float) -> str | None:
         """Return why peers refuse the certificate at time `now`; None within its period."""
         if self.not_after < now:
             return f"expired on {_date(self.not_after)}; its peers refuse it"
@@ -94,12 +94,12 @@ class ValidTimes(msgspec.Struct, frozen=True):
 
 def server_context(settings: ServerSettings) -> ssl.SSLContext:
     """Create the context of a listener. Raises OSError (or ssl.SSLError) for an unusable file."""
-    contexts = [_server_context(settings, pair) for pair in settings.pairs]
+    contexts = [_server_context(settings, pair) for pair in settings.key_pairs]
     default = contexts[0]
     if len(contexts) > 1:
         named: dict[str, ssl.SSLContext] = {}
-        for context, pair in zip(contexts, settings.pairs, strict=True):
-            for name in valid_times(pair).names:
+        for context, pair in zip(contexts, settings.key_pairs, strict=True):
+            for name in certificate_validity(pair).names:
                 named.setdefault(name.lower(), context)
         default.sni_callback = _SniCallback(named)
     return default
@@ -110,36 +110,36 @@ def client_context(settings: ClientSettings) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(ALPN)
-    if not settings.verify:
+    if not settings.should_verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     elif settings.ca is None:
         context.load_default_certs()
     else:
         context.load_verify_locations(settings.ca)
-    if settings.pair is not None:
-        _load_pair(context, settings.pair)
+    if settings.key_pair is not None:
+        _load_pair(context, settings.key_pair)
     return context
 
 
-def files_of(settings: ServerSettings | ClientSettings) -> tuple[str, ...]:
+def settings_files(settings: ServerSettings | ClientSettings) -> tuple[str, ...]:
     """Return the paths of all files that the settings name, without duplicates."""
     if isinstance(settings, ServerSettings):
-        pairs: Sequence[KeyPair] = settings.pairs
+        pairs: Sequence[KeyPair] = settings.key_pairs
         ca = settings.client_ca
     else:
-        pairs = () if settings.pair is None else (settings.pair,)
+        pairs = () if settings.key_pair is None else (settings.key_pair,)
         ca = settings.ca
     pair_files = [path for pair in pairs for path in (pair.certificate, pair.key)]
     return tuple(dict.fromkeys((*pair_files, *(() if ca is None else (ca,)))))
 
 
-def stamp_of(settings: ServerSettings | ClientSettings) -> tuple[tuple[int, ...] | None, ...]:
+def files_stamp(settings: ServerSettings | ClientSettings) -> tuple[tuple[int, ...] | None, ...]:
     """Return a value that changes when one of the files or a link to it is replaced or written."""
-    return tuple(_stamp(path) for path in files_of(settings))
+    return tuple(_stamp(path) for path in settings_files(settings))
 
 
-def pair_problems(pair: KeyPair) -> Iterator[FileProblem]:
+def key_pair_problems(pair: KeyPair) -> Iterator[FileProblem]:
     """Yield what is wrong with a certificate and its key: at most one problem for each file."""
     unreadable = (_unreadable("certificate", pair.certificate), _unreadable("key", pair.key))
     problems = [problem for problem in unreadable if problem is not None]
@@ -149,11 +149,11 @@ def pair_problems(pair: KeyPair) -> Iterator[FileProblem]:
         yield from problems
         return
     try:
-        times = valid_times(pair)
+        times = certificate_validity(pair)
     except (OSError, ValueError) as error:
         yield _pair_problem(error)
         return
-    doubt = times.doubt(time())
+    doubt = times.refusal_reason(time())
     if doubt is not None:
         yield FileProblem("certificate", doubt, is_error=False)
 
@@ -175,7 +175,7 @@ def has_valid_ciphers(ciphers: str) -> bool:
     return True
 
 
-def valid_times(pair: KeyPair) -> ValidTimes:
+def certificate_validity(pair: KeyPair) -> CertificateValidity:
     """Read a certificate's validity period and names.
 
     The ssl module has no public parser for a file, so this performs a handshake in memory, which
@@ -198,7 +198,7 @@ def valid_times(pair: KeyPair) -> ValidTimes:
             if key == "commonName"
         ]
     before, after = str(certificate["notBefore"]), str(certificate["notAfter"])
-    return ValidTimes(
+    return CertificateValidity(
         ssl.cert_time_to_seconds(before), ssl.cert_time_to_seconds(after), tuple(names)
     )
 
@@ -222,14 +222,14 @@ class _SniCallback:
 
 def _server_context(settings: ServerSettings, pair: KeyPair) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = VERSIONS[settings.minimum]
+    context.minimum_version = VERSIONS[settings.min_version]
     context.set_ciphers(settings.ciphers)
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(ALPN)
     _load_pair(context, pair)
     if settings.client_ca is not None:
         context.load_verify_locations(settings.client_ca)
-        context.verify_mode = ssl.CERT_REQUIRED if settings.client_required else ssl.CERT_OPTIONAL
+        context.verify_mode = ssl.CERT_REQUIRED if settings.is_client_required else ssl.CERT_OPTIONAL
     return context
 
 
@@ -256,8 +256,8 @@ def _unreadable(role: str, path: str) -> FileProblem | None:
         if file.exists() and not file.is_file():
             return FileProblem(role, f"{path} is not a regular file")
         with file.open("rb") as opened:
-            if len(opened.read(FILE_CAP_BYTES + 1)) > FILE_CAP_BYTES:
-                return FileProblem(role, f"{path} is larger than {FILE_CAP_BYTES >> 20} MiB")
+            if len(opened.read(MAX_FILE_BYTES + 1)) > MAX_FILE_BYTES:
+                return FileProblem(role, f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB")
     except OSError as error:
         return FileProblem(role, f"{path} cannot be read: {error.strerror}")
     except ValueError:

@@ -37,15 +37,15 @@ _BARE = re.compile(_NUMBER)
 
 DURATION_PATTERN = r"^([0-9]+(\.[0-9]+)?(us|ms|s|m|h|d))+$"
 SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)? ?([KMGT]i?)?B$"
-LONGEST_S = 366 * 86400
-LARGEST_BYTES = 2**60
+MAX_DURATION_S = 366 * 86400
+MAX_SIZE_BYTES = 2**60
 
 
 class UnitError(ValueError):
     """Raised when text is not a duration or a size; the message shows how to write one."""
 
 
-def duration_s(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Return the seconds in text such as "1m30s". Raises UnitError.
 
     Units are us, ms, s, m, h and d, each at most once and the largest first.
@@ -59,12 +59,12 @@ def duration_s(text: str) -> float:
             f"{text!r} is not a duration; write each unit once, the largest first, as in 1m30s"
         )
     seconds = sum((number * unit for number, unit in parts), Decimal(0))
-    if seconds > LONGEST_S:
+    if seconds > MAX_DURATION_S:
         raise UnitError(f"{text!r} is longer than a year")
     return float(seconds)
 
 
-def size_bytes(text: str) -> int:
+def parse_size(text: str) -> int:
     """Return the bytes in text such as "32MiB". Raises UnitError.
 
     Units are B, KB to TB (powers of 1000) and KiB to TiB (powers of 1024).
@@ -75,7 +75,7 @@ def size_bytes(text: str) -> int:
     size = Decimal(match[1]) * _BYTES[match[2]]
     if size != int(size):
         raise UnitError(f"{text!r} is not a whole number of bytes")
-    if size > LARGEST_BYTES:
+    if size > MAX_SIZE_BYTES:
         raise UnitError(f"{text!r} is more than an exbibyte")
     return int(size)
 

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 
-def own_version() -> str:
+def program_version() -> str:
     """Return the version of the running program."""
     try:
         return version("penstock")

@@ -10,26 +10,26 @@ import json
 from collections.abc import Callable, Sequence
 
 from gateway.config import AutoRollback
-from gateway.reload.auto_rollback import Tally
+from gateway.reload.auto_rollback import FailureCount
 from gateway.reload.reloader import ChangeOptions
-from gateway.workers.config_rollout import Configured, message_of, result_of
-from gateway.workers.worker_process import LOST, Worker
+from gateway.workers.config_rollout import ConfigRollout, response_message, response_result
+from gateway.workers.worker_process import REQUEST_ERRORS, Worker
 
 TIMEOUT_S = 5.0
 
 
-class WorkersOnTrial:
+class WorkersRollbackTarget:
     """All workers as the target of one auto-rollback monitor.
 
     The last count of a worker still counts when it has ended or does not respond, so totals never
     fall.
     """
 
-    def __init__(self, configured: Configured, workers: Callable[[], Sequence[Worker]]) -> None:
+    def __init__(self, configured: ConfigRollout, workers: Callable[[], Sequence[Worker]]) -> None:
         self._configured = configured
         self._workers = workers
-        self._last: dict[Worker, Tally] = {}
-        self._ended = Tally()
+        self._last: dict[Worker, FailureCount] = {}
+        self._ended = FailureCount()
 
     @property
     def limits(self) -> AutoRollback | None:
@@ -41,7 +41,7 @@ class WorkersOnTrial:
         """The number of the running version."""
         return self._configured.version
 
-    async def tally(self) -> Tally:
+    async def failure_count(self) -> FailureCount:
         """Return the failure count of all workers since the start, ended ones included."""
         workers = self._workers()
         answers = await asyncio.gather(*map(_fetch_count, workers))
@@ -60,15 +60,15 @@ class WorkersOnTrial:
     async def roll_back(self) -> tuple[str, str]:
         """Return to the previous version; return (result, message)."""
         response = await self._configured.rollback(None, ChangeOptions(force=True))
-        return result_of(response), message_of(response)
+        return response_result(response), response_message(response)
 
 
-async def _fetch_count(worker: Worker) -> Tally | None:
+async def _fetch_count(worker: Worker) -> FailureCount | None:
     try:
-        response = await worker.ask("GET", "/config/tally", timeout_s=TIMEOUT_S)
-    except LOST:
+        response = await worker.request("GET", "/config/tally", timeout_s=TIMEOUT_S)
+    except REQUEST_ERRORS:
         return None
     if response.status != 200:
         return None
     count = json.loads(response.body)
-    return Tally(count["ended"], count["failed"])
+    return FailureCount(count["ended"], count["failed"])

@@ -15,17 +15,17 @@ from time import time
 
 import msgspec
 
-from gateway.config import ConfigError, Loaded, examine, examine_text
-from gateway.config.file_reader import raw_bytes
-from gateway.reload.history import Versions, made
-from gateway.reload.reloader import CHANGE, SENT, ChangeOptions, Say, do_nothing
-from gateway.workers.worker_process import LOST, Answer, Worker
+from gateway.config import ConfigError, LoadedConfig, load_text, load_with_warnings
+from gateway.config.file_reader import read_config_file
+from gateway.reload.history import VersionHistory, create_version
+from gateway.reload.reloader import DEFAULT_OPTIONS, PUT_NAME, ChangeOptions, ReportLine, do_nothing
+from gateway.workers.worker_process import REQUEST_ERRORS, Worker, WorkerResponse
 
 SUCCESS_RESULTS = ("applied", "unchanged")
 DRY_RUN_RESULTS = ("dry_run", "unchanged")
 
 
-class Configured:
+class ConfigRollout:
     """Applies configuration changes to all workers, one change at a time.
 
     `running` is the configuration in force, with which new workers start. `lost` is called with
@@ -34,25 +34,25 @@ class Configured:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedConfig,
         file: Path | None,
         env: Mapping[str, str],
         workers: Callable[[], Sequence[Worker]],
-        say: Say,
-        lost: Callable[[Worker], None],
+        say: ReportLine,
+        on_lost: Callable[[Worker], None],
     ) -> None:
         self.running = loaded
         self.file = file
         self._env = env
         self._workers = workers
         self._say = say
-        self._lost = lost
+        self._lost = on_lost
         self._last_rejection = ""  # the message of the last change, if it was rejected
         self._missing: tuple[Path, ...] = ()
         self._file_text: bytes | None = loaded.text  # as last applied; None if it was rejected
         folder = loaded.config.reload.state_dir
-        self._versions = Versions(None if folder is None else Path(folder))
-        self.one_at_a_time = asyncio.Lock()
+        self._versions = VersionHistory(None if folder is None else Path(folder))
+        self.lock = asyncio.Lock()
         self.on_applied: Callable[[str], Awaitable[None]] = do_nothing
 
     @property
@@ -61,12 +61,12 @@ class Configured:
         versions = self._versions.all()
         return versions[-1].number if versions else 1
 
-    def numbered(self, version: int) -> None:
+    def set_version_number(self, version: int) -> None:
         """Record the number of the running version, as reported by the oldest worker.
 
         That worker writes the version files if there is a state folder.
         """
-        self._versions.add(made(version, time(), "", self.running, ()))
+        self._versions.add(create_version(version, time(), "", self.running, ()))
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -74,7 +74,7 @@ class Configured:
         own = () if self.file is None else (self.file,)
         return tuple(dict.fromkeys((*own, *self.running.references, *self._missing)))
 
-    async def changed(self) -> None:
+    async def reload_changed_files(self) -> None:
         """Reload after a watched file has changed.
 
         Applies the file if it was edited; otherwise applies the running configuration again if the
@@ -99,7 +99,7 @@ class Configured:
         True if the file is in force, or differs from when it was last applied.
         """
         try:
-            return self.running.text == self._file_text or raw_bytes(file) != self._file_text
+            return self.running.text == self._file_text or read_config_file(file) != self._file_text
         except ConfigError:
             return True
 
@@ -110,10 +110,10 @@ class Configured:
         except ConfigError:
             return True
 
-    def _load_running_again(self) -> Loaded:
-        return examine_text(self.running.text, self.running.file, self._env)
+    def _load_running_again(self) -> LoadedConfig:
+        return load_text(self.running.text, self.running.file, self._env)
 
-    async def reload(self, options: ChangeOptions = CHANGE) -> Answer:
+    async def reload(self, options: ChangeOptions = DEFAULT_OPTIONS) -> WorkerResponse:
         """Apply the file as it is now."""
         file = self.file
         if file is None:
@@ -124,22 +124,22 @@ class Configured:
             )
 
         return await self._change(
-            "/config/reload", None, {}, lambda: examine(file, self._env), options
+            "/config/reload", None, {}, lambda: load_with_warnings(file, self._env), options
         )
 
     async def put(
-        self, text: bytes, headers: Mapping[str, str], options: ChangeOptions = CHANGE
-    ) -> Answer:
+        self, text: bytes, headers: Mapping[str, str], options: ChangeOptions = DEFAULT_OPTIONS
+    ) -> WorkerResponse:
         """Apply a text that a client sent, if `If-Match` matches on the oldest worker."""
         match = {"If-Match": headers["If-Match"]} if "If-Match" in headers else {}
         return await self._change("/config", text, match, lambda: self._load_sent(text), options)
 
-    def _load_sent(self, text: bytes) -> Loaded:
+    def _load_sent(self, text: bytes) -> LoadedConfig:
         """Load a text under the file name that workers give it; the name is part of a version."""
-        name = str((self.file.parent if self.file is not None else Path()) / SENT)
-        return examine_text(text, name, self._env)
+        name = str((self.file.parent if self.file is not None else Path()) / PUT_NAME)
+        return load_text(text, name, self._env)
 
-    async def rollback(self, number: int | None, options: ChangeOptions = CHANGE) -> Answer:
+    async def rollback(self, number: int | None, options: ChangeOptions = DEFAULT_OPTIONS) -> WorkerResponse:
         """Apply an older version: `number`, or the one before the version in force."""
         older = [version for version in self._versions.all() if version.number < self.version]
         target = (
@@ -169,17 +169,17 @@ class Configured:
         path: str,
         text: bytes | None,
         match: dict[str, str],
-        read: Callable[[], Loaded],
-        options: ChangeOptions = CHANGE,
+        read: Callable[[], LoadedConfig],
+        options: ChangeOptions = DEFAULT_OPTIONS,
         trigger: str = "change",
-    ) -> Answer:
+    ) -> WorkerResponse:
         """Try and apply one change; `text` is None for that of the file.
 
         Problems of the text are reported by the workers, which load it too.
         """
-        async with self.one_at_a_time:
+        async with self.lock:
             missing: tuple[Path, ...] = ()
-            loaded: Loaded | None = None
+            loaded: LoadedConfig | None = None
             try:
                 loaded = await asyncio.to_thread(read)
             except ConfigError as error:
@@ -189,7 +189,7 @@ class Configured:
             if self.version != before:
                 await self.on_applied(trigger)
             if text is None and not options.dry_run:
-                is_applied = loaded is not None and result_of(response) in SUCCESS_RESULTS
+                is_applied = loaded is not None and response_result(response) in SUCCESS_RESULTS
                 self._file_text, self._missing = (
                     loaded.text if loaded is not None and is_applied else None,
                     missing,
@@ -201,9 +201,9 @@ class Configured:
         path: str,
         text: bytes | None,
         match: dict[str, str],
-        loaded: Loaded | None,
+        loaded: LoadedConfig | None,
         options: ChangeOptions,
-    ) -> Answer:
+    ) -> WorkerResponse:
         workers = self._workers()
         if not workers:
             return _answer(503, "nothing", "no worker is ready")
@@ -221,14 +221,14 @@ class Configured:
             )
         responses = list(by_worker.values())
         refused = next(
-            (response for response in responses if result_of(response) not in DRY_RUN_RESULTS), None
+            (response for response in responses if response_result(response) not in DRY_RUN_RESULTS), None
         )
         if refused is not None and not options.dry_run:
             self._report(refused, bad=True)
         if refused is not None or options.dry_run or loaded is None:
             return refused or responses[0]
         if (
-            all(result_of(response) == "unchanged" for response in responses)
+            all(response_result(response) == "unchanged" for response in responses)
             and not self._last_rejection
         ):
             self._set_running(loaded, self.version)
@@ -240,17 +240,17 @@ class Configured:
         workers: Sequence[Worker],
         path: str,
         text: bytes | None,
-        loaded: Loaded,
+        loaded: LoadedConfig,
         options: ChangeOptions,
-    ) -> Answer:
+    ) -> WorkerResponse:
         kept = "&kept=1" if options.kept else ""
         # The dry run has checked already whether the endpoints can be reached.
         by_worker = await self._send_to(workers, f"{path}?force=1{kept}", text, {})
         responses = list(by_worker.values())
-        failed = [response for response in responses if result_of(response) not in SUCCESS_RESULTS]
+        failed = [response for response in responses if response_result(response) not in SUCCESS_RESULTS]
         if failed or not responses:
             applied_by = [
-                worker for worker, response in by_worker.items() if result_of(response) == "applied"
+                worker for worker, response in by_worker.items() if response_result(response) == "applied"
             ]
             rolled_back = await self._send_to(
                 applied_by, "/config?force=1&kept=1", self.running.text, {}
@@ -261,7 +261,7 @@ class Configured:
             message = "a worker could not apply what its dry run had accepted; all rolled back"
             return failed[0] if failed else _answer(503, "nothing", message)
         applied = next(
-            (response for response in responses if result_of(response) == "applied"), responses[0]
+            (response for response in responses if response_result(response) == "applied"), responses[0]
         )
         numbers = {worker: _number(response) for worker, response in by_worker.items()}
         self._set_running(loaded, max(self.version, *numbers.values()))
@@ -272,14 +272,14 @@ class Configured:
         self._report(applied, bad=False)
         return applied
 
-    def _set_running(self, loaded: Loaded, version: int) -> None:
+    def _set_running(self, loaded: LoadedConfig, version: int) -> None:
         """Record that all workers run this; new workers start with it."""
         self.running = loaded
-        self.numbered(version)
+        self.set_version_number(version)
 
     async def _send_to(
         self, workers: Sequence[Worker], path: str, text: bytes | None, match: dict[str, str]
-    ) -> dict[Worker, Answer]:
+    ) -> dict[Worker, WorkerResponse]:
         """Send a change to the workers; return the responses, without workers that did not respond.
 
         Workers that did not respond are lost. Only the oldest one checks If-Match, because it knows
@@ -288,12 +288,12 @@ class Configured:
         key = self.running.config.admin.key
         headers = {} if key is None else {"Authorization": f"Bearer {key.reveal()}"}
         method = "POST" if text is None else "PUT"
-        by_worker: dict[Worker, Answer] = {}
+        by_worker: dict[Worker, WorkerResponse] = {}
 
         async def ask(worker: Worker, extra_headers: dict[str, str]) -> None:
             try:
-                by_worker[worker] = await worker.ask(method, path, text, headers | extra_headers)
-            except LOST:
+                by_worker[worker] = await worker.request(method, path, text, headers | extra_headers)
+            except REQUEST_ERRORS:
                 self._lost(worker)
 
         await asyncio.gather(
@@ -301,32 +301,32 @@ class Configured:
         )
         return {worker: by_worker[worker] for worker in workers if worker in by_worker}
 
-    def _report(self, response: Answer, *, bad: bool) -> None:
+    def _report(self, response: WorkerResponse, *, bad: bool) -> None:
         """Report the result to the operator in one line; a repeated rejection only once."""
-        message = message_of(response)
+        message = response_message(response)
         if bad and self._last_rejection == message:
             return
         self._last_rejection = message if bad else ""
         self._say(message, bad)
 
 
-def result_of(response: Answer) -> str:
+def response_result(response: WorkerResponse) -> str:
     """Return the `result` member of a worker's response."""
     return str(_json(response).get("result", ""))
 
 
-def message_of(response: Answer) -> str:
+def response_message(response: WorkerResponse) -> str:
     """Return the `message` member of a worker's response."""
     return str(_json(response).get("message", ""))
 
 
-def _number(response: Answer) -> int:
+def _number(response: WorkerResponse) -> int:
     """Return the number of the version that the worker runs."""
     number = _json(response).get("version")
     return number if isinstance(number, int) else 0
 
 
-def _json(response: Answer) -> dict[str, object]:
+def _json(response: WorkerResponse) -> dict[str, object]:
     try:
         value = json.loads(response.body)
     except ValueError:
@@ -334,7 +334,7 @@ def _json(response: Answer) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _answer(status: int, result: str, message: str) -> Answer:
+def _answer(status: int, result: str, message: str) -> WorkerResponse:
     body = {
         "result": result,
         "message": message,
@@ -342,4 +342,4 @@ def _answer(status: int, result: str, message: str) -> Answer:
         "problems": [],
         "needs_restart": [],
     }
-    return Answer(status, {"Content-Type": "application/json"}, json.dumps(body).encode())
+    return WorkerResponse(status, {"Content-Type": "application/json"}, json.dumps(body).encode())

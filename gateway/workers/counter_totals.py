@@ -12,19 +12,19 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from gateway.metrics.exposition import page
-from gateway.metrics.metric_types import Reading
+from gateway.metrics.exposition import render_page
+from gateway.metrics.metric_types import FamilyReading
 from gateway.workers import metrics_merge
-from gateway.workers.worker_process import LOST, Worker
+from gateway.workers.worker_process import REQUEST_ERRORS, Worker
 
 SCRAPE_S = 5.0
 PATH = "/metrics/readings"
 
-Readings = Sequence[Reading]
-_decoder = msgspec.msgpack.Decoder(list[Reading])
+Readings = Sequence[FamilyReading]
+_decoder = msgspec.msgpack.Decoder(list[FamilyReading])
 
 
-class Counted:
+class CounterTotals:
     """The metrics of the `serving` workers, and the counters of those that are `ending`."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Counted:
         self._ended: Readings = ()
         self._one_at_a_time = asyncio.Lock()
 
-    async def page(self, own: Readings = (), *, exemplars: bool = False) -> bytes:
+    async def render_page(self, own: Readings = (), *, exemplars: bool = False) -> bytes:
         """Return the text of a scrape, including the supervisor's `own` families.
 
         Concurrent scrapes run one after the other.
@@ -57,7 +57,7 @@ class Counted:
             ]
             if ended:
                 self._ended = await asyncio.to_thread(
-                    metrics_merge.readings, (), [self._ended, *ended]
+                    metrics_merge.merge_families, (), [self._ended, *ended]
                 )
             now = [fresh[worker] for worker in serving if worker in fresh]
             counters_only = [
@@ -71,14 +71,14 @@ class Counted:
 
 
 def _render(now: Sequence[Readings], ended: Sequence[Readings], exemplars: bool) -> bytes:
-    return page(metrics_merge.readings(now, ended), exemplars=exemplars)
+    return render_page(metrics_merge.merge_families(now, ended), exemplars=exemplars)
 
 
 async def _scrape(worker: Worker, *, exemplars: bool) -> Readings | None:
     try:
-        response = await worker.ask(
+        response = await worker.request(
             "GET", f"{PATH}?exemplars" if exemplars else PATH, timeout_s=SCRAPE_S
         )
         return _decoder.decode(response.body) if response.status == 200 else None
-    except (*LOST, msgspec.DecodeError):
+    except (*REQUEST_ERRORS, msgspec.DecodeError):
         return None

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.admin.fleet_status import Pair, Standing
-from gateway.admin.live_pages import Note
-from gateway.admin.metric_samples import Mark
-from gateway.metrics.quantile_sketch import Counts, merged
-from gateway.workers.worker_process import LOST, Worker
+from gateway.admin.fleet_status import FleetStatus, PairStatus
+from gateway.admin.live_pages import WorkerSample
+from gateway.admin.metric_samples import MetricSample
+from gateway.metrics.quantile_sketch import BucketCounts, merge_counts
+from gateway.workers.worker_process import REQUEST_ERRORS, Worker
 
 SAMPLE_TIMEOUT_S = 2.0
 MAX_FIELDS = ("in_flight", "backlog_tokens", "backlog_s")
@@ -26,10 +26,10 @@ STATE_FIELDS = ("state", "cause", "slow", "since_s", "available")
 
 Key = TypeVar("Key")
 Row = TypeVar("Row")
-_decoder = msgspec.msgpack.Decoder(Note)
+_decoder = msgspec.msgpack.Decoder(WorkerSample)
 
 
-class Watch:
+class LiveViewMerger:
     """Samples the `workers` that serve requests.
 
     Keeps the sums of workers that have ended, so that no total ever falls.
@@ -37,10 +37,10 @@ class Watch:
 
     def __init__(self, workers: Callable[[], Sequence[Worker]]) -> None:
         self._workers = workers
-        self._last: dict[Worker, Mark] = {}
-        self._ended: Mark | None = None
+        self._last: dict[Worker, MetricSample] = {}
+        self._ended: MetricSample | None = None
 
-    async def look(self, before: Mark | None) -> Note:
+    async def take_sample(self, before: MetricSample | None) -> WorkerSample:
         """Return the merged sample and status. Raises LookupError when no worker responds."""
         workers = self._workers()
         responses = [
@@ -52,30 +52,30 @@ class Watch:
             raise LookupError("no worker responds")
         self._last |= {worker: mark for worker, (mark, _) in responses}
         for worker in self._last.keys() - set(workers):
-            self._ended = added([*self._ended_samples(), self._last.pop(worker)])
+            self._ended = sum_samples([*self._ended_samples(), self._last.pop(worker)])
         now = msgspec.structs.replace(
-            added([*self._ended_samples(), *self._last.values()]),
+            sum_samples([*self._ended_samples(), *self._last.values()]),
             at=monotonic(),
             in_flight=_largest(mark.in_flight for _, (mark, _) in responses),
             received=_largest(mark.received for _, (mark, _) in responses),
         )
-        return now if before is None else _share_unchanged(now, before), together(
+        return now if before is None else _share_unchanged(now, before), merge_statuses(
             [standing for _, (_, standing) in responses]
         )
 
-    def _ended_samples(self) -> list[Mark]:
+    def _ended_samples(self) -> list[MetricSample]:
         return [] if self._ended is None else [self._ended]
 
 
-async def _fetch(worker: Worker) -> tuple[Worker, Note] | None:
+async def _fetch(worker: Worker) -> tuple[Worker, WorkerSample] | None:
     try:
-        response = await worker.ask("GET", "/live/note", timeout_s=SAMPLE_TIMEOUT_S)
+        response = await worker.request("GET", "/live/note", timeout_s=SAMPLE_TIMEOUT_S)
         return (worker, _decoder.decode(response.body)) if response.status == 200 else None
-    except (*LOST, msgspec.DecodeError):
+    except (*REQUEST_ERRORS, msgspec.DecodeError):
         return None
 
 
-def added(marks: Sequence[Mark]) -> Mark:
+def sum_samples(marks: Sequence[MetricSample]) -> MetricSample:
     """Return the sum of the samples, at the time of the last; other values stay empty."""
     names = (
         *("responses", "shed", "slo_outcomes", "retries", "upstream_errors"),
@@ -86,7 +86,7 @@ def added(marks: Sequence[Mark]) -> Mark:
     }
     rows: dict[str, Any] = {
         **{
-            name: _by_key(merged, (getattr(mark, name) for mark in marks))
+            name: _by_key(merge_counts, (getattr(mark, name) for mark in marks))
             for name in ("ttft", "tpot")
         },
         **{
@@ -96,7 +96,7 @@ def added(marks: Sequence[Mark]) -> Mark:
     }
     prompt, cached = (sum(part) for part in zip(*(mark.engine for mark in marks), strict=True))
     tokens = sum(mark.tokens for mark in marks)
-    return Mark(
+    return MetricSample(
         at=marks[-1].at,
         tokens=tokens,
         engine=(prompt, cached),
@@ -107,7 +107,7 @@ def added(marks: Sequence[Mark]) -> Mark:
     )
 
 
-def together(statuses: Sequence[Standing]) -> Standing:
+def merge_statuses(statuses: Sequence[FleetStatus]) -> FleetStatus:
     """Merge the status of all workers; the oldest one's values where all are the same."""
     return msgspec.structs.replace(
         statuses[0],
@@ -127,13 +127,13 @@ def together(statuses: Sequence[Standing]) -> Standing:
     )
 
 
-def _shared(statuses: Sequence[Standing]) -> dict[str, Any] | None:
+def _shared(statuses: Sequence[FleetStatus]) -> dict[str, Any] | None:
     """Return one worker's state, preferably one with a problem."""
     known = [status.shared_state for status in statuses if status.shared_state is not None]
     return next((status for status in known if status["problem"]), known[0] if known else None)
 
 
-def _pools(statuses: Sequence[Standing]) -> list[dict[str, Any]]:
+def _pools(statuses: Sequence[FleetStatus]) -> list[dict[str, Any]]:
     """Sum the requests in flight and waiting by pool; take the highest price."""
     rows: dict[str, dict[str, Any]] = {}
     for row in (row for status in statuses for row in status.pools):
@@ -145,7 +145,7 @@ def _pools(statuses: Sequence[Standing]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def _endpoints(statuses: Sequence[Standing]) -> list[dict[str, Any]]:
+def _endpoints(statuses: Sequence[FleetStatus]) -> list[dict[str, Any]]:
     """Merge the endpoints; one is unavailable if any worker reports it as such."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for row in (row for status in statuses for row in status.endpoints):
@@ -158,9 +158,9 @@ def _endpoints(statuses: Sequence[Standing]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def _pairs(statuses: Sequence[Standing]) -> dict[tuple[str, str], Pair]:
+def _pairs(statuses: Sequence[FleetStatus]) -> dict[tuple[str, str], PairStatus]:
     """Merge the handoffs of all workers: sum the counts and the newest times, weight the means."""
-    merged: dict[tuple[str, str], Pair] = {}
+    merged: dict[tuple[str, str], PairStatus] = {}
     for names, pair in ((names, pair) for part in statuses for names, pair in part.pairs.items()):
         existing = merged.get(names)
         if existing is None:
@@ -169,7 +169,7 @@ def _pairs(statuses: Sequence[Standing]) -> dict[tuple[str, str], Pair]:
         served = existing.served + pair.served
         known = [(part.mean_s, part.served) for part in (existing, pair) if part.mean_s is not None]
         whole = sum(count for _, count in known)
-        merged[names] = Pair(
+        merged[names] = PairStatus(
             served,
             existing.failed + pair.failed,
             sum(mean_s * count for mean_s, count in known) / whole if whole else None,
@@ -179,10 +179,10 @@ def _pairs(statuses: Sequence[Standing]) -> dict[tuple[str, str], Pair]:
     return merged
 
 
-def _share_unchanged(now: Mark, before: Mark) -> Mark:
+def _share_unchanged(now: MetricSample, before: MetricSample) -> MetricSample:
     """Make a sketch that has not changed share its counts with the previous sample."""
 
-    def shared(after: Mapping[str, Counts], old: Mapping[str, Counts]) -> dict[str, Counts]:
+    def shared(after: Mapping[str, BucketCounts], old: Mapping[str, BucketCounts]) -> dict[str, BucketCounts]:
         return {
             name: old[name] if old.get(name) == counts else counts for name, counts in after.items()
         }

@@ -11,55 +11,55 @@ from itertools import chain, zip_longest
 from operator import add
 from typing import Any
 
-from gateway.metrics.metric_types import Buckets, Mark, Merge, Reading
-from gateway.metrics.quantile_sketch import Counts
-from gateway.trials.canary import figures
+from gateway.metrics.metric_types import FamilyReading, HistogramValue, Merge, RequestExemplar
+from gateway.metrics.quantile_sketch import BucketCounts
+from gateway.trials.canary import summarize_arm
 from gateway.trials.shadow import MIN_COMPARED, RESULTS
 
 SUMMED_FIELDS = ("in_flight", "connections")
 
 
-def readings(
-    pages: Iterable[Iterable[Reading]], gone: Iterable[Iterable[Reading]] = ()
-) -> list[Reading]:
+def merge_families(
+    pages: Iterable[Iterable[FamilyReading]], ended: Iterable[Iterable[FamilyReading]] = ()
+) -> list[FamilyReading]:
     """Merge metric families by name.
 
     Counters and histograms are summed, gauges follow the merge rule of their specification. Of
     `gone` workers only counters and histograms count.
     """
-    merged: dict[str, Reading] = {}
-    without_gauges = (reading for page in gone for reading in page if reading.spec.kind != "gauge")
+    merged: dict[str, FamilyReading] = {}
+    without_gauges = (reading for page in ended for reading in page if reading.spec.kind != "gauge")
     for reading in chain(chain.from_iterable(pages), without_gauges):
         existing = merged.get(reading.spec.name)
         if existing is None:
-            merged[reading.spec.name] = Reading(reading.spec, reading.values.copy())
+            merged[reading.spec.name] = FamilyReading(reading.spec, reading.values.copy())
         elif existing.spec.buckets == reading.spec.buckets:
             _add(existing, reading)
     return list(merged.values())
 
 
-def _add(merged: Reading, other: Reading) -> None:
+def _add(merged: FamilyReading, other: FamilyReading) -> None:
     for labels, value in other.values.items():
         before = merged.values.get(labels)
         if before is None:
             merged.values[labels] = value
-        elif isinstance(before, Buckets) and isinstance(value, Buckets):
+        elif isinstance(before, HistogramValue) and isinstance(value, HistogramValue):
             merged.values[labels] = _sum_histograms(before, value)
-        elif not isinstance(before, Buckets) and not isinstance(value, Buckets):
+        elif not isinstance(before, HistogramValue) and not isinstance(value, HistogramValue):
             merged.values[labels] = _merge_gauge(merged.spec.merge, before, value)
 
 
-def _sum_histograms(first: Buckets, second: Buckets) -> Buckets:
+def _sum_histograms(first: HistogramValue, second: HistogramValue) -> HistogramValue:
     """Return the sum of two histograms; each bucket keeps the newer exemplar."""
     counts = list(map(add, first.counts, second.counts))
     marks = [
         max(filter(None, pair), key=_time, default=None)
-        for pair in zip_longest(first.marks, second.marks)
+        for pair in zip_longest(first.exemplars, second.exemplars)
     ]
-    return Buckets(counts, first.sum + second.sum, marks)
+    return HistogramValue(counts, first.sum + second.sum, marks)
 
 
-def _time(mark: Mark) -> float:
+def _time(mark: RequestExemplar) -> float:
     return mark[1]
 
 
@@ -75,7 +75,7 @@ def _merge_gauge(rule: Merge, first: float, second: float) -> float:
             return second
 
 
-def endpoints(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_endpoints(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the endpoints by pool and URL.
 
     The fields of SUMMED_FIELDS are summed; an endpoint is available if all workers report it as
@@ -102,7 +102,7 @@ def endpoints(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"endpoints": list(merged.values())} | other_members
 
 
-def shadows(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_shadows(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the shadow results of every pool; means are weighted by their observations."""
     return {
         "shadows": [
@@ -144,7 +144,7 @@ def _shadow(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def canaries(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_canaries(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge both arms of every pool's canary over all workers' requests."""
     return {
         "canaries": [
@@ -156,7 +156,7 @@ def canaries(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _canary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     arms = [
-        figures(
+        summarize_arm(
             rows_of_arm[0]["side"],
             rows_of_arm[0]["policy"],
             _sum_counts(rows_of_arm, "outcomes"),
@@ -167,7 +167,7 @@ def _canary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"pool": rows[0]["pool"], "share": rows[0]["share"], "sides": arms}
 
 
-def _sketch(rows: Iterable[Mapping[str, Any]]) -> Counts:
+def _sketch(rows: Iterable[Mapping[str, Any]]) -> BucketCounts:
     return {int(bucket): count for bucket, count in _sum_counts(rows, "ttft_sketch").items()}
 
 

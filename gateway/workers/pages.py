@@ -14,18 +14,18 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from gateway.admin import live_pages
-from gateway.admin.auth import guard
+from gateway.admin.auth import access_middleware
 from gateway.admin.config_pages import add_changes
-from gateway.admin.recent_requests import Query, add_requests, together
-from gateway.config.yaml_source import FILE_CAP_BYTES
+from gateway.admin.recent_requests import RecentQuery, add_requests, merge_recent
+from gateway.config.yaml_source import MAX_FILE_BYTES
 from gateway.metrics.exposition import content_type, wants_openmetrics
 from gateway.reload.reloader import ChangeOptions
 from gateway.workers import metrics_merge
-from gateway.workers.config_rollout import Configured
-from gateway.workers.counter_totals import Counted
-from gateway.workers.live_view_merge import Watch
-from gateway.workers.supervisor_metrics import Figures
-from gateway.workers.worker_process import LOST, Answer, Worker
+from gateway.workers.config_rollout import ConfigRollout
+from gateway.workers.counter_totals import CounterTotals
+from gateway.workers.live_view_merge import LiveViewMerger
+from gateway.workers.supervisor_metrics import SupervisorMetrics
+from gateway.workers.worker_process import REQUEST_ERRORS, Worker, WorkerResponse
 
 FORWARDED_HEADERS = ("Content-Type", "ETag")
 
@@ -33,33 +33,33 @@ FORWARDED_HEADERS = ("Content-Type", "ETag")
 class WorkerGroup(Protocol):
     """The workers of one machine as the admin server sees them; the supervisor implements it."""
 
-    draining: bool
+    is_draining: bool
 
     @property
-    def configured(self) -> Configured: ...
+    def config_rollout(self) -> ConfigRollout: ...
 
     @property
-    def figures(self) -> Figures: ...
+    def metrics(self) -> SupervisorMetrics: ...
 
-    def ready(self) -> list[Worker]:
+    def ready_workers(self) -> list[Worker]:
         """Return the workers that serve requests, oldest first."""
 
-    def ending(self) -> list[Worker]:
+    def ending_workers(self) -> list[Worker]:
         """Return the workers that are finishing their last requests."""
 
 
-def application(group: WorkerGroup) -> web.Application:
+def workers_application(group: WorkerGroup) -> web.Application:
     """Return the admin server's application."""
-    configured = group.configured
+    configured = group.config_rollout
     server = web.Application(
-        middlewares=[guard(lambda: configured.running.config)], client_max_size=FILE_CAP_BYTES + 1
+        middlewares=[access_middleware(lambda: configured.running.config)], client_max_size=MAX_FILE_BYTES + 1
     )
     _add_merged(group, server.router)
     _add_changes(group, server.router)
-    live_pages.add_view(server, Watch(group.ready).look, lambda: group.draining)
+    live_pages.add_view(server, LiveViewMerger(group.ready_workers).take_sample, lambda: group.is_draining)
 
     async def any_other(request: web.Request) -> web.Response:
-        return _forward(await first(group.ready(), request.path_qs))
+        return _forward(await first_response(group.ready_workers(), request.path_qs))
 
     server.router.add_get("/{path:.*}", any_other)
     return server
@@ -67,15 +67,15 @@ def application(group: WorkerGroup) -> web.Application:
 
 def _add_merged(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
     """Add the pages that merge those of all workers."""
-    counted = Counted(group.ready, group.ending)
+    counted = CounterTotals(group.ready_workers, group.ending_workers)
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
     async def readyz(_: web.Request) -> web.Response:
-        if group.draining:
+        if group.is_draining:
             return web.Response(status=503, text="draining\n")
-        responses = await _ask_all(group.ready(), "/readyz")
+        responses = await _ask_all(group.ready_workers(), "/readyz")
         if any(response.status == 200 for response in responses):
             return web.Response(text="ready\n")
         return web.Response(
@@ -84,12 +84,12 @@ def _add_merged(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
 
     async def metrics(request: web.Request) -> web.Response:
         exemplars = wants_openmetrics(request.headers.get("Accept", ""))
-        page = await counted.page(group.figures.readings(), exemplars=exemplars)
+        page = await counted.render_page(group.metrics.collect(), exemplars=exemplars)
         return web.Response(body=page, headers={"Content-Type": content_type(exemplars=exemplars)})
 
-    async def requests(query: Query) -> dict[str, Any]:
-        responses = await _ask_all(group.ready(), query.path)
-        return together(
+    async def requests(query: RecentQuery) -> dict[str, Any]:
+        responses = await _ask_all(group.ready_workers(), query.path)
+        return merge_recent(
             (json.loads(response.body) for response in responses if response.status == 200), query
         )
 
@@ -98,9 +98,9 @@ def _add_merged(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
     routes.add_get("/metrics", metrics)
     add_requests(routes, requests)
     for path, merge_pages in (
-        ("/endpoints", metrics_merge.endpoints),
-        ("/shadow", metrics_merge.shadows),
-        ("/canary", metrics_merge.canaries),
+        ("/endpoints", metrics_merge.merge_endpoints),
+        ("/shadow", metrics_merge.merge_shadows),
+        ("/canary", metrics_merge.merge_canaries),
     ):
         routes.add_get(path, _merged_handler(group, path, merge_pages))
 
@@ -113,7 +113,7 @@ def _merged_handler(
     """Return the handler of a JSON page merged from the workers' pages."""
 
     async def page(_: web.Request) -> web.Response:
-        responses = await _ask_all(group.ready(), path)
+        responses = await _ask_all(group.ready_workers(), path)
         return web.json_response(
             merge_pages(
                 json.loads(response.body) for response in responses if response.status == 200
@@ -125,7 +125,7 @@ def _merged_handler(
 
 def _add_changes(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
     """Add the requests that all workers apply, or none."""
-    configured = group.configured
+    configured = group.config_rollout
 
     async def put(text: bytes, headers: Mapping[str, str], options: ChangeOptions) -> web.Response:
         return _forward(await configured.put(text, headers, options))
@@ -138,8 +138,8 @@ def _add_changes(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
 
     async def drain(request: web.Request) -> web.Response:
         key = {name: value for name, value in request.headers.items() if name == "Authorization"}
-        async with configured.one_at_a_time:
-            responses = await _ask_all(group.ready(), request.rel_url.raw_path, "POST", key)
+        async with configured.lock:
+            responses = await _ask_all(group.ready_workers(), request.rel_url.raw_path, "POST", key)
         return (
             _forward(responses[0])
             if responses
@@ -152,27 +152,27 @@ def _add_changes(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
 
 async def _ask_all(
     workers: Iterable[Worker], path: str, method: str = "GET", headers: dict[str, str] | None = None
-) -> list[Answer]:
+) -> list[WorkerResponse]:
     """Return the responses of the workers that respond."""
-    requests = (worker.ask(method, path, headers=headers, timeout_s=5.0) for worker in workers)
+    requests = (worker.request(method, path, headers=headers, timeout_s=5.0) for worker in workers)
     responses = await asyncio.gather(*requests, return_exceptions=True)
-    return [response for response in responses if isinstance(response, Answer)]
+    return [response for response in responses if isinstance(response, WorkerResponse)]
 
 
-async def first(workers: Iterable[Worker], path: str) -> Answer:
+async def first_response(workers: Iterable[Worker], path: str) -> WorkerResponse:
     """Return the first successful response, oldest worker first; else the last response."""
-    response = Answer(503, {"Content-Type": "text/plain"}, b"no worker responds\n")
+    response = WorkerResponse(503, {"Content-Type": "text/plain"}, b"no worker responds\n")
     for worker in workers:
         try:
-            response = await worker.ask("GET", path, timeout_s=5.0)
-        except LOST:
+            response = await worker.request("GET", path, timeout_s=5.0)
+        except REQUEST_ERRORS:
             continue
         if response.status < 400:
             break
     return response
 
 
-def _forward(response: Answer) -> web.Response:
+def _forward(response: WorkerResponse) -> web.Response:
     headers = {
         name: response.headers[name] for name in FORWARDED_HEADERS if name in response.headers
     }

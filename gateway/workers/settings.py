@@ -11,10 +11,10 @@ from struct import Struct
 import msgspec
 
 LENGTH = Struct("<I")
-CAP_BYTES = 16 << 20
+MAX_SETTINGS_BYTES = 16 << 20
 
 
-class Settings(msgspec.Struct, frozen=True):
+class WorkerLaunchSettings(msgspec.Struct, frozen=True):
     """The settings of one worker.
 
     number       its number among the workers
@@ -42,17 +42,17 @@ class Settings(msgspec.Struct, frozen=True):
         return f"Settings(worker {self.number})"
 
     @property
-    def reloads(self) -> Path | None:
+    def reload_path(self) -> Path | None:
         """The path of the file that a reload reads; None without one."""
         return None if self.reload_file is None else Path(self.reload_file)
 
 
-def packed(settings: Settings) -> bytes:
+def pack_settings(settings: WorkerLaunchSettings) -> bytes:
     """Return the settings with their length in front."""
     body = msgspec.msgpack.encode(settings)
     return LENGTH.pack(len(body)) + body
 
 
-def unpacked(body: bytes) -> Settings:
+def unpack_settings(body: bytes) -> WorkerLaunchSettings:
     """Decode settings. Raises msgspec.DecodeError."""
-    return msgspec.msgpack.decode(body, type=Settings)
+    return msgspec.msgpack.decode(body, type=WorkerLaunchSettings)

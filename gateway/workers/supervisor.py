@@ -22,33 +22,40 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.admin.fleet_status import DRAINED
-from gateway.config import AdminListener, Loaded
-from gateway.http.listener_sockets import ADMIN, API, EMPTY, Sockets, bind, bound_send_buffers
+from gateway.admin.fleet_status import DRAINED_STATES
+from gateway.config import AdminListener, LoadedConfig
+from gateway.http.listener_sockets import (
+    ADMIN,
+    API,
+    NO_SOCKETS,
+    SocketsByName,
+    bind,
+    limit_send_buffers,
+)
 from gateway.http.tls_listener import TlsListener
-from gateway.peers.local_bus import Hub
-from gateway.reload.auto_rollback import Trial
-from gateway.reload.file_watcher import Follow
-from gateway.reload.reloader import Say
+from gateway.peers.local_bus import LocalHub
+from gateway.reload.auto_rollback import AutoRollbackMonitor
+from gateway.reload.file_watcher import FileWatcher
+from gateway.reload.reloader import ReportLine
 from gateway.restart import notify
 from gateway.restart.predecessor import Predecessor
-from gateway.util.addresses import http_url, named
+from gateway.util.addresses import http_url, naming_config_key
 from gateway.workers import pages
-from gateway.workers.auto_rollback import WorkersOnTrial
-from gateway.workers.config_rollout import Configured
-from gateway.workers.settings import Settings
-from gateway.workers.supervisor_metrics import Figures
-from gateway.workers.worker_process import Worker, inheritable, listening
+from gateway.workers.auto_rollback import WorkersRollbackTarget
+from gateway.workers.config_rollout import ConfigRollout
+from gateway.workers.settings import WorkerLaunchSettings
+from gateway.workers.supervisor_metrics import SupervisorMetrics
+from gateway.workers.worker_process import Worker, make_inheritable, new_listener
 
 log = logging.getLogger("penstock")
 
 MIN_RETRY_S, MAX_RETRY_S = 0.2, 10.0
 # A worker that ran for this long did not die of the same cause as the one before it.
-STEADY_S = 10.0
+STABLE_AFTER_S = 10.0
 DRAIN_MARGIN_S = 5.0
 
 
-class Place:
+class WorkerSlot:
     """The slot of one worker, which outlives the process.
 
     `retry_s` is the delay before the next restart.
@@ -72,48 +79,48 @@ class Supervisor:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedConfig,
         file: Path | None,
         env: Mapping[str, str],
-        say: Say,
+        say: ReportLine,
         count: int,
-        sockets: Sockets = EMPTY,
+        sockets: SocketsByName = NO_SOCKETS,
     ) -> None:
         """Prepare the supervisor.
 
         `sockets` are those that systemd has opened; all workers share that of the API.
         """
-        self.count = count
-        self.draining = False
+        self.worker_count = count
+        self.is_draining = False
         self.url = self.admin_url = ""
-        self.configured = Configured(loaded, file, env, self.ready, say, self._lost)
-        self.figures = Figures()
-        self.figures.workers.follow(lambda: float(len(self.ready())))
+        self.config_rollout = ConfigRollout(loaded, file, env, self.ready_workers, say, self._lost)
+        self.metrics = SupervisorMetrics()
+        self.metrics.workers.set_function(lambda: float(len(self.ready_workers())))
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
-        lost = self.figures.frames_dropped_total
-        self._hub = Hub(self._path("hub"), lambda reason: lost.labels(reason).inc())
+        lost = self.metrics.frames_dropped_total
+        self._hub = LocalHub(self._path("hub"), lambda reason: lost.labels(reason).inc())
         self._secret = secrets.token_bytes(32)
         self._sockets, self._env = sockets, env
-        self._places: list[Place] = []
+        self._places: list[WorkerSlot] = []
         self._ending: dict[Worker, asyncio.Task[None]] = {}
         self._rolls: set[asyncio.Task[None]] = set()
         self._runner: web.AppRunner | None = None
         self._admin_servers: list[asyncio.Server] = []
-        self._follow = Follow(self.configured)
-        self._trial = Trial(
-            WorkersOnTrial(self.configured, lambda: [*self.ready(), *self.ending()]), say
+        self._follow = FileWatcher(self.config_rollout)
+        self._trial = AutoRollbackMonitor(
+            WorkersRollbackTarget(self.config_rollout, lambda: [*self.ready_workers(), *self.ending_workers()]), say
         )
         self._admin_tls: TlsListener | None = None
-        self.configured.on_applied = self._on_applied
+        self.config_rollout.on_applied = self._on_applied
         self._started = 0
         self._rolling = asyncio.Lock()
 
     async def _on_applied(self, trigger: str) -> None:
         if self._admin_tls is not None:
-            self._admin_tls.follow(self.configured.running.config.listeners.admin.tls)
-        await self._trial.applied(trigger)
+            self._admin_tls.update(self.config_rollout.running.config.listeners.admin.tls)
+        await self._trial.on_applied(trigger)
 
-    def ready(self) -> list[Worker]:
+    def ready_workers(self) -> list[Worker]:
         """Return the workers that serve requests, oldest first."""
         workers = [place.worker for place in self._places if place.worker is not None]
         return sorted(
@@ -121,7 +128,7 @@ class Supervisor:
             key=lambda worker: worker.started_at,
         )
 
-    def ending(self) -> list[Worker]:
+    def ending_workers(self) -> list[Worker]:
         """Return the replaced workers that are finishing their requests."""
         return list(self._ending)
 
@@ -132,36 +139,36 @@ class Supervisor:
         """
         await self._hub.start()
         api, admin = (
-            self.configured.running.config.listeners.api,
-            self.configured.running.config.listeners.admin,
+            self.config_rollout.running.config.listeners.api,
+            self.config_rollout.running.config.listeners.admin,
         )
         port, inherited = api.port, self._sockets.get(API)
-        for number in range(self.count):
-            with named("listeners.api", api.host, api.port):
+        for number in range(self.worker_count):
+            with naming_config_key("listeners.api", api.host, api.port):
                 listener = (
-                    listening(api.host, port)
+                    new_listener(api.host, port)
                     if inherited is None
-                    else inheritable(inherited[0].dup())
+                    else make_inheritable(inherited[0].dup())
                 )
             port = listener.getsockname()[1]
-            self._places.append(Place(number, listener))
+            self._places.append(WorkerSlot(number, listener))
         self.url = http_url(api.host, port, encrypted=api.tls is not None)
-        async with self.configured.one_at_a_time:
+        async with self.config_rollout.lock:
             await self._start_all()
         for place in self._places:
             place.task = asyncio.create_task(
                 self._keep_running(place), name=f"look after worker {place.number}"
             )
-        self._runner = web.AppRunner(pages.application(self), access_log=None)
+        self._runner = web.AppRunner(pages.workers_application(self), access_log=None)
         await self._runner.setup()
-        with named("listeners.admin", admin.host, admin.port):
+        with naming_config_key("listeners.admin", admin.host, admin.port):
             await self._listen_admin(self._runner, admin)
         await self._follow.start()
         self._trial.start()
 
     async def _listen_admin(self, runner: web.AppRunner, admin: AdminListener) -> None:
         sockets = self._sockets.get(ADMIN) or bind(admin.host, admin.port)
-        bound_send_buffers(sockets, self.configured.running.config.limits.send_buffer)
+        limit_send_buffers(sockets, self.config_rollout.running.config.limits.send_buffer)
         self.admin_url = http_url(
             admin.host, sockets[0].getsockname()[1], encrypted=admin.tls is not None
         )
@@ -170,11 +177,11 @@ class Supervisor:
                 await web.SockSite(runner, listener).start()
             return
         assert runner.server is not None
-        close_s = self.configured.running.config.limits.slow_reader
+        close_s = self.config_rollout.running.config.limits.slow_reader
         self._admin_tls = TlsListener(admin.tls, runner.server, close_s, lambda: None)
         loop = asyncio.get_running_loop()
         self._admin_servers = [
-            await loop.create_server(self._admin_tls.accept, sock=listener) for listener in sockets
+            await loop.create_server(self._admin_tls.new_handshake, sock=listener) for listener in sockets
         ]
 
     async def _start_all(self) -> None:
@@ -185,17 +192,17 @@ class Supervisor:
         first, *others = self._places
         workers = [await self._start_worker(first, finds_version=True)]
         if workers[0] is not None:
-            self.configured.numbered(
-                json.loads((await workers[0].ask("GET", "/config")).body)["version"]
+            self.config_rollout.set_version_number(
+                json.loads((await workers[0].request("GET", "/config")).body)["version"]
             )
             workers += await asyncio.gather(*(self._start_worker(place) for place in others))
         if not all(workers):
             raise RuntimeError("a worker did not become ready; its messages are above")
 
-    async def recede(self) -> None:
+    async def stop_being_ready(self) -> None:
         """Report not ready, and keep serving for timeouts.grace so that load balancers notice."""
-        self.draining = True
-        grace_s = self.configured.running.config.timeouts.grace or 0.0
+        self.is_draining = True
+        grace_s = self.config_rollout.running.config.timeouts.grace or 0.0
         log.info(
             "SIGTERM: not ready from now on, and still serving for %g s (timeouts.grace)", grace_s
         )
@@ -203,8 +210,8 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Drain and stop all workers, then the admin server."""
-        started_at, self.draining = monotonic(), True
-        log.info("draining: %d workers finish their requests", len(self.ready()))
+        started_at, self.is_draining = monotonic(), True
+        log.info("draining: %d workers finish their requests", len(self.ready_workers()))
         await self._follow.stop()
         await self._trial.stop()
         for task in (*self._rolls, *(place.task for place in self._places)):
@@ -214,7 +221,7 @@ class Supervisor:
         for worker in (*workers, *self._ending):
             worker.drain()
         await asyncio.gather(
-            *(worker.gone(self._drain_s()) for worker in workers), *self._ending.values()
+            *(worker.wait_until_ended(self._drain_s()) for worker in workers), *self._ending.values()
         )
         if self._runner is not None:
             await self._runner.cleanup()
@@ -226,22 +233,22 @@ class Supervisor:
         self._folder.cleanup()
         log.info("drained after %.1f s; the gateway stops", monotonic() - started_at)
 
-    async def hang_up(self) -> None:
+    async def on_hangup(self) -> None:
         """Handle SIGHUP: make workers reopen the access log, then reload the configuration file."""
-        for worker in (*self.ready(), *self.ending()):
-            worker.hang_up()
-        notify.reloading(self._env)
+        for worker in (*self.ready_workers(), *self.ending_workers()):
+            worker.reopen_log()
+        notify.report_reloading(self._env)
         try:
-            await self.configured.reload()
+            await self.config_rollout.reload()
         finally:
-            notify.ready(self._env)
+            notify.report_ready(self._env)
 
-    async def roll(self) -> None:
+    async def replace_workers(self) -> None:
         """Replace the workers one by one; each is ready before the old one stops accepting."""
         async with self._rolling:
             for place in self._places:
                 await self._renew(place)
-        log.warning("replaced all %d workers", self.count)
+        log.warning("replaced all %d workers", self.worker_count)
 
     def _lost(self, worker: Worker) -> None:
         """Replace a worker that may not have the same configuration as the others."""
@@ -256,7 +263,7 @@ class Supervisor:
         self._rolls.add(task)
         task.add_done_callback(self._rolls.discard)
 
-    async def _renew(self, place: Place) -> None:
+    async def _renew(self, place: WorkerSlot) -> None:
         old = place.worker
         if place.task is not None:
             place.task.cancel()
@@ -273,22 +280,22 @@ class Supervisor:
     def _retire(self, worker: Worker) -> None:
         """Retire a worker: it ends with its last connection, and is killed after a timeout."""
         worker.retire()
-        within_s = self.configured.running.config.timeouts.handover + self._drain_s()
-        task = asyncio.create_task(worker.gone(within_s), name=f"drain worker {worker.number}")
+        within_s = self.config_rollout.running.config.timeouts.handover + self._drain_s()
+        task = asyncio.create_task(worker.wait_until_ended(within_s), name=f"drain worker {worker.number}")
         self._ending[worker] = task
         task.add_done_callback(lambda _: self._ending.pop(worker, None))
 
     def _drain_s(self) -> float:
-        return self.configured.running.config.timeouts.shutdown + DRAIN_MARGIN_S
+        return self.config_rollout.running.config.timeouts.shutdown + DRAIN_MARGIN_S
 
-    async def _start_worker(self, place: Place, *, finds_version: bool = False) -> Worker | None:
+    async def _start_worker(self, place: WorkerSlot, *, finds_version: bool = False) -> Worker | None:
         """Start a worker in this slot; return it once it is ready, or None.
 
         A caller that is cancelled meanwhile leaves no process behind.
         """
-        running, file = self.configured.running, self.configured.file
+        running, file = self.config_rollout.running, self.config_rollout.file
         self._started += 1
-        settings = Settings(
+        settings = WorkerLaunchSettings(
             place.number,
             running.file,
             running.text,
@@ -297,7 +304,7 @@ class Supervisor:
             str(self._path(f"admin-{self._started}")),
             self._secret,
             None if file is None else str(file),
-            None if finds_version else self.configured.version,
+            None if finds_version else self.config_rollout.version,
             await self._drained(),
         )
         try:
@@ -308,34 +315,34 @@ class Supervisor:
             return None
         is_ready = False
         try:
-            is_ready = await worker.becomes_ready()
+            is_ready = await worker.wait_until_ready()
         finally:
             if not is_ready:
-                await worker.gone(0.0)
+                await worker.wait_until_ended(0.0)
         if is_ready:
             place.worker = worker
         return worker if is_ready else None
 
     async def _drained(self) -> tuple[str, ...]:
         """Return the endpoints that an operator has drained, as the oldest ready worker reports."""
-        response = await pages.first(self.ready(), "/endpoints")
+        response = await pages.first_response(self.ready_workers(), "/endpoints")
         rows = json.loads(response.body)["endpoints"] if response.status == 200 else ()
-        return tuple(row["name"] for row in rows if row["state"] in DRAINED)
+        return tuple(row["name"] for row in rows if row["state"] in DRAINED_STATES)
 
-    async def _replace(self, place: Place) -> Worker | None:
+    async def _replace(self, place: WorkerSlot) -> Worker | None:
         """Start a worker like `_start_worker`, with no configuration change or drain meanwhile."""
-        async with self.configured.one_at_a_time:
+        async with self.config_rollout.lock:
             return await self._start_worker(place)
 
-    async def _keep_running(self, place: Place) -> None:
+    async def _keep_running(self, place: WorkerSlot) -> None:
         while True:
             worker = place.worker
             if worker is not None:
                 code = await worker.process.wait()
                 place.worker = None
                 await worker.close()
-                self.figures.deaths_total.inc()
-                if worker.ready_at is not None and monotonic() - worker.ready_at > STEADY_S:
+                self.metrics.deaths_total.inc()
+                if worker.ready_at is not None and monotonic() - worker.ready_at > STABLE_AFTER_S:
                     place.retry_s = MIN_RETRY_S
                 log.error(
                     "worker %d ended (status %s); restarting it in %.1f s",
@@ -352,14 +359,14 @@ class Supervisor:
         return Path(self._folder.name) / name
 
 
-def run(
-    loaded: Loaded,
+def run_workers(
+    loaded: LoadedConfig,
     file: Path | None,
     env: Mapping[str, str],
-    say: Say,
+    say: ReportLine,
     count: int,
     ready: Callable[[Supervisor], None],
-    sockets: Sockets = EMPTY,
+    sockets: SocketsByName = NO_SOCKETS,
     predecessor: Predecessor | None = None,
 ) -> int:
     """Run the workers until SIGINT or SIGTERM and return the exit code.
@@ -393,21 +400,21 @@ async def _run(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_stop_signal, number)
-    loop.add_signal_handler(signal.SIGHUP, start_task, supervisor.hang_up)
-    loop.add_signal_handler(signal.SIGUSR2, start_task, supervisor.roll)
+    loop.add_signal_handler(signal.SIGHUP, start_task, supervisor.on_hangup)
+    loop.add_signal_handler(signal.SIGUSR2, start_task, supervisor.replace_workers)
     try:
         await supervisor.start()
         ready(supervisor)
         if predecessor is None:
-            notify.ready(env)
+            notify.report_ready(env)
         else:
-            await predecessor.decline()
-            await predecessor.ready()
+            await predecessor.decline_state()
+            await predecessor.report_ready()
         await stopping.wait()
-        notify.stopping(env)
+        notify.report_stopping(env)
         # Only SIGTERM waits for load balancers; after Ctrl-C there is no need to.
         if signal.SIGTERM in signals:
-            await supervisor.recede()
+            await supervisor.stop_being_ready()
     except (OSError, RuntimeError) as error:
         log.error("cannot serve: %s", error)
         return 1
@@ -417,5 +424,5 @@ async def _run(
         with suppress(ProcessLookupError):
             await supervisor.stop()
         if predecessor is not None:
-            await predecessor.stop(supervisor.configured.running.config.timeouts.shutdown)
+            await predecessor.stop(supervisor.config_rollout.running.config.timeouts.shutdown)
     return 0

@@ -14,31 +14,36 @@ import sys
 from typing import BinaryIO
 
 from gateway.app import App
-from gateway.config import ConfigError, OperatorLog, examine_text
+from gateway.config import ConfigError, OperatorLog, load_text
 from gateway.http.listener_sockets import API
-from gateway.lifecycle import run
-from gateway.restart.start_options import Local, Origin
+from gateway.lifecycle import run_gateway
+from gateway.restart.start_options import StartOptions, WorkerSettings
 from gateway.telemetry import operator_log
-from gateway.workers.settings import CAP_BYTES, LENGTH, Settings, unpacked
+from gateway.workers.settings import (
+    LENGTH,
+    MAX_SETTINGS_BYTES,
+    WorkerLaunchSettings,
+    unpack_settings,
+)
 
 log = logging.getLogger("penstock")
 
 
 def main() -> int:
     """Run the worker and return the exit code; messages go to stderr."""
-    operator_log.configure(OperatorLog())
+    operator_log.configure_log(OperatorLog())
     pipe = sys.stdin.buffer
     settings = _read_settings(pipe)
     if settings is None:
         return 2
     try:
-        loaded = examine_text(settings.text, settings.file, os.environ)
+        loaded = load_text(settings.text, settings.file, os.environ)
     except ConfigError as error:
         for problem in error.problems:
             log.error("%s", problem)
         return 2
-    operator_log.configure(loaded.config.observability.log, settings.number)
-    local = Local(
+    operator_log.configure_log(loaded.config.observability.log, settings.number)
+    local = WorkerSettings(
         settings.hub,
         settings.secret,
         settings.number,
@@ -47,16 +52,16 @@ def main() -> int:
         settings.drained,
     )
     sockets = {API: (socket.socket(fileno=settings.listener),)}
-    origin = Origin(loaded, settings.reloads, os.environ, _no_report, local, sockets)
-    return run(origin, ready=_stop_with_supervisor, hangup_reloads=False)
+    origin = StartOptions(loaded, settings.reload_path, os.environ, _no_report, local, sockets)
+    return run_gateway(origin, ready=_stop_with_supervisor, hangup_reloads=False)
 
 
-def _read_settings(pipe: BinaryIO) -> Settings | None:
+def _read_settings(pipe: BinaryIO) -> WorkerLaunchSettings | None:
     head = pipe.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
     (length,) = LENGTH.unpack(head)
-    return unpacked(pipe.read(length)) if length <= CAP_BYTES else None
+    return unpack_settings(pipe.read(length)) if length <= MAX_SETTINGS_BYTES else None
 
 
 def _stop_with_supervisor(app: App) -> None:
@@ -66,7 +71,7 @@ def _stop_with_supervisor(app: App) -> None:
     def on_readable() -> None:
         loop.remove_reader(sys.stdin.fileno())
         log.warning("the supervisor has ended; this worker stops")
-        app.end()
+        app.request_end()
 
     loop.add_reader(sys.stdin.fileno(), on_readable)
 

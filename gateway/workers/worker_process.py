@@ -14,14 +14,14 @@ from typing import Any
 import aiohttp
 
 from gateway.http.listener_sockets import bind
-from gateway.workers.settings import Settings, packed
+from gateway.workers.settings import WorkerLaunchSettings, pack_settings
 
 READY_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 30.0
-LOST = (aiohttp.ClientError, OSError, TimeoutError)
+REQUEST_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 
 
-class Answer:
+class WorkerResponse:
     """The response of a worker's admin server."""
 
     __slots__ = ("body", "headers", "status")
@@ -33,7 +33,7 @@ class Answer:
 class Worker:
     """A started worker process; `ready_at` is None until it accepts connections."""
 
-    def __init__(self, settings: Settings, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, settings: WorkerLaunchSettings, process: asyncio.subprocess.Process) -> None:
         self.number = settings.number
         self.process = process
         self.started_at = monotonic()
@@ -42,7 +42,7 @@ class Worker:
         self._session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(settings.admin))
 
     @classmethod
-    async def start(cls, settings: Settings, listener: socket.socket) -> Worker:
+    async def start(cls, settings: WorkerLaunchSettings, listener: socket.socket) -> Worker:
         """Start a process that inherits only the listening socket. Raises OSError."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -52,10 +52,10 @@ class Worker:
             start_new_session=True,  # so that Ctrl-C reaches only the supervisor
         )
         assert process.stdin is not None
-        process.stdin.write(packed(settings))
+        process.stdin.write(pack_settings(settings))
         return cls(settings, process)
 
-    async def becomes_ready(self) -> bool:
+    async def wait_until_ready(self) -> bool:
         """Wait until the worker accepts connections; return False if it ends or takes too long.
 
         Its admin socket responds only once it listens.
@@ -63,28 +63,28 @@ class Worker:
         deadline = monotonic() + READY_TIMEOUT_S
         while self.process.returncode is None and monotonic() < deadline:
             try:
-                if (await self.ask("GET", "/healthz", timeout_s=2.0)).status == 200:
+                if (await self.request("GET", "/healthz", timeout_s=2.0)).status == 200:
                     self.ready_at = monotonic()
                     return True
-            except LOST:
+            except REQUEST_ERRORS:
                 await asyncio.sleep(0.02)
         return False
 
-    async def ask(
+    async def request(
         self,
         method: str,
         path: str,
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
         timeout_s: float = REQUEST_TIMEOUT_S,
-    ) -> Answer:
+    ) -> WorkerResponse:
         """Send a request to the worker's admin server. Raises one of LOST."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         request: Any = self._session.request(
             method, f"http://localhost{path}", data=body, headers=headers, timeout=timeout
         )
         async with request as response:
-            return Answer(response.status, dict(response.headers), await response.read())
+            return WorkerResponse(response.status, dict(response.headers), await response.read())
 
     def drain(self) -> None:
         """Make the worker stop accepting connections and end after its current responses.
@@ -102,12 +102,12 @@ class Worker:
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGUSR2)
 
-    def hang_up(self) -> None:
+    def reopen_log(self) -> None:
         """Make the worker reopen its access log."""
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGHUP)
 
-    async def gone(self, within_s: float) -> None:
+    async def wait_until_ended(self, within_s: float) -> None:
         """Wait until the process has ended; kill it after `within_s`."""
         try:
             async with asyncio.timeout(within_s):
@@ -125,7 +125,7 @@ class Worker:
         self._admin.unlink(missing_ok=True)
 
 
-def listening(host: str, port: int) -> socket.socket:
+def new_listener(host: str, port: int) -> socket.socket:
     """Return a listening socket on the API port, shared through SO_REUSEPORT.
 
     It stays open when its worker ends, so that clients that have connected wait instead of being
@@ -134,10 +134,10 @@ def listening(host: str, port: int) -> socket.socket:
     listener, *others = bind(host, port, reuse_port=True)
     for other in others:  # a worker listens on one address
         other.close()
-    return inheritable(listener)
+    return make_inheritable(listener)
 
 
-def inheritable(listener: socket.socket) -> socket.socket:
+def make_inheritable(listener: socket.socket) -> socket.socket:
     """Mark the socket as inheritable and return it."""
     os.set_inheritable(listener.fileno(), True)
     return listener

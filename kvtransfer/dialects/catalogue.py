@@ -17,7 +17,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
 )
 
 
-def named(name: str) -> Dialect:
+def get_dialect(name: str) -> Dialect:
     """Return the dialect of this name. Raises KeyError if there is none."""
     return DIALECTS[name]
 
@@ -29,13 +29,13 @@ def known_members(engine: str, *, chat: bool) -> frozenset[str] | None:
     return CHAT if chat else COMPLETIONS
 
 
-def by_itself(engine: str) -> Mapping[str, str | int]:
+def standalone_members(engine: str) -> Mapping[str, str | int]:
     """Return the members that make an engine answer a request without the other half of a pair."""
     return next(
         (
-            dialect.by_itself
+            dialect.standalone_members
             for dialect in DIALECTS.values()
-            if dialect.engine == engine and dialect.by_itself
+            if dialect.engine == engine and dialect.standalone_members
         ),
         {},
     )

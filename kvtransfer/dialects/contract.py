@@ -17,14 +17,14 @@ import msgspec
 NULL = msgspec.Raw(b"null")
 
 
-class Order(StrEnum):
+class LegOrder(StrEnum):
     """Whether the legs run one after the other, or both at once."""
 
     SEQUENTIAL = "sequential"
     CONCURRENT = "concurrent"
 
 
-class Needs(StrEnum):
+class Prerequisite(StrEnum):
     """What must be known of a prefill endpoint before both legs can be sent at once."""
 
     NOTHING = "nothing"
@@ -33,7 +33,7 @@ class Needs(StrEnum):
     FIRST_ANSWER = "first_answer"  # its first response
 
 
-class Bootstrap(msgspec.Struct, frozen=True):
+class BootstrapAddress(msgspec.Struct, frozen=True):
     """The bootstrap server of a prefill endpoint, as decode endpoints reach it."""
 
     host: str
@@ -45,7 +45,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Identity(msgspec.Struct, frozen=True):
+class PrefillIdentity(msgspec.Struct, frozen=True):
     """A prefill engine as its decoders address it: engine id, and side channel if known."""
 
     engine_id: str
@@ -56,7 +56,7 @@ class Identity(msgspec.Struct, frozen=True):
     rank: int | None = None
 
 
-class Terms(msgspec.Struct, frozen=True):
+class HandoffTerms(msgspec.Struct, frozen=True):
     """What the gateway fixes for one handoff before anything is sent.
 
     request_id     the X-Request-Id of both legs
@@ -72,11 +72,11 @@ class Terms(msgspec.Struct, frozen=True):
     number: int
     chat: bool
     prefill_host: str
-    bootstrap: Bootstrap | None = None
-    identity: Identity | None = None
+    bootstrap: BootstrapAddress | None = None
+    identity: PrefillIdentity | None = None
 
 
-class Edits(msgspec.Struct, frozen=True):
+class RequestEdits(msgspec.Struct, frozen=True):
     """Changes to the client's request.
 
     put       members to add, as returned by members(); the client's members of these names must
@@ -92,7 +92,7 @@ class Edits(msgspec.Struct, frozen=True):
     headers: tuple[tuple[str, str], ...] = ()
 
 
-class Handover(msgspec.Struct, frozen=True):
+class DecodeRequest(msgspec.Struct, frozen=True):
     """The decode request, and how to read its usage.
 
     reports_own_cache   the decoder reports the prefill engine's cache hits; False: it reports the
@@ -100,27 +100,27 @@ class Handover(msgspec.Struct, frozen=True):
     transport           how the KV will travel, if the prefill response says so
     """
 
-    edits: Edits
+    edits: RequestEdits
     reports_own_cache: bool = True
     transport: str | None = None
 
 
-class Unusable(msgspec.Struct, frozen=True):
+class UnusableResponse(msgspec.Struct, frozen=True):
     """The prefill response contains nothing for a decoder, for the reason `why`.
 
     The decoder must compute the prompt itself.
     """
 
-    why: str
+    reason: str
 
 
-class Finished(msgspec.Struct, frozen=True):
+class FinishedResponse(msgspec.Struct, frozen=True):
     """The prefill response is the complete response. `body` is JSON for the client."""
 
     body: bytes
 
 
-class Answer(msgspec.Struct, frozen=True):
+class PrefillResponse(msgspec.Struct, frozen=True):
     """A prefill response, parsed as far as any dialect needs. Absent raw members are `null`."""
 
     body: bytes
@@ -157,17 +157,17 @@ class Dialect(msgspec.Struct, frozen=True):
 
     name: str
     engine: str
-    order: Order
-    prefill: Callable[[Terms], Edits]
-    decode: Callable[[Terms, Answer | None], Handover | Unusable | Finished]
-    needs: Needs = Needs.NOTHING
+    order: LegOrder
+    prefill: Callable[[HandoffTerms], RequestEdits]
+    decode: Callable[[HandoffTerms, PrefillResponse | None], DecodeRequest | UnusableResponse | FinishedResponse]
+    needs: Prerequisite = Prerequisite.NOTHING
     reads_answer: bool = True
-    decode_alone: bool = True
+    can_decode_alone: bool = True
     abort_frees: bool = False
-    apart: str | None = None
-    by_itself: Mapping[str, str | int] = {}
-    identify: Callable[[bytes], tuple[Identity, ...]] = lambda _: ()
-    check: Callable[[Answer], Unusable | None] = lambda _: None
+    cache_salt_member: str | None = None
+    standalone_members: Mapping[str, str | int] = {}
+    identify: Callable[[bytes], tuple[PrefillIdentity, ...]] = lambda _: ()
+    check: Callable[[PrefillResponse], UnusableResponse | None] = lambda _: None
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -198,7 +198,7 @@ _read = msgspec.json.Decoder(_Answer).decode
 _NO_USAGE = _Usage()
 
 
-def read_answer(body: bytes) -> Answer | Unusable:
+def parse_response(body: bytes) -> PrefillResponse | UnusableResponse:
     """Parse a prefill response.
 
     Anything but a completion with one choice is Unusable. So is invalid UTF-8, because members of
@@ -209,12 +209,12 @@ def read_answer(body: bytes) -> Answer | Unusable:
             body.decode()
         completion = _read(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return Unusable("the prefill answer is not a completion")
+        return UnusableResponse("the prefill answer is not a completion")
     if len(completion.choices) != 1:
-        return Unusable(f"the prefill answer has {len(completion.choices)} choices")
+        return UnusableResponse(f"the prefill answer has {len(completion.choices)} choices")
     choice, usage = completion.choices[0], completion.usage or _NO_USAGE
     details = usage.prompt_tokens_details
-    return Answer(
+    return PrefillResponse(
         body,
         completion.kv_transfer_params,
         choice.disaggregated_params,
@@ -230,11 +230,11 @@ def is_null(value: msgspec.Raw) -> bool:
     return bytes(memoryview(value)[:1]) in (b"", b"n")
 
 
-def members(put: Mapping[str, bytes]) -> bytes:
+def encode_members(put: Mapping[str, bytes]) -> bytes:
     """Encode members to append to a JSON object: each with a comma in front."""
     return b"".join(b',"%b":%b' % (name.encode(), value) for name, value in put.items())
 
 
-def json_of(value: object) -> bytes:
+def encode_json(value: object) -> bytes:
     """Encode a member's value as JSON."""
     return msgspec.json.encode(value)

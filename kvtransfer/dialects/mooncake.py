@@ -9,17 +9,17 @@ from __future__ import annotations
 import msgspec
 
 from kvtransfer.dialects.contract import (
-    Answer,
+    DecodeRequest,
     Dialect,
-    Edits,
-    Handover,
-    Identity,
-    Needs,
-    Order,
-    Terms,
-    Unusable,
-    json_of,
-    members,
+    HandoffTerms,
+    LegOrder,
+    PrefillIdentity,
+    PrefillResponse,
+    Prerequisite,
+    RequestEdits,
+    UnusableResponse,
+    encode_json,
+    encode_members,
 )
 from kvtransfer.dialects.vllm_nixl import NOT_FOR_PREFILL, ONE_TOKEN, Name
 
@@ -31,7 +31,7 @@ class _Rank(msgspec.Struct, frozen=True):
 _page = msgspec.json.Decoder(dict[str, _Rank]).decode
 
 
-def prefill(terms: Terms) -> Edits:
+def prefill(terms: HandoffTerms) -> RequestEdits:
     """Ask for one token, on the rank that the decoder was given, and name the transfer id."""
     params = {
         "do_remote_decode": True,
@@ -40,17 +40,17 @@ def prefill(terms: Terms) -> Edits:
     }
     rank = terms.identity.rank if terms.identity is not None else None
     headers = () if rank is None else (("x-data-parallel-rank", str(rank)),)
-    return Edits(
-        ONE_TOKEN + members({"kv_transfer_params": json_of(params)}),
+    return RequestEdits(
+        ONE_TOKEN + encode_members({"kv_transfer_params": encode_json(params)}),
         NOT_FOR_PREFILL,
         headers=headers,
     )
 
 
-def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
+def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
     """Send the client's request with the address of the prefill engine's bootstrap server."""
     if terms.bootstrap is None or terms.identity is None:
-        return Unusable("nothing is known of the prefill engine's bootstrap server")
+        return UnusableResponse("nothing is known of the prefill engine's bootstrap server")
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -58,39 +58,39 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
         "remote_engine_id": terms.identity.engine_id,
         "transfer_id": _transfer_id(terms),
     }
-    return Handover(
-        Edits(members({"kv_transfer_params": json_of(params)})), reports_own_cache=False
+    return DecodeRequest(
+        RequestEdits(encode_members({"kv_transfer_params": encode_json(params)})), reports_own_cache=False
     )
 
 
-def identify(body: bytes) -> tuple[Identity, ...]:
+def identify(body: bytes) -> tuple[PrefillIdentity, ...]:
     """Return the ranks on a bootstrap server's `GET /query` page, in order; empty if invalid."""
     try:
         page = _page(body)
         ranks = sorted((int(rank), entry.engine_id) for rank, entry in page.items())
     except (msgspec.DecodeError, RecursionError, ValueError):
         return ()
-    return tuple(Identity(engine_id, rank=rank) for rank, engine_id in ranks)
+    return tuple(PrefillIdentity(engine_id, rank=rank) for rank, engine_id in ranks)
 
 
-def check(answer: Answer) -> Unusable | None:
+def check(answer: PrefillResponse) -> UnusableResponse | None:
     """Require a length-limited prefill: otherwise the engine keeps no blocks and sends nothing."""
     if answer.finish_reason == "length":
         return None
-    return Unusable(f"prefill ended with {str(answer.finish_reason)[:32]}")
+    return UnusableResponse(f"prefill ended with {str(answer.finish_reason)[:32]}")
 
 
-def _transfer_id(terms: Terms) -> str:
+def _transfer_id(terms: HandoffTerms) -> str:
     return f"xfer-{terms.request_id}"
 
 
 MOONCAKE = Dialect(
     "mooncake",
     "vllm",
-    Order.CONCURRENT,
+    LegOrder.CONCURRENT,
     prefill,
     decode,
-    needs=Needs.QUERY,
+    needs=Prerequisite.QUERY,
     identify=identify,
     check=check,
 )

@@ -11,25 +11,25 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from kvtransfer.dialects.contract import (
-    Answer,
+    DecodeRequest,
     Dialect,
-    Edits,
-    Handover,
-    Needs,
-    Order,
-    Terms,
-    Unusable,
-    json_of,
-    members,
+    HandoffTerms,
+    LegOrder,
+    PrefillResponse,
+    Prerequisite,
+    RequestEdits,
+    UnusableResponse,
+    encode_json,
+    encode_members,
 )
 
 # The servers' own probes (/health_generate) use this host: no KV is sent to it or awaited from it.
-NOBODY: Mapping[str, str | int] = MappingProxyType(
+STANDALONE: Mapping[str, str | int] = MappingProxyType(
     {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
 )
 
 
-def prefill(terms: Terms) -> Edits:
+def prefill(terms: HandoffTerms) -> RequestEdits:
     """Name the meeting point.
 
     Raises ValueError without a bootstrap address; configuration has one.
@@ -37,27 +37,27 @@ def prefill(terms: Terms) -> Edits:
     if terms.bootstrap is None:
         raise ValueError("a prefill endpoint of SGLang needs a bootstrap address")
     put = {
-        "bootstrap_host": json_of(terms.bootstrap.host),
-        "bootstrap_port": json_of(terms.bootstrap.port),
-        "bootstrap_room": json_of(terms.number),
+        "bootstrap_host": encode_json(terms.bootstrap.host),
+        "bootstrap_port": encode_json(terms.bootstrap.port),
+        "bootstrap_room": encode_json(terms.number),
     }
-    return Edits(members(put))
+    return RequestEdits(encode_members(put))
 
 
-def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
+def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
     """Send the same edits to the decode server, which reports received KV as cached tokens."""
-    return Handover(prefill(terms), reports_own_cache=False)
+    return DecodeRequest(prefill(terms), reports_own_cache=False)
 
 
 SGLANG = Dialect(
     "sglang",
     "sglang",
-    Order.CONCURRENT,
+    LegOrder.CONCURRENT,
     prefill,
     decode,
-    needs=Needs.ADDRESS,
+    needs=Prerequisite.ADDRESS,
     reads_answer=False,
-    decode_alone=False,
+    can_decode_alone=False,
     abort_frees=True,
-    by_itself=NOBODY,
+    standalone_members=STANDALONE,
 )

@@ -12,17 +12,17 @@ import msgspec
 
 from kvtransfer.dialects.contract import (
     NULL,
-    Answer,
+    DecodeRequest,
     Dialect,
-    Edits,
-    Finished,
-    Handover,
-    Order,
-    Terms,
-    Unusable,
+    FinishedResponse,
+    HandoffTerms,
+    LegOrder,
+    PrefillResponse,
+    RequestEdits,
+    UnusableResponse,
+    encode_json,
+    encode_members,
     is_null,
-    json_of,
-    members,
 )
 
 _BOTH = frozenset(
@@ -111,40 +111,40 @@ _tokens = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 _any = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-def prefill(terms: Terms) -> Edits:
+def prefill(terms: HandoffTerms) -> RequestEdits:
     """Send the client's request, as far as TensorRT-LLM knows its members, for context only.
 
     max_tokens stays unchanged.
     """
     params = {"request_type": "context_only", "disagg_request_id": terms.number}
-    return Edits(
-        members({"disaggregated_params": json_of(params), "stream": b"false"}),
+    return RequestEdits(
+        encode_members({"disaggregated_params": encode_json(params), "stream": b"false"}),
         frozenset({"stream", "stream_options"}),
         CHAT if terms.chat else COMPLETIONS,
     )
 
 
-def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable | Finished:
+def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse | FinishedResponse:
     """Send the client's request with the context server's object and prompt tokens.
 
     Returns Finished if the context response is the complete one.
     """
     if answer is None:
-        return Unusable("there is no context answer")
+        return UnusableResponse("there is no context answer")
     if answer.finish_reason not in UNFINISHED:
         return (
             _finished(answer)
             if answer.finish_reason
-            else Unusable("the context answer gives no finish reason")
+            else UnusableResponse("the context answer gives no finish reason")
         )
     try:
         params = _params(answer.disaggregated)
         handoff = _members(answer.disaggregated)
         tokens = _tokens(answer.prompt_token_ids)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        return Unusable(f"the context answer: {error}"[:200])
+        return UnusableResponse(f"the context answer: {error}"[:200])
     if params.disagg_request_id != terms.number or not tokens:
-        return Unusable(
+        return UnusableResponse(
             "the context answer is another request's"
             if tokens
             else "the context answer names no tokens"
@@ -154,23 +154,23 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable | Finishe
     if not is_null(usage):
         handoff["ctx_usage"] = usage
     prompt = "prompt_token_ids" if terms.chat else "prompt"
-    put = members(
-        {"disaggregated_params": json_of(handoff), prompt: bytes(answer.prompt_token_ids)}
+    put = encode_members(
+        {"disaggregated_params": encode_json(handoff), prompt: bytes(answer.prompt_token_ids)}
     )
-    return Handover(Edits(put, frozenset({prompt}), CHAT if terms.chat else COMPLETIONS))
+    return DecodeRequest(RequestEdits(put, frozenset({prompt}), CHAT if terms.chat else COMPLETIONS))
 
 
-def _finished(answer: Answer) -> Finished | Unusable:
+def _finished(answer: PrefillResponse) -> FinishedResponse | UnusableResponse:
     """Return the response without the object and the tokens that were meant for the gateway."""
     try:
         response = _any(answer.body)
     except msgspec.DecodeError as error:
         # A number out of range is only detected here.
-        return Unusable(f"the context answer: {error}"[:200])
+        return UnusableResponse(f"the context answer: {error}"[:200])
     response.pop("prompt_token_ids", None)
     for choice in response["choices"]:
         choice.pop("disaggregated_params", None)
-    return Finished(json_of(response))
+    return FinishedResponse(encode_json(response))
 
 
-TRTLLM = Dialect("trtllm", "trtllm", Order.SEQUENTIAL, prefill, decode)
+TRTLLM = Dialect("trtllm", "trtllm", LegOrder.SEQUENTIAL, prefill, decode)

@@ -12,15 +12,15 @@ from typing import Annotated
 import msgspec
 
 from kvtransfer.dialects.contract import (
-    Answer,
+    DecodeRequest,
     Dialect,
-    Edits,
-    Handover,
-    Order,
-    Terms,
-    Unusable,
-    json_of,
-    members,
+    HandoffTerms,
+    LegOrder,
+    PrefillResponse,
+    RequestEdits,
+    UnusableResponse,
+    encode_json,
+    encode_members,
 )
 
 # Enough for the block ids of ten million tokens. No engine's object is larger.
@@ -32,7 +32,7 @@ Size = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 
 
-class Object(msgspec.Struct, frozen=True):
+class HandoffObject(msgspec.Struct, frozen=True):
     """The members of the object that a decoder relies on. Further members pass unread.
 
     Block ids are one list per KV-cache group since vLLM 0.18, and a flat list before.
@@ -50,10 +50,10 @@ class Object(msgspec.Struct, frozen=True):
     transport: str | None = None
 
 
-_object = msgspec.json.Decoder(Object).decode
+_object = msgspec.json.Decoder(HandoffObject).decode
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
-_ASKS = json_of(
+_ASKS = encode_json(
     {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -64,52 +64,52 @@ _ASKS = json_of(
     }
 )
 _ONE_TOKEN = {"max_tokens": b"1", "min_tokens": b"1", "stream": b"false"}
-ONE_TOKEN = members(_ONE_TOKEN)
+ONE_TOKEN = encode_members(_ONE_TOKEN)
 """Limit a prefill request to one token. If that token ended the sequence, the KV would be lost."""
 
 NOT_FOR_PREFILL = frozenset(
     {*_ONE_TOKEN, "stream_options", "max_completion_tokens", "logprobs", "top_logprobs"}
 )
 
-_PREFILL = Edits(ONE_TOKEN + members({"kv_transfer_params": _ASKS}), NOT_FOR_PREFILL)
+_PREFILL = RequestEdits(ONE_TOKEN + encode_members({"kv_transfer_params": _ASKS}), NOT_FOR_PREFILL)
 
 
-def prefill(terms: Terms) -> Edits:
+def prefill(terms: HandoffTerms) -> RequestEdits:
     """Ask for one token. The engine keeps the KV for a decoder that presents its object."""
     return _PREFILL
 
 
-def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
+def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
     """Send the client's request with the prefill engine's object, if it is valid for a decoder."""
     if answer is None:
-        return Unusable("there is no prefill answer")
+        return UnusableResponse("there is no prefill answer")
     raw = bytes(answer.handoff)
-    handoff = validated(raw)
-    if isinstance(handoff, Unusable):
+    handoff = validate(raw)
+    if isinstance(handoff, UnusableResponse):
         return handoff
     if handoff.transfer_mode not in (None, "pull"):
-        return Unusable(f"the prefiller is in {handoff.transfer_mode[:32]} mode")
+        return UnusableResponse(f"the prefiller is in {handoff.transfer_mode[:32]} mode")
     host = handoff.remote_host
     if host != terms.prefill_host and is_loopback(host) and not is_loopback(terms.prefill_host):
-        raw = json_of({**_members(raw), "remote_host": terms.prefill_host})
+        raw = encode_json({**_members(raw), "remote_host": terms.prefill_host})
     own = b'"remote_prefill_cached_tokens"' in raw
-    return Handover(Edits(b',"kv_transfer_params":' + raw), own, handoff.transport)
+    return DecodeRequest(RequestEdits(b',"kv_transfer_params":' + raw), own, handoff.transport)
 
 
-def validated(raw: bytes) -> Object | Unusable:
+def validate(raw: bytes) -> HandoffObject | UnusableResponse:
     """Return the object, or Unusable if a required member is missing or implausible."""
     if raw == b"null":
-        return Unusable("the prefill answer has no kv_transfer_params")
+        return UnusableResponse("the prefill answer has no kv_transfer_params")
     if len(raw) > MOST_OBJECT_BYTES:
-        return Unusable("kv_transfer_params is too large")
+        return UnusableResponse("kv_transfer_params is too large")
     try:
         handoff = _object(raw)
         blocks = _blocks(handoff.remote_block_ids)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        return Unusable(f"kv_transfer_params: {error}"[:200])
+        return UnusableResponse(f"kv_transfer_params: {error}"[:200])
     if not handoff.do_remote_prefill or handoff.do_remote_decode:
-        return Unusable("kv_transfer_params is not a handoff")
-    return handoff if blocks else Unusable("kv_transfer_params names no blocks")
+        return UnusableResponse("kv_transfer_params is not a handoff")
+    return handoff if blocks else UnusableResponse("kv_transfer_params names no blocks")
 
 
 def _blocks(ids: list[int | list[int]]) -> int:
@@ -128,4 +128,4 @@ def is_loopback(host: str) -> bool:
     return bare in ("localhost", "::1") or bare.startswith("127.")
 
 
-VLLM_NIXL = Dialect("vllm_nixl", "vllm", Order.SEQUENTIAL, prefill, decode, apart="cache_salt")
+VLLM_NIXL = Dialect("vllm_nixl", "vllm", LegOrder.SEQUENTIAL, prefill, decode, cache_salt_member="cache_salt")

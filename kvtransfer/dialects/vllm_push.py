@@ -11,19 +11,19 @@ import msgspec
 
 from kvtransfer.dialects import vllm_nixl
 from kvtransfer.dialects.contract import (
-    Answer,
+    DecodeRequest,
     Dialect,
-    Edits,
-    Handover,
-    Identity,
-    Needs,
-    Order,
-    Terms,
-    Unusable,
+    HandoffTerms,
+    LegOrder,
+    PrefillIdentity,
+    PrefillResponse,
+    Prerequisite,
+    RequestEdits,
+    UnusableResponse,
+    encode_json,
+    encode_members,
     is_null,
-    json_of,
-    members,
-    read_answer,
+    parse_response,
 )
 from kvtransfer.dialects.vllm_nixl import Name, Port, Size
 
@@ -42,13 +42,13 @@ class _EngineParams(msgspec.Struct, frozen=True):
 _decode_params = msgspec.json.Decoder(_EngineParams).decode
 
 
-def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
+def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
     """Send the client's request, with the engine that will write to it and its id there."""
     identity = terms.identity
     if identity is None and answer is not None:
         identity = next(iter(_identities(answer)), None)
     if identity is None or identity.host is None:
-        return Unusable("the prefill engine's identity is unknown")
+        return UnusableResponse("the prefill engine's identity is unknown")
     host = terms.prefill_host if vllm_nixl.is_loopback(identity.host) else identity.host
     params = {
         "do_remote_prefill": True,
@@ -60,18 +60,18 @@ def decode(terms: Terms, answer: Answer | None) -> Handover | Unusable:
         "pp_size": identity.pp_size,
         "remote_request_id": terms.request_id,
     }
-    return Handover(
-        Edits(members({"kv_transfer_params": json_of(params)})), reports_own_cache=False
+    return DecodeRequest(
+        RequestEdits(encode_members({"kv_transfer_params": encode_json(params)})), reports_own_cache=False
     )
 
 
-def identify(body: bytes) -> tuple[Identity, ...]:
+def identify(body: bytes) -> tuple[PrefillIdentity, ...]:
     """Return the prefill engine's identity from its response; empty if absent or in pull mode."""
-    answer = read_answer(body)
-    return () if isinstance(answer, Unusable) else _identities(answer)
+    answer = parse_response(body)
+    return () if isinstance(answer, UnusableResponse) else _identities(answer)
 
 
-def _identities(answer: Answer) -> tuple[Identity, ...]:
+def _identities(answer: PrefillResponse) -> tuple[PrefillIdentity, ...]:
     if is_null(answer.handoff):
         return ()
     try:
@@ -81,7 +81,7 @@ def _identities(answer: Answer) -> tuple[Identity, ...]:
     if params.transfer_mode not in (None, "push"):
         return ()
     return (
-        Identity(
+        PrefillIdentity(
             params.remote_engine_id,
             params.remote_host,
             params.remote_port,
@@ -91,18 +91,18 @@ def _identities(answer: Answer) -> tuple[Identity, ...]:
     )
 
 
-def check(answer: Answer) -> Unusable | None:
+def check(answer: PrefillResponse) -> UnusableResponse | None:
     """Require the object: without it the prefill engine writes nothing."""
-    return None if _identities(answer) else Unusable("the prefill answer promises no transfer")
+    return None if _identities(answer) else UnusableResponse("the prefill answer promises no transfer")
 
 
 VLLM_PUSH = Dialect(
     "vllm_push",
     "vllm",
-    Order.CONCURRENT,
+    LegOrder.CONCURRENT,
     vllm_nixl.prefill,
     decode,
-    needs=Needs.FIRST_ANSWER,
+    needs=Prerequisite.FIRST_ANSWER,
     identify=identify,
     check=check,
 )

@@ -21,7 +21,7 @@ Offsets = NDArray[np.int64]
 _MIN_JOINT_SHARE = 0.05
 
 
-class Runs(msgspec.Struct, frozen=True):
+class ByteRuns(msgspec.Struct, frozen=True):
     """Memory ranges to copy, in order: int64 arrays of equal length.
 
     Offsets are in bytes, into the regions of the two ranks.
@@ -41,7 +41,7 @@ class Runs(msgspec.Struct, frozen=True):
         """The bytes of all runs."""
         return int(self.length.sum())
 
-    def cut(self, first: int, count: int) -> Runs:
+    def cut(self, first: int, count: int) -> ByteRuns:
         """Return runs [first, first + count), sharing memory.
 
         Raises IndexError if they do not exist.
@@ -49,20 +49,20 @@ class Runs(msgspec.Struct, frozen=True):
         if first < 0 or count < 1 or first + count > self.length.size:
             raise IndexError(f"runs {first} to {first + count} of {self.length.size}")
         end = first + count
-        return Runs(self.src[first:end], self.dst[first:end], self.length[first:end])
+        return ByteRuns(self.src[first:end], self.dst[first:end], self.length[first:end])
 
 
-class Pair(NamedTuple):
+class RankPair(NamedTuple):
     """Two ranks between which bytes of a layer group move."""
 
     src_rank: int
     dst_rank: int
 
 
-class Share(NamedTuple):
+class PairShare(NamedTuple):
     """What one pair of ranks moves in one group: layers and heads, by their number in the model."""
 
-    pair: Pair
+    pair: RankPair
     layers: range
     heads: range
 
@@ -77,7 +77,7 @@ class Segments(NamedTuple):
     tokens: Offsets
 
 
-def distinct(numbers: Offsets) -> Offsets:
+def sorted_distinct(numbers: Offsets) -> Offsets:
     """Return the distinct numbers in order.
 
     Much faster than np.unique, as callers may hold a lock.
@@ -86,7 +86,7 @@ def distinct(numbers: Offsets) -> Offsets:
     return in_order[np.flatnonzero(np.diff(in_order, prepend=in_order[:1] - 1))]
 
 
-def segments_of(
+def split_segments(
     src: KvLayout, dst: KvLayout, src_blocks: Offsets, dst_blocks: Offsets, covered: range
 ) -> Segments:
     """Cut the covered tokens wherever a block ends on either side."""
@@ -94,27 +94,27 @@ def segments_of(
     cuts = [
         np.arange(covered.start // size + 1, -(-covered.stop // size)) * size for size in {p, d}
     ]
-    starts = distinct(np.concatenate([np.array([covered.start]), *cuts]))
+    starts = sorted_distinct(np.concatenate([np.array([covered.start]), *cuts]))
     ends = np.append(starts[1:], covered.stop)
     return Segments(
         src_blocks[starts // p], starts % p, dst_blocks[starts // d], starts % d, ends - starts
     )
 
 
-def most_runs(src: KvLayout, dst: KvLayout, share: Share, tokens: int, most_run_bytes: int) -> int:
+def max_runs(src: KvLayout, dst: KvLayout, share: PairShare, tokens: int, most_run_bytes: int) -> int:
     """Return an upper bound for the runs of a segment of `tokens` tokens."""
     axes, n_bytes = _axes(src, dst, share, tokens)
     return prod(axis.size for axis in axes) * -(-n_bytes // most_run_bytes)
 
 
-def runs_of(
-    src: KvLayout, dst: KvLayout, segments: Segments, share: Share, most_run_bytes: int
-) -> Runs:
+def build_runs(
+    src: KvLayout, dst: KvLayout, segments: Segments, share: PairShare, most_run_bytes: int
+) -> ByteRuns:
     """Return the runs of a share of these segments, joined, none longer than `most_run_bytes`."""
     return _split_long(_join(_pieces(src, dst, segments, share)), most_run_bytes)
 
 
-def _pieces(src: KvLayout, dst: KvLayout, segments: Segments, share: Share) -> Runs:
+def _pieces(src: KvLayout, dst: KvLayout, segments: Segments, share: PairShare) -> ByteRuns:
     """Return the pieces of all segments. Segments of equal length have the same inner structure."""
     columns, segment_numbers = [], []
     for length in np.unique(segments.tokens):
@@ -143,9 +143,9 @@ def _pieces(src: KvLayout, dst: KvLayout, segments: Segments, share: Share) -> R
         columns[-1].append(np.full(columns[-1][0].size, n_bytes))
         segment_numbers.append(np.repeat(indices, pieces[0].size))
     if len(columns) == 1:
-        return Runs(*columns[0])
+        return ByteRuns(*columns[0])
     sorting = np.argsort(np.concatenate(segment_numbers), kind="stable")
-    return Runs(*(np.concatenate(columns)[sorting] for columns in zip(*columns, strict=True)))
+    return ByteRuns(*(np.concatenate(columns)[sorting] for columns in zip(*columns, strict=True)))
 
 
 class _Axis(NamedTuple):
@@ -156,7 +156,7 @@ class _Axis(NamedTuple):
     dst_step: int
 
 
-def _axes(src: KvLayout, dst: KvLayout, share: Share, tokens: int) -> tuple[list[_Axis], int]:
+def _axes(src: KvLayout, dst: KvLayout, share: PairShare, tokens: int) -> tuple[list[_Axis], int]:
     """Return the axes along which a segment is in pieces, and the bytes of one piece.
 
     A piece starts as one row and absorbs every axis along which both sides are contiguous.
@@ -174,7 +174,7 @@ def _axes(src: KvLayout, dst: KvLayout, share: Share, tokens: int) -> tuple[list
 
 
 def _lattice(
-    src: KvLayout, dst: KvLayout, share: Share, tokens: int
+    src: KvLayout, dst: KvLayout, share: PairShare, tokens: int
 ) -> tuple[tuple[Offsets, Offsets], int]:
     """Return the offsets of a segment's pieces from its origin, and the bytes of a piece."""
     axes, n_bytes = _axes(src, dst, share, tokens)
@@ -194,7 +194,7 @@ def _steps(layout: KvLayout) -> tuple[int, int, int, int]:
     return part * layout.parts, part, head, token
 
 
-def _origin(layout: KvLayout, rank: int, share: Share, blocks: Offsets, tokens: Offsets) -> Offsets:
+def _origin(layout: KvLayout, rank: int, share: PairShare, blocks: Offsets, tokens: Offsets) -> Offsets:
     """Return the offset of the share's first layer and head of these tokens in the region."""
     stage, tp_rank = divmod(rank, layout.tp)
     layer, _, head, token = _steps(layout)
@@ -203,7 +203,7 @@ def _origin(layout: KvLayout, rank: int, share: Share, blocks: Offsets, tokens: 
     return blocks * layout.rank_block_bytes(rank) + tokens * token + inside
 
 
-def _join(runs: Runs) -> Runs:
+def _join(runs: ByteRuns) -> ByteRuns:
     """Join neighbouring runs that are contiguous on both sides.
 
     If only a few would join, return the runs unchanged: runs of equal length are copied faster.
@@ -215,17 +215,17 @@ def _join(runs: Runs) -> Runs:
     if joints <= ends.size * _MIN_JOINT_SHARE:
         return runs
     firsts = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(ends) + 1])
-    return Runs(runs.src[firsts], runs.dst[firsts], np.add.reduceat(runs.length, firsts))
+    return ByteRuns(runs.src[firsts], runs.dst[firsts], np.add.reduceat(runs.length, firsts))
 
 
-def _split_long(runs: Runs, most: int) -> Runs:
+def _split_long(runs: ByteRuns, most: int) -> ByteRuns:
     """Split runs longer than `most` bytes."""
     if runs.length.max() <= most:
         return runs
     pieces = -(-runs.length // most)
     run_numbers = np.repeat(np.arange(runs.length.size), pieces)
     offset = (np.arange(run_numbers.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
-    return Runs(
+    return ByteRuns(
         runs.src[run_numbers] + offset,
         runs.dst[run_numbers] + offset,
         np.minimum(runs.length[run_numbers] - offset, most),

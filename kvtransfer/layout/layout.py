@@ -138,7 +138,7 @@ class KvLayout(msgspec.Struct, frozen=True):
         first = tp_rank * self.kv_heads // self.tp
         return range(first, first + self.rank_heads)
 
-    def same_block(self, other: KvLayout) -> bool:
+    def has_same_blocks(self, other: KvLayout) -> bool:
         """Return whether one layer of a block has the same bytes on a rank of either layout.
 
         Neighbouring layers can then move as one run.
@@ -170,6 +170,6 @@ class KvLayout(msgspec.Struct, frozen=True):
         return None
 
 
-def fingerprint_of(src: KvLayout, dst: KvLayout) -> str:
+def pair_fingerprint(src: KvLayout, dst: KvLayout) -> str:
     """Return the fingerprint of the two layouts of a plan. Both ends must have the same."""
     return f"{src.fingerprint()}-{dst.fingerprint()}"

@@ -74,7 +74,7 @@ class Region:
         """Return a copy of the generations, in the order of `blocks`."""
         return self.generations[np.asarray(blocks, np.int64)]
 
-    def current(self, blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bool:
+    def are_current(self, blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bool:
         """Return whether every block still has its generation."""
         return self.generations.take(blocks).tobytes() == generations.tobytes()
 

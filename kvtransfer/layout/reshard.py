@@ -15,22 +15,22 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtransfer.layout.block_mapping import (
+    ByteRuns,
     Offsets,
-    Pair,
-    Runs,
+    PairShare,
+    RankPair,
     Segments,
-    Share,
-    distinct,
-    most_runs,
-    runs_of,
-    segments_of,
+    build_runs,
+    max_runs,
+    sorted_distinct,
+    split_segments,
 )
 from kvtransfer.layout.layout import KvLayout
 
 Blocks = Sequence[int] | Offsets
 
-MOST_RUN_BYTES = 1 << 20
-MOST_RUNS = 1 << 16
+MAX_RUN_BYTES = 1 << 20
+MAX_RUNS = 1 << 16
 GROUP_BYTES = 6 << 20
 _MOST_BLOCK = 1 << 31
 
@@ -39,7 +39,7 @@ class LayoutMismatch(Exception):
     """A cache of one layout can never become one of the other. The message names the field."""
 
 
-class Window(NamedTuple):
+class PlannedWindow(NamedTuple):
     """Runs [first, first + n_runs) of pair number `pair` of a layer group: the unit of sending."""
 
     pair: int
@@ -55,7 +55,7 @@ class _Limits(NamedTuple):
     runs: int
 
 
-class Plan:
+class TransferPlan:
     """All runs of one transfer, by group and rank pair. Thread-safe. Created by `plan`.
 
     groups     number of groups. A group is some layers of a chunk of tokens: first the layers
@@ -87,10 +87,10 @@ class Plan:
         self._chunk_tokens = tuple(int(chunk.tokens.sum()) for chunk in chunks)
         self._bands, self.groups = bands, len(bands) * len(chunks)
 
-        def make(group: int, pair: int) -> Runs:
+        def make(group: int, pair: int) -> ByteRuns:
             """Compute runs from values, not from the plan, to avoid a reference cycle."""
             band, chunk = divmod(group, len(chunks))
-            return runs_of(src, dst, chunks[chunk], shares[band][pair], limits.run_bytes)
+            return build_runs(src, dst, chunks[chunk], shares[band][pair], limits.run_bytes)
 
         # Windows come group by group, so the runs of two groups are enough to cache.
         self._cached_runs = lru_cache(2 * max(map(len, shares)))(make)
@@ -99,21 +99,21 @@ class Plan:
         """Return the layers of a group. Raises IndexError."""
         return self._bands[self._band(group)]
 
-    def groups_ready(self, layers: int) -> int:
+    def ready_groups(self, layers: int) -> int:
         """Return how many groups may be sent once the first `layers` layers are computed."""
         if layers >= self.src.layers:
             return self.groups
         return max(layers, 0) // self.group_layers * len(self._chunk_tokens)
 
-    def layers_there(self, groups: int) -> int:
+    def complete_layers(self, groups: int) -> int:
         """Return how many layers are complete after the first `groups` groups."""
         return min(groups // len(self._chunk_tokens) * self.group_layers, self.src.layers)
 
-    def pairs(self, group: int) -> tuple[Pair, ...]:
+    def pairs(self, group: int) -> tuple[RankPair, ...]:
         """Return the pairs of a group, sorted. A window's pair number is an index into them."""
         return tuple(share.pair for share in self._shares[self._band(group)])
 
-    def runs(self, group: int, pair: int) -> Runs:
+    def runs(self, group: int, pair: int) -> ByteRuns:
         """Return what pair number `pair` of a group copies. Raises IndexError."""
         pairs = len(self._shares[self._band(group)])
         if not 0 <= pair < pairs:
@@ -145,7 +145,7 @@ class Plan:
             for shares in self._shares
         ]
 
-    def windows(self, group: int, window_bytes: int) -> Iterator[Window]:
+    def windows(self, group: int, window_bytes: int) -> Iterator[PlannedWindow]:
         """Cut a group into windows of at most `window_bytes`, equal on both sides.
 
         A single longer run is a window of its own.
@@ -155,7 +155,7 @@ class Plan:
             first, begin = 0, 0
             while first < ends.size:
                 end = max(int(np.searchsorted(ends, begin + window_bytes, "right")), first + 1)
-                yield Window(pair, first, end - first, int(ends[end - 1]) - begin)
+                yield PlannedWindow(pair, first, end - first, int(ends[end - 1]) - begin)
                 first, begin = end, int(ends[end - 1])
 
     def _band(self, group: int) -> int:
@@ -165,7 +165,7 @@ class Plan:
         return group // len(self._chunk_tokens)
 
 
-def plan(
+def plan_transfer(
     src: KvLayout,
     dst: KvLayout,
     src_blocks: Blocks,
@@ -174,9 +174,9 @@ def plan(
     *,
     skip_tokens: int = 0,
     group_layers: int | None = None,
-    most_run_bytes: int = MOST_RUN_BYTES,
-    most_runs: int = MOST_RUNS,
-) -> Plan:
+    max_run_bytes: int = MAX_RUN_BYTES,
+    max_runs: int = MAX_RUNS,
+) -> TransferPlan:
     """Plan how tokens [skip_tokens, tokens) of a request get from `src` into `dst`.
 
     src_blocks, dst_blocks   the request's blocks in token order, from token 0 on;
@@ -200,19 +200,19 @@ def plan(
         _checked(src_blocks, src, tokens, "source"),
         _checked(dst_blocks, dst, tokens, "sink"),
     )
-    if distinct(to_blocks).size != to_blocks.size:
+    if sorted_distinct(to_blocks).size != to_blocks.size:
         raise ValueError("a block of the sink is listed twice")
     end = min(-(-tokens // layout.block_tokens) * layout.block_tokens for layout in (src, dst))
     covered = range(skip_tokens, end)
     if group_layers is None:
         group_layers = layers_per_group(src, tokens - skip_tokens)
-    if min(group_layers, most_run_bytes, most_runs) < 1:
+    if min(group_layers, max_run_bytes, max_runs) < 1:
         raise ValueError(
-            f"group_layers {group_layers}, most_run_bytes {most_run_bytes} "
-            f"and most_runs {most_runs} must be at least 1"
+            f"group_layers {group_layers}, most_run_bytes {max_run_bytes} "
+            f"and most_runs {max_runs} must be at least 1"
         )
-    segments = segments_of(src, dst, from_blocks, to_blocks, covered)
-    return Plan(src, dst, segments, covered, group_layers, _Limits(most_run_bytes, most_runs))
+    segments = split_segments(src, dst, from_blocks, to_blocks, covered)
+    return TransferPlan(src, dst, segments, covered, group_layers, _Limits(max_run_bytes, max_runs))
 
 
 def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYTES) -> int:
@@ -224,7 +224,7 @@ def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYT
     return min(layout.layers, max(1, -(-group_bytes // max(1, layer_bytes))))
 
 
-def most_pairs(src: KvLayout, dst: KvLayout, group_layers: int) -> int:
+def max_pairs(src: KvLayout, dst: KvLayout, group_layers: int) -> int:
     """Return an upper bound for the pairs of stages and ranks that a plan examines.
 
     The time to plan grows with it, whatever the number of blocks.
@@ -251,7 +251,7 @@ def _chunks(
     src: KvLayout,
     dst: KvLayout,
     segments: Segments,
-    shares: tuple[tuple[Share, ...], ...],
+    shares: tuple[tuple[PairShare, ...], ...],
     limits: _Limits,
 ) -> list[Segments]:
     """Cut the segments into chunks, as soon as a pair reaches its limit of runs.
@@ -265,7 +265,7 @@ def _chunks(
     most = np.array(
         [
             max(
-                most_runs(src, dst, share, int(length), limits.run_bytes)
+                max_runs(src, dst, share, int(length), limits.run_bytes)
                 for share in share_by_shape
             )
             for length in lengths
@@ -277,13 +277,13 @@ def _chunks(
     return [Segments(*(column[a:b] for column in segments)) for a, b in pairwise(cuts)]
 
 
-def _shares(src: KvLayout, dst: KvLayout, band: int, layers: range) -> Iterator[Share]:
+def _shares(src: KvLayout, dst: KvLayout, band: int, layers: range) -> Iterator[PairShare]:
     """Return which pairs move which heads of these layers, sorted by pair."""
     shares = []
     for src_stage, dst_stage, common in _common_layers(src, dst, layers):
         for src_tp, dst_tp, heads in _common_heads(src, dst, band):
-            pair = Pair(src_stage * src.tp + src_tp, dst_stage * dst.tp + dst_tp)
-            shares.append(Share(pair, common, heads))
+            pair = RankPair(src_stage * src.tp + src_tp, dst_stage * dst.tp + dst_tp)
+            shares.append(PairShare(pair, common, heads))
     return iter(sorted(shares, key=lambda share: share.pair))
 
 

@@ -12,31 +12,31 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from kvtransfer.contract import MOST_LANES, Laned, Link, Transport, TransportError
-from kvtransfer.links.peer_link import Dialling, Line, astray, unfit
+from kvtransfer.contract import MAX_LANES, Link, MultiLaneLink, Transport, TransportError
+from kvtransfer.links.peer_link import DialRequest, PeerLink, incompatibility, wrong_peer_error
 from kvtransfer.links.unproven_links import UnprovenLinks
 from kvtransfer.protocol.messages import (
     Accept,
+    AgentCard,
     Beat,
-    Card,
     Credit,
     Invite,
     Landed,
     Message,
     ProtocolError,
-    Stop,
+    StopTransfer,
     Unwanted,
 )
-from kvtransfer.protocol.outcomes import Reason
-from kvtransfer.protocol.session import Session, Unproven, greeting_nonce, shows_key
+from kvtransfer.protocol.outcomes import EndReason
+from kvtransfer.protocol.session import LinkSession, SealError, greeting_nonce, shows_key
 from kvtransfer.transfer.commands import Command
-from kvtransfer.transfer.sink import SinkBook
-from kvtransfer.transfer.source import SourceBook
-from kvtransfer.transfer.stats import Tally
-from kvtransfer.transports.choose import better
-from kvtransfer.util.agent_lock import Hold
+from kvtransfer.transfer.sink import TransferSink
+from kvtransfer.transfer.source import TransferSource
+from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transports.choose import better_transport
+from kvtransfer.util.agent_lock import AgentLock
 from kvtransfer.util.clock import Clock, Timer
-from kvtransfer.util.options import Options
+from kvtransfer.util.options import AgentOptions
 
 # Dials are repeated for a peer that closed before it showed its identity. The delay doubles.
 _MAX_REDIALS = 3
@@ -46,7 +46,7 @@ _MAX_FAILED_LANES = 3
 log = logging.getLogger("penstock")
 
 
-class Switchboard:
+class LinkManager:
     """The links of one agent. Peers are dialled over the first of `transports`.
 
     `execute` executes the commands that messages cause; `lock` is the agent's.
@@ -57,18 +57,18 @@ class Switchboard:
         key: bytes,
         transports: Mapping[str, Transport],
         clock: Clock,
-        options: Options,
-        books: tuple[SinkBook, SourceBook, Tally],
-        lock: Hold,
+        options: AgentOptions,
+        books: tuple[TransferSink, TransferSource, AgentStats],
+        lock: AgentLock,
         execute: Callable[[list[Command]], None],
     ) -> None:
-        self.card: Card
+        self.card: AgentCard
         self.options = options
         self._key, self._transports, self._clock = key, transports, clock
         self._sink, self._source, self._tally = books
         self._lock, self._execute = lock, execute
-        self._peer_links: dict[Link, Line] = {}
-        self._unproven = UnprovenLinks(options.most_strangers, options.unproven_per_address)
+        self._peer_links: dict[Link, PeerLink] = {}
+        self._unproven = UnprovenLinks(options.max_unproven_links, options.max_unproven_per_address)
         self._dials = 0  # dials in progress
         self._ended_early: dict[
             Link, str
@@ -81,11 +81,11 @@ class Switchboard:
         """Return the number of links, not counting lanes."""
         return sum(not peer_link.session.lane_of for peer_link in self._peer_links.values())
 
-    def open(self, card: Card) -> None:
+    def open(self, card: AgentCard) -> None:
         self.card = card
         self._schedule_heartbeat(self._clock.now())
 
-    def refuse(self) -> None:
+    def stop_accepting(self) -> None:
         """Accept no more links."""
         self._closed = True
 
@@ -100,25 +100,25 @@ class Switchboard:
         for link in links:
             link.close()
 
-    def say(self, link: Link, message: Message) -> None:
+    def send(self, link: Link, message: Message) -> None:
         """Send a message. No-op on a link that has ended."""
         if (peer_link := self._peer_links.get(link)) is not None:
-            peer_link.say(message)
+            peer_link.send(message)
 
     def dial(self, address: str) -> None:
         """Dial the agent there on another thread.
 
         The sink receives `on_linked` or `on_link_failed`.
         """
-        self._start_dial(Dialling(next(iter(self._transports.values())), address, address))
+        self._start_dial(DialRequest(next(iter(self._transports.values())), address, address))
 
-    def linked(self, link: Link) -> None:
+    def on_linked(self, link: Link) -> None:
         with self._lock:
             if self._closed:
                 return link.close()
             self._evict(self._unproven.admit(link))
-            session = Session(self._key, secrets.token_bytes(16), self.card, dialled=False)
-            self._peer_links[link] = Line(link, session, None, self._clock.now())
+            session = LinkSession(self._key, secrets.token_bytes(16), self.card, is_dialler=False)
+            self._peer_links[link] = PeerLink(link, session, None, self._clock.now())
             return None
 
     def _evict(self, link: Link | None) -> None:
@@ -128,41 +128,41 @@ class Switchboard:
         self._peer_links.pop(link, None)
         link.close()
 
-    def message(self, link: Link, data: bytes) -> None:
+    def on_message(self, link: Link, data: bytes) -> None:
         peer_link = self._peer_links.get(link)
         if peer_link is None:
             return
-        peer_link.hearing = True
+        peer_link.is_handling = True
         try:
-            message, reply = peer_link.session.answer(data)
+            message, reply = peer_link.session.handle(data)
             if reply is not None:
                 link.send(reply)
             with self._lock:
                 if self._peer_links.get(link) is not peer_link:
                     # The link was lost in the meantime, so new state would never be cleaned up.
                     return
-                if not peer_link.up:
+                if not peer_link.is_proven:
                     self._protect_link(peer_link)
-                if peer_link.session.peer is not None and not peer_link.up:
+                if peer_link.session.peer is not None and not peer_link.is_proven:
                     self._prove(peer_link)
                 if message is not None:
                     self._execute(self._handle(peer_link, message, self._clock.now()))
-        except (ProtocolError, Unproven) as error:
-            forged = isinstance(error, Unproven)
+        except (ProtocolError, SealError) as error:
+            forged = isinstance(error, SealError)
             self._tally.faults["unproven" if forged else "protocol"] += 1
-            reason = Reason.WRONG_KEY if forged and not peer_link.up else Reason.PROTOCOL
-            self.lose(link, reason, str(error))
+            reason = EndReason.WRONG_KEY if forged and not peer_link.is_proven else EndReason.PROTOCOL
+            self.drop_link(link, reason, str(error))
         finally:
-            peer_link.hearing = False
+            peer_link.is_handling = False
 
-    def _protect_link(self, peer_link: Line) -> None:
+    def _protect_link(self, peer_link: PeerLink) -> None:
         """Protect a link whose greeting shows the key from being dropped.
 
         Of several links with the same greeting, only the first is protected, because greetings can
         be replayed.
         """
         greeting = peer_link.session.greeting
-        if peer_link.dialling is not None or (
+        if peer_link.dial_request is not None or (
             peer_link.session.peer is None and not shows_key(self._key, greeting)
         ):
             return
@@ -174,7 +174,7 @@ class Switchboard:
         if peer_link.session.peer is not None or greeting not in served:
             self._unproven.remove(peer_link.link)
 
-    def lose(self, link: Link, reason: Reason, detail: str) -> None:
+    def drop_link(self, link: Link, reason: EndReason, detail: str) -> None:
         """Drop a link. Every transfer on it ends, behind its own fence."""
         with self._lock:
             peer_link = self._peer_links.pop(link, None)
@@ -195,42 +195,42 @@ class Switchboard:
             for lane in peer_link.lanes:
                 self._peer_links.pop(lane.link, None)
                 lane.link.close()
-            if peer_link.first is not None:
-                self._lose_lane(peer_link, peer_link.first, detail)
-            elif peer_link.dialling is None:
-                self._execute(self._source.lost(link, reason, detail, now))
-            elif peer_link.linked:
-                self._execute(self._sink.lost(link, reason, detail, now))
+            if peer_link.lane_owner is not None:
+                self._lose_lane(peer_link, peer_link.lane_owner, detail)
+            elif peer_link.dial_request is None:
+                self._execute(self._source.on_lost(link, reason, detail, now))
+            elif peer_link.is_in_use:
+                self._execute(self._sink.on_lost(link, reason, detail, now))
             else:
-                on_failure = self._on_dial_failed if peer_link.up else self._redial
-                self._execute(on_failure(peer_link.dialling, reason, detail))
+                on_failure = self._on_dial_failed if peer_link.is_proven else self._redial
+                self._execute(on_failure(peer_link.dial_request, reason, detail))
             link.close()
 
-    def _greeting(self, link: Link, dialling: Dialling) -> Session:
+    def _greeting(self, link: Link, dialling: DialRequest) -> LinkSession:
         """Return the session of a dialled link.
 
         The first link's Hello carries the send budget of all its lanes together.
         """
         lane_of = b"" if dialling.lane_of is None else dialling.lane_of.session.greeting
-        budget_bytes = self.options.budget_bytes * (link.lanes if isinstance(link, Laned) else 1)
-        return Session(
+        budget_bytes = self.options.budget_bytes * (link.lanes if isinstance(link, MultiLaneLink) else 1)
+        return LinkSession(
             self._key,
             greeting_nonce(self._key, secrets.token_bytes(8)),
             self.card,
-            dialled=True,
+            is_dialler=True,
             budget_bytes=budget_bytes,
             lane_of=lane_of,
         )
 
-    def _start_dial(self, dialling: Dialling) -> None:
+    def _start_dial(self, dialling: DialRequest) -> None:
         """Dial on another thread. Call it with the lock held."""
         self._dials += 1
         try:
-            self._clock.aside(lambda: self._dial(dialling))
+            self._clock.run_in_thread(lambda: self._dial(dialling))
         except RuntimeError as error:
             # No thread can be started.
             self._finish_dial(None)
-            self._execute(self._on_dial_failed(dialling, Reason.UNREACHABLE, str(error)))
+            self._execute(self._on_dial_failed(dialling, EndReason.UNREACHABLE, str(error)))
 
     def _finish_dial(self, link: Link | None) -> str | None:
         """Account for a finished dial. Returns why its link has already ended, if it has."""
@@ -240,7 +240,7 @@ class Switchboard:
             self._ended_early.clear()
         return detail
 
-    def _dial(self, dialling: Dialling) -> None:
+    def _dial(self, dialling: DialRequest) -> None:
         """Dial a peer. Runs on its own thread, because it may block."""
         try:
             link = dialling.transport.dial(dialling.where)
@@ -255,9 +255,9 @@ class Switchboard:
                 )
             with self._lock:
                 self._finish_dial(None)
-                self._execute(self._on_dial_failed(dialling, Reason.UNREACHABLE, str(error)))
+                self._execute(self._on_dial_failed(dialling, EndReason.UNREACHABLE, str(error)))
             return
-        peer_link = Line(link, self._greeting(link, dialling), dialling, self._clock.now())
+        peer_link = PeerLink(link, self._greeting(link, dialling), dialling, self._clock.now())
         with self._lock:
             ended = self._finish_dial(link)
             if self._closed:
@@ -265,126 +265,126 @@ class Switchboard:
                 return
             if ended is not None:
                 link.close()
-                self._execute(self._redial(dialling, Reason.UNREACHABLE, ended))
+                self._execute(self._redial(dialling, EndReason.UNREACHABLE, ended))
                 return
             self._peer_links[link] = peer_link
         link.send(peer_link.session.hello())
 
-    def _prove(self, peer_link: Line) -> None:
+    def _prove(self, peer_link: PeerLink) -> None:
         """Put a link whose peer has proven its identity to use, or drop an incompatible one."""
-        peer_link.up, peer = True, peer_link.session.peer
+        peer_link.is_proven, peer = True, peer_link.session.peer
         assert peer is not None
         reason = (
-            unfit(self.card, peer, peer_link.session.version)
-            or astray(peer_link)
+            incompatibility(self.card, peer, peer_link.session.version)
+            or wrong_peer_error(peer_link)
             or self._missing_parent(peer_link)
         )
         reason = reason or self._lane_error(peer_link)
         if reason is not None:
             self._tally.refused[reason[0]] += 1
-            self.lose(peer_link.link, *reason)
+            self.drop_link(peer_link.link, *reason)
             return
         peer_link.link.secure(peer_link.session.window_key)
-        first, dialling = self._lane_owner(peer_link), peer_link.dialling
+        first, dialling = self._lane_owner(peer_link), peer_link.dial_request
         if first is not None:
             self._add_lane(first, peer_link)
         elif dialling is None:
-            self._source.linked(peer_link.link, peer, peer_link.session.budget_bytes)
-        elif (name := better(self.card, peer, self._transports, peer_link.link.transport)) is None:
+            self._source.on_linked(peer_link.link, peer, peer_link.session.budget_bytes)
+        elif (name := better_transport(self.card, peer, self._transports, peer_link.link.transport)) is None:
             self._execute(self._use(peer_link))
         else:
             self._start_dial(
-                Dialling(self._transports[name], peer.addresses[name], dialling.address, peer_link)
+                DialRequest(self._transports[name], peer.addresses[name], dialling.address, peer_link)
             )
 
-    def _missing_parent(self, peer_link: Line) -> tuple[Reason, str] | None:
+    def _missing_parent(self, peer_link: PeerLink) -> tuple[EndReason, str] | None:
         """Return an error if the link that led to this one is gone.
 
         Nothing waits for a better link or a lane of it any more, and another link may have been
         dialled since.
         """
-        parent = None if peer_link.dialling is None else peer_link.dialling.led_by
+        parent = None if peer_link.dial_request is None else peer_link.dial_request.parent
         if parent is None or parent.link in self._peer_links:
             return None
-        return Reason.LINK_LOST, "the link that led here is gone"
+        return EndReason.LINK_LOST, "the link that led here is gone"
 
     # ---- lanes
 
-    def _lane_owner(self, peer_link: Line) -> Line | None:
+    def _lane_owner(self, peer_link: PeerLink) -> PeerLink | None:
         """Return the link whose lane this is, if it is one.
 
         A source finds it by the greeting, among links of the same peer.
         """
-        if peer_link.dialling is not None:
-            return peer_link.dialling.lane_of
+        if peer_link.dial_request is not None:
+            return peer_link.dial_request.lane_of
         if not peer_link.session.lane_of:
             return None
         for candidate in self._peer_links.values():
             is_candidate = (
                 candidate is not peer_link
-                and candidate.dialling is None
-                and candidate.first is None
+                and candidate.dial_request is None
+                and candidate.lane_owner is None
             )
             if (
                 is_candidate
                 and candidate.session.greeting == peer_link.session.lane_of
-                and candidate.of_same_peer(peer_link)
+                and candidate.has_same_peer(peer_link)
             ):
                 # The check of the peer rejects a replayed greeting.
                 return candidate
         return None
 
-    def _lane_error(self, peer_link: Line) -> tuple[Reason, str] | None:
+    def _lane_error(self, peer_link: PeerLink) -> tuple[EndReason, str] | None:
         if not peer_link.session.lane_of:
             return None
         first = self._lane_owner(peer_link)
         if (
             first is None
-            or not isinstance(first.link, Laned)
+            or not isinstance(first.link, MultiLaneLink)
             or first.link.transport != peer_link.link.transport
         ):
-            return Reason.LINK_LOST, "a lane of an unknown link"
-        return (Reason.PROTOCOL, "too many lanes") if len(first.lanes) >= MOST_LANES - 1 else None
+            return EndReason.LINK_LOST, "a lane of an unknown link"
+        return (EndReason.PROTOCOL, "too many lanes") if len(first.lanes) >= MAX_LANES - 1 else None
 
-    def _add_lane(self, first: Line, peer_link: Line) -> None:
+    def _add_lane(self, first: PeerLink, peer_link: PeerLink) -> None:
         """Share the first link's windows with this lane."""
-        assert isinstance(first.link, Laned)
-        peer_link.first = first
+        assert isinstance(first.link, MultiLaneLink)
+        peer_link.lane_owner = first
         first.lanes.append(peer_link)
-        first.link.widen(peer_link.link)
-        if peer_link.dialling is None:
-            peer_link.say(Beat())  # confirms the lane, so that the sink dials the next
+        first.link.add_lane(peer_link.link)
+        if peer_link.dial_request is None:
+            peer_link.send(Beat())  # confirms the lane, so that the sink dials the next
 
-    def _dial_lane(self, first: Line) -> None:
+    def _dial_lane(self, first: PeerLink) -> None:
         """Sink: dial the next lane, once the source has sent something over the previous one.
 
         Before that the source may not have received our proof, and would reject a lane of an
         unknown link.
         """
-        link, dialling = first.link, first.dialling
-        if not isinstance(link, Laned) or dialling is None or first.seeking:
+        link, dialling = first.link, first.dial_request
+        if not isinstance(link, MultiLaneLink) or dialling is None or first.is_dialling_lane:
             return
-        if first.misses < _MAX_FAILED_LANES and len(first.lanes) < link.lanes - 1:
-            first.seeking = True
+        if first.failed_lanes < _MAX_FAILED_LANES and len(first.lanes) < link.lanes - 1:
+            first.is_dialling_lane = True
             self._start_dial(msgspec.structs.replace(dialling, fallback=None, lane_of=first))
 
-    def _handle_lane_message(self, peer_link: Line, first: Line, message: Message) -> list[Command]:
+    def _handle_lane_message(self, peer_link: PeerLink, first: PeerLink, message: Message) -> list[Command]:
         if not isinstance(message, Beat):
             raise ProtocolError(
                 f"{type(message).__name__} on a lane, which carries only windows and beats"
             )
-        if not peer_link.heard:
-            peer_link.heard, first.seeking = True, False
+        if not peer_link.has_received:
+            peer_link.has_received, first.is_dialling_lane = True, False
             self._dial_lane(first)
         return []
 
-    def _retry_lane(self, first: Line, detail: str) -> None:
+    def _retry_lane(self, first: PeerLink, detail: str) -> None:
         """Dial another lane after one failed or ended before it was used."""
-        if first.link in self._peer_links and first.misses <= _MAX_FAILED_LANES:
+        if first.link in self._peer_links and first.failed_lanes <= _MAX_FAILED_LANES:
             log.warning("kv %s: a lane to %s failed: %s", self.card.agent, first.peer, detail)
             self._dial_lane(first)
 
-    def _lose_lane(self, peer_link: Line, first: Line, detail: str) -> None:
+    def _lose_lane(self, peer_link: PeerLink, first: PeerLink, detail: str) -> None:
         """Handle the end of a lane.
 
         If it was used, windows may be missing, so its link is lost too.
@@ -393,22 +393,22 @@ class Switchboard:
         more.
         """
         lane = peer_link.link
-        assert isinstance(lane, Laned)
+        assert isinstance(lane, MultiLaneLink)
 
         def decide() -> None:
             # Read late, because the lane's thread may have been taking its first window when it
             # closed.
-            if lane.used:
-                self.lose(first.link, Reason.LINK_LOST, f"a lane is lost: {detail}")
+            if lane.has_carried_windows:
+                self.drop_link(first.link, EndReason.LINK_LOST, f"a lane is lost: {detail}")
             else:
                 self._retry_lane(first, detail)
 
         first.lanes.remove(peer_link)
-        first.misses += 1
-        if not peer_link.heard:
-            first.seeking = False  # this was the lane being dialled
-        if lane.used:
-            self._sink.leave(first.link)
+        first.failed_lanes += 1
+        if not peer_link.has_received:
+            first.is_dialling_lane = False  # this was the lane being dialled
+        if lane.has_carried_windows:
+            self._sink.retire_link(first.link)
         self._later(self.options.silence_s, decide)
 
     def _later(self, delay_s: float, call: Callable[[], None]) -> None:
@@ -420,30 +420,30 @@ class Switchboard:
 
     # ---- choosing the link
 
-    def _use(self, peer_link: Line) -> list[Command]:
+    def _use(self, peer_link: PeerLink) -> list[Command]:
         """Sink: use this link, and close the one that led to it."""
-        peer, dialling = peer_link.session.peer, peer_link.dialling
+        peer, dialling = peer_link.session.peer, peer_link.dial_request
         assert dialling is not None
         assert peer is not None
-        peer_link.linked = True
+        peer_link.is_in_use = True
         fallback = dialling.fallback
         if fallback is not None and self._peer_links.pop(fallback.link, None) is not None:
             fallback.link.close()
         log.info("kv %s: linked to %s by %s", self.card.agent, peer.agent, peer_link.link.transport)
-        return self._sink.linked(
+        return self._sink.on_linked(
             dialling.address, peer_link.link, peer.layout, peer.agent, self._clock.now()
         )
 
-    def _redial(self, dialling: Dialling, reason: Reason, detail: str) -> list[Command]:
+    def _redial(self, dialling: DialRequest, reason: EndReason, detail: str) -> list[Command]:
         """Sink: dial again after the connection ended before the peer showed its identity.
 
         A busy peer drops unproven connections.
         """
-        ended = reason in (Reason.LINK_LOST, Reason.UNREACHABLE)
+        ended = reason in (EndReason.LINK_LOST, EndReason.UNREACHABLE)
         if (
             not ended
             or self._closed
-            or dialling.led_by is not None
+            or dialling.parent is not None
             or dialling.redials >= _MAX_REDIALS
         ):
             return self._on_dial_failed(dialling, reason, detail)
@@ -451,17 +451,17 @@ class Switchboard:
         self._later(_REDIAL_S * 2**dialling.redials, lambda: self._start_dial(repeated))
         return []
 
-    def _on_dial_failed(self, dialling: Dialling, reason: Reason, detail: str) -> list[Command]:
+    def _on_dial_failed(self, dialling: DialRequest, reason: EndReason, detail: str) -> list[Command]:
         """Sink: handle a link that did not come up. Use its fallback, if there is one."""
         address, fallback = dialling.address, dialling.fallback
         if (lane_owner := dialling.lane_of) is not None:
-            lane_owner.seeking = False
-            lane_owner.misses += 1
+            lane_owner.is_dialling_lane = False
+            lane_owner.failed_lanes += 1
             # By then, unproven links that kept the lane out of the source have timed out.
             self._later(self.options.handshake_s, lambda: self._retry_lane(lane_owner, detail))
             return []
         if fallback is None:
-            return self._sink.unlinked(address, reason, detail, self._clock.now())
+            return self._sink.on_link_failed(address, reason, detail, self._clock.now())
         if fallback.link not in self._peer_links:
             # Transfers that waited for the fallback have ended. Later ones wait for another link.
             return []
@@ -469,34 +469,34 @@ class Switchboard:
         self._tally.faults["fallback"] += 1
         return self._use(fallback)
 
-    def _handle(self, peer_link: Line, message: Message, now: float) -> list[Command]:
+    def _handle(self, peer_link: PeerLink, message: Message, now: float) -> list[Command]:
         """Dispatch a message. Raises ProtocolError for one that this direction does not allow."""
         link = peer_link.link
-        if peer_link.first is not None:
-            return self._handle_lane_message(peer_link, peer_link.first, message)
-        if peer_link.linked and not peer_link.heard:
-            peer_link.heard = True
+        if peer_link.lane_owner is not None:
+            return self._handle_lane_message(peer_link, peer_link.lane_owner, message)
+        if peer_link.is_in_use and not peer_link.has_received:
+            peer_link.has_received = True
             self._dial_lane(peer_link)
-        match message, peer_link.dialling is not None:
+        match message, peer_link.dial_request is not None:
             case Beat(), True:
                 return []
             case Beat(), False:
-                self._source.beaten(link, now)
+                self._source.on_beat(link, now)
                 return []
             case Accept(), True:
-                return self._sink.accepted(link, message, now)
-            case Stop(), True:
-                return self._sink.stopped(link, message, now)
+                return self._sink.on_accept(link, message, now)
+            case StopTransfer(), True:
+                return self._sink.on_stop(link, message, now)
             case Invite(), False:
-                return self._source.invited(link, message, now)
-            case Stop(), False:
-                return self._source.stopped(link, message, now)
+                return self._source.on_invite(link, message, now)
+            case StopTransfer(), False:
+                return self._source.on_stop(link, message, now)
             case Unwanted(), False:
-                return self._source.unwanted(link, message, now)
+                return self._source.on_unwanted(link, message, now)
             case Landed(), False:
-                return self._source.landed(link, message, now)
+                return self._source.on_landed(link, message, now)
             case Credit(), False:
-                return self._source.credited(link, message, now)
+                return self._source.on_credit(link, message, now)
         raise ProtocolError(f"{type(message).__name__} is not allowed in this direction")
 
     def _beat(self, due: float, send_beat: bool = True) -> None:
@@ -511,11 +511,11 @@ class Switchboard:
         late_s = now - due if now - due > beat_s else 0.0
         try:
             for peer_link in list(self._peer_links.values()):
-                if peer_link.silent(now, late_s, self.options):
-                    limit_s = self.options.silence_s if peer_link.up else self.options.handshake_s
-                    self.lose(peer_link.link, Reason.SILENT, f"silent for {limit_s} s")
-                elif peer_link.up and send_beat:
-                    peer_link.say(Beat())
+                if peer_link.is_silent(now, late_s, self.options):
+                    limit_s = self.options.silence_s if peer_link.is_proven else self.options.handshake_s
+                    self.drop_link(peer_link.link, EndReason.SILENT, f"silent for {limit_s} s")
+                elif peer_link.is_proven and send_beat:
+                    peer_link.send(Beat())
         finally:
             self._schedule_heartbeat(now + beat_s / 2, not send_beat)
 

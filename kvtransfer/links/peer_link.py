@@ -10,13 +10,13 @@ import threading
 import msgspec
 
 from kvtransfer.contract import Link, Transport
-from kvtransfer.protocol.messages import VERSION, Card, Message
-from kvtransfer.protocol.outcomes import Reason
-from kvtransfer.protocol.session import Session
-from kvtransfer.util.options import Options
+from kvtransfer.protocol.messages import VERSION, AgentCard, Message
+from kvtransfer.protocol.outcomes import EndReason
+from kvtransfer.protocol.session import LinkSession
+from kvtransfer.util.options import AgentOptions
 
 
-class Dialling(msgspec.Struct, frozen=True, eq=False):
+class DialRequest(msgspec.Struct, frozen=True, eq=False):
     """A connection that is being dialled.
 
     where      the peer's address for `transport`
@@ -29,17 +29,17 @@ class Dialling(msgspec.Struct, frozen=True, eq=False):
     transport: Transport
     where: str
     address: str
-    fallback: Line | None = None
-    lane_of: Line | None = None
+    fallback: PeerLink | None = None
+    lane_of: PeerLink | None = None
     redials: int = 0
 
     @property
-    def led_by(self) -> Line | None:
+    def parent(self) -> PeerLink | None:
         """The link over which this agent learnt of `where`; None: it was dialled first."""
         return self.fallback or self.lane_of
 
 
-class Line:
+class PeerLink:
     """A link and what the agent knows of it.
 
     is_proven          both ends have proven their identity
@@ -54,16 +54,16 @@ class Line:
     """
 
     __slots__ = (
-        "_heard_at", "_received", "_sending", "dialling", "first", "heard", "hearing", "lanes",
-        "link", "linked", "misses", "seeking", "session", "up",
+        "_heard_at", "_received", "_sending", "dial_request", "lane_owner", "has_received", "is_handling", "lanes",
+        "link", "is_in_use", "failed_lanes", "is_dialling_lane", "session", "is_proven",
     )  # fmt: skip
 
-    def __init__(self, link: Link, session: Session, dialling: Dialling | None, now: float) -> None:
-        self.link, self.session, self.dialling = link, session, dialling
-        self.first: Line | None = None
-        self.lanes: list[Line] = []
-        self.misses = 0
-        self.up = self.linked = self.hearing = self.heard = self.seeking = False
+    def __init__(self, link: Link, session: LinkSession, dialling: DialRequest | None, now: float) -> None:
+        self.link, self.session, self.dial_request = link, session, dialling
+        self.lane_owner: PeerLink | None = None
+        self.lanes: list[PeerLink] = []
+        self.failed_lanes = 0
+        self.is_proven = self.is_in_use = self.is_handling = self.has_received = self.is_dialling_lane = False
         self._sending = threading.Lock()
         self._received = -1
         self._heard_at = now
@@ -72,9 +72,9 @@ class Line:
     def peer(self) -> str:
         if self.session.peer is not None:
             return self.session.peer.agent
-        return self.link.peer if self.dialling is None else self.dialling.address
+        return self.link.peer if self.dial_request is None else self.dial_request.address
 
-    def of_same_peer(self, other: Line) -> bool:
+    def has_same_peer(self, other: PeerLink) -> bool:
         """Return whether both links lead to the same start of the same agent."""
         ours, theirs = self.session.peer, other.session.peer
         return (
@@ -83,41 +83,41 @@ class Line:
             and (ours.agent, ours.epoch) == (theirs.agent, theirs.epoch)
         )
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Seal and send in one step, because seals are counted. Callable on any thread."""
         with self._sending:
             self.link.send(self.session.seal(message))
 
-    def silent(self, now: float, late_s: float, options: Options) -> bool:
+    def is_silent(self, now: float, late_s: float, options: AgentOptions) -> bool:
         """Return whether the peer has been silent for too long. Call it twice per beat.
 
         A peer is not blamed for `late_s`, by which the caller itself is late, nor for messages that
         wait to be handled here. Before its proof, received bytes do not extend its time.
         """
         received = self.link.received_bytes
-        if self.up and (received != self._received or self.hearing):
+        if self.is_proven and (received != self._received or self.is_handling):
             self._received, self._heard_at = received, now
         self._heard_at = min(now, self._heard_at + late_s)
-        limit_s = options.silence_s if self.up else options.handshake_s
+        limit_s = options.silence_s if self.is_proven else options.handshake_s
         return now - self._heard_at > limit_s - options.beat_s / 8
 
 
-def unfit(mine: Card, theirs: Card, version: int) -> tuple[Reason, str] | None:
+def incompatibility(mine: AgentCard, theirs: AgentCard, version: int) -> tuple[EndReason, str] | None:
     """Return why these two agents cannot exchange KV; None if they can."""
     if version != VERSION:
-        return Reason.VERSION, f"version {VERSION} here, {version} there"
+        return EndReason.VERSION, f"version {VERSION} here, {version} there"
     if mine.family != theirs.family:
-        return Reason.LAYOUT, f"family differs: {mine.family} here, {theirs.family} there"
+        return EndReason.LAYOUT, f"family differs: {mine.family} here, {theirs.family} there"
     mismatch = mine.layout.mismatch(theirs.layout)
-    return None if mismatch is None else (Reason.LAYOUT, mismatch)
+    return None if mismatch is None else (EndReason.LAYOUT, mismatch)
 
 
-def astray(peer_link: Line) -> tuple[Reason, str] | None:
+def wrong_peer_error(peer_link: PeerLink) -> tuple[EndReason, str] | None:
     """Return an error if a link reached another agent than the link that led to it.
 
     An address that one host reports may mean another agent on this host.
     """
-    parent = None if peer_link.dialling is None else peer_link.dialling.led_by
-    if parent is None or parent.of_same_peer(peer_link):
+    parent = None if peer_link.dial_request is None else peer_link.dial_request.parent
+    if parent is None or parent.has_same_peer(peer_link):
         return None
-    return Reason.UNREACHABLE, f"{peer_link.peer} answers there instead of {parent.peer}"
+    return EndReason.UNREACHABLE, f"{peer_link.peer} answers there instead of {parent.peer}"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from kvtransfer.contract import Verdict, WindowHead
+from kvtransfer.contract import WindowHead, WindowVerdict
 
 _MAGIC = b"KVF2"
 _CHECKED = struct.Struct("<4sQ")
@@ -29,7 +29,7 @@ _PREAMBLE = struct.Struct("<4sQBBHIQ")
 _HEAD = struct.Struct("<QIIIIQ")
 _FIELDS_AND_HEAD = struct.Struct("<BBHIQQIIIIQ")
 _TRAILER = struct.Struct("<B7x16s")
-_VERDICTS = (Verdict.OK, Verdict.STALE, Verdict.CORRUPT)
+_VERDICTS = (WindowVerdict.OK, WindowVerdict.STALE, WindowVerdict.CORRUPT)
 
 PREAMBLE_BYTES = _PREAMBLE.size
 WINDOW_HEADER_BYTES = _HEAD.size
@@ -41,7 +41,7 @@ class FrameError(Exception):
     """The bytes are not a valid frame. Their connection must not be trusted any further."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """The kind of a frame.
 
     WINDOW                   the window's bytes follow
@@ -57,7 +57,7 @@ class Kind(IntEnum):
     SPREAD = 7
 
 
-class Proof(IntEnum):
+class PayloadProof(IntEnum):
     """What the trailer proves about the payload."""
 
     NONE = 0
@@ -66,47 +66,47 @@ class Proof(IntEnum):
     GCM = 2
 
 
-_KINDS = {int(kind): kind for kind in Kind}
-_PROOFS = tuple(Proof)
+_KINDS = {int(kind): kind for kind in FrameKind}
+_PROOFS = tuple(PayloadProof)
 
 
-MOST_PAYLOAD = 64 << 20
+MAX_PAYLOAD_BYTES = 64 << 20
 
 
 class FrameLimits(msgspec.Struct, frozen=True):
     """The largest frame to read or write. A peer can make an agent buffer one header at most."""
 
     header_bytes: int = 16 << 10
-    payload_bytes: int = MOST_PAYLOAD
+    payload_bytes: int = MAX_PAYLOAD_BYTES
 
 
-class Opening(NamedTuple):
+class FrameHeader(NamedTuple):
     """The decoded start of a frame, within the limits but not yet verified by its checksum."""
 
-    kind: Kind
-    proof: Proof
+    kind: FrameKind
+    proof: PayloadProof
     header_bytes: int
     payload_bytes: int
     checksum: int
 
 
-def frame(kind: Kind, header: bytes, payload_bytes: int = 0, proof: Proof = Proof.NONE) -> bytes:
+def encode_frame(kind: FrameKind, header: bytes, payload_bytes: int = 0, proof: PayloadProof = PayloadProof.NONE) -> bytes:
     """Encode the preamble and header of a frame. The payload follows."""
     return _checked(_FIELDS.pack(kind, proof, 0, len(header), payload_bytes) + header)
 
 
-def window_frame(head: WindowHead, payload_bytes: int, proof: Proof) -> bytes:
+def encode_window_frame(head: WindowHead, payload_bytes: int, proof: PayloadProof) -> bytes:
     """Encode the frame ahead of a window's bytes. Raises FrameError for out-of-range numbers."""
     try:
         fields = (head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes)
         return _checked(
-            _FIELDS_AND_HEAD.pack(Kind.WINDOW, proof, 0, _HEAD.size, payload_bytes, *fields)
+            _FIELDS_AND_HEAD.pack(FrameKind.WINDOW, proof, 0, _HEAD.size, payload_bytes, *fields)
         )
     except struct.error as error:
         raise FrameError(f"{head} does not fit into a header: {error}") from error
 
 
-def opening(data: memoryview, limits: FrameLimits) -> Opening:
+def decode_header(data: memoryview, limits: FrameLimits) -> FrameHeader:
     """Decode the first PREAMBLE_BYTES of `data`.
 
     Raises FrameError if they are invalid or too large.
@@ -124,10 +124,10 @@ def opening(data: memoryview, limits: FrameLimits) -> Opening:
         )
     if not (kind in _KINDS and proof < len(_PROOFS)):
         raise FrameError(f"unknown frame: kind {kind} with proof {proof}")
-    return Opening(_KINDS[kind], _PROOFS[proof], header_bytes, payload_bytes, checksum)
+    return FrameHeader(_KINDS[kind], _PROOFS[proof], header_bytes, payload_bytes, checksum)
 
 
-def verify(data: memoryview, announced: Opening) -> None:
+def verify_header(data: memoryview, announced: FrameHeader) -> None:
     """Raise FrameError unless the preamble and header match their checksum."""
     if xxhash.xxh3_64_intdigest(data[_CHECKED.size :]) != announced.checksum:
         raise FrameError("the frame is damaged: checksum differs")
@@ -150,13 +150,13 @@ def unpack_head(header: bytes | memoryview) -> WindowHead:
     return WindowHead(*_HEAD.unpack_from(header))
 
 
-def trailer(verdict: Verdict, proof: bytes | int = 0) -> bytes:
+def encode_trailer(verdict: WindowVerdict, proof: bytes | int = 0) -> bytes:
     """Encode a window's trailer. `proof`: an xxh3-64 digest or a GCM tag."""
     data = proof.to_bytes(PROOF_BYTES, "little") if isinstance(proof, int) else proof
     return _TRAILER.pack(_VERDICTS.index(verdict), data)
 
 
-def read_trailer(data: memoryview) -> tuple[Verdict, bytes]:
+def decode_trailer(data: memoryview) -> tuple[WindowVerdict, bytes]:
     """Decode a trailer: the source's verdict and its proof."""
     verdict, proof = _TRAILER.unpack_from(data)
     if verdict >= len(_VERDICTS):

@@ -92,7 +92,7 @@ class Lease(msgspec.Struct, frozen=True):
     id: str
     deadline: float
     state: LeaseState = LeaseState.OFFERED
-    left: LeaseState | None = None
+    ended_from: LeaseState | None = None
 
 
 def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None = None) -> Lease:

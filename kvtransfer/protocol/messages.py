@@ -14,25 +14,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.layout.layout import KvLayout
-from kvtransfer.protocol.outcomes import Reason
+from kvtransfer.protocol.outcomes import EndReason
 
 VERSION = 5
-MOST_BLOCKS = 1 << 20
-MOST_MESSAGE_BYTES = 4 * MOST_BLOCKS + (96 << 10)
+MAX_BLOCKS = 1 << 20
+MAX_MESSAGE_BYTES = 4 * MAX_BLOCKS + (96 << 10)
 _MOST_NAME, _MOST_TICKET = 256, 1024
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=_MOST_NAME)]
-Word = Annotated[str, msgspec.Meta(max_length=256)]
+ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 Detail = Annotated[str, msgspec.Meta(max_length=512)]
 TicketText = Annotated[str, msgspec.Meta(max_length=_MOST_TICKET)]
 Address = Annotated[str, msgspec.Meta(max_length=512)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-Blocks = Annotated[bytes, msgspec.Meta(max_length=4 * MOST_BLOCKS)]
+Blocks = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_BLOCKS)]
 GrantBytes = Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
-MOST_TOKENS = (1 << 32) - 1
-Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+MAX_TOKENS = (1 << 32) - 1
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
 
@@ -40,7 +40,7 @@ class ProtocolError(Exception):
     """The peer sent an invalid message. Its link must not be trusted any further."""
 
 
-class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The identity of an agent.
 
     epoch       random, drawn at every start
@@ -52,12 +52,12 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     agent: Name
     epoch: Nonce
     layout: KvLayout
-    family: Word = ""
-    host: Word = ""
-    addresses: Annotated[dict[Word, Address], msgspec.Meta(max_length=8)] = {}
+    family: ShortText = ""
+    host: ShortText = ""
+    addresses: Annotated[dict[ShortText, Address], msgspec.Meta(max_length=8)] = {}
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
+class LinkHello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
     """Sink: the first message of a link.
 
     `budget_bytes` is how much the source may have in flight on the link and its lanes. The format
@@ -66,7 +66,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_
 
     version: Id
     nonce: Nonce
-    card: Card
+    card: AgentCard
     budget_bytes: Bytes
 
 
@@ -75,7 +75,7 @@ class Lane(msgspec.Struct, frozen=True, array_like=True, tag=11, forbid_unknown_
 
     version: Id
     nonce: Nonce
-    card: Card
+    card: AgentCard
     lane_of: Nonce
 
 
@@ -84,10 +84,10 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknow
 
     version: Id
     nonce: Nonce
-    card: Card
+    card: AgentCard
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
+class LinkReady(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
     """Sink: the Welcome is genuine. This message's seal proves the sink's identity."""
 
 
@@ -110,7 +110,7 @@ class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown
     skip_tokens: Tokens
     wait_s: Seconds
     slack_s: Seconds
-    klass: Annotated[int, msgspec.Meta(ge=0, le=2)]
+    priority: Annotated[int, msgspec.Meta(ge=0, le=2)]
     window_bytes: Bytes
     ticket: TicketText | None = None
     grant: GrantBytes = b""
@@ -126,14 +126,14 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown
     blocks: Blocks
     group_layers: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
     window_bytes: Bytes
-    layouts: Word = ""
+    layouts: ShortText = ""
 
 
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True):
+class StopTransfer(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True):
     """Either: the transfer is over and has not landed. Also the source's refusal of an Invite."""
 
     transfer: Id
-    reason: Reason
+    reason: EndReason
     detail: Detail = ""
 
 
@@ -159,7 +159,7 @@ class Unwanted(msgspec.Struct, frozen=True, array_like=True, tag=10, forbid_unkn
 
 
 Message = (
-    Hello | Lane | Welcome | Ready | Beat | Invite | Accept | Stop | Landed | Credit | Unwanted
+    LinkHello | Lane | Welcome | LinkReady | Beat | Invite | Accept | StopTransfer | Landed | Credit | Unwanted
 )
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -173,9 +173,9 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytes | memoryview) -> Message:
     """Decode a message. Raises ProtocolError for anything else."""
-    if len(data) > MOST_MESSAGE_BYTES:
+    if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(
-            f"a message of {len(data)} bytes is over the limit of {MOST_MESSAGE_BYTES}"
+            f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}"
         )
     try:
         message = _DECODER.decode(data)
@@ -187,7 +187,7 @@ def decode(data: bytes | memoryview) -> Message:
     return message
 
 
-def check_words(name: str, ticket: str | None = None) -> None:
+def check_texts(name: str, ticket: str | None = None) -> None:
     """Raise ValueError for a name or ticket that no message can carry.
 
     Names come from outside, and a peer closes the link on an invalid message.
@@ -211,9 +211,9 @@ def check_seconds(what: str, seconds: float) -> None:
         raise ValueError(f"{what} needs a finite time in seconds, not {seconds}")
 
 
-def stop(transfer: int, reason: Reason, detail: str) -> Stop:
+def make_stop(transfer: int, reason: EndReason, detail: str) -> StopTransfer:
     """Build a Stop, with the detail truncated to what a message can carry."""
-    return Stop(transfer, reason, detail[:256].encode(errors="replace").decode())
+    return StopTransfer(transfer, reason, detail[:256].encode(errors="replace").decode())
 
 
 def pack_blocks(blocks: Any) -> bytes:

@@ -10,7 +10,7 @@ from enum import StrEnum
 import msgspec
 
 
-class How(StrEnum):
+class OutcomeKind(StrEnum):
     """The kind of an outcome. Only after LANDED may the KV be decoded."""
 
     LANDED = "landed"
@@ -19,7 +19,7 @@ class How(StrEnum):
     EXPIRED = "expired"
 
 
-class Reason(StrEnum):
+class EndReason(StrEnum):
     """Why a transfer ended. A closed list, so that it can be a metric label."""
 
     LANDED = "landed"
@@ -49,30 +49,30 @@ class Reason(StrEnum):
 
 
 # Reasons after which a new prefill may succeed, by this pair or another. The others would recur.
-RETRIABLE = frozenset(Reason) - {
-    Reason.LANDED,
-    Reason.CANCELLED,
-    Reason.WRONG_KEY,
-    Reason.VERSION,
-    Reason.LAYOUT,
-    Reason.BAD_TICKET,
-    Reason.TICKET_SPENT,
-    Reason.NAME_TAKEN,
-    Reason.TOKENS,
-    Reason.PROTOCOL,
+RETRIABLE = frozenset(EndReason) - {
+    EndReason.LANDED,
+    EndReason.CANCELLED,
+    EndReason.WRONG_KEY,
+    EndReason.VERSION,
+    EndReason.LAYOUT,
+    EndReason.BAD_TICKET,
+    EndReason.TICKET_SPENT,
+    EndReason.NAME_TAKEN,
+    EndReason.TOKENS,
+    EndReason.PROTOCOL,
 }
 
 _HOW = {
-    Reason.LANDED: How.LANDED,
-    Reason.CANCELLED: How.CANCELLED,
-    Reason.REVOKED: How.CANCELLED,
-    Reason.CLOSED: How.CANCELLED,
-    Reason.LEASE_EXPIRED: How.EXPIRED,
-    Reason.TIMEOUT: How.EXPIRED,
+    EndReason.LANDED: OutcomeKind.LANDED,
+    EndReason.CANCELLED: OutcomeKind.CANCELLED,
+    EndReason.REVOKED: OutcomeKind.CANCELLED,
+    EndReason.CLOSED: OutcomeKind.CANCELLED,
+    EndReason.LEASE_EXPIRED: OutcomeKind.EXPIRED,
+    EndReason.TIMEOUT: OutcomeKind.EXPIRED,
 }
 
 
-class End(msgspec.Struct, frozen=True):
+class TransferOutcome(msgspec.Struct, frozen=True):
     """The outcome of an offer or a landing.
 
     n_bytes     bytes moved
@@ -80,25 +80,25 @@ class End(msgspec.Struct, frozen=True):
     transport   "": none was chosen yet
     """
 
-    how: How
-    reason: Reason
-    retriable: bool
+    kind: OutcomeKind
+    reason: EndReason
+    is_retriable: bool
     n_bytes: int = 0
     seconds: float = 0.0
     transport: str = ""
     detail: str = ""
 
     @property
-    def landed(self) -> bool:
-        return self.how is How.LANDED
+    def has_landed(self) -> bool:
+        return self.kind is OutcomeKind.LANDED
 
 
-def end(
-    reason: Reason, *, n_bytes: int = 0, seconds: float = 0.0, transport: str = "", detail: str = ""
-) -> End:
+def outcome_for(
+    reason: EndReason, *, n_bytes: int = 0, seconds: float = 0.0, transport: str = "", detail: str = ""
+) -> TransferOutcome:
     """Build the outcome that `reason` implies."""
-    return End(
-        _HOW.get(reason, How.FAILED),
+    return TransferOutcome(
+        _HOW.get(reason, OutcomeKind.FAILED),
         reason,
         reason in RETRIABLE,
         n_bytes,

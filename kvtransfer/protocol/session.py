@@ -17,12 +17,12 @@ import hmac
 
 from kvtransfer.protocol.messages import (
     VERSION,
-    Card,
-    Hello,
+    AgentCard,
     Lane,
+    LinkHello,
+    LinkReady,
     Message,
     ProtocolError,
-    Ready,
     Welcome,
     decode,
     encode,
@@ -49,11 +49,11 @@ def shows_key(key: bytes, nonce: bytes) -> bool:
     return hmac.compare_digest(greeting_nonce(key, nonce), nonce)
 
 
-class Unproven(Exception):
+class SealError(Exception):
     """The seal is invalid: the peer has another key, or the bytes were altered."""
 
 
-class Session:
+class LinkSession:
     """One end of one link.
 
     peer       the other agent's card; None until its identity is proven
@@ -66,21 +66,21 @@ class Session:
         self,
         key: bytes,
         nonce: bytes,
-        card: Card,
+        card: AgentCard,
         *,
-        dialled: bool,
+        is_dialler: bool,
         budget_bytes: int = 0,
         lane_of: bytes = b"",
     ) -> None:
-        self.dialled = dialled
-        self.peer: Card | None = None
+        self.is_dialler = is_dialler
+        self.peer: AgentCard | None = None
         self.version = VERSION
         self.budget_bytes = budget_bytes
         self.greeting, self.lane_of = nonce, lane_of
         self.window_key = b""
         self._key, self._nonce, self._card = key, nonce, card
         self._hello = b""
-        self._claimed: Card | None = None
+        self._claimed: AgentCard | None = None
         self._seal_key = self._open_key = b""
         self._sealed = self._opened = 0
 
@@ -88,11 +88,11 @@ class Session:
         """Return the first message of the dialling end."""
         identity = (VERSION, self._nonce, self._card)
         self._hello = encode(
-            Lane(*identity, self.lane_of) if self.lane_of else Hello(*identity, self.budget_bytes)
+            Lane(*identity, self.lane_of) if self.lane_of else LinkHello(*identity, self.budget_bytes)
         )
         return self._hello
 
-    def answer(self, data: bytes) -> tuple[Message | None, bytes | None]:
+    def handle(self, data: bytes) -> tuple[Message | None, bytes | None]:
         """Handle the next message.
 
         Returns the decoded message (None during the handshake) and the bytes to send back, if any.
@@ -100,11 +100,11 @@ class Session:
         """
         if self.peer is not None:
             return self._open(data), None
-        if not self.dialled and not self._hello:
+        if not self.is_dialler and not self._hello:
             return None, self._answer_hello(data)
-        if self.dialled:
+        if self.is_dialler:
             return None, self._answer_welcome(data)
-        if not isinstance(self._open(data), Ready):
+        if not isinstance(self._open(data), LinkReady):
             raise ProtocolError("expected Ready")
         self.peer = self._claimed
         return None, None
@@ -118,7 +118,7 @@ class Session:
         if len(data) > MOST_HELLO_BYTES:
             raise ProtocolError(f"a Hello of {len(data)} bytes")
         hello = decode(data)
-        if isinstance(hello, Hello):
+        if isinstance(hello, LinkHello):
             self.budget_bytes = hello.budget_bytes
         elif isinstance(hello, Lane):
             self.lane_of = hello.lane_of
@@ -143,7 +143,7 @@ class Session:
         if not isinstance(welcome, Welcome):
             raise ProtocolError("expected Welcome")
         self.version, self.peer = welcome.version, welcome.card
-        return self.seal(Ready())
+        return self.seal(LinkReady())
 
     def _derive(self, welcome: bytes) -> None:
         """Derive the keys of this link. Both nonces enter, so no two links have the same keys."""
@@ -152,7 +152,7 @@ class Session:
         ).digest()
         secret = hmac.digest(self._key, b"penstock kv link" + transcript, "sha256")
         sink, source = (hmac.digest(secret, label, "sha256") for label in (b"sink", b"source"))
-        self._seal_key, self._open_key = (sink, source) if self.dialled else (source, sink)
+        self._seal_key, self._open_key = (sink, source) if self.is_dialler else (source, sink)
         self.window_key = hmac.digest(secret, b"windows", "sha256")
 
     def _seal(self, body: bytes) -> bytes:
@@ -166,6 +166,6 @@ class Session:
             :SEAL_BYTES
         ]
         if not hmac.compare_digest(tag, expected):
-            raise Unproven("invalid seal")
+            raise SealError("invalid seal")
         self._opened += 1
         return decode(body)

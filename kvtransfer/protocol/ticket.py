@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_CHARS = 1024
+MAX_CHARS = 1024
 _MAC_BYTES = 32
 _LEAST_KEY_BYTES = 16
 _DOMAIN = b"penstock kv ticket 1\0"
@@ -28,7 +28,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
-class Refusal(StrEnum):
+class TicketRefusal(StrEnum):
     """Why a ticket is refused. Counted separately: a restart is not an attack, nor is a delay."""
 
     MALFORMED = "malformed"
@@ -40,10 +40,10 @@ class Refusal(StrEnum):
     TOO_MANY = "too_many"
 
 
-class Refused(Exception):
+class TicketRefused(Exception):
     """The ticket is refused for `reason`. The message never quotes the ticket."""
 
-    def __init__(self, reason: Refusal, message: str) -> None:
+    def __init__(self, reason: TicketRefusal, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
@@ -76,12 +76,12 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 _DECODER = msgspec.msgpack.Decoder(Ticket)
 
 
-def renewed(nonce: bytes) -> bytes:
+def renewed_nonce(nonce: bytes) -> bytes:
     """Return the nonce of the next ticket for the same offer. That ticket can be used once, too."""
     return hashlib.blake2b(nonce, digest_size=16, person=b"kv-renewed").digest()
 
 
-def digest_of(blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bytes:
+def block_digest(blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bytes:
     """Return 16 bytes that identify these blocks, in this order, at these generations."""
     hashed = hashlib.blake2b(digest_size=16, person=b"kv-blocks")
     hashed.update(len(blocks).to_bytes(8, "little"))
@@ -97,8 +97,8 @@ def mint(key: bytes, ticket: Ticket) -> str:
     """
     body = msgspec.msgpack.encode(ticket)
     text = base64.urlsafe_b64encode(body + _mac(key, body)).rstrip(b"=").decode()
-    if len(text) > MOST_CHARS:
-        raise ValueError(f"a ticket of {len(text)} characters is over the limit of {MOST_CHARS}")
+    if len(text) > MAX_CHARS:
+        raise ValueError(f"a ticket of {len(text)} characters is over the limit of {MAX_CHARS}")
     return text
 
 
@@ -110,21 +110,21 @@ def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None =
     data = _decode_text(text)
     body, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(key, body)):
-        raise Refused(Refusal.FORGED, "this agent did not issue the ticket")
+        raise TicketRefused(TicketRefusal.FORGED, "this agent did not issue the ticket")
     try:
         ticket = _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refused(Refusal.MALFORMED, "the ticket is of another version") from error
+        raise TicketRefused(TicketRefusal.MALFORMED, "the ticket is of another version") from error
     if ticket.epoch != epoch:
-        raise Refused(Refusal.WRONG_EPOCH, "the ticket is from before a restart of its source")
+        raise TicketRefused(TicketRefusal.WRONG_EPOCH, "the ticket is from before a restart of its source")
     if ticket.sink is not None and ticket.sink != sink:
-        raise Refused(Refusal.WRONG_SINK, "the ticket was issued for another agent")
+        raise TicketRefused(TicketRefusal.WRONG_SINK, "the ticket was issued for another agent")
     if not now < ticket.not_after:
-        raise Refused(Refusal.EXPIRED, f"the ticket ran out {now - ticket.not_after:.3f} s ago")
+        raise TicketRefused(TicketRefusal.EXPIRED, f"the ticket ran out {now - ticket.not_after:.3f} s ago")
     return ticket
 
 
-class Used:
+class SpentTickets:
     """The spent tickets, each remembered until it would be refused as expired.
 
     It is bounded: when full, it refuses further tickets. Not thread-safe.
@@ -138,18 +138,18 @@ class Used:
     def __len__(self) -> int:
         return len(self._nonces)
 
-    def look(self, ticket: Ticket, now: float) -> None:
+    def check_unspent(self, ticket: Ticket, now: float) -> None:
         """Raise TicketRefused if the ticket is spent, or if too many are remembered."""
         while self._by_end and self._by_end[0][0] <= now:
             self._nonces.discard(heappop(self._by_end)[1])
         if ticket.nonce in self._nonces:
-            raise Refused(Refusal.SPENT, "the ticket has been used")
+            raise TicketRefused(TicketRefusal.SPENT, "the ticket has been used")
         if len(self._nonces) >= self._most:
-            raise Refused(Refusal.TOO_MANY, f"{self._most} tickets are in use")
+            raise TicketRefused(TicketRefusal.TOO_MANY, f"{self._most} tickets are in use")
 
     def spend(self, ticket: Ticket, now: float) -> None:
         """Mark the ticket as spent. Raises TicketRefused as `check_unspent` does."""
-        self.look(ticket, now)
+        self.check_unspent(ticket, now)
         self._nonces.add(ticket.nonce)
         heappush(self._by_end, (ticket.not_after, ticket.nonce))
 
@@ -162,14 +162,14 @@ def _mac(key: bytes, body: bytes) -> bytes:
 
 def _decode_text(text: str) -> bytes:
     """Decode base64url text, and refuse any but the canonical encoding."""
-    if not _MAC_BYTES < len(text) <= MOST_CHARS:
-        raise Refused(
-            Refusal.MALFORMED, f"a ticket has at most {MOST_CHARS} characters, this has {len(text)}"
+    if not _MAC_BYTES < len(text) <= MAX_CHARS:
+        raise TicketRefused(
+            TicketRefusal.MALFORMED, f"a ticket has at most {MAX_CHARS} characters, this has {len(text)}"
         )
     try:
         data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError) as error:
-        raise Refused(Refusal.MALFORMED, "the ticket is not base64url text") from error
+        raise TicketRefused(TicketRefusal.MALFORMED, "the ticket is not base64url text") from error
     if base64.urlsafe_b64encode(data).rstrip(b"=") != text.encode() or len(data) <= _MAC_BYTES:
-        raise Refused(Refusal.MALFORMED, "the ticket is not base64url text")
+        raise TicketRefused(TicketRefusal.MALFORMED, "the ticket is not base64url text")
     return data

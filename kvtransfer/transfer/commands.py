@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.contract import Link, Slice, WindowHead
+from kvtransfer.contract import Link, WindowHead, WindowSlice
 from kvtransfer.protocol.messages import Invite, Message
-from kvtransfer.protocol.outcomes import End
+from kvtransfer.protocol.outcomes import TransferOutcome
 
 
-class Send(msgspec.Struct, frozen=True):
+class SendMessage(msgspec.Struct, frozen=True):
     """Send a message over the link."""
 
     link: Link
@@ -28,7 +28,7 @@ class SendInvite(msgspec.Struct, frozen=True):
     blocks: NDArray[np.int64]
 
 
-class Admit(msgspec.Struct, frozen=True):
+class AcceptGrant(msgspec.Struct, frozen=True):
     """Source: hand the sink's grant to the link."""
 
     link: Link
@@ -36,29 +36,29 @@ class Admit(msgspec.Struct, frozen=True):
     grant: bytes
 
 
-class Put(msgspec.Struct, frozen=True):
+class PutWindow(msgspec.Struct, frozen=True):
     """Source: queue a window."""
 
     link: Link
     head: WindowHead
-    window: Slice
+    window: WindowSlice
 
 
-class Drop(msgspec.Struct, frozen=True):
+class DropWindows(msgspec.Struct, frozen=True):
     """Source: drop the transfer's queued windows."""
 
     link: Link
     transfer: int
 
 
-class Fence(msgspec.Struct, frozen=True):
+class FenceTransfer(msgspec.Struct, frozen=True):
     """Sink: stop all writes of the transfer."""
 
     link: Link
     transfer: int
 
 
-class Bump(msgspec.Struct, frozen=True):
+class BumpGenerations(msgspec.Struct, frozen=True):
     """Source: increment the generations of blocks that change owner.
 
     Always before their Resolve.
@@ -67,27 +67,27 @@ class Bump(msgspec.Struct, frozen=True):
     blocks: NDArray[np.int64]
 
 
-class Resolve(msgspec.Struct, frozen=True):
+class ResolveHandle(msgspec.Struct, frozen=True):
     """Report the outcome of an offer or a landing to the engine. The last command of each."""
 
     number: int
-    end: End
+    end: TransferOutcome
 
 
-class Progress(msgspec.Struct, frozen=True):
+class ReportLayers(msgspec.Struct, frozen=True):
     """Sink: report that the first `layers` layers of a landing are complete."""
 
     number: int
     layers: int
 
 
-class Dial(msgspec.Struct, frozen=True):
+class DialPeer(msgspec.Struct, frozen=True):
     """Sink: dial the agent at this address."""
 
     address: str
 
 
-class Reckon(msgspec.Struct, frozen=True):
+class ComputePlan(msgspec.Struct, frozen=True):
     """Run `work` without the agent's lock, then call its result under the lock.
 
     The result is called with the current time and returns commands. The state may have changed in
@@ -97,14 +97,14 @@ class Reckon(msgspec.Struct, frozen=True):
     work: Callable[[], Callable[[float], list[Command]]]
 
 
-Command = Send | SendInvite | Admit | Put | Drop | Fence | Bump | Resolve | Progress | Dial | Reckon
+Command = SendMessage | SendInvite | AcceptGrant | PutWindow | DropWindows | FenceTransfer | BumpGenerations | ResolveHandle | ReportLayers | DialPeer | ComputePlan
 
 # Larger plans take more than about a millisecond, and are computed without the agent's lock.
 _MAX_INLINE_BLOCKS = 4096
 _MAX_INLINE_PAIRS = 1024
 
 
-def reckoned(
+def plan_or_defer(
     blocks: int, pairs: int, work: Callable[[], Callable[[float], list[Command]]], now: float
 ) -> list[Command]:
     """Compute a plan of this many blocks and rank pairs with `work`.
@@ -112,4 +112,4 @@ def reckoned(
     Returns the commands of a small plan, and a command to compute a large one.
     """
     short = blocks <= _MAX_INLINE_BLOCKS and pairs <= _MAX_INLINE_PAIRS
-    return work()(now) if short else [Reckon(work)]
+    return work()(now) if short else [ComputePlan(work)]

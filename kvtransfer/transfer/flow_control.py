@@ -11,7 +11,7 @@ from enum import IntEnum
 import msgspec
 
 
-class Klass(IntEnum):
+class Priority(IntEnum):
     """How urgent a transfer is.
 
     A token waits for INTERACTIVE; BULK fills caches; MIGRATION empties a group.
@@ -22,7 +22,7 @@ class Klass(IntEnum):
     MIGRATION = 2
 
     @classmethod
-    def named(cls, word: str) -> Klass:
+    def from_name(cls, word: str) -> Priority:
         """Return the priority of this name. Raises ValueError if there is none."""
         try:
             return cls[word.upper()]
@@ -32,7 +32,7 @@ class Klass(IntEnum):
             ) from None
 
 
-class Credits:
+class SendCredits:
     """The number of bytes that may be in flight to one peer.
 
     Taken when a window is queued, and returned when it has landed. A window larger than the budget
@@ -43,18 +43,18 @@ class Credits:
         if budget_bytes < 1:
             raise ValueError(f"budget_bytes must be positive, not {budget_bytes}")
         self.budget_bytes = budget_bytes
-        self.taken_bytes = 0
+        self.in_flight_bytes = 0
         self._by_transfer: dict[int, int] = {}
 
     def take(self, transfer: int, n_bytes: int) -> bool:
         """Take credit for `n_bytes`, if available. Returns whether it was taken."""
-        if self.taken_bytes and self.taken_bytes + n_bytes > self.budget_bytes:
+        if self.in_flight_bytes and self.in_flight_bytes + n_bytes > self.budget_bytes:
             return False
-        self.taken_bytes += n_bytes
+        self.in_flight_bytes += n_bytes
         self._by_transfer[transfer] = self._by_transfer.get(transfer, 0) + n_bytes
         return True
 
-    def give(self, transfer: int, n_bytes: int) -> None:
+    def put_back(self, transfer: int, n_bytes: int) -> None:
         """Return the credit of `n_bytes` that have landed.
 
         Raises ValueError if fewer bytes of the transfer are in flight.
@@ -63,27 +63,27 @@ class Credits:
         if not 0 <= n_bytes <= in_flight:
             raise ValueError(f"credit for {n_bytes} bytes returned, but {in_flight} were in flight")
         self._by_transfer[transfer] = in_flight - n_bytes
-        self.taken_bytes -= n_bytes
+        self.in_flight_bytes -= n_bytes
         if in_flight == n_bytes:
             self._by_transfer.pop(transfer, None)
 
     def forget(self, transfer: int) -> int:
         """Return all credit of a finished transfer. Returns its bytes in flight."""
         in_flight = self._by_transfer.pop(transfer, 0)
-        self.taken_bytes -= in_flight
+        self.in_flight_bytes -= in_flight
         return in_flight
 
 
-class Turn(msgspec.Struct, frozen=True):
+class QueuedTransfer(msgspec.Struct, frozen=True):
     """A transfer with windows to send. `deadline` and `since` are seconds on the owner's clock."""
 
     transfer: int
-    klass: Klass
+    priority: Priority
     deadline: float
     since: float
 
 
-class Turns:
+class TransferOrder:
     """The order of transfers: by priority, then earliest deadline, then longest wait.
 
     A transfer gains one priority level for every `promote_s` it waits, so that none starves.
@@ -91,14 +91,14 @@ class Turns:
 
     def __init__(self, promote_s: float = 0.5) -> None:
         self._promote_s = promote_s
-        self._turns: dict[int, Turn] = {}
+        self._turns: dict[int, QueuedTransfer] = {}
 
     def __len__(self) -> int:
         return len(self._turns)
 
-    def add(self, transfer: int, klass: Klass, deadline: float, now: float) -> None:
+    def add(self, transfer: int, klass: Priority, deadline: float, now: float) -> None:
         """Add a transfer. One that is already queued keeps its place."""
-        self._turns.setdefault(transfer, Turn(transfer, klass, deadline, now))
+        self._turns.setdefault(transfer, QueuedTransfer(transfer, klass, deadline, now))
 
     def remove(self, transfer: int) -> None:
         """Remove a transfer. No-op if it is not queued."""
@@ -116,11 +116,11 @@ class Turns:
             key=lambda turn: (self._effective_priority(turn, now), turn.deadline, turn.since),
         ).transfer
 
-    def _effective_priority(self, turn: Turn, now: float) -> int:
-        return max(0, turn.klass - int((now - turn.since) / self._promote_s))
+    def _effective_priority(self, turn: QueuedTransfer, now: float) -> int:
+        return max(0, turn.priority - int((now - turn.since) / self._promote_s))
 
 
-class Bandwidth:
+class BandwidthMeter:
     """Measured bytes per second by (peer, transport), with exponential decay.
 
     Weights halve with every `half_life_s` seconds of sending. Bytes and seconds decay separately,
@@ -128,11 +128,11 @@ class Bandwidth:
     least recently used is dropped first.
     """
 
-    def __init__(self, half_life_s: float = 1.0, most: int = 1024) -> None:
-        self._half_life_s, self._most = half_life_s, most
+    def __init__(self, half_life_s: float = 1.0, max_entries: int = 1024) -> None:
+        self._half_life_s, self._most = half_life_s, max_entries
         self._decayed: dict[tuple[str, str], tuple[float, float]] = {}
 
-    def seen(self, peer: str, transport: str, n_bytes: int, seconds: float) -> None:
+    def record(self, peer: str, transport: str, n_bytes: int, seconds: float) -> None:
         """Record that `n_bytes` took `seconds`. Transfers too short to be timed are ignored."""
         if seconds <= 0:
             return

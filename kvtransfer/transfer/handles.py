@@ -10,25 +10,25 @@ import os
 from collections import deque
 from typing import Protocol
 
-from kvtransfer.protocol.outcomes import End
+from kvtransfer.protocol.outcomes import TransferOutcome
 
 
-class Bell(Protocol):
+class HandleListener(Protocol):
     """A listener for changed handles, called on any thread with the agent's lock held."""
 
-    def ring(self, handle: Handle) -> None: ...
+    def on_change(self, handle: TransferHandle) -> None: ...
 
 
-class Doorbell:
+class LoopWaker:
     """Wakes the waiters of handles on one event loop, from any thread, through one eventfd."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._changed_handles: deque[Handle] = deque()
+        self._changed_handles: deque[TransferHandle] = deque()
         loop.add_reader(self._fd, self._on_readable)
 
-    def ring(self, handle: Handle) -> None:
+    def on_change(self, handle: TransferHandle) -> None:
         self._changed_handles.append(handle)
         os.eventfd_write(self._fd, 1)
 
@@ -50,19 +50,19 @@ class Doorbell:
             self._changed_handles.popleft().wake()
 
 
-class Handle:
+class TransferHandle:
     """An offer or a landing. `outcome` is None until it has ended, and then never changes."""
 
     def __init__(self, number: int, name: str) -> None:
         self.number, self.name = number, name
-        self.end: End | None = None
+        self.outcome: TransferOutcome | None = None
         self._waiters: set[asyncio.Future[None]] = set()
 
-    async def ended(self) -> End:
+    async def wait_ended(self) -> TransferOutcome:
         """Wait for the end and return the outcome. The blocks then belong to the engine again."""
-        while self.end is None:
+        while self.outcome is None:
             await self._changed()
-        return self.end
+        return self.outcome
 
     def wake(self) -> None:
         """Wake all waiters, because the handle has changed. Runs on the loop."""
@@ -81,36 +81,36 @@ class Handle:
             self._waiters.discard(waiter)
 
 
-class OfferKeeper(Protocol):
+class OfferOwner(Protocol):
     """The methods of the agent that an Offer calls."""
 
-    def ready(self, number: int, layers: int) -> None: ...
+    def mark_ready(self, number: int, layers: int) -> None: ...
 
     def renew(self, number: int, ttl_s: float) -> str | None: ...
 
     def revoke(self, number: int, detail: str) -> None: ...
 
 
-class LandingKeeper(Protocol):
+class LandingOwner(Protocol):
     """The methods of the agent that a Landing calls."""
 
     def cancel(self, number: int, detail: str) -> None: ...
 
 
-class Offer(Handle):
+class Offer(TransferHandle):
     """KV that one sink may fetch once.
 
     `ticket` is ASCII text for the sink. Keep it secret: any agent that presents it may fetch.
     """
 
-    def __init__(self, keeper: OfferKeeper, number: int, name: str) -> None:
+    def __init__(self, keeper: OfferOwner, number: int, name: str) -> None:
         super().__init__(number, name)
         self.ticket = ""
         self._owner = keeper
 
-    def ready(self, layers: int) -> None:
+    def mark_ready(self, layers: int) -> None:
         """Allow the first `layers` layers to be sent, because they are computed."""
-        self._owner.ready(self.number, layers)
+        self._owner.mark_ready(self.number, layers)
 
     def renew(self, ttl_s: float) -> bool:
         """Extend the lease to `ttl_s` seconds from now, never shortening it, and renew `ticket`.
@@ -126,21 +126,21 @@ class Offer(Handle):
         self._owner.revoke(self.number, detail)
 
 
-class Landing(Handle):
+class Landing(TransferHandle):
     """KV that is being received.
 
     `layers` counts the complete and verified layers, from the first on. All of them are valid once
     LANDED.
     """
 
-    def __init__(self, keeper: LandingKeeper, number: int, name: str) -> None:
+    def __init__(self, keeper: LandingOwner, number: int, name: str) -> None:
         super().__init__(number, name)
         self.layers = 0
         self._owner = keeper
 
-    async def reached(self, layers: int) -> bool:
+    async def wait_layers(self, layers: int) -> bool:
         """Wait until `layers` layers are complete. Returns False if the landing ended before."""
-        while self.layers < layers and self.end is None:
+        while self.layers < layers and self.outcome is None:
             await self._changed()
         return self.layers >= layers
 

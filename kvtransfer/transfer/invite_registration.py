@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from kvtransfer.contract import Link, TransportError
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.transfer.commands import SendInvite
-from kvtransfer.util.agent_lock import Hold
+from kvtransfer.util.agent_lock import AgentLock
 from kvtransfer.util.clock import Clock
 
 log = logging.getLogger("penstock")
 
 
-class Inviting:
+class InviteRegistration:
     """Registers memory on one thread per link, in the order of invitations.
 
     Order matters, because a source accepts only growing transfer numbers. `granted` and `failed`
@@ -30,7 +30,7 @@ class Inviting:
         self,
         regions: Sequence[Region],
         clock: Clock,
-        lock: Hold,
+        lock: AgentLock,
         granted: Callable[[SendInvite, bytes], None],
         failed: Callable[[SendInvite, str], None],
     ) -> None:
@@ -38,14 +38,14 @@ class Inviting:
         self._granted, self._failed = granted, failed
         self._queued: dict[Link, deque[SendInvite]] = {}
 
-    def put(self, command: SendInvite) -> None:
+    def add(self, command: SendInvite) -> None:
         """Queue an invitation. Call it with the lock held."""
         if command.link in self._queued:
             self._queued[command.link].append(command)
             return
         self._queued[command.link] = deque([command])
         try:
-            self._clock.aside(lambda: self._work(command.link))
+            self._clock.run_in_thread(lambda: self._work(command.link))
         except RuntimeError as error:
             # No thread can be started.
             for queued in self._queued.pop(command.link):

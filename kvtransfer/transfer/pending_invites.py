@@ -13,29 +13,29 @@ import msgspec
 
 from kvtransfer.contract import Link
 from kvtransfer.protocol.messages import Invite
-from kvtransfer.protocol.outcomes import Reason
-from kvtransfer.util.options import Options
-from kvtransfer.util.ttl_map import Remembered
+from kvtransfer.protocol.outcomes import EndReason
+from kvtransfer.util.options import AgentOptions
+from kvtransfer.util.ttl_map import TtlMap
 
 
-class Guest(msgspec.Struct, frozen=True):
+class PendingInvite(msgspec.Struct, frozen=True):
     """An invitation that waits for its offer, until `until` at most."""
 
     link: Link
     invite: Invite
-    until: float
+    deadline: float
 
 
-class Guests:
+class PendingInvites:
     """The waiting invitations: one per name, bounded in total. Owned by TransferSource."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: AgentOptions) -> None:
         self._options = options
-        self._waiting: dict[str, Guest] = {}
+        self._waiting: dict[str, PendingInvite] = {}
         self._names: dict[tuple[Link, int], str] = {}
         self._deadlines: list[tuple[float, str]] = []
-        self._ended: Remembered[Reason] = Remembered(options.memory_s)
-        self._unwanted: Remembered[str] = Remembered(options.memory_s)
+        self._ended: TtlMap[EndReason] = TtlMap(options.name_memory_s)
+        self._unwanted: TtlMap[str] = TtlMap(options.name_memory_s)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -44,44 +44,44 @@ class Guests:
         """Iterate over the awaited names."""
         return iter(self._waiting)
 
-    def due(self) -> float | None:
+    def next_deadline(self) -> float | None:
         """Return a time at or before the earliest deadline; None: nothing waits."""
         while self._deadlines and self._deadlines[0][1] not in self._waiting:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def seat(self, link: Link, invite: Invite, now: float) -> Reason | None:
+    def add(self, link: Link, invite: Invite, now: float) -> EndReason | None:
         """Add an invitation. Returns None, or the reason for refusing it."""
-        ended = self._ended.look(invite.name, now)
+        ended = self._ended.get(invite.name, now)
         if ended is not None:
             return ended
         if invite.name in self._waiting:
-            return Reason.NAME_TAKEN
-        if len(self._waiting) >= self._options.most_waiting:
-            return Reason.TOO_MANY_WAITING
-        self._unwanted.take(invite.name, now)
-        until = now + min(invite.wait_s, self._options.patience_s)
-        self._waiting[invite.name] = Guest(link, invite, until)
+            return EndReason.NAME_TAKEN
+        if len(self._waiting) >= self._options.max_waiting_invites:
+            return EndReason.TOO_MANY_WAITING
+        self._unwanted.pop(invite.name, now)
+        until = now + min(invite.wait_s, self._options.invite_wait_s)
+        self._waiting[invite.name] = PendingInvite(link, invite, until)
         self._names[link, invite.transfer] = invite.name
         heapq.heappush(self._deadlines, (until, invite.name))
         return None
 
-    def offered(self, name: str, now: float) -> tuple[Guest | None, str | None]:
+    def take_for_offer(self, name: str, now: float) -> tuple[PendingInvite | None, str | None]:
         """Take the invitation that waits for `name`, now that it is offered.
 
         Also returns the agent that recently waited for the name and gave up. Both may be None.
         """
-        self._ended.take(name, now)
-        return self.leave(name), self._unwanted.take(name, now)
+        self._ended.pop(name, now)
+        return self.remove(name), self._unwanted.pop(name, now)
 
-    def leave(self, name: str) -> Guest | None:
+    def remove(self, name: str) -> PendingInvite | None:
         """Remove and return the invitation that waits for `name`, if any."""
         guest = self._waiting.pop(name, None)
         if guest is not None:
             del self._names[guest.link, guest.invite.transfer]
         return guest
 
-    def give_up(self, link: Link, transfer: int, agent: str | None, now: float) -> bool:
+    def withdraw(self, link: Link, transfer: int, agent: str | None, now: float) -> bool:
         """Remove the invitation of this transfer. Returns False if there is none.
 
         `agent`: the sink that does not want the offer later either; None: it may.
@@ -89,12 +89,12 @@ class Guests:
         name = self._names.get((link, transfer))
         if name is None:
             return False
-        self.leave(name)
+        self.remove(name)
         if agent is not None:
-            self.unwanted(name, agent, now)
+            self.mark_unwanted(name, agent, now)
         return True
 
-    def unwanted(self, name: str, agent: str, now: float) -> None:
+    def mark_unwanted(self, name: str, agent: str, now: float) -> None:
         """Remember that `agent` does not want a later offer of this name.
 
         No-op if an invitation waits for the name. This only saves memory and is not reliable: one
@@ -103,23 +103,23 @@ class Guests:
         if name not in self._waiting:
             self._unwanted.put(name, agent, now)
 
-    def lost(self, link: Link) -> None:
+    def remove_link(self, link: Link) -> None:
         """Remove all invitations that came over this link."""
         for name in [
             name for (invited_over, _), name in self._names.items() if invited_over is link
         ]:
-            self.leave(name)
+            self.remove(name)
 
-    def ended(self, name: str, reason: Reason, now: float) -> None:
+    def mark_ended(self, name: str, reason: EndReason, now: float) -> None:
         """Refuse later invitations for this name with `reason`, for a while."""
         self._ended.put(name, reason, now)
 
-    def overdue(self, now: float) -> list[str]:
+    def take_expired(self, now: float) -> list[str]:
         """Remove expired deadlines, and return the names whose invitations have expired."""
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, name = heapq.heappop(self._deadlines)
             waiting = self._waiting.get(name)
-            if waiting is not None and waiting.until <= now:
+            if waiting is not None and waiting.deadline <= now:
                 expired.append(name)
         return expired

@@ -7,26 +7,26 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from kvtransfer.layout.block_mapping import Runs
-from kvtransfer.layout.reshard import Plan
+from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.layout.reshard import TransferPlan
 
 
 class WindowError(Exception):
     """The announced window is not in the plan, has another size, or arrived before."""
 
 
-class CameBefore(WindowError):
+class RepeatedWindowError(WindowError):
     """Some runs of the window were begun before. They are not written again, so no harm is done."""
 
 
-class Arrivals:
+class ReceiveTracker:
     """Tracks the windows of a plan. Not thread-safe.
 
     A window is begun when its head is read, and landed when its bytes are in place and verified. No
     run is written twice, and only verified bytes count.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: TransferPlan) -> None:
         self.plan = plan
         self._missing = plan.bytes_by_group()
         self._begun_runs: dict[tuple[int, int], _Spans] = {}
@@ -34,7 +34,7 @@ class Arrivals:
         self._groups_in_order = 0
         self.n_bytes = 0
 
-    def begin(self, group: int, pair: int, first: int, count: int, n_bytes: int) -> Runs:
+    def begin(self, group: int, pair: int, first: int, count: int, n_bytes: int) -> ByteRuns:
         """Begin a window and return the runs to write.
 
         Raises WindowError; the link must then not be trusted any further.
@@ -46,7 +46,7 @@ class Arrivals:
         if runs.n_bytes != n_bytes:
             raise WindowError(f"a window of {n_bytes} bytes, but the plan has {runs.n_bytes}")
         if not self._begun_runs.setdefault((group, pair), _Spans()).add(first, first + count):
-            raise CameBefore(
+            raise RepeatedWindowError(
                 f"runs {first} to {first + count} of group {group}, pair {pair} came before"
             )
         self._unverified[group, pair, first, count] = n_bytes
@@ -71,14 +71,14 @@ class Arrivals:
         return not self._missing[group]
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every byte of the plan has landed."""
         return self._groups_in_order == len(self._missing)
 
     @property
-    def layers(self) -> int:
+    def complete_layers(self) -> int:
         """The number of complete layers, from the first on without a gap."""
-        return self.plan.layers_there(self._groups_in_order)
+        return self.plan.complete_layers(self._groups_in_order)
 
 
 class _Spans:

@@ -12,14 +12,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.contract import Link, Slice, WindowHead
-from kvtransfer.layout.block_mapping import Runs, distinct
+from kvtransfer.contract import Link, WindowHead, WindowSlice
+from kvtransfer.layout.block_mapping import ByteRuns, sorted_distinct
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import MOST_RUNS, Plan
+from kvtransfer.layout.reshard import MAX_RUNS, TransferPlan
 from kvtransfer.protocol.lease import Lease
-from kvtransfer.protocol.messages import Card
-from kvtransfer.transfer.commands import Put
-from kvtransfer.transfer.flow_control import Credits, Klass, Turns
+from kvtransfer.protocol.messages import AgentCard
+from kvtransfer.transfer.commands import PutWindow
+from kvtransfer.transfer.flow_control import Priority, SendCredits, TransferOrder
 
 _NONE = np.empty(0, np.int64)
 # Tickets of one offer that are valid at the same time. Renewal keeps earlier tickets valid, because
@@ -27,7 +27,7 @@ _NONE = np.empty(0, np.int64)
 _MAX_TICKETS = 8
 
 
-class Ware(msgspec.Struct, frozen=True):
+class OfferSpec(msgspec.Struct, frozen=True):
     """What an engine offers: the KV of `tokens` tokens in `blocks`, with `ready_layers` computed.
 
     sink       the only agent that may fetch it, by ticket or by name; None: any agent with a ticket
@@ -50,10 +50,10 @@ class Ware(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "order", np.argsort(self.blocks, kind="stable"))
-        msgspec.structs.force_setattr(self, "distinct", distinct(self.blocks))
+        msgspec.structs.force_setattr(self, "distinct", sorted_distinct(self.blocks))
 
 
-class Offer:
+class LeasedOffer:
     """One offer and the lease that protects it.
 
     generations     of its blocks, per rank, as promised when it was made
@@ -63,15 +63,15 @@ class Offer:
     """
 
     __slots__ = (
-        "began", "generations", "head", "klass", "lease", "link", "nonces", "number", "plan",
-        "put_bytes", "ready_layers", "sorted_blocks", "ticket", "transfer", "urgent_at", "ware",
+        "started_at", "generations", "head", "priority", "lease", "link", "nonces", "number", "plan",
+        "put_bytes", "ready_layers", "sorted_blocks", "ticket", "transfer", "urgent_at", "spec",
         "window_bytes", "windows",
     )  # fmt: skip
 
     def __init__(
-        self, number: int, spec: Ware, generations: list[NDArray[np.uint32]], now: float
+        self, number: int, spec: OfferSpec, generations: list[NDArray[np.uint32]], now: float
     ) -> None:
-        self.number, self.ware, self.generations, self.began = number, spec, generations, now
+        self.number, self.spec, self.generations, self.started_at = number, spec, generations, now
         self.sorted_blocks = spec.blocks[spec.order]
         self.lease = Lease(spec.name, now + spec.ttl_s)
         self.ticket = ""
@@ -79,16 +79,16 @@ class Offer:
         self.ready_layers = spec.ready_layers
         self.link: Link | None = None
         self.transfer = 0
-        self.klass, self.urgent_at = Klass.INTERACTIVE, now
-        self.plan: Plan | None = None
+        self.priority, self.urgent_at = Priority.INTERACTIVE, now
+        self.plan: TransferPlan | None = None
         self.window_bytes = 0
         self.windows: Iterator[WindowHead | None] = iter(())
         self.head: WindowHead | None = None
         self.put_bytes = 0
 
     @property
-    def live(self) -> bool:
-        return self.lease.left is None
+    def is_live(self) -> bool:
+        return self.lease.ended_from is None
 
     def peek(self) -> WindowHead | None:
         """Return the next window; None: no more is computed yet, or all windows have been sent."""
@@ -97,7 +97,7 @@ class Offer:
         return self.head
 
 
-class Flow:
+class ThroughputMeter:
     """Measures throughput over busy periods.
 
     A period ends when no bytes are in flight, or after `most_s`, when the next one starts.
@@ -108,12 +108,12 @@ class Flow:
         self._since: float | None = None
         self._bytes = 0
 
-    def begun(self, now: float) -> None:
+    def start(self, now: float) -> None:
         """Note that bytes are in flight."""
         if self._since is None:
             self._since = now
 
-    def arrived(self, n_bytes: int, now: float, *, idle: bool) -> None:
+    def count(self, n_bytes: int, now: float, *, idle: bool) -> None:
         """Count bytes that the peer has received. `idle`: no other bytes are in flight."""
         self._bytes += n_bytes
         if self._since is None or not (idle or now - self._since > self._most_s):
@@ -123,7 +123,7 @@ class Flow:
         self._since, self._bytes = None if idle else now, 0
 
 
-class Outlet:
+class SendQueue:
     """The windows that go to one peer over one link.
 
     claimed   the taken offers, by transfer number
@@ -134,76 +134,76 @@ class Outlet:
     def __init__(
         self,
         link: Link,
-        card: Card,
+        card: AgentCard,
         budget_bytes: int,
         regions: list[Region],
         on_measured: Callable[[int, float], None],
     ) -> None:
         self.card = card
-        self.claimed: dict[int, Offer] = {}
+        self.claimed: dict[int, LeasedOffer] = {}
         self.newest = -1
-        self.credits = Credits(max(1, budget_bytes))
+        self.credits = SendCredits(max(1, budget_bytes))
         self._link, self._regions = link, regions
-        self._turns = Turns()
-        self._flow = Flow(on_measured)
+        self._turns = TransferOrder()
+        self._flow = ThroughputMeter(on_measured)
 
-    def take(self, offer: Offer, transfer: int) -> None:
+    def take(self, offer: LeasedOffer, transfer: int) -> None:
         """Assign the offer to this peer's transfer, before its plan is computed."""
         self.claimed[transfer] = offer
         offer.link, offer.transfer = self._link, transfer
 
-    def let_go(self, offer: Offer) -> None:
+    def untake(self, offer: LeasedOffer) -> None:
         """Undo `take`, because the claim failed. The offer is available again."""
         del self.claimed[offer.transfer]
         offer.link, offer.transfer = None, 0
 
-    def claim(self, offer: Offer, plan: Plan, window_bytes: int) -> None:
+    def claim(self, offer: LeasedOffer, plan: TransferPlan, window_bytes: int) -> None:
         """Set the plan by which the offer moves."""
         offer.plan, offer.window_bytes = plan, window_bytes
         offer.windows = _windows(offer, plan)
 
-    def release(self, offer: Offer, now: float, *, landed: bool) -> None:
+    def release(self, offer: LeasedOffer, now: float, *, landed: bool) -> None:
         """Remove an offer that has ended, and return its credit."""
         del self.claimed[offer.transfer]
         self._turns.remove(offer.transfer)
         left = self.credits.forget(offer.transfer)
-        self._flow.arrived(left if landed else 0, now, idle=not self.credits.taken_bytes)
+        self._flow.count(left if landed else 0, now, idle=not self.credits.in_flight_bytes)
 
-    def give(self, transfer: int, n_bytes: int, now: float) -> None:
+    def put_back(self, transfer: int, n_bytes: int, now: float) -> None:
         """Return credit for bytes that the peer has received.
 
         Raises ValueError if they were not sent.
         """
-        self.credits.give(transfer, n_bytes)
-        self._flow.arrived(n_bytes, now, idle=not self.credits.taken_bytes)
+        self.credits.put_back(transfer, n_bytes)
+        self._flow.count(n_bytes, now, idle=not self.credits.in_flight_bytes)
 
-    def line_up(self, offer: Offer, now: float) -> None:
+    def enqueue(self, offer: LeasedOffer, now: float) -> None:
         """Queue the offer, if it has windows to send."""
         if offer.peek() is not None:
-            self._turns.add(offer.transfer, offer.klass, offer.urgent_at, now)
+            self._turns.add(offer.transfer, offer.priority, offer.urgent_at, now)
 
-    def pump(self, now: float) -> list[Put]:
+    def next_windows(self, now: float) -> list[PutWindow]:
         """Return the windows to send now, in order of urgency, as far as the peer's credit allows.
 
         At most MOST_RUNS runs, because other links wait meanwhile. Returned credit calls this
         again.
         """
-        puts: list[Put] = []
+        puts: list[PutWindow] = []
         runs = 0
-        while runs < MOST_RUNS and (transfer := self._turns.next(now)) is not None:
+        while runs < MAX_RUNS and (transfer := self._turns.next(now)) is not None:
             offer = self.claimed[transfer]
             head = offer.peek()
             if head is None:
                 self._turns.remove(transfer)
             elif self.credits.take(transfer, head.n_bytes):
-                self._flow.begun(now)
+                self._flow.start(now)
                 puts.append(self._put(offer, head))
                 runs += head.count
             else:
                 break
         return puts
 
-    def _put(self, offer: Offer, head: WindowHead) -> Put:
+    def _put(self, offer: LeasedOffer, head: WindowHead) -> PutWindow:
         assert offer.plan is not None
         offer.head = None
         offer.put_bytes += head.n_bytes
@@ -211,10 +211,10 @@ class Outlet:
         runs = offer.plan.runs(head.group, head.pair).cut(head.first, head.count)
         region = self._regions[src_rank]
         current = _still_current(offer, region, src_rank, blocks_of(runs, region.block_bytes))
-        return Put(self._link, head, Slice(runs, region, src_rank, dst_rank, current))
+        return PutWindow(self._link, head, WindowSlice(runs, region, src_rank, dst_rank, current))
 
 
-def blocks_of(runs: Runs, block_bytes: int) -> NDArray[np.int64]:
+def blocks_of(runs: ByteRuns, block_bytes: int) -> NDArray[np.int64]:
     """Return the source's blocks that these runs read, in order, without direct repetitions."""
     first, last = runs.src // block_bytes, (runs.src + runs.length - 1) // block_bytes
     longest = int((last - first).max())
@@ -224,20 +224,20 @@ def blocks_of(runs: Runs, block_bytes: int) -> NDArray[np.int64]:
     return first[np.flatnonzero(np.diff(first, prepend=-1))]
 
 
-def _windows(offer: Offer, plan: Plan) -> Iterator[WindowHead | None]:
+def _windows(offer: LeasedOffer, plan: TransferPlan) -> Iterator[WindowHead | None]:
     """Yield every window in order, and None while the next group is not computed."""
     for group in range(plan.groups):
-        while plan.groups_ready(offer.ready_layers) <= group:
+        while plan.ready_groups(offer.ready_layers) <= group:
             yield None
         for window in plan.windows(group, offer.window_bytes):
             yield WindowHead(offer.transfer, group, *window)
 
 
 def _still_current(
-    offer: Offer, region: Region, rank: int, blocks: NDArray[np.int64]
+    offer: LeasedOffer, region: Region, rank: int, blocks: NDArray[np.int64]
 ) -> Callable[[], bool]:
     """Return a check that the blocks are still the offer's: lease alive, generations unchanged."""
     promised = offer.generations[rank][
-        offer.ware.order[np.searchsorted(offer.sorted_blocks, blocks)]
+        offer.spec.order[np.searchsorted(offer.sorted_blocks, blocks)]
     ]
-    return lambda: offer.live and region.current(blocks, promised)
+    return lambda: offer.is_live and region.are_current(blocks, promised)

@@ -16,45 +16,45 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.contract import Link, Slice, Verdict, WindowHead
-from kvtransfer.layout.block_mapping import distinct
-from kvtransfer.layout.layout import KvLayout, fingerprint_of
+from kvtransfer.contract import Link, WindowHead, WindowSlice, WindowVerdict
+from kvtransfer.layout.block_mapping import sorted_distinct
+from kvtransfer.layout.layout import KvLayout, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import LayoutMismatch, Plan, most_pairs, plan
+from kvtransfer.layout.reshard import LayoutMismatch, TransferPlan, max_pairs, plan_transfer
 from kvtransfer.protocol.messages import (
-    MOST_BLOCKS,
-    MOST_TOKENS,
+    MAX_BLOCKS,
+    MAX_TOKENS,
     Accept,
     Credit,
     Invite,
     Landed,
     ProtocolError,
-    Stop,
+    StopTransfer,
     Unwanted,
     check_seconds,
-    check_words,
+    check_texts,
+    make_stop,
     pack_blocks,
-    stop,
     unpack_blocks,
 )
-from kvtransfer.protocol.outcomes import Reason, end
+from kvtransfer.protocol.outcomes import EndReason, outcome_for
 from kvtransfer.transfer.commands import (
     Command,
-    Dial,
-    Fence,
-    Progress,
-    Resolve,
-    Send,
+    DialPeer,
+    FenceTransfer,
+    ReportLayers,
+    ResolveHandle,
     SendInvite,
-    reckoned,
+    SendMessage,
+    plan_or_defer,
 )
-from kvtransfer.transfer.flow_control import Klass
-from kvtransfer.transfer.receive_tracker import Arrivals, CameBefore, WindowError
-from kvtransfer.transfer.stats import Tally
-from kvtransfer.util.options import Options
+from kvtransfer.transfer.flow_control import Priority
+from kvtransfer.transfer.receive_tracker import ReceiveTracker, RepeatedWindowError, WindowError
+from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.util.options import AgentOptions
 
 
-class Wish(msgspec.Struct, frozen=True):
+class FetchRequest(msgspec.Struct, frozen=True):
     """What an engine fetches: tokens [skip_tokens, tokens) of an offer, into `blocks`."""
 
     address: str
@@ -63,7 +63,7 @@ class Wish(msgspec.Struct, frozen=True):
     tokens: int
     skip_tokens: int
     timeout_s: float
-    klass: Klass = Klass.INTERACTIVE
+    priority: Priority = Priority.INTERACTIVE
     ticket: str | None = None
 
 
@@ -82,68 +82,68 @@ class SinkState(StrEnum):
     FENCING = "fencing"
 
 
-class Reservation:
+class BlockReservation:
     """The blocks and the progress of one landing. Owned by TransferSink."""
 
     __slots__ = (
-        "arrivals", "began", "began_moving", "deadline", "end", "layers", "layout", "link",
-        "number", "peer", "plan", "said", "state", "wish",
+        "tracker", "started_at", "moving_since", "deadline", "end", "layers", "layout", "link",
+        "number", "peer", "plan", "is_invited", "state", "request",
     )  # fmt: skip
 
-    def __init__(self, number: int, request: Wish, now: float) -> None:
-        self.number, self.wish = number, request
-        self.began, self.deadline = now, now + request.timeout_s
+    def __init__(self, number: int, request: FetchRequest, now: float) -> None:
+        self.number, self.request = number, request
+        self.started_at, self.deadline = now, now + request.timeout_s
         self.state = SinkState.WAITING
         self.link: Link | None = None
-        self.said = False
+        self.is_invited = False
         self.peer = ""
         self.layout: KvLayout | None = None
-        self.plan: Plan | None = None
-        self.arrivals: Arrivals | None = None
-        self.began_moving = now
+        self.plan: TransferPlan | None = None
+        self.tracker: ReceiveTracker | None = None
+        self.moving_since = now
         self.layers = 0
-        self.end: tuple[Reason, str] | None = None
+        self.end: tuple[EndReason, str] | None = None
 
 
-class SinkBook:
+class TransferSink:
     """The reservations of one agent.
 
     The caller numbers them; the numbers are also used on the wire.
     """
 
     def __init__(
-        self, layout: KvLayout, regions: Sequence[Region], options: Options, tally: Tally
+        self, layout: KvLayout, regions: Sequence[Region], options: AgentOptions, tally: AgentStats
     ) -> None:
         self._layout, self._regions, self._options, self._tally = layout, regions, options, tally
-        self._reservations: dict[int, Reservation] = {}
+        self._reservations: dict[int, BlockReservation] = {}
         self._links: dict[str, tuple[Link, KvLayout, str]] = {}
-        self._waiting: dict[str, list[Reservation]] = {}
+        self._waiting: dict[str, list[BlockReservation]] = {}
         self._deadlines: list[tuple[float, int]] = []
 
     @property
-    def held(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """The number of reservations by state."""
         states = [reservation.state for reservation in self._reservations.values()]
         return {state.value: states.count(state) for state in SinkState}
 
-    def due(self) -> float | None:
+    def next_deadline(self) -> float | None:
         """Return when `tick` is due next; None: no deadline."""
         while self._deadlines and self._deadlines[0][1] not in self._reservations:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def fetch(self, number: int, request: Wish, now: float) -> list[Command]:
+    def fetch(self, number: int, request: FetchRequest, now: float) -> list[Command]:
         """Begin a landing. Call `check` first."""
-        reservation = Reservation(number, request, now)
+        reservation = BlockReservation(number, request, now)
         self._reservations[number] = reservation
         heapq.heappush(self._deadlines, (reservation.deadline, number))
         if request.address in self._links:
             return [self._invite(reservation, now)]
         waiting = self._waiting.get(request.address)
         self._waiting.setdefault(request.address, []).append(reservation)
-        return [Dial(request.address)] if waiting is None else []
+        return [DialPeer(request.address)] if waiting is None else []
 
-    def linked(
+    def on_linked(
         self, address: str, link: Link, layout: KvLayout, agent: str, now: float
     ) -> list[Command]:
         """Invite the peer of a new link, for all landings that waited for it."""
@@ -156,7 +156,7 @@ class SinkBook:
                 commands += self._unwanted(link, reservation)
         return commands
 
-    def unlinked(self, address: str, reason: Reason, detail: str, now: float) -> list[Command]:
+    def on_link_failed(self, address: str, reason: EndReason, detail: str, now: float) -> list[Command]:
         """End all landings that waited for a link that did not come up."""
         waiters = [
             reservation
@@ -169,7 +169,7 @@ class SinkBook:
             for command in self._end(reservation, reason, detail, now, tell=False)
         ]
 
-    def leave(self, link: Link) -> None:
+    def retire_link(self, link: Link) -> None:
         """Stop using a link that will end soon.
 
         Its transfers may still land; new ones dial again.
@@ -178,9 +178,9 @@ class SinkBook:
             address: there for address, there in self._links.items() if there[0] is not link
         }
 
-    def lost(self, link: Link, reason: Reason, detail: str, now: float) -> list[Command]:
+    def on_lost(self, link: Link, reason: EndReason, detail: str, now: float) -> list[Command]:
         """End all landings of a lost link, behind the fence: its writers may still be active."""
-        self.leave(link)
+        self.retire_link(link)
         affected = [
             reservation for reservation in self._reservations.values() if reservation.link is link
         ]
@@ -190,7 +190,7 @@ class SinkBook:
             for command in self._end(reservation, reason, detail, now, tell=False)
         ]
 
-    def cancel(self, number: int, reason: Reason, detail: str, now: float) -> list[Command]:
+    def cancel(self, number: int, reason: EndReason, detail: str, now: float) -> list[Command]:
         """Give a landing up. No-op if it has already ended."""
         reservation = self._reservations.get(number)
         return [] if reservation is None else self._end(reservation, reason, detail, now)
@@ -200,18 +200,18 @@ class SinkBook:
         return [
             command
             for number in list(self._reservations)
-            for command in self.cancel(number, Reason.CLOSED, "", now)
+            for command in self.cancel(number, EndReason.CLOSED, "", now)
         ]
 
     def tick(self, now: float) -> list[Command]:
         """End all landings whose deadline has passed."""
         commands: list[Command] = []
-        while (due := self.due()) is not None and due <= now:
+        while (due := self.next_deadline()) is not None and due <= now:
             _, number = heapq.heappop(self._deadlines)
-            commands += self.cancel(number, Reason.TIMEOUT, "", now)
+            commands += self.cancel(number, EndReason.TIMEOUT, "", now)
         return commands
 
-    def accepted(self, link: Link, message: Accept, now: float) -> list[Command]:
+    def on_accept(self, link: Link, message: Accept, now: float) -> list[Command]:
         """Begin to receive. Raises ProtocolError if the source was not invited."""
         reservation = self._find(link, message.transfer)
         if reservation is None or reservation.state is SinkState.FENCING:
@@ -226,88 +226,88 @@ class SinkBook:
             return lambda now: self._begin(reservation, tracker_or_error, now)
 
         assert reservation.layout is not None
-        pairs = most_pairs(reservation.layout, self._layout, message.group_layers)
-        return reckoned(
-            max(reservation.wish.blocks.size, len(message.blocks) // 4), pairs, work, now
+        pairs = max_pairs(reservation.layout, self._layout, message.group_layers)
+        return plan_or_defer(
+            max(reservation.request.blocks.size, len(message.blocks) // 4), pairs, work, now
         )
 
     def _begin(
-        self, reservation: Reservation, tracker_or_error: Arrivals | str, now: float
+        self, reservation: BlockReservation, tracker_or_error: ReceiveTracker | str, now: float
     ) -> list[Command]:
         """Admit windows after the plan is computed, unless the landing has ended since."""
         if reservation.state is not SinkState.INVITED:
             return []
         if isinstance(tracker_or_error, str):
-            return self._end(reservation, Reason.LAYOUT, tracker_or_error, now)
-        reservation.plan, reservation.arrivals = tracker_or_error.plan, tracker_or_error
-        reservation.state, reservation.began_moving = SinkState.MOVING, now
+            return self._end(reservation, EndReason.LAYOUT, tracker_or_error, now)
+        reservation.plan, reservation.tracker = tracker_or_error.plan, tracker_or_error
+        reservation.state, reservation.moving_since = SinkState.MOVING, now
         return []
 
-    def stopped(self, link: Link, message: Stop, now: float) -> list[Command]:
+    def on_stop(self, link: Link, message: StopTransfer, now: float) -> list[Command]:
         """End a landing that the source gave up or refused. Raises ProtocolError for LANDED."""
-        if message.reason is Reason.LANDED:
+        if message.reason is EndReason.LANDED:
             raise ProtocolError("a source cannot report that bytes have landed")
         reservation = self._find(link, message.transfer)
         if reservation is None:
             return []
         return self._end(reservation, message.reason, message.detail, now, tell=False)
 
-    def incoming(self, link: Link, head: WindowHead) -> Slice | None:
+    def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
         """Return where to write a window; None: discard it.
 
         A window is written once, as planned, and only while its transfer is moving. Raises
         WindowError for a window outside the plan; call `on_bad_window` then.
         """
         reservation = self._find_moving(link, head.transfer)
-        if reservation is None or reservation.arrivals is None or reservation.plan is None:
+        if reservation is None or reservation.tracker is None or reservation.plan is None:
             self._tally.discarded["late"] += 1
             return None
         try:
-            runs = reservation.arrivals.begin(
+            runs = reservation.tracker.begin(
                 head.group, head.pair, head.first, head.count, head.n_bytes
             )
-        except CameBefore:
+        except RepeatedWindowError:
             self._tally.discarded["repeated"] += 1
             return None
         except WindowError:
             self._tally.discarded["unplanned"] += 1
             raise
         src_rank, dst_rank = reservation.plan.pairs(head.group)[head.pair]
-        return Slice(runs, self._regions[dst_rank], src_rank, dst_rank)
+        return WindowSlice(runs, self._regions[dst_rank], src_rank, dst_rank)
 
-    def misled(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
+    def on_bad_window(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
         """End a landing whose source has another plan: the missing bytes would never come."""
         reservation = self._find_moving(link, transfer)
-        return [] if reservation is None else self._end(reservation, Reason.PROTOCOL, detail, now)
+        return [] if reservation is None else self._end(reservation, EndReason.PROTOCOL, detail, now)
 
-    def landed(self, link: Link, head: WindowHead, verdict: Verdict, now: float) -> list[Command]:
+    def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict, now: float) -> list[Command]:
         """Count a window that is in place, or end the landing if the window must not be used."""
         reservation = self._find_moving(link, head.transfer)
-        if reservation is None or reservation.arrivals is None:
+        if reservation is None or reservation.tracker is None:
             return []
-        if verdict is not Verdict.OK:
-            return self._end(reservation, Reason(verdict.value), f"layer group {head.group}", now)
+        if verdict is not WindowVerdict.OK:
+            return self._end(reservation, EndReason(verdict.value), f"layer group {head.group}", now)
         try:
-            reservation.arrivals.land(head.group, head.pair, head.first, head.count)
+            reservation.tracker.land(head.group, head.pair, head.first, head.count)
         except WindowError:
             self._tally.discarded["repeated"] += 1
             return []
         commands = self._progress(reservation)
-        if not reservation.arrivals.complete:
-            return [*commands, Send(link, Credit(head.transfer, head.n_bytes))]
+        if not reservation.tracker.is_complete:
+            return [*commands, SendMessage(link, Credit(head.transfer, head.n_bytes))]
         self._count_received(reservation, link, now)
-        reservation.state, reservation.end = SinkState.FENCING, (Reason.LANDED, "")
-        done = Landed(head.transfer, reservation.arrivals.n_bytes)
-        return [*commands, Send(link, done), Fence(link, head.transfer)]
+        reservation.state, reservation.end = SinkState.FENCING, (EndReason.LANDED, "")
+        done = Landed(head.transfer, reservation.tracker.n_bytes)
+        return [*commands, SendMessage(link, done), FenceTransfer(link, head.transfer)]
 
-    def fenced(self, link: Link, transfer: int, now: float) -> list[Command]:
+    def on_fenced(self, link: Link, transfer: int, now: float) -> list[Command]:
         """Return the blocks to the engine, because no writer is left."""
         reservation = self._find(link, transfer)
         if reservation is None or reservation.state is not SinkState.FENCING:
             return []
         return self._resolve(reservation, now)
 
-    def all_fenced(self, now: float) -> list[Command]:
+    def on_all_fenced(self, now: float) -> list[Command]:
         """End every fencing landing, because all transports and their threads have ended."""
         fencing = [
             reservation
@@ -316,19 +316,19 @@ class SinkBook:
         ]
         return [command for reservation in fencing for command in self._resolve(reservation, now)]
 
-    def invites(self, link: Link, transfer: int) -> bool:
+    def confirm_invite(self, link: Link, transfer: int) -> bool:
         """Return whether the invitation is still wanted. If so, the caller must send it."""
         reservation = self._find(link, transfer)
         if reservation is None or reservation.state is SinkState.FENCING:
             return False
-        reservation.said = True
+        reservation.is_invited = True
         return True
 
-    def check(self, request: Wish) -> None:
+    def check(self, request: FetchRequest) -> None:
         """Raise ValueError for an invalid request: bad blocks or tokens. Needs no lock."""
-        check_words(request.name, request.ticket)
+        check_texts(request.name, request.ticket)
         check_seconds("a landing", request.timeout_s)
-        if not 0 <= request.skip_tokens < request.tokens <= MOST_TOKENS:
+        if not 0 <= request.skip_tokens < request.tokens <= MAX_TOKENS:
             raise ValueError(
                 f"tokens {request.skip_tokens} to {request.tokens} are not a valid range"
             )
@@ -338,16 +338,16 @@ class SinkBook:
             )
         most = min(region.blocks for region in self._regions)
         if (
-            request.blocks.size > MOST_BLOCKS
+            request.blocks.size > MAX_BLOCKS
             or request.blocks.min() < 0
             or request.blocks.max() >= most
         ):
             raise ValueError(f"blocks lie between 0 and {most}")
-        if distinct(request.blocks).size != request.blocks.size:
+        if sorted_distinct(request.blocks).size != request.blocks.size:
             raise ValueError("a block is listed twice")
 
-    def _invite(self, reservation: Reservation, now: float) -> Command:
-        request = reservation.wish
+    def _invite(self, reservation: BlockReservation, now: float) -> Command:
+        request = reservation.request
         link, reservation.layout, reservation.peer = self._links[request.address]
         reservation.state, reservation.link = SinkState.INVITED, link
         left_s = max(0.0, reservation.deadline - now)
@@ -359,7 +359,7 @@ class SinkBook:
             skip_tokens=request.skip_tokens,
             wait_s=min(left_s, 86_400.0),
             slack_s=min(left_s, 86_400.0),
-            klass=int(request.klass),
+            priority=int(request.priority),
             window_bytes=min(self._options.window_bytes, link.window_bytes),
             ticket=request.ticket,
         )
@@ -374,14 +374,14 @@ class SinkBook:
             # The blocks before are cached, and others may be reading them: no access to those.
         )
 
-    def _plan(self, reservation: Reservation, message: Accept) -> Arrivals | str:
+    def _plan(self, reservation: BlockReservation, message: Accept) -> ReceiveTracker | str:
         """Compute the same plan as the source, or return why there is none.
 
         This runs without the lock, so the first group's runs are computed as well.
         """
-        request = reservation.wish
+        request = reservation.request
         assert reservation.layout is not None
-        fingerprint = fingerprint_of(reservation.layout, self._layout)
+        fingerprint = pair_fingerprint(reservation.layout, self._layout)
         if message.layouts != fingerprint:
             source_fingerprint = message.layouts or "none"
             return (
@@ -391,7 +391,7 @@ class SinkBook:
         if message.window_bytes > self._options.window_bytes:
             return f"windows of {message.window_bytes} bytes are too large"
         try:
-            transfer_plan = plan(
+            transfer_plan = plan_transfer(
                 reservation.layout,
                 self._layout,
                 unpack_blocks(message.blocks),
@@ -403,14 +403,14 @@ class SinkBook:
         except (LayoutMismatch, ValueError) as error:
             return str(error)
         transfer_plan.runs(0, 0)
-        return Arrivals(transfer_plan)
+        return ReceiveTracker(transfer_plan)
 
-    def _find(self, link: Link, transfer: int) -> Reservation | None:
+    def _find(self, link: Link, transfer: int) -> BlockReservation | None:
         """Return the reservation if it uses this link, so that no peer reaches another's."""
         reservation = self._reservations.get(transfer)
         return reservation if reservation is not None and reservation.link is link else None
 
-    def _find_moving(self, link: Link, transfer: int) -> Reservation | None:
+    def _find_moving(self, link: Link, transfer: int) -> BlockReservation | None:
         reservation = self._find(link, transfer)
         return (
             reservation
@@ -418,27 +418,27 @@ class SinkBook:
             else None
         )
 
-    def _progress(self, reservation: Reservation, *, fenced: bool = False) -> list[Command]:
+    def _progress(self, reservation: BlockReservation, *, fenced: bool = False) -> list[Command]:
         """Report newly readable layers.
 
         Over a one-sided link nothing is readable before the fence, because the source can still
         write.
         """
-        layers = 0 if reservation.arrivals is None else reservation.arrivals.layers
-        early = reservation.link is not None and reservation.link.one_sided and not fenced
+        layers = 0 if reservation.tracker is None else reservation.tracker.complete_layers
+        early = reservation.link is not None and reservation.link.is_one_sided and not fenced
         if layers == reservation.layers or early:
             return []
         reservation.layers = layers
-        return [Progress(reservation.number, layers)]
+        return [ReportLayers(reservation.number, layers)]
 
-    def _count_received(self, reservation: Reservation, link: Link, now: float) -> None:
+    def _count_received(self, reservation: BlockReservation, link: Link, now: float) -> None:
         pair = (reservation.peer, link.transport)
-        self._tally.moved(pair, _received_bytes(reservation), now - reservation.began_moving)
+        self._tally.count_received(pair, _received_bytes(reservation), now - reservation.moving_since)
 
     def _end(
         self,
-        reservation: Reservation,
-        reason: Reason,
+        reservation: BlockReservation,
+        reason: EndReason,
         detail: str,
         now: float,
         *,
@@ -451,45 +451,45 @@ class SinkBook:
         if reservation.link is None:
             return self._resolve(reservation, now)
         reservation.state = SinkState.FENCING
-        fence = Fence(reservation.link, reservation.number)
+        fence = FenceTransfer(reservation.link, reservation.number)
         if not tell:
             return [fence]
-        if not reservation.said:
+        if not reservation.is_invited:
             return [*self._unwanted(reservation.link, reservation), fence]
-        return [Send(reservation.link, stop(reservation.number, reason, detail)), fence]
+        return [SendMessage(reservation.link, make_stop(reservation.number, reason, detail)), fence]
 
-    def _unwanted(self, link: Link, reservation: Reservation) -> list[Command]:
+    def _unwanted(self, link: Link, reservation: BlockReservation) -> list[Command]:
         """Tell the source about a landing that was cancelled before its invitation was sent.
 
         The source then frees the blocks. Nothing is sent if another landing wants the same offer.
         """
-        request = reservation.wish
+        request = reservation.request
         wanted = any(
-            (other.wish.address, other.wish.name) == (request.address, request.name)
+            (other.request.address, other.request.name) == (request.address, request.name)
             and other.state is not SinkState.FENCING
             for other in self._reservations.values()
         )
-        unwanted = reservation.end is not None and reservation.end[0] is Reason.CANCELLED
+        unwanted = reservation.end is not None and reservation.end[0] is EndReason.CANCELLED
         return (
-            [Send(link, Unwanted(request.name, request.ticket))] if unwanted and not wanted else []
+            [SendMessage(link, Unwanted(request.name, request.ticket))] if unwanted and not wanted else []
         )
 
-    def _resolve(self, reservation: Reservation, now: float) -> list[Command]:
+    def _resolve(self, reservation: BlockReservation, now: float) -> list[Command]:
         assert reservation.end is not None
         del self._reservations[reservation.number]
         reason, detail = reservation.end
         transport = "" if reservation.link is None else reservation.link.transport
-        outcome = end(
+        outcome = outcome_for(
             reason,
             n_bytes=_received_bytes(reservation),
-            seconds=now - reservation.began,
+            seconds=now - reservation.started_at,
             transport=transport,
             detail=detail,
         )
-        self._tally.landing_ended(outcome)
-        progress = self._progress(reservation, fenced=True) if outcome.landed else []
-        return [*progress, Resolve(reservation.number, outcome)]
+        self._tally.count_landing(outcome)
+        progress = self._progress(reservation, fenced=True) if outcome.has_landed else []
+        return [*progress, ResolveHandle(reservation.number, outcome)]
 
 
-def _received_bytes(reservation: Reservation) -> int:
-    return 0 if reservation.arrivals is None else reservation.arrivals.n_bytes
+def _received_bytes(reservation: BlockReservation) -> int:
+    return 0 if reservation.tracker is None else reservation.tracker.n_bytes

@@ -13,55 +13,69 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.contract import Link
-from kvtransfer.layout.layout import fingerprint_of
+from kvtransfer.layout.layout import pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import LayoutMismatch, Plan, layers_per_group, most_pairs, plan
+from kvtransfer.layout.reshard import (
+    LayoutMismatch,
+    TransferPlan,
+    layers_per_group,
+    max_pairs,
+    plan_transfer,
+)
 from kvtransfer.protocol.lease import Lease, LeaseError, LeaseEvent, LeaseState, advance
 from kvtransfer.protocol.messages import (
-    MOST_BLOCKS,
+    MAX_BLOCKS,
     Accept,
-    Card,
+    AgentCard,
     Credit,
     Invite,
     Landed,
     ProtocolError,
-    Stop,
+    StopTransfer,
     Unwanted,
     check_seconds,
-    check_words,
+    check_texts,
+    make_stop,
     pack_blocks,
-    stop,
     unpack_blocks,
 )
-from kvtransfer.protocol.outcomes import Reason, end
-from kvtransfer.protocol.ticket import Ticket, renewed
-from kvtransfer.transfer.authorization import Leave, by_name
-from kvtransfer.transfer.commands import Admit, Bump, Command, Drop, Resolve, Send, reckoned
-from kvtransfer.transfer.flow_control import Bandwidth, Klass
-from kvtransfer.transfer.pending_invites import Guests
-from kvtransfer.transfer.send_queue import Offer, Outlet, Ware
-from kvtransfer.transfer.stats import Tally
-from kvtransfer.util.options import Options
+from kvtransfer.protocol.outcomes import EndReason, outcome_for
+from kvtransfer.protocol.ticket import Ticket, renewed_nonce
+from kvtransfer.transfer.authorization import Authorizer, may_fetch_by_name
+from kvtransfer.transfer.commands import (
+    AcceptGrant,
+    BumpGenerations,
+    Command,
+    DropWindows,
+    ResolveHandle,
+    SendMessage,
+    plan_or_defer,
+)
+from kvtransfer.transfer.flow_control import BandwidthMeter, Priority
+from kvtransfer.transfer.pending_invites import PendingInvites
+from kvtransfer.transfer.send_queue import LeasedOffer, OfferSpec, SendQueue
+from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.util.options import AgentOptions
 
 
-class SourceBook:
+class TransferSource:
     """The offers of one agent. `key` is the fleet's; the caller numbers the offers."""
 
     def __init__(
-        self, card: Card, regions: Sequence[Region], key: bytes, options: Options, tally: Tally
+        self, card: AgentCard, regions: Sequence[Region], key: bytes, options: AgentOptions, tally: AgentStats
     ) -> None:
         self._card, self._regions, self._options, self._tally = card, regions, options, tally
-        self._offers: dict[int, Offer] = {}
-        self._names: dict[str, Offer] = {}
-        self._outlets: dict[Link, Outlet] = {}
-        self._pending_invites = Guests(options)
-        self._authorizer = Leave(key, card, regions)
-        self.bandwidth = Bandwidth()
+        self._offers: dict[int, LeasedOffer] = {}
+        self._names: dict[str, LeasedOffer] = {}
+        self._outlets: dict[Link, SendQueue] = {}
+        self._pending_invites = PendingInvites(options)
+        self._authorizer = Authorizer(key, card, regions)
+        self.bandwidth = BandwidthMeter()
         self._offer_counts = np.zeros(min(region.blocks for region in regions), np.int32)
         self._deadlines: list[tuple[float, int]] = []
 
     @property
-    def held(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """The number of leases by state, and of waiting invitations."""
         states = [offer.lease.state for offer in self._offers.values()]
         counts = {state.value: states.count(state) for state in LeaseState}
@@ -69,21 +83,21 @@ class SourceBook:
 
     def unclaimed_s(self, now: float) -> float:
         """Return the total seconds that KV waited here without being fetched, over all offers."""
-        waiting = [now - offer.began for offer in self._offers.values() if offer.plan is None]
+        waiting = [now - offer.started_at for offer in self._offers.values() if offer.plan is None]
         return self._tally.unclaimed_s + sum(waiting)
 
-    def credits_taken(self) -> int:
+    def in_flight_bytes(self) -> int:
         """Return the bytes in flight to all peers."""
-        return sum(outlet.credits.taken_bytes for outlet in self._outlets.values())
+        return sum(outlet.credits.in_flight_bytes for outlet in self._outlets.values())
 
-    def due(self) -> float | None:
+    def next_deadline(self) -> float | None:
         """Return a time at or before the next `tick` is due; None: no deadline."""
         while self._deadlines and self._deadlines[0][1] not in self._offers:
             heapq.heappop(self._deadlines)
-        dues = [self._deadlines[0][0] if self._deadlines else None, self._pending_invites.due()]
+        dues = [self._deadlines[0][0] if self._deadlines else None, self._pending_invites.next_deadline()]
         return min((due for due in dues if due is not None), default=None)
 
-    def offer(self, number: int, spec: Ware, now: float) -> tuple[str, list[Command]]:
+    def offer(self, number: int, spec: OfferSpec, now: float) -> tuple[str, list[Command]]:
         """Protect blocks until they are fetched. Returns the ticket and the commands.
 
         An offer that its sink has given up waiting for ends at once, because no sink would fetch
@@ -91,21 +105,21 @@ class SourceBook:
         """
         self._check(spec)
         generations = [region.generations_of(spec.blocks) for region in self._regions]
-        offer = Offer(number, spec, generations, now)
-        offer.ticket = self._authorizer.write(offer)
+        offer = LeasedOffer(number, spec, generations, now)
+        offer.ticket = self._authorizer.issue(offer)
         self._offers[number] = self._names[spec.name] = offer
         self._offer_counts[spec.distinct] += 1
         self._push_deadline(offer)
-        waiting, gave_up = self._pending_invites.offered(spec.name, now)
+        waiting, gave_up = self._pending_invites.take_for_offer(spec.name, now)
         if waiting is not None:
             return offer.ticket, self._match_invite(offer, waiting.link, waiting.invite, None, now)
-        if gave_up is not None and by_name(spec, gave_up):
+        if gave_up is not None and may_fetch_by_name(spec, gave_up):
             return offer.ticket, self._end(
-                offer, Reason.CANCELLED, f"{gave_up} gave up before", now
+                offer, EndReason.CANCELLED, f"{gave_up} gave up before", now
             )
         return offer.ticket, []
 
-    def ready(self, number: int, layers: int, now: float) -> list[Command]:
+    def mark_ready(self, number: int, layers: int, now: float) -> list[Command]:
         """Allow the first `layers` layers to be sent, because they are computed."""
         offer = self._offers.get(number)
         if offer is None or layers <= offer.ready_layers:
@@ -113,7 +127,7 @@ class SourceBook:
         offer.ready_layers = layers
         if offer.link is None:
             return []
-        self._outlets[offer.link].line_up(offer, now)
+        self._outlets[offer.link].enqueue(offer, now)
         return self._pump(self._outlets[offer.link], now)
 
     def renew(self, number: int, ttl_s: float, now: float) -> str | None:
@@ -125,11 +139,11 @@ class SourceBook:
         offer = self._offers.get(number)
         if offer is None or not self._renew(offer, now + ttl_s, now):
             return None
-        offer.nonces.append(renewed(offer.nonces[-1]))
-        offer.ticket = self._authorizer.write(offer)
+        offer.nonces.append(renewed_nonce(offer.nonces[-1]))
+        offer.ticket = self._authorizer.issue(offer)
         return offer.ticket
 
-    def revoke(self, number: int, reason: Reason, detail: str, now: float) -> list[Command]:
+    def revoke(self, number: int, reason: EndReason, detail: str, now: float) -> list[Command]:
         """End an offer at once, even while a peer reads it. Readers then find the blocks stale."""
         offer = self._offers.get(number)
         return [] if offer is None else self._end(offer, reason, detail, now)
@@ -137,36 +151,36 @@ class SourceBook:
     def decline(self, name: str, detail: str, now: float) -> list[Command]:
         """Tell waiting and later sinks that no offer of this name will come."""
         if name not in self._names:
-            self._pending_invites.ended(name, Reason.DECLINED, now)
-        return self._refuse_waiting(name, Reason.DECLINED, detail)
+            self._pending_invites.mark_ended(name, EndReason.DECLINED, now)
+        return self._refuse_waiting(name, EndReason.DECLINED, detail)
 
     def close(self, now: float) -> list[Command]:
         """End every offer and refuse every waiting invitation."""
         commands = [
             command
             for name in list(self._pending_invites)
-            for command in self._refuse_waiting(name, Reason.CLOSED, "")
+            for command in self._refuse_waiting(name, EndReason.CLOSED, "")
         ]
         return commands + [
-            c for number in list(self._offers) for c in self.revoke(number, Reason.CLOSED, "", now)
+            c for number in list(self._offers) for c in self.revoke(number, EndReason.CLOSED, "", now)
         ]
 
-    def linked(self, link: Link, card: Card, budget_bytes: int) -> None:
+    def on_linked(self, link: Link, card: AgentCard, budget_bytes: int) -> None:
         """Add a peer that dialled this agent and has proven its identity."""
         pair = (card.agent, link.transport)
 
         def on_measured(n_bytes: int, seconds: float) -> None:
-            self.bandwidth.seen(*pair, n_bytes, seconds)
-            self._tally.sent(pair, n_bytes, seconds)
+            self.bandwidth.record(*pair, n_bytes, seconds)
+            self._tally.count_sent(pair, n_bytes, seconds)
 
-        self._outlets[link] = Outlet(link, card, budget_bytes, list(self._regions), on_measured)
+        self._outlets[link] = SendQueue(link, card, budget_bytes, list(self._regions), on_measured)
 
-    def lost(self, link: Link, reason: Reason, detail: str, now: float) -> list[Command]:
+    def on_lost(self, link: Link, reason: EndReason, detail: str, now: float) -> list[Command]:
         """End every transfer of a lost link. Its blocks are free at once."""
         outlet = self._outlets.pop(link, None)
         if outlet is None:
             return []
-        self._pending_invites.lost(link)
+        self._pending_invites.remove_link(link)
         claimed = list(outlet.claimed.values())
         return [
             command
@@ -180,14 +194,14 @@ class SourceBook:
         while self._deadlines and self._deadlines[0][0] <= now:
             offer = self._offers.get(heapq.heappop(self._deadlines)[1])
             if offer is not None and offer.lease.deadline <= now:
-                commands += self._end(offer, Reason.LEASE_EXPIRED, "", now)
+                commands += self._end(offer, EndReason.LEASE_EXPIRED, "", now)
             elif offer is not None:
                 self._push_deadline(offer)
-        for name in self._pending_invites.overdue(now):
-            commands += self._refuse_waiting(name, Reason.NEVER_OFFERED, "")
+        for name in self._pending_invites.take_expired(now):
+            commands += self._refuse_waiting(name, EndReason.NEVER_OFFERED, "")
         return commands
 
-    def invited(self, link: Link, invite: Invite, now: float) -> list[Command]:
+    def on_invite(self, link: Link, invite: Invite, now: float) -> list[Command]:
         """Answer an invitation, or let it wait for its offer.
 
         Raises ProtocolError for an old number.
@@ -199,24 +213,24 @@ class SourceBook:
         offer = self._names.get(invite.name)
         ticket: Ticket | None = None
         if invite.ticket is not None:
-            checked = self._authorizer.read(
+            checked = self._authorizer.check(
                 invite.ticket, offer, invite.name, outlet.card.agent, now
             )
-            if isinstance(checked, Reason):
+            if isinstance(checked, EndReason):
                 return self._refuse(link, invite.transfer, checked)
             ticket = checked
         if offer is None:
-            refused = self._pending_invites.seat(link, invite, now)
+            refused = self._pending_invites.add(link, invite, now)
             return [] if refused is None else self._refuse(link, invite.transfer, refused)
         return self._match_invite(offer, link, invite, ticket, now)
 
-    def stopped(self, link: Link, message: Stop, now: float) -> list[Command]:
+    def on_stop(self, link: Link, message: StopTransfer, now: float) -> list[Command]:
         """End a transfer that the sink gave up. Raises ProtocolError for an impossible reason."""
-        if message.reason in (Reason.LANDED, Reason.LEASE_EXPIRED):
+        if message.reason in (EndReason.LANDED, EndReason.LEASE_EXPIRED):
             raise ProtocolError(f"{message.reason} is not a reason for a sink to stop")
         outlet = self._outlets[link]
-        unwanted_by = outlet.card.agent if message.reason is Reason.CANCELLED else None
-        if self._pending_invites.give_up(link, message.transfer, unwanted_by, now):
+        unwanted_by = outlet.card.agent if message.reason is EndReason.CANCELLED else None
+        if self._pending_invites.withdraw(link, message.transfer, unwanted_by, now):
             return []
         offer = outlet.claimed.get(message.transfer)
         return (
@@ -225,36 +239,36 @@ class SourceBook:
             else self._end(offer, message.reason, message.detail, now, tell=False)
         )
 
-    def unwanted(self, link: Link, message: Unwanted, now: float) -> list[Command]:
+    def on_unwanted(self, link: Link, message: Unwanted, now: float) -> list[Command]:
         """End an offer whose sink gave up before inviting.
 
         Ignored if that sink may not fetch it.
         """
         agent, offer = self._outlets[link].card.agent, self._names.get(message.name)
         if message.ticket is None:
-            may_fetch = offer is not None and by_name(offer.ware, agent)
+            may_fetch = offer is not None and may_fetch_by_name(offer.spec, agent)
             if offer is None:
-                self._pending_invites.unwanted(message.name, agent, now)
+                self._pending_invites.mark_unwanted(message.name, agent, now)
         else:
             may_fetch = not isinstance(
-                self._authorizer.read(message.ticket, offer, message.name, agent, now), Reason
+                self._authorizer.check(message.ticket, offer, message.name, agent, now), EndReason
             )
         return (
-            self._end(offer, Reason.CANCELLED, "", now)
+            self._end(offer, EndReason.CANCELLED, "", now)
             if offer and may_fetch and offer.link is None
             else []
         )
 
-    def landed(self, link: Link, message: Landed, now: float) -> list[Command]:
+    def on_landed(self, link: Link, message: Landed, now: float) -> list[Command]:
         """End a transfer that the sink reports complete. Raises ProtocolError if it cannot be."""
         offer = self._outlets[link].claimed.get(message.transfer)
         if offer is None:
             return []
         if offer.plan is None or not message.n_bytes == offer.put_bytes == offer.plan.n_bytes:
             raise ProtocolError(f"{message.n_bytes} bytes cannot have landed")
-        return self._end(offer, Reason.LANDED, "", now, tell=False)
+        return self._end(offer, EndReason.LANDED, "", now, tell=False)
 
-    def credited(self, link: Link, message: Credit, now: float) -> list[Command]:
+    def on_credit(self, link: Link, message: Credit, now: float) -> list[Command]:
         """Return credit to the sink and send more.
 
         Raises ProtocolError for credit it did not have.
@@ -263,58 +277,58 @@ class SourceBook:
         if message.transfer not in outlet.claimed:
             return []
         try:
-            outlet.give(message.transfer, message.n_bytes, now)
+            outlet.put_back(message.transfer, message.n_bytes, now)
         except ValueError as error:
             raise ProtocolError(str(error)) from error
         return self._pump(outlet, now)
 
-    def unadmitted(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
+    def on_bad_grant(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
         """End a transfer whose grant the transport cannot use."""
         offer = self._outlets[link].claimed.get(transfer)
-        return [] if offer is None else self._end(offer, Reason.PROTOCOL, detail, now)
+        return [] if offer is None else self._end(offer, EndReason.PROTOCOL, detail, now)
 
-    def beaten(self, link: Link, now: float) -> None:
+    def on_beat(self, link: Link, now: float) -> None:
         """Renew the leases that a live sink has claimed."""
         for offer in self._outlets[link].claimed.values():
-            self._renew(offer, now + offer.ware.ttl_s, now)
+            self._renew(offer, now + offer.spec.ttl_s, now)
 
-    def _check(self, spec: Ware) -> None:
-        check_words(spec.name)
+    def _check(self, spec: OfferSpec) -> None:
+        check_texts(spec.name)
         check_seconds("an offer", spec.ttl_s)
         size = self._card.layout.block_tokens
         if spec.name in self._names:
             raise ValueError(f"{spec.name} is already offered")
         if not 0 < spec.tokens <= spec.blocks.size * size:
             raise ValueError(f"{spec.tokens} tokens do not fit into {spec.blocks.size} blocks")
-        if spec.blocks.size > MOST_BLOCKS:
-            raise ValueError(f"an offer has at most {MOST_BLOCKS} blocks, not {spec.blocks.size}")
+        if spec.blocks.size > MAX_BLOCKS:
+            raise ValueError(f"an offer has at most {MAX_BLOCKS} blocks, not {spec.blocks.size}")
         if spec.blocks.min() < 0 or spec.blocks.max() >= self._offer_counts.size:
             raise ValueError(f"blocks lie between 0 and {self._offer_counts.size}")
 
-    def _refuse_waiting(self, name: str, reason: Reason, detail: str) -> list[Command]:
-        waiting = self._pending_invites.leave(name)
+    def _refuse_waiting(self, name: str, reason: EndReason, detail: str) -> list[Command]:
+        waiting = self._pending_invites.remove(name)
         return (
             []
             if waiting is None
             else self._refuse(waiting.link, waiting.invite.transfer, reason, detail)
         )
 
-    def _refuse(self, link: Link, transfer: int, reason: Reason, detail: str = "") -> list[Command]:
+    def _refuse(self, link: Link, transfer: int, reason: EndReason, detail: str = "") -> list[Command]:
         self._tally.refused[reason] += 1
-        return [Send(link, stop(transfer, reason, detail))]
+        return [SendMessage(link, make_stop(transfer, reason, detail))]
 
     def _match_invite(
-        self, offer: Offer, link: Link, invite: Invite, ticket: Ticket | None, now: float
+        self, offer: LeasedOffer, link: Link, invite: Invite, ticket: Ticket | None, now: float
     ) -> list[Command]:
         """Match an invitation with its offer: check the permission, the claim and the size."""
         outlet = self._outlets[link]
-        if ticket is None and not by_name(offer.ware, outlet.card.agent):
-            return self._refuse(link, invite.transfer, Reason.BAD_TICKET)
+        if ticket is None and not may_fetch_by_name(offer.spec, outlet.card.agent):
+            return self._refuse(link, invite.transfer, EndReason.BAD_TICKET)
         if offer.link is not None:
-            return self._refuse(link, invite.transfer, Reason.NAME_TAKEN)
-        if invite.tokens > offer.ware.tokens:
+            return self._refuse(link, invite.transfer, EndReason.NAME_TAKEN)
+        if invite.tokens > offer.spec.tokens:
             return self._refuse(
-                link, invite.transfer, Reason.TOKENS, f"{offer.ware.tokens} are on offer"
+                link, invite.transfer, EndReason.TOKENS, f"{offer.spec.tokens} are on offer"
             )
         outlet.take(offer, invite.transfer)
 
@@ -324,16 +338,16 @@ class SourceBook:
 
         layout = self._card.layout
         group_layers = layers_per_group(layout, invite.tokens - invite.skip_tokens)
-        pairs = most_pairs(layout, outlet.card.layout, group_layers)
-        return reckoned(max(offer.ware.blocks.size, len(invite.blocks) // 4), pairs, work, now)
+        pairs = max_pairs(layout, outlet.card.layout, group_layers)
+        return plan_or_defer(max(offer.spec.blocks.size, len(invite.blocks) // 4), pairs, work, now)
 
     def _claim(
         self,
-        offer: Offer,
+        offer: LeasedOffer,
         link: Link,
         invite: Invite,
         ticket: Ticket | None,
-        plan_or_error: Plan | str,
+        plan_or_error: TransferPlan | str,
         now: float,
     ) -> list[Command]:
         """Complete a claim after its plan is computed.
@@ -344,13 +358,13 @@ class SourceBook:
         outlet = self._outlets.get(link)
         if outlet is None or outlet.claimed.get(invite.transfer) is not offer:
             return []
-        outlet.let_go(offer)
+        outlet.untake(offer)
         if isinstance(plan_or_error, str):
-            return self._refuse(link, invite.transfer, Reason.LAYOUT, plan_or_error)
+            return self._refuse(link, invite.transfer, EndReason.LAYOUT, plan_or_error)
         try:
             lease = advance(offer.lease, LeaseEvent.CLAIM, now)
         except LeaseError:
-            return self._refuse(link, invite.transfer, Reason.LEASE_EXPIRED) + self.tick(now)
+            return self._refuse(link, invite.transfer, EndReason.LEASE_EXPIRED) + self.tick(now)
         if ticket is not None and (refused := self._authorizer.spend(ticket, now)) is not None:
             return self._refuse(link, invite.transfer, refused)
         offer.lease = lease
@@ -358,29 +372,29 @@ class SourceBook:
         return self._begin(offer, outlet, invite, plan_or_error, now)
 
     def _begin(
-        self, offer: Offer, outlet: Outlet, invite: Invite, transfer_plan: Plan, now: float
+        self, offer: LeasedOffer, outlet: SendQueue, invite: Invite, transfer_plan: TransferPlan, now: float
     ) -> list[Command]:
         """Accept the invitation and send the windows that are ready."""
         link = offer.link
         assert link is not None
-        self._tally.unclaimed_s += now - offer.began
+        self._tally.unclaimed_s += now - offer.started_at
         window_bytes = max(
             1, min(invite.window_bytes, self._options.window_bytes, link.window_bytes)
         )
         outlet.claim(offer, transfer_plan, window_bytes)
-        offer.klass, offer.urgent_at = Klass(invite.klass), now + invite.slack_s
-        outlet.line_up(offer, now)
+        offer.priority, offer.urgent_at = Priority(invite.priority), now + invite.slack_s
+        outlet.enqueue(offer, now)
         accept = Accept(
             transfer=invite.transfer,
-            blocks=pack_blocks(offer.ware.blocks),
+            blocks=pack_blocks(offer.spec.blocks),
             group_layers=transfer_plan.group_layers,
             window_bytes=window_bytes,
-            layouts=fingerprint_of(transfer_plan.src, transfer_plan.dst),
+            layouts=pair_fingerprint(transfer_plan.src, transfer_plan.dst),
         )
-        commands: list[Command] = [Admit(link, invite.transfer, invite.grant), Send(link, accept)]
+        commands: list[Command] = [AcceptGrant(link, invite.transfer, invite.grant), SendMessage(link, accept)]
         return commands + self._pump(outlet, now)
 
-    def _plan(self, offer: Offer, card: Card, invite: Invite) -> Plan | str:
+    def _plan(self, offer: LeasedOffer, card: AgentCard, invite: Invite) -> TransferPlan | str:
         """Compute the plan, or return why there is none.
 
         If all layers are computed and runs join across layers, one group holds everything.
@@ -388,12 +402,12 @@ class SourceBook:
         runs without the lock, so the first group's runs are computed as well.
         """
         layout = self._card.layout
-        at_once = offer.ready_layers >= layout.layers and layout.same_block(card.layout)
+        at_once = offer.ready_layers >= layout.layers and layout.has_same_blocks(card.layout)
         try:
-            transfer_plan = plan(
+            transfer_plan = plan_transfer(
                 layout,
                 card.layout,
-                offer.ware.blocks,
+                offer.spec.blocks,
                 unpack_blocks(invite.blocks),
                 invite.tokens,
                 skip_tokens=invite.skip_tokens,
@@ -404,12 +418,12 @@ class SourceBook:
         transfer_plan.runs(0, 0)
         return transfer_plan
 
-    def _pump(self, outlet: Outlet, now: float) -> list[Command]:
+    def _pump(self, outlet: SendQueue, now: float) -> list[Command]:
         """Return the windows to send, and advance the leases that begin to move.
 
         An expired lease does not advance, so that no transfer counts as in time later.
         """
-        puts = outlet.pump(now)
+        puts = outlet.next_windows(now)
         for offer in {
             put.head.transfer: outlet.claimed[put.head.transfer] for put in puts
         }.values():
@@ -417,7 +431,7 @@ class SourceBook:
                 offer.lease = advance(offer.lease, LeaseEvent.START, now)
         return list(puts)
 
-    def _renew(self, offer: Offer, deadline: float, now: float) -> bool:
+    def _renew(self, offer: LeasedOffer, deadline: float, now: float) -> bool:
         try:
             offer.lease = advance(
                 offer.lease, LeaseEvent.RENEW, now, max(deadline, offer.lease.deadline)
@@ -426,64 +440,64 @@ class SourceBook:
             return False
         return True
 
-    def _push_deadline(self, offer: Offer) -> None:
+    def _push_deadline(self, offer: LeasedOffer) -> None:
         heapq.heappush(self._deadlines, (offer.lease.deadline, offer.number))
 
     def _end(
-        self, offer: Offer, reason: Reason, detail: str, now: float, *, tell: bool = True
+        self, offer: LeasedOffer, reason: EndReason, detail: str, now: float, *, tell: bool = True
     ) -> list[Command]:
         """End an offer: the only way out.
 
         The blocks change owner at once; readers find them stale.
         """
         offer.lease = _final_lease(offer.lease, reason, now)
-        if reason is Reason.LANDED and offer.lease.state is LeaseState.EXPIRED:
-            reason = Reason.LEASE_EXPIRED
-        del self._offers[offer.number], self._names[offer.ware.name]
-        self._pending_invites.ended(offer.ware.name, Reason.GONE, now)
+        if reason is EndReason.LANDED and offer.lease.state is LeaseState.EXPIRED:
+            reason = EndReason.LEASE_EXPIRED
+        del self._offers[offer.number], self._names[offer.spec.name]
+        self._pending_invites.mark_ended(offer.spec.name, EndReason.GONE, now)
         commands: list[Command] = []
         pumped: list[Command] = []
         transport = ""
         if offer.plan is None:
-            self._tally.unclaimed_s += now - offer.began
+            self._tally.unclaimed_s += now - offer.started_at
         if offer.link is not None:
             transport = offer.link.transport
             if offer.link in self._outlets:
-                self._outlets[offer.link].release(offer, now, landed=reason is Reason.LANDED)
+                self._outlets[offer.link].release(offer, now, landed=reason is EndReason.LANDED)
                 pumped = self._pump(self._outlets[offer.link], now)
-            if reason is not Reason.LANDED:
-                commands.append(Drop(offer.link, offer.transfer))
+            if reason is not EndReason.LANDED:
+                commands.append(DropWindows(offer.link, offer.transfer))
             if tell:
-                commands.append(Send(offer.link, stop(offer.transfer, reason, detail)))
-        outcome = end(
+                commands.append(SendMessage(offer.link, make_stop(offer.transfer, reason, detail)))
+        outcome = outcome_for(
             reason,
             n_bytes=offer.put_bytes,
-            seconds=now - offer.began,
+            seconds=now - offer.started_at,
             transport=transport,
             detail=detail,
         )
-        self._tally.offer_ended(outcome)
+        self._tally.count_offer(outcome)
         return [
             *commands,
-            Bump(self._release_blocks(offer)),
-            Resolve(offer.number, outcome),
+            BumpGenerations(self._release_blocks(offer)),
+            ResolveHandle(offer.number, outcome),
             *pumped,
         ]
 
-    def _release_blocks(self, offer: Offer) -> NDArray[np.int64]:
+    def _release_blocks(self, offer: LeasedOffer) -> NDArray[np.int64]:
         """Return the blocks that no other offer protects.
 
         Requests share blocks of a common prefix.
         """
-        blocks = offer.ware.distinct
+        blocks = offer.spec.distinct
         self._offer_counts[blocks] -= 1
         freed: NDArray[np.int64] = blocks[self._offer_counts[blocks] == 0]
         return freed
 
 
-def _final_lease(lease: Lease, reason: Reason, now: float) -> Lease:
+def _final_lease(lease: Lease, reason: EndReason, now: float) -> Lease:
     """Return the lease in its final state, by the table of kvtransfer/protocol/lease.py."""
-    if reason is Reason.LANDED:
+    if reason is EndReason.LANDED:
         try:
             if lease.state is LeaseState.CLAIMED:
                 lease = advance(lease, LeaseEvent.START, now)
@@ -491,5 +505,5 @@ def _final_lease(lease: Lease, reason: Reason, now: float) -> Lease:
         except LeaseError:
             return advance(lease, LeaseEvent.EXPIRE, now)
     return advance(
-        lease, LeaseEvent.EXPIRE if reason is Reason.LEASE_EXPIRED else LeaseEvent.REVOKE, now
+        lease, LeaseEvent.EXPIRE if reason is EndReason.LEASE_EXPIRED else LeaseEvent.REVOKE, now
     )

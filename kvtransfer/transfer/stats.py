@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, TypeVar
 
-from kvtransfer.protocol.outcomes import End
+from kvtransfer.protocol.outcomes import TransferOutcome
 
 _MAX_PAIRS = 1024
 
 N = TypeVar("N", int, float)
 
 
-class Tally:
+class AgentStats:
     """Counters that the source, the sink and the links update under the agent's lock.
 
     Sums by (peer, transport) are stored for the most recent pairs only, because peers choose their
@@ -31,23 +31,23 @@ class Tally:
         self.unclaimed_s = 0.0
         self.discarded: Counter[str] = Counter()
 
-    def offer_ended(self, end: End) -> None:
-        self.offers[end.how, end.reason] += 1
+    def count_offer(self, end: TransferOutcome) -> None:
+        self.offers[end.kind, end.reason] += 1
 
-    def landing_ended(self, end: End) -> None:
-        self.landings[end.how, end.reason] += 1
+    def count_landing(self, end: TransferOutcome) -> None:
+        self.landings[end.kind, end.reason] += 1
 
-    def sent(self, pair: tuple[str, str], n_bytes: int, seconds: float) -> None:
+    def count_sent(self, pair: tuple[str, str], n_bytes: int, seconds: float) -> None:
         """Count bytes that this agent sent as the source, and the seconds with bytes in flight."""
         _add(self._sent_bytes, pair, n_bytes)
         _add(self._sent_s, pair, seconds)
 
-    def moved(self, pair: tuple[str, str], n_bytes: int, seconds: float) -> None:
+    def count_received(self, pair: tuple[str, str], n_bytes: int, seconds: float) -> None:
         """Count bytes that this agent received as the sink, and the seconds since the accept."""
         _add(self._moved_bytes, pair, n_bytes)
         _add(self._moved_s, pair, seconds)
 
-    def figures(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the counters by label; labels of two parts are tuples.
 
         sent_*    as the source, by (peer, transport): bytes, and seconds with bytes in flight

@@ -24,7 +24,7 @@ _log = logging.getLogger("penstock")
 L = TypeVar("L", bound=StreamLink)
 
 
-def arriving(
+def accepted_sockets(
     listener: socket.socket, closed: threading.Event
 ) -> Iterator[tuple[socket.socket, Any]]:
     """Yield accepted sockets with their addresses, until `closed` is set.
@@ -41,7 +41,7 @@ def arriving(
             closed.wait(_PAUSE_S)
 
 
-class Listening(Generic[L]):
+class LinkAcceptor(Generic[L]):
     """Accepts and tracks links. `make` builds a link that is not open yet.
 
     It may refuse by raising TransportError or OSError.
@@ -100,7 +100,7 @@ class Listening(Generic[L]):
             self._thread.join()
 
     def _accept(self, listener: socket.socket) -> None:
-        for sock, address in arriving(listener, self._closed):
+        for sock, address in accepted_sockets(listener, self._closed):
             peer = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else ""
             try:
                 self._add_accepted(sock, peer)

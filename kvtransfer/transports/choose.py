@@ -11,10 +11,10 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvtransfer.protocol.messages import Card
+from kvtransfer.protocol.messages import AgentCard
 
 
-def this_host() -> str:
+def host_id() -> str:
     """Return 16 hex digits, equal for processes that can share memory.
 
     That is one boot of one kernel, one network namespace (which holds the names of shm's sockets)
@@ -28,7 +28,7 @@ def this_host() -> str:
     return hashlib.blake2b(f"{boot} {network} {os.getuid()}".encode(), digest_size=8).hexdigest()
 
 
-def better(mine: Card, theirs: Card, names: Iterable[str], than: str) -> str | None:
+def better_transport(mine: AgentCard, theirs: AgentCard, names: Iterable[str], than: str) -> str | None:
     """Return a transport that both agents have and that is better than `than`, if any."""
     both = set(names) & theirs.addresses.keys()
     for name in ("shm", "rdma"):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.layout.block_mapping import Offsets, Runs
+from kvtransfer.layout.block_mapping import ByteRuns, Offsets
 from kvtransfer.layout.memory_regions import Region
 
 _LARGE = 16 << 10  # from here on the copy costs more than the interpreter step
@@ -26,7 +26,7 @@ _LEAST_CELL = 8
 Bytes = NDArray[np.uint8]
 
 
-def within(region: Region, offsets: Offsets, lengths: Offsets) -> bool:
+def are_within(region: Region, offsets: Offsets, lengths: Offsets) -> bool:
     """Return whether all runs are valid and lie in the region."""
     if len(lengths) == 1:
         offset, length = offsets.item(), lengths.item()
@@ -36,7 +36,7 @@ def within(region: Region, offsets: Offsets, lengths: Offsets) -> bool:
     return bool(np.maximum.reduce(offsets + lengths) <= region.bytes.size)
 
 
-def in_steps(runs: Runs, step_bytes: int) -> Iterator[Runs]:
+def split_by_bytes(runs: ByteRuns, step_bytes: int) -> Iterator[ByteRuns]:
     """Yield the runs in order, about `step_bytes` at a time."""
     ends = runs.length.cumsum()
     first, count = 0, len(ends)
@@ -47,7 +47,7 @@ def in_steps(runs: Runs, step_bytes: int) -> Iterator[Runs]:
         first = last
 
 
-def copy_runs(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs) -> None:
+def copy_runs(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: ByteRuns) -> None:
     """Copy every run. Both buffers must contain all of them (see `are_within`)."""
     length = runs.length.item(0)
     if length < _LARGE and runs.count > 2 and _is_regular(source, sink, runs, length):
@@ -64,7 +64,7 @@ def copy_runs(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs) ->
 
 
 def _is_regular(
-    source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs, length: int
+    source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: ByteRuns, length: int
 ) -> bool:
     """Return whether all runs have one length and lie at multiples of it."""
     if source.size % length or sink.size % length or np.logical_or.reduce(runs.length != length):
@@ -73,7 +73,7 @@ def _is_regular(
 
 
 def _copy_regular(
-    source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs, length: int
+    source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: ByteRuns, length: int
 ) -> None:
     cell = np.dtype((np.void, length))
     rows, into = source.view(cell), sink.view(cell)
@@ -83,13 +83,13 @@ def _copy_regular(
         into[dst[first : first + step]] = rows[src[first : first + step]]
 
 
-def fine(runs: Runs, n_bytes: int) -> bool:
+def is_fine_grained(runs: ByteRuns, n_bytes: int) -> bool:
     """Return whether the runs are so many and short that copying them pays off."""
     return runs.count >= _MANY and n_bytes < runs.count * _FINE
 
 
 def gather(
-    source: Bytes, offsets: Offsets, lengths: Offsets, into: Bytes, fed: Callable[[Bytes], object]
+    source: Bytes, offsets: Offsets, lengths: Offsets, into: Bytes, on_part: Callable[[Bytes], object]
 ) -> None:
     """Copy these runs of `source` in order to `into`, which has exactly that size.
 
@@ -102,7 +102,7 @@ def gather(
         else:
             # mode="clip" avoids another copy in numpy; the caller has checked the bounds.
             np.take(rows, cells, out=part.view(rows.dtype), mode="clip")
-        fed(part)
+        on_part(part)
 
 
 def scatter(source: Bytes, sink: Bytes, offsets: Offsets, lengths: Offsets) -> None:

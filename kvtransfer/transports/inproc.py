@@ -18,16 +18,23 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvtransfer.contract import Link, LinkOwner, Slice, TransportError, Verdict, WindowHead
-from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.contract import (
+    Link,
+    LinkOwner,
+    TransportError,
+    WindowHead,
+    WindowSlice,
+    WindowVerdict,
+)
+from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import Blocks
-from kvtransfer.util.clock import Call, Clock, Timer
+from kvtransfer.util.clock import Callback, Clock, Timer
 
 _TRICKLE_S = 0.02
 
 
-class Weather(msgspec.Struct, frozen=True):
+class WireConditions(msgspec.Struct, frozen=True):
     """The behaviour of a wire. Probabilities are per window.
 
     bytes_per_s   None: as fast as memory
@@ -50,7 +57,7 @@ class Weather(msgspec.Struct, frozen=True):
     fence_s: float = 0.0
 
 
-class Wire:
+class InprocWire:
     """The connection between the Inproc transports of one process.
 
     `clock` makes every call; its owner closes it. `freeze` stops an agent as SIGSTOP would, `thaw`
@@ -59,15 +66,15 @@ class Wire:
     """
 
     def __init__(
-        self, clock: Clock, weather: Weather | None = None, rng: Random | None = None
+        self, clock: Clock, weather: WireConditions | None = None, rng: Random | None = None
     ) -> None:
         self.clock = clock
-        self.weather = weather or Weather()
+        self.weather = weather or WireConditions()
         self.rng = rng or Random(0)
         self._ends: dict[str, Inproc] = {}
         self._numbers = itertools.count(1)
-        self._frozen_calls: dict[str, list[Call]] = {}
-        self._stalled_calls: dict[str, list[Call]] = {}
+        self._frozen_calls: dict[str, list[Callback]] = {}
+        self._stalled_calls: dict[str, list[Callback]] = {}
         self._dead: set[str] = set()
 
     def listen(self, end: Inproc) -> str:
@@ -75,10 +82,10 @@ class Wire:
         self._ends[address] = end
         return address
 
-    def leave(self, address: str) -> None:
+    def unlisten(self, address: str) -> None:
         self._ends.pop(address, None)
 
-    def at(self, address: str) -> Inproc:
+    def find(self, address: str) -> Inproc:
         """Return the transport at `address`. Raises TransportError if there is none."""
         end = self._ends.get(address)
         if end is None or address in self._dead:
@@ -95,7 +102,7 @@ class Wire:
     def stall(self, address: str) -> None:
         self._stalled_calls.setdefault(address, [])
 
-    def flow(self, address: str) -> None:
+    def unstall(self, address: str) -> None:
         for call in self._stalled_calls.pop(address, []):
             self.clock.call_at(self.clock.now(), call)
 
@@ -105,22 +112,22 @@ class Wire:
         for link in self._ends.pop(address).links:
             link.reset()
 
-    def run_at(self, address: str, call: Call, delay_s: float = 0.0) -> Timer:
+    def run_at(self, address: str, call: Callback, delay_s: float = 0.0) -> Timer:
         """Schedule a call of the agent at `address`.
 
         It is delayed while the agent is frozen, and dropped if it was killed.
         """
         return self.clock.call_at(self.clock.now() + delay_s, lambda: self._make(address, call))
 
-    def carry(self, source: str, sink: str, call: Call, delay_s: float = 0.0) -> None:
+    def deliver(self, source: str, sink: str, call: Callback, delay_s: float = 0.0) -> None:
         """Schedule a call at `sink` that `source` sent."""
         stalled = self._stalled_calls.get(source, self._stalled_calls.get(sink))
         if stalled is not None:
-            stalled.append(lambda: self.carry(source, sink, call))
+            stalled.append(lambda: self.deliver(source, sink, call))
         else:
             self.run_at(sink, call, self.weather.latency_s + delay_s)
 
-    def _make(self, address: str, call: Call) -> None:
+    def _make(self, address: str, call: Callback) -> None:
         if address in self._dead:
             return
         if address in self._frozen_calls:
@@ -132,17 +139,17 @@ class Wire:
 class WireClock:
     """The clock of one agent on a wire. It stops with the agent."""
 
-    def __init__(self, wire: Wire, address: Callable[[], str]) -> None:
+    def __init__(self, wire: InprocWire, address: Callable[[], str]) -> None:
         self._wire = wire
         self._address = address
 
     def now(self) -> float:
         return self._wire.clock.now()
 
-    def call_at(self, when: float, call: Call) -> Timer:
+    def call_at(self, when: float, call: Callback) -> Timer:
         return self._wire.run_at(self._address(), call, when - self.now())
 
-    def aside(self, call: Call) -> None:
+    def run_in_thread(self, call: Callback) -> None:
         self._wire.run_at(self._address(), call)
 
 
@@ -153,9 +160,9 @@ class Inproc:
     """
 
     name = "inproc"
-    sealed: bool | None = None
+    is_sealed: bool | None = None
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: InprocWire) -> None:
         self.wire = wire
         self.address = ""
         self.links: list[InprocLink] = []
@@ -168,16 +175,16 @@ class Inproc:
         return self.address
 
     def dial(self, address: str) -> Link:
-        far_end = self.wire.at(address)
+        far_end = self.wire.find(address)
         near, far = InprocLink(self, address), InprocLink(far_end, self.address)
         near.far, far.far = far, near
         self.links.append(near)
         far_end.links.append(far)
-        self.wire.carry(self.address, address, lambda: far.hear(lambda owner: owner.linked(far)))
+        self.wire.deliver(self.address, address, lambda: far.notify_owner(lambda owner: owner.on_linked(far)))
         return near
 
     def close(self) -> None:
-        self.wire.leave(self.address)
+        self.wire.unlisten(self.address)
         for link in list(self.links):
             link.close()
 
@@ -189,10 +196,10 @@ class _Arrival:
 
     def __init__(self, head: WindowHead) -> None:
         self.head = head
-        self.window: Slice | None = None
+        self.window: WindowSlice | None = None
         self.data: NDArray[np.uint8] = np.empty(0, np.uint8)
         self.digest = 0
-        self.verdict = Verdict.OK
+        self.verdict = WindowVerdict.OK
         self.void = False
 
 
@@ -203,7 +210,7 @@ class InprocLink:
     """
 
     transport = "inproc"
-    one_sided = False
+    is_one_sided = False
 
     def __init__(self, end: Inproc, peer: str) -> None:
         self.peer = peer
@@ -211,7 +218,7 @@ class InprocLink:
         self.window_bytes = 1 << 20
         self.far: InprocLink
         self._end, self._wire = end, end.wire
-        self._queue: deque[bytes | tuple[WindowHead, Slice]] = deque()
+        self._queue: deque[bytes | tuple[WindowHead, WindowSlice]] = deque()
         self._sending: _Arrival | None = None
         self._closed = False
         self._arrivals: list[_Arrival] = []
@@ -220,7 +227,7 @@ class InprocLink:
         self._queue.append(message)
         self._schedule(self._pump)
 
-    def put(self, head: WindowHead, window: Slice) -> None:
+    def put(self, head: WindowHead, window: WindowSlice) -> None:
         self._queue.append((head, window))
         self._schedule(self._pump)
 
@@ -246,22 +253,22 @@ class InprocLink:
         if not self._closed:
             self._closed = True
             self._leave()
-            self._wire.carry(
-                self._end.address, self.peer, lambda: self.far.lose("the peer closed the link")
+            self._wire.deliver(
+                self._end.address, self.peer, lambda: self.far.on_far_closed("the peer closed the link")
             )
 
     def reset(self) -> None:
         """End this side as if its process had died."""
         self._closed = True
-        self._wire.carry(self._end.address, self.peer, lambda: self.far.lose("connection reset"))
+        self._wire.deliver(self._end.address, self.peer, lambda: self.far.on_far_closed("connection reset"))
 
-    def lose(self, reason: str) -> None:
+    def on_far_closed(self, reason: str) -> None:
         """Report once to the owner that the far end is gone."""
-        self.hear(lambda owner: owner.lost(self, reason))
+        self.notify_owner(lambda owner: owner.on_lost(self, reason))
         self._closed = True
         self._leave()
 
-    def hear(self, tell: Callable[[LinkOwner], None]) -> None:
+    def notify_owner(self, tell: Callable[[LinkOwner], None]) -> None:
         """Call the owner, unless the link is closed."""
         if not self._closed and self._end.owner is not None:
             self.received_bytes += 1
@@ -271,7 +278,7 @@ class InprocLink:
         if self in self._end.links:
             self._end.links.remove(self)
 
-    def _schedule(self, call: Call) -> None:
+    def _schedule(self, call: Callback) -> None:
         self._wire.run_at(self._end.address, call)
 
     def _pump(self) -> None:
@@ -288,13 +295,13 @@ class InprocLink:
             item for item in self._queue if isinstance(item, bytes) or item[0].transfer != transfer
         )
         if self._sending is not None and self._sending.head.transfer == transfer:
-            self._sending.verdict = Verdict.STALE
+            self._sending.verdict = WindowVerdict.STALE
 
     def _carry(self, call: Callable[[InprocLink], None], delay_s: float = 0.0) -> None:
         far = self.far
-        self._wire.carry(self._end.address, self.peer, lambda: call(far), delay_s)
+        self._wire.deliver(self._end.address, self.peer, lambda: call(far), delay_s)
 
-    def _begin(self, head: WindowHead, window: Slice) -> None:
+    def _begin(self, head: WindowHead, window: WindowSlice) -> None:
         """Read the first half of a window. The second half follows when the bandwidth allows."""
         rng, weather = self._wire.rng, self._wire.weather
         if weather.sever and rng.random() < weather.sever:
@@ -314,10 +321,10 @@ class InprocLink:
         self._flow(seconds, lambda: self._finish(arrival, window, (half, offset), late_s))
         return None
 
-    def _flow(self, seconds: float, finish: Call) -> None:
+    def _flow(self, seconds: float, finish: Callback) -> None:
         """Let time pass for a window, and show the far end meanwhile that this end is alive."""
         if seconds > _TRICKLE_S:
-            self._carry(lambda far: far.hear(lambda owner: None))
+            self._carry(lambda far: far.notify_owner(lambda owner: None))
             self._wire.run_at(
                 self._end.address, lambda: self._flow(seconds - _TRICKLE_S, finish), _TRICKLE_S
             )
@@ -325,14 +332,14 @@ class InprocLink:
             self._wire.run_at(self._end.address, finish, seconds)
 
     def _finish(
-        self, arrival: _Arrival, window: Slice, progress: tuple[int, int], late_s: float
+        self, arrival: _Arrival, window: WindowSlice, progress: tuple[int, int], late_s: float
     ) -> None:
         half, offset = progress
         _gather(window, arrival.data, offset, half, len(window.runs.length))
         _check(window, arrival)
         arrival.digest = _digest(arrival.data)
         self._sending = None
-        self.hear(lambda owner: owner.sent(self, arrival.head))
+        self.notify_owner(lambda owner: owner.on_sent(self, arrival.head))
         self._inject_faults(arrival)
         self._carry(lambda far: far._complete(arrival), late_s)
         rng, weather = self._wire.rng, self._wire.weather
@@ -355,8 +362,8 @@ class InprocLink:
             arrival.data = arrival.data[: rng.randrange(len(arrival.data) or 1)]
 
     def _break(self) -> None:
-        self.lose("the link broke")
-        self._carry(lambda far: far.lose("the link broke"))
+        self.on_far_closed("the link broke")
+        self._carry(lambda far: far.on_far_closed("the link broke"))
 
     def _arrive(self, arrival: _Arrival) -> None:
         """Ask the owner for a window's destination.
@@ -366,7 +373,7 @@ class InprocLink:
         owner = self._end.owner
         if self._closed or owner is None:
             return
-        arrival.window = owner.incoming(self, arrival.head)
+        arrival.window = owner.place_window(self, arrival.head)
         if arrival.window is not None:
             self._arrivals.append(arrival)
             _scatter(
@@ -385,8 +392,8 @@ class InprocLink:
         _scatter(runs, arrival.data, arrival.window.region, 0, len(runs.length))
         self._arrivals.remove(arrival)
         if not is_whole or _digest(arrival.data) != arrival.digest:
-            arrival.verdict = Verdict.CORRUPT
-        self.hear(lambda owner: owner.landed(self, arrival.head, arrival.verdict))
+            arrival.verdict = WindowVerdict.CORRUPT
+        self.notify_owner(lambda owner: owner.on_landed(self, arrival.head, arrival.verdict))
 
     def _fence(self, transfer: int) -> None:
         """Stop all writes of a transfer and report it, also on a closed link."""
@@ -394,7 +401,7 @@ class InprocLink:
             arrival.void = True
             self._arrivals.remove(arrival)
         if self._end.owner is not None:
-            self._end.owner.fenced(self, transfer)
+            self._end.owner.on_fenced(self, transfer)
 
 
 def _digest(data: NDArray[np.uint8]) -> int:
@@ -402,15 +409,15 @@ def _digest(data: NDArray[np.uint8]) -> int:
 
 
 def _deliver(message: bytes, link: InprocLink) -> None:
-    link.hear(lambda owner: owner.message(link, message))
+    link.notify_owner(lambda owner: owner.on_message(link, message))
 
 
-def _check(window: Slice, arrival: _Arrival) -> None:
-    if window.current is not None and not window.current():
-        arrival.verdict = Verdict.STALE
+def _check(window: WindowSlice, arrival: _Arrival) -> None:
+    if window.is_current is not None and not window.is_current():
+        arrival.verdict = WindowVerdict.STALE
 
 
-def _gather(window: Slice, out: NDArray[np.uint8], offset: int, first: int, last: int) -> int:
+def _gather(window: WindowSlice, out: NDArray[np.uint8], offset: int, first: int, last: int) -> int:
     """Copy runs [first, last) of the source's memory to `out`. Returns the end offset."""
     memory, runs = window.region.bytes, window.runs
     for start, length in zip(
@@ -421,7 +428,7 @@ def _gather(window: Slice, out: NDArray[np.uint8], offset: int, first: int, last
     return offset
 
 
-def _scatter(runs: Runs, data: NDArray[np.uint8], region: Region, first: int, last: int) -> None:
+def _scatter(runs: ByteRuns, data: NDArray[np.uint8], region: Region, first: int, last: int) -> None:
     """Copy the data of runs [first, last) to their places at the sink, as far as it goes."""
     memory, offset = region.bytes, int(runs.length[:first].sum())
     for start, length in zip(

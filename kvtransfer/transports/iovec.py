@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.contract import TransportError
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.transports.copy_runs import within
+from kvtransfer.transports.copy_runs import are_within
 
 Bytes = NDArray[np.uint8]
 Offsets = NDArray[np.int64]
@@ -58,7 +58,7 @@ def vectors_at(address: int, count: int) -> list[memoryview]:
     ]
 
 
-def transferred(count: int) -> int | None:
+def check_result(count: int) -> int | None:
     """Interpret the result of readv or writev; None: it would block. Raises OSError."""
     if count >= 0:
         return count
@@ -90,7 +90,7 @@ class Iovecs:
         self._rows[1 : count + 1, 1] = lengths
 
 
-class Pieces:
+class MemoryPieces:
     """`size` bytes of memory in pieces, of which the first `done` bytes have been moved.
 
     fed_count   number of pieces that a digest has consumed
@@ -102,7 +102,7 @@ class Pieces:
 
     __slots__ = (
         "_call_bytes", "_ends", "_iovecs", "_lengths", "_memory", "_offsets", "_row", "done",
-        "fed", "short", "size",
+        "fed_count", "was_short", "size",
     )  # fmt: skip
 
     def __init__(
@@ -111,8 +111,8 @@ class Pieces:
         self._memory = memory
         self._offsets, self._lengths = offsets, lengths
         self._iovecs = iovecs
-        self.done = self.fed = 0
-        self.short = False
+        self.done = self.fed_count = 0
+        self.was_short = False
         self._row = 1
         self._call_bytes: int | None = None  # limit of a call whose bytes a digest consumes
         if len(lengths) == 1:
@@ -134,12 +134,12 @@ class Pieces:
         iovecs: Iovecs,
         *,
         fed: bool = False,
-    ) -> Pieces:
+    ) -> MemoryPieces:
         """Return a window's pieces of a region. Raises TransportError if one lies outside.
 
         `fed`: a digest consumes them from the cache, so no call moves more than that holds.
         """
-        if not within(region, offsets, lengths):
+        if not are_within(region, offsets, lengths):
             raise TransportError(
                 f"a window exceeds the {region.bytes.size} bytes of {region.name}, or is empty"
             )
@@ -153,12 +153,12 @@ class Pieces:
         return pieces
 
     @classmethod
-    def of_buffer(cls, buffer: bytes | bytearray | memoryview, iovecs: Iovecs) -> Pieces:
+    def of_buffer(cls, buffer: bytes | bytearray | memoryview, iovecs: Iovecs) -> MemoryPieces:
         """Return one piece: all of `buffer`."""
         return cls.over(np.frombuffer(buffer, np.uint8), len(buffer), iovecs)
 
     @classmethod
-    def over(cls, scratch: Bytes, size: int, iovecs: Iovecs) -> Pieces:
+    def over(cls, scratch: Bytes, size: int, iovecs: Iovecs) -> MemoryPieces:
         """Return `size` bytes that all overlap in `scratch`, for bytes that do not matter."""
         count = -(-size // scratch.size) if size else 0
         lengths = np.full(count, scratch.size, np.int64)
@@ -167,13 +167,13 @@ class Pieces:
         return cls(scratch, address_of(scratch), np.zeros(count, np.int64), lengths, iovecs)
 
     @classmethod
-    def in_order(cls, buffer: Bytes, most: int, iovecs: Iovecs) -> Pieces:
+    def in_order(cls, buffer: Bytes, most: int, iovecs: Iovecs) -> MemoryPieces:
         """Return all of `buffer`, in pieces of at most `most` bytes for a digest."""
         offsets, lengths = _split_long(np.zeros(1, np.int64), np.array([buffer.size]), most)
         return cls(buffer, address_of(buffer), offsets, lengths, iovecs)
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """The bytes that have not been moved yet."""
         return self.size - self.done
 
@@ -199,8 +199,8 @@ class Pieces:
         if behind[1] and last == len(self._ends) + 1:
             words[2 * last], words[2 * last + 1] = behind
             last, requested = last + 1, requested + behind[1]
-        count = transferred(function(fd, self._iovecs.address + 16 * first, last - first))
-        self.short = count is None or count < requested
+        count = check_result(function(fd, self._iovecs.address + 16 * first, last - first))
+        self.was_short = count is None or count < requested
         return count
 
     def advance(self, count: int) -> None:
@@ -217,15 +217,15 @@ class Pieces:
     def feed(self, update: Callable[[memoryview], object], upto: int) -> None:
         """Give a digest the unconsumed pieces that end at byte `upto` or before, in order."""
         last = bisect_right(self._ends, upto)
-        if last > self.fed:
-            for part in self.parts(self.fed, last):
+        if last > self.fed_count:
+            for part in self.parts(self.fed_count, last):
                 update(part)
-            self.fed = last
+            self.fed_count = last
 
     @property
-    def unfed(self) -> int:
+    def unfed_bytes(self) -> int:
         """Bytes that have been moved but not consumed by a digest."""
-        return self.done - (self._ends[self.fed - 1] if self.fed else 0)
+        return self.done - (self._ends[self.fed_count - 1] if self.fed_count else 0)
 
     def parts(self, first: int = 0, last: int | None = None) -> list[memoryview]:
         """Return pieces [first, last) in order."""

@@ -21,21 +21,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.contract import Link, LinkOwner, Slice, TransportError, Verdict, WindowHead
-from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.contract import (
+    Link,
+    LinkOwner,
+    TransportError,
+    WindowHead,
+    WindowSlice,
+    WindowVerdict,
+)
+from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region, RegionError
 from kvtransfer.protocol.frame import (
     WINDOW_HEADER_BYTES,
     FrameError,
-    Kind,
-    frame,
+    FrameKind,
+    encode_frame,
     pack_head,
     unpack_head,
 )
-from kvtransfer.transports.acceptor import Listening
-from kvtransfer.transports.copy_runs import copy_runs, in_steps, within
-from kvtransfer.transports.stream.link import Manner, StreamLink
+from kvtransfer.transports.acceptor import LinkAcceptor
+from kvtransfer.transports.copy_runs import are_within, copy_runs, split_by_bytes
+from kvtransfer.transports.stream.link import LinkOptions, StreamLink
 from kvtransfer.transports.stream.outbound import Outbound
 
 _MARK = struct.Struct("<?Q")
@@ -58,13 +65,13 @@ class SharedOutbound(Outbound):
     def hand_over(self, fds: list[int], header: bytes) -> None:
         """Queue descriptors for the peer, with the frame that describes them. From any thread."""
         self._fds = fds
-        self.queue(frame(Kind.REGIONS, header))
+        self.enqueue(encode_frame(FrameKind.REGIONS, header))
 
-    def _begin_window(self, head: WindowHead, window: Slice) -> None:
+    def _begin_window(self, head: WindowHead, window: WindowSlice) -> None:
         # Take the mark first: if the blocks are still current afterwards, it is the promised mark.
         mark = generation_mark(window.region, window.runs)
-        current = window.current is None or window.current()
-        self._append(frame(Kind.SHARED, pack_head(head) + _MARK.pack(current, mark)))
+        current = window.is_current is None or window.is_current()
+        self._append(encode_frame(FrameKind.SHARED, pack_head(head) + _MARK.pack(current, mark)))
 
     def _write(self) -> bool:
         return self._write_small() if self._fds and self._begin < self._end else super()._write()
@@ -90,7 +97,7 @@ class ShmLink(StreamLink):
         sock: socket.socket,
         owner: LinkOwner,
         peer: str,
-        manner: Manner,
+        manner: LinkOptions,
         ended: Callable[[Any], None],
         regions: Sequence[Region],
     ) -> None:
@@ -120,17 +127,17 @@ class ShmLink(StreamLink):
         super().secure(window_key)
         self._proven = True
 
-    def framed(self, kind: Kind, header: bytes) -> None:
-        if kind is not Kind.MESSAGE and not self._proven:
+    def on_frame(self, kind: FrameKind, header: bytes) -> None:
+        if kind is not FrameKind.MESSAGE and not self._proven:
             raise FrameError("the peer sent data before its proof of identity")
-        if kind is Kind.SHARED:
+        if kind is FrameKind.SHARED:
             self._copy_announced(header)
-        elif kind is Kind.TAKEN:
-            self._owner.sent(self, unpack_head(header))
-        elif kind is Kind.REGIONS:
+        elif kind is FrameKind.TAKEN:
+            self._owner.on_sent(self, unpack_head(header))
+        elif kind is FrameKind.REGIONS:
             self._attach(header)
         else:
-            super().framed(kind, header)
+            super().on_frame(kind, header)
 
     def _receive(self, buffer: memoryview) -> int:
         space = 0 if self._peer_regions else socket.CMSG_SPACE(_MOST_REGIONS * 4)
@@ -170,7 +177,7 @@ class ShmLink(StreamLink):
             raise FrameError(f"{len(header)} bytes do not announce a window")
         head = unpack_head(header)
         current, mark = _MARK.unpack_from(header, WINDOW_HEADER_BYTES)
-        window = self._owner.incoming(self, head)
+        window = self._owner.place_window(self, head)
         if window is not None:
             self._copying, self._is_fenced = head.transfer, False
             is_copied = current and self._copy(head, window)
@@ -180,10 +187,10 @@ class ShmLink(StreamLink):
                     is_copied
                     and generation_mark(self._peer_regions[window.src_rank], window.runs) == mark
                 )
-                self._owner.landed(self, head, Verdict.OK if is_current else Verdict.STALE)
-        self._out.queue(frame(Kind.TAKEN, pack_head(head)))
+                self._owner.on_landed(self, head, WindowVerdict.OK if is_current else WindowVerdict.STALE)
+        self._out.enqueue(encode_frame(FrameKind.TAKEN, pack_head(head)))
 
-    def _copy(self, head: WindowHead, window: Slice) -> bool:
+    def _copy(self, head: WindowHead, window: WindowSlice) -> bool:
         """Copy all runs in steps. Returns False if a fence stopped it."""
         if window.src_rank >= len(self._peer_regions):
             raise FrameError(f"a window of rank {window.src_rank}, which is not shared")
@@ -192,11 +199,11 @@ class ShmLink(StreamLink):
         if n_bytes != head.n_bytes:
             raise FrameError(f"a window of {head.n_bytes} bytes, but the plan has {n_bytes}")
         if not (
-            within(peer_region, runs.src, runs.length)
-            and within(window.region, runs.dst, runs.length)
+            are_within(peer_region, runs.src, runs.length)
+            and are_within(window.region, runs.dst, runs.length)
         ):
             raise FrameError("a window exceeds its region")
-        for step in in_steps(runs, _STEP_BYTES) if n_bytes > _STEP_BYTES else (runs,):
+        for step in split_by_bytes(runs, _STEP_BYTES) if n_bytes > _STEP_BYTES else (runs,):
             copy_runs(peer_region.bytes, window.region.bytes, step)
             if self._orders:
                 self._run_orders()
@@ -219,12 +226,12 @@ class Shm:
     """Listens on an abstract unix socket with a random name, for processes of the same user."""
 
     name = "shm"
-    sealed: bool | None = None
+    is_sealed: bool | None = None
 
-    def __init__(self, manner: Manner | None = None) -> None:
-        self._manner = manner or Manner()
+    def __init__(self, manner: LinkOptions | None = None) -> None:
+        self._manner = manner or LinkOptions()
         self._regions: Sequence[Region] = ()
-        self._listening: Listening[ShmLink] = Listening(self._link)
+        self._listening: LinkAcceptor[ShmLink] = LinkAcceptor(self._link)
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
         """Start listening.
@@ -283,7 +290,7 @@ class Shm:
         )
 
 
-def generation_mark(region: Region, runs: Runs) -> int:
+def generation_mark(region: Region, runs: ByteRuns) -> int:
     """Return the sum of the generations of all blocks that these runs read.
 
     Generations only grow, so an equal sum means equal generations. x86-64 does not reorder loads,
@@ -300,7 +307,7 @@ def generation_mark(region: Region, runs: Runs) -> int:
     return int(np.add.reduce(region.generations[blocks], dtype=np.uint64))
 
 
-def _all_blocks(runs: Runs, size: int) -> NDArray[np.int64]:
+def _all_blocks(runs: ByteRuns, size: int) -> NDArray[np.int64]:
     """Return every block of every run, for runs that span several blocks."""
     first, last = runs.src // size, (runs.src + runs.length - 1) // size
     counts = last - first + 1

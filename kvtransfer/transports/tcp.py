@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from kvtransfer.contract import Link, LinkOwner, TransportError
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.transports.acceptor import Listening
-from kvtransfer.transports.stream.link import Manner, StreamLink
+from kvtransfer.transports.acceptor import LinkAcceptor
+from kvtransfer.transports.stream.link import LinkOptions, StreamLink
 from kvtransfer.transports.stream.parallel_links import LanedLink
 from kvtransfer.transports.tls_links import TlsContexts, TlsLink
 from kvtransfer.util.tls_files import TlsFiles
@@ -43,7 +43,7 @@ class Tcp:
         self,
         host: str = "127.0.0.1",
         port: int = 0,
-        manner: Manner | None = None,
+        manner: LinkOptions | None = None,
         *,
         advertise: str | None = None,
         tls: TlsFiles | None = None,
@@ -52,12 +52,12 @@ class Tcp:
         self._host, self._port, self._manner, self._advertise = (
             host,
             port,
-            manner or Manner(),
+            manner or LinkOptions(),
             advertise,
         )
         self._tls = None if tls is None else TlsContexts(tls)
-        self.sealed: bool | None = self._manner.sealed or tls is not None
-        self._listening: Listening[StreamLink] = Listening(self._link)
+        self.is_sealed: bool | None = self._manner.sealed or tls is not None
+        self._listening: LinkAcceptor[StreamLink] = LinkAcceptor(self._link)
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
         try:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 
-class Hold:
+class AgentLock:
     """A reentrant lock that runs deferred work after its outermost release.
 
     Work runs on the releasing thread without the lock, before that thread does anything else. So a
@@ -34,6 +34,6 @@ class Hold:
         while deferred:
             deferred.popleft()()
 
-    def aside(self, work: Callable[[], None]) -> None:
+    def defer(self, work: Callable[[], None]) -> None:
         """Run `work` after the outermost release. Call it with the lock held."""
         self._deferred.append(work)

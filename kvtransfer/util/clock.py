@@ -16,7 +16,7 @@ from typing import Protocol
 
 log = logging.getLogger("penstock")
 
-Call = Callable[[], None]
+Callback = Callable[[], None]
 
 
 class Timer:
@@ -24,9 +24,9 @@ class Timer:
 
     __slots__ = ("call", "when")
 
-    def __init__(self, when: float, call: Call) -> None:
+    def __init__(self, when: float, call: Callback) -> None:
         self.when = when
-        self.call: Call | None = call
+        self.call: Callback | None = call
 
     def cancel(self) -> None:
         self.call = None
@@ -40,9 +40,9 @@ class Clock(Protocol):
 
     def now(self) -> float: ...
 
-    def call_at(self, when: float, call: Call) -> Timer: ...
+    def call_at(self, when: float, call: Callback) -> Timer: ...
 
-    def aside(self, call: Call) -> None:
+    def run_in_thread(self, call: Callback) -> None:
         """Make a call that may block for seconds, without delaying other calls."""
         ...
 
@@ -58,12 +58,12 @@ class VirtualClock:
     def now(self) -> float:
         return self._now
 
-    def call_at(self, when: float, call: Call) -> Timer:
+    def call_at(self, when: float, call: Callback) -> Timer:
         timer = Timer(max(when, self._now), call)
         heapq.heappush(self._timers, (timer.when, next(self._order), timer))
         return timer
 
-    def aside(self, call: Call) -> None:
+    def run_in_thread(self, call: Callback) -> None:
         self.call_at(self._now, call)
 
     def run(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
@@ -96,7 +96,7 @@ class ThreadClock:
     def now(self) -> float:
         return time.monotonic()
 
-    def call_at(self, when: float, call: Call) -> Timer:
+    def call_at(self, when: float, call: Callback) -> Timer:
         """Schedule a call. After `close` it is never made."""
         timer = Timer(when, call)
         with self._wake:
@@ -108,7 +108,7 @@ class ThreadClock:
                 self._wake.notify()
         return timer
 
-    def aside(self, call: Call) -> None:
+    def run_in_thread(self, call: Callback) -> None:
         threading.Thread(target=call, name=f"{self._name}-aside", daemon=True).start()
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class ThreadClock:
             except Exception:
                 log.exception("a timed call failed")
 
-    def _next(self) -> Call | None:
+    def _next(self) -> Callback | None:
         """Wait for the next due call and return it; None when closed."""
         with self._wake:
             while not self._closed:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from kvtransfer.protocol.frame import MOST_PAYLOAD
+from kvtransfer.protocol.frame import MAX_PAYLOAD_BYTES
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Times and limits of an agent.
 
     beat_s                     time between heartbeats; equal on both sides
@@ -26,29 +26,29 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     beat_s: float = 0.25
-    misses: int = 3
+    max_missed_beats: int = 3
     handshake_s: float = 2.0
     window_bytes: int = 8 << 20
     budget_bytes: int = 16 << 20
-    patience_s: float = 60.0
-    memory_s: float = 30.0
-    most_waiting: int = 1024
-    most_strangers: int = 64
-    unproven_per_address: int = 32
+    invite_wait_s: float = 60.0
+    name_memory_s: float = 30.0
+    max_waiting_invites: int = 1024
+    max_unproven_links: int = 64
+    max_unproven_per_address: int = 32
     family: str = ""
     host: str | None = None
 
     def __post_init__(self) -> None:
-        if not (self.beat_s >= 0.001 and self.misses >= 1 and self.handshake_s > 0.0):
+        if not (self.beat_s >= 0.001 and self.max_missed_beats >= 1 and self.handshake_s > 0.0):
             raise ValueError(f"beat_s, max_missed_beats and handshake_s must be positive: {self}")
-        if not 0 < self.window_bytes <= MOST_PAYLOAD or self.budget_bytes < 1:
+        if not 0 < self.window_bytes <= MAX_PAYLOAD_BYTES or self.budget_bytes < 1:
             raise ValueError(
-                f"window_bytes must be 1 to {MOST_PAYLOAD}, budget_bytes positive: {self}"
+                f"window_bytes must be 1 to {MAX_PAYLOAD_BYTES}, budget_bytes positive: {self}"
             )
-        if not self.unproven_per_address >= 1 or not self.most_strangers >= 1:
+        if not self.max_unproven_per_address >= 1 or not self.max_unproven_links >= 1:
             raise ValueError(f"limits of unproven links must be at least 1: {self}")
 
     @property
     def silence_s(self) -> float:
         """How long a peer may be silent before its link is lost."""
-        return self.beat_s * self.misses
+        return self.beat_s * self.max_missed_beats

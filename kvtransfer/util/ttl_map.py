@@ -9,14 +9,14 @@ _MOST = 4096
 T = TypeVar("T")
 
 
-class Remembered(Generic[T]):
+class TtlMap(Generic[T]):
     """A map from names to values that keeps each for `ttl_s`, and at most `max_entries`.
 
     The oldest entry is dropped first. Not thread-safe.
     """
 
-    def __init__(self, keep_s: float, most: int = _MOST) -> None:
-        self._keep_s, self._most = keep_s, most
+    def __init__(self, ttl_s: float, max_entries: int = _MOST) -> None:
+        self._keep_s, self._most = ttl_s, max_entries
         self._entries: dict[str, tuple[float, T]] = {}
 
     def __len__(self) -> int:
@@ -31,13 +31,13 @@ class Remembered(Generic[T]):
             if not self._entries:
                 break
 
-    def look(self, name: str, now: float) -> T | None:
+    def get(self, name: str, now: float) -> T | None:
         """Return the value of `name`; None if there is none or it has expired."""
         expires, value = self._entries.get(name, (now, None))
         return value if now < expires else None
 
-    def take(self, name: str, now: float) -> T | None:
+    def pop(self, name: str, now: float) -> T | None:
         """Remove `name` and return its value, as `get` does."""
-        value = self.look(name, now)
+        value = self.get(name, now)
         self._entries.pop(name, None)
         return value

@@ -12,26 +12,26 @@ import msgspec
 from aiohttp import web
 
 from mockgpu.blocks import BLOCK_TOKENS
-from mockgpu.handoff.contract import Here, joined
+from mockgpu.handoff.contract import EngineIdentity, agent_address
 from mockgpu.handoff.kv_handoff import UnknownPeerError
-from mockgpu.leg_params import Asked, At, Take
+from mockgpu.leg_params import AgentPeer, BootstrapPeer, DecodeLeg
 
 PAGES = {"mooncake": "/query", "sglang": "/route"}
 ROUTE_QUERY = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 ASKING_S = 5.0
 
 
-class Bootstrap:
+class BootstrapServer:
     """One prefill group's bootstrap server. It keeps its port over restarts."""
 
     def __init__(self, host: str, port: int, dialect: str, tp: int) -> None:
-        self.wanted = dialect in PAGES
+        self.is_needed = dialect in PAGES
         self.url = ""
         self._host, self._port, self._dialect, self._tp = host, port, dialect, tp
         self._runner: web.AppRunner | None = None
-        self._identity: Here | None = None
+        self._identity: EngineIdentity | None = None
 
-    async def start(self, here: Here) -> None:
+    async def start(self, here: EngineIdentity) -> None:
         """Serve this identity. Raises OSError if the port is taken."""
         self._identity = here
         app = web.Application()
@@ -61,13 +61,13 @@ class Bootstrap:
         return web.Response(text="OK")
 
 
-def _query(here: Here) -> dict[str, Any]:
+def _query(here: EngineIdentity) -> dict[str, Any]:
     """Return Mooncake's page: engine and worker addresses by data-parallel rank."""
     workers = {str(rank): {"0": here.address} for rank in range(here.tp)}
     return {"0": {"engine_id": here.engine_id, "worker_addr": workers}}
 
 
-def _route(here: Here) -> dict[str, Any]:
+def _route(here: EngineIdentity) -> dict[str, Any]:
     """Return SGLang's page: the parallelism, and the address of this rank's KV manager."""
     return {
         "attn_tp_size": here.tp,
@@ -82,27 +82,27 @@ def _route(here: Here) -> dict[str, Any]:
     }
 
 
-class Resolver:
+class PeerResolver:
     """Finds the agents of prefill groups. Results are cached until `forget()`."""
 
     def __init__(self) -> None:
         self._http: aiohttp.ClientSession | None = None
-        self._addresses: dict[Asked, str] = {}
+        self._addresses: dict[BootstrapPeer, str] = {}
 
-    async def address(self, take: Take) -> str:
+    async def address(self, take: DecodeLeg) -> str:
         """Return the agent's address. Raises UnknownPeerError if it cannot be found."""
-        if isinstance(take.peer, At):
+        if isinstance(take.peer, AgentPeer):
             return take.peer.address
         if take.peer not in self._addresses:
             self._addresses[take.peer] = await self._query_bootstrap(take.peer)
         return self._addresses[take.peer]
 
-    def forget(self, take: Take) -> None:
+    def forget(self, take: DecodeLeg) -> None:
         """Drop the cached address of this peer."""
-        if isinstance(take.peer, Asked):
+        if isinstance(take.peer, BootstrapPeer):
             self._addresses.pop(take.peer, None)
 
-    async def renew(self, take: Take) -> str | None:
+    async def renew(self, take: DecodeLeg) -> str | None:
         """Extend a lease at the prefill group. Returns the new ticket; None: it is too late."""
         body = msgspec.json.encode({"name": take.name, "ticket": take.ticket})
         try:
@@ -122,7 +122,7 @@ class Resolver:
             self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASKING_S))
         return self._http
 
-    async def _query_bootstrap(self, peer: Asked) -> str:
+    async def _query_bootstrap(self, peer: BootstrapPeer) -> str:
         mooncake = peer.engine_id is not None
         url = f"{peer.bootstrap}/query" if mooncake else f"{peer.bootstrap}/route?{ROUTE_QUERY}"
         try:
@@ -132,7 +132,7 @@ class Resolver:
             raise UnknownPeerError(f"{url}: {error}") from error
         try:
             if not mooncake:
-                return joined(str(page["rank_ip"]), int(page["rank_port"]))
+                return agent_address(str(page["rank_ip"]), int(page["rank_port"]))
             workers = next(
                 rank["worker_addr"] for rank in page.values() if rank["engine_id"] == peer.engine_id
             )

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvtransfer.protocol.outcomes import End
-from mockgpu.leg_params import Give, Offered
-from mockgpu.request_parser import Ask, Body, Reading
+from kvtransfer.protocol.outcomes import TransferOutcome
+from mockgpu.leg_params import OfferedKv, PrefillLeg
+from mockgpu.request_parser import ParsedHandoff, ParsedRequest, RequestBody
 
 
-class Here(msgspec.Struct, frozen=True):
+class EngineIdentity(msgspec.Struct, frozen=True):
     """This engine's identity for the other leg: its id, its agent's address and its shape.
 
     generation   counts registrations of memory
@@ -35,10 +35,10 @@ class Here(msgspec.Struct, frozen=True):
     @property
     def address(self) -> str:
         """The agent's address."""
-        return joined(self.host, self.port)
+        return agent_address(self.host, self.port)
 
 
-def joined(host: str, port: int) -> str:
+def agent_address(host: str, port: int) -> str:
     """Return an agent's address from the host and port that engines report.
 
     Agents of one process have no host (kvtransfer's inproc).
@@ -46,26 +46,26 @@ def joined(host: str, port: int) -> str:
     return f"inproc-{port}" if host == "inproc" else f"{host}:{port}"
 
 
-class Dialect(Protocol):
+class EngineDialect(Protocol):
     """One engine's contract for split requests. Its only state are the names already used."""
 
     name: str
 
     def read(
-        self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
-    ) -> Reading:
+        self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str, here: EngineIdentity
+    ) -> ParsedHandoff:
         """Return the leg that a request asks for.
 
         Raises ApiError as the engine would; MalformedHandoffError is also counted.
         """
         ...
 
-    def told(self, ask: Ask, give: Give, offered: Offered | None, here: Here) -> dict[str, Any]:
+    def response_members(self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity) -> dict[str, Any]:
         """Return the members to add to a prefill leg's response. `offered` None: no KV is kept."""
         ...
 
-    def told_in_choice(
-        self, ask: Ask, offered: Offered | None, first: bytes, here: Here
+    def choice_members(
+        self, ask: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
         """Return the members to add to its choice. `first` are the tokens made."""
         ...
@@ -81,7 +81,7 @@ class OfferPort(Protocol):
 
     def revoke(self, detail: str = ...) -> None: ...
 
-    async def ended(self) -> End: ...
+    async def wait_ended(self) -> TransferOutcome: ...
 
 
 class LandingPort(Protocol):
@@ -89,7 +89,7 @@ class LandingPort(Protocol):
 
     def cancel(self, detail: str = ...) -> None: ...
 
-    async def ended(self) -> End: ...
+    async def wait_ended(self) -> TransferOutcome: ...
 
 
 class AgentPort(Protocol):
@@ -119,6 +119,6 @@ class AgentPort(Protocol):
         timeout_s: float = ...,
     ) -> LandingPort: ...
 
-    def figures(self) -> dict[str, Any]: ...
+    def stats(self) -> dict[str, Any]: ...
 
     async def close(self) -> None: ...

@@ -9,26 +9,26 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from mockgpu.fault_grammar import Fault, FaultKind
+from mockgpu.fault_grammar import FaultKind, InjectedFault
 
 
-class BadWire:
+class FaultyRelay:
     """Listens before an agent. Sole owner of the relayed connections. `fault`: the active one."""
 
     def __init__(self, host: str) -> None:
-        self.fault: Fault | None = None
+        self.fault: InjectedFault | None = None
         self.port = 0
         self._host = host
         self._target = ("", 0)
         self._server: asyncio.Server | None = None
-        self._ends: set[End] = set()
+        self._ends: set[RelayConnection] = set()
 
     async def start(self, host: str, port: int) -> None:
         """Listen for the agent at this address. Raises OSError if no port is free."""
         self._target = (host, port)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: End(self, self._dial), self._host, self.port
+            lambda: RelayConnection(self, self._dial), self._host, self.port
         )
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -40,33 +40,33 @@ class BadWire:
         for end in list(self._ends):
             end.abort()
 
-    def set(self, fault: Fault | None) -> None:
+    def set(self, fault: InjectedFault | None) -> None:
         """Apply a fault from now on; None: heal, and relay what was held back."""
         self.fault = fault
         if fault is None:
             for end in list(self._ends):
                 end.resume()
 
-    def joined(self, end: End) -> None:
+    def add(self, end: RelayConnection) -> None:
         self._ends.add(end)
 
-    def left(self, end: End) -> None:
+    def remove(self, end: RelayConnection) -> None:
         self._ends.discard(end)
 
-    def _dial(self, end: End) -> None:
+    def _dial(self, end: RelayConnection) -> None:
         """Connect the far side of an accepted connection."""
         loop = asyncio.get_running_loop()
-        task = loop.create_task(loop.create_connection(lambda: End(self, None, end), *self._target))
+        task = loop.create_task(loop.create_connection(lambda: RelayConnection(self, None, end), *self._target))
         task.add_done_callback(
             lambda done: end.abort() if done.cancelled() or done.exception() else None
         )
 
 
-class End(asyncio.Protocol):
+class RelayConnection(asyncio.Protocol):
     """One side of a relayed connection. `dial` opens the other side; else `other` is it."""
 
     def __init__(
-        self, wire: BadWire, dial: Callable[[End], None] | None, other: End | None = None
+        self, wire: FaultyRelay, dial: Callable[[RelayConnection], None] | None, other: RelayConnection | None = None
     ) -> None:
         self._wire, self._dial, self._other = wire, dial, other
         self._transport: asyncio.Transport | None = None
@@ -77,7 +77,7 @@ class End(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        self._wire.joined(self)
+        self._wire.add(self)
         if self._dial is not None:
             self._dial(self)
         elif (
@@ -102,7 +102,7 @@ class End(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
-        self._wire.left(self)
+        self._wire.remove(self)
         if self._other is not None:
             self._other.abort()
 

@@ -12,21 +12,21 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvtransfer.protocol.outcomes import End, Reason, end
+from kvtransfer.protocol.outcomes import EndReason, TransferOutcome, outcome_for
 from mockgpu.blocks import blocks_for
 from mockgpu.handoff.contract import AgentPort, LandingPort, OfferPort
-from mockgpu.handoff.link_speed import Link
-from mockgpu.handoff.stats import Tally
-from mockgpu.job import Job, State
-from mockgpu.leg_params import Answering, Give, Offered, Take
+from mockgpu.handoff.link_speed import PacedLink
+from mockgpu.handoff.stats import HandoffStats
+from mockgpu.job import Job, JobState
+from mockgpu.leg_params import AnswerTime, DecodeLeg, OfferedKv, PrefillLeg
 from mockgpu.scheduler import Scheduler
 
 # How long a decline waits for an offer that is known by name only and may never come. It is then
 # cancelled. The other agent remembers that, and ends a later offer at once.
-DECLINING_S = 1.0
+DECLINE_S = 1.0
 
 
-class Owner(Protocol):
+class HandoffOwner(Protocol):
     """The group that owns this object."""
 
     scheduler: Scheduler
@@ -35,27 +35,27 @@ class Owner(Protocol):
         """Resume computing, because something may have changed."""
         ...
 
-    def fail(self, job: Job, why: str) -> None:
+    def fail_job(self, job: Job, why: str) -> None:
         """Fail a job whose KV is lost and is not recomputed."""
         ...
 
-    def taken(self, job: Job, end: End) -> None:
+    def on_blocks_taken(self, job: Job, end: TransferOutcome) -> None:
         """Answer a prefill leg that waited for its KV to be fetched."""
         ...
 
 
-class Directory(Protocol):
+class PeerDirectory(Protocol):
     """Finds the agents of prefill groups."""
 
-    async def address(self, take: Take) -> str:
+    async def address(self, take: DecodeLeg) -> str:
         """Return the agent's address. Raises UnknownPeerError."""
         ...
 
-    def forget(self, take: Take) -> None:
+    def forget(self, take: DecodeLeg) -> None:
         """Drop an address that did not work."""
         ...
 
-    async def renew(self, take: Take) -> str | None:
+    async def renew(self, take: DecodeLeg) -> str | None:
         """Extend a lease. Returns the new ticket; None: it is too late."""
         ...
 
@@ -64,15 +64,15 @@ class UnknownPeerError(Exception):
     """The address of the group that has the KV is unknown."""
 
 
-class Desk:
+class KvHandoff:
     """Offers the KV of `PrefillLeg` jobs, fetches that of `DecodeLeg` jobs, and reports ends."""
 
     def __init__(
         self,
-        owner: Owner,
+        owner: HandoffOwner,
         agent: AgentPort,
-        directory: Directory,
-        link: Link,
+        directory: PeerDirectory,
+        link: PacedLink,
         recompute: bool = False,
         lease_s: float = 30.0,
         connector: str = "nixl",
@@ -85,7 +85,7 @@ class Desk:
         connector   name of the connector in metrics
         """
         self.agent = agent
-        self.tally = Tally(connector)
+        self.stats = HandoffStats(connector)
         self._owner = owner
         self._directory = directory
         self._link = link
@@ -98,47 +98,47 @@ class Desk:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def under_way(self) -> int:
+    def running_tasks(self) -> int:
         """The number of offers, landings and declines that have not ended."""
         return len(self._tasks)
 
     def lines(self, labels: str) -> Iterator[str]:
         """Yield the metrics of transfers and leases."""
-        yield from self.tally.lines(labels)
-        stats = self.agent.figures()
+        yield from self.stats.lines(labels)
+        stats = self.agent.stats()
         yield "# TYPE mock:kv_leases gauge"
         for state, count in stats["leases"].items():
             yield f'mock:kv_leases{{{labels},state="{state}"}} {count}'
         yield "# TYPE mock:kv_unclaimed_seconds counter"
         yield f"mock:kv_unclaimed_seconds_total{{{labels}}} {stats['unclaimed_s']}"
 
-    def giving(self, job: Job) -> bool | None:
+    def is_sending(self, job: Job) -> bool | None:
         """Return whether KV is being sent; None once this job's offer has ended."""
         if job not in self._offers:
             return None
-        leases = self.agent.figures()["leases"]
+        leases = self.agent.stats()["leases"]
         return bool(leases["claimed"] + leases["moving"])
 
-    def taking(self, job: Job) -> bool | None:
+    def is_receiving(self, job: Job) -> bool | None:
         """Return whether KV is being received; None once this job does not wait for any."""
-        if job.state is not State.FETCHING:
+        if job.state is not JobState.FETCHING:
             return None
-        return bool(self.agent.figures()["reservations"]["moving"])
+        return bool(self.agent.stats()["reservations"]["moving"])
 
-    def lose(self, job: Job) -> None:
+    def revoke_offer(self, job: Job) -> None:
         """Revoke the KV just offered, as if it had been evicted."""
         self._offers[job].revoke()
 
-    def offer(self, job: Job) -> Offered:
+    def offer(self, job: Job) -> OfferedKv:
         """Offer the prompt's KV of a job that has ended and kept its blocks."""
         give = job.leg
-        assert isinstance(give, Give)
+        assert isinstance(give, PrefillLeg)
         blocks = self._owner.scheduler.kept[job][: blocks_for(job.prompt_tokens)]
         offer = self._offers[job] = self.agent.offer(
-            give.name, blocks, job.prompt_tokens, ttl_s=give.hold_s, public=give.public
+            give.name, blocks, job.prompt_tokens, ttl_s=give.hold_s, public=give.is_public
         )
         self._spawn(self._follow_offer(job, give, offer))
-        return Offered(give.name, offer.ticket, blocks, job.prompt_tokens, max(0, job.cached))
+        return OfferedKv(give.name, offer.ticket, blocks, job.prompt_tokens, max(0, job.cached))
 
     def renew(self, name: str, ticket: str) -> str | None:
         """Extend an offer to two thirds of a lease from now.
@@ -150,9 +150,9 @@ class Desk:
         )
         return offer.ticket if offer is not None and offer.renew(self._lease_s * 2 / 3) else None
 
-    def queued(self, job: Job) -> None:
+    def on_queued(self, job: Job) -> None:
         """Start renewing the lease of a job that may have to wait for blocks."""
-        if isinstance(job.leg, Take) and job.leg.renew and not job.leg.parked:
+        if isinstance(job.leg, DecodeLeg) and job.leg.renew and not job.leg.is_parked:
             # Six times per lease, as vLLM's heartbeats.
             self._renewal_timers[job] = asyncio.get_running_loop().call_later(
                 self._lease_s / 6, self._on_renewal_due, job
@@ -164,11 +164,11 @@ class Desk:
 
     async def _renew_lease(self, job: Job) -> None:
         """Renew the lease of a job that is still queued."""
-        assert isinstance(job.leg, Take)
+        assert isinstance(job.leg, DecodeLeg)
         ticket = await self._directory.renew(job.leg)
-        if ticket is not None and job.cached < 0 and job.state is State.WAITING:
+        if ticket is not None and job.cached < 0 and job.state is JobState.WAITING:
             job.leg = msgspec.structs.replace(job.leg, ticket=ticket)
-            self.queued(job)
+            self.on_queued(job)
 
     def _stop_renewing(self, job: Job) -> None:
         timer = self._renewal_timers.pop(job, None)
@@ -178,36 +178,36 @@ class Desk:
     def fetch(self, job: Job) -> None:
         """Fetch the KV of an admitted job. If all of it is cached here, only free the sender's."""
         take = job.leg
-        assert isinstance(take, Take)
+        assert isinstance(take, DecodeLeg)
         self._stop_renewing(job)
-        if take.parked:
+        if take.is_parked:
             return
-        if job.state is State.FETCHING:
+        if job.state is JobState.FETCHING:
             self._spawn(self._follow_landing(job, take))
         else:
             job.cached = job.cached if take.cached is None else take.cached
             self.decline(take)
 
-    def gone(self, job: Job) -> None:
+    def on_aborted(self, job: Job) -> None:
         """Stop the transfers of an aborted job, and free the other side."""
         self._stop_renewing(job)
         if job in self._landings:
             self._landings[job].cancel()
-        elif isinstance(job.leg, Take) and job.cached < 0:
+        elif isinstance(job.leg, DecodeLeg) and job.cached < 0:
             # Never admitted, so its KV was never fetched.
             self.decline(job.leg)
         if (
             job in self._offers
-            and isinstance(job.leg, Give)
-            and job.leg.answering is Answering.WHEN_TAKEN
+            and isinstance(job.leg, PrefillLeg)
+            and job.leg.answering is AnswerTime.WHEN_TAKEN
         ):
             self._offers[job].revoke()
-        if isinstance(job.leg, Take) and job.leg.parked:
+        if isinstance(job.leg, DecodeLeg) and job.leg.is_parked:
             self._free(job)
 
-    def decline(self, take: Take) -> None:
+    def decline(self, take: DecodeLeg) -> None:
         """Tell the sender that this KV will not be fetched, so that it frees it."""
-        if not take.parked and not self._closed:
+        if not take.is_parked and not self._closed:
             self._spawn(self._decline(take))
 
     def drop_all(self) -> None:
@@ -228,57 +228,57 @@ class Desk:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _follow_offer(self, job: Job, give: Give, offer: OfferPort) -> None:
+    async def _follow_offer(self, job: Job, give: PrefillLeg, offer: OfferPort) -> None:
         """Follow an offer until its blocks are free."""
         try:
-            outcome = await offer.ended()
-            self.tally.given(outcome)
-            if outcome.landed:
-                await self._link.pass_by(job.prompt_tokens)
+            outcome = await offer.wait_ended()
+            self.stats.count_sent(outcome)
+            if outcome.has_landed:
+                await self._link.transfer(job.prompt_tokens)
         finally:
             del self._offers[job]
             self._free(job)
-        if give.answering is Answering.WHEN_TAKEN:
-            self._owner.taken(job, outcome)
+        if give.answering is AnswerTime.WHEN_TAKEN:
+            self._owner.on_blocks_taken(job, outcome)
 
-    async def _follow_landing(self, job: Job, take: Take) -> None:
+    async def _follow_landing(self, job: Job, take: DecodeLeg) -> None:
         """Follow a landing until the job can continue or its blocks are free."""
         started_s = asyncio.get_running_loop().time()
         try:
             outcome = await self._fetch_and_wait(job, take)
-            if outcome.landed:
-                await self._link.pass_by(job.prompt_tokens - job.cached)
+            if outcome.has_landed:
+                await self._link.transfer(job.prompt_tokens - job.cached)
             else:
                 self._directory.forget(take)
-            self.tally.took(outcome, asyncio.get_running_loop().time() - started_s)
-            if job.state is State.FETCHING:
+            self.stats.count_received(outcome, asyncio.get_running_loop().time() - started_s)
+            if job.state is JobState.FETCHING:
                 self._continue_job(job, take, outcome)
         finally:
             # Free blocks that the job no longer uses: nothing writes to them now.
             self._free(job)
 
-    def _continue_job(self, job: Job, take: Take, outcome: End) -> None:
+    def _continue_job(self, job: Job, take: DecodeLeg, outcome: TransferOutcome) -> None:
         """Continue the job with its KV, or without it as configured."""
-        if outcome.landed:
-            self._owner.scheduler.landed(
+        if outcome.has_landed:
+            self._owner.scheduler.on_landed(
                 job, job.prompt_tokens - 1 if take.cached is None else take.cached
             )
         elif self._recompute:
             self._owner.scheduler.recompute(job)
         else:
-            self._owner.fail(job, f"KV load failed: {outcome.reason}")
+            self._owner.fail_job(job, f"KV load failed: {outcome.reason}")
 
-    async def _fetch_and_wait(self, job: Job, take: Take) -> End:
+    async def _fetch_and_wait(self, job: Job, take: DecodeLeg) -> TransferOutcome:
         """Fetch, and wait for the end. Afterwards nothing writes to the job's blocks."""
         try:
             address = await self._directory.address(take)
         except UnknownPeerError as error:
-            return unreachable(str(error))
-        if job.state is not State.FETCHING:
+            return unreachable_outcome(str(error))
+        if job.state is not JobState.FETCHING:
             self.decline(take)
-            return unreachable("aborted before it began")
+            return unreachable_outcome("aborted before it began")
         if self._closed:
-            return unreachable("the engine is going down")
+            return unreachable_outcome("the engine is going down")
         landing = self._landings[job] = self.agent.fetch(
             address,
             take.name,
@@ -289,11 +289,11 @@ class Desk:
             timeout_s=take.wait_s,
         )
         try:
-            return await landing.ended()
+            return await landing.wait_ended()
         finally:
             del self._landings[job]
 
-    async def _decline(self, take: Take) -> None:
+    async def _decline(self, take: DecodeLeg) -> None:
         try:
             address = await self._directory.address(take)
         except UnknownPeerError:
@@ -309,14 +309,14 @@ class Desk:
         cancel_timer = (
             None
             if take.ticket
-            else asyncio.get_running_loop().call_later(DECLINING_S, landing.cancel)
+            else asyncio.get_running_loop().call_later(DECLINE_S, landing.cancel)
         )
-        await landing.ended()
+        await landing.wait_ended()
         if cancel_timer is not None:
             cancel_timer.cancel()
 
     def _free(self, job: Job) -> None:
-        self._owner.scheduler.let_go(job)
+        self._owner.scheduler.release_kept(job)
         self._owner.wake()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -325,6 +325,6 @@ class Desk:
         task.add_done_callback(self._tasks.discard)
 
 
-def unreachable(detail: str) -> End:
+def unreachable_outcome(detail: str) -> TransferOutcome:
     """Return the outcome of a transfer that never began."""
-    return end(Reason.UNREACHABLE, detail=detail)
+    return outcome_for(EndReason.UNREACHABLE, detail=detail)

@@ -6,7 +6,7 @@ import asyncio
 from math import inf
 
 
-class Link:
+class PacedLink:
     """One group's network link.
 
     Transfers share it one after the other, in the event loop's time.
@@ -17,7 +17,7 @@ class Link:
         self._token_s = token_bytes / bytes_s / speed
         self._free_at_s = 0.0
 
-    async def pass_by(self, tokens: int) -> None:
+    async def transfer(self, tokens: int) -> None:
         """Wait until the KV of `tokens` tokens would have been transferred."""
         if not self._token_s:
             return

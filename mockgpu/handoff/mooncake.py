@@ -9,24 +9,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mockgpu.handoff.contract import Here
+from mockgpu.handoff.contract import EngineIdentity
 from mockgpu.handoff.vllm_nixl import FIELD, checked_object, given_prompt
-from mockgpu.leg_params import Asked, Give, Offered, Take
-from mockgpu.request_parser import NO_LEG, Ask, Body, MalformedHandoffError, Reading
+from mockgpu.leg_params import BootstrapPeer, DecodeLeg, OfferedKv, PrefillLeg
+from mockgpu.request_parser import (
+    NO_LEG,
+    MalformedHandoffError,
+    ParsedHandoff,
+    ParsedRequest,
+    RequestBody,
+)
 
 ABORT_S = 480.0
 # Without these, a decode leg is parked for KV that never comes.
 NEEDED = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
-class Mooncake:
+class MooncakeDialect:
     """The EngineDialect of the Mooncake connector."""
 
     name = "mooncake"
 
     def read(
-        self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
-    ) -> Reading:
+        self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str, here: EngineIdentity
+    ) -> ParsedHandoff:
         """Return the leg of a request. The wrong leg for this engine's role kills it."""
         params = checked_object(body)
         if params is None:
@@ -37,22 +43,22 @@ class Mooncake:
             name = params.get("transfer_id")
             if name is None:
                 raise MalformedHandoffError(f"{FIELD}.transfer_id", fatal=True)
-            return Reading(Give(str(name), here.wait_s, public=True, if_ended=False))
+            return ParsedHandoff(PrefillLeg(str(name), here.wait_s, is_public=True, if_ended=False))
         if not params.get("do_remote_prefill"):
             return NO_LEG
         if here.role == "prefill":
             raise MalformedHandoffError(f"{FIELD}.do_remote_prefill", fatal=True)
         parked = any(params.get(field) is None for field in NEEDED)
-        peer = Asked(str(params.get("remote_bootstrap_addr")), str(params.get("remote_engine_id")))
-        take = Take(str(params.get("transfer_id")), peer, here.wait_s, parked=parked)
-        return Reading(take, given_prompt(params, body))
+        peer = BootstrapPeer(str(params.get("remote_bootstrap_addr")), str(params.get("remote_engine_id")))
+        take = DecodeLeg(str(params.get("transfer_id")), peer, here.wait_s, is_parked=parked)
+        return ParsedHandoff(take, given_prompt(params, body))
 
-    def told(self, ask: Ask, give: Give, offered: Offered | None, here: Here) -> dict[str, Any]:
+    def response_members(self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity) -> dict[str, Any]:
         """Return nothing: the decode leg knows all it needs."""
         return {}
 
-    def told_in_choice(
-        self, ask: Ask, offered: Offered | None, first: bytes, here: Here
+    def choice_members(
+        self, ask: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
         """Return nothing."""
         return {}

@@ -11,9 +11,15 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from mockgpu.handoff.contract import Here
-from mockgpu.leg_params import Answering, Asked, Give, Offered, Take
-from mockgpu.request_parser import NO_LEG, Ask, Body, MalformedHandoffError, Reading
+from mockgpu.handoff.contract import EngineIdentity
+from mockgpu.leg_params import AnswerTime, BootstrapPeer, DecodeLeg, OfferedKv, PrefillLeg
+from mockgpu.request_parser import (
+    NO_LEG,
+    MalformedHandoffError,
+    ParsedHandoff,
+    ParsedRequest,
+    RequestBody,
+)
 
 BOOTSTRAP_S = 300.0
 PROBE_HOST = "2.2.2.2"
@@ -21,7 +27,7 @@ PROBE_HOST = "2.2.2.2"
 MOST_ROOMS = 1 << 16
 
 
-class Sglang:
+class SglangDialect:
     """The EngineDialect of SGLang. It remembers used rooms."""
 
     name = "sglang"
@@ -30,8 +36,8 @@ class Sglang:
         self._rooms: OrderedDict[int, None] = OrderedDict()
 
     def read(
-        self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
-    ) -> Reading:
+        self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str, here: EngineIdentity
+    ) -> ParsedHandoff:
         """Return the leg of a request, which depends on the server's role."""
         for field in ("kv_transfer_params", "disaggregated_params"):
             if getattr(body, field) is not None:
@@ -41,19 +47,19 @@ class Sglang:
                 raise MalformedHandoffError("bootstrap_room")
             return NO_LEG
         if body.bootstrap_host == PROBE_HOST and body.bootstrap_room is not None:
-            return Reading(one_token=here.role == "prefill")
+            return ParsedHandoff(one_token=here.role == "prefill")
         room = self._room(body)
         if here.role == "prefill":
-            leg = Give(str(room), here.wait_s, public=True, answering=Answering.WHEN_TAKEN)
-            return Reading(leg, one_token=True)
+            leg = PrefillLeg(str(room), here.wait_s, is_public=True, answering=AnswerTime.WHEN_TAKEN)
+            return ParsedHandoff(leg, one_token=True)
         if not isinstance(body.bootstrap_host, str) or not body.bootstrap_host:
             raise MalformedHandoffError("bootstrap_host", status=400)
         host, port = body.bootstrap_host, body.bootstrap_port
         host = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        peer = Asked(f"http://{host}:{8998 if port is None else port}")
-        return Reading(Take(str(room), peer, here.wait_s))
+        peer = BootstrapPeer(f"http://{host}:{8998 if port is None else port}")
+        return ParsedHandoff(DecodeLeg(str(room), peer, here.wait_s))
 
-    def _room(self, body: Body) -> int:
+    def _room(self, body: RequestBody) -> int:
         room = body.bootstrap_room
         if room is None:
             raise MalformedHandoffError("no bootstrap_room", status=400)
@@ -66,12 +72,12 @@ class Sglang:
             self._rooms.popitem(last=False)
         return room
 
-    def told(self, ask: Ask, give: Give, offered: Offered | None, here: Here) -> dict[str, Any]:
+    def response_members(self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity) -> dict[str, Any]:
         """Return nothing: both legs know the room."""
         return {}
 
-    def told_in_choice(
-        self, ask: Ask, offered: Offered | None, first: bytes, here: Here
+    def choice_members(
+        self, ask: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
         """Return nothing."""
         return {}

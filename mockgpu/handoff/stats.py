@@ -5,37 +5,37 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from kvtransfer.protocol.outcomes import End, How
-from mockgpu.histogram import Histogram
+from kvtransfer.protocol.outcomes import OutcomeKind, TransferOutcome
+from mockgpu.histogram import BucketHistogram
 
 XFER_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 BYTES_BUCKETS = tuple(float(1 << exponent) for exponent in range(10, 34, 2))
 
 
-class Tally:
+class HandoffStats:
     """Counters of one group, as sender and receiver. `connector`: nixl or mooncake."""
 
     def __init__(self, connector: str) -> None:
         self._name = f"vllm:{connector}"
-        self.xfer_s = Histogram(XFER_BUCKETS)
-        self.xfer_bytes = Histogram(BYTES_BUCKETS)
+        self.xfer_s = BucketHistogram(XFER_BUCKETS)
+        self.xfer_bytes = BucketHistogram(BYTES_BUCKETS)
         self.failed = 0
         self.expired = 0
         self.given_ends: Counter[str] = Counter()
         self.took_ends: Counter[str] = Counter()
 
-    def given(self, end: End) -> None:
+    def count_sent(self, end: TransferOutcome) -> None:
         """Count the end of an offer."""
         self.given_ends[end.reason] += 1
-        self.expired += end.how is How.EXPIRED
+        self.expired += end.kind is OutcomeKind.EXPIRED
 
-    def took(self, end: End, seconds: float) -> None:
+    def count_received(self, end: TransferOutcome, seconds: float) -> None:
         """Count the end of a landing, `seconds` after it was requested."""
         self.took_ends[end.reason] += 1
-        if end.landed:
+        if end.has_landed:
             self.xfer_s.observe(seconds)
             self.xfer_bytes.observe(end.n_bytes)
-        elif end.how is not How.CANCELLED:
+        elif end.kind is not OutcomeKind.CANCELLED:
             self.failed += 1
 
     def lines(self, labels: str) -> Iterator[str]:

@@ -15,18 +15,18 @@ from typing import Any
 
 import msgspec
 
-from mockgpu.handoff.contract import Here
-from mockgpu.leg_params import At, Give, Offered, Take
+from mockgpu.handoff.contract import EngineIdentity
+from mockgpu.leg_params import AgentPeer, DecodeLeg, OfferedKv, PrefillLeg
 from mockgpu.request_parser import (
     NO_LEG,
     ApiError,
-    Ask,
-    Body,
     MalformedHandoffError,
-    Reading,
+    ParsedHandoff,
+    ParsedRequest,
+    RequestBody,
     TokenId,
 )
-from mockgpu.text import is_speech, token_bytes, token_ids
+from mockgpu.text import is_generated, token_bytes, token_ids
 
 FIELD = "disaggregated_params"
 HOLD_S = 180.0
@@ -109,7 +109,7 @@ class Details(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cached_tokens: int = 0
 
 
-class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ContextUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`ctx_usage`: the context server's usage."""
 
     prompt_tokens: int = 0
@@ -132,12 +132,12 @@ class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ctx_dp_rank: int | None = None
     ctx_info_endpoint: str | None = None
     schedule_style: int | None = None
-    ctx_usage: Usage | None = None
+    ctx_usage: ContextUsage | None = None
     return_prompt_token_ids_b64: bool = False
     resolved_thinking: bool | None = None
 
 
-class State(msgspec.Struct, frozen=True, array_like=True):
+class OpaqueState(msgspec.Struct, frozen=True, array_like=True):
     """The content of the opaque state: where the KV is, and the ticket to fetch it."""
 
     address: str
@@ -145,7 +145,7 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     ticket: str
 
 
-class Trtllm:
+class TrtllmDialect:
     """The EngineDialect of TensorRT-LLM. It remembers used request ids."""
 
     name = "trtllm"
@@ -154,8 +154,8 @@ class Trtllm:
         self._used_ids: OrderedDict[tuple[str, int], None] = OrderedDict()
 
     def read(
-        self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
-    ) -> Reading:
+        self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str, here: EngineIdentity
+    ) -> ParsedHandoff:
         """Return the leg of a request. Raises ApiError 400 for unknown fields."""
         known = CHAT_FIELDS if body.messages is not None else COMPLETION_FIELDS
         for field in msgspec.json.decode(raw):
@@ -169,10 +169,10 @@ class Trtllm:
         if params.request_type == "context_and_generation":
             return NO_LEG
         if params.request_type == "context_only":
-            return Reading(
-                Give(str(self._new_id(params)), here.wait_s, if_ended=False), one_token=True
+            return ParsedHandoff(
+                PrefillLeg(str(self._new_id(params)), here.wait_s, if_ended=False), one_token=True
             )
-        return Reading(
+        return ParsedHandoff(
             self._take(params, here),
             token_bytes(body.prompt_token_ids) if body.prompt_token_ids else None,
         )
@@ -202,40 +202,40 @@ class Trtllm:
             self._used_ids.popitem(last=False)
         return number
 
-    def _take(self, params: Params, here: Here) -> Take:
+    def _take(self, params: Params, here: EngineIdentity) -> DecodeLeg:
         self._new_id(params)
         first = token_bytes(params.first_gen_tokens or ())
-        if params.ctx_request_id is None or not first or not is_speech(first):
+        if params.ctx_request_id is None or not first or not is_generated(first):
             raise MalformedHandoffError(f"{FIELD}.ctx_request_id or first_gen_tokens", status=400)
         try:
             state = msgspec.json.decode(
-                base64.b64decode(params.encoded_opaque_state or "", validate=True), type=State
+                base64.b64decode(params.encoded_opaque_state or "", validate=True), type=OpaqueState
             )
         except (ValueError, msgspec.DecodeError):
             raise MalformedHandoffError(f"{FIELD}.encoded_opaque_state", status=400) from None
         if state.address == here.address:
             raise MalformedHandoffError("context and generation on one server", status=400)
         details = params.ctx_usage.prompt_tokens_details if params.ctx_usage is not None else None
-        return Take(
+        return DecodeLeg(
             name=state.name,
-            peer=At(state.address),
+            peer=AgentPeer(state.address),
             wait_s=here.wait_s,
             ticket=state.ticket,
             first=first,
             cached=details.cached_tokens if details is not None else None,
         )
 
-    def told(self, ask: Ask, give: Give, offered: Offered | None, here: Here) -> dict[str, Any]:
+    def response_members(self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity) -> dict[str, Any]:
         """Return the prompt as the context server rendered it."""
         return {"prompt_token_ids": token_ids(ask.prompts[0])}
 
-    def told_in_choice(
-        self, ask: Ask, offered: Offered | None, first: bytes, here: Here
+    def choice_members(
+        self, ask: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
         """Return the params for the generation server; null if the first token ended the answer."""
         if offered is None:
             return {FIELD: None}
-        state = State(here.address, offered.name, offered.ticket)
+        state = OpaqueState(here.address, offered.name, offered.ticket)
         cut = ask.body.max_tokens == 1 or ask.body.max_completion_tokens == 1
         return {
             "finish_reason": "length" if cut else "not_finished",

@@ -11,9 +11,16 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from mockgpu.handoff.contract import Here, joined
-from mockgpu.leg_params import At, Give, Offered, Take
-from mockgpu.request_parser import NO_LEG, ApiError, Ask, Body, MalformedHandoffError, Reading
+from mockgpu.handoff.contract import EngineIdentity, agent_address
+from mockgpu.leg_params import AgentPeer, DecodeLeg, OfferedKv, PrefillLeg
+from mockgpu.request_parser import (
+    NO_LEG,
+    ApiError,
+    MalformedHandoffError,
+    ParsedHandoff,
+    ParsedRequest,
+    RequestBody,
+)
 from mockgpu.text import token_bytes
 
 FIELD = "kv_transfer_params"
@@ -24,36 +31,36 @@ LEASES_SINCE, OLD_HOLD_S = (0, 22), 480.0
 NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
-class VllmNixl:
+class VllmNixlDialect:
     """The EngineDialect of the pull connector."""
 
     name = "vllm_nixl"
 
     def read(
-        self, raw: bytes, body: Body, headers: Mapping[str, str], request_id: str, here: Here
-    ) -> Reading:
+        self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str, here: EngineIdentity
+    ) -> ParsedHandoff:
         """Return the leg of a request; none if its object is absent or requests nothing."""
         params = checked_object(body)
         if params is None:
             return NO_LEG
         if params.get("do_remote_decode"):
-            return Reading(give(request_id, here))
+            return ParsedHandoff(prefill_leg(request_id, here))
         if not params.get("do_remote_prefill"):
             return NO_LEG
-        return Reading(_take(params, here), given_prompt(params, body))
+        return ParsedHandoff(_take(params, here), given_prompt(params, body))
 
-    def told(self, ask: Ask, give: Give, offered: Offered | None, here: Here) -> dict[str, Any]:
+    def response_members(self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity) -> dict[str, Any]:
         """Return the object; null if no KV is kept."""
-        return {FIELD: None if offered is None else told_object(offered, here, "pull")}
+        return {FIELD: None if offered is None else build_object(offered, here, "pull")}
 
-    def told_in_choice(
-        self, ask: Ask, offered: Offered | None, first: bytes, here: Here
+    def choice_members(
+        self, ask: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
         """Return nothing: vLLM's object is at the top level."""
         return {}
 
 
-def checked_object(body: Body) -> dict[str, Any] | None:
+def checked_object(body: RequestBody) -> dict[str, Any] | None:
     """Return the request's `kv_transfer_params`; None: absent.
 
     Other dialects' fields are refused.
@@ -72,31 +79,31 @@ def checked_object(body: Body) -> dict[str, Any] | None:
     return params
 
 
-def give(request_id: str, here: Here) -> Give:
+def prefill_leg(request_id: str, here: EngineIdentity) -> PrefillLeg:
     """Return a prefill leg by pull, kept for a lease or, in old versions, for a fixed time."""
     leases = here.version >= LEASES_SINCE
-    return Give(
+    return PrefillLeg(
         f"{request_id}-{secrets.token_hex(4)}",
         here.lease_s if leases else OLD_HOLD_S,
         if_ended=leases,
     )
 
 
-def _take(params: dict[str, Any], here: Here) -> Take:
+def _take(params: dict[str, Any], here: EngineIdentity) -> DecodeLeg:
     blocks = params.get("remote_block_ids")
     if not isinstance(blocks, list) or not blocks or blocks[0] == []:
         raise MalformedHandoffError(f"{FIELD}.remote_block_ids", fatal=True)
     parked = any(params.get(field) is None for field in NEEDED)
     ticket_field = params.get(TICKET)
     ticket = ticket_field if isinstance(ticket_field, dict) else {}
-    return Take(
+    return DecodeLeg(
         name=str(params.get("remote_request_id")),
-        peer=At(joined(str(params.get("remote_host")), params.get("remote_port") or 0)),
+        peer=AgentPeer(agent_address(str(params.get("remote_host")), params.get("remote_port") or 0)),
         wait_s=here.wait_s,
         ticket=str(ticket.get("ticket", "")),
         renew=str(ticket.get("renew", "")),
         cached=_cached_tokens(params) if here.version >= (0, 33) else None,
-        parked=parked,
+        is_parked=parked,
     )
 
 
@@ -107,7 +114,7 @@ def _cached_tokens(params: dict[str, Any]) -> int | None:
     return cached
 
 
-def given_prompt(params: dict[str, Any], body: Body) -> bytes | None:
+def given_prompt(params: dict[str, Any], body: RequestBody) -> bytes | None:
     """Return the prompt as the prefill leg rendered it (chat only, ignored with `echo`).
 
     Raises ApiError 400 unless it is a list of ids.
@@ -126,7 +133,7 @@ def given_prompt(params: dict[str, Any], body: Body) -> bytes | None:
     return token_bytes(ids)
 
 
-def told_object(offered: Offered, here: Here, mode: str) -> dict[str, Any]:
+def build_object(offered: OfferedKv, here: EngineIdentity, mode: str) -> dict[str, Any]:
     """Return a prefill engine's object in the format of its version."""
     blocks: list[Any] = offered.blocks if here.version < (0, 18) else [offered.blocks]
     params: dict[str, Any] = {

@@ -4,25 +4,25 @@ Contains workloads, open and closed loop, timing of streamed answers, and JSON f
 Trace readers are in planner/traces, the comparison with other gateways in bench.
 """
 
-from planner.bench.client import BenchError, Client, Record
-from planner.bench.loops import Progress, run
-from planner.bench.plan import Plan, PlanError, Slo, checked
-from planner.bench.report import Report, is_good
+from planner.bench.client import BenchClient, BenchError, BenchRecord
+from planner.bench.loops import RunProgress, run
+from planner.bench.plan import BenchPlan, BenchSlo, PlanError, with_defaults
+from planner.bench.report import BenchReport, is_good
 from planner.bench.stats import Summary, percentile, summarise
-from planner.bench.timeline import Timeline
+from planner.bench.timeline import AnswerTimeline
 
 __all__ = [
     "BenchError",
-    "Client",
-    "Plan",
+    "BenchClient",
+    "BenchPlan",
     "PlanError",
-    "Progress",
-    "Record",
-    "Report",
-    "Slo",
+    "RunProgress",
+    "BenchRecord",
+    "BenchReport",
+    "BenchSlo",
     "Summary",
-    "Timeline",
-    "checked",
+    "AnswerTimeline",
+    "with_defaults",
     "is_good",
     "percentile",
     "run",

@@ -20,10 +20,10 @@ from rich.console import Console
 
 from planner.bench.client import BenchError
 from planner.bench.loops import Watch, run
-from planner.bench.plan import Plan, PlanError, Slo, checked
-from planner.bench.report import Report
-from planner.bench.show import Live, lines, table
-from planner.output_files import writable
+from planner.bench.plan import BenchPlan, BenchSlo, PlanError, with_defaults
+from planner.bench.report import BenchReport
+from planner.bench.show import LiveProgress, lines, table
+from planner.output_files import check_writable
 from planner.traces import TraceError
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
@@ -78,7 +78,7 @@ ApiKey = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Out = Annotated[
     Path | None,
-    typer.Option(dir_okay=False, callback=writable, help="Also write the JSON to this file."),
+    typer.Option(dir_okay=False, callback=check_writable, help="Also write the JSON to this file."),
 ]
 For = Annotated[float | None, _time("How long to send requests (30s).", "--for")]
 SloTtft = Annotated[float | None, _time("Maximum TTFT of a good request.", "--slo-ttft")]
@@ -107,7 +107,7 @@ def bench(
     out: Out = None,
 ) -> None:
     """Put load on an OpenAI server and measure TTFT, TPOT, ITL, throughput and goodput."""
-    plan = Plan(
+    plan = BenchPlan(
         url=url,
         model=model,
         shape=shape,
@@ -121,7 +121,7 @@ def bench(
         think=think,
         warmup=_WARMUP if warmup else 0,
         seed=seed,
-        slo=Slo(slo_ttft, slo_tpot),
+        slo=BenchSlo(slo_ttft, slo_tpot),
         ignore_eos=ignore_eos,
         api_key=api_key,
     )
@@ -130,10 +130,10 @@ def bench(
     raise typer.Exit(1 if report.interrupted or not report.completed else 0)
 
 
-def _run_or_exit(plan: Plan, quiet: bool) -> Report:
+def _run_or_exit(plan: BenchPlan, quiet: bool) -> BenchReport:
     """Run the plan; exit with a message if there is no report."""
     try:
-        return _run(checked(plan), quiet)
+        return _run(with_defaults(plan), quiet)
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
     except (BenchError, TraceError) as error:
@@ -143,23 +143,23 @@ def _run_or_exit(plan: Plan, quiet: bool) -> Report:
         raise typer.Exit(1) from None
 
 
-def _run(plan: Plan, quiet: bool) -> Report:
+def _run(plan: BenchPlan, quiet: bool) -> BenchReport:
     console = Console(stderr=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if quiet or not console.is_terminal:
             return runner.run(_until_interrupted(plan, None))
-        with Live(plan, console) as live:
+        with LiveProgress(plan, console) as live:
             return runner.run(_until_interrupted(plan, live.watch))
 
 
-async def _until_interrupted(plan: Plan, watch: Watch | None) -> Report:
+async def _until_interrupted(plan: BenchPlan, watch: Watch | None) -> BenchReport:
     """Run until the end or Ctrl-C, which ends the run early with a report."""
     task = asyncio.create_task(run(plan, watch))
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
     return await task
 
 
-def _print(report: Report, as_json: bool, out: Path | None) -> None:
+def _print(report: BenchReport, as_json: bool, out: Path | None) -> None:
     text = msgspec.json.format(msgspec.json.encode(report.as_json()), indent=2).decode()
     if out is not None:
         out.write_text(text + "\n")

@@ -10,15 +10,15 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from planner.bench.plan import Plan
-from planner.bench.timeline import Timeline
+from planner.bench.plan import BenchPlan
+from planner.bench.timeline import AnswerTimeline
 
 
 class BenchError(Exception):
     """The server cannot be used at all; the message says what it answered."""
 
 
-class Record(msgspec.Struct):
+class BenchRecord(msgspec.Struct):
     """One request; times in seconds of one clock. Written by the client, read by the report.
 
     due_s     when it should have been sent. Latencies count from here, so that a server that delays
@@ -62,10 +62,10 @@ class Record(msgspec.Struct):
         return self.sent_s - self.due_s
 
 
-class Client:
+class BenchClient:
     """A connection pool to one server, for any number of concurrent requests."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: BenchPlan) -> None:
         self._plan = plan
         self._url = plan.url.rstrip("/").removesuffix("/v1") + "/v1"
         self._model = plan.model
@@ -77,7 +77,7 @@ class Client:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
         self._http = aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout)
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> BenchClient:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -105,7 +105,7 @@ class Client:
             raise BenchError(f"{self._url}/models lists no model; name one with --model") from None
 
     async def ask(
-        self, record: Record, messages: Sequence[dict[str, str]], output_tokens: int
+        self, record: BenchRecord, messages: Sequence[dict[str, str]], output_tokens: int
     ) -> str:
         """Send a streaming chat completion, fill in the record and return the text.
 
@@ -119,7 +119,7 @@ class Client:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self._plan.ignore_eos:
             body["ignore_eos"] = True
-        timeline = Timeline()
+        timeline = AnswerTimeline()
         record.sent_s = time.perf_counter()
         try:
             record.error = await self._stream(record, self._encoder.encode(body), timeline)
@@ -137,7 +137,7 @@ class Client:
             _copy_result(record, timeline)
         return timeline.text
 
-    async def _stream(self, record: Record, body: bytes, timeline: Timeline) -> str | None:
+    async def _stream(self, record: BenchRecord, body: bytes, timeline: AnswerTimeline) -> str | None:
         async with self._http.post(f"{self._url}/chat/completions", data=body) as response:
             record.status = response.status
             if response.status != 200:
@@ -148,7 +148,7 @@ class Client:
         return _stream_error(timeline)
 
 
-def _stream_error(timeline: Timeline) -> str | None:
+def _stream_error(timeline: AnswerTimeline) -> str | None:
     """Return the error of a stream, None if complete: a truncated answer is not a fast one."""
     if timeline.error is not None:
         return "stream_error"
@@ -157,7 +157,7 @@ def _stream_error(timeline: Timeline) -> str | None:
     return "empty" if timeline.first_s is None else None
 
 
-def _copy_result(record: Record, timeline: Timeline) -> None:
+def _copy_result(record: BenchRecord, timeline: AnswerTimeline) -> None:
     record.first_s, record.last_s, record.gaps_s = (
         timeline.first_s,
         timeline.last_s,

@@ -11,46 +11,46 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from planner.bench.client import Client, Record
-from planner.bench.plan import Plan, checked
-from planner.bench.report import Report
-from planner.bench.workloads import Arrival, Session, Turn, open_loop, replay, shapes
+from planner.bench.client import BenchClient, BenchRecord
+from planner.bench.plan import BenchPlan, with_defaults
+from planner.bench.report import BenchReport
+from planner.bench.workloads import Arrival, Turn, WorkloadSession, open_loop, replay, shapes
 
-Watch = Callable[["Progress"], None]
+Watch = Callable[["RunProgress"], None]
 _WATCH_EVERY_S = 0.25
 
 
-class Progress(msgspec.Struct):
+class RunProgress(msgspec.Struct):
     """The state of a run, for an observer. One writer: the run."""
 
-    plan: Plan
+    plan: BenchPlan
     started_s: float = 0.0
     elapsed_s: float = 0.0
     sent: int = 0
     in_flight: int = 0
     peak: int = 0
-    records: list[Record] = []
+    records: list[BenchRecord] = []
 
 
-async def run(plan: Plan, watch: Watch | None = None) -> Report:
+async def run(plan: BenchPlan, watch: Watch | None = None) -> BenchReport:
     """Run the plan and return its report.
 
     Raises PlanError for an invalid plan, BenchError without a usable server. Cancelling it ends the
     run early; it then still returns a report, marked as `interrupted`.
     """
-    plan = checked(plan)
-    async with Client(plan) as client:
+    plan = with_defaults(plan)
+    async with BenchClient(plan) as client:
         model = await client.model()
         for session in itertools.islice(shapes()[plan.shape].sessions(plan.seed - 1), plan.warmup):
             now = time.perf_counter()
             await client.ask(
-                Record(session.id, 0, now, now),
+                BenchRecord(session.id, 0, now, now),
                 _first_messages(session),
                 session.turns[0].output_tokens,
             )
         bench = _Run(plan, client)
         interrupted = await bench.carry_out(watch)
-    return Report(
+    return BenchReport(
         msgspec.structs.replace(plan, model=model),
         bench.progress.records,
         bench.progress.peak,
@@ -61,11 +61,11 @@ async def run(plan: Plan, watch: Watch | None = None) -> Report:
 class _Run:
     """The state of one run; owner of its Progress."""
 
-    def __init__(self, plan: Plan, client: Client) -> None:
+    def __init__(self, plan: BenchPlan, client: BenchClient) -> None:
         self._plan = plan
         self._client = client
         self._tasks: set[asyncio.Task[None]] = set()
-        self.progress = Progress(plan)
+        self.progress = RunProgress(plan)
 
     async def carry_out(self, watch: Watch | None) -> bool:
         """Run; return True if it was interrupted."""
@@ -100,7 +100,7 @@ class _Run:
         }
         await asyncio.gather(*self._tasks)
 
-    async def _user(self, sessions: Iterator[Session]) -> None:
+    async def _user(self, sessions: Iterator[WorkloadSession]) -> None:
         while self._may_start(now := time.perf_counter()):
             await self._converse(next(sessions), now)
 
@@ -117,7 +117,7 @@ class _Run:
             return False
         return plan.duration_s is None or due_s - self.progress.started_s < plan.duration_s
 
-    async def _converse(self, session: Session, due_s: float) -> None:
+    async def _converse(self, session: WorkloadSession, due_s: float) -> None:
         """Run the turns of a session one after another.
 
         A failed turn ends it, because the next would lack its answer.
@@ -135,14 +135,14 @@ class _Run:
 
     async def _ask(
         self,
-        session: Session,
+        session: WorkloadSession,
         number: int,
         turn: Turn,
         messages: list[dict[str, str]],
         due_s: float,
-    ) -> tuple[Record, str]:
+    ) -> tuple[BenchRecord, str]:
         progress = self.progress
-        record = Record(session.id, number, due_s, due_s)
+        record = BenchRecord(session.id, number, due_s, due_s)
         progress.records.append(record)
         progress.sent += 1
         progress.in_flight += 1
@@ -163,7 +163,7 @@ class _Run:
         watch(self.progress)
 
 
-def _first_messages(session: Session) -> list[dict[str, str]]:
+def _first_messages(session: WorkloadSession) -> list[dict[str, str]]:
     """Return the messages of a session's first request."""
     system = [] if session.system is None else [{"role": "system", "content": session.system}]
     return [*system, {"role": "user", "content": session.turns[0].content}]

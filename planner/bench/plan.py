@@ -13,14 +13,14 @@ class PlanError(ValueError):
     """An invalid plan; the message names the option and the reason."""
 
 
-class Slo(msgspec.Struct, frozen=True):
+class BenchSlo(msgspec.Struct, frozen=True):
     """The bounds of a good request; None: no bound."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One run: an open loop with `rate` or `trace`, else a closed loop with `concurrency`.
 
     url          scheme, host and port; /v1/chat/completions is appended
@@ -45,7 +45,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     limit: int | None = None
     warmup: int = 0
     seed: int = 0
-    slo: Slo = Slo()
+    slo: BenchSlo = BenchSlo()
     think: float = 1.0
     ignore_eos: bool = False
     api_key: str | None = None
@@ -57,7 +57,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.rate is not None or self.trace is not None
 
 
-def checked(plan: Plan) -> Plan:
+def with_defaults(plan: BenchPlan) -> BenchPlan:
     """Return the plan with defaults: 8 users without a load, 30 s without an end.
 
     Raises PlanError.

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from planner.bench.client import Record
-from planner.bench.plan import Plan, Slo
-from planner.bench.stats import Summary, scaled, summarise
+from planner.bench.client import BenchRecord
+from planner.bench.plan import BenchPlan, BenchSlo
+from planner.bench.stats import Summary, convert_unit, summarise
 
 
-def is_good(record: Record, slo: Slo) -> bool:
+def is_good(record: BenchRecord, slo: BenchSlo) -> bool:
     """Return whether a request succeeded within the SLO.
 
     A TPOT bound does not apply to an answer of one token.
@@ -29,11 +29,11 @@ def is_good(record: Record, slo: Slo) -> bool:
     return slo.tpot_s is None or record.tpot_s is None or record.tpot_s <= slo.tpot_s
 
 
-class Report:
+class BenchReport:
     """The result of one run, immutable. Times in seconds; None where nothing was measured."""
 
     def __init__(
-        self, plan: Plan, records: Sequence[Record], peak: int = 0, interrupted: bool = False
+        self, plan: BenchPlan, records: Sequence[BenchRecord], peak: int = 0, interrupted: bool = False
     ) -> None:
         self.plan = plan
         self.records = records
@@ -100,17 +100,17 @@ class Report:
         }
 
 
-def _plain(plan: Plan) -> Any:
+def _plain(plan: BenchPlan) -> Any:
     """Return the plan as JSON without the API key."""
     without_key = msgspec.structs.replace(plan, api_key=None)
     return msgspec.to_builtins(without_key, enc_hook=str)
 
 
 def _ms(summary: Summary | None) -> dict[str, float] | None:
-    return None if summary is None else msgspec.to_builtins(scaled(summary, 1e3))
+    return None if summary is None else msgspec.to_builtins(convert_unit(summary, 1e3))
 
 
-def _vllm(report: Report) -> dict[str, Any]:
+def _vllm(report: BenchReport) -> dict[str, Any]:
     """Return the names of `vllm bench serve` and `sglang.bench_serving`: flat, times in ms. e2el
     equals e2e_latency.
     """
@@ -140,7 +140,7 @@ def _vllm(report: Report) -> dict[str, Any]:
     return flat
 
 
-def _guidellm(report: Report) -> dict[str, Any]:
+def _guidellm(report: BenchReport) -> dict[str, Any]:
     """Return guidellm's names.
 
     It includes the first token in time_per_output_token (whole latency over all tokens), and
@@ -161,7 +161,7 @@ def _guidellm(report: Report) -> dict[str, Any]:
     }
 
 
-def _aiperf(report: Report) -> dict[str, Any]:
+def _aiperf(report: BenchReport) -> dict[str, Any]:
     """Return aiperf's names: a record with a unit per tag. inter_token_latency is a request's mean
     after its first token.
     """

@@ -7,21 +7,21 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from planner.bench.loops import Progress
-from planner.bench.plan import Plan
-from planner.bench.report import Report
+from planner.bench.loops import RunProgress
+from planner.bench.plan import BenchPlan
+from planner.bench.report import BenchReport
 from planner.bench.stats import Summary, percentile
 
 _RECENT = 200
 
 
-class Live:
+class LiveProgress:
     """A progress bar on a console; a context manager whose `watch` is passed to run().
 
     It counts requests if the plan limits them, else seconds.
     """
 
-    def __init__(self, plan: Plan, console: Console) -> None:
+    def __init__(self, plan: BenchPlan, console: Console) -> None:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -33,21 +33,21 @@ class Live:
         self._by_time = most_requests is None
         self._task = self._bar.add_task("bench", total=most_requests or plan.duration_s, line="")
 
-    def __enter__(self) -> Live:
+    def __enter__(self) -> LiveProgress:
         self._bar.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._bar.stop()
 
-    def watch(self, progress: Progress) -> None:
+    def watch(self, progress: RunProgress) -> None:
         """Redraw with the present progress."""
         done = progress.sent - progress.in_flight
         completed = progress.elapsed_s if self._by_time else done
         self._bar.update(self._task, completed=completed, line=describe(progress))
 
 
-def describe(progress: Progress) -> str:
+def describe(progress: RunProgress) -> str:
     """Return one line: done, running, errors, and the median TTFT of the latest requests."""
     recent = progress.records[-_RECENT:]
     errors = sum(record.error is not None for record in progress.records)
@@ -59,7 +59,7 @@ def describe(progress: Progress) -> str:
     return f"{done} done, {running} running, {errors} errors, {ttft}"
 
 
-def table(report: Report) -> Table:
+def table(report: BenchReport) -> Table:
     """Return latencies by percentile as a table."""
     result = Table(title=_title(report), title_justify="left")
     for name in ("", "mean", "p50", "p90", "p95", "p99", "max"):
@@ -74,7 +74,7 @@ def table(report: Report) -> Table:
     return result
 
 
-def _title(report: Report) -> str:
+def _title(report: BenchReport) -> str:
     plan = report.plan
     load = (
         f"{plan.rate:g}/s"
@@ -95,7 +95,7 @@ def _cells(summary: Summary | None) -> list[str]:
     return [f"{value * 1e3:.1f}" for value in values]
 
 
-def lines(report: Report) -> list[str]:
+def lines(report: BenchReport) -> list[str]:
     """Return what does not fit the table: counts, rates, goodput, cache, errors."""
     failed = len(report.records) - len(report.completed)
     rows = [

@@ -52,7 +52,7 @@ def summarise(samples: Sequence[float]) -> Summary | None:
     return Summary(len(ordered), mean, std, ordered[0], p50, p90, p95, p99, ordered[-1])
 
 
-def scaled(summary: Summary, factor: float) -> Summary:
+def convert_unit(summary: Summary, factor: float) -> Summary:
     """Return the summary in another unit."""
     values = {
         name: getattr(summary, name) * factor

@@ -14,7 +14,7 @@ class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class ReportedUsage(msgspec.Struct):
     """The usage an engine reports; `cached_tokens` is None if it does not report it."""
 
     prompt_tokens: int = 0
@@ -40,7 +40,7 @@ class _Choice(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: Usage | None = None
+    usage: ReportedUsage | None = None
     error: dict[str, Any] | str | None = None
 
 
@@ -49,7 +49,7 @@ _MOST_LINE_BYTES = 16 << 20
 """A longer line cannot be an event of an answer; it is dropped before it fills the memory."""
 
 
-class Timeline:
+class AnswerTimeline:
     """Parses whatever the socket returned; one per request.
 
     first_s, last_s   time of the first and the latest event with generated content; None before it
@@ -80,7 +80,7 @@ class Timeline:
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.gaps_s: list[float] = []
-        self.usage: Usage | None = None
+        self.usage: ReportedUsage | None = None
         self.done = False
         self.broken = False
         self.error: str | None = None

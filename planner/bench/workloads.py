@@ -27,7 +27,7 @@ class Turn(msgspec.Struct, frozen=True):
     think_s: float = 0.0
 
 
-class Session(msgspec.Struct, frozen=True):
+class WorkloadSession(msgspec.Struct, frozen=True):
     """The turns of one conversation: each is sent with all turns before it and their answers."""
 
     id: int
@@ -35,12 +35,12 @@ class Session(msgspec.Struct, frozen=True):
     system: str | None = None
 
 
-class Shape(msgspec.Struct, frozen=True):
+class WorkloadShape(msgspec.Struct, frozen=True):
     """A kind of traffic. `mean_turns` converts a rate of requests to a rate of sessions."""
 
     name: str
     about: str
-    sessions: Callable[[int], Iterator[Session]]
+    sessions: Callable[[int], Iterator[WorkloadSession]]
     mean_turns: float = 1.0
 
 
@@ -48,7 +48,7 @@ class Arrival(msgspec.Struct, frozen=True):
     """A session and when it is due, in seconds from the start."""
 
     due_s: float
-    session: Session
+    session: WorkloadSession
 
 
 def lognormal(rng: Random, median: float, mean: float, least: int, most: int) -> int:
@@ -70,7 +70,7 @@ def poisson(rate: float, seed: int) -> Iterator[float]:
         yield due_s
 
 
-def open_loop(shape: Shape, rate: float, seed: int) -> Iterator[Arrival]:
+def open_loop(shape: WorkloadShape, rate: float, seed: int) -> Iterator[Arrival]:
     """Yield sessions of a shape, so that requests come at `rate` per second on average."""
     for due_s, session in zip(
         poisson(rate / shape.mean_turns, seed), shape.sessions(seed), strict=False
@@ -82,21 +82,21 @@ def replay(path: Path, limit: int | None, speed: float) -> Iterator[Arrival]:
     """Yield the requests of a Mooncake trace as single-turn sessions at their recorded times."""
     for number, request in enumerate(read_mooncake(path, limit, speed)):
         yield Arrival(
-            request.arrival_s, Session(number, (Turn(request.prompt(), request.output_tokens),))
+            request.arrival_s, WorkloadSession(number, (Turn(request.prompt(), request.output_tokens),))
         )
 
 
-def _chat(seed: int) -> Iterator[Session]:
+def _chat(seed: int) -> Iterator[WorkloadSession]:
     rng = Random(f"chat {seed}")
     system = text(200, "chat", seed, "system")
     number = 0
     while True:
         prompt = text(lognormal(rng, 1020, 1155, 16, 14_000), "chat", seed, number)
-        yield Session(number, (Turn(prompt, lognormal(rng, 129, 211, 4, 1000)),), system)
+        yield WorkloadSession(number, (Turn(prompt, lognormal(rng, 129, 211, 4, 1000)),), system)
         number += 1
 
 
-def _rag(seed: int) -> Iterator[Session]:
+def _rag(seed: int) -> Iterator[WorkloadSession]:
     rng = Random(f"rag {seed}")
     documents = 40
     lengths = [lognormal(rng, 12_000, 14_000, 2_000, 60_000) for _ in range(documents)]
@@ -107,14 +107,14 @@ def _rag(seed: int) -> Iterator[Session]:
         (document,) = rng.choices(range(documents), popularity)
         question = text(lognormal(rng, 120, 180, 8, 2_000), "rag", seed, "question", number)
         content = f"{text(lengths[document], 'rag', seed, 'document', document)}\n\n{question}"
-        yield Session(number, (Turn(content, lognormal(rng, 200, 260, 8, 1_000)),), system)
+        yield WorkloadSession(number, (Turn(content, lognormal(rng, 200, 260, 8, 1_000)),), system)
         number += 1
 
 
 AGENT_TURNS = 8
 
 
-def _agent(seed: int) -> Iterator[Session]:
+def _agent(seed: int) -> Iterator[WorkloadSession]:
     rng = Random(f"agent {seed}")
     system = text(6_000, "agent", seed, "system and tools")
     number = 0
@@ -127,41 +127,41 @@ def _agent(seed: int) -> Iterator[Session]:
             )
             for turn in range(rng.randint(1, 2 * AGENT_TURNS - 1))
         )
-        yield Session(number, turns, system)
+        yield WorkloadSession(number, turns, system)
         number += 1
 
 
-def _shared_prefix(seed: int) -> Iterator[Session]:
+def _shared_prefix(seed: int) -> Iterator[WorkloadSession]:
     rng = Random(f"shared-prefix {seed}")
     number = 0
     while True:
         trunk, branch = rng.randrange(10), rng.randrange(15)
         shared = text(2_000, "tree", seed, trunk) + text(4_000, "tree", seed, trunk, branch)
         question = text(1_200, "tree", seed, "question", number)
-        yield Session(number, (Turn(question, lognormal(rng, 900, 1_000, 100, 3_000)),), shared)
+        yield WorkloadSession(number, (Turn(question, lognormal(rng, 900, 1_000, 100, 3_000)),), shared)
         number += 1
 
 
-def shapes() -> dict[str, Shape]:
+def shapes() -> dict[str, WorkloadShape]:
     """Return every shape by name."""
     known = (
-        Shape(
+        WorkloadShape(
             "chat",
             "Azure 2023 conversations: prompt 1,020 median, answer 129; a short shared system prompt",
             _chat,
         ),
-        Shape(
+        WorkloadShape(
             "rag",
             "one of 40 documents of 12k tokens by popularity (1/rank), then a question; answer 200",
             _rag,
         ),
-        Shape(
+        WorkloadShape(
             "agent",
             "6k tokens of shared tools, then 1-15 turns that grow by 700 each; answer 217",
             _agent,
             AGENT_TURNS,
         ),
-        Shape(
+        WorkloadShape(
             "shared-prefix",
             "150 prompts of 6,000 tokens as a tree of 10 x 15, questions of 1,200; answer 1,000",
             _shared_prefix,

@@ -2,18 +2,18 @@
 side.
 """
 
-from planner.plan.plan import Plan, PoolPlan, plan
-from planner.plan.pool_case import Case, CaseError, Taken, cases
-from planner.plan.recent import Recent, recent
+from planner.plan.plan import ConfigComparison, PoolComparison, plan
+from planner.plan.pool_case import Assumptions, PoolCase, PoolCaseError, cases
+from planner.plan.recent import RecentTraffic, recent
 from planner.plan.show import as_plain, show
 
 __all__ = [
-    "Case",
-    "CaseError",
-    "Plan",
-    "PoolPlan",
-    "Recent",
-    "Taken",
+    "PoolCase",
+    "PoolCaseError",
+    "ConfigComparison",
+    "PoolComparison",
+    "RecentTraffic",
+    "Assumptions",
     "as_plain",
     "cases",
     "plan",

@@ -6,25 +6,25 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from planner.plan.pool_case import Case
-from planner.plan.recent import Recent
+from planner.plan.pool_case import PoolCase
+from planner.plan.recent import RecentTraffic
 from planner.replay.fleet import replay
-from planner.replay.options import Options
-from planner.replay.results import Figures, figures
+from planner.replay.options import ReplayOptions
+from planner.replay.results import ReplayFigures, figures
 from planner.replay.traffic import Traffic
 from planner.traces.access import arrived_s
 from planner.traces.shape import TraceRequest
 
 
-class PoolPlan(msgspec.Struct, frozen=True):
+class PoolComparison(msgspec.Struct, frozen=True):
     """One pool before and after; None: it does not exist there.
 
     `notes`: what the comparison leaves out.
     """
 
     pool: str
-    before: Figures | None
-    after: Figures | None
+    before: ReplayFigures | None
+    after: ReplayFigures | None
     notes: tuple[str, ...]
 
     @property
@@ -40,18 +40,18 @@ class PoolPlan(msgspec.Struct, frozen=True):
         )
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ConfigComparison(msgspec.Struct, frozen=True):
     """The comparison of all pools; `requests` were counted in the last `span_s` seconds."""
 
-    pools: tuple[PoolPlan, ...]
+    pools: tuple[PoolComparison, ...]
     requests: int
     span_s: float
     blocks: bool
 
 
 def plan(
-    before: Mapping[str, Case], after: Mapping[str, Case], lately: Recent, seed: int = 0
-) -> Plan:
+    before: Mapping[str, PoolCase], after: Mapping[str, PoolCase], lately: RecentTraffic, seed: int = 0
+) -> ConfigComparison:
     """Replay every pool as it is and as it would be.
 
     Both are measured by the service classes now in force.
@@ -63,7 +63,7 @@ def plan(
         assert known is not None
         traffic = lately.requests(known.models)
         if not traffic:
-            pools.append(PoolPlan(name, None, None, ("it got no requests",)))
+            pools.append(PoolComparison(name, None, None, ("it got no requests",)))
             continue
         figures_before = (
             None if case_before is None else _run(case_before, case_before, traffic, lately, seed)
@@ -73,11 +73,11 @@ def plan(
             if case_after is None
             else _run(case_after, case_before or case_after, traffic, lately, seed)
         )
-        pools.append(PoolPlan(name, figures_before, figures_after, _notes(case_before, case_after)))
+        pools.append(PoolComparison(name, figures_before, figures_after, _notes(case_before, case_after)))
     counted = [
         arrival_s for arrival_s in map(arrived_s, lately.lines) if arrival_s >= lately.from_s
     ]
-    return Plan(
+    return ConfigComparison(
         tuple(pools),
         len(counted),
         max(counted, default=lately.from_s) - lately.from_s,
@@ -86,9 +86,9 @@ def plan(
 
 
 def _run(
-    case: Case, promises: Case, requests: Sequence[TraceRequest], lately: Recent, seed: int
-) -> Figures:
-    options = Options(seed, standard=promises.standard, classes=promises.classes)
+    case: PoolCase, promises: PoolCase, requests: Sequence[TraceRequest], lately: RecentTraffic, seed: int
+) -> ReplayFigures:
+    options = ReplayOptions(seed, standard=promises.standard, classes=promises.classes)
     arrivals = Traffic(arrivals=requests)
     run = replay(
         case.fleet, arrivals, case.policy(), case.admission(), options, case.limits, case.shares
@@ -96,7 +96,7 @@ def _run(
     return figures(run, lately.warmup_s)
 
 
-def _notes(before: Case | None, after: Case | None) -> tuple[str, ...]:
+def _notes(before: PoolCase | None, after: PoolCase | None) -> tuple[str, ...]:
     notes = list((after or before).assumed)  # type: ignore[union-attr]
     if before is not None and after is not None:
         if (before.classes, before.standard) != (after.classes, after.standard):

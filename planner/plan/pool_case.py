@@ -13,9 +13,9 @@ import msgspec
 
 from mockgpu.gpus import GPUS
 from mockgpu.model_shapes import MODELS
-from planner.replay.spec import FleetError, FleetSpec, Kind, checked
+from planner.replay.spec import FleetError, FleetSpec, GroupKind, validate
 from policies import admission_registry, registry
-from policies.admission.admission import Admission, WaitingRoom
+from policies.admission.admission import Admission, WaitQueueLimits
 from policies.admission.fairness import FairShares
 from policies.contract import Policy
 from policies.model import Role, Slo
@@ -24,11 +24,11 @@ from policies.pricing.split import SplitRule
 GPU, MODEL = "h100", "llama-3.1-8b"
 
 
-class CaseError(ValueError):
+class PoolCaseError(ValueError):
     """A configuration that cannot be replayed; the message says why."""
 
 
-class Taken(msgspec.Struct, frozen=True):
+class Assumptions(msgspec.Struct, frozen=True):
     """What to assume about mock groups where the configuration does not say it.
 
     None: the defaults.
@@ -103,7 +103,7 @@ class _Config(msgspec.Struct):
     tenants: list[_Tenant] = []
 
 
-class Case(msgspec.Struct, frozen=True):
+class PoolCase(msgspec.Struct, frozen=True):
     """One pool of one configuration.
 
     models   the names it serves; None: all, because the configuration has none
@@ -117,7 +117,7 @@ class Case(msgspec.Struct, frozen=True):
     policy_params: Mapping[str, Any]
     admission_name: str
     admission_params: Mapping[str, Any]
-    limits: WaitingRoom
+    limits: WaitQueueLimits
     shares: FairShares
     classes: Mapping[str, Slo]
     standard: Slo
@@ -141,21 +141,21 @@ class Case(msgspec.Struct, frozen=True):
         return admission_registry.build_admission(self.admission_name, params)
 
 
-def cases(config: Mapping[str, Any], taken: Taken | None = None) -> dict[str, Case]:
+def cases(config: Mapping[str, Any], taken: Assumptions | None = None) -> dict[str, PoolCase]:
     """Return every pool of a configuration (the gateway's dump, durations in seconds).
 
-    Raises CaseError.
+    Raises PoolCaseError.
     """
     try:
         read = msgspec.convert(config, _Config)
     except msgspec.ValidationError as error:
         hint = "a running gateway does not show values by reference: give its file with --running"
         text = f"{error}; {hint}"
-        raise CaseError(text) from None
-    return {name: _case(name, read, taken or Taken()) for name in read.pools}
+        raise PoolCaseError(text) from None
+    return {name: _case(name, read, taken or Assumptions()) for name in read.pools}
 
 
-def _case(name: str, config: _Config, taken: Taken) -> Case:
+def _case(name: str, config: _Config, taken: Assumptions) -> PoolCase:
     pool = config.pools[name]
     models = [model for model in config.models if model.pool == name]
     assumed: list[str] = []
@@ -163,14 +163,14 @@ def _case(name: str, config: _Config, taken: Taken) -> Case:
     split = next((model.split for model in models if model.split is not None), None)
     rule = SplitRule() if split is None else SplitRule(split.threshold_tokens, split.hysteresis)
     try:
-        fleet = checked(FleetSpec(name, tuple(kinds), split=rule, pairs=split is not None))
+        fleet = validate(FleetSpec(name, tuple(kinds), split=rule, pairs=split is not None))
     except FleetError as error:
-        raise CaseError(f"pool {error}") from None
+        raise PoolCaseError(f"pool {error}") from None
     classes = {
         name_: Slo(name_, class_.ttft, class_.tpot, class_.weight)
         for name_, class_ in config.slo.classes.items()
     }
-    return Case(
+    return PoolCase(
         pool=name,
         models=tuple(model.name for model in models) if config.models else None,
         fleet=fleet,
@@ -178,7 +178,7 @@ def _case(name: str, config: _Config, taken: Taken) -> Case:
         policy_params=pool.policy.parameters,
         admission_name=pool.admission.name,
         admission_params=pool.admission.parameters,
-        limits=WaitingRoom(pool.waiting_room.size, pool.waiting_room.timeout),
+        limits=WaitQueueLimits(pool.waiting_room.size, pool.waiting_room.timeout),
         shares=FairShares({tenant.name: tenant.weight for tenant in config.tenants}),
         classes=classes,
         standard=classes[config.slo.default],
@@ -186,14 +186,14 @@ def _case(name: str, config: _Config, taken: Taken) -> Case:
     )
 
 
-def _kinds(pool: _Pool, models: Sequence[_Model], taken: Taken, assumed: list[str]) -> list[Kind]:
+def _kinds(pool: _Pool, models: Sequence[_Model], taken: Assumptions, assumed: list[str]) -> list[GroupKind]:
     splitting = any(model.split is not None for model in models)
     sizes = [model.parameters for model in models if model.parameters is not None]
     model = _model(max(sizes) if sizes else None, taken, assumed)
     if not pool.endpoints:
-        raise CaseError("a pool without endpoints cannot be replayed")
+        raise PoolCaseError("a pool without endpoints cannot be replayed")
     return [
-        Kind(
+        GroupKind(
             model,
             _gpu(endpoint, taken, assumed),
             endpoint.layout.tp * endpoint.layout.pp,
@@ -206,11 +206,11 @@ def _kinds(pool: _Pool, models: Sequence[_Model], taken: Taken, assumed: list[st
     ]
 
 
-def _model(parameters_b: float | None, taken: Taken, assumed: list[str]) -> str:
+def _model(parameters_b: float | None, taken: Assumptions, assumed: list[str]) -> str:
     """Return the known model of the nearest size."""
     if taken.model is not None:
         if taken.model.lower() not in MODELS:
-            raise CaseError(f"unknown model {taken.model!r}: known are {', '.join(MODELS)}")
+            raise PoolCaseError(f"unknown model {taken.model!r}: known are {', '.join(MODELS)}")
         return taken.model
     if parameters_b is None:
         assumed.append(
@@ -224,11 +224,11 @@ def _model(parameters_b: float | None, taken: Taken, assumed: list[str]) -> str:
     return nearest
 
 
-def _gpu(endpoint: _Endpoint, taken: Taken, assumed: list[str]) -> str:
+def _gpu(endpoint: _Endpoint, taken: Assumptions, assumed: list[str]) -> str:
     label = (taken.gpu or endpoint.labels.get("gpu") or "").lower()
     if label in GPUS:
         return label
     if taken.gpu is not None:
-        raise CaseError(f"unknown GPU {taken.gpu!r}: known are {', '.join(GPUS)}")
+        raise PoolCaseError(f"unknown GPU {taken.gpu!r}: known are {', '.join(GPUS)}")
     assumed.append(f"groups run on {GPU}: endpoints have no gpu label, and --gpu was not given")
     return GPU

@@ -12,8 +12,8 @@ from statistics import median
 
 import msgspec
 
-from planner.traces.access import Line, arrived_s, request_of
-from planner.traces.shape import TraceError, TraceRequest, lines_of, parsed
+from planner.traces.access import LoggedRequest, arrived_s, request_of
+from planner.traces.shape import TraceError, TraceRequest, open_lines, parse_lines
 
 TAIL_BYTES = 256 << 20
 """Maximum amount of a log that is read, from its end."""
@@ -21,13 +21,13 @@ TAIL_BYTES = 256 << 20
 SHED, USUAL_TOKENS = 429, 256
 
 
-class Recent(msgspec.Struct, frozen=True):
+class RecentTraffic(msgspec.Struct, frozen=True):
     """The relevant lines of a log, in order of arrival.
 
     begins_s, from_s  Unix time; requests between them warm caches and do not count
     """
 
-    lines: Sequence[Line]
+    lines: Sequence[LoggedRequest]
     begins_s: float
     from_s: float
 
@@ -57,16 +57,16 @@ class Recent(msgspec.Struct, frozen=True):
         return [request for request in requests if request.input_tokens]
 
 
-def recent(path: Path, last_s: float) -> Recent:
+def recent(path: Path, last_s: float) -> RecentTraffic:
     """Read the last `last_s` seconds of a log, and as much before them for warm-up.
 
     Raises TraceError.
     """
-    with lines_of(path) as lines:
+    with open_lines(path) as lines:
         source = lines if path.suffix == ".gz" else _tail(path)
         rows = [
             row
-            for _, row in parsed(Line, source, str(path))
+            for _, row in parse_lines(LoggedRequest, source, str(path))
             if row.status < 400 or row.status == SHED
         ]
     if not rows:
@@ -74,7 +74,7 @@ def recent(path: Path, last_s: float) -> Recent:
     from_s = max(map(arrived_s, rows)) - last_s
     rows = sorted((row for row in rows if arrived_s(row) >= from_s - last_s), key=arrived_s)
     begins_s = arrived_s(rows[0])
-    return Recent(rows, begins_s, max(from_s, begins_s))
+    return RecentTraffic(rows, begins_s, max(from_s, begins_s))
 
 
 def _tail(path: Path) -> Iterator[bytes]:

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from planner.plan.plan import Plan, PoolPlan
-from planner.replay.results import Figures, Share
+from planner.plan.plan import ConfigComparison, PoolComparison
+from planner.replay.results import ReplayFigures, ShareFigures
 
 NO_BLOCKS = (
     "the log has no block ids of prompts (observability.access_blocks): nothing is cached here, "
@@ -17,7 +17,7 @@ NO_BLOCKS = (
 )
 
 
-def show(plan: Plan, console: Console) -> None:
+def show(plan: ConfigComparison, console: Console) -> None:
     """Print the plan."""
     console.print(
         f"{plan.requests} requests in {plan.span_s:.0f} s, on mock groups and a virtual clock"
@@ -32,7 +32,7 @@ def show(plan: Plan, console: Console) -> None:
             console.print(_table(pool))
 
 
-def as_plain(plan: Plan) -> dict[str, Any]:
+def as_plain(plan: ConfigComparison) -> dict[str, Any]:
     """Return the plan as JSON."""
     return {
         "schema": "penstock-plan/1",
@@ -52,7 +52,7 @@ def as_plain(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _table(pool: PoolPlan) -> Table:
+def _table(pool: PoolComparison) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for head in ("running", "candidate", "change"):
@@ -81,7 +81,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _rows(figures: Figures | None) -> Iterator[tuple[str, float | None]]:
+def _rows(figures: ReplayFigures | None) -> Iterator[tuple[str, float | None]]:
     if figures is None:
         return
     yield "attainment %", 100 * figures.attainment
@@ -99,6 +99,6 @@ def _rows(figures: Figures | None) -> Iterator[tuple[str, float | None]]:
         yield from _of_class(name, share)
 
 
-def _of_class(name: str, share: Share) -> Iterator[tuple[str, float | None]]:
+def _of_class(name: str, share: ShareFigures) -> Iterator[tuple[str, float | None]]:
     yield f"{name}: attainment %", 100 * share.attainment
     yield f"{name}: TTFT p99 s", share.ttft_p99_s

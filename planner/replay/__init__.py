@@ -5,25 +5,31 @@ Readers of recorded traffic are in planner/traces.
 """
 
 from planner.replay.fleet import replay
-from planner.replay.options import Clients, Fault, Options, Trouble, View
-from planner.replay.record import End, Record, Run
-from planner.replay.spec import FleetError, FleetSpec, Kind, preset, read_fleet
+from planner.replay.options import (
+    CacheView,
+    ClientBehaviour,
+    GroupFault,
+    GroupFaultKind,
+    ReplayOptions,
+)
+from planner.replay.record import ReplayRecord, ReplayRun, RequestEnd
+from planner.replay.spec import FleetError, FleetSpec, GroupKind, preset, read_fleet
 from planner.replay.traffic import ClosedLoop, Traffic, traffic, users
 
 __all__ = [
-    "Clients",
+    "ClientBehaviour",
     "ClosedLoop",
-    "End",
-    "Fault",
+    "RequestEnd",
+    "GroupFault",
     "FleetError",
     "FleetSpec",
-    "Kind",
-    "Options",
-    "Record",
-    "Run",
+    "GroupKind",
+    "ReplayOptions",
+    "ReplayRecord",
+    "ReplayRun",
     "Traffic",
-    "Trouble",
-    "View",
+    "GroupFaultKind",
+    "CacheView",
     "preset",
     "read_fleet",
     "replay",

@@ -11,110 +11,110 @@ from functools import partial
 from random import Random
 
 from planner.replay.fleet_port import FleetPort
-from planner.replay.inflight import Flight
-from planner.replay.record import End, Record
-from policies.admission.admission import Admit, Outcome, Shed
-from policies.admission.wait_queue import Room
-from policies.model import Ask, Pick
+from planner.replay.inflight import InflightRequest
+from planner.replay.record import ReplayRecord, RequestEnd
+from policies.admission.admission import Admit, RequestOutcome, Shed
+from policies.admission.wait_queue import WaitQueue
+from policies.model import Pick, RoutingQuery
 
 TICK_S = 0.1
 NO_RETRY_AFTER = Shed("no_capacity", 1.0)
 SHORT_BACKOFF_S, LONG_BACKOFF_S = 0.5, 8.0
 
 
-class Door:
+class AdmissionSim:
     """Owner of the wait queue and of the clients' random numbers.
 
     Without `room`, every request enters at once.
     """
 
-    def __init__(self, fleet: FleetPort, room: Room[int] | None) -> None:
+    def __init__(self, fleet: FleetPort, room: WaitQueue[int] | None) -> None:
         self._fleet = fleet
         self._room = room
         self._clients = fleet.options.clients
         self._rng = Random(f"clients {fleet.options.seed}")
-        self._waiting: dict[int, Flight] = {}
+        self._waiting: dict[int, InflightRequest] = {}
 
     def open(self) -> None:
         """Count the places, and start the periodic tick of the wait queue."""
         if self._room is not None:
             self.refresh(0.0)
-            self._fleet.at(0.0, self._tick)
+            self._fleet.schedule(0.0, self._tick)
 
-    def arrive(self, now: float, flight: Flight) -> None:
+    def arrive(self, now: float, flight: InflightRequest) -> None:
         """Handle a client's first attempt; its patience starts now."""
         if self._clients.patience_s is not None:
-            self._fleet.at(now + self._clients.patience_s, self._give_up, flight)
+            self._fleet.schedule(now + self._clients.patience_s, self._give_up, flight)
         self._try_enter(now, flight)
 
     def refresh(self, now: float) -> None:
         """Recount the places after groups came or went."""
         if self._room is not None:
-            self._room.refresh(self._fleet.front.candidates)
+            self._room.refresh(self._fleet.gateway.candidates)
             self._settle(now)
 
-    def booked(self, query: Ask, pick: Pick) -> None:
+    def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
         """Charge the tenant for a booked pick, if there is a wait queue."""
         if self._room is not None:
-            self._room.booked(query, pick)
+            self._room.on_booked(query, pick)
 
-    def left(self, now: float, flight: Flight) -> None:
+    def on_ended(self, now: float, flight: InflightRequest) -> None:
         """Free the place of a request that has ended, and report its outcome."""
         if self._returns_permit(flight):
             assert self._room is not None
-            self._room.leave(flight.request, _outcome(now, flight.record))
-            self._fleet.at(now, self._settle)
+            self._room.release(flight.request, _outcome(now, flight.record))
+            self._fleet.schedule(now, self._settle)
 
-    def nobody(self, now: float, flight: Flight) -> None:
+    def on_not_routed(self, now: float, flight: InflightRequest) -> None:
         """Refuse an admitted request that no group can serve, and free its place."""
         if self._returns_permit(flight):
             assert self._room is not None
-            self._room.gone(now)
-            self._fleet.at(now, self._settle)
-        if flight.tried:
-            self._fleet.over_with(now, flight, End.LOST, "no_capacity")
+            self._room.free_place(now)
+            self._fleet.schedule(now, self._settle)
+        if flight.failed_endpoints:
+            self._fleet.end(now, flight, RequestEnd.LOST, "no_capacity")
         else:
             self._refuse(now, flight, NO_RETRY_AFTER)
 
-    def _returns_permit(self, flight: Flight) -> bool:
-        has_permit, flight.permit = flight.permit, False
+    def _returns_permit(self, flight: InflightRequest) -> bool:
+        has_permit, flight.has_permit = flight.has_permit, False
         return has_permit
 
-    def _try_enter(self, now: float, flight: Flight) -> None:
+    def _try_enter(self, now: float, flight: InflightRequest) -> None:
         """Try to enter: the first attempt, or a retry after a refusal."""
-        if flight.over:
+        if flight.has_ended:
             return
         if self._room is None:
-            self._fleet.serve(now, flight, self._fleet.front.query(flight, now))
-        elif self._room.take():
+            self._fleet.serve(now, flight, self._fleet.gateway.query(flight, now))
+        elif self._room.try_enter():
             self._admit(now, flight)
         else:
             self._ask_admission(now, flight, self._room)
 
-    def _ask_admission(self, now: float, flight: Flight, room: Room[int]) -> None:
+    def _ask_admission(self, now: float, flight: InflightRequest, room: WaitQueue[int]) -> None:
         """Ask the admission, because the fast path was not available."""
         fleet, number = self._fleet, flight.record.number
-        query, requery = fleet.front.query(flight, now), partial(fleet.front.query, flight)
-        verdict = room.arrive(query, fleet.front.fitting(flight.one), number, requery)
+        query, requery = fleet.gateway.query(flight, now), partial(fleet.gateway.query, flight)
+        verdict = room.arrive(query, fleet.gateway.fitting(flight.trace_request), number, requery)
         if isinstance(verdict, Admit):
-            flight.permit = True
+            flight.has_permit = True
             fleet.serve(now, flight, query)
         elif isinstance(verdict, Shed):
             self._refuse(now, flight, verdict)
         else:
             self._waiting[number] = flight
-            fleet.at(now + verdict.timeout_s, self._settle)
+            fleet.schedule(now + verdict.timeout_s, self._settle)
 
-    def _admit(self, now: float, flight: Flight) -> None:
-        flight.permit = True
-        self._fleet.serve(now, flight, self._fleet.front.query(flight, now))
+    def _admit(self, now: float, flight: InflightRequest) -> None:
+        flight.has_permit = True
+        self._fleet.serve(now, flight, self._fleet.gateway.query(flight, now))
 
     def _settle(self, now: float, _: object = None) -> None:
         """Admit and refuse the waiting requests that have a verdict now."""
         room = self._room
         if room is None:
             return
-        for number, verdict in room.settle(now):
+        for number, verdict in room.take_verdicts(now):
             flight = self._waiting.pop(number)
             if isinstance(verdict, Admit):
                 self._admit(now, flight)
@@ -125,38 +125,38 @@ class Door:
         assert self._room is not None
         self._room.tick(now)
         self._settle(now)
-        if self._fleet.under_way:
-            self._fleet.at(now + TICK_S, self._tick)
+        if self._fleet.running_requests:
+            self._fleet.schedule(now + TICK_S, self._tick)
 
-    def _refuse(self, now: float, flight: Flight, shed: Shed) -> None:
+    def _refuse(self, now: float, flight: InflightRequest, shed: Shed) -> None:
         """Handle a 429: the client retries after Retry-After or its own back-off, until its retries
         are used up.
         """
         clients, record = self._clients, flight.record
         record.refusals += 1
         if record.refusals > clients.retries:
-            self._fleet.over_with(now, flight, End.SHED, shed.reason)
+            self._fleet.end(now, flight, RequestEnd.SHED, shed.reason)
             return
         wait_s = shed.retry_after_s if clients.obey else None
         if wait_s is None:
             backoff_s = min(LONG_BACKOFF_S, SHORT_BACKOFF_S * 2 ** (record.refusals - 1))
             wait_s = backoff_s * (1 - 0.25 * self._rng.random())
-        self._fleet.at(now + wait_s, self._try_enter, flight)
+        self._fleet.schedule(now + wait_s, self._try_enter, flight)
 
-    def _give_up(self, now: float, flight: Flight) -> None:
+    def _give_up(self, now: float, flight: InflightRequest) -> None:
         """Cancel a request whose client has waited long enough for a first token."""
-        if not flight.over and flight.record.first_s is None:
+        if not flight.has_ended and flight.record.first_s is None:
             number = flight.record.number
             if self._waiting.pop(number, None) is not None and self._room is not None:
                 self._room.cancel(number)
             self._fleet.withdraw(now, flight)
-            self._fleet.over_with(now, flight, End.LEFT, "patience")
+            self._fleet.end(now, flight, RequestEnd.LEFT, "patience")
 
 
-def _outcome(now: float, record: Record) -> Outcome:
-    status = {End.SERVED: "served", End.LEFT: "ignored"}.get(record.end, "dropped")
-    output_tokens = record.output_tokens if record.end is End.SERVED else 0
-    return Outcome(
+def _outcome(now: float, record: ReplayRecord) -> RequestOutcome:
+    status = {RequestEnd.SERVED: "served", RequestEnd.LEFT: "ignored"}.get(record.end, "dropped")
+    output_tokens = record.output_tokens if record.end is RequestEnd.SERVED else 0
+    return RequestOutcome(
         now,
         record.ttft_s,
         record.tpot_s,

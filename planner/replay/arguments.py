@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from planner.replay.options import Fault, Options, Trouble, View
+from planner.replay.options import CacheView, GroupFault, GroupFaultKind, ReplayOptions
 from planner.replay.spec import FleetSpec
 from policies.model import STANDARD, Slo
 
@@ -36,7 +36,7 @@ class _Class(msgspec.Struct, forbid_unknown_fields=True):
     weight: float = 1.0
 
 
-def seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
     """Parse 250ms, 30s, 5m, 1h or a plain number of seconds. Raises ArgumentError."""
     match = _TIME.fullmatch(text.strip())
     if match is None:
@@ -44,7 +44,7 @@ def seconds(text: str) -> float:
     return float(match[1]) * _UNITS_S[match[2]]
 
 
-def loads(text: str) -> list[float]:
+def parse_loads(text: str) -> list[float]:
     """Parse numbers like `0.5,1,2`. Raises ArgumentError."""
     try:
         numbers = [float(part) for part in text.split(",")]
@@ -55,7 +55,7 @@ def loads(text: str) -> list[float]:
     return numbers
 
 
-def classes(text: str) -> tuple[Slo, Mapping[str, Slo]]:
+def parse_classes(text: str) -> tuple[Slo, Mapping[str, Slo]]:
     """Return the default class and the named ones, from `ttft=2s,tpot=50ms` or a YAML file.
 
     Raises ArgumentError.
@@ -69,7 +69,7 @@ def classes(text: str) -> tuple[Slo, Mapping[str, Slo]]:
             raise ArgumentError(
                 f"{part!r}: an SLO consists of ttft and tpot, like ttft=2s,tpot=50ms"
             )
-        budgets[name.strip()] = seconds(value)
+        budgets[name.strip()] = parse_seconds(value)
     return Slo("standard", budgets["ttft"], budgets["tpot"]), {}
 
 
@@ -82,7 +82,7 @@ def _from_file(path: Path) -> tuple[Slo, Mapping[str, Slo]]:
             YAML(typ="safe", pure=True).load(path.read_text()), dict[str, _Class]
         )
         classes_by_name = {
-            name: Slo(name, seconds(class_.ttft), seconds(class_.tpot), class_.weight)
+            name: Slo(name, parse_seconds(class_.ttft), parse_seconds(class_.tpot), class_.weight)
             for name, class_ in plain.items()
         }
     except (
@@ -96,10 +96,10 @@ def _from_file(path: Path) -> tuple[Slo, Mapping[str, Slo]]:
     return classes_by_name.get("standard", STANDARD), classes_by_name
 
 
-def troubled(text: str, spec: FleetSpec, options: Options) -> tuple[FleetSpec, Options]:
+def apply_faults(text: str, spec: FleetSpec, options: ReplayOptions) -> tuple[FleetSpec, ReplayOptions]:
     """Apply a --faults text to the fleet and the options. Raises ArgumentError."""
     groups = list(spec.groups)
-    faults: list[Fault] = []
+    faults: list[GroupFault] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         view = _VIEW.fullmatch(part)
         if view is not None:
@@ -108,32 +108,32 @@ def troubled(text: str, spec: FleetSpec, options: Options) -> tuple[FleetSpec, O
         match = _FAULT.fullmatch(part)
         if match is None:
             raise ArgumentError(f"{part!r} is not a fault; write {FAULTS}")
-        group, at_s = int(match[2]), seconds(match[3])
+        group, at_s = int(match[2]), parse_seconds(match[3])
         if group >= len(groups):
             raise ArgumentError(f"{part!r}: the fleet's groups are 0 to {len(groups) - 1}")
         if (match[5] and match[1] != "slow") or (match[4] and match[1] == "cold"):
             raise ArgumentError(f"{part!r}: only slow takes a factor, and cold takes no duration")
-        for_s, factor = seconds(match[4]) if match[4] else None, float(match[5] or 2.0)
+        for_s, factor = parse_seconds(match[4]) if match[4] else None, float(match[5] or 2.0)
         if not factor:
             raise ArgumentError(f"{part!r}: the factor must be above 0")
         if match[1] == "cold":
             groups[group] = msgspec.structs.replace(groups[group], up_at_s=at_s)
         else:
-            faults.append(Fault(at_s, group, Trouble(match[1]), for_s, factor))
+            faults.append(GroupFault(at_s, group, GroupFaultKind(match[1]), for_s, factor))
     return msgspec.structs.replace(spec, kinds=tuple(groups)), msgspec.structs.replace(
         options, faults=tuple(faults)
     )
 
 
-def _with_view(key: str, value: str, options: Options) -> Options:
+def _with_view(key: str, value: str, options: ReplayOptions) -> ReplayOptions:
     """Apply `stale=`, `events=` or `view=`: how the gateway sees the fleet."""
     if key == "stale":
-        age_s = seconds(value)
+        age_s = parse_seconds(value)
         return msgspec.structs.replace(options, scrape_s=max(age_s, 0.1), scrape_age_s=age_s)
     if key == "view":
-        if value not in list(View):
-            raise ArgumentError(f"view={value}: known are {', '.join(View)}")
-        return msgspec.structs.replace(options, view=View(value))
+        if value not in list(CacheView):
+            raise ArgumentError(f"view={value}: known are {', '.join(CacheView)}")
+        return msgspec.structs.replace(options, view=CacheView(value))
     try:
         share = float(value)
     except ValueError:

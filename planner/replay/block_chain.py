@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.traces.shape import TraceRequest, folded
+from planner.traces.shape import TraceRequest, to_64_bits
 
 
 def keys_of(request: TraceRequest, block_tokens: int) -> tuple[int, ...]:
@@ -26,12 +26,12 @@ def keys_of(request: TraceRequest, block_tokens: int) -> tuple[int, ...]:
         if recorded >= len(request.blocks):
             break
         keys.append(
-            folded(request.blocks[recorded] * pieces + index - recorded * size // block_tokens)
+            to_64_bits(request.blocks[recorded] * pieces + index - recorded * size // block_tokens)
         )
     return tuple(keys)
 
 
-class Ideal:
+class UnlimitedCache:
     """One shared cache that never evicts: how much of each prompt could have been cached."""
 
     __slots__ = ("_block_tokens", "_known")

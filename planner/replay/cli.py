@@ -15,15 +15,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from planner.output_files import writable
+from planner.output_files import check_writable
 from planner.replay import arguments
-from planner.replay.options import Clients, Options
-from planner.replay.record import End
+from planner.replay.options import ClientBehaviour, ReplayOptions
+from planner.replay.record import RequestEnd
 from planner.replay.report import HEADS, cells_of, page
 from planner.replay.spec import FleetError, FleetSpec, preset, read_fleet
-from planner.replay.sweep import Contest, Standing, Unjudged, compare
+from planner.replay.sweep import Comparison, ComparisonResult, UnknownCapacity, compare
 from planner.replay.tables import figure_tables, table
-from planner.traces import READERS, TraceError, TraceRequest, read_trace, sliced
+from planner.traces import READERS, TraceError, TraceRequest, read_trace, slice_span
 from policies import registry
 from policies.admission_registry import build_admission
 from policies.registry import PolicyConfigError
@@ -92,7 +92,7 @@ Report = Annotated[
     typer.Option(
         "--report",
         dir_okay=False,
-        callback=writable,
+        callback=check_writable,
         help="Write an HTML page with charts to this file.",
     ),
 ]
@@ -123,20 +123,20 @@ def replay(
 ) -> None:
     """Compare policies on recorded traffic: mock TP groups on a virtual clock, real decisions."""
     try:
-        patience_s = None if patience is None else arguments.seconds(patience)
-        clients = Clients(retries, not ignore_retry_after, patience_s)
-        options = Options(seed, expected_output=expected_output, clients=clients)
+        patience_s = None if patience is None else arguments.parse_seconds(patience)
+        clients = ClientBehaviour(retries, not ignore_retry_after, patience_s)
+        options = ReplayOptions(seed, expected_output=expected_output, clients=clients)
         options = _with_times(options, slo, for_, has_users=users is not None)
-        spec, options = arguments.troubled(faults, _fleet(fleet), options)
-        contest = Contest(
+        spec, options = arguments.apply_faults(faults, _fleet(fleet), options)
+        contest = Comparison(
             fleet=spec,
             requests=_requests(trace, format_, from_, to),
             policies=_policy_names(policy),
             admission=None if admission == "none" else admission,
-            loads=tuple(arguments.loads(users or rate or "1")),
+            loads=tuple(arguments.parse_loads(users or rate or "1")),
             by_users=users is not None,
-            targets=tuple(target / 100 for target in arguments.loads(capacity)) if capacity else (),
-            warmup_s=arguments.seconds(warmup),
+            targets=tuple(target / 100 for target in arguments.parse_loads(capacity)) if capacity else (),
+            warmup_s=arguments.parse_seconds(warmup),
             options=options,
         )
         _check(contest, both=users is not None and rate is not None)
@@ -152,16 +152,16 @@ def replay(
     missing = _missing(standing)
     for line in missing:
         typer.echo(f"penstock replay: {line}", err=True)
-    served = any(End.SERVED in point.figures.ends for point in standing.points)
+    served = any(RequestEnd.SERVED in point.figures.ends for point in standing.points)
     raise typer.Exit(0 if served and not missing else 1)
 
 
-def _with_times(options: Options, slo: str, for_: str | None, has_users: bool) -> Options:
+def _with_times(options: ReplayOptions, slo: str, for_: str | None, has_users: bool) -> ReplayOptions:
     """Set the service classes, and the horizon, which closed loops have by default."""
-    standard, classes = arguments.classes(slo)
+    standard, classes = arguments.parse_classes(slo)
     horizon_s = 1200.0 if has_users else None
     if for_ is not None:
-        horizon_s = arguments.seconds(for_)
+        horizon_s = arguments.parse_seconds(for_)
     return msgspec.structs.replace(options, standard=standard, classes=classes, horizon_s=horizon_s)
 
 
@@ -172,8 +172,8 @@ def _fleet(text: str) -> FleetSpec:
 
 
 def _requests(trace: Path, kind: str | None, from_: str, to: str | None) -> list[TraceRequest]:
-    span = arguments.seconds(from_), None if to is None else arguments.seconds(to)
-    requests = sliced(read_trace(trace, kind), *span)
+    span = arguments.parse_seconds(from_), None if to is None else arguments.parse_seconds(to)
+    requests = slice_span(read_trace(trace, kind), *span)
     if not requests:
         raise TraceError(f"{trace}: no request from {from_} to {to or 'the end'}")
     return requests
@@ -188,7 +188,7 @@ def _policy_names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _check(contest: Contest, both: bool) -> None:
+def _check(contest: Comparison, both: bool) -> None:
     if both:
         raise arguments.ArgumentError(
             "--rate (open loop) and --users (closed loop) exclude each other"
@@ -199,7 +199,7 @@ def _check(contest: Contest, both: bool) -> None:
         build_admission(contest.admission, {})
 
 
-def _run(contest: Contest, quiet: bool) -> Standing:
+def _run(contest: Comparison, quiet: bool) -> ComparisonResult:
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         return compare(contest)
@@ -211,17 +211,17 @@ def _run(contest: Contest, quiet: bool) -> Standing:
         )
 
 
-def _missing(standing: Standing) -> list[str]:
+def _missing(standing: ComparisonResult) -> list[str]:
     """Return which capacities could not be determined, and why."""
     return [
         f"{name}: no capacity at {capacity.target:.0%}: {capacity.reason}; use a shorter --warmup"
         for name, results in standing.capacities.items()
         for capacity in results
-        if isinstance(capacity, Unjudged)
+        if isinstance(capacity, UnknownCapacity)
     ]
 
 
-def _print(standing: Standing, as_json: bool) -> None:
+def _print(standing: ComparisonResult, as_json: bool) -> None:
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(as_plain(standing)), indent=2).decode())
         return
@@ -236,7 +236,7 @@ def _print(standing: Standing, as_json: bool) -> None:
         console.print(table(("policy", f"capacity at {target:.0%}"), rows))
 
 
-def as_plain(standing: Standing) -> dict[str, Any]:
+def as_plain(standing: ComparisonResult) -> dict[str, Any]:
     """Return the result as JSON: figures by policy and load, and capacities; no single requests."""
     contest = standing.contest
     return {

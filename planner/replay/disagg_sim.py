@@ -9,49 +9,56 @@ from math import inf
 
 import msgspec
 
-from mockgpu.job import Job, State
-from mockgpu.leg_params import At, Take
+from mockgpu.job import Job, JobState
+from mockgpu.leg_params import AgentPeer, DecodeLeg
 from planner.replay.fleet_port import FleetPort
-from planner.replay.group import Group
-from planner.replay.inflight import Flight
+from planner.replay.group import ReplayGroup
+from planner.replay.inflight import InflightRequest
 from planner.traces.shape import TraceRequest
 from policies import ledger
 from policies.contract import Policy
-from policies.model import Ask, Role
-from policies.pricing.split import Group as Fits
-from policies.pricing.split import Pools, Shape, SplitRule, after_prefill_s, compat, splitter
+from policies.model import Role, RoutingQuery
+from policies.pricing.split import PairGroup as Fits
+from policies.pricing.split import (
+    SplitPools,
+    SplitRule,
+    SplitShape,
+    after_prefill_s,
+    build_splitter,
+    kv_compatibility_key,
+)
 
-_WHOLE = Shape()
-_NOWHERE = At("")
+_WHOLE = SplitShape()
+_NOWHERE = AgentPeer("")
 
 
-class Halves:
+class DisaggSim:
     """Owner of the links' schedules and of the splitter's mode."""
 
     def __init__(self, fleet: FleetPort, rule: SplitRule, policy: Policy) -> None:
         self._fleet = fleet
-        self._splitter = splitter(rule, policy)
+        self._splitter = build_splitter(rule, policy)
         self._splitting = False
         self._pools = _pools(fleet.groups)
 
-    def fitting(self, request: TraceRequest) -> Pools:
+    def fitting(self, request: TraceRequest) -> SplitPools:
         """Return the pools without groups whose KV could not hold their part of the request.
 
         A prefill group needs the prompt and one token, a decode group prompt and answer.
         """
-        front = self._fleet.front
+        front = self._fleet.gateway
         if front.fits_everywhere(request):
             return self._pools
         pair_groups = [
             Fits(
                 group.compat,
-                tuple(front.holding(request.input_tokens + 1, group.prefills)),
-                tuple(front.holding(request.input_tokens + request.output_tokens, group.decodes)),
+                tuple(front.with_room_for(request.input_tokens + 1, group.prefills)),
+                tuple(front.with_room_for(request.input_tokens + request.output_tokens, group.decodes)),
             )
             for group in self._pools.groups
         ]
-        alone = front.holding(request.input_tokens + request.output_tokens, self._pools.alone)
-        return Pools(
+        alone = front.with_room_for(request.input_tokens + request.output_tokens, self._pools.alone)
+        return SplitPools(
             tuple(
                 pair_group
                 for pair_group in pair_groups
@@ -60,13 +67,13 @@ class Halves:
             tuple(alone),
         )
 
-    def serve(self, now: float, flight: Flight, query: Ask) -> bool:
+    def serve(self, now: float, flight: InflightRequest, query: RoutingQuery) -> bool:
         """Send the request to a pair if the gateway would.
 
         Return False if it is for a single group.
         """
-        front, groups = self._fleet.front, self._fleet.groups
-        pools = self.fitting(flight.one)
+        front, groups = self._fleet.gateway, self._fleet.groups
+        pools = self.fitting(flight.trace_request)
         began = front.clock()
         decision = self._splitter.decide(pools, query, _WHOLE, self._splitting)
         front.pick_s += front.clock() - began
@@ -77,102 +84,102 @@ class Halves:
         prefill, decode = decision.pair.prefill, decision.pair.decode
         giver, taker = groups[prefill.candidate.load.slot], groups[decode.candidate.load.slot]
         request, record = flight.request, flight.record
-        self._fleet.door.booked(query, prefill)
+        self._fleet.admission.on_booked(query, prefill)
         short = msgspec.structs.replace(request, output_tokens=1)
-        flight.prefill_entry = ledger.book(giver.load, short, prefill.cached_tokens, now)
+        flight.prefill_booking = ledger.book(giver.load, short, prefill.cached_tokens, now)
         after_s = after_prefill_s(self._splitter.rule, query, decode)
-        flight.entry = ledger.reserve(taker.load, request, decode.cached_tokens, now)
-        computed_s = flight.prefill_entry.predicted_ttft_s
+        flight.booking = ledger.reserve(taker.load, request, decode.cached_tokens, now)
+        computed_s = flight.prefill_booking.predicted_ttft_s
         record.predicted_ttft_s = None if computed_s is None else computed_s + after_s
-        record.predicted_tpot_s = flight.entry.predicted_tpot_s
+        record.predicted_tpot_s = flight.booking.predicted_tpot_s
         record.group, record.prefilled_by = taker.name, giver.name
-        flight.believed, flight.giver, flight.taker = prefill.cached_tokens, giver, taker
+        flight.believed_tokens, flight.prefill_group, flight.decode_group = prefill.cached_tokens, giver, taker
         front.learn(flight.fingerprint, decode, request.prompt_tokens)
-        flight.given = Job(request.prompt_tokens, 1, flight.keys, keep=True)
-        self._fleet.send(now, flight, giver, prefill, flight.given)
+        flight.prefill_job = Job(request.prompt_tokens, 1, flight.keys, keeps_blocks=True)
+        self._fleet.send(now, flight, giver, prefill, flight.prefill_job)
         return True
 
-    def prefilled(self, now: float, flight: Flight, giver: Group, given: Job) -> None:
+    def on_prefilled(self, now: float, flight: InflightRequest, giver: ReplayGroup, given: Job) -> None:
         """Send the decode half, because the prompt was computed."""
-        record, taker = flight.record, flight.taker
-        assert flight.prefill_entry is not None
+        record, taker = flight.record, flight.decode_group
+        assert flight.prefill_booking is not None
         assert taker is not None
-        flight.prefill_entry.finished(now, 1)
-        flight.prefill_entry = None
-        record.cached_tokens, record.believed_tokens = given.cached, flight.believed
-        self._fleet.front.confirm(
-            giver.load.slot, flight.believed, given.cached, given.prompt_tokens
+        flight.prefill_booking.finish(now, 1)
+        flight.prefill_booking = None
+        record.cached_tokens, record.believed_tokens = given.cached, flight.believed_tokens
+        self._fleet.gateway.confirm(
+            giver.load.slot, flight.believed_tokens, given.cached, given.prompt_tokens
         )
         giver.totals.requests += 1
         job = Job(
-            given.prompt_tokens, flight.one.output_tokens, flight.keys, leg=Take("", _NOWHERE, inf)
+            given.prompt_tokens, flight.trace_request.output_tokens, flight.keys, leg=DecodeLeg("", _NOWHERE, inf)
         )
         flight.group, flight.job = taker, job
-        self._fleet.flights[job] = flight
-        self._fleet.at(now + taker.kind.software.request_s, self._fleet.enter, (taker, job))
+        self._fleet.inflight[job] = flight
+        self._fleet.schedule(now + taker.kind.software.request_s, self._fleet.enter, (taker, job))
 
-    def fetch(self, taker: Group, job: Job, now: float) -> None:
+    def fetch(self, taker: ReplayGroup, job: Job, now: float) -> None:
         """Fetch the KV that the decode group lacks over the links, one transfer after another."""
-        flight = self._fleet.flights[job]
-        giver = flight.giver
-        if job.state is not State.FETCHING:
+        flight = self._fleet.inflight[job]
+        giver = flight.prefill_group
+        if job.state is not JobState.FETCHING:
             self._release_prefill_blocks(now, flight)
         elif giver is None:
-            self._fleet.at(now, self._finish_fetch, (flight, job))
+            self._fleet.schedule(now, self._finish_fetch, (flight, job))
         else:
             starts_s = max(now, giver.sends_at_s, taker.receives_at_s)
             rate = min(giver.kind.link_gb_s, taker.kind.link_gb_s) * 1e9
             ends_s = starts_s + (job.prompt_tokens - job.computed) * giver.kv_token_bytes / rate
             giver.sends_at_s = taker.receives_at_s = ends_s
-            self._fleet.at(ends_s, self._finish_fetch, (flight, job))
+            self._fleet.schedule(ends_s, self._finish_fetch, (flight, job))
 
-    def _finish_fetch(self, now: float, event: tuple[Flight, Job]) -> None:
+    def _finish_fetch(self, now: float, event: tuple[InflightRequest, Job]) -> None:
         flight, job = event
-        taker = flight.taker
+        taker = flight.decode_group
         if flight.job is not job or taker is None:  # it was withdrawn in the meantime
             return
-        if flight.giver is None:
+        if flight.prefill_group is None:
             taker.engine.scheduler.recompute(job)
-            assert flight.entry is not None
-            flight.entry.recompute(now)
+            assert flight.booking is not None
+            flight.booking.recompute_prompt(now)
         else:
-            taker.engine.scheduler.landed(job, job.computed)
+            taker.engine.scheduler.on_landed(job, job.computed)
             self._release_prefill_blocks(now, flight)
         self._fleet.wake(now, taker)
 
-    def _release_prefill_blocks(self, now: float, flight: Flight) -> None:
+    def _release_prefill_blocks(self, now: float, flight: InflightRequest) -> None:
         """Let the prefill group forget the blocks."""
-        giver, given = flight.giver, flight.given
-        flight.giver = flight.given = None
-        if giver is not None and given is not None and giver.alive:
-            giver.engine.scheduler.let_go(given)
+        giver, given = flight.prefill_group, flight.prefill_job
+        flight.prefill_group = flight.prefill_job = None
+        if giver is not None and given is not None and giver.is_alive:
+            giver.engine.scheduler.release_kept(given)
             self._fleet.wake(now, giver)
 
-    def withdraw(self, now: float, flight: Flight) -> None:
+    def withdraw(self, now: float, flight: InflightRequest) -> None:
         """Cancel the request wherever it is."""
-        if flight.prefill_entry is not None:
-            flight.prefill_entry.dropped(now)
-            flight.prefill_entry = None
+        if flight.prefill_booking is not None:
+            flight.prefill_booking.drop(now)
+            flight.prefill_booking = None
         self._release_prefill_blocks(now, flight)
-        flight.taker = None
+        flight.decode_group = None
 
-    def died(self, now: float, group: Group) -> None:
+    def on_group_died(self, now: float, group: ReplayGroup) -> None:
         """Handle the death of a group: its unfetched KV is lost, and requests to be decoded there
         fail.
         """
         group.sends_at_s = group.receives_at_s = now
-        for flight in list(self._fleet.flights.values()):
-            if flight.taker is group:
-                self._fleet.failed(now, flight, group)
-            elif flight.giver is group:
-                flight.giver = flight.given = None
+        for flight in list(self._fleet.inflight.values()):
+            if flight.decode_group is group:
+                self._fleet.retry_elsewhere(now, flight, group)
+            elif flight.prefill_group is group:
+                flight.prefill_group = flight.prefill_job = None
 
 
-def _pools(groups: list[Group]) -> Pools:
+def _pools(groups: list[ReplayGroup]) -> SplitPools:
     """Group the candidates by compatible KV, which means by equal model."""
-    by_model: dict[str, tuple[list[Group], list[Group]]] = {}
+    by_model: dict[str, tuple[list[ReplayGroup], list[ReplayGroup]]] = {}
     for group in groups:
-        key = compat(
+        key = kv_compatibility_key(
             group.candidate.endpoint.engine,
             f"{group.kind.model} {group.kind.kv_scalar_bytes:g}",
             {},
@@ -191,4 +198,4 @@ def _pools(groups: list[Group]) -> Pools:
         for key, (prefills, decodes) in by_model.items()
         if prefills and decodes
     )
-    return Pools(fits, tuple(group.candidate for group in groups if group.kind.role is Role.BOTH))
+    return SplitPools(fits, tuple(group.candidate for group in groups if group.kind.role is Role.BOTH))

@@ -5,18 +5,18 @@ metrics are scraped.
 from __future__ import annotations
 
 from planner.replay.fleet_port import FleetPort
-from planner.replay.group import Group
-from planner.replay.options import Fault, Trouble
+from planner.replay.group import ReplayGroup
+from planner.replay.options import GroupFault, GroupFaultKind
 from policies import ledger
-from policies.health.slow_start import ceiling
+from policies.health.slow_start import soft_cap
 
-Reading = tuple[Group, int, int, float]
+Reading = tuple[ReplayGroup, int, int, float]
 """One scrape of a group: running jobs, waiting jobs, share of KV blocks in use."""
 SWEEP_S = 0.25
 """Interval of the gateway's updates of the soft cap during slow start."""
 
 
-class Happenings:
+class FaultEvents:
     """Schedules these events. Stateless."""
 
     def __init__(self, fleet: FleetPort) -> None:
@@ -26,90 +26,90 @@ class Happenings:
         """Schedule all events that are known in advance."""
         fleet = self._fleet
         for fault in fleet.options.faults:
-            fleet.at(fault.at_s, self._apply_fault, fault)
+            fleet.schedule(fault.at_s, self._apply_fault, fault)
         for group in fleet.groups:
-            if not group.alive:
-                fleet.at(group.kind.up_at_s, self._start_group, group)
+            if not group.is_alive:
+                fleet.schedule(group.kind.up_at_s, self._start_group, group)
         if fleet.options.scrape_s is not None:
-            fleet.at(0.0, self._scrape)
+            fleet.schedule(0.0, self._scrape)
 
-    def _apply_fault(self, now: float, fault: Fault) -> None:
+    def _apply_fault(self, now: float, fault: GroupFault) -> None:
         group = self._fleet.groups[fault.group]
-        if fault.trouble is Trouble.SLOW:
+        if fault.trouble is GroupFaultKind.SLOW:
             self._set_pace(now, group)
             if fault.for_s is not None:
-                self._fleet.at(now + fault.for_s, self._set_pace, group)
-        elif fault.trouble is Trouble.DRAIN:
-            group.load.available = False
-            self._fleet.door.refresh(now)
+                self._fleet.schedule(now + fault.for_s, self._set_pace, group)
+        elif fault.trouble is GroupFaultKind.DRAIN:
+            group.load.is_available = False
+            self._fleet.admission.refresh(now)
             if fault.for_s is not None:
-                self._fleet.at(now + fault.for_s, self._bring_back, group)
-        elif group.alive:
+                self._fleet.schedule(now + fault.for_s, self._bring_back, group)
+        elif group.is_alive:
             self._kill(now, group)
             if fault.for_s is not None:
-                self._fleet.at(now + fault.for_s, self._start_group, group)
+                self._fleet.schedule(now + fault.for_s, self._start_group, group)
 
-    def _kill(self, now: float, group: Group) -> None:
+    def _kill(self, now: float, group: ReplayGroup) -> None:
         """Fail a whole group, because one rank failed.
 
         Its requests without a first token are retried elsewhere.
         """
         fleet = self._fleet
-        group.alive = group.load.available = False
+        group.is_alive = group.load.is_available = False
         group.engine.stop()
-        group.count()
-        fleet.front.forget(group)
-        fleet.door.refresh(now)
-        for flight in [flight for flight in fleet.flights.values() if flight.group is group]:
-            fleet.failed(now, flight, group)
-        if fleet.halves is not None:
-            fleet.halves.died(now, group)
+        group.add_totals()
+        fleet.gateway.forget_group(group)
+        fleet.admission.refresh(now)
+        for flight in [flight for flight in fleet.inflight.values() if flight.group is group]:
+            fleet.retry_elsewhere(now, flight, group)
+        if fleet.disagg is not None:
+            fleet.disagg.on_group_died(now, group)
 
-    def _set_pace(self, now: float, group: Group) -> None:
+    def _set_pace(self, now: float, group: ReplayGroup) -> None:
         """Set an engine's speed by the latest fault in force; without one, by its kind."""
         prefill = decode = 1.0
         for fault in sorted(self._fleet.options.faults, key=lambda fault: fault.at_s):
             in_force = fault.at_s <= now and (fault.for_s is None or now < fault.at_s + fault.for_s)
-            if in_force and fault.trouble is Trouble.SLOW and fault.group == group.load.slot:
+            if in_force and fault.trouble is GroupFaultKind.SLOW and fault.group == group.load.slot:
                 prefill = 1.0 if fault.only == "decode" else fault.factor
                 decode = 1.0 if fault.only == "prefill" else fault.factor
         group.engine.slow_prefill = group.kind.slowness * prefill
         group.engine.slow_decode = group.kind.slowness * decode
 
-    def _start_group(self, now: float, group: Group) -> None:
+    def _start_group(self, now: float, group: ReplayGroup) -> None:
         """Let a group join with an empty cache."""
-        group.renew()
-        group.alive = True
+        group.restart()
+        group.is_alive = True
         self._bring_back(now, group)
 
-    def _bring_back(self, now: float, group: Group) -> None:
+    def _bring_back(self, now: float, group: ReplayGroup) -> None:
         """Put a group back in rotation if it is alive."""
-        group.load.available = group.alive
+        group.load.is_available = group.is_alive
         self._raise_soft_cap(now, (group, now))
-        self._fleet.door.refresh(now)
+        self._fleet.admission.refresh(now)
 
-    def _raise_soft_cap(self, now: float, event: tuple[Group, float]) -> None:
+    def _raise_soft_cap(self, now: float, event: tuple[ReplayGroup, float]) -> None:
         """Raise a group's soft cap by its time in rotation, like the gateway."""
         group, since = event
         ramp_s, cap = self._fleet.options.slow_start_s, group.kind.max_concurrency
-        group.load.ceiling = ceiling(cap, now - since, ramp_s)
-        if group.load.ceiling < cap:
-            self._fleet.at(now + SWEEP_S, self._raise_soft_cap, event)
+        group.load.soft_cap = soft_cap(cap, now - since, ramp_s)
+        if group.load.soft_cap < cap:
+            self._fleet.schedule(now + SWEEP_S, self._raise_soft_cap, event)
 
     def _scrape(self, now: float, _: object) -> None:
         """Read every engine's metrics, and deliver them after the configured delay."""
         fleet = self._fleet
         readings: list[Reading] = []
         for group in fleet.groups:
-            if group.alive:
+            if group.is_alive:
                 scheduler = group.engine.scheduler
                 readings.append((group, scheduler.running, scheduler.queued, scheduler.pool.usage))
         if fleet.options.scrape_age_s:
-            fleet.at(now + fleet.options.scrape_age_s, self._scraped, readings)
+            fleet.schedule(now + fleet.options.scrape_age_s, self._scraped, readings)
         else:
             self._scraped(now, readings)
-        if fleet.under_way and fleet.options.scrape_s is not None:
-            fleet.at(now + fleet.options.scrape_s, self._scrape)
+        if fleet.running_requests and fleet.options.scrape_s is not None:
+            fleet.schedule(now + fleet.options.scrape_s, self._scrape)
 
     def _scraped(self, now: float, readings: list[Reading]) -> None:
         """Record the metrics like the gateway.
@@ -117,4 +117,4 @@ class Happenings:
         External requests are computed against in_flight at delivery.
         """
         for group, running, waiting, usage in readings:
-            ledger.scraped(group.load, running, waiting, usage, group.kind.capacity_tokens, now)
+            ledger.record_scrape(group.load, running, waiting, usage, group.kind.capacity_tokens, now)

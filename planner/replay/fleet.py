@@ -16,28 +16,28 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
-from mockgpu.job import Job, State
-from mockgpu.leg_params import Take
-from planner.replay.admission_sim import Door
-from planner.replay.block_chain import Ideal, keys_of
-from planner.replay.disagg_sim import Halves
-from planner.replay.fault_events import Happenings
-from planner.replay.gateway_sim import Front
-from planner.replay.group import Group
+from mockgpu.job import Job, JobState
+from mockgpu.leg_params import DecodeLeg
+from planner.replay.admission_sim import AdmissionSim
+from planner.replay.block_chain import UnlimitedCache, keys_of
+from planner.replay.disagg_sim import DisaggSim
+from planner.replay.fault_events import FaultEvents
+from planner.replay.gateway_sim import GatewaySim
+from planner.replay.group import ReplayGroup
 from planner.replay.hedge_sim import Hedges
-from planner.replay.inflight import Flight
-from planner.replay.options import Options, View
-from planner.replay.record import End, Record, Run
+from planner.replay.inflight import InflightRequest
+from planner.replay.options import CacheView, ReplayOptions
+from planner.replay.record import ReplayRecord, ReplayRun, RequestEnd
 from planner.replay.spec import FleetSpec
-from planner.replay.speed_monitor_sim import Speeds
+from planner.replay.speed_monitor_sim import SpeedMonitorSim
 from planner.replay.traffic import Traffic
 from planner.traces.shape import TraceRequest
 from policies import ledger
-from policies.admission.admission import Admission, WaitingRoom
+from policies.admission.admission import Admission, WaitQueueLimits
 from policies.admission.fairness import FairShares
-from policies.admission.wait_queue import Room
+from policies.admission.wait_queue import WaitQueue
 from policies.contract import Policy
-from policies.model import Ask, Candidate, Pick, Role
+from policies.model import Candidate, Pick, Role, RoutingQuery
 
 MOST_TRIES = 3
 """Attempts of one request before its first token, like the gateway's retries."""
@@ -48,11 +48,11 @@ def replay(
     traffic: Traffic,
     policy: Policy,
     admission: Admission | None = None,
-    options: Options | None = None,
-    limits: WaitingRoom | None = None,
+    options: ReplayOptions | None = None,
+    limits: WaitQueueLimits | None = None,
     shares: FairShares | None = None,
     watch: Callable[[float, int], None] | None = None,
-) -> Run:
+) -> ReplayRun:
     """Replay the traffic on a cold fleet.
 
     `policy` and `admission` learn, so build new ones for every replay.
@@ -60,8 +60,8 @@ def replay(
     admission None: every request enters at once, whatever the groups' caps. `watch` is called with
     (clock, finished requests) at every end of a request.
     """
-    room = None if admission is None else Room[int](admission, limits, shares)
-    return Fleet(spec, traffic, policy, room, options or Options(), watch).run()
+    room = None if admission is None else WaitQueue[int](admission, limits, shares)
+    return Fleet(spec, traffic, policy, room, options or ReplayOptions(), watch).run()
 
 
 class Fleet:
@@ -72,15 +72,15 @@ class Fleet:
         spec: FleetSpec,
         traffic: Traffic,
         policy: Policy,
-        room: Room[int] | None,
-        options: Options,
+        room: WaitQueue[int] | None,
+        options: ReplayOptions,
         watch: Callable[[float, int], None] | None = None,
     ) -> None:
         self.options = options
         self._spec, self._traffic, self._watch = spec, traffic, watch
         rooflines = {kind: kind.roofline() for kind in set(spec.groups)}
         self.groups = [
-            Group(
+            ReplayGroup(
                 slot,
                 kind,
                 rooflines[kind],
@@ -91,18 +91,18 @@ class Fleet:
             )
             for slot, kind in enumerate(spec.groups)
         ]
-        self.front = Front(policy, self.groups, options, spec.block_tokens, perf_counter)
+        self.gateway = GatewaySim(policy, self.groups, options, spec.block_tokens, perf_counter)
         split = spec.pairs or any(kind.role is not Role.BOTH for kind in spec.groups)
-        self.halves = Halves(self, spec.split, policy) if split else None
-        self.door = Door(self, room)
-        self.speeds = Speeds(self, self.options.slow_factor)
+        self.disagg = DisaggSim(self, spec.split, policy) if split else None
+        self.admission = AdmissionSim(self, room)
+        self.speed_monitor = SpeedMonitorSim(self, self.options.slow_factor)
         self.hedges = Hedges(self, self.options.hedge_share)
-        self._ideal = Ideal(spec.block_tokens)
-        self.flights: dict[Job, Flight] = {}
-        self._records: list[Record] = []
+        self._ideal = UnlimitedCache(spec.block_tokens)
+        self.inflight: dict[Job, InflightRequest] = {}
+        self._records: list[ReplayRecord] = []
         self._heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._order = self._over = 0
-        self.under_way = 0
+        self.running_requests = 0
         self._last_s = 0.0
 
     @property
@@ -110,7 +110,7 @@ class Fleet:
         """Requests that have arrived so far."""
         return len(self._records)
 
-    def run(self) -> Run:
+    def run(self) -> ReplayRun:
         """Process all events, to the last token or the horizon."""
         began = perf_counter()
         self._prepare()
@@ -122,7 +122,7 @@ class Fleet:
             act(now, what)
         return self._report(perf_counter() - began)
 
-    def at(self, when_s: float, act: Callable[[float, Any], None], what: Any = None) -> None:
+    def schedule(self, when_s: float, act: Callable[[float, Any], None], what: Any = None) -> None:
         """Schedule an event.
 
         Events of the same moment run in the order in which they were scheduled.
@@ -135,15 +135,15 @@ class Fleet:
             self._schedule_arrival(request.arrival_s, request, None)
         for loop in self._traffic.loops:
             self._schedule_next(loop.begins_s, loop.requests(), first=True)
-        Happenings(self).announce()
-        self.door.open()
-        self.speeds.open()
+        FaultEvents(self).announce()
+        self.admission.open()
+        self.speed_monitor.open()
 
     def _schedule_arrival(
         self, when_s: float, request: TraceRequest, remaining: Iterator[TraceRequest] | None
     ) -> None:
-        self.under_way += 1
-        self.at(when_s, self._arrive, (request, remaining))
+        self.running_requests += 1
+        self.schedule(when_s, self._arrive, (request, remaining))
 
     def _schedule_next(
         self, now: float, remaining: Iterator[TraceRequest], first: bool = False
@@ -161,7 +161,7 @@ class Fleet:
         trace_request, remaining = event
         options = self.options
         slo = options.classes.get(trace_request.slo, options.standard)
-        record = Record(
+        record = ReplayRecord(
             len(self._records),
             now,
             trace_request.input_tokens,
@@ -172,61 +172,61 @@ class Fleet:
         )
         self._records.append(record)
         keys = keys_of(trace_request, self._spec.block_tokens)
-        request = self.front.request(record, trace_request)
-        flight = Flight(
-            record, trace_request, request, keys, self.front.fingerprint(request, keys), remaining
+        request = self.gateway.request(record, trace_request)
+        flight = InflightRequest(
+            record, trace_request, request, keys, self.gateway.fingerprint(request, keys), remaining
         )
         if self._fits(trace_request):
-            self.door.arrive(now, flight)
+            self.admission.arrive(now, flight)
         else:
-            self.over_with(now, flight, End.SHED, "too_long")
+            self.end(now, flight, RequestEnd.SHED, "too_long")
 
     def _fits(self, request: TraceRequest) -> bool:
         """Return whether there are groups whose KV could hold the request, whole or split."""
-        if self.halves is None:
-            return bool(self.front.fitting(request))
-        pools = self.halves.fitting(request)
+        if self.disagg is None:
+            return bool(self.gateway.fitting(request))
+        pools = self.disagg.fitting(request)
         return bool(pools.alone or pools.groups)
 
     # Sending to a group
 
-    def serve(self, now: float, flight: Flight, query: Ask) -> None:
+    def serve(self, now: float, flight: InflightRequest, query: RoutingQuery) -> None:
         """Pick a group and book the request in one step, as the gateway does, then send it to the
         engine.
         """
-        if self.halves is not None and self.halves.serve(now, flight, query):
+        if self.disagg is not None and self.disagg.serve(now, flight, query):
             return
-        pick = self.front.pick(query, self._single_candidates(flight.one))
+        pick = self.gateway.pick(query, self._single_candidates(flight.trace_request))
         if pick is None:
-            self.door.nobody(now, flight)
+            self.admission.on_not_routed(now, flight)
             return
         group = self.groups[pick.candidate.load.slot]
-        self.door.booked(query, pick)
+        self.admission.on_booked(query, pick)
         self.start(now, flight, group, pick)
-        assert flight.entry is not None
-        flight.record.predicted_ttft_s = flight.entry.predicted_ttft_s
-        flight.record.predicted_tpot_s = flight.entry.predicted_tpot_s
+        assert flight.booking is not None
+        flight.record.predicted_ttft_s = flight.booking.predicted_ttft_s
+        flight.record.predicted_tpot_s = flight.booking.predicted_tpot_s
         flight.record.group = group.name
 
-    def start(self, now: float, flight: Flight, group: Group, pick: Pick) -> None:
+    def start(self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick) -> None:
         """Book the picked group and send it the whole request."""
-        flight.entry = ledger.book(group.load, flight.request, pick.cached_tokens, now)
-        flight.believed = pick.cached_tokens
+        flight.booking = ledger.book(group.load, flight.request, pick.cached_tokens, now)
+        flight.believed_tokens = pick.cached_tokens
         flight.ahead_tokens, flight.sent_s = group.load.prefill_tokens, now
         flight.is_overtaken = False
-        group.speed.sent(max(1, flight.one.input_tokens - flight.believed), now)
-        job = Job(flight.one.input_tokens, flight.one.output_tokens, flight.keys)
+        group.speed.on_sent(max(1, flight.trace_request.input_tokens - flight.believed_tokens), now)
+        job = Job(flight.trace_request.input_tokens, flight.trace_request.output_tokens, flight.keys)
         self.send(now, flight, group, pick, job)
 
     def _single_candidates(self, request: TraceRequest) -> Sequence[Candidate]:
         """Return the groups that could serve the whole request."""
         return (
-            self.front.fitting(request)
-            if self.halves is None
-            else self.halves.fitting(request).alone
+            self.gateway.fitting(request)
+            if self.disagg is None
+            else self.disagg.fitting(request).alone
         )
 
-    def send(self, now: float, flight: Flight, group: Group, pick: Pick, job: Job) -> None:
+    def send(self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick, job: Job) -> None:
         """Send a job to a group: update the index, and let the engine have it after the API
         latency.
         """
@@ -234,46 +234,46 @@ class Fleet:
             flight.record.entered_s = now
             flight.record.ideal_tokens = self._ideal.hit(flight.keys, flight.request.prompt_tokens)
         flight.group, flight.job = group, job
-        self.front.learn(flight.fingerprint, pick, flight.request.prompt_tokens)
-        if self.options.view is View.EXACT:
+        self.gateway.learn(flight.fingerprint, pick, flight.request.prompt_tokens)
+        if self.options.view is CacheView.EXACT:
             group.expect(flight.keys)
-            flight.expected = True
-        self.flights[job] = flight
-        self.at(now + group.kind.software.request_s, self.enter, (group, job))
+            flight.is_expected = True
+        self.inflight[job] = flight
+        self.schedule(now + group.kind.software.request_s, self.enter, (group, job))
 
-    def enter(self, now: float, what: tuple[Group, Job]) -> None:
+    def enter(self, now: float, what: tuple[ReplayGroup, Job]) -> None:
         """Put a job into the engine's queue, unless it was withdrawn."""
         group, job = what
-        if job in self.flights:
+        if job in self.inflight:
             group.engine.scheduler.add(job)
             self.wake(now, group)
 
-    def wake(self, now: float, group: Group) -> None:
+    def wake(self, now: float, group: ReplayGroup) -> None:
         """Make an engine look at its queue: at the end of its current step, or now if idle.
 
         An idle engine wakes after all other events of this moment, so that simultaneous jobs start
         together.
         """
         if group.engine.due_s == inf:
-            self.at(now, self._woken, group)
+            self.schedule(now, self._woken, group)
         else:
             group.engine.wake(now)
             self.watch(group)
 
-    def _woken(self, now: float, group: Group) -> None:
-        if group.alive:
+    def _woken(self, now: float, group: ReplayGroup) -> None:
+        if group.is_alive:
             group.engine.wake(now)
             self.watch(group)
 
-    def watch(self, group: Group) -> None:
+    def watch(self, group: ReplayGroup) -> None:
         """Put the engine's next event on the heap."""
         due_s = group.engine.due_s
         if due_s != group.watched_s:
             group.watched_s = due_s
             if due_s < inf:
-                self.at(due_s, self._advance, group)
+                self.schedule(due_s, self._advance, group)
 
-    def _advance(self, now: float, group: Group) -> None:
+    def _advance(self, now: float, group: ReplayGroup) -> None:
         if group.engine.due_s == now:
             group.watched_s = inf
             group.engine.advance(now)
@@ -281,132 +281,132 @@ class Fleet:
 
     # Results
 
-    def began(self, group: Group, job: Job, now: float) -> None:
+    def on_first_token(self, group: ReplayGroup, job: Job, now: float) -> None:
         """Handle a job's first token."""
-        flight = self.flights[job]
+        flight = self.inflight[job]
         if flight.race is not None:
             flight = self.hedges.decide(now, flight)
-        self.computed(flight)
-        group.totals.prompt_tokens += 0 if isinstance(job.leg, Take) else job.prompt_tokens
-        group.totals.cached_tokens += 0 if isinstance(job.leg, Take) else job.cached
-        if job.keep:
-            assert flight.prefill_entry is not None
-            flight.prefill_entry.first_token(now)
+        self.stop_expecting(flight)
+        group.totals.prompt_tokens += 0 if isinstance(job.leg, DecodeLeg) else job.prompt_tokens
+        group.totals.cached_tokens += 0 if isinstance(job.leg, DecodeLeg) else job.cached
+        if job.keeps_blocks:
+            assert flight.prefill_booking is not None
+            flight.prefill_booking.on_first_token(now)
             return
-        assert flight.entry is not None
-        flight.entry.first_token(now)
+        assert flight.booking is not None
+        flight.booking.on_first_token(now)
         record = flight.record
         if not record.prefilled_by:
-            group.speed.first_token(max(1, job.prompt_tokens - flight.believed), now)
+            group.speed.on_first_token(max(1, job.prompt_tokens - flight.believed_tokens), now)
         record.first_s = now
         if not record.prefilled_by:
             record.cached_tokens = job.cached
 
-    def fetch(self, group: Group, job: Job, now: float) -> None:
+    def on_blocks_allocated(self, group: ReplayGroup, job: Job, now: float) -> None:
         """Handle that a job whose KV comes from another group has its blocks allocated."""
-        assert self.halves is not None
-        self.halves.fetch(group, job, now)
+        assert self.disagg is not None
+        self.disagg.fetch(group, job, now)
 
-    def computed(self, flight: Flight) -> None:
+    def stop_expecting(self, flight: InflightRequest) -> None:
         """Remove the request's keys from those its group is about to compute."""
-        if flight.expected:
-            flight.expected = False
+        if flight.is_expected:
+            flight.is_expected = False
             assert flight.group is not None
             flight.group.expect_no_more(flight.keys)
 
-    def ended(self, group: Group, job: Job, now: float) -> None:
+    def on_last_token(self, group: ReplayGroup, job: Job, now: float) -> None:
         """Handle a job's last token."""
-        flight = self.flights.pop(job)
-        if job.keep:
-            assert self.halves is not None
-            self.halves.prefilled(now, flight, group, job)
+        flight = self.inflight.pop(job)
+        if job.keeps_blocks:
+            assert self.disagg is not None
+            self.disagg.on_prefilled(now, flight, group, job)
             return
-        record, entry = flight.record, flight.entry
+        record, entry = flight.record, flight.booking
         assert entry is not None
         record.longest_gap_s = group.engine.longest_gap_s(job, record.first_s or now)
         record.preemptions += job.preemptions
         record.done_s = now
-        entry.finished(now, record.output_tokens)
-        flight.entry = None
+        entry.finish(now, record.output_tokens)
+        flight.booking = None
         if not record.prefilled_by:
-            record.believed_tokens = flight.believed
-            self.front.confirm(group.load.slot, flight.believed, job.cached, job.prompt_tokens)
+            record.believed_tokens = flight.believed_tokens
+            self.gateway.confirm(group.load.slot, flight.believed_tokens, job.cached, job.prompt_tokens)
         group.totals.output_tokens += job.output_tokens
         group.totals.requests += 1
-        self.over_with(now, flight, End.SERVED, "")
+        self.end(now, flight, RequestEnd.SERVED, "")
 
-    def over_with(self, now: float, flight: Flight, end: End, reason: str) -> None:
+    def end(self, now: float, flight: InflightRequest, end: RequestEnd, reason: str) -> None:
         """End a request. This is the only place where one ends."""
-        flight.over = True
+        flight.has_ended = True
         record = flight.record
         record.end, record.reason = end, reason
-        self.under_way -= 1
+        self.running_requests -= 1
         self._over += 1
         self._last_s = now
         if self._watch is not None:
             self._watch(now, self._over)
-        self.door.left(now, flight)
-        if flight.rest is not None:
-            self._schedule_next(now, flight.rest)
+        self.admission.on_ended(now, flight)
+        if flight.next_requests is not None:
+            self._schedule_next(now, flight.next_requests)
 
-    def withdraw(self, now: float, flight: Flight) -> None:
+    def withdraw(self, now: float, flight: InflightRequest) -> None:
         """Cancel a request wherever it is; what was computed for it is wasted."""
         job, group = flight.job, flight.group
         if flight.race is not None:
             self.hedges.end_race(now, flight)
-        self.computed(flight)
-        if job is not None and group is not None and self.flights.pop(job, None) is not None:
+        self.stop_expecting(flight)
+        if job is not None and group is not None and self.inflight.pop(job, None) is not None:
             flight.record.wasted_tokens += max(0, job.computed - max(0, job.cached))
             scheduler = group.engine.scheduler
-            if group.alive and (job.state is not State.WAITING or job in scheduler.waiting):
+            if group.is_alive and (job.state is not JobState.WAITING or job in scheduler.waiting):
                 group.engine.abort(job, now)
-                scheduler.let_go(job)
+                scheduler.release_kept(job)
                 self.wake(now, group)
-            if group.alive:
-                self.front.unlearn(
+            if group.is_alive:
+                self.gateway.forget_prompt(
                     flight.fingerprint,
                     group.load.slot,
-                    flight.believed,
+                    flight.believed_tokens,
                     flight.request.prompt_tokens,
                 )
-        if self.halves is not None:
-            self.halves.withdraw(now, flight)
+        if self.disagg is not None:
+            self.disagg.withdraw(now, flight)
         is_awaited = (
             flight.record.first_s is None
             and not flight.record.prefilled_by
             and not flight.is_overtaken
         )
         if group is not None and is_awaited:
-            group.speed.dropped(max(1, flight.one.input_tokens - flight.believed))
-        if flight.entry is not None:
-            flight.entry.dropped(now)
-            flight.entry = None
+            group.speed.on_dropped(max(1, flight.trace_request.input_tokens - flight.believed_tokens))
+        if flight.booking is not None:
+            flight.booking.drop(now)
+            flight.booking = None
         flight.job = flight.group = None
 
-    def failed(self, now: float, flight: Flight, group: Group) -> None:
+    def retry_elsewhere(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
         """Retry a request after its group died, or end it if its answer had begun."""
         self.withdraw(now, flight)
         if flight.is_hedge:
             return
-        flight.tried |= {group.name}
-        if flight.record.first_s is not None or len(flight.tried) >= MOST_TRIES:
-            self.over_with(now, flight, End.LOST, "engine_dead")
+        flight.failed_endpoints |= {group.name}
+        if flight.record.first_s is not None or len(flight.failed_endpoints) >= MOST_TRIES:
+            self.end(now, flight, RequestEnd.LOST, "engine_dead")
             return
-        flight.record.moved += 1
-        self.serve(now, flight, self.front.query(flight, now))
+        flight.record.retries += 1
+        self.serve(now, flight, self.gateway.query(flight, now))
 
-    def _report(self, wall_s: float) -> Run:
+    def _report(self, wall_s: float) -> ReplayRun:
         for group in self.groups:
-            if group.alive:
-                group.count()
+            if group.is_alive:
+                group.add_totals()
         totals = [group.totals for group in self.groups]
-        return Run(
-            policy=self.front.policy.name,
+        return ReplayRun(
+            policy=self.gateway.policy.name,
             fleet=self._spec.name,
             records=self._records,
             groups=totals,
             ended_s=self._last_s,
-            picks=self.front.picks,
-            pick_s=self.front.pick_s,
+            picks=self.gateway.picks,
+            pick_s=self.gateway.pick_s,
             wall_s=wall_s,
         )

@@ -11,22 +11,22 @@ from random import Random
 from zlib import crc32
 
 from mockgpu.blocks import blocks_for
-from planner.replay.group import Group
-from planner.replay.inflight import Flight
-from planner.replay.options import Options, View
-from planner.replay.record import Record
+from planner.replay.group import ReplayGroup
+from planner.replay.inflight import InflightRequest
+from planner.replay.options import CacheView, ReplayOptions
+from planner.replay.record import ReplayRecord
 from planner.text_generator import BYTES_PER_TOKEN
 from planner.traces.shape import TraceRequest
 from policies import run
 from policies.contract import Policy
-from policies.model import Ask, Candidate, Pick, Request
-from policies.prefix.fingerprint import Fingerprint, of_chain
+from policies.model import Candidate, Pick, Request, RoutingQuery
+from policies.prefix.fingerprint import Fingerprint, fingerprint_of_chain
 from policies.prefix.prefix_index import PrefixIndex
 
 INDEX_BYTES = 256 << 20
 
 
-class Front:
+class GatewaySim:
     """Owner of the index and of the random numbers.
 
     clock   returns wall time in seconds
@@ -36,8 +36,8 @@ class Front:
     def __init__(
         self,
         policy: Policy,
-        groups: Sequence[Group],
-        options: Options,
+        groups: Sequence[ReplayGroup],
+        options: ReplayOptions,
         block_tokens: int,
         clock: Callable[[], float],
     ) -> None:
@@ -56,7 +56,7 @@ class Front:
         self._least_kv_blocks = min(self._kv_blocks)
         self.picks, self.pick_s = 0, 0.0
 
-    def request(self, record: Record, trace_request: TraceRequest) -> Request:
+    def request(self, record: ReplayRecord, trace_request: TraceRequest) -> Request:
         """Return what the gateway knows about a request."""
         patience_s = self._options.clients.patience_s
         return Request(
@@ -86,25 +86,25 @@ class Front:
             self._block_tokens * BYTES_PER_TOKEN,
             request.prompt_tokens * BYTES_PER_TOKEN,
         )
-        return of_chain(keys, block_bytes, n_bytes, salt)
+        return fingerprint_of_chain(keys, block_bytes, n_bytes, salt)
 
-    def query(self, flight: Flight, now: float) -> Ask:
+    def query(self, flight: InflightRequest, now: float) -> RoutingQuery:
         """Return the routing query, with what each group is believed (or known) to have cached."""
         request, fingerprint, keys = flight.request, flight.fingerprint, flight.keys
         cached: Sequence[int] = ()
-        if self._options.view is View.EXACT and self.policy.reads_prefix:
+        if self._options.view is CacheView.EXACT and self.policy.reads_prefix:
             size = self._block_tokens
             limit = min(len(keys), (request.prompt_tokens - 1) // size)
-            cached = [group.holds(keys, limit) * size for group in self.groups]
+            cached = [group.count_cached(keys, limit) * size for group in self.groups]
         elif fingerprint is not None:
             cached = self.index.match(fingerprint, request.prompt_tokens)
-        return Ask(request, now, self.rng, cached, flight.tried, fingerprint)
+        return RoutingQuery(request, now, self.rng, cached, flight.failed_endpoints, fingerprint)
 
     def fitting(self, request: TraceRequest) -> Sequence[Candidate]:
         """Return the groups whose KV could hold prompt and answer."""
         if self.fits_everywhere(request):
             return self.candidates
-        return self.holding(request.input_tokens + request.output_tokens, self.candidates)
+        return self.with_room_for(request.input_tokens + request.output_tokens, self.candidates)
 
     def fits_everywhere(self, request: TraceRequest) -> bool:
         """Return whether every group's KV could hold prompt and answer."""
@@ -113,14 +113,14 @@ class Front:
             <= self._least_kv_blocks
         )
 
-    def holding(self, tokens: int, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def with_room_for(self, tokens: int, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Return those of the candidates whose KV could hold this many tokens."""
         needed = blocks_for(tokens, self._block_tokens)
         return [
             candidate for candidate in candidates if needed <= self._kv_blocks[candidate.load.slot]
         ]
 
-    def pick(self, query: Ask, candidates: Sequence[Candidate]) -> Pick | None:
+    def pick(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> Pick | None:
         """Return the policy's choice, measuring its time."""
         began = self.clock()
         pick = run.pick(self.policy, query, candidates)
@@ -133,9 +133,9 @@ class Front:
         if fingerprint is not None and not self._is_event_lost():
             load = pick.candidate.load
             self.index.insert(fingerprint, load.slot, prompt_tokens)
-            load.held_tokens, load.regret = (
-                self.index.held_tokens(load.slot),
-                self.index.regret(load.slot),
+            load.prefix_cache_tokens, load.eviction_regret = (
+                self.index.cached_tokens(load.slot),
+                self.index.eviction_regret(load.slot),
             )
 
     def confirm(
@@ -147,17 +147,17 @@ class Front:
                 slot, min(1.0, believed_tokens / prompt_tokens), cached_tokens / prompt_tokens
             )
 
-    def unlearn(
+    def forget_prompt(
         self, fingerprint: Fingerprint | None, slot: int, kept_tokens: int, prompt_tokens: int
     ) -> None:
         """Remove a prompt from the index that was never computed."""
         if fingerprint is not None:
             self.index.trim(fingerprint, slot, kept_tokens, prompt_tokens)
 
-    def forget(self, group: Group) -> None:
+    def forget_group(self, group: ReplayGroup) -> None:
         """Drop a group that is gone from the index."""
         self.index.forget(group.load.slot)
-        group.load.held_tokens = 0.0
+        group.load.prefix_cache_tokens = 0.0
 
     def _is_event_lost(self) -> bool:
         share = self._options.lost_events

@@ -12,10 +12,10 @@ from typing import Protocol
 from mockgpu.blocks import BlockPool
 from mockgpu.job import Job
 from mockgpu.roofline import Roofline
-from planner.replay.engine import Engine
+from planner.replay.engine import ReplayEngine
 from planner.replay.record import GroupTotals
-from planner.replay.spec import Kind
-from policies.engine.step_time import Belief, Shape, shape_for
+from planner.replay.spec import GroupKind
+from policies.engine.step_time import SpeedBelief, StepCosts, shape_for
 from policies.health.speed_record import SpeedRecord
 from policies.load import EndpointLoad
 from policies.model import Candidate, Endpoint, Layout
@@ -23,23 +23,23 @@ from policies.model import Candidate, Endpoint, Layout
 UNCAPPED = 1 << 30
 
 
-class Listener(Protocol):
+class JobListener(Protocol):
     """Receives the events of jobs; implemented by the fleet."""
 
-    def began(self, group: Group, job: Job, now: float) -> None:
+    def on_first_token(self, group: ReplayGroup, job: Job, now: float) -> None:
         """Handle a job's first token."""
         ...
 
-    def ended(self, group: Group, job: Job, now: float) -> None:
+    def on_last_token(self, group: ReplayGroup, job: Job, now: float) -> None:
         """Handle a job's last token."""
         ...
 
-    def fetch(self, group: Group, job: Job, now: float) -> None:
+    def on_blocks_allocated(self, group: ReplayGroup, job: Job, now: float) -> None:
         """Handle that a job whose KV comes from another group has its blocks allocated."""
         ...
 
 
-class Group:
+class ReplayGroup:
     """A TP group. `watched_s`: time of its engine's event on the heap.
 
     coming                   keys of prompts it was sent and has not computed, with the number of
@@ -49,10 +49,10 @@ class Group:
 
     __slots__ = (
         *(
-            "alive",
+            "is_alive",
             "block_tokens",
             "candidate",
-            "coming",
+            "expected_keys",
             "engine",
             "kind",
             "kv_token_bytes",
@@ -66,10 +66,10 @@ class Group:
     def __init__(
         self,
         slot: int,
-        kind: Kind,
+        kind: GroupKind,
         roofline: Roofline,
         block_tokens: int,
-        listener: Listener,
+        listener: JobListener,
         leaping: bool,
         capped: bool,
     ) -> None:
@@ -80,12 +80,12 @@ class Group:
         self.roofline = roofline
         self.listener = listener
         self.kv_token_bytes = kind.shape.kv_token_bytes
-        self.load = EndpointLoad(slot, Belief(_prior(kind)))
+        self.load = EndpointLoad(slot, SpeedBelief(_prior(kind)))
         self.load.kv_tokens = kind.capacity_tokens
         self.candidate = Candidate(_endpoint(self.name, slot, kind, capped), self.load)
-        self.alive = kind.up_at_s <= 0
-        self.load.available = self.alive
-        self.coming: Counter[int] = Counter()
+        self.is_alive = kind.up_at_s <= 0
+        self.load.is_available = self.is_alive
+        self.expected_keys: Counter[int] = Counter()
         self.speed = SpeedRecord()
         self.watched_s = inf
         self.sends_at_s = self.receives_at_s = 0.0
@@ -99,38 +99,38 @@ class Group:
         others = load.in_flight - load.decoding - speed.waiting
         return speed.step_tokens(load.prefill_tokens, load.belief.shape.budget_tokens, others)
 
-    def new_engine(self) -> Engine:
+    def new_engine(self) -> ReplayEngine:
         """Return an engine with an empty cache."""
-        engine = Engine(
+        engine = ReplayEngine(
             self.roofline,
             BlockPool(self.kind.capacity_tokens // self.block_tokens, self.block_tokens),
             self.kind.max_num_seqs,
             self.kind.max_num_batched_tokens,
-            lambda job, now: self.listener.began(self, job, now),
-            lambda job, now: self.listener.ended(self, job, now),
-            lambda job, now: self.listener.fetch(self, job, now),
+            lambda job, now: self.listener.on_first_token(self, job, now),
+            lambda job, now: self.listener.on_last_token(self, job, now),
+            lambda job, now: self.listener.on_blocks_allocated(self, job, now),
             self.leaping,
         )
         engine.slow_prefill = engine.slow_decode = self.kind.slowness
         return engine
 
-    def renew(self) -> None:
+    def restart(self) -> None:
         """Restart with an empty engine."""
         self.engine = self.new_engine()
         self.watched_s = inf
 
-    def count(self) -> None:
+    def add_totals(self) -> None:
         """Add the engine's counters to the totals; called once per engine."""
         self.totals.steps += self.engine.steps
         self.totals.busy_s += self.engine.busy_s
 
     def expect(self, keys: tuple[int, ...]) -> None:
         """Count keys that it is about to compute."""
-        self.coming.update(keys)
+        self.expected_keys.update(keys)
 
     def expect_no_more(self, keys: tuple[int, ...]) -> None:
         """Remove keys that it has computed or never will."""
-        coming = self.coming
+        coming = self.expected_keys
         for key in keys:
             count = coming[key] - 1
             if count > 0:
@@ -138,11 +138,11 @@ class Group:
             else:
                 del coming[key]
 
-    def holds(self, keys: tuple[int, ...], limit: int) -> int:
+    def count_cached(self, keys: tuple[int, ...], limit: int) -> int:
         """Return how many of the first `limit` keys it has cached or will have computed soon."""
-        pool, coming, matched = self.engine.scheduler.pool, self.coming, 0
+        pool, coming, matched = self.engine.scheduler.pool, self.expected_keys, 0
         while matched < limit:
-            hits = pool.hits(keys[matched:limit], limit - matched)
+            hits = pool.count_hits(keys[matched:limit], limit - matched)
             matched += hits
             matched_soon = matched
             while matched_soon < limit and keys[matched_soon] in coming:
@@ -153,7 +153,7 @@ class Group:
         return matched
 
 
-def _prior(kind: Kind) -> Shape:
+def _prior(kind: GroupKind) -> StepCosts:
     shape = kind.shape
     return shape_for(
         kind.gpu,
@@ -166,7 +166,7 @@ def _prior(kind: Kind) -> Shape:
     )
 
 
-def _endpoint(name: str, slot: int, kind: Kind, capped: bool) -> Endpoint:
+def _endpoint(name: str, slot: int, kind: GroupKind, capped: bool) -> Endpoint:
     return Endpoint(
         name=name,
         url=f"http://127.0.0.1:{9000 + slot}",

@@ -7,8 +7,8 @@ policies/health/stall.py decides when a request is late. Not here: the retry bud
 from __future__ import annotations
 
 from planner.replay.fleet_port import FleetPort
-from planner.replay.group import Group
-from planner.replay.inflight import Flight
+from planner.replay.group import ReplayGroup
+from planner.replay.inflight import InflightRequest
 from policies.health.stall import is_doubted
 from policies.model import Pick
 
@@ -38,19 +38,19 @@ class Hedges:
         self._allowed = min(MOST_SAVED, self._allowed + self._share * (came - paid_back))
         return self._allowed >= 1.0
 
-    def send(self, now: float, flight: Flight, group: Group) -> None:
+    def send(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
         """Send the request to `group` in addition."""
         fleet = self._fleet
         self._allowed -= 1.0
         self.sent.append(now)
-        cached = fleet.front.query(flight, now).cached
+        cached = fleet.gateway.query(flight, now).cached_by_slot
         held = cached[group.load.slot] if group.load.slot < len(cached) else 0
         pick = Pick(group.candidate, held, 0.0, 1, "hedge", (0.0,), (group.candidate,))
-        second = Flight(flight.record, flight.one, flight.request, flight.keys, flight.fingerprint)
+        second = InflightRequest(flight.record, flight.trace_request, flight.request, flight.keys, flight.fingerprint)
         second.race, flight.race, second.is_hedge = flight, second, True
         fleet.start(now, second, group, pick)
 
-    def decide(self, now: float, first: Flight) -> Flight:
+    def decide(self, now: float, first: InflightRequest) -> InflightRequest:
         """Withdraw the attempt that lost, because the other one has its first token.
 
         Returns the flight that represents the request from now on.
@@ -62,25 +62,25 @@ class Hedges:
             own, late = other, other.group
             if late is not None:
                 note_overtaken(own, late, now)
-                fleet.speeds.doubt(now, late)
+                fleet.speed_monitor.doubt(now, late)
             fleet.withdraw(now, own)
-            own.job, own.group, own.entry, own.believed = (
+            own.job, own.group, own.booking, own.believed_tokens = (
                 first.job,
                 first.group,
-                first.entry,
-                first.believed,
+                first.booking,
+                first.believed_tokens,
             )
-            own.expected, own.is_overtaken = first.expected, False
+            own.is_expected, own.is_overtaken = first.is_expected, False
             assert own.job is not None
             assert own.group is not None
-            fleet.flights[own.job] = own
+            fleet.inflight[own.job] = own
             own.record.group = own.group.name
             self.won += 1
             return own
         fleet.withdraw(now, other)
         return first
 
-    def end_race(self, now: float, flight: Flight) -> None:
+    def end_race(self, now: float, flight: InflightRequest) -> None:
         """End the race of a withdrawn attempt. With the first attempt the second one ends too."""
         other, flight.race = flight.race, None
         if other is not None:
@@ -89,8 +89,8 @@ class Hedges:
                 self._fleet.withdraw(now, other)
 
 
-def note_overtaken(flight: Flight, group: Group, now: float) -> None:
+def note_overtaken(flight: InflightRequest, group: ReplayGroup, now: float) -> None:
     """Record that the request leaves the group before its first token."""
-    tokens = max(1, flight.one.input_tokens - flight.believed)
+    tokens = max(1, flight.trace_request.input_tokens - flight.believed_tokens)
     group.speed.overtaken(tokens, group.step_tokens, now, is_doubted=is_doubted(group.load))
     flight.is_overtaken = True

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mockgpu.job import Job
-from planner.replay.group import Group
-from planner.replay.record import Record
+from planner.replay.group import ReplayGroup
+from planner.replay.record import ReplayRecord
 from planner.traces.shape import TraceRequest
-from policies.ledger import Entry
+from policies.ledger import LoadBooking
 from policies.model import Request
 from policies.prefix.fingerprint import Fingerprint
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InflightRequest:
     """A request between its arrival and its end.
 
     Changed by fleet.py, admission_sim.py and disagg_sim.py only.
@@ -37,26 +37,26 @@ class Flight:
     prefill_entry  the booking there
     """
 
-    record: Record
-    one: TraceRequest
+    record: ReplayRecord
+    trace_request: TraceRequest
     request: Request
     keys: tuple[int, ...]
     fingerprint: Fingerprint | None
-    rest: Iterator[TraceRequest] | None = None
-    permit: bool = False
-    over: bool = False
-    tried: frozenset[str] = frozenset()
-    group: Group | None = None
+    next_requests: Iterator[TraceRequest] | None = None
+    has_permit: bool = False
+    has_ended: bool = False
+    failed_endpoints: frozenset[str] = frozenset()
+    group: ReplayGroup | None = None
     job: Job | None = None
-    entry: Entry | None = None
-    believed: int = 0
+    booking: LoadBooking | None = None
+    believed_tokens: int = 0
     ahead_tokens: int = 0
     sent_s: float = 0.0
-    expected: bool = False
-    race: Flight | None = None
+    is_expected: bool = False
+    race: InflightRequest | None = None
     is_hedge: bool = False
     is_overtaken: bool = False
-    taker: Group | None = None
-    giver: Group | None = None
-    given: Job | None = None
-    prefill_entry: Entry | None = None
+    decode_group: ReplayGroup | None = None
+    prefill_group: ReplayGroup | None = None
+    prefill_job: Job | None = None
+    prefill_booking: LoadBooking | None = None

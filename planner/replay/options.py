@@ -13,7 +13,7 @@ import msgspec
 from policies.model import STANDARD, Slo
 
 
-class View(StrEnum):
+class CacheView(StrEnum):
     """Source of the gateway's knowledge of prefix caches: its own index, or the engines' true
     state.
     """
@@ -22,7 +22,7 @@ class View(StrEnum):
     EXACT = "exact"
 
 
-class Clients(msgspec.Struct, frozen=True):
+class ClientBehaviour(msgspec.Struct, frozen=True):
     """What clients do when refused or kept waiting.
 
     retries     how often a client retries after a 429 (OpenAI's SDKs: 2)
@@ -37,7 +37,7 @@ class Clients(msgspec.Struct, frozen=True):
     patience_s: float | None = None
 
 
-class Trouble(StrEnum):
+class GroupFaultKind(StrEnum):
     """What may happen to a group."""
 
     # a rank fails: all jobs fail at once, and the group is back, empty, after `for_s`
@@ -46,7 +46,7 @@ class Trouble(StrEnum):
     DRAIN = "drain"  # an operator drains it for `for_s`: it finishes its jobs and keeps its cache
 
 
-class Fault(msgspec.Struct, frozen=True):
+class GroupFault(msgspec.Struct, frozen=True):
     """An event at one group (by index) at a moment.
 
     for_s None: permanent. `only`: slow steps are those with prompt tokens (prefill), those without
@@ -55,13 +55,13 @@ class Fault(msgspec.Struct, frozen=True):
 
     at_s: float
     group: int
-    trouble: Trouble = Trouble.LOSE
+    trouble: GroupFaultKind = GroupFaultKind.LOSE
     for_s: float | None = None
     factor: float = 2.0
     only: str = ""
 
 
-class Options(msgspec.Struct, frozen=True):
+class ReplayOptions(msgspec.Struct, frozen=True):
     """How a fleet is replayed.
 
     expected_output  output tokens the gateway expects of a request; None: clients send max_tokens
@@ -79,7 +79,7 @@ class Options(msgspec.Struct, frozen=True):
     """
 
     seed: int = 0
-    view: View = View.INDEX
+    view: CacheView = CacheView.INDEX
     expected_output: int | None = 350
     scrape_s: float | None = 1.0
     scrape_age_s: float = 0.0
@@ -88,8 +88,8 @@ class Options(msgspec.Struct, frozen=True):
     leaping: bool = True
     standard: Slo = STANDARD
     classes: Mapping[str, Slo] = MappingProxyType({})
-    clients: Clients = Clients()
-    faults: tuple[Fault, ...] = ()
+    clients: ClientBehaviour = ClientBehaviour()
+    faults: tuple[GroupFault, ...] = ()
     slow_start_s: float = 0.0
     slow_factor: float = 0.0
     hedge_share: float = 0.0

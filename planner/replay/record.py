@@ -8,7 +8,7 @@ from enum import StrEnum
 from policies.model import Slo
 
 
-class End(StrEnum):
+class RequestEnd(StrEnum):
     """How a request ended. Every arrival ends in exactly one of these ways."""
 
     SERVED = "served"
@@ -19,7 +19,7 @@ class End(StrEnum):
 
 
 @dataclass(slots=True)
-class Record:
+class ReplayRecord:
     """One request as its client saw it. Times are on the replay's clock; None: did not happen.
 
     arrived_s      when it was first sent; retries after a refusal belong to it
@@ -52,8 +52,8 @@ class Record:
     wasted_tokens: int = 0
     preemptions: int = 0
     refusals: int = 0
-    moved: int = 0
-    end: End = End.CUT
+    retries: int = 0
+    end: RequestEnd = RequestEnd.CUT
     reason: str = ""
 
     @property
@@ -69,10 +69,10 @@ class Record:
         return (self.done_s - self.first_s) / (self.output_tokens - 1)
 
     @property
-    def good(self) -> bool:
+    def is_good(self) -> bool:
         """Whether it was served within both budgets of its class."""
         ttft_s, tpot_s = self.ttft_s, self.tpot_s
-        if self.end is not End.SERVED or ttft_s is None:
+        if self.end is not RequestEnd.SERVED or ttft_s is None:
             return False
         return ttft_s <= self.slo.ttft_s and (tpot_s is None or tpot_s <= self.slo.tpot_s)
 
@@ -91,7 +91,7 @@ class GroupTotals:
 
 
 @dataclass(slots=True)
-class Run:
+class ReplayRun:
     """One replay: its requests in order of arrival, and the totals of each group.
 
     ended_s     clock at the last event
@@ -101,7 +101,7 @@ class Run:
 
     policy: str
     fleet: str
-    records: list[Record]
+    records: list[ReplayRecord]
     groups: list[GroupTotals] = field(default_factory=list)
     ended_s: float = 0.0
     picks: int = 0

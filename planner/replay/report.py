@@ -9,7 +9,7 @@ from html import escape
 
 from planner.bench.stats import Summary
 from planner.replay.chart import Axis, Series, bars, chart, legend
-from planner.replay.sweep import Contest, Point, Standing, Unjudged
+from planner.replay.sweep import Comparison, ComparisonPoint, ComparisonResult, UnknownCapacity
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --line: #d9dee6; --ground: #ffffff; --card: #f6f8fa }
@@ -60,7 +60,7 @@ HEADS = (
 )
 
 
-def page(standing: Standing, trace: str) -> str:
+def page(standing: ComparisonResult, trace: str) -> str:
     """Return the HTML page of a comparison; `trace` is the name of its trace."""
     contest = standing.contest
     names = list(contest.policies)
@@ -81,7 +81,7 @@ def page(standing: Standing, trace: str) -> str:
     )
 
 
-def _lead(contest: Contest) -> str:
+def _lead(contest: Comparison) -> str:
     slo = contest.options.standard
     budgets = f"first token within {slo.ttft_s:g} s and {slo.tpot_s * 1e3:g} ms per further token"
     if contest.options.classes:
@@ -91,7 +91,7 @@ def _lead(contest: Contest) -> str:
     return f"{requests} requests; good means {budgets}; {door}; seed {seed}."
 
 
-def _curves(standing: Standing, names: Sequence[str]) -> str:
+def _curves(standing: ComparisonResult, names: Sequence[str]) -> str:
     contest = standing.contest
     x = Axis("users" if contest.by_users else "rate, as a multiple of the recorded one", least=0.0)
     targets = [(target, f"{target:.0%}") for target in contest.targets or (0.9,)]
@@ -122,7 +122,7 @@ def _curves(standing: Standing, names: Sequence[str]) -> str:
     return f'<div class="charts">{"".join(charts)}</div>'
 
 
-def _spreads(standing: Standing, names: Sequence[str]) -> str:
+def _spreads(standing: ComparisonResult, names: Sequence[str]) -> str:
     """Return the latency distributions at the load that differs most between policies."""
     load = _load_to_show(standing)
     slo = standing.contest.options.standard
@@ -156,11 +156,11 @@ def _thousands(value: float) -> str:
     return f"{value / 1e3:g}k"
 
 
-def _imbalances(points: Sequence[Point], names: Sequence[str]) -> list[tuple[str, float, int]]:
+def _imbalances(points: Sequence[ComparisonPoint], names: Sequence[str]) -> list[tuple[str, float, int]]:
     return [(point.policy, point.figures.imbalance, names.index(point.policy)) for point in points]
 
 
-def _load_to_show(standing: Standing) -> float:
+def _load_to_show(standing: ComparisonResult) -> float:
     """Return the highest load at which some policy attains 80 %; the lowest load if none does."""
     good_loads = [point.load for point in standing.points if point.figures.attainment >= 0.8]
     return max(good_loads, default=min(point.load for point in standing.points))
@@ -174,7 +174,7 @@ def _shares(ordered: Sequence[float], factor: float) -> list[tuple[float, float]
     return [(ordered[place] * factor, (place + 1) / count) for place in places]
 
 
-def _capacities(standing: Standing, names: Sequence[str]) -> str:
+def _capacities(standing: ComparisonResult, names: Sequence[str]) -> str:
     charts, missing = [], []
     for number, target in enumerate(standing.contest.targets):
         results = [
@@ -189,13 +189,13 @@ def _capacities(standing: Standing, names: Sequence[str]) -> str:
         missing += [
             f"{name}, {target:.0%}: {capacity.reason}."
             for _, name, capacity in results
-            if isinstance(capacity, Unjudged)
+            if isinstance(capacity, UnknownCapacity)
         ]
     notes = "".join(f'<p class="lead">{escape(line)}</p>' for line in missing)
     return f'<h2>Capacity</h2>{notes}<div class="charts">{"".join(charts)}</div>' if charts else ""
 
 
-def _table(points: Sequence[Point]) -> str:
+def _table(points: Sequence[ComparisonPoint]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in HEADS)
     best = {
         load: max(p.figures.goodput for p in points if p.load == load)
@@ -210,7 +210,7 @@ def _table(points: Sequence[Point]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def cells_of(point: Point) -> list[str]:
+def cells_of(point: ComparisonPoint) -> list[str]:
     """Return a point as a row of text, aligned with HEADS."""
     f = point.figures
     return [

@@ -13,12 +13,12 @@ from statistics import fmean, median
 import msgspec
 
 from planner.bench.stats import Summary, summarise
-from planner.replay.record import End, Record, Run
+from planner.replay.record import ReplayRecord, ReplayRun, RequestEnd
 
 LONG_PROMPT = 32 * 1024
 
 
-class Share(msgspec.Struct, frozen=True):
+class ShareFigures(msgspec.Struct, frozen=True):
     """Results of one class or tenant: requests offered and good, and TTFT."""
 
     offered: int
@@ -32,7 +32,7 @@ class Share(msgspec.Struct, frozen=True):
         return self.good / self.offered if self.offered else 1.0
 
 
-class Figures(msgspec.Struct, frozen=True):
+class ReplayFigures(msgspec.Struct, frozen=True):
     """The results of one replay. Rates are per second of the span in which requests arrived.
 
     attainment      share of all offered requests that were served within both budgets; 0 if none
@@ -77,8 +77,8 @@ class Figures(msgspec.Struct, frozen=True):
     long_kept: float | None
     jain: float
     worst_tenant: float
-    classes: Mapping[str, Share]
-    tenants: Mapping[str, Share]
+    classes: Mapping[str, ShareFigures]
+    tenants: Mapping[str, ShareFigures]
     ttft_error: float | None
     ttft_error_p50: float | None
     tpot_error: float | None
@@ -88,15 +88,15 @@ class Figures(msgspec.Struct, frozen=True):
     wall_s: float
 
 
-def figures(run: Run, from_s: float = 0.0, to_s: float | None = None) -> Figures:
+def figures(run: ReplayRun, from_s: float = 0.0, to_s: float | None = None) -> ReplayFigures:
     """Return the results of requests that arrived in [from_s, to_s).
 
     A request cut by the horizon is left out, because it might have been good, unless its first
     token was overdue: then it is a miss.
     """
     counted = list(_counted(run, from_s, inf if to_s is None else to_s))
-    served = [record for record in counted if record.end is End.SERVED]
-    good = [record for record in counted if record.good]
+    served = [record for record in counted if record.end is RequestEnd.SERVED]
+    good = [record for record in counted if record.is_good]
     ends = [record.arrived_s for record in counted]
     span_s = max(ends, default=from_s) - max(from_s, min(ends, default=from_s))
     per_s = 1 / span_s if span_s > 0 else 0.0
@@ -104,12 +104,12 @@ def figures(run: Run, from_s: float = 0.0, to_s: float | None = None) -> Figures
     ideal = sum(record.ideal_tokens for record in served)
     cached = sum(record.cached_tokens for record in served)
     wasted = sum(record.wasted_tokens for record in counted)
-    stayed = [record for record in served if not record.moved]
+    stayed = [record for record in served if not record.retries]
     ttft_errors = _errors((record.predicted_ttft_s, _ttft_from_pick(record)) for record in stayed)
     tpot_errors = _errors((record.predicted_tpot_s, record.tpot_s) for record in stayed)
     tenants = _shares(counted, lambda record: record.tenant)
     attainments = [share.attainment for share in tenants.values()]
-    return Figures(
+    return ReplayFigures(
         policy=run.policy,
         fleet=run.fleet,
         offered=len(counted),
@@ -144,15 +144,15 @@ def figures(run: Run, from_s: float = 0.0, to_s: float | None = None) -> Figures
     )
 
 
-def _counted(run: Run, from_s: float, to_s: float) -> Iterator[Record]:
+def _counted(run: ReplayRun, from_s: float, to_s: float) -> Iterator[ReplayRecord]:
     for record in run.records:
         if not from_s <= record.arrived_s < to_s:
             continue
-        if record.end is not End.CUT or _is_late(record, run.ended_s):
+        if record.end is not RequestEnd.CUT or _is_late(record, run.ended_s):
             yield record
 
 
-def _gaps(records: Sequence[Record]) -> list[float]:
+def _gaps(records: Sequence[ReplayRecord]) -> list[float]:
     return [record.longest_gap_s for record in records if record.output_tokens > 1]
 
 
@@ -177,12 +177,12 @@ def regret(own: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> f
     return min((value / best[name] for name, value in own.items() if best[name] > 0), default=1.0)
 
 
-def _is_late(record: Record, now: float) -> bool:
+def _is_late(record: ReplayRecord, now: float) -> bool:
     """Return whether a request was cut after its TTFT budget was over: a miss in any case."""
     return record.first_s is None and now - record.arrived_s > record.slo.ttft_s
 
 
-def _ttft_from_pick(record: Record) -> float | None:
+def _ttft_from_pick(record: ReplayRecord) -> float | None:
     """Return the time from the pick to the first token, which is what a prediction refers to."""
     return (
         None
@@ -191,23 +191,23 @@ def _ttft_from_pick(record: Record) -> float | None:
     )
 
 
-def _shares(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str, Share]:
-    members: dict[str, list[Record]] = defaultdict(list)
+def _shares(records: Sequence[ReplayRecord], key: Callable[[ReplayRecord], str]) -> dict[str, ShareFigures]:
+    members: dict[str, list[ReplayRecord]] = defaultdict(list)
     for record in records:
         members[key(record)].append(record)
     return {name: _share(records_of_name) for name, records_of_name in sorted(members.items())}
 
 
-def _share(records: Sequence[Record]) -> Share:
+def _share(records: Sequence[ReplayRecord]) -> ShareFigures:
     ttft = summarise([record.ttft_s for record in records if record.ttft_s is not None])
-    good = sum(record.good for record in records)
-    return Share(
+    good = sum(record.is_good for record in records)
+    return ShareFigures(
         len(records), good, None if ttft is None else ttft.p50, None if ttft is None else ttft.p99
     )
 
 
-def _good_share(records: Sequence[Record]) -> float | None:
-    return sum(record.good for record in records) / len(records) if records else None
+def _good_share(records: Sequence[ReplayRecord]) -> float | None:
+    return sum(record.is_good for record in records) / len(records) if records else None
 
 
 def _errors(pairs: Iterable[tuple[float | None, float | None]]) -> list[float]:
@@ -219,12 +219,12 @@ def _errors(pairs: Iterable[tuple[float | None, float | None]]) -> list[float]:
     ]
 
 
-def _at_first_retry(records: Sequence[Record]) -> float | None:
+def _at_first_retry(records: Sequence[ReplayRecord]) -> float | None:
     admitted = sum(record.refusals == 1 and record.entered_s is not None for record in records)
     retried = admitted + sum(record.refusals > 1 for record in records)
     return admitted / retried if retried else None
 
 
-def _imbalance(run: Run) -> float:
+def _imbalance(run: ReplayRun) -> float:
     work = [group.prompt_tokens - group.cached_tokens + group.output_tokens for group in run.groups]
     return max(work) * len(work) / sum(work) if any(work) else 1.0

@@ -23,7 +23,7 @@ class FleetError(ValueError):
     """An invalid fleet; the message says what is wrong and where."""
 
 
-class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`count` equal TP groups.
 
     kv_tokens        KV capacity of each in tokens; None: what its memory allows
@@ -84,20 +84,20 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: str
-    kinds: tuple[Kind, ...]
+    kinds: tuple[GroupKind, ...]
     block_tokens: int = BLOCK_TOKENS
     split: SplitRule = SplitRule()
     pairs: bool = False
 
     @property
-    def groups(self) -> tuple[Kind, ...]:
+    def groups(self) -> tuple[GroupKind, ...]:
         """One Kind per group, in order."""
         return tuple(
             msgspec.structs.replace(kind, count=1) for kind in self.kinds for _ in range(kind.count)
         )
 
 
-def checked(spec: FleetSpec) -> FleetSpec:
+def validate(spec: FleetSpec) -> FleetSpec:
     """Return the spec if it is valid. Raises FleetError."""
     if not spec.kinds:
         raise FleetError(f"{spec.name}: a fleet needs at least one group")
@@ -118,7 +118,7 @@ def checked(spec: FleetSpec) -> FleetSpec:
     return spec
 
 
-def _check(kind: Kind, block_tokens: int) -> None:
+def _check(kind: GroupKind, block_tokens: int) -> None:
     """Raise ValueError for an invalid kind."""
     positive = (
         "tp",
@@ -151,16 +151,16 @@ def _f5(prefills: int, decodes: int, link_gb_s: float) -> FleetSpec:
     return FleetSpec(f"F5:{prefills}p{decodes}d@{link_gb_s:g}", halves, split=SplitRule(1))
 
 
-_H100 = Kind("llama-3.1-70b-fp8", "h100", 4, kv_tokens=600_000)
+_H100 = GroupKind("llama-3.1-70b-fp8", "h100", 4, kv_tokens=600_000)
 _PRESETS = {
     "F1": (msgspec.structs.replace(_H100, count=8),),
-    "F2": (Kind("qwen3-32b", "h100", 2, count=8, kv_tokens=307_000),),
+    "F2": (GroupKind("qwen3-32b", "h100", 2, count=8, kv_tokens=307_000),),
     "F3": (
-        Kind("llama-3.1-70b-fp8", "h200", 4, count=8, kv_tokens=2_600_000, kv_scalar_bytes=1.0),
+        GroupKind("llama-3.1-70b-fp8", "h200", 4, count=8, kv_tokens=2_600_000, kv_scalar_bytes=1.0),
     ),
     "F4": (
-        Kind("llama-3.1-70b-fp8", "h100", 8, count=4),
-        Kind("llama-3.1-70b-fp8", "l40s", 2, count=8),
+        GroupKind("llama-3.1-70b-fp8", "h100", 8, count=4),
+        GroupKind("llama-3.1-70b-fp8", "l40s", 2, count=8),
     ),
     "F6": (msgspec.structs.replace(_H100, count=64),),
 }
@@ -179,7 +179,7 @@ def preset(name: str) -> FleetSpec:
     """
     split = _SPLIT.fullmatch(name)
     if split is not None:
-        return checked(_f5(int(split[1] or 6), int(split[2] or 2), float(split[3] or 50)))
+        return validate(_f5(int(split[1] or 6), int(split[2] or 2), float(split[3] or 50)))
     kinds = _PRESETS.get(name.upper())
     if kinds is None:
         raise FleetError(
@@ -199,6 +199,6 @@ def read_fleet(path: Path) -> FleetSpec:
 
     try:
         plain = YAML(typ="safe", pure=True).load(path.read_text())
-        return checked(msgspec.convert({"name": path.stem, **(plain or {})}, FleetSpec))
+        return validate(msgspec.convert({"name": path.stem, **(plain or {})}, FleetSpec))
     except (YAMLError, TypeError, OSError, UnicodeDecodeError, msgspec.ValidationError) as error:
         raise FleetError(f"{path}: {error}") from None

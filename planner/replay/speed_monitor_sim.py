@@ -12,12 +12,12 @@ from collections.abc import Hashable
 
 from mockgpu.job import Job
 from planner.replay.fleet_port import FleetPort
-from planner.replay.group import Group
+from planner.replay.group import ReplayGroup
 from planner.replay.hedge_sim import note_overtaken
-from planner.replay.inflight import Flight
+from planner.replay.inflight import InflightRequest
 from policies.health import speed_outlier
-from policies.health.speed_outlier import Member, SlowLimits
-from policies.health.speed_record import Measure, Verdict
+from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits
+from policies.health.speed_record import Measure, SpeedVerdict
 from policies.health.stall import (
     DOUBT_S,
     LEAST_LATE_S,
@@ -28,7 +28,7 @@ from policies.health.stall import (
     is_doubted,
     raised_ceiling,
 )
-from policies.load import NO_CEILING
+from policies.load import NO_SOFT_CAP
 from policies.saved_state import belief_state, restore_belief
 
 REVIEW_S, SWEEP_S, GLANCE_S, PROBE_S = 1.0, 0.25, 0.05, 1.0
@@ -36,7 +36,7 @@ PRICE = 2.0  # as in gateway/legs/hedge.py
 CLEAR = 1.6
 
 
-class Speeds:
+class SpeedMonitorSim:
     """Owner of the samples of streams. `ejected`: (clock, group) of every ejection."""
 
     def __init__(self, fleet: FleetPort, factor: float) -> None:
@@ -44,19 +44,19 @@ class Speeds:
         self._limits = SlowLimits(factor)
         self._generated: dict[Job, int] = {}
         self._expectations = Expectations()
-        self._doubted: dict[Group, float] = {}
+        self._doubted: dict[ReplayGroup, float] = {}
         self.ejected: list[tuple[float, int]] = []
 
     def open(self) -> None:
         """Start the review of the groups, once a second."""
         if self._limits.factor:
-            self._fleet.at(REVIEW_S, self._review)
-            self._fleet.at(SWEEP_S, self._sweep)
-            self._fleet.at(GLANCE_S, self._glance)
+            self._fleet.schedule(REVIEW_S, self._review)
+            self._fleet.schedule(SWEEP_S, self._sweep)
+            self._fleet.schedule(GLANCE_S, self._glance)
 
     def _review(self, now: float, _: object) -> None:
         fleet = self._fleet
-        rated = [group for group in fleet.groups if group.alive and group.load.available]
+        rated = [group for group in fleet.groups if group.is_alive and group.load.is_available]
         generated: dict[Job, int] = {}
         for group in rated:
             generated |= self._sample(group, now)
@@ -69,86 +69,86 @@ class Speeds:
             if group.speed.verdict is not verdict:
                 self._act(now, group)
         for group in fleet.groups:
-            if group.load.ceiling == 0:
-                group.load.ceiling = SUSPECT_CEILING
-        if fleet.under_way:
-            fleet.at(now + REVIEW_S, self._review)
+            if group.load.soft_cap == 0:
+                group.load.soft_cap = SUSPECT_CEILING
+        if fleet.running_requests:
+            fleet.schedule(now + REVIEW_S, self._review)
 
-    def _sample(self, group: Group, now: float) -> dict[Job, int]:
+    def _sample(self, group: ReplayGroup, now: float) -> dict[Job, int]:
         """Record the tokens of the group's streams since the last review, as the gateway counts
         events.
         """
-        generated = {job: group.engine.made(job, now) for job in group.engine.scheduler.decoding}
+        generated = {job: group.engine.generated_tokens(job, now) for job in group.engine.scheduler.decoding}
         older = [job for job in generated if job in self._generated]
-        group.speed.streamed(
+        group.speed.record_streams(
             len(older), sum(generated[job] - self._generated[job] for job in older), REVIEW_S, now
         )
         return generated
 
-    def _act(self, now: float, group: Group) -> None:
+    def _act(self, now: float, group: ReplayGroup) -> None:
         verdict, fleet = group.speed.verdict, self._fleet
         self._doubted.pop(group, None)
-        group.load.ceiling = NO_CEILING if verdict is Verdict.NORMAL else SUSPECT_CEILING
-        others = sum(other.load.available for other in fleet.groups if other is not group)
-        if verdict is not Verdict.SLOW or others < len(fleet.groups) / 2:
+        group.load.soft_cap = NO_SOFT_CAP if verdict is SpeedVerdict.NORMAL else SUSPECT_CEILING
+        others = sum(other.load.is_available for other in fleet.groups if other is not group)
+        if verdict is not SpeedVerdict.SLOW or others < len(fleet.groups) / 2:
             return
         self.ejected.append((now, group.load.slot))
-        group.load.available = False
+        group.load.is_available = False
         group.speed.restart()
-        fleet.door.refresh(now)
+        fleet.admission.refresh(now)
         for flight in self._waiting(group):
-            fleet.failed(now, flight, group)
-        fleet.at(now + PROBE_S, self._probe, group)
+            fleet.retry_elsewhere(now, flight, group)
+        fleet.schedule(now + PROBE_S, self._probe, group)
 
-    def _waiting(self, group: Group) -> list[Flight]:
+    def _waiting(self, group: ReplayGroup) -> list[InflightRequest]:
         """Return the requests at the group without a first token, in order of arrival."""
-        flights = self._fleet.flights.values()
+        flights = self._fleet.inflight.values()
         return [flight for flight in flights if flight.group is group and _may_leave(flight)]
 
-    def doubt(self, now: float, group: Group) -> None:
+    def doubt(self, now: float, group: ReplayGroup) -> None:
         """Send the group no request until the next review, and few until it was judged.
 
         The same as EndpointTable.doubt.
         """
-        if group.speed.verdict is Verdict.SUSPECT:
-            group.load.ceiling = 0
-        elif group.load.ceiling == NO_CEILING or group in self._doubted:
-            group.load.ceiling, self._doubted[group] = 0, now + DOUBT_S
+        if group.speed.verdict is SpeedVerdict.SUSPECT:
+            group.load.soft_cap = 0
+        elif group.load.soft_cap == NO_SOFT_CAP or group in self._doubted:
+            group.load.soft_cap, self._doubted[group] = 0, now + DOUBT_S
 
     def _glance(self, now: float, _: object) -> None:
         """Doubt groups whose prefill step takes too long, and consider the requests there."""
         fleet = self._fleet
-        rated = [group for group in fleet.groups if group.alive and group.load.available]
+        rated = [group for group in fleet.groups if group.is_alive and group.load.is_available]
         if any(group.speed.waiting and now - group.speed.since >= LEAST_LATE_S for group in rated):
             stalled = self._expectations.stalled([_member(group) for group in rated], now)
             for index in choose_doubted(stalled, [is_doubted(group.load) for group in rated]):
                 self.doubt(now, rated[index])
             for _, index in stalled:
                 self._consider(now, rated[index])
-        if fleet.under_way:
-            fleet.at(now + GLANCE_S, self._glance)
+        if fleet.running_requests:
+            fleet.schedule(now + GLANCE_S, self._glance)
 
     def _sweep(self, now: float, _: object) -> None:
         """Consider all requests without a first token."""
         fleet = self._fleet
         for group, until_s in tuple(self._doubted.items()):
             if now >= until_s:
-                group.load.ceiling = raised_ceiling(group.load.ceiling)
+                group.load.soft_cap = raised_ceiling(group.load.soft_cap)
                 self._doubted[group] = now + RAMP_S
-                if group.load.ceiling == NO_CEILING:
+                if group.load.soft_cap == NO_SOFT_CAP:
                     del self._doubted[group]
         for group in fleet.groups:
-            if group.alive and group.load.available:
+            if group.is_alive and group.load.is_available:
                 self._consider(now, group)
-        if fleet.under_way:
-            fleet.at(now + SWEEP_S, self._sweep)
+        if fleet.running_requests:
+            fleet.schedule(now + SWEEP_S, self._sweep)
 
-    def _consider(self, now: float, group: Group) -> None:
+    def _consider(self, now: float, group: ReplayGroup) -> None:
         """Hedge the late requests at a group, or move them away if it is suspect.
 
         The time that a moved request has waited is evidence of the group's speed.
         """
-        fleet, moves = self._fleet, group.speed.verdict is Verdict.SUSPECT
+        fleet, moves = self._fleet, group.speed.verdict is SpeedVerdict.SUSPECT
         for flight in self._waiting(group):
             if not moves and not fleet.hedges.may_send():
                 return
@@ -162,57 +162,57 @@ class Speeds:
             if moves:
                 note_overtaken(flight, group, now)
                 self.doubt(now, group)
-                fleet.failed(now, flight, group)
+                fleet.retry_elsewhere(now, flight, group)
             else:
                 fleet.hedges.send(now, flight, best[1])
 
-    def _best(self, now: float, flight: Flight) -> tuple[float, Group] | None:
+    def _best(self, now: float, flight: InflightRequest) -> tuple[float, ReplayGroup] | None:
         """Return the seconds to the soonest expected answer, and its group."""
-        cached = self._fleet.front.query(flight, now).cached
-        best: tuple[float, Group] | None = None
-        for candidate in self._fleet.front.fitting(flight.one):
+        cached = self._fleet.gateway.query(flight, now).cached_by_slot
+        best: tuple[float, ReplayGroup] | None = None
+        for candidate in self._fleet.gateway.fitting(flight.trace_request):
             group, load = self._fleet.groups[candidate.load.slot], candidate.load
             if (
                 group is flight.group
-                or not (group.alive and load.available)
-                or load.in_flight >= load.ceiling
+                or not (group.is_alive and load.is_available)
+                or load.in_flight >= load.soft_cap
             ):
                 continue
             held = cached[load.slot] if load.slot < len(cached) else 0
-            tokens = load.prefill_tokens + max(1, flight.one.input_tokens - held)
+            tokens = load.prefill_tokens + max(1, flight.trace_request.input_tokens - held)
             expected_s = self._expectations.first_byte_s(_member(group), Measure.TTFT, tokens)
             if expected_s is not None and (best is None or expected_s < best[0]):
                 best = expected_s, group
         return best
 
-    def _probe(self, now: float, group: Group) -> None:
+    def _probe(self, now: float, group: ReplayGroup) -> None:
         """Time a small job like the gateway's probe: it takes as long as the engine is slow."""
         if max(group.engine.slow_prefill, group.engine.slow_decode) >= CLEAR * group.kind.slowness:
-            if self._fleet.under_way:
-                self._fleet.at(now + 2 * PROBE_S, self._probe, group)
+            if self._fleet.running_requests:
+                self._fleet.schedule(now + 2 * PROBE_S, self._probe, group)
             return
         peer = next(
-            (other for other in self._fleet.groups if other is not group and other.load.available),
+            (other for other in self._fleet.groups if other is not group and other.load.is_available),
             None,
         )
         if peer is not None:
             restore_belief(group.load.belief, belief_state(peer.load.belief))
         group.speed.accept()
-        group.load.ceiling = NO_CEILING
-        group.load.available = group.alive
-        self._fleet.door.refresh(now)
+        group.load.soft_cap = NO_SOFT_CAP
+        group.load.is_available = group.is_alive
+        self._fleet.admission.refresh(now)
 
 
-def _kind(group: Group) -> Hashable:
+def _kind(group: ReplayGroup) -> Hashable:
     """Return a key that is equal for groups that are compared with each other."""
     return group.kind.gpu, group.kind.tp, group.kind.role, group.kind.model
 
 
-def _member(group: Group) -> Member:
-    return Member(group.speed, _kind(group), group.load.belief.shape, group.step_tokens)
+def _member(group: ReplayGroup) -> ReviewedEndpoint:
+    return ReviewedEndpoint(group.speed, _kind(group), group.load.belief.shape, group.step_tokens)
 
 
-def _may_leave(flight: Flight) -> bool:
+def _may_leave(flight: InflightRequest) -> bool:
     """Return whether a request may get a second group, or another one."""
-    is_waiting = flight.record.first_s is None and flight.entry is not None
-    return is_waiting and flight.race is None and not flight.tried
+    is_waiting = flight.record.first_s is None and flight.booking is not None
+    return is_waiting and flight.race is None and not flight.failed_endpoints

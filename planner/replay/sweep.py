@@ -11,12 +11,12 @@ import msgspec
 
 from planner.replay.capacity import Capacity, capacity
 from planner.replay.fleet import replay
-from planner.replay.options import Options
-from planner.replay.record import Run
-from planner.replay.results import Figures, figures
+from planner.replay.options import ReplayOptions
+from planner.replay.record import ReplayRun
+from planner.replay.results import ReplayFigures, figures
 from planner.replay.spec import FleetSpec
 from planner.replay.traffic import Traffic, traffic, users
-from planner.traces.mix import scaled
+from planner.traces.mix import scale_rate
 from planner.traces.shape import TraceRequest
 from policies import registry
 from policies.admission_registry import build_admission
@@ -25,7 +25,7 @@ Progress = Callable[[str, float], None]
 """Called with the name of a running replay, and the share of its requests that have ended."""
 
 
-class NothingCountedError(ValueError):
+class NoCountedRequestError(ValueError):
     """No request came after the warm-up at a load. `tried`: the results so far."""
 
     def __init__(self, message: str, tried: tuple[tuple[float, float], ...]) -> None:
@@ -33,7 +33,7 @@ class NothingCountedError(ValueError):
         self.tried = tried
 
 
-class Unjudged(msgspec.Struct, frozen=True):
+class UnknownCapacity(msgspec.Struct, frozen=True):
     """Replaces a Capacity that could not be determined: `reason` says why, `tried` is as there."""
 
     reason: str
@@ -42,7 +42,7 @@ class Unjudged(msgspec.Struct, frozen=True):
     load: None = None
 
 
-class Contest(msgspec.Struct, frozen=True):
+class Comparison(msgspec.Struct, frozen=True):
     """What is compared.
 
     policies    names, each with its defaults
@@ -60,32 +60,32 @@ class Contest(msgspec.Struct, frozen=True):
     by_users: bool = False
     targets: tuple[float, ...] = ()
     warmup_s: float = 0.0
-    options: Options = Options()
+    options: ReplayOptions = ReplayOptions()
 
 
-class Point(msgspec.Struct, frozen=True):
+class ComparisonPoint(msgspec.Struct, frozen=True):
     """One replay of a comparison. `ttfts_s`, `tpots_s`: of served requests, sorted."""
 
     policy: str
     load: float
-    figures: Figures
+    figures: ReplayFigures
     ttfts_s: tuple[float, ...]
     tpots_s: tuple[float, ...]
 
 
-class Standing(msgspec.Struct, frozen=True):
+class ComparisonResult(msgspec.Struct, frozen=True):
     """The result: every point, and every policy's capacities by target."""
 
-    contest: Contest
-    points: tuple[Point, ...]
-    capacities: dict[str, tuple[Capacity | Unjudged, ...]]
+    contest: Comparison
+    points: tuple[ComparisonPoint, ...]
+    capacities: dict[str, tuple[Capacity | UnknownCapacity, ...]]
 
 
-def load_of(contest: Contest, load: float) -> Traffic:
+def load_of(contest: Comparison, load: float) -> Traffic:
     """Return the traffic at a load."""
     if contest.by_users:
         return users(contest.requests, _users_at(load), contest.options.seed)
-    return traffic(scaled(contest.requests, load))
+    return traffic(scale_rate(contest.requests, load))
 
 
 def _users_at(load: float) -> int:
@@ -93,8 +93,8 @@ def _users_at(load: float) -> int:
 
 
 def one_run(
-    contest: Contest, policy: str, load: float, watch: Callable[[float, int], None] | None = None
-) -> Run:
+    contest: Comparison, policy: str, load: float, watch: Callable[[float, int], None] | None = None
+) -> ReplayRun:
     """Run one replay with a new policy and admission on a cold fleet."""
     gate = None if contest.admission is None else build_admission(contest.admission, {})
     return replay(
@@ -107,26 +107,26 @@ def one_run(
     )
 
 
-def compare(contest: Contest, tell: Progress | None = None) -> Standing:
+def compare(contest: Comparison, tell: Progress | None = None) -> ComparisonResult:
     """Run all replays of a comparison, one after another."""
     points = []
-    capacities: dict[str, tuple[Capacity | Unjudged, ...]] = {}
+    capacities: dict[str, tuple[Capacity | UnknownCapacity, ...]] = {}
     for policy in contest.policies:
         points += [_point(contest, policy, load, tell) for load in contest.loads]
         capacities[policy] = tuple(
             _capacity_or_reason(contest, policy, target, tell) for target in contest.targets
         )
-    return Standing(contest, tuple(points), capacities)
+    return ComparisonResult(contest, tuple(points), capacities)
 
 
-def _point(contest: Contest, policy: str, load: float, tell: Progress | None) -> Point:
+def _point(contest: Comparison, policy: str, load: float, tell: Progress | None) -> ComparisonPoint:
     run = one_run(contest, policy, load, _watch(contest, f"{policy} at {load:g}", tell))
     served = [
         record
         for record in run.records
         if record.done_s is not None and record.arrived_s >= contest.warmup_s
     ]
-    return Point(
+    return ComparisonPoint(
         policy,
         load,
         figures(run, contest.warmup_s),
@@ -136,16 +136,16 @@ def _point(contest: Contest, policy: str, load: float, tell: Progress | None) ->
 
 
 def _capacity_or_reason(
-    contest: Contest, policy: str, target: float, tell: Progress | None
-) -> Capacity | Unjudged:
+    contest: Comparison, policy: str, target: float, tell: Progress | None
+) -> Capacity | UnknownCapacity:
     """Return a capacity, or why it could not be determined, without failing the other results."""
     try:
         return _capacity(contest, policy, target, tell)
-    except NothingCountedError as error:
-        return Unjudged(str(error), target, error.tried)
+    except NoCountedRequestError as error:
+        return UnknownCapacity(str(error), target, error.tried)
 
 
-def _capacity(contest: Contest, policy: str, target: float, tell: Progress | None) -> Capacity:
+def _capacity(contest: Comparison, policy: str, target: float, tell: Progress | None) -> Capacity:
     known: dict[float, float] = {}
 
     def attainment(load: float) -> float:
@@ -157,7 +157,7 @@ def _capacity(contest: Contest, policy: str, target: float, tell: Progress | Non
             if not result.offered:
                 warmup = f"a warm-up of {contest.warmup_s:g} s"
                 text = f"at load {rounded_load:.3g} no request counts after {warmup}"
-                raise NothingCountedError(text, tuple(known.items()))
+                raise NoCountedRequestError(text, tuple(known.items()))
             known[rounded_load] = result.attainment
         return known[rounded_load]
 
@@ -167,7 +167,7 @@ def _capacity(contest: Contest, policy: str, target: float, tell: Progress | Non
 
 
 def _watch(
-    contest: Contest, name: str, tell: Progress | None
+    contest: Comparison, name: str, tell: Progress | None
 ) -> Callable[[float, int], None] | None:
     if tell is None:
         return None

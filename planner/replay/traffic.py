@@ -10,7 +10,7 @@ from random import Random
 
 import msgspec
 
-from planner.traces.shape import PART_BITS, PRIVATE, TRACE_BITS, TraceRequest, folded
+from planner.traces.shape import PART_BITS, PRIVATE, TRACE_BITS, TraceRequest, to_64_bits
 
 _OWN_IDS = 1 << TRACE_BITS
 _COPY_SHIFT = TRACE_BITS + PART_BITS
@@ -112,7 +112,7 @@ def _copy(request: TraceRequest, copy: int, think_s: float) -> TraceRequest:
     if not copy and request.think_s is not None:
         return request
     blocks = tuple(
-        block_id if block_id % _OWN_IDS < PRIVATE else folded(block_id + (copy << _COPY_SHIFT))
+        block_id if block_id % _OWN_IDS < PRIVATE else to_64_bits(block_id + (copy << _COPY_SHIFT))
         for block_id in request.blocks
     )
     name = f"{request.session}#{copy}" if copy else request.session

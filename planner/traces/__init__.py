@@ -8,7 +8,7 @@ from planner.traces.agents import agents
 from planner.traces.azure import azure
 from planner.traces.b2b import b2b
 from planner.traces.bailian import bailian
-from planner.traces.mix import Part, mixed, scaled, sliced
+from planner.traces.mix import MixPart, mix_parts, scale_rate, slice_span
 from planner.traces.mooncake import mooncake, read_mooncake
 from planner.traces.shape import TraceError, TraceRequest
 from planner.traces.sharegpt import sharegpt
@@ -16,7 +16,7 @@ from planner.traces.source import READERS, read_trace
 
 __all__ = [
     "READERS",
-    "Part",
+    "MixPart",
     "TraceError",
     "TraceRequest",
     "access",
@@ -24,11 +24,11 @@ __all__ = [
     "azure",
     "b2b",
     "bailian",
-    "mixed",
+    "mix_parts",
     "mooncake",
     "read_mooncake",
     "read_trace",
-    "scaled",
+    "scale_rate",
     "sharegpt",
-    "sliced",
+    "slice_span",
 ]

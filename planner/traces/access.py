@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from planner.text_generator import BYTES_PER_TOKEN
-from planner.traces.shape import BlockId, Tokens, TraceRequest, parsed
+from planner.traces.shape import BlockId, Tokens, TraceRequest, parse_lines
 
 _EVENTS_WITHOUT_TOKENS = 2
 """Events of a stream without a token: the role at its beginning or the usage at its end, and
@@ -22,7 +22,7 @@ _EVENTS_WITHOUT_TOKENS = 2
 """
 
 
-class Line(msgspec.Struct):
+class LoggedRequest(msgspec.Struct):
     """The fields of an access line that a replay needs. `time`: Unix time of the request's head."""
 
     time: float
@@ -55,7 +55,7 @@ def access(
     """
     rows = [
         row
-        for _, row in parsed(Line, lines, name)
+        for _, row in parse_lines(LoggedRequest, lines, name)
         if row.status < 400 and (model is None or row.model == model) and _prompt_tokens(row)
     ]
     rows.sort(key=arrived_s)
@@ -64,7 +64,7 @@ def access(
         yield request_of(row, begin_s)
 
 
-def request_of(row: Line, begin_s: float, output_tokens: int | None = None) -> TraceRequest:
+def request_of(row: LoggedRequest, begin_s: float, output_tokens: int | None = None) -> TraceRequest:
     """Return one line as a request, relative to `begin_s` (Unix time).
 
     `output_tokens` overrides the line's own.
@@ -87,10 +87,10 @@ def request_of(row: Line, begin_s: float, output_tokens: int | None = None) -> T
     )
 
 
-def _prompt_tokens(row: Line) -> int:
+def _prompt_tokens(row: LoggedRequest) -> int:
     return row.body_bytes // BYTES_PER_TOKEN if row.prompt_tokens is None else row.prompt_tokens
 
 
-def arrived_s(row: Line) -> float:
+def arrived_s(row: LoggedRequest) -> float:
     """Return the Unix time at which its last byte was received."""
     return row.time + (row.received_us or 0) / 1e6

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from planner.text_generator import BLOCK_TOKENS
-from planner.traces.shape import PRIVATE, TRACE_BITS, Tokens, TraceError, TraceRequest, parsed
+from planner.traces.shape import PRIVATE, TRACE_BITS, Tokens, TraceError, TraceRequest, parse_lines
 
 MOST_CONTEXT = 128 * 1024
 """Requests above it are left out with all that follow them, because the simulated models accept no
@@ -66,7 +66,7 @@ def agents(
     """
     trunks = _SharedPrefixes()
     count = 0
-    for number, row in parsed(_Session, lines, name):
+    for number, row in parse_lines(_Session, lines, name):
         where = f"{name}:{number}"
         if BLOCK_TOKENS % row.block_size:
             raise TraceError(

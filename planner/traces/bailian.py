@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from planner.traces.shape import BlockId, Tokens, TraceError, TraceRequest, parsed
+from planner.traces.shape import BlockId, Tokens, TraceError, TraceRequest, parse_lines
 
 TOKENS = 16
 
@@ -31,7 +31,7 @@ def bailian(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceReques
     class.
     """
     roots: dict[int, int] = {}
-    for number, row in parsed(_Line, lines, name):
+    for number, row in parse_lines(_Line, lines, name):
         if not 0 < row.input_length <= len(row.hash_ids) * TOKENS:
             raise TraceError(
                 f"{name}:{number}: "

@@ -15,7 +15,7 @@ from planner.traces.shape import PART_BITS, TRACE_BITS, TraceRequest
 MOST_PARTS = 1 << PART_BITS
 
 
-class Part(msgspec.Struct, frozen=True):
+class MixPart(msgspec.Struct, frozen=True):
     """One trace of a mix. None: as in the trace.
 
     rate     arrival rate relative to the recording
@@ -31,7 +31,7 @@ class Part(msgspec.Struct, frozen=True):
     priority: int | None = None
 
 
-def sliced(
+def slice_span(
     requests: Iterable[TraceRequest], from_s: float = 0.0, to_s: float | None = None
 ) -> list[TraceRequest]:
     """Return the requests in [from_s, to_s), relative to from_s.
@@ -53,7 +53,7 @@ def sliced(
     return selected
 
 
-def scaled(requests: Iterable[TraceRequest], rate: float) -> list[TraceRequest]:
+def scale_rate(requests: Iterable[TraceRequest], rate: float) -> list[TraceRequest]:
     """Return the requests at `rate` times their rate, in the same order. Raises ValueError.
 
     Lengths, and the pauses within sessions, do not change.
@@ -65,7 +65,7 @@ def scaled(requests: Iterable[TraceRequest], rate: float) -> list[TraceRequest]:
     ]
 
 
-def mixed(parts: Sequence[Part]) -> list[TraceRequest]:
+def mix_parts(parts: Sequence[MixPart]) -> list[TraceRequest]:
     """Merge all parts in order of arrival. Parts share no blocks, whatever their ids. Raises
     ValueError.
     """
@@ -73,12 +73,12 @@ def mixed(parts: Sequence[Part]) -> list[TraceRequest]:
         raise ValueError(f"a mix has at most {MOST_PARTS} parts, not {len(parts)}")
     merged: list[TraceRequest] = []
     for number, part in enumerate(parts):
-        members = scaled(sliced(part.requests, part.from_s, part.to_s), part.rate)
+        members = scale_rate(slice_span(part.requests, part.from_s, part.to_s), part.rate)
         merged += [_of_part(request, number, part) for request in members]
     return sorted(merged, key=lambda request: request.arrival_s)
 
 
-def _of_part(request: TraceRequest, number: int, part: Part) -> TraceRequest:
+def _of_part(request: TraceRequest, number: int, part: MixPart) -> TraceRequest:
     offset = number << TRACE_BITS
     return msgspec.structs.replace(
         request,

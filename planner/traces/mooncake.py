@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from planner.text_generator import BLOCK_TOKENS
-from planner.traces.shape import BlockId, Tokens, TraceError, TraceRequest, lines_of, parsed
+from planner.traces.shape import BlockId, Tokens, TraceError, TraceRequest, open_lines, parse_lines
 
 GRID_S = 3.0
 """Mooncake's timestamps are on a grid of three seconds.
@@ -35,7 +35,7 @@ def read_mooncake(
 
     Raises TraceError.
     """
-    with lines_of(path) as lines:
+    with open_lines(path) as lines:
         for request in islice(mooncake(lines, str(path)), limit):
             yield msgspec.structs.replace(request, arrival_s=request.arrival_s / speed)
 
@@ -52,7 +52,7 @@ def mooncake(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceReque
 
 
 def _rows(lines: Iterable[bytes], name: str) -> Iterator[_Line]:
-    for number, row in parsed(_Line, lines, name):
+    for number, row in parse_lines(_Line, lines, name):
         if not 0 < row.input_length <= len(row.hash_ids) * BLOCK_TOKENS:
             raise TraceError(
                 f"{name}:{number}: {row.input_length} tokens do not fit {len(row.hash_ids)} blocks"

@@ -73,13 +73,13 @@ class TraceRequest(msgspec.Struct, frozen=True):
         ]
 
 
-def folded(number: int) -> int:
+def to_64_bits(number: int) -> int:
     """Reduce a block id of any size to 64 bits; one that fits is unchanged."""
     return (number + (number >> 64) * _GOLDEN) % (1 << 64)
 
 
 @contextmanager
-def lines_of(path: Path) -> Iterator[Iterable[bytes]]:
+def open_lines(path: Path) -> Iterator[Iterable[bytes]]:
     """Yield the lines of a file, decompressed if its name ends in .gz.
 
     Raises TraceError, also while lines are read: for a missing, corrupt or truncated file, or a
@@ -104,7 +104,7 @@ def _bounded(file: IO[bytes] | gzip.GzipFile, name: str) -> Iterator[bytes]:
         yield line
 
 
-def parsed(kind: type[Row], lines: Iterable[bytes], name: str) -> Iterator[tuple[int, Row]]:
+def parse_lines(kind: type[Row], lines: Iterable[bytes], name: str) -> Iterator[tuple[int, Row]]:
     """Yield every line that is not empty with its number, as JSON of this type.
 
     Raises TraceError.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from planner.traces.shape import Tokens, TraceError, TraceRequest, parsed
+from planner.traces.shape import Tokens, TraceError, TraceRequest, parse_lines
 
 TOKENS = 16
 
@@ -26,7 +26,7 @@ def sharegpt(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceReque
     Blocks of 16 tokens get ids at first occurrence, by content and previous block.
     """
     known: dict[tuple[int, tuple[int, ...]], int] = {}
-    for number, row in parsed(_Line, lines, name):
+    for number, row in parse_lines(_Line, lines, name):
         if not row.input_tok_ids or len(row.input_tok_ids) != row.input_toks:
             raise TraceError(
                 f"{name}:{number}: {row.input_toks} input tokens, but {len(row.input_tok_ids)} ids"

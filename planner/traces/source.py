@@ -15,9 +15,9 @@ from planner.traces.access import access
 from planner.traces.agents import agents
 from planner.traces.azure import azure
 from planner.traces.bailian import bailian
-from planner.traces.mix import Part, mixed
+from planner.traces.mix import MixPart, mix_parts
 from planner.traces.mooncake import mooncake
-from planner.traces.shape import TraceError, TraceRequest, lines_of
+from planner.traces.shape import TraceError, TraceRequest, open_lines
 from planner.traces.sharegpt import sharegpt
 
 Reader = Callable[[Iterable[bytes], str], Iterator[TraceRequest]]
@@ -68,12 +68,12 @@ def _read(path: Path, kind: str | None, within: tuple[Path, ...]) -> list[TraceR
         return _mix(path, within)
     if kind is not None and kind not in READERS:
         raise TraceError(f"unknown format {kind!r}: known are {', '.join(READERS)}")
-    with lines_of(path) as lines:
+    with open_lines(path) as lines:
         return list(READERS[kind or _looks_like(path)](lines, str(path)))
 
 
 def _looks_like(path: Path) -> str:
-    with lines_of(path) as lines:
+    with open_lines(path) as lines:
         first = next((line for line in lines if line.strip()), b"")
     if first.lstrip(b"\xef\xbb\xbf").upper().startswith(b"TIMESTAMP,"):
         return "azure"
@@ -93,7 +93,7 @@ def _mix(path: Path, within: tuple[Path, ...]) -> list[TraceRequest]:
         raise TraceError(f"{path}: a mix cannot be a part of itself")
     parts = [_part(member, path, (*within, resolved)) for member in _members(path)]
     try:
-        return mixed(parts)
+        return mix_parts(parts)
     except ValueError as error:
         raise TraceError(f"{path}: {error}") from None
 
@@ -108,7 +108,7 @@ def _members(path: Path) -> list[_Member]:
         raise TraceError(f"{path}: {error}") from None
 
 
-def _part(member: _Member, path: Path, within: tuple[Path, ...]) -> Part:
+def _part(member: _Member, path: Path, within: tuple[Path, ...]) -> MixPart:
     requests = _read(path.parent / member.trace, member.format, within)
     parameters = (
         member.rate,
@@ -118,4 +118,4 @@ def _part(member: _Member, path: Path, within: tuple[Path, ...]) -> Part:
         member.tenant,
         member.priority,
     )
-    return Part(requests, *parameters)
+    return MixPart(requests, *parameters)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from policies.model import Ask, Candidate, Pick, Request
+from policies.model import Candidate, Pick, Request, RoutingQuery
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ Verdict = Admit | Wait | Shed
 ADMIT = Admit()
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class RequestOutcome(msgspec.Struct, frozen=True):
     """How an admitted request ended: input of admissions and stateful policies. None means unknown.
 
     now            seconds on the policy clock
@@ -57,10 +57,10 @@ class Outcome(msgspec.Struct, frozen=True):
     tpot_s: float | None = None
     output_tokens: int = 0
     cached_tokens: int | None = None
-    ended: str = "served"
+    status: str = "served"
 
 
-class WaitingRoom(msgspec.Struct, frozen=True):
+class WaitQueueLimits(msgspec.Struct, frozen=True):
     """Size of a pool's wait queue, maximum wait, and wait after which none may overtake."""
 
     size: int = 256
@@ -86,7 +86,7 @@ class DrainRate:
         self._began: float | None = None
         self._last = self._weight = self._presence = 0.0
 
-    def completed(self, now: float, amount: float = 1.0) -> None:
+    def record(self, now: float, amount: float = 1.0) -> None:
         """Record that `amount` left at `now`, seconds on a clock that never goes back."""
         if self._began is None:
             self._began = now
@@ -114,17 +114,17 @@ class DrainRate:
         return amount / rate if rate else None
 
 
-class AdmissionPreset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AdmissionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of an admission, all with defaults.
 
-    Each `build()` returns an independent admission.
+    Each `build_plan()` returns an independent admission.
     """
 
     def build(self) -> Admission:
         raise NotImplementedError(f"{type(self).__name__} has no build()")
 
 
-class RoomView(Protocol):
+class WaitQueueView(Protocol):
     """What an admission may see of the wait queue that calls it.
 
     busy_permits    permits held on available endpoints
@@ -135,7 +135,7 @@ class RoomView(Protocol):
     """
 
     @property
-    def busy(self) -> int: ...
+    def busy_permits(self) -> int: ...
     @property
     def capacity(self) -> int: ...
     @property
@@ -143,17 +143,17 @@ class RoomView(Protocol):
     @property
     def waiting_s(self) -> float: ...
     @property
-    def at_door(self) -> bool: ...
+    def is_new_arrival(self) -> bool: ...
     @property
-    def drain(self) -> DrainRate: ...
+    def drain_rate(self) -> DrainRate: ...
     @property
-    def limits(self) -> WaitingRoom: ...
+    def limits(self) -> WaitQueueLimits: ...
 
-    def first(self, tenant: str) -> bool:
+    def is_next(self, tenant: str) -> bool:
         """Return whether a new request of this tenant would be the next to enter."""
         ...
 
-    def ahead(self, tenant: str) -> float:
+    def count_ahead(self, tenant: str) -> float:
         """Return how many requests would enter before a new one of this tenant."""
         ...
 
@@ -173,20 +173,20 @@ class Admission(Protocol):
     def name(self) -> str: ...
 
     @property
-    def calm(self) -> bool: ...
+    def is_calm(self) -> bool: ...
 
     @property
-    def reads_beliefs(self) -> bool: ...
+    def reads_forecast(self) -> bool: ...
 
-    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
+    def decide(self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView) -> Verdict:
         """Decide about a new request, or again about the head of the queue when it may enter."""
         ...
 
-    def booked(self, query: Ask, pick: Pick) -> None:
+    def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
         """Handle that an admitted request was booked at an endpoint."""
         ...
 
-    def ended(self, request: Request, outcome: Outcome) -> None:
+    def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
         """Handle that a booked request has ended."""
         ...
 
@@ -195,7 +195,7 @@ class Admission(Protocol):
         ...
 
 
-def capacity(candidates: Iterable[Candidate]) -> int:
+def total_capacity(candidates: Iterable[Candidate]) -> int:
     """Return how many requests this gateway may run at once on the available endpoints.
 
     This is the sum of the concurrency caps minus what other gateways use, but at least an equal
@@ -204,8 +204,8 @@ def capacity(candidates: Iterable[Candidate]) -> int:
     total = 0
     for candidate in candidates:
         load, cap = candidate.load, candidate.endpoint.max_concurrency
-        if load.available:
-            peer_load = load.others
+        if load.is_available:
+            peer_load = load.peer_load
             total += (
                 max(cap - peer_load.in_flight, cap // (len(peer_load.shares) + 1))
                 if peer_load.shares
@@ -214,89 +214,89 @@ def capacity(candidates: Iterable[Candidate]) -> int:
     return total
 
 
-def crowd(queue: RoomView, expected_s: float | None) -> str:
+def occupancy_text(queue: WaitQueueView, expected_s: float | None) -> str:
     """Return the numbers of a wait queue as text: the tail of most refusals."""
-    text = f"{queue.busy} of {queue.capacity} places are taken and {queue.waiting} requests wait"
+    text = f"{queue.busy_permits} of {queue.capacity} places are taken and {queue.waiting} requests wait"
     return text if expected_s is None else f"{text}; a place is expected in {expected_s:.1f} s"
 
 
-def no_capacity() -> Shed:
+def shed_no_capacity() -> Shed:
     """Refuse because no endpoint is available; when one will be is unknown."""
     return Shed("no_capacity", None, "No endpoint is available.")
 
 
-def full(queue: RoomView, now: float) -> Shed:
+def shed_queue_full(queue: WaitQueueView, now: float) -> Shed:
     """Refuse because the wait queue is full."""
-    expected_s = queue.drain.seconds_for(queue.waiting + 1, now)
+    expected_s = queue.drain_rate.seconds_for(queue.waiting + 1, now)
     return Shed(
-        "waiting_room_full", expected_s, f"The waiting room is full. {crowd(queue, expected_s)}."
+        "waiting_room_full", expected_s, f"The waiting room is full. {occupancy_text(queue, expected_s)}."
     )
 
 
-def timed_out(queue: RoomView, now: float) -> Shed:
-    """Refuse a request that waited its full time. It is no longer counted in `queue.waiting`."""
-    expected_s = queue.drain.seconds_for(queue.waiting + 1, now)
+def shed_timed_out(queue: WaitQueueView, now: float) -> Shed:
+    """Refuse a request that waited its full time. It is no longer counted in `enqueue.waiting`."""
+    expected_s = queue.drain_rate.seconds_for(queue.waiting + 1, now)
     return Shed(
         "waited_too_long",
         expected_s,
-        f"No endpoint became free in time. {crowd(queue, expected_s)}.",
+        f"No endpoint became free in time. {occupancy_text(queue, expected_s)}.",
     )
 
 
-def past_deadline(
-    queue: RoomView, needed_s: float, left_s: float, expected_s: float | None
+def shed_past_deadline(
+    queue: WaitQueueView, needed_s: float, left_s: float, expected_s: float | None
 ) -> Shed:
     """Refuse a request whose client will have given up before its first token."""
     patience = f"The client gives up in {max(0.0, left_s):.1f} s"
     text = f"{patience} and the first token is expected in {needed_s:.1f} s"
-    return Shed("deadline", expected_s, f"{text}. {crowd(queue, expected_s)}.")
+    return Shed("deadline", expected_s, f"{text}. {occupancy_text(queue, expected_s)}.")
 
 
-class Cap:
+class CapAdmission:
     """Concurrency caps only: enter while a place is free, wait while the queue has room.
 
     A new request that, at the measured drain rate, would time out or miss its client's deadline is
     refused at once. An early refusal is better for the client than a late one.
     """
 
-    __slots__ = ("calm", "name", "reads_beliefs")
+    __slots__ = ("is_calm", "name", "reads_forecast")
 
     def __init__(self) -> None:
         self.name = "cap"
-        self.calm = True
-        self.reads_beliefs = False
+        self.is_calm = True
+        self.reads_forecast = False
 
-    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
-        if queue.busy < queue.capacity and not (queue.at_door and queue.waiting):
+    def decide(self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView) -> Verdict:
+        if queue.busy_permits < queue.capacity and not (queue.is_new_arrival and queue.waiting):
             return ADMIT
-        if not queue.at_door:
+        if not queue.is_new_arrival:
             return Wait(queue.limits.timeout_s)
         if queue.capacity <= 0:
-            return no_capacity()
-        expected_s = queue.drain.seconds_for(queue.ahead(query.request.tenant) + 1, query.now)
+            return shed_no_capacity()
+        expected_s = queue.drain_rate.seconds_for(queue.count_ahead(query.request.tenant) + 1, query.now)
         if expected_s is not None and expected_s > queue.limits.timeout_s:
             text = "The wait would be longer than the waiting room allows"
-            return Shed("too_slow", expected_s, f"{text}. {crowd(queue, expected_s)}.")
+            return Shed("too_slow", expected_s, f"{text}. {occupancy_text(queue, expected_s)}.")
         deadline_s = query.request.deadline_s
         if (
             expected_s is not None
             and deadline_s is not None
             and query.now + expected_s > deadline_s
         ):
-            return past_deadline(queue, expected_s, deadline_s - query.now, expected_s)
+            return shed_past_deadline(queue, expected_s, deadline_s - query.now, expected_s)
         return Wait(queue.limits.timeout_s)
 
-    def booked(self, query: Ask, pick: Pick) -> None:
+    def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
         """No-op: the wait queue counts the places."""
 
-    def ended(self, request: Request, outcome: Outcome) -> None:
+    def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
         """No-op: a cap learns nothing."""
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
         """No-op: a cap has no periodic work."""
 
 
-class Open(Cap):
+class UncappedAdmission(CapAdmission):
     """Admit every request while an endpoint is available, for engines that shed load."""
 
     __slots__ = ()
@@ -304,7 +304,7 @@ class Open(Cap):
     def __init__(self) -> None:
         super().__init__()
         self.name = "none"
-        self.calm = False
+        self.is_calm = False
 
-    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
-        return ADMIT if queue.capacity > 0 else no_capacity()
+    def decide(self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView) -> Verdict:
+        return ADMIT if queue.capacity > 0 else shed_no_capacity()

@@ -15,7 +15,7 @@ from math import exp
 import msgspec
 
 from policies.model import Request
-from policies.param_types import Number, Positive
+from policies.param_types import Positive, PositiveCount
 
 FORGIVEN = 1e-3
 """A debt below this many tokens is treated as zero, so that the tenant can be dropped."""
@@ -34,10 +34,10 @@ class FairShares(msgspec.Struct, frozen=True):
 
     weights: Mapping[str, Positive] = {}
     calm_s: Positive = 10.0
-    remembered: Number = 4096
+    remembered: PositiveCount = 4096
 
 
-class Counters:
+class TenantCounters:
     """The virtual counters, in tokens per unit of weight. One owner.
 
     floor  the counter that was served last: the pool's virtual time, which never goes back. An idle
@@ -55,19 +55,19 @@ class Counters:
     def __len__(self) -> int:
         return len(self._ahead)
 
-    def share(self, shares: FairShares) -> None:
+    def set_shares(self, shares: FairShares) -> None:
         """Use these weights from now on; charges are kept."""
         self._shares = shares
 
     def weight(self, tenant: str) -> float:
         return self._shares.weights.get(tenant, 1.0)
 
-    def of(self, tenant: str) -> float:
+    def counter_of(self, tenant: str) -> float:
         return max(self.floor, self._ahead.get(tenant, 0.0))
 
     def charge(self, tenant: str, tokens: float) -> float:
         """Charge the tenant for work and return its counter; negative tokens are a refund."""
-        counter = max(self.floor, self.of(tenant) + tokens / self.weight(tenant))
+        counter = max(self.floor, self.counter_of(tenant) + tokens / self.weight(tenant))
         if counter <= self.floor + FORGIVEN:
             self._ahead.pop(tenant, None)
         else:
@@ -76,13 +76,13 @@ class Counters:
                 self._prune()
         return counter
 
-    def served(self, counter: float) -> None:
+    def advance_to(self, counter: float) -> None:
         """Advance virtual time to the counter served now, which is the lowest of all waiting
         tenants.
         """
         self.floor = max(self.floor, counter)
 
-    def fade(self, now: float) -> None:
+    def forgive(self, now: float) -> None:
         """Let past usage decay while no request waits.
 
         Call it regularly, and before a request starts to wait.
@@ -98,7 +98,7 @@ class Counters:
                 tenant: self.floor + debt for tenant, debt in debts.items() if debt > FORGIVEN
             }
 
-    def contended(self) -> None:
+    def stop_forgiving(self) -> None:
         """Stop the decay because a request waits; `fade` starts it again."""
         self._faded_at = None
 
@@ -114,6 +114,6 @@ class Counters:
             self._ahead = dict(debtors[: self._shares.remembered // 2])
 
 
-def charged_tokens(request: Request, cached_tokens: int) -> int:
+def billable_tokens(request: Request, cached_tokens: int) -> int:
     """Return the cost of a request to its tenant: uncached prompt plus expected output tokens."""
     return max(0, request.prompt_tokens - cached_tokens) + request.output_tokens

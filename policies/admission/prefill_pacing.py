@@ -16,7 +16,7 @@ LEAST_SHARE = 0.2
 """Prefill always gets this share of the time: a budget may be impossible to meet."""
 
 
-class Pace:
+class PrefillPace:
     """Seconds of prefill sent to each endpoint in excess of its pace, by slot. One owner.
 
     share  fraction of the TPOT budget to plan with; the rest is a margin
@@ -38,13 +38,13 @@ class Pace:
             else 0.0
         )
 
-    def given(self, load: EndpointLoad, prefill_s: float, tpot_s: float, now: float) -> float:
+    def record(self, load: EndpointLoad, prefill_s: float, tpot_s: float, now: float) -> float:
         """Record a prompt sent to the endpoint; return how far ahead of its pace it is now."""
         level = self._level[load.slot] = self.ahead_s(load, tpot_s, now) + prefill_s
         self._at[load.slot] = now
         return level
 
-    def mean(self, candidates: Sequence[Candidate], tpot_s: float) -> float:
+    def mean_share(self, candidates: Sequence[Candidate], tpot_s: float) -> float:
         """Return the share of the time prefill may take, averaged over the available candidates.
 
         1 if there are none.
@@ -52,7 +52,7 @@ class Pace:
         paces = [
             self._pace(candidate.load, tpot_s)
             for candidate in candidates
-            if candidate.load.available
+            if candidate.load.is_available
         ]
         return sum(paces) / len(paces) if paces else 1.0
 

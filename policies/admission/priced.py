@@ -17,23 +17,23 @@ from math import expm1, inf, pow
 from policies.admission.admission import (
     ADMIT,
     Admission,
-    AdmissionPreset,
-    Outcome,
-    RoomView,
+    AdmissionParams,
+    RequestOutcome,
     Shed,
     Verdict,
     Wait,
-    no_capacity,
-    past_deadline,
+    WaitQueueView,
+    shed_no_capacity,
+    shed_past_deadline,
 )
-from policies.admission.prefill_pacing import Pace
-from policies.admission.retry_after import Calendar, ReturnTimes, identity
-from policies.admission.sessions import SessionGate, WorkingSet, continuing, fleet_kv_tokens
-from policies.admission.tenant_usage import Usage
+from policies.admission.prefill_pacing import PrefillPace
+from policies.admission.retry_after import ReturnSchedule, ReturnTimes, request_key
+from policies.admission.sessions import SessionGate, WorkingSet, fleet_kv_tokens, is_continuation
+from policies.admission.tenant_usage import TenantUsage
 from policies.latency.latency import prefill_s
-from policies.model import STANDARD, Ask, Candidate, Pick, Request
-from policies.param_types import Amount, Exponent, Positive, Share
-from policies.pricing.cost_estimate import Appraisal, appraise, left_s
+from policies.model import STANDARD, Candidate, Pick, Request, RoutingQuery
+from policies.param_types import Exponent, Fraction, NonNegative, Positive
+from policies.pricing.cost_estimate import CostEstimate, estimate_cost, remaining_ttft_s
 
 LEARN = 0.02
 """Weight of one request in running means."""
@@ -51,7 +51,7 @@ Clients choose it, and an impossible one must not raise the price for others.
 """
 
 
-class Priced(AdmissionPreset, frozen=True):
+class PricedAdmissionParams(AdmissionParams, frozen=True):
     """Parameters of priced admission.
 
     queue_share    share of the TTFT budget the mean queue may take before a price applies in
@@ -83,17 +83,17 @@ class Priced(AdmissionPreset, frozen=True):
     overload: Positive = 1.3
     burst_share: Positive = 0.8
     full_load: Positive = 1.1
-    doubt: Amount = 1.5
+    doubt: NonNegative = 1.5
     steepness: Exponent = 4.0
-    bend: Share = 0.8
-    hold_share: Amount = 0.2
-    hold_least_s: Amount = 0.6
+    bend: Fraction = 0.8
+    hold_share: NonNegative = 0.2
+    hold_least_s: NonNegative = 0.6
     step_share: Positive = 0.85
     burst_s: Positive = 1.5
     modest: Positive = 3.0
     immodest: Positive = 0.3
     kv_share: Positive = 1.0
-    late_value: Amount = 0.2
+    late_value: NonNegative = 0.2
     session_value: Positive = 20.0
     weights: Mapping[str, Positive] = {}
     sessions: SessionGate = SessionGate()
@@ -134,20 +134,20 @@ class PricedAdmission:
             "_usage",
             "_work_s",
         ),
-        *("calm", "name", "price", "reads_beliefs"),
+        *("is_calm", "name", "price", "reads_forecast"),
     )
 
-    def __init__(self, rule: Priced) -> None:
+    def __init__(self, rule: PricedAdmissionParams) -> None:
         self.name = "priced"
-        self.calm = self.reads_beliefs = True
+        self.is_calm = self.reads_forecast = True
         self.price = 0.0
         self._rule = rule
         self._sessions = WorkingSet(rule.sessions)
-        self._schedule = Calendar(rule.returns)
+        self._schedule = ReturnSchedule(rule.returns)
         self._prefill_share, self._kv_booked = 1.0, 0.0
         self._overload = self._ahead_s = 0.0
-        self._pace = Pace(rule.step_share)
-        self._usage = Usage(rule.weights)
+        self._pace = PrefillPace(rule.step_share)
+        self._usage = TenantUsage(rule.weights)
         self._budget: float | None = None
         self._tpot_budget: float | None = None
         self._typical_s: float | None = None
@@ -161,15 +161,15 @@ class PricedAdmission:
 
     # Verdicts
 
-    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
+    def decide(self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView) -> Verdict:
         if queue.capacity <= 0:
-            return no_capacity()
-        estimate = appraise(query, candidates)
+            return shed_no_capacity()
+        estimate = estimate_cost(query, candidates)
         if not estimate.count:
-            return no_capacity()
+            return shed_no_capacity()
         self._reprice(estimate, queue)
-        key = identity(query) if queue.at_door and len(self._schedule) else None
-        early_s = self._schedule.early(key, query.now) if self.price else None
+        key = request_key(query) if queue.is_new_arrival and len(self._schedule) else None
+        early_s = self._schedule.seconds_early(key, query.now) if self.price else None
         if early_s is not None:
             return Shed(
                 "early",
@@ -177,21 +177,21 @@ class PricedAdmission:
                 f"This request came before its Retry-After time, which is in {early_s:.1f} s.",
             )
         # its share of the capacity is reserved, so it need not wait again
-        is_reserved = self._schedule.due(key, query.now)
+        is_reserved = self._schedule.is_due(key, query.now)
         shed = (
             self._refusal(query, candidates, estimate, queue, is_reserved)
-            if queue.at_door
+            if queue.is_new_arrival
             else self._refuse_late(query, estimate, queue)
         )
         if shed is not None:
-            self._usage.offered(query.request.tenant, estimate.work_s, admitted=False)
+            self._usage.record(query.request.tenant, estimate.work_s, admitted=False)
             return shed
         if is_reserved or not self.price:
-            self._schedule.kept(key)
-        turn = is_reserved or not queue.at_door or queue.first(query.request.tenant)
+            self._schedule.remove(key)
+        turn = is_reserved or not queue.is_new_arrival or queue.is_next(query.request.tenant)
         if (
             turn
-            and queue.busy < queue.capacity
+            and queue.busy_permits < queue.capacity
             and (is_reserved or self._can_start_soon(query, candidates, estimate.count))
         ):
             return ADMIT
@@ -199,10 +199,10 @@ class PricedAdmission:
 
     def _refusal(
         self,
-        query: Ask,
+        query: RoutingQuery,
         candidates: Sequence[Candidate],
-        estimate: Appraisal,
-        queue: RoomView,
+        estimate: CostEstimate,
+        queue: WaitQueueView,
         is_reserved: bool,
     ) -> Shed | None:
         """Return why a new request may not even wait; None if it may."""
@@ -211,14 +211,14 @@ class PricedAdmission:
         first_s = estimate.ttft_s + wait_s
         patience_s = inf if request.deadline_s is None else request.deadline_s - query.now
         if first_s > patience_s:
-            return past_deadline(
+            return shed_past_deadline(
                 queue,
                 first_s,
                 patience_s,
                 self._retry_after(query, estimate, queue, first_s - patience_s),
             )
         kv_tokens = fleet_kv_tokens(candidates) if request.session else None
-        if not self._sessions.admits(
+        if not self._sessions.can_admit(
             request.session, request.prompt_tokens + request.output_tokens, kv_tokens
         ):
             return self._refuse_session(query, kv_tokens or 0.0)
@@ -230,22 +230,22 @@ class PricedAdmission:
             return None
         return self._refuse_by_price(query, estimate, queue, price)
 
-    def _relative_price(self, query: Ask, estimate: Appraisal, first_s: float) -> float:
+    def _relative_price(self, query: RoutingQuery, estimate: CostEstimate, first_s: float) -> float:
         """Return the price of the request's work over its value: one in 1 + that is admitted."""
         request, rule = query.request, self._rule
         weight = request.slo.weight
         value = 2.0**request.priority * weight * (self._per_weight or 1.0 / weight)
-        if first_s > left_s(query):
+        if first_s > remaining_ttft_s(query):
             value *= rule.late_value
-        if self._sessions.holds(request.session) or continuing(
+        if self._sessions.contains(request.session) or is_continuation(
             request.prompt_tokens, estimate.cached_tokens
         ):
             value *= rule.session_value
         work = pow(estimate.work_s / max(1e-9, self._typical_s or estimate.work_s), rule.bend)
-        return self.price * self._usage.excess(request.tenant) * work / max(1e-9, value)
+        return self.price * self._usage.price_share(request.tenant) * work / max(1e-9, value)
 
     def _refuse_by_price(
-        self, query: Ask, estimate: Appraisal, queue: RoomView, price: float
+        self, query: RoutingQuery, estimate: CostEstimate, queue: WaitQueueView, price: float
     ) -> Shed:
         queue_s, threshold_s = (
             estimate.queue_s + self._queue_work_s(estimate, queue),
@@ -260,11 +260,11 @@ class PricedAdmission:
         )
         return Shed("price", retry_after_s, text)
 
-    def _refuse_late(self, query: Ask, estimate: Appraisal, queue: RoomView) -> Shed | None:
+    def _refuse_late(self, query: RoutingQuery, estimate: CostEstimate, queue: WaitQueueView) -> Shed | None:
         """Return why a waiting request is refused after all: it would miss its TTFT budget while
         others would not.
         """
-        due_s = left_s(query)
+        due_s = remaining_ttft_s(query)
         if (
             not self.price
             or estimate.ttft_s <= due_s
@@ -275,17 +275,17 @@ class PricedAdmission:
         text = f"{due} and is expected in {estimate.ttft_s:.1f} s"
         retry_after_s = self._retry_after(query, estimate, queue, estimate.ttft_s - due_s)
         return Shed(
-            "ttft", retry_after_s, f"{text}. {queue.busy} of {queue.capacity} places are taken."
+            "ttft", retry_after_s, f"{text}. {queue.busy_permits} of {queue.capacity} places are taken."
         )
 
-    def _refuse_session(self, query: Ask, kv_tokens: float) -> Shed:
+    def _refuse_session(self, query: RoutingQuery, kv_tokens: float) -> Shed:
         sessions = self._sessions
         text = (
             f"The {len(sessions)} active sessions use {sessions.tokens} tokens of context, "
-            f"and new ones enter below {sessions.phi * kv_tokens:.0f}, "
-            f"{sessions.phi:.0%} of the fleet's KV cache."
+            f"and new ones enter below {sessions.memory_share * kv_tokens:.0f}, "
+            f"{sessions.memory_share:.0%} of the fleet's KV cache."
         )
-        retry_after_s = sessions.room_in_s(query.request.prompt_tokens, kv_tokens, query.now)
+        retry_after_s = sessions.seconds_until_room(query.request.prompt_tokens, kv_tokens, query.now)
         return Shed(
             "session_memory",
             None if retry_after_s is None else retry_after_s * (0.75 + 0.5 * query.rng.random()),
@@ -294,10 +294,10 @@ class PricedAdmission:
 
     # The price
 
-    def _reprice(self, estimate: Appraisal, queue: RoomView) -> None:
+    def _reprice(self, estimate: CostEstimate, queue: WaitQueueView) -> None:
         """Set the current price: flat at first, so that a burst costs little, then exponential."""
         rule = self._rule
-        demand = self._usage.asked_s(queue.waiting_s, rule.doubt) / (
+        demand = self._usage.demand(queue.waiting_s, rule.doubt) / (
             estimate.count * self._prefill_share
         )
         self._overload = min(
@@ -309,7 +309,7 @@ class PricedAdmission:
         )
         self.price = expm1(excess) - excess
 
-    def _queue_work_s(self, estimate: Appraisal, queue: RoomView) -> float:
+    def _queue_work_s(self, estimate: CostEstimate, queue: WaitQueueView) -> float:
         """Return the seconds the endpoints need for the prompts in the wait queue, at the pace at
         which they are sent.
         """
@@ -326,7 +326,7 @@ class PricedAdmission:
             rule.burst_share + (rule.queue_share - rule.burst_share) * self._overload
         )
 
-    def _can_start_soon(self, query: Ask, candidates: Sequence[Candidate], count: int) -> bool:
+    def _can_start_soon(self, query: RoutingQuery, candidates: Sequence[Candidate], count: int) -> bool:
         """Return whether some candidate would begin the request soon without slowing running
         answers down.
 
@@ -335,9 +335,9 @@ class PricedAdmission:
         """
         slo, rule = query.request.slo, self._rule
         leniency = 1.0
-        if self._usage.shared:
+        if self._usage.has_several_tenants:
             leniency = rule.immodest + rule.modest * (
-                1.0 - self._usage.excess(query.request.tenant)
+                1.0 - self._usage.price_share(query.request.tenant)
             )
         bursts = leniency * (PASSING - (PASSING - 1.0) * self._overload)
         if self._ahead_s > bursts * rule.burst_s * count:
@@ -346,37 +346,37 @@ class PricedAdmission:
         for candidate in candidates:
             load = candidate.load
             if (
-                load.available
-                and load.ready_at <= until
+                load.is_available
+                and load.prefill_done_at <= until
                 and self._pace.ahead_s(load, slo.tpot_s, query.now) <= leniency * rule.burst_s
             ):
                 return True
         return False
 
-    def _wait_s(self, tenant: str, estimate: Appraisal, queue: RoomView) -> float:
+    def _wait_s(self, tenant: str, estimate: CostEstimate, queue: WaitQueueView) -> float:
         """Return how long a new request of the tenant would wait in the queue."""
         if not queue.waiting:
             return 0.0
-        return self._queue_work_s(estimate, queue) * min(1.0, queue.ahead(tenant) / queue.waiting)
+        return self._queue_work_s(estimate, queue) * min(1.0, queue.count_ahead(tenant) / queue.waiting)
 
     def _retry_after(
-        self, query: Ask, estimate: Appraisal, queue: RoomView, excess_s: float
+        self, query: RoutingQuery, estimate: CostEstimate, queue: WaitQueueView, excess_s: float
     ) -> float | None:
         """Return the Retry-After: the first unreserved moment after the queue has become shorter.
 
         None, without a reservation, for a request whose client would not retry.
         """
-        if not query.returns:
+        if not query.can_return:
             return None
-        per_s = queue.drain.per_s(query.now)
+        per_s = queue.drain_rate.per_s(query.now)
         capacity = per_s * self._work_s if per_s is not None and self._work_s else None
-        return self._schedule.refuse(
-            identity(query), estimate.work_s, capacity, 2.0 * excess_s, query
+        return self._schedule.schedule(
+            request_key(query), estimate.work_s, capacity, 2.0 * excess_s, query
         )
 
     # What it learns
 
-    def _learn(self, query: Ask, estimate: Appraisal) -> None:
+    def _learn(self, query: RoutingQuery, estimate: CostEstimate) -> None:
         """Update the typical budget and weight (harmonic means: tight and light ones count most)
         and the typical work.
         """
@@ -385,18 +385,18 @@ class PricedAdmission:
         self._typical_s = _mean(self._typical_s, estimate.work_s)
         self._per_weight = _mean(self._per_weight, 1.0 / slo.weight)
 
-    def booked(self, query: Ask, pick: Pick) -> None:
+    def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
         request, load = query.request, pick.candidate.load
         missing = max(1, request.prompt_tokens - pick.cached_tokens)
         fill_s = prefill_s(load, missing, pick.cached_tokens)
         context = request.prompt_tokens + request.output_tokens / 2
-        work_s = fill_s + request.output_tokens * (load.sequence_s + load.context_s * context)
+        work_s = fill_s + request.output_tokens * (load.decode_s_per_sequence + load.decode_s_per_context_token * context)
         self._work_s = _mean(self._work_s, work_s)
         self._tpot_budget = _typical(self._tpot_budget, request.slo.tpot_s, STANDARD.tpot_s)
-        self._usage.offered(request.tenant, work_s, admitted=True)
+        self._usage.record(request.tenant, work_s, admitted=True)
         if request.session:
-            cached_somewhere = max(query.cached, default=0)
-            self._sessions.began(
+            cached_somewhere = max(query.cached_by_slot, default=0)
+            self._sessions.on_booked(
                 request.session,
                 request.prompt_tokens,
                 cached_somewhere,
@@ -404,40 +404,40 @@ class PricedAdmission:
                 query.now,
             )
         self._ahead_s += fill_s
-        ahead_s = self._pace.given(load, fill_s, request.slo.tpot_s, query.now)
+        ahead_s = self._pace.record(load, fill_s, request.slo.tpot_s, query.now)
         if (
             request.session
             or ahead_s > 0.5 * self._rule.burst_s
-            or load.ready_at - query.now > self._rule.hold_least_s
+            or load.prefill_done_at - query.now > self._rule.hold_least_s
         ):
-            self.calm = False
+            self.is_calm = False
 
-    def ended(self, request: Request, outcome: Outcome) -> None:
+    def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
         if request.session:
             context = (
                 None if outcome.ttft_s is None else request.prompt_tokens + outcome.output_tokens
             )
-            self._sessions.ended(request.session, context, outcome.cached_tokens, outcome.now)
+            self._sessions.on_ended(request.session, context, outcome.cached_tokens, outcome.now)
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
         self._sessions.tick(now)
         self._usage.tick(now)
-        self._schedule.forget(now)
+        self._schedule.expire(now)
         self._kv_booked = _kv_booked(candidates)
         tpot_s = 1.0 / self._tpot_budget if self._tpot_budget else STANDARD.tpot_s
-        self._prefill_share = self._pace.mean(candidates, tpot_s)
-        loads = [candidate.load for candidate in candidates if candidate.load.available]
+        self._prefill_share = self._pace.mean_share(candidates, tpot_s)
+        loads = [candidate.load for candidate in candidates if candidate.load.is_available]
         aheads_s = [self._pace.ahead_s(load, tpot_s, now) for load in loads]
         self._ahead_s = sum(aheads_s)
-        queue_s = sum(max(0.0, load.ready_at - now) for load in loads) / max(1, len(loads))
-        self.calm = (
+        queue_s = sum(max(0.0, load.prefill_done_at - now) for load in loads) / max(1, len(loads))
+        self.is_calm = (
             not len(self._sessions)
             and not len(self._schedule)
             and queue_s < 0.5 * self._rule.hold_least_s
             and max(aheads_s, default=0.0) <= 0.5 * self._rule.burst_s
             and self._kv_booked < self._rule.kv_share
         )
-        if self.calm:
+        if self.is_calm:
             self.price = 0.0
 
 
@@ -447,7 +447,7 @@ def _kv_booked(candidates: Sequence[Candidate]) -> float:
     0 if its size is unknown.
     """
     kv_tokens = fleet_kv_tokens(candidates)
-    loads = [candidate.load for candidate in candidates if candidate.load.available]
+    loads = [candidate.load for candidate in candidates if candidate.load.is_available]
     return (
         sum(load.timeline.kv_ratio * load.kv_booked for load in loads) / kv_tokens
         if kv_tokens

@@ -35,7 +35,7 @@ class PromptLengths:
         self.ratios: dict[tuple[str, bool], float] = {}
         self._sums: dict[tuple[str, bool], list[float]] = {}
 
-    def counted(
+    def record(
         self,
         model: str,
         has_media: bool,
@@ -66,7 +66,7 @@ class PromptLengths:
         decay = 0.5 if estimated > MEMORY_TOKENS else 1.0
         seen[:] = 0.0, estimated * decay, counted * decay
 
-    def corrected(self, model: str, has_media: bool, estimated_tokens: int) -> int:
+    def correct(self, model: str, has_media: bool, estimated_tokens: int) -> int:
         """Return the estimate times the model's ratio, at least 1 if there is a ratio."""
         ratio = self.ratios.get((model, has_media))
         return estimated_tokens if ratio is None else int(estimated_tokens * ratio + 0.5) or 1

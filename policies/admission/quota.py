@@ -22,18 +22,18 @@ All levels fall and refill equally, so without it a gateway that started later o
 would never converge. When two messages cross, this share of what they report is given back.
 """
 
-Count = Annotated[int, msgspec.Meta(ge=-(1 << 50), le=1 << 50)]
-Level = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+SignedCount = Annotated[int, msgspec.Meta(ge=-(1 << 50), le=1 << 50)]
+BucketLevel = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 
-class Limits(msgspec.Struct, frozen=True):
+class QuotaLimits(msgspec.Struct, frozen=True):
     """What a tenant may use per minute. None: unlimited."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
 
 
-class Refused(msgspec.Struct, frozen=True):
+class QuotaRefusal(msgspec.Struct, frozen=True):
     """A refusal. `what` is requests or tokens, `limit` the number per minute, `remaining` the
     number left now.
 
@@ -48,20 +48,20 @@ class Refused(msgspec.Struct, frozen=True):
     reset_s: float
 
 
-class Spent(msgspec.Struct, frozen=True, array_like=True):
+class QuotaUsage(msgspec.Struct, frozen=True, array_like=True):
     """What a tenant used at one gateway since its last message; negative where more was given back.
 
     requests_left, tokens_left  the bucket levels, had this usage not happened: what all gateways
                                 know. None: no such limit
     """
 
-    requests: Count
-    tokens: Count
-    requests_left: Level | None
-    tokens_left: Level | None
+    requests: SignedCount
+    tokens: SignedCount
+    requests_left: BucketLevel | None
+    tokens_left: BucketLevel | None
 
 
-class Bucket:
+class TokenBucket:
     """What is left of one limit. The level may be negative: usage beyond the estimate is owed."""
 
     __slots__ = ("_at", "_level", "limit")
@@ -103,16 +103,16 @@ class Quota:
 
     __slots__ = ("_requests", "_tokens", "limits")
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: QuotaLimits) -> None:
         self.limits = limits
         self._requests = (
-            None if limits.requests_per_minute is None else Bucket(limits.requests_per_minute)
+            None if limits.requests_per_minute is None else TokenBucket(limits.requests_per_minute)
         )
         self._tokens = (
-            None if limits.tokens_per_minute is None else Bucket(limits.tokens_per_minute)
+            None if limits.tokens_per_minute is None else TokenBucket(limits.tokens_per_minute)
         )
 
-    def take(self, tokens: int, now: float, requests: int = 1) -> Refused | None:
+    def take(self, tokens: int, now: float, requests: int = 1) -> QuotaRefusal | None:
         """Take requests and tokens (prompts plus expected answers).
 
         Return a Refused if either is short.
@@ -132,7 +132,7 @@ class Quota:
             ):
                 left = bucket.level(now)
                 reset_s = (bucket.limit - left) * MINUTE_S / bucket.limit
-                refusal = Refused(unit, bucket.limit, max(0, int(left)), wait_s, reset_s)
+                refusal = QuotaRefusal(unit, bucket.limit, max(0, int(left)), wait_s, reset_s)
         if refusal is None:
             self._count(requests, tokens)
         return refusal
@@ -141,17 +141,17 @@ class Quota:
         """Charge the difference between actual and expected tokens; negative if fewer were used."""
         self._count(0, tokens)
 
-    def give_back(self, tokens: int, requests: int = 1) -> None:
+    def refund(self, tokens: int, requests: int = 1) -> None:
         """Give back what a request took that was then refused for other reasons."""
         self._count(-requests, -tokens)
 
-    def spent(self, requests: int, tokens: int, now: float) -> Spent:
+    def usage_message(self, requests: int, tokens: int, now: float) -> QuotaUsage:
         """Return the message for other gateways about usage since the last one."""
-        return Spent(
+        return QuotaUsage(
             requests, tokens, _left(self._requests, requests, now), _left(self._tokens, tokens, now)
         )
 
-    def elsewhere(self, theirs: Spent, ours: Spent) -> None:
+    def apply_peer_usage(self, theirs: QuotaUsage, ours: QuotaUsage) -> None:
         """Subtract another gateway's usage.
 
         `ours` is what that gateway has not received from here yet.
@@ -172,7 +172,7 @@ class Quota:
             self._tokens.take(tokens)
 
 
-def _left(bucket: Bucket | None, taken: int, now: float) -> float | None:
+def _left(bucket: TokenBucket | None, taken: int, now: float) -> float | None:
     return None if bucket is None else bucket.level(now) + taken
 
 

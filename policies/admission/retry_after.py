@@ -12,8 +12,8 @@ from collections import deque
 
 import msgspec
 
-from policies.model import Ask
-from policies.param_types import Amount, Number, Positive
+from policies.model import RoutingQuery
+from policies.param_types import NonNegative, Positive, PositiveCount
 
 Key = tuple[int, int]
 
@@ -29,11 +29,11 @@ class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     share: Positive = 0.45
-    soonest_s: Amount = 1.0
+    soonest_s: NonNegative = 1.0
     latest_s: Positive = 58.0
-    early_s: Amount = 0.5
-    late_s: Amount = 30.0
-    remembered: Number = 16_384
+    early_s: NonNegative = 0.5
+    late_s: NonNegative = 30.0
+    remembered: PositiveCount = 16_384
 
     def __post_init__(self) -> None:
         if self.soonest_s > self.latest_s:
@@ -42,25 +42,25 @@ class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
-class Calendar:
+class ReturnSchedule:
     """Reservations by prompt. One owner.
 
     scheduled_until_s  end of the reserved share of capacity, with reservations one after another
     work_s             total reserved work
     """
 
-    __slots__ = ("_order", "_reservations", "_times", "until_s", "work_s")
+    __slots__ = ("_order", "_reservations", "_times", "scheduled_until_s", "work_s")
 
     def __init__(self, times: ReturnTimes | None = None) -> None:
         self._times = times or ReturnTimes()
         self._reservations: dict[Key, tuple[float, float]] = {}
         self._order: deque[tuple[float, Key]] = deque()
-        self.until_s = self.work_s = 0.0
+        self.scheduled_until_s = self.work_s = 0.0
 
     def __len__(self) -> int:
         return len(self._reservations)
 
-    def early(self, key: Key | None, now: float) -> float | None:
+    def seconds_early(self, key: Key | None, now: float) -> float | None:
         """Return the seconds by which a scheduled request is too early.
 
         None if it is not early or not scheduled.
@@ -68,19 +68,19 @@ class Calendar:
         due_s = self._due_at(key)
         return due_s - now if due_s is not None and due_s - now > self._times.early_s else None
 
-    def due(self, key: Key | None, now: float) -> bool:
+    def is_due(self, key: Key | None, now: float) -> bool:
         """Return whether this request has a reservation for about now."""
         due_s = self._due_at(key)
         return due_s is not None and -self._times.late_s <= due_s - now <= self._times.early_s
 
-    def kept(self, key: Key | None) -> None:
+    def remove(self, key: Key | None) -> None:
         """Remove a reservation that was used or has lapsed."""
         if key is not None:
             _, work_s = self._reservations.pop(key, (0.0, 0.0))
             self.work_s = self.work_s - work_s if self._reservations else 0.0
 
-    def refuse(
-        self, key: Key | None, work_s: float, per_s: float | None, calm_in_s: float, query: Ask
+    def schedule(
+        self, key: Key | None, work_s: float, per_s: float | None, calm_in_s: float, query: RoutingQuery
     ) -> float | None:
         """Schedule a refused request.
 
@@ -95,11 +95,11 @@ class Calendar:
         if not per_s:
             return None
         times, now, rng = self._times, query.now, query.rng
-        self.forget(now)
-        begin = max(self.until_s, now + max(times.soonest_s, min(calm_in_s, 0.5 * times.latest_s)))
+        self.expire(now)
+        begin = max(self.scheduled_until_s, now + max(times.soonest_s, min(calm_in_s, 0.5 * times.latest_s)))
         length = work_s / (times.share * per_s)
         if begin + length <= now + times.latest_s:
-            self.until_s = begin + length
+            self.scheduled_until_s = begin + length
             due_s = begin + length * rng.random()
         else:
             due_s = now + times.latest_s * (0.5 + 0.5 * rng.random())
@@ -108,25 +108,25 @@ class Calendar:
             and self.work_s < per_s * times.latest_s
             and len(self._reservations) < times.remembered
         ):
-            self.kept(key)
+            self.remove(key)
             self._reservations[key] = due_s, work_s
             self._order.append((due_s, key))
             self.work_s += work_s
         return due_s - now
 
-    def forget(self, now: float) -> None:
+    def expire(self, now: float) -> None:
         """Remove reservations whose time has passed."""
         while self._order and self._order[0][0] + self._times.late_s < now:
             due_s, key = self._order.popleft()
             if self._due_at(key) == due_s:
-                self.kept(key)
+                self.remove(key)
 
     def _due_at(self, key: Key | None) -> float | None:
         reservation = self._reservations.get(key) if key is not None else None
         return None if reservation is None else reservation[0]
 
 
-def identity(query: Ask) -> Key | None:
+def request_key(query: RoutingQuery) -> Key | None:
     """Return what identifies a repeated request: its prompt, salted by model and cache salt.
 
     None without a fingerprint, or if the prompt is shorter than one block.

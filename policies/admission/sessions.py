@@ -16,7 +16,7 @@ import msgspec
 
 from policies.admission.admission import DrainRate
 from policies.model import Candidate
-from policies.param_types import Number, Positive, Share
+from policies.param_types import Fraction, Positive, PositiveCount
 
 CONTINUING_SHARE = 0.5
 """A request without a session key that finds this share of its prompt cached counts as continuing
@@ -45,11 +45,11 @@ class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_s: Positive = 180.0
     shortest_s: Positive = 60.0
     longest_s: Positive = 600.0
-    returning: Share = 0.95
-    lost_most: Share = 0.05
-    lost_least: Share = 0.01
+    returning: Fraction = 0.95
+    lost_most: Fraction = 0.05
+    lost_least: Fraction = 0.01
     period_s: Positive = 15.0
-    remembered: Number = 65_536
+    remembered: PositiveCount = 65_536
 
     def __post_init__(self) -> None:
         if not (self.least <= self.start <= self.most and self.shortest_s <= self.longest_s):
@@ -62,11 +62,11 @@ class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
-Name = str | int
+SessionKey = str | int
 """Key of a session: its own name or, with several gateways, a digest they all compute equally."""
 
 
-class Member(msgspec.Struct, frozen=True, array_like=True):
+class SessionUpdate(msgspec.Struct, frozen=True, array_like=True):
     """A counted session as sent to other gateways. `silent_s`: time since its last request."""
 
     session: Annotated[int, msgspec.Meta(ge=0)]
@@ -74,17 +74,17 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     silent_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
-class Session:
+class ActiveSession:
     """One counted session.
 
     `tokens`: its context as far as known; `believed`: cached tokens its last pick expected.
     """
 
-    __slots__ = ("believed", "in_flight", "seen_s", "tokens")
+    __slots__ = ("expected_cached_tokens", "in_flight", "last_used_s", "tokens")
 
     def __init__(self, now: float) -> None:
-        self.tokens = self.believed = self.in_flight = 0
-        self.seen_s = now
+        self.tokens = self.expected_cached_tokens = self.in_flight = 0
+        self.last_used_s = now
 
 
 class WorkingSet:
@@ -107,18 +107,18 @@ class WorkingSet:
         "_lost_tokens",
         "_updates",
         "memory_s",
-        "phi",
+        "memory_share",
         "tokens",
     )
 
     def __init__(self, gate: SessionGate | None = None) -> None:
         self._gate = gate or SessionGate()
-        self._active: dict[Name, Session] = {}
-        self._expired: dict[Name, float] = {}
-        self._key_of: Callable[[str], Name] | None = None
-        self._updates: dict[Name, None] = {}
+        self._active: dict[SessionKey, ActiveSession] = {}
+        self._expired: dict[SessionKey, float] = {}
+        self._key_of: Callable[[str], SessionKey] | None = None
+        self._updates: dict[SessionKey, None] = {}
         self.tokens = 0
-        self.phi = self._gate.start
+        self.memory_share = self._gate.start
         self.memory_s = self._gate.memory_s
         self._lost_tokens = self._expected_tokens = 0.0
         self._has_refused = False
@@ -128,32 +128,32 @@ class WorkingSet:
     def __len__(self) -> int:
         return len(self._active)
 
-    def holds(self, session: str) -> bool:
+    def contains(self, session: str) -> bool:
         """Return whether the session is counted."""
         return self._key(session) in self._active
 
-    def admits(self, session: str, tokens: int, kv_tokens: float | None) -> bool:
+    def can_admit(self, session: str, tokens: int, kv_tokens: float | None) -> bool:
         """Return whether the session is counted already, or may enter with a context of this size.
 
         Every session may enter while the fleet's KV is unknown or no session is counted: one that
         is too large for any share must be served eventually.
         """
-        if not session or kv_tokens is None or not self._active or self.holds(session):
+        if not session or kv_tokens is None or not self._active or self.contains(session):
             return True
-        if self.tokens + tokens <= self.phi * kv_tokens:
+        if self.tokens + tokens <= self.memory_share * kv_tokens:
             return True
         self._has_refused = True
         return False
 
-    def room_in_s(self, tokens: int, kv_tokens: float, now: float) -> float | None:
+    def seconds_until_room(self, tokens: int, kv_tokens: float, now: float) -> float | None:
         """Return the seconds until that many more tokens may enter, at the rate at which sessions
         expire.
 
         None if unknown.
         """
-        return self._drain.seconds_for(max(1.0, self.tokens + tokens - self.phi * kv_tokens), now)
+        return self._drain.seconds_for(max(1.0, self.tokens + tokens - self.memory_share * kv_tokens), now)
 
-    def began(self, session: str, prompt_tokens: int, held: int, believed: int, now: float) -> None:
+    def on_booked(self, session: str, prompt_tokens: int, held: int, believed: int, now: float) -> None:
         """Record a booked request of the session.
 
         held      the most prompt tokens that any candidate has cached
@@ -162,19 +162,19 @@ class WorkingSet:
         name = self._key(session)
         one = self._active.pop(name, None)
         if one is None:
-            one = Session(now)
+            one = ActiveSession(now)
             self._learn_retention(self._expired.pop(name, None), now)
         else:
             if not one.in_flight:
-                self._learn_retention(one.seen_s, now)
+                self._learn_retention(one.last_used_s, now)
             expected = min(one.tokens, prompt_tokens)
             self._count_lost(expected, expected - held)
         one.in_flight += 1
-        one.believed = believed
+        one.expected_cached_tokens = believed
         self._resize(one, prompt_tokens)
         self._touch(name, one, now)
 
-    def ended(
+    def on_ended(
         self, session: str, context_tokens: int | None, cached_tokens: int | None, now: float
     ) -> None:
         """Record the end of one of its requests.
@@ -190,16 +190,16 @@ class WorkingSet:
         self._touch(name, one, now)
         if context_tokens is not None:
             self._resize(one, context_tokens)
-        if cached_tokens is not None and one.believed > cached_tokens:
-            self._count_lost(0, one.believed - cached_tokens)
+        if cached_tokens is not None and one.expected_cached_tokens > cached_tokens:
+            self._count_lost(0, one.expected_cached_tokens - cached_tokens)
 
     # Several gateways
 
-    def share(self, named: Callable[[str], Name]) -> None:
+    def set_key_function(self, named: Callable[[str], SessionKey]) -> None:
         """Key sessions by `named`, as the other gateways do. Call it before any session enters."""
         self._key_of = named
 
-    def elsewhere(self, members: Iterable[Member], age_s: float, now: float) -> None:
+    def apply_peer_sessions(self, members: Iterable[SessionUpdate], age_s: float, now: float) -> None:
         """Add sessions that other gateways served, as reported `age_s` ago.
 
         They count like own ones until idle for too long, because the engines hold their contexts.
@@ -208,20 +208,20 @@ class WorkingSet:
         for member in members:
             seen_s = now - age_s - member.silent_s
             one = self._active.get(member.session)
-            if (one is not None and one.seen_s >= seen_s) or seen_s + self.memory_s <= now:
+            if (one is not None and one.last_used_s >= seen_s) or seen_s + self.memory_s <= now:
                 continue
             self._expired.pop(member.session, None)
             self._active.pop(member.session, None)
-            one = self._active[member.session] = one or Session(seen_s)
-            one.seen_s = seen_s
+            one = self._active[member.session] = one or ActiveSession(seen_s)
+            one.last_used_s = seen_s
             self._resize(one, member.tokens)
 
-    def untold(self, now: float) -> list[Member]:
+    def take_updates(self, now: float) -> list[SessionUpdate]:
         """Return the sessions served here since the last call."""
         names, self._updates = self._updates, {}
         return list(_members(((name, self._active[name]) for name in names), now))
 
-    def members(self, now: float) -> Iterator[Member]:
+    def all_sessions(self, now: float) -> Iterator[SessionUpdate]:
         """Return all counted sessions, for a gateway that has no state yet."""
         return _members(tuple(self._active.items()), now)
 
@@ -235,9 +235,9 @@ class WorkingSet:
             return
         lost = self._lost_tokens / self._expected_tokens
         if lost > gate.lost_most:
-            self.phi = max(gate.least, 0.9 * self.phi)
+            self.memory_share = max(gate.least, 0.9 * self.memory_share)
         elif lost < gate.lost_least and self._has_refused:
-            self.phi = min(gate.most, self.phi + 0.01)
+            self.memory_share = min(gate.most, self.memory_share + 0.01)
         fade = exp(-gate.period_s / self.memory_s)
         self._lost_tokens, self._expected_tokens = (
             self._lost_tokens * fade,
@@ -249,7 +249,7 @@ class WorkingSet:
         while self._active:
             name, one = next(iter(self._active.items()))
             too_many = len(self._active) > self._gate.remembered // 2
-            if one.seen_s + self.memory_s > now and not too_many:
+            if one.last_used_s + self.memory_s > now and not too_many:
                 return
             del self._active[name]
             if one.in_flight and not too_many:
@@ -257,18 +257,18 @@ class WorkingSet:
                 continue
             self.tokens -= one.tokens
             self._updates.pop(name, None)
-            self._drain.completed(now, one.tokens)
-            self._expired[name] = one.seen_s
+            self._drain.record(now, one.tokens)
+            self._expired[name] = one.last_used_s
             if len(self._expired) > self._gate.remembered // 2:
                 del self._expired[next(iter(self._expired))]
 
-    def _key(self, session: str) -> Name:
+    def _key(self, session: str) -> SessionKey:
         return session if self._key_of is None else self._key_of(session)
 
-    def _touch(self, name: Name, one: Session, now: float) -> None:
+    def _touch(self, name: SessionKey, one: ActiveSession, now: float) -> None:
         """Mark the session as the most recently used one, and queue it for other gateways."""
         self._active[name] = one
-        one.seen_s = now
+        one.last_used_s = now
         if self._key_of is not None:
             self._updates[name] = None
 
@@ -287,15 +287,15 @@ class WorkingSet:
         self._expected_tokens += expected
         self._lost_tokens += max(0, lost)
 
-    def _resize(self, one: Session, tokens: int) -> None:
+    def _resize(self, one: ActiveSession, tokens: int) -> None:
         self.tokens += tokens - one.tokens
         one.tokens = tokens
 
 
-def _members(sessions: Iterable[tuple[Name, Session]], now: float) -> Iterator[Member]:
+def _members(sessions: Iterable[tuple[SessionKey, ActiveSession]], now: float) -> Iterator[SessionUpdate]:
     for name, one in sessions:
         if isinstance(name, int):
-            yield Member(name, one.tokens, max(0.0, now - one.seen_s))
+            yield SessionUpdate(name, one.tokens, max(0.0, now - one.last_used_s))
 
 
 def fleet_kv_tokens(candidates: Sequence[Candidate]) -> float | None:
@@ -303,13 +303,13 @@ def fleet_kv_tokens(candidates: Sequence[Candidate]) -> float | None:
     total = 0.0
     for candidate in candidates:
         load = candidate.load
-        if load.available:
+        if load.is_available:
             if load.kv_tokens is None:
                 return None
             total += load.kv_tokens
     return total or None
 
 
-def continuing(prompt_tokens: int, cached_tokens: int) -> bool:
+def is_continuation(prompt_tokens: int, cached_tokens: int) -> bool:
     """Return whether a request without a session key seems to continue one."""
     return cached_tokens >= CONTINUING_SHARE * prompt_tokens

@@ -16,7 +16,7 @@ affects some tenant.
 """
 
 
-class Usage:
+class TenantUsage:
     """Requested and admitted work, in seconds of a TP group, decaying with `tau_s`. One owner.
 
     level     decayed work per unit of weight up to which all requested work may be admitted
@@ -34,7 +34,7 @@ class Usage:
         self._at: float | None = None
         self.level = inf
 
-    def offered(self, tenant: str, work_s: float, admitted: bool) -> None:
+    def record(self, tenant: str, work_s: float, admitted: bool) -> None:
         """Record a request and whether it was admitted.
 
         Called once per request, when that is known.
@@ -69,11 +69,11 @@ class Usage:
             weight -= self.weight(name)
 
     @property
-    def shared(self) -> bool:
+    def has_several_tenants(self) -> bool:
         """Whether several tenants have sent requests lately."""
         return len(self._offered) > 1
 
-    def asked_s(self, waiting_s: float, doubt: float) -> float:
+    def demand(self, waiting_s: float, doubt: float) -> float:
         """Return the requested work lately, in TP-group seconds per second, minus `doubt` standard
         deviations.
 
@@ -85,7 +85,7 @@ class Usage:
             / self._tau_s
         )
 
-    def excess(self, tenant: str) -> float:
+    def price_share(self, tenant: str) -> float:
         """Return which share of the price a tenant pays: 0 within its fair share, 1 well above it,
         linear in between.
 

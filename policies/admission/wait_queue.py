@@ -24,16 +24,16 @@ from policies.admission.admission import (
     Admission,
     Admit,
     DrainRate,
-    Outcome,
+    RequestOutcome,
     Shed,
     Verdict,
     Wait,
-    WaitingRoom,
+    WaitQueueLimits,
 )
-from policies.admission.fairness import Counters, FairShares, charged_tokens
+from policies.admission.fairness import FairShares, TenantCounters, billable_tokens
 from policies.load import EndpointLoad
-from policies.model import Ask, Candidate, Pick, Request
-from policies.pricing.cost_estimate import appraise
+from policies.model import Candidate, Pick, Request, RoutingQuery
+from policies.pricing.cost_estimate import estimate_cost
 
 T = TypeVar("T", bound=Hashable)
 
@@ -45,7 +45,7 @@ LOOK_AGAIN_S = 0.1
 """Minimum time between two prefix lookups of a waiting request."""
 
 
-class Waiter(Generic[T]):
+class WaitingRequest(Generic[T]):
     """A waiting request.
 
     `due_s`: when waiting becomes pointless; `must_begin_s`: slack as an absolute time.
@@ -53,65 +53,65 @@ class Waiter(Generic[T]):
 
     __slots__ = (
         *(
-            "again",
+            "requery",
             "arrived_s",
-            "ask",
-            "by_deadline",
+            "query",
+            "has_deadline",
             "candidates",
             "due_s",
-            "gone",
-            "looked_s",
+            "is_removed",
+            "last_lookup_s",
             "must_begin_s",
         ),
-        *("own_s", "ticket", "tokens"),
+        *("prefill_s", "ticket", "tokens"),
     )
 
     def __init__(
         self,
-        query: Ask,
+        query: RoutingQuery,
         candidates: Sequence[Candidate],
         ticket: T,
         timeout_s: float,
-        again: Callable[[float], Ask] | None,
+        again: Callable[[float], RoutingQuery] | None,
     ) -> None:
-        request, estimate = query.request, appraise(query, candidates)
-        self.ask, self.candidates, self.ticket, self.again = query, candidates, ticket, again
-        self.arrived_s = self.looked_s = query.now
-        self.own_s = estimate.prefill_s
-        self.tokens = charged_tokens(request, estimate.cached_tokens)
+        request, estimate = query.request, estimate_cost(query, candidates)
+        self.query, self.candidates, self.ticket, self.requery = query, candidates, ticket, again
+        self.arrived_s = self.last_lookup_s = query.now
+        self.prefill_s = estimate.prefill_s
+        self.tokens = billable_tokens(request, estimate.cached_tokens)
         self.due_s = query.now + timeout_s
         first_token_due_s = (request.arrived_s or query.now) + request.slo.ttft_s
-        self.by_deadline = (
-            request.deadline_s is not None and request.deadline_s - self.own_s < self.due_s
+        self.has_deadline = (
+            request.deadline_s is not None and request.deadline_s - self.prefill_s < self.due_s
         )
         if request.deadline_s is not None:
             first_token_due_s = min(first_token_due_s, request.deadline_s)
-            self.due_s = min(self.due_s, request.deadline_s - self.own_s)
-        self.must_begin_s = first_token_due_s - self.own_s
-        self.gone = False
+            self.due_s = min(self.due_s, request.deadline_s - self.prefill_s)
+        self.must_begin_s = first_token_due_s - self.prefill_s
+        self.is_removed = False
 
 
-class Line(Generic[T]):
+class TenantQueue(Generic[T]):
     """The waiting requests of one tenant, most urgent first. `counter` ranks the tenant."""
 
     __slots__ = ("counter", "heap", "size")
 
     def __init__(self, counter: float) -> None:
         self.counter = counter
-        self.heap: list[tuple[int, float, int, Waiter[T]]] = []
+        self.heap: list[tuple[int, float, int, WaitingRequest[T]]] = []
         self.size = 0
 
-    def first(self) -> Waiter[T]:
-        while self.heap[0][-1].gone:
+    def first(self) -> WaitingRequest[T]:
+        while self.heap[0][-1].is_removed:
             heappop(self.heap)
         return self.heap[0][-1]
 
-    def last(self) -> Waiter[T]:
+    def last(self) -> WaitingRequest[T]:
         """Return the least urgent one. O(size)."""
-        return max(entry for entry in self.heap if not entry[-1].gone)[-1]
+        return max(entry for entry in self.heap if not entry[-1].is_removed)[-1]
 
 
-class Room(Generic[T]):
+class WaitQueue(Generic[T]):
     """Permits and waiting requests of one pool.
 
     Every arrival leaves by a verdict, by `cancel` or by `leave`.
@@ -140,9 +140,9 @@ class Room(Generic[T]):
             "_tickets",
             "_turns_since_starved",
             "admission",
-            "at_door",
+            "is_new_arrival",
             "capacity",
-            "drain",
+            "drain_rate",
             "in_flight",
         ),
         *("limits", "waiting_s"),
@@ -151,24 +151,24 @@ class Room(Generic[T]):
     def __init__(
         self,
         admission: Admission,
-        limits: WaitingRoom | None = None,
+        limits: WaitQueueLimits | None = None,
         shares: FairShares | None = None,
     ) -> None:
         self.admission = admission
-        self.limits = limits or WaitingRoom()
-        self.drain = DrainRate()
+        self.limits = limits or WaitQueueLimits()
+        self.drain_rate = DrainRate()
         self.in_flight = self.capacity = 0
         self.waiting_s = 0.0
-        self.at_door = False
+        self.is_new_arrival = False
         self._candidates: Sequence[Candidate] = ()
         self._leaving: Sequence[EndpointLoad] = ()
         self._has_unavailable = False
-        self._counters = Counters(shares)
-        self._tickets: dict[T, Waiter[T]] = {}
-        self._queues: dict[str, Line[T]] = {}
+        self._counters = TenantCounters(shares)
+        self._tickets: dict[T, WaitingRequest[T]] = {}
+        self._queues: dict[str, TenantQueue[T]] = {}
         self._ranks: list[tuple[float, int, str]] = []
-        self._fifo: deque[Waiter[T]] = deque()
-        self._due: list[tuple[float, int, Waiter[T]]] = []
+        self._fifo: deque[WaitingRequest[T]] = deque()
+        self._due: list[tuple[float, int, WaitingRequest[T]]] = []
         self._evicted: list[tuple[T, Verdict]] = []
         self._charged: dict[str, int] = {}
         self._sequence = self._turns_since_starved = 0
@@ -182,24 +182,24 @@ class Room(Generic[T]):
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens of the waiting requests. O(waiting)."""
-        return sum(waiter.ask.request.prompt_tokens for waiter in self._tickets.values())
+        return sum(waiter.query.request.prompt_tokens for waiter in self._tickets.values())
 
     @property
-    def busy(self) -> int:
+    def busy_permits(self) -> int:
         """Permits used on available endpoints.
 
         Answers that still run on an ejected or leaving endpoint take no place.
         """
         if not self._has_unavailable:
             return self.in_flight
-        loads = [candidate.load for candidate in self._candidates if not candidate.load.available]
+        loads = [candidate.load for candidate in self._candidates if not candidate.load.is_available]
         return max(
             0,
             self.in_flight
-            - sum(load.in_flight - load.others.in_flight for load in (*loads, *self._leaving)),
+            - sum(load.in_flight - load.peer_load.in_flight for load in (*loads, *self._leaving)),
         )
 
-    def ahead(self, tenant: str) -> float:
+    def count_ahead(self, tenant: str) -> float:
         """Return how many would enter before a new request of the tenant: by weight as many of each
         tenant as of its own.
 
@@ -215,11 +215,11 @@ class Room(Generic[T]):
         )
         return size + sum(others)
 
-    def first(self, tenant: str) -> bool:
+    def is_next(self, tenant: str) -> bool:
         """Return whether a new request of the tenant would enter next. O(waiting tenants)."""
         if not self._tickets:
             return True
-        counter = self._counters.of(tenant)
+        counter = self._counters.counter_of(tenant)
         return tenant not in self._queues and all(
             queue.counter >= counter for queue in self._queues.values()
         )
@@ -239,18 +239,18 @@ class Room(Generic[T]):
                 waiter.candidates = candidates
         self._candidates = candidates
         self._leaving = [load for load in leaving if load.in_flight]
-        self.capacity = verdicts.capacity(candidates)
+        self.capacity = verdicts.total_capacity(candidates)
         self._has_unavailable = bool(self._leaving) or not all(
-            candidate.load.available for candidate in candidates
+            candidate.load.is_available for candidate in candidates
         )
 
-    def share(self, shares: FairShares) -> None:
+    def set_shares(self, shares: FairShares) -> None:
         """Use these tenant shares from now on."""
-        self._counters.share(shares)
+        self._counters.set_shares(shares)
 
     # In and out
 
-    def take(self) -> bool:
+    def try_enter(self) -> bool:
         """Take a permit on the fast path, without asking the admission: possible while the pool is
         calm.
         """
@@ -258,7 +258,7 @@ class Room(Generic[T]):
             self._tickets
             or self.in_flight >= self.capacity
             or self._has_unavailable
-            or not self.admission.calm
+            or not self.admission.is_calm
         ):
             return False
         self.in_flight += 1
@@ -266,10 +266,10 @@ class Room(Generic[T]):
 
     def arrive(
         self,
-        query: Ask,
+        query: RoutingQuery,
         candidates: Sequence[Candidate],
         ticket: T,
-        again: Callable[[float], Ask] | None = None,
+        again: Callable[[float], RoutingQuery] | None = None,
     ) -> Verdict:
         """Return the verdict on a new request.
 
@@ -278,46 +278,46 @@ class Room(Generic[T]):
         back. `again` rebuilds the query at a later moment, because cached prefixes change while it
         waits.
         """
-        verdict = self.knock(query, candidates)
+        verdict = self.decide_without_queueing(query, candidates)
         if isinstance(verdict, Wait):
-            return self._add(Waiter(query, candidates, ticket, verdict.timeout_s, again))
+            return self._add(WaitingRequest(query, candidates, ticket, verdict.timeout_s, again))
         return verdict
 
-    def knock(self, query: Ask, candidates: Sequence[Candidate]) -> Verdict:
+    def decide_without_queueing(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> Verdict:
         """Like `arrive`, for a request that does not queue if it would have to wait."""
-        self.at_door = True
+        self.is_new_arrival = True
         try:
-            verdict = self.admission.judge(query, candidates, self)
+            verdict = self.admission.decide(query, candidates, self)
         finally:
-            self.at_door = False
+            self.is_new_arrival = False
         if isinstance(verdict, Admit):
             self.in_flight += 1
         return verdict
 
-    def booked(self, query: Ask, pick: Pick) -> None:
+    def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
         """Charge the tenant of a request with a permit that was booked at an endpoint."""
         request = query.request
-        tokens = charged_tokens(request, pick.cached_tokens) - self._charged.pop(request.id, 0)
+        tokens = billable_tokens(request, pick.cached_tokens) - self._charged.pop(request.id, 0)
         self._charge(request.tenant, tokens)
-        self.admission.booked(query, pick)
+        self.admission.on_booked(query, pick)
 
-    def leave(self, request: Request, outcome: Outcome) -> None:
+    def release(self, request: Request, outcome: RequestOutcome) -> None:
         """Give back a permit. Call `settle` afterwards."""
-        self.gone(outcome.now)
-        self.ended(request, outcome)
+        self.free_place(outcome.now)
+        self.on_ended(request, outcome)
 
-    def gone(self, now: float) -> None:
+    def free_place(self, now: float) -> None:
         """Give back the place only: the first half of `leave`, if the outcome is reported
         separately.
         """
         self.in_flight -= 1
-        self.drain.completed(now)
+        self.drain_rate.record(now)
 
-    def withdraw(self) -> None:
+    def undo_admit(self) -> None:
         """Give back an unused permit. Call `settle` afterwards."""
         self.in_flight -= 1
 
-    def unbooked(self, request: Request) -> None:
+    def on_not_routed(self, request: Request) -> None:
         """Refund the tenant of a request that was admitted from the queue but found no endpoint, or
         left first.
         """
@@ -325,10 +325,10 @@ class Room(Generic[T]):
         if tokens:
             self._charge(request.tenant, -tokens)
 
-    def ended(self, request: Request, outcome: Outcome) -> None:
+    def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
         """Correct the charge of a booked request by its real length: the second half of `leave`."""
         self._charge(request.tenant, outcome.output_tokens - request.output_tokens)
-        self.admission.ended(request, outcome)
+        self.admission.on_ended(request, outcome)
 
     def cancel(self, ticket: T) -> bool:
         """Remove a ticket from the queue; False if it was not in it."""
@@ -340,16 +340,16 @@ class Room(Generic[T]):
     def tick(self, now: float) -> None:
         """Run periodic work, about every 100 ms. Call `settle` afterwards."""
         if not self._tickets:
-            self._counters.fade(now)
+            self._counters.forgive(now)
         self.admission.tick(now, self._candidates)
 
     def next_due(self) -> float | None:
         """Return when `settle` must be called at the latest; None while no request waits."""
-        while self._due and self._due[0][-1].gone:
+        while self._due and self._due[0][-1].is_removed:
             heappop(self._due)
         return self._due[0][0] if self._due else None
 
-    def settle(self, now: float) -> list[tuple[T, Verdict]]:
+    def take_verdicts(self, now: float) -> list[tuple[T, Verdict]]:
         """Return the tickets with a verdict now, in order. Each Admit has taken a permit."""
         verdicts_due, self._evicted = self._evicted, []
         while (due := self.next_due()) is not None and due <= now:
@@ -364,33 +364,33 @@ class Room(Generic[T]):
             verdicts_due.append((waiter.ticket, verdict))
         return verdicts_due
 
-    def charged_elsewhere(self, tenant: str, tokens: float) -> None:
+    def charge_peer_work(self, tenant: str, tokens: float) -> None:
         """Charge the tenant for work that another gateway did."""
         self._charge(tenant, tokens)
 
     # The line
 
-    def _add(self, waiter: Waiter[T]) -> Verdict:
-        request = waiter.ask.request
+    def _add(self, waiter: WaitingRequest[T]) -> Verdict:
+        request = waiter.query.request
         if waiter.due_s <= waiter.arrived_s:
             return self._shed_late(waiter, waiter.arrived_s)
         if len(self._tickets) >= self.limits.size and not self._make_room(
             request.tenant, waiter.arrived_s
         ):
-            return verdicts.full(self, waiter.arrived_s)
+            return verdicts.shed_queue_full(self, waiter.arrived_s)
         if not self._tickets:
-            self._counters.fade(waiter.arrived_s)
-            self._counters.contended()
+            self._counters.forgive(waiter.arrived_s)
+            self._counters.stop_forgiving()
         self._tickets[waiter.ticket] = waiter
-        self.waiting_s += waiter.own_s
+        self.waiting_s += waiter.prefill_s
         self._enqueue(waiter)
         return Wait(waiter.due_s - waiter.arrived_s)
 
-    def _enqueue(self, waiter: Waiter[T]) -> None:
-        request = waiter.ask.request
+    def _enqueue(self, waiter: WaitingRequest[T]) -> None:
+        request = waiter.query.request
         queue = self._queues.get(request.tenant)
         if queue is None:
-            queue = self._queues[request.tenant] = Line(self._counters.of(request.tenant))
+            queue = self._queues[request.tenant] = TenantQueue(self._counters.counter_of(request.tenant))
             self._rank(request.tenant, queue)
         self._sequence += 1
         heappush(queue.heap, (-request.priority, waiter.must_begin_s, self._sequence, waiter))
@@ -398,11 +398,11 @@ class Room(Generic[T]):
         heappush(self._due, (waiter.due_s, self._sequence, waiter))
         self._fifo.append(waiter)
 
-    def _rank(self, tenant: str, queue: Line[T]) -> None:
+    def _rank(self, tenant: str, queue: TenantQueue[T]) -> None:
         self._sequence += 1
         heappush(self._ranks, (queue.counter, self._sequence, tenant))
 
-    def _next(self, now: float) -> tuple[Waiter[T], Verdict, bool] | None:
+    def _next(self, now: float) -> tuple[WaitingRequest[T], Verdict, bool] | None:
         """Return the next request to enter or to be refused, its verdict, and whether it is a
         starvation turn.
 
@@ -423,19 +423,19 @@ class Room(Generic[T]):
                     return other, verdict, False
         return None
 
-    def _verdict(self, waiter: Waiter[T], now: float) -> Verdict:
-        if waiter.again is not None and now - waiter.looked_s >= LOOK_AGAIN_S:
-            waiter.ask, waiter.looked_s = waiter.again(now), now
-        return self.admission.judge(
-            msgspec.structs.replace(waiter.ask, now=now), waiter.candidates, self
+    def _verdict(self, waiter: WaitingRequest[T], now: float) -> Verdict:
+        if waiter.requery is not None and now - waiter.last_lookup_s >= LOOK_AGAIN_S:
+            waiter.query, waiter.last_lookup_s = waiter.requery(now), now
+        return self.admission.decide(
+            msgspec.structs.replace(waiter.query, now=now), waiter.candidates, self
         )
 
-    def _head(self, now: float) -> tuple[Waiter[T], bool]:
+    def _head(self, now: float) -> tuple[WaitingRequest[T], bool]:
         """Return the request whose turn it is, and whether it is a starvation turn.
 
         Requires a waiting request.
         """
-        while self._fifo[0].gone:
+        while self._fifo[0].is_removed:
             self._fifo.popleft()
         oldest = self._fifo[0]
         if (
@@ -450,13 +450,13 @@ class Room(Generic[T]):
                 return queue.first(), False
             heappop(self._ranks)
 
-    def _admit(self, waiter: Waiter[T], starved: bool) -> None:
-        request = waiter.ask.request
+    def _admit(self, waiter: WaitingRequest[T], starved: bool) -> None:
+        request = waiter.query.request
         self.in_flight += 1
         self._turns_since_starved = 0 if starved else self._turns_since_starved + 1
-        counter = self._counters.of(request.tenant)
+        counter = self._counters.counter_of(request.tenant)
         if all(queue.counter >= counter for queue in self._queues.values()):
-            self._counters.served(counter)
+            self._counters.advance_to(counter)
         if len(self._charged) >= CHARGES_REMEMBERED:
             self._charged.clear()
         self._charged[request.id] = waiter.tokens
@@ -483,14 +483,14 @@ class Room(Generic[T]):
             return False
         waiter = self._queues[longest].last()
         self._remove(waiter)
-        self._evicted.append((waiter.ticket, verdicts.full(self, now)))
+        self._evicted.append((waiter.ticket, verdicts.shed_queue_full(self, now)))
         return True
 
-    def _remove(self, waiter: Waiter[T]) -> None:
-        tenant = waiter.ask.request.tenant
-        waiter.gone = True
+    def _remove(self, waiter: WaitingRequest[T]) -> None:
+        tenant = waiter.query.request.tenant
+        waiter.is_removed = True
         del self._tickets[waiter.ticket]
-        self.waiting_s = self.waiting_s - waiter.own_s if self._tickets else 0.0
+        self.waiting_s = self.waiting_s - waiter.prefill_s if self._tickets else 0.0
         self._queues[tenant].size -= 1
         if not self._queues[tenant].size:
             del self._queues[tenant]
@@ -499,18 +499,18 @@ class Room(Generic[T]):
 
     def _sweep(self) -> None:
         """Drop removed entries, so that memory follows the present queue."""
-        self._fifo = deque(waiter for waiter in self._fifo if not waiter.gone)
-        self._due = [entry for entry in self._due if not entry[-1].gone]
+        self._fifo = deque(waiter for waiter in self._fifo if not waiter.is_removed)
+        self._due = [entry for entry in self._due if not entry[-1].is_removed]
         heapify(self._due)
         self._ranks = []
         for tenant, queue in self._queues.items():
-            queue.heap = [entry for entry in queue.heap if not entry[-1].gone]
+            queue.heap = [entry for entry in queue.heap if not entry[-1].is_removed]
             heapify(queue.heap)
             self._rank(tenant, queue)
 
-    def _shed_late(self, waiter: Waiter[T], now: float) -> Shed:
-        if not waiter.by_deadline:
-            return verdicts.timed_out(self, now)
-        deadline_s = waiter.ask.request.deadline_s or now
-        expected_s = self.drain.seconds_for(self.waiting + 1, now)
-        return verdicts.past_deadline(self, waiter.own_s, deadline_s - now, expected_s)
+    def _shed_late(self, waiter: WaitingRequest[T], now: float) -> Shed:
+        if not waiter.has_deadline:
+            return verdicts.shed_timed_out(self, now)
+        deadline_s = waiter.query.request.deadline_s or now
+        expected_s = self.drain_rate.seconds_for(self.waiting + 1, now)
+        return verdicts.shed_past_deadline(self, waiter.prefill_s, deadline_s - now, expected_s)

@@ -20,7 +20,7 @@ LEARN_S = 1.0  # consecutive first tokens are evaluated together up to this leng
 LESSON_S = 0.1  # least time between two updates of a kind, because at high rates each adds little
 
 
-class Span:
+class StepSpan:
     """The consecutive steps since the last known moment, with their work by the prior.
 
     anchor        when they began: at a first token, or, if `entered` is set, at the end of the
@@ -80,7 +80,7 @@ class Span:
             self.foreign = foreign_tokens
 
 
-def learn(span: Span, load: EngineLoad, ends: float, now: float) -> None:
+def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
     """Correct the learned speed by the real time of the span, unless a prompt waited for KV.
 
     `ends` is the predicted end of the last step. The step that completed a prompt is known to a
@@ -101,11 +101,11 @@ def learn(span: Span, load: EngineLoad, ends: float, now: float) -> None:
             and (spent_s < SHORT_S or span.wait_s > 0.0)
         ):
             seen_s = belief.request_s + span.anchor + now - ends - span.entered - span.wait_s
-            belief.reached(seen_s, min(1.0, (SHORT_S / spent_s) ** 2))
+            belief.observe_api_latency(seen_s, min(1.0, (SHORT_S / spent_s) ** 2))
     span.begin(now)
 
 
-def _steps(span: Span, load: EngineLoad, spent_s: float) -> None:
+def _steps(span: StepSpan, load: EngineLoad, spent_s: float) -> None:
     """Correct the fixed cost by short steps, and the cost per token by long ones."""
     belief = load.belief
     foreign_s = span.foreign * belief.token_s
@@ -113,9 +113,9 @@ def _steps(span: Span, load: EngineLoad, spent_s: float) -> None:
     error_s = 0.6 * span.wait_s + 0.1 * spent_s / span.steps + foreign_s
     layers_s, prompts_s = span.steps * belief.layers_s, sum(map(mul, span.fills, belief.paces))
     if spent_s < SHORT_S:
-        belief.layered(
+        belief.observe_step_overhead(
             max(0.1 * layers_s, prompt_s - prompts_s) / layers_s, (error_s / layers_s) ** 2
         )
     else:
         ratio = max(0.1 * prompts_s, prompt_s - layers_s) / prompts_s
-        belief.prompted(ratio, span.fills, span.pairs_s, (error_s / prompts_s) ** 2)
+        belief.observe_prefill(ratio, span.fills, span.pairs_s, (error_s / prompts_s) ** 2)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from policies.engine.peer_load import Others
-from policies.engine.step_time import Belief
+from policies.engine.peer_load import PeerLoad
+from policies.engine.step_time import SpeedBelief
 
 if TYPE_CHECKING:
-    from policies.engine.queued_prompt import Prompt
+    from policies.engine.queued_prompt import QueuedPrompt
 
 
 class EngineLoad:
@@ -58,33 +58,33 @@ class EngineLoad:
         *(
             "answers",
             "belief",
-            "context_s",
-            "due_at",
-            "entries",
+            "decode_s_per_context_token",
+            "next_first_token_at",
+            "bookings",
             "expected_tokens",
-            "fixed_s",
-            "kv_free",
-            "kv_s",
+            "fixed_ttft_s",
+            "free_kv_tokens",
+            "s_per_freed_kv_token",
         ),
         *(
             "kv_tokens",
-            "others",
-            "pair_s",
-            "ready_at",
-            "sequence_s",
-            "step_s",
-            "strangers",
-            "token_s",
+            "peer_load",
+            "attention_s_per_pair",
+            "prefill_done_at",
+            "decode_s_per_sequence",
+            "decode_s_per_token",
+            "external_requests",
+            "prefill_s_per_token",
         ),
     )
 
-    def __init__(self, belief: Belief | None = None) -> None:
-        self.answers = self.expected_tokens = self.strangers = 0
+    def __init__(self, belief: SpeedBelief | None = None) -> None:
+        self.answers = self.expected_tokens = self.external_requests = 0
         self.kv_tokens: float | None = None
-        self.others = Others()
-        self.entries: dict[Prompt, None] = {}
-        self.belief: Belief = Belief() if belief is None else belief
-        self.ready_at = self.token_s = self.pair_s = self.fixed_s = 0.0
-        self.step_s = self.sequence_s = self.context_s = 0.0
-        self.due_at = self.kv_free = inf
-        self.kv_s = 0.0
+        self.peer_load = PeerLoad()
+        self.bookings: dict[QueuedPrompt, None] = {}
+        self.belief: SpeedBelief = SpeedBelief() if belief is None else belief
+        self.prefill_done_at = self.prefill_s_per_token = self.attention_s_per_pair = self.fixed_ttft_s = 0.0
+        self.decode_s_per_token = self.decode_s_per_sequence = self.decode_s_per_context_token = 0.0
+        self.next_first_token_at = self.free_kv_tokens = inf
+        self.s_per_freed_kv_token = 0.0

@@ -12,12 +12,12 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from policies.engine import calibration
-from policies.engine.running_averages import Averages
-from policies.engine.shared_prefix_kv import Prefixes
+from policies.engine.running_averages import EngineAverages
+from policies.engine.shared_prefix_kv import SharedPrefixKv
 
 if TYPE_CHECKING:
     from policies.engine.engine_load import EngineLoad
-    from policies.engine.queued_prompt import Prompt
+    from policies.engine.queued_prompt import QueuedPrompt
 
 TOGETHER = 0.25
 """First tokens within this share of a decode step belong to one step."""
@@ -31,7 +31,7 @@ KV.
 """
 
 
-class Paper:
+class EngineModel:
     """The predicted steps of one engine.
 
     Written by EngineTimeline's events, and by calibration.py and load_forecast.py for them.
@@ -72,23 +72,23 @@ class Paper:
     __slots__ = (
         *(
             "batch",
-            "began",
-            "busy",
+            "step_began_at",
+            "is_busy",
             "decode_base_s",
             "decode_context_s",
             "decode_s",
-            "ends",
-            "finishing",
-            "fresh_at",
+            "step_ends_at",
+            "completing",
+            "forecast_at",
         ),
         *(
-            "idle_s",
+            "idle_delay_s",
             "kv_coming",
             "kv_prompts",
             "kv_ratio",
-            "lately",
-            "over_s",
-            "planned",
+            "averages",
+            "step_overhead_s",
+            "planned_tokens",
             "prefill_s",
             "prefill_steps",
         ),
@@ -99,59 +99,59 @@ class Paper:
             "queued_tokens",
             "raw_base_s",
             "raw_context_s",
-            "since",
+            "batch_changed_at_step",
             "span",
-            "stale",
+            "is_stale",
         ),
-        *("starts", "step_tokens", "tick", "told_at"),
+        *("context_base", "step_tokens", "steps", "first_tokens_at"),
     )
 
     def __init__(self, now: float = 0.0) -> None:
-        self.queue: deque[Prompt] = deque()
+        self.queue: deque[QueuedPrompt] = deque()
         self.queued_tokens, self.queued_pairs = 0, 0.0
-        self.busy = False
-        self.told_at = -inf
-        self.began = self.ends = now
-        self.finishing: list[Prompt] = []
-        self.batch = self.kv_prompts = self.kv_coming = self.planned = self.prefill_steps = (
+        self.is_busy = False
+        self.first_tokens_at = -inf
+        self.step_began_at = self.step_ends_at = now
+        self.completing: list[QueuedPrompt] = []
+        self.batch = self.kv_prompts = self.kv_coming = self.planned_tokens = self.prefill_steps = (
             self.step_tokens
         ) = 0
-        self.starts = self.tick = self.since = 0.0
+        self.context_base = self.steps = self.batch_changed_at_step = 0.0
         self.kv_ratio = 1.0
-        self.prefixes = Prefixes()
+        self.prefixes = SharedPrefixKv()
         self.prefill_s = self.decode_s = 0.0
         self.decode_base_s = self.decode_context_s = self.raw_base_s = self.raw_context_s = 0.0
-        self.lately = Averages(now)
-        self.fresh_at, self.stale = -inf, False
-        self.idle_s = self.over_s = 0.0
-        self.span = calibration.Span()
+        self.averages = EngineAverages(now)
+        self.forecast_at, self.is_stale = -inf, False
+        self.idle_delay_s = self.step_overhead_s = 0.0
+        self.span = calibration.StepSpan()
 
     def advance(self, load: EngineLoad, now: float) -> None:
         """Play the predicted steps up to `now`.
 
         A step that completes a prompt lasts until its first token is reported.
         """
-        if self.told_at > -inf and not self._plan_next(load, now):
+        if self.first_tokens_at > -inf and not self._plan_next(load, now):
             return
         while True:
-            if self.busy:
-                ends_at = self.ends
+            if self.is_busy:
+                ends_at = self.step_ends_at
                 if ends_at > now:
                     return
-                if self.finishing and self._has_awaited_token():
+                if self.completing and self._has_awaited_token():
                     if not self._is_waiting_for_kv(load, now):
                         return
                     self._undo_step(load)
                     continue
-                self.close(ends_at)
+                self.close_step(ends_at)
                 if self.queue:
                     self._plan(load, ends_at)
             elif self.queue:
-                starts_at = self.queue[0].enters
+                starts_at = self.queue[0].enters_at
                 if self.batch:  # the running decode step ends first
                     self._decode_until(starts_at if starts_at < now else now)
                     starts_at = (
-                        self.began if self.began >= starts_at else self.began + self.decode_s
+                        self.step_began_at if self.step_began_at >= starts_at else self.step_began_at + self.decode_s
                     )
                 if starts_at > now or not self._begin(load, starts_at):
                     break
@@ -160,43 +160,43 @@ class Paper:
         if self.batch:
             self._decode_until(now)
 
-    def together(self, now: float) -> bool:
+    def is_same_step(self, now: float) -> bool:
         """Return whether first tokens have just ended a step, so that others of that step may still
         arrive.
         """
-        return now - self.told_at <= TOGETHER * self.decode_s
+        return now - self.first_tokens_at <= TOGETHER * self.decode_s
 
     def _plan_next(self, load: EngineLoad, now: float) -> bool:
         """Plan the step after the one that first tokens ended.
 
         False while others of that step may still arrive.
         """
-        ended_at = self.told_at
-        if self.together(now):
+        ended_at = self.first_tokens_at
+        if self.is_same_step(now):
             return False
-        self.told_at = -inf
+        self.first_tokens_at = -inf
         if ended_at - self.span.anchor > calibration.LEARN_S:
-            calibration.learn(self.span, load, self.ends, ended_at)
+            calibration.learn(self.span, load, self.step_ends_at, ended_at)
         if not (self.queue and self._plan(load, ended_at)):
-            calibration.learn(self.span, load, self.ends, ended_at)
+            calibration.learn(self.span, load, self.step_ends_at, ended_at)
         return True
 
-    def skip(self, prompt: Prompt, now: float) -> None:
+    def complete_only_prompt(self, prompt: QueuedPrompt, now: float) -> None:
         """Complete the only queued prompt without planning its step: it was computed since the last
         event.
 
         For prompts that would not teach anything, which saves the planning.
         """
-        began_at = prompt.enters if prompt.enters < now else now
+        began_at = prompt.enters_at if prompt.enters_at < now else now
         if self.batch:
             self._decode_until(began_at)
         self.queue.clear()
-        self.planned += prompt.left
-        self.queued_tokens, self.queued_pairs, prompt.left = 0, 0.0, 0
+        self.planned_tokens += prompt.remaining_tokens
+        self.queued_tokens, self.queued_pairs, prompt.remaining_tokens = 0, 0.0, 0
         self.prefill_steps += 1
         self.prefill_s += now - began_at
-        self.tick += 1
-        self.began, prompt.planned = now, True
+        self.steps += 1
+        self.step_began_at, prompt.is_planned = now, True
 
     def _begin(self, load: EngineLoad, start: float) -> bool:
         """Begin a step with prompts after steps without.
@@ -205,15 +205,15 @@ class Paper:
         """
         if self.batch:
             self._decode_until(start)
-        self.span.begin(start, 0.5 * self.decode_s if self.batch else 0.0, self.queue[0].enters)
+        self.span.begin(start, 0.5 * self.decode_s if self.batch else 0.0, self.queue[0].enters_at)
         return self._plan(load, start)
 
     def _decode_until(self, until: float) -> None:
         """Advance by whole decode steps up to `until`."""
-        steps = int((until - self.began) / self.decode_s + 1e-9)
+        steps = int((until - self.step_began_at) / self.decode_s + 1e-9)
         if steps > 0:
-            self.tick += steps
-            self.began += steps * self.decode_s
+            self.steps += steps
+            self.step_began_at += steps * self.decode_s
             self.decode_base_s += steps * self.raw_base_s
             self.decode_context_s += steps * self.raw_context_s
 
@@ -222,65 +222,65 @@ class Paper:
         belief, queue = load.belief, self.queue
         shape = belief.shape
         room = shape.budget_tokens - self.batch
-        context = self.starts + self.batch * self.tick
+        context = self.context_base + self.batch * self.steps
         tokens, pairs = 0, 0.0
         while queue and room > tokens:
             head = queue[0]
-            if head.enters > now or not (head.locked or self._fits(load, head)):
+            if head.enters_at > now or not (head.has_kv or self._fits(load, head)):
                 break
-            take, capacity = head.left, room - tokens
+            take, capacity = head.remaining_tokens, room - tokens
             if take > capacity:
                 take = capacity
-            pairs += take * (head.at + 0.5 * take)
-            head.at += take
-            head.left -= take
+            pairs += take * (head.computed_tokens + 0.5 * take)
+            head.computed_tokens += take
+            head.remaining_tokens -= take
             tokens += take
-            if not head.left:
-                head.planned = True
-                self.finishing.append(queue.popleft())
+            if not head.remaining_tokens:
+                head.is_planned = True
+                self.completing.append(queue.popleft())
         if not tokens:
             return False
         self.queued_tokens -= tokens
         self.queued_pairs = max(0.0, self.queued_pairs - pairs) if queue else 0.0
         prefill, decode = belief.prompts_s(tokens, pairs), belief.beside_s(self.batch, context)
-        self.planned += tokens
+        self.planned_tokens += tokens
         self.step_tokens = tokens
-        self.busy, self.began = True, now
-        self.ends = now + belief.pace(tokens) * prefill + decode + belief.layers_s
+        self.is_busy, self.step_began_at = True, now
+        self.step_ends_at = now + belief.pace(tokens) * prefill + decode + belief.layers_s
         self.span.add(
             prefill,
             shape.filling(tokens),
             belief.area_s * pairs,
             decode,
-            load.others.prefill_tokens,
+            load.peer_load.prefill_tokens,
         )
         return True
 
-    def _fits(self, load: EngineLoad, prompt: Prompt) -> bool:
+    def _fits(self, load: EngineLoad, prompt: QueuedPrompt) -> bool:
         """Return whether KV is free for all of the prompt, and allocate it.
 
         Engines check this before they begin one.
 
         If nothing else occupies KV the prompt begins in any case.
         """
-        if self.needs(prompt) > self.kv_free(load):
+        if self.needed_kv_tokens(prompt) > self.free_kv_tokens(load):
             self.span.tight = True
             if self.batch or self.kv_prompts:
                 return False
-        prompt.locked = True
+        prompt.has_kv = True
         self.kv_prompts += prompt.prompt_tokens
-        self.prefixes.hold(prompt.had)
+        self.prefixes.add(prompt.prefix_tokens)
         return True
 
-    def needs(self, prompt: Prompt) -> float:
+    def needed_kv_tokens(self, prompt: QueuedPrompt) -> float:
         """Return the KV tokens that must be free before the engine begins this prompt."""
-        return prompt.fresh + self.prefixes.alone() * prompt.had
+        return prompt.uncached_tokens + self.prefixes.exclusive_share() * prompt.prefix_tokens
 
-    def kv_free(self, load: EngineLoad) -> float:
+    def free_kv_tokens(self, load: EngineLoad) -> float:
         """Return the free KV tokens; inf while the capacity is unknown."""
         if load.kv_tokens is None:
             return inf
-        used = self.starts + self.batch * self.tick + self.kv_prompts
+        used = self.context_base + self.batch * self.steps + self.kv_prompts
         return load.kv_tokens - (used - self.prefixes.tokens + self.prefixes.distinct)
 
     def _is_waiting_for_kv(self, load: EngineLoad, now: float) -> bool:
@@ -289,15 +289,15 @@ class Paper:
 
         Only steps whose prompts all began in them, in the model, can be undone.
         """
-        if now - self.ends < OVERDUE * (self.ends - self.began) or load.kv_tokens is None:
+        if now - self.step_ends_at < OVERDUE * (self.step_ends_at - self.step_began_at) or load.kv_tokens is None:
             return False
-        if self.kv_free(load) > NEARLY_FULL * load.kv_tokens:
+        if self.free_kv_tokens(load) > NEARLY_FULL * load.kv_tokens:
             return False
         if not self.batch and self.kv_prompts <= sum(
-            prompt.prompt_tokens for prompt in self.finishing
+            prompt.prompt_tokens for prompt in self.completing
         ):
             return False
-        return sum(prompt.fresh for prompt in self.finishing) <= self.step_tokens
+        return sum(prompt.uncached_tokens for prompt in self.completing) <= self.step_tokens
 
     def _undo_step(self, load: EngineLoad) -> None:
         """Undo a planned step that never started.
@@ -305,95 +305,95 @@ class Paper:
         Its prompts are waiting for KV, so free KV was overestimated; meanwhile the engine ran
         decode-only steps.
         """
-        finishing, self.finishing = self.finishing, []
+        finishing, self.completing = self.completing, []
         for prompt in reversed(finishing):
-            prompt.left, prompt.at = prompt.fresh, prompt.prompt_tokens - prompt.fresh
-            prompt.planned = prompt.locked = False
+            prompt.remaining_tokens, prompt.computed_tokens = prompt.uncached_tokens, prompt.prompt_tokens - prompt.uncached_tokens
+            prompt.is_planned = prompt.has_kv = False
             self.queue.appendleft(prompt)
-            self.queued_tokens += prompt.left
-            self.queued_pairs += prompt.left * (prompt.at + 0.5 * prompt.left)
+            self.queued_tokens += prompt.remaining_tokens
+            self.queued_pairs += prompt.remaining_tokens * (prompt.computed_tokens + 0.5 * prompt.remaining_tokens)
             self.kv_prompts -= prompt.prompt_tokens
-            self.prefixes.release(prompt.had)
-        self.prefixes.distinct += max(0.0, self.kv_free(load) - self.needs(finishing[0]) + 1.0)
-        self.busy, self.span.tight = False, True
+            self.prefixes.remove(prompt.prefix_tokens)
+        self.prefixes.distinct += max(0.0, self.free_kv_tokens(load) - self.needed_kv_tokens(finishing[0]) + 1.0)
+        self.is_busy, self.span.tight = False, True
 
-    def close(self, now: float) -> None:
+    def close_step(self, now: float) -> None:
         """End the current step."""
         self.prefill_steps += 1
-        self.prefill_s += now - self.began
-        self.tick += 1
-        self.busy, self.began = False, now
-        finishing, self.finishing = self.finishing, []
+        self.prefill_s += now - self.step_began_at
+        self.steps += 1
+        self.is_busy, self.step_began_at = False, now
+        finishing, self.completing = self.completing, []
         for prompt in finishing:
-            if not prompt.told:
-                prompt.computed()
-                self.start(prompt, now)
+            if not prompt.sees_first_token:
+                prompt.mark_decoding()
+                self.start_decoding(prompt, now)
 
     def _has_awaited_token(self) -> bool:
         """Return whether a first token of the current step will be reported."""
         # any() is slower, and nearly always the first prompt decides
-        for prompt in self.finishing:  # noqa: SIM110
-            if prompt.told:
+        for prompt in self.completing:  # noqa: SIM110
+            if prompt.sees_first_token:
                 return True
         return False
 
-    def start(self, prompt: Prompt, now: float) -> None:
+    def start_decoding(self, prompt: QueuedPrompt, now: float) -> None:
         """Move a prompt past its first token into the decoding batch."""
-        prompt.began, prompt.tick = now, self.tick
-        self.since = self.tick
+        prompt.decode_began_at, prompt.decode_begin_step = now, self.steps
+        self.batch_changed_at_step = self.steps
         prompt.prefill_steps, prompt.prefill_s = self.prefill_steps, self.prefill_s
         prompt.decode_base_s, prompt.decode_context_s = self.decode_base_s, self.decode_context_s
-        if prompt.coming:
-            self.come(prompt)
-        if prompt.locked:
-            prompt.locked = False
+        if prompt.awaits_kv:
+            self.on_kv_arrived(prompt)
+        if prompt.has_kv:
+            prompt.has_kv = False
             self.kv_prompts -= prompt.prompt_tokens
         else:
-            self.prefixes.hold(prompt.had)
+            self.prefixes.add(prompt.prefix_tokens)
         self.batch += prompt.sequences
-        self.starts += prompt.sequences * (prompt.prompt_tokens - self.tick)
+        self.context_base += prompt.sequences * (prompt.prompt_tokens - self.steps)
 
-    def come(self, prompt: Prompt) -> None:
+    def on_kv_arrived(self, prompt: QueuedPrompt) -> None:
         """Allocate the KV of a prompt whose KV was computed elsewhere."""
-        prompt.coming, prompt.locked = False, True
+        prompt.awaits_kv, prompt.has_kv = False, True
         self.kv_coming -= prompt.prompt_tokens
         self.kv_prompts += prompt.prompt_tokens
 
-    def hurry(self, load: EngineLoad, prompt: Prompt, now: float) -> None:
+    def catch_up_to(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
         """Plan ahead to the step that completes this prompt, because the engine is faster."""
-        prompt.enters = min(prompt.enters, now)
-        while not prompt.planned:
-            if self.busy:
-                self.close(min(self.ends, now))
+        prompt.enters_at = min(prompt.enters_at, now)
+        while not prompt.is_planned:
+            if self.is_busy:
+                self.close_step(min(self.step_ends_at, now))
             for queued in self.queue:
-                queued.enters = min(queued.enters, now)
+                queued.enters_at = min(queued.enters_at, now)
                 if queued is prompt:
                     break
             if self.queue:  # Its KV was allocated, so less KV is in use than modelled.
-                missing = self.needs(self.queue[0]) - self.kv_free(load)
+                missing = self.needed_kv_tokens(self.queue[0]) - self.free_kv_tokens(load)
                 self.prefixes.distinct = max(0.0, self.prefixes.distinct - max(0.0, missing))
             if self._plan(load, now):
                 self._rewind()
             else:
-                self.remove(prompt)
-                prompt.planned = True
+                self.remove_from_queue(prompt)
+                prompt.is_planned = True
 
     def _rewind(self) -> None:
         """End the step that was just planned now, and take back the decode steps counted in its
         time.
         """
         if self.batch:
-            steps = min(int((self.ends - self.began) / self.decode_s + 0.5), self.tick - self.since)
-            self.tick -= steps
-            self.began -= steps * self.decode_s
+            steps = min(int((self.step_ends_at - self.step_began_at) / self.decode_s + 0.5), self.steps - self.batch_changed_at_step)
+            self.steps -= steps
+            self.step_began_at -= steps * self.decode_s
             self.decode_base_s -= steps * self.raw_base_s
             self.decode_context_s -= steps * self.raw_context_s
 
-    def remove(self, prompt: Prompt) -> None:
+    def remove_from_queue(self, prompt: QueuedPrompt) -> None:
         """Remove the prompt from the queue if it is there."""
-        if prompt.left and prompt in self.queue:
+        if prompt.remaining_tokens and prompt in self.queue:
             self.queue.remove(prompt)
-            self.queued_tokens -= prompt.left
+            self.queued_tokens -= prompt.remaining_tokens
             self.queued_pairs = max(
-                0.0, self.queued_pairs - prompt.left * (prompt.at + 0.5 * prompt.left)
+                0.0, self.queued_pairs - prompt.remaining_tokens * (prompt.computed_tokens + 0.5 * prompt.remaining_tokens)
             )

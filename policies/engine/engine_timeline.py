@@ -10,13 +10,13 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from policies.engine import calibration, load_forecast
-from policies.engine.engine_model import Paper
-from policies.engine.output_length import Lately
-from policies.engine.running_averages import Arrivals
+from policies.engine.engine_model import EngineModel
+from policies.engine.output_length import RecentLengths
+from policies.engine.running_averages import ArrivalAverages
 
 if TYPE_CHECKING:
     from policies.engine.engine_load import EngineLoad
-    from policies.engine.queued_prompt import Prompt
+    from policies.engine.queued_prompt import QueuedPrompt
 
 # weight of one scrape, and the share of KV that must be in use for it to count
 KV_GAIN, LEAST_KV = 0.1, 0.05
@@ -24,7 +24,7 @@ STALE_S = 0.002
 """Maximum age of the forecast while nothing is queued."""
 
 
-class Timeline(Paper):
+class EngineTimeline(EngineModel):
     """The engine model, kept up to date by the ledger. One writer.
 
     arrivals  what was sent to the endpoint lately
@@ -35,68 +35,68 @@ class Timeline(Paper):
 
     def __init__(self, now: float = 0.0) -> None:
         super().__init__(now)
-        self.arrivals, self.lengths = Arrivals(now), Lately()
+        self.arrivals, self.lengths = ArrivalAverages(now), RecentLengths()
 
-    def arrive(self, load: EngineLoad, prompt: Prompt, now: float) -> None:
+    def on_sent(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
         """Queue a prompt that is on its way to the engine, and add its work to the forecast."""
-        left, start = prompt.left, prompt.at
+        left, start = prompt.remaining_tokens, prompt.computed_tokens
         pairs = left * (start + 0.5 * left)
-        self.arrivals.came(left, now)
+        self.arrivals.record(left, now)
         self.queue.append(prompt)
         self.queued_tokens += left
         self.queued_pairs += pairs
-        load.kv_free -= prompt.prompt_tokens
-        ready_at = load.ready_at
+        load.free_kv_tokens -= prompt.prompt_tokens
+        ready_at = load.prefill_done_at
         if ready_at < now:
-            ready_at = now + self.idle_s
-        load.ready_at = ready_at + left * load.token_s + pairs * load.pair_s
-        if load.due_at == inf:
-            load.due_at = load.ready_at + self.over_s
+            ready_at = now + self.idle_delay_s
+        load.prefill_done_at = ready_at + left * load.prefill_s_per_token + pairs * load.attention_s_per_pair
+        if load.next_first_token_at == inf:
+            load.next_first_token_at = load.prefill_done_at + self.step_overhead_s
 
-    def expect(self, load: EngineLoad, prompt: Prompt) -> None:
+    def expect_kv(self, load: EngineLoad, prompt: QueuedPrompt) -> None:
         """Expect a prompt whose KV another endpoint computes.
 
         Nothing is queued. Its KV counts in the forecast at once, but does not keep other prompts
         from beginning until it arrives.
         """
-        prompt.left, prompt.planned, prompt.coming = 0, True, True
+        prompt.remaining_tokens, prompt.is_planned, prompt.awaits_kv = 0, True, True
         self.kv_coming += prompt.prompt_tokens
-        load.kv_free -= prompt.prompt_tokens
+        load.free_kv_tokens -= prompt.prompt_tokens
 
-    def handed(self, load: EngineLoad, prompt: Prompt, now: float) -> None:
+    def on_handoff(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
         """Start decoding an expected prompt, whose KV has arrived."""
         self.advance(load, now)
-        self.start(prompt, now)
+        self.start_decoding(prompt, now)
         self._update_forecast(load, now)
 
-    def answered(self, load: EngineLoad, prompt: Prompt, now: float) -> None:
+    def on_first_token(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
         """Handle a prompt's first token: the step that completed it ended now."""
         # it belongs to the step that has ended, and nothing was planned since
-        if not prompt.planned and self.together(now):
-            self.remove(prompt)
-            prompt.planned = True
+        if not prompt.is_planned and self.is_same_step(now):
+            self.remove_from_queue(prompt)
+            prompt.is_planned = True
         elif (
-            not self.busy
+            not self.is_busy
             and len(self.queue) == 1
-            and not prompt.planned
+            and not prompt.is_planned
             and self._was_taught_recently(now)
         ):
-            self.skip(prompt, now)
+            self.complete_only_prompt(prompt, now)
         else:
             self.advance(load, now)
-            if not prompt.planned:
-                self.hurry(load, prompt, now)
-        if prompt in self.finishing:
-            self.close(now)
-            self.told_at = now
-        self.start(prompt, now)
+            if not prompt.is_planned:
+                self.catch_up_to(load, prompt, now)
+        if prompt in self.completing:
+            self.close_step(now)
+            self.first_tokens_at = now
+        self.start_decoding(prompt, now)
         self._update_forecast(load, now)
 
     def _was_taught_recently(self, now: float) -> bool:
         return now - self.span.taught_at < calibration.LESSON_S
 
-    def leave(
-        self, load: EngineLoad, prompt: Prompt, now: float, output_tokens: int | None
+    def on_ended(
+        self, load: EngineLoad, prompt: QueuedPrompt, now: float, output_tokens: int | None
     ) -> None:
         """Remove a prompt that has ended, computed or not.
 
@@ -104,29 +104,29 @@ class Timeline(Paper):
         advanced the timeline to `now`.
         """
         if output_tokens is not None:
-            self.lengths.ended(output_tokens / prompt.sequences, prompt.output_tokens)
-        if prompt.decoding or prompt.locked:
-            self.prefixes.release(prompt.had)
-        if prompt.decoding:
-            if output_tokens is not None and prompt.told:
+            self.lengths.record(output_tokens / prompt.sequences, prompt.output_tokens)
+        if prompt.is_decoding or prompt.has_kv:
+            self.prefixes.remove(prompt.prefix_tokens)
+        if prompt.is_decoding:
+            if output_tokens is not None and prompt.sees_first_token:
                 self._learn_decode_steps(load, prompt, output_tokens, now)
             self.batch -= prompt.sequences
-            self.starts -= prompt.sequences * (prompt.prompt_tokens - prompt.tick)
+            self.context_base -= prompt.sequences * (prompt.prompt_tokens - prompt.decode_begin_step)
             if not self.batch:
-                self.starts = 0.0
-            if not self.busy:
-                self.began = now
+                self.context_base = 0.0
+            if not self.is_busy:
+                self.step_began_at = now
         else:
-            self.remove(prompt)
-            if prompt in self.finishing:
-                self.finishing.remove(prompt)
-            if prompt.locked:
+            self.remove_from_queue(prompt)
+            if prompt in self.completing:
+                self.completing.remove(prompt)
+            if prompt.has_kv:
                 self.kv_prompts -= prompt.prompt_tokens
-            elif prompt.coming:
+            elif prompt.awaits_kv:
                 self.kv_coming -= prompt.prompt_tokens
         self._update_forecast(load, now)
 
-    def scraped(self, load: EngineLoad, kv_usage: float | None, now: float) -> None:
+    def on_scrape(self, load: EngineLoad, kv_usage: float | None, now: float) -> None:
         """Correct the model by a scrape.
 
         `kv_usage` is the share of KV in use, None if not reported.
@@ -134,10 +134,10 @@ class Timeline(Paper):
         self.advance(load, now)
         if kv_usage is not None:
             self._learn_kv_sharing(load, kv_usage)
-        self.refresh(load, now)
+        self.refresh_forecast(load, now)
 
     def _learn_decode_steps(
-        self, load: EngineLoad, prompt: Prompt, output_tokens: int, now: float
+        self, load: EngineLoad, prompt: QueuedPrompt, output_tokens: int, now: float
     ) -> None:
         """Learn from the decode time of a complete answer, without the prefill steps in between."""
         span = self.span
@@ -147,12 +147,12 @@ class Timeline(Paper):
         steps = output_tokens / prompt.sequences - 1 - prefills
         base_s = self.decode_base_s - prompt.decode_base_s
         context_s = self.decode_context_s - prompt.decode_context_s
-        modelled = self.tick - prompt.tick - prefills
-        spent_s = now - prompt.began - (self.prefill_s - prompt.prefill_s)
+        modelled = self.steps - prompt.decode_begin_step - prefills
+        spent_s = now - prompt.decode_began_at - (self.prefill_s - prompt.prefill_s)
         # Undone steps have been subtracted at what they would take then.
         if steps >= 8 and modelled > 0 and base_s > 0 and context_s >= 0 and spent_s > 0:
             span.decoded_at = now
-            load.belief.decoded(
+            load.belief.observe_decode(
                 spent_s * modelled / steps, base_s, context_s, 1.0 / (steps * steps)
             )
 
@@ -167,12 +167,12 @@ class Timeline(Paper):
         if load.kv_tokens is None:
             return
         modelled = (
-            self.starts
-            + self.batch * self.tick
-            + sum(prompt.prompt_tokens for prompt in self.finishing)
+            self.context_base
+            + self.batch * self.steps
+            + sum(prompt.prompt_tokens for prompt in self.completing)
         )
-        if self.queue and self.queue[0].locked:
-            modelled += self.queue[0].at  # blocks are allocated chunk by chunk
+        if self.queue and self.queue[0].has_kv:
+            modelled += self.queue[0].computed_tokens  # blocks are allocated chunk by chunk
         prefixes = self.prefixes
         prefixes.distinct = max(0.0, kv_usage * load.kv_tokens - (modelled - prefixes.tokens))
         if modelled > LEAST_KV * load.kv_tokens:
@@ -180,17 +180,17 @@ class Timeline(Paper):
                 max(LEAST_KV, min(1.0, kv_usage * load.kv_tokens / modelled)) - self.kv_ratio
             )
 
-    def refresh(self, load: EngineLoad, now: float) -> None:
+    def refresh_forecast(self, load: EngineLoad, now: float) -> None:
         """Recompute the forecast."""
-        load_forecast.refresh(self, load, now)
+        load_forecast.refresh_forecast(self, load, now)
 
     def _update_forecast(self, load: EngineLoad, now: float) -> None:
         """Update the forecast after a change: when prompts are computed at once, the rest if it is
         older than STALE_S.
         """
-        if now - self.fresh_at >= STALE_S or self.queue or load.others.shares:
-            self.refresh(load, now)
+        if now - self.forecast_at >= STALE_S or self.queue or load.peer_load.shares:
+            self.refresh_forecast(load, now)
             return
-        self.stale = True
-        load.ready_at = self.ends if self.busy else self.began
-        load.due_at = load.ready_at if self.finishing else inf
+        self.is_stale = True
+        load.prefill_done_at = self.step_ends_at if self.is_busy else self.step_began_at
+        load.next_first_token_at = load.prefill_done_at if self.completing else inf

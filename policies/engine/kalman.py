@@ -16,7 +16,7 @@ DRIFT_VAR = 0.003**2  # drift of the common factor between two observations
 PART_DRIFT_VAR = 0.002**2  # drift of a partial factor, for example after an engine update
 
 
-class Kalman:
+class KalmanFilter:
     """A Kalman filter on the logarithms of several factors, with their covariance.
 
     The first factor applies to everything, the others to parts. An engine that becomes slower does

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from policies.engine.engine_load import EngineLoad
-    from policies.engine.engine_model import Paper
+    from policies.engine.engine_model import EngineModel
 
 # share of the usual arrivals that is sent behind a waiting prompt; routing sends most elsewhere
 BEHIND = 0.2
@@ -19,8 +19,8 @@ FRESH_S = 0.5  # maximum age of the averages
 MOST_BUSY = 0.95  # upper bound of the share of time that prefill is predicted to take
 
 
-def tpot_s(
-    timeline: Paper, load: EngineLoad, prompt_tokens: int, output_tokens: int, first_s: float
+def predict_tpot_s(
+    timeline: EngineModel, load: EngineLoad, prompt_tokens: int, output_tokens: int, first_s: float
 ) -> float:
     """Return the expected seconds per output token of a new request whose first token comes after
     `first_s`.
@@ -28,10 +28,10 @@ def tpot_s(
     This is the mean over all requests that may arrive meanwhile; most meet less, a few much more.
     Adds the request to the batch in `decode_s_per_token`.
     """
-    belief, lately = load.belief, timeline.lately
+    belief, lately = load.belief, timeline.averages
     share = lately.share if lately.share < MOST_BUSY else MOST_BUSY
     step_s = timeline.decode_s + belief.sequence_s + belief.context_s * prompt_tokens
-    load.step_s += load.sequence_s + load.context_s * prompt_tokens
+    load.decode_s_per_token += load.decode_s_per_sequence + load.decode_s_per_context_token * prompt_tokens
     # steps with prompts also generate tokens
     expected = step_s / (1.0 - share + lately.pace * step_s)
     if output_tokens > 0:  # requests that arrive while it waits are computed while it decodes
@@ -39,69 +39,69 @@ def tpot_s(
     return expected
 
 
-def refresh(timeline: Paper, load: EngineLoad, now: float) -> None:
+def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> None:
     """Recompute the forecast (see EngineLoad)."""
-    timeline.fresh_at, timeline.stale = now, False
-    belief, others = load.belief, load.others
-    batch = timeline.batch + load.strangers + others.decoding
-    context = timeline.starts + timeline.batch * timeline.tick + others.decode_tokens
+    timeline.forecast_at, timeline.is_stale = now, False
+    belief, others = load.belief, load.peer_load
+    batch = timeline.batch + load.external_requests + others.decoding
+    context = timeline.context_base + timeline.batch * timeline.steps + others.decode_tokens
     decode = belief.context_s * context + belief.sequence_s * batch
     flops, floor = belief.flop_s * batch, belief.floor_s
-    timeline.over_s = over = decode + flops + belief.layers_s
+    timeline.step_overhead_s = over = decode + flops + belief.layers_s
     timeline.decode_s = step_s = (floor if floor > flops else flops) + belief.base_s + decode
     timeline.raw_base_s = (step_s - belief.context_s * context) / belief.decodes.factors[0]
     timeline.raw_context_s = belief.shape.context_s * context
     room = belief.room - batch
-    load.token_s = belief.token_s + over / (room if room > 1 else 1)
-    load.pair_s = belief.pair_s
-    timeline.idle_s = idle_s = belief.request_s + (0.5 * step_s if batch else 0.0)
-    load.fixed_s = idle_s + over
+    load.prefill_s_per_token = belief.token_s + over / (room if room > 1 else 1)
+    load.attention_s_per_pair = belief.pair_s
+    timeline.idle_delay_s = idle_s = belief.request_s + (0.5 * step_s if batch else 0.0)
+    load.fixed_ttft_s = idle_s + over
     _queue(timeline, load, room, now)
-    lately = timeline.lately
+    lately = timeline.averages
     if now - lately.at > FRESH_S:
-        lately.update(timeline.planned, timeline.prefill_s, timeline.prefill_steps, now)
-        timeline.planned = 0
+        lately.update(timeline.planned_tokens, timeline.prefill_s, timeline.prefill_steps, now)
+        timeline.planned_tokens = 0
     busy = lately.rate * belief.token_s
     stretch = 1.0 / (1.0 - (busy if busy < MOST_BUSY else MOST_BUSY))
-    load.sequence_s = stretch * belief.sequence_s
-    load.context_s = stretch * belief.context_s
-    load.step_s = step_s * stretch
+    load.decode_s_per_sequence = stretch * belief.sequence_s
+    load.decode_s_per_context_token = stretch * belief.context_s
+    load.decode_s_per_token = step_s * stretch
     if load.kv_tokens is not None:
         _room(timeline, load, load.kv_tokens, context)
 
 
-def _queue(timeline: Paper, load: EngineLoad, room: int, now: float) -> None:
+def _queue(timeline: EngineModel, load: EngineLoad, room: int, now: float) -> None:
     """Set when the queued prompts will be computed, and when the next first token is due."""
-    others, tokens = load.others, timeline.queued_tokens
-    base = timeline.ends if timeline.busy else timeline.began
+    others, tokens = load.peer_load, timeline.queued_tokens
+    base = timeline.step_ends_at if timeline.is_busy else timeline.step_began_at
     if others.prefill_tokens:  # prompts of other gateways are computed in between
-        base = max(base, now) + others.prefill_tokens * load.token_s
-    queued_s = tokens * load.token_s + timeline.queued_pairs * load.pair_s
-    load.ready_at = base + queued_s
-    if timeline.finishing:
-        load.due_at = base
+        base = max(base, now) + others.prefill_tokens * load.prefill_s_per_token
+    queued_s = tokens * load.prefill_s_per_token + timeline.queued_pairs * load.attention_s_per_pair
+    load.prefill_done_at = base + queued_s
+    if timeline.completing:
+        load.next_first_token_at = base
     elif timeline.queue:
         # the first step may compute all of it
         first_s = queued_s * room / tokens if tokens > room > 0 else queued_s
-        enters = timeline.queue[0].enters
-        load.due_at = (base if base > enters else enters) + first_s + timeline.over_s
+        enters = timeline.queue[0].enters_at
+        load.next_first_token_at = (base if base > enters else enters) + first_s + timeline.step_overhead_s
     else:
-        load.due_at = inf
+        load.next_first_token_at = inf
 
 
-def _room(timeline: Paper, load: EngineLoad, kv_tokens: float, context: float) -> None:
+def _room(timeline: EngineModel, load: EngineLoad, kv_tokens: float, context: float) -> None:
     """Set the free KV once all queued prompts have theirs, and the rate at which ending answers
     free it.
     """
-    waiting = load.others.prefill_tokens
+    waiting = load.peer_load.prefill_tokens
     for prompt in timeline.queue:
-        if not prompt.locked:
+        if not prompt.has_kv:
             waiting += prompt.prompt_tokens
-    load.kv_free = (
+    load.free_kv_tokens = (
         kv_tokens / timeline.kv_ratio - context - timeline.kv_prompts - timeline.kv_coming - waiting
     )
     # While prompts wait for KV, no prefill runs between decode steps, so these are not stretched.
-    load.kv_s = (
+    load.s_per_freed_kv_token = (
         load.expected_tokens * timeline.decode_s / ((load.answers or 1) * context)
         if context > 0
         else 0.0

@@ -38,7 +38,7 @@ class OutputLengths:
     def __len__(self) -> int:
         return len(self._means)
 
-    def ended(
+    def record(
         self, model: str, tenant: str, slo: str, output_tokens: float, answers: int = 1
     ) -> None:
         """Record answers that ended by themselves, with their mean length."""
@@ -50,7 +50,7 @@ class OutputLengths:
         while len(means) > self._most:
             del means[next(iter(means))]
 
-    def expected(self, model: str, tenant: str, slo: str, bound: int | None = None) -> float | None:
+    def estimate(self, model: str, tenant: str, slo: str, bound: int | None = None) -> float | None:
         """Return the tokens to expect, at most `bound`; None if the model has no answers yet."""
         estimate: float | None = None
         for key in ((model,), (model, tenant), (model, tenant, slo)):
@@ -61,7 +61,7 @@ class OutputLengths:
         return estimate if estimate is None or bound is None else min(estimate, bound)
 
 
-class Lately:
+class RecentLengths:
     """The last answers of one endpoint: their length relative to what had been expected of each."""
 
     __slots__ = ("_ordered", "_ratios")
@@ -70,12 +70,12 @@ class Lately:
         self._ratios = deque(SPREAD, MEMORY)
         self._ordered: list[float] | None = None
 
-    def ended(self, output_tokens: float, expected_tokens: float) -> None:
+    def record(self, output_tokens: float, expected_tokens: float) -> None:
         """Record a completed answer."""
         self._ratios.append(output_tokens / max(1.0, expected_tokens))
         self._ordered = None
 
-    def left(self, generated_tokens: float, expected_tokens: float, share: float) -> float:
+    def remaining_tokens(self, generated_tokens: float, expected_tokens: float, share: float) -> float:
         """Return the remaining tokens of an answer, if `share` (0 to 1) of the earlier ones that
         got as far end before it.
 

@@ -14,7 +14,7 @@ import msgspec
 Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 
 
-class Share(msgspec.Struct, frozen=True, array_like=True):
+class PeerShare(msgspec.Struct, frozen=True, array_like=True):
     """What one gateway has booked at one endpoint, in the units of EndpointLoad."""
 
     in_flight: Amount = 0
@@ -26,11 +26,11 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     answers: Amount = 0
 
 
-NOTHING = Share()
-FIELDS = Share.__struct_fields__
+NOTHING = PeerShare()
+FIELDS = PeerShare.__struct_fields__
 
 
-class Others:
+class PeerLoad:
     """The shares of other gateways at one endpoint, and their sum.
 
     Written by ledger.set_peer_load only.
@@ -41,4 +41,4 @@ class Others:
     def __init__(self) -> None:
         self.in_flight = self.answers = self.decoding = 0
         self.prefill_tokens = self.decode_tokens = self.expected_tokens = self.kv_booked = 0
-        self.shares: dict[bytes, Share] = {}
+        self.shares: dict[bytes, PeerShare] = {}

@@ -6,7 +6,7 @@ State only. It is changed by engine_model.py and extended by ledger.LoadBooking.
 from __future__ import annotations
 
 
-class Prompt:
+class QueuedPrompt:
     """One booked prompt in the engine model. The fields about decoding are set at its first token.
 
     enters_at         policy clock when the engine's scheduler sees it
@@ -23,57 +23,57 @@ class Prompt:
 
     __slots__ = (
         *(
-            "at",
-            "began",
-            "coming",
+            "computed_tokens",
+            "decode_began_at",
+            "awaits_kv",
             "decode_base_s",
             "decode_context_s",
-            "decoding",
-            "enters",
-            "had",
-            "left",
-            "locked",
+            "is_decoding",
+            "enters_at",
+            "prefix_tokens",
+            "remaining_tokens",
+            "has_kv",
         ),
         *(
             "output_tokens",
-            "planned",
+            "is_planned",
             "prefill_s",
             "prefill_steps",
             "prompt_tokens",
             "sequences",
-            "tick",
-            "told",
+            "decode_begin_step",
+            "sees_first_token",
         ),
     )
 
-    at: int
-    began: float
-    coming: bool
+    computed_tokens: int
+    decode_began_at: float
+    awaits_kv: bool
     decode_base_s: float
     decode_context_s: float
-    decoding: bool
-    enters: float
-    had: int
-    left: int
-    locked: bool
+    is_decoding: bool
+    enters_at: float
+    prefix_tokens: int
+    remaining_tokens: int
+    has_kv: bool
     output_tokens: float
-    planned: bool
+    is_planned: bool
     prefill_s: float
     prefill_steps: int
     prompt_tokens: int
     sequences: int
-    tick: float
-    told: bool
+    decode_begin_step: float
+    sees_first_token: bool
 
     @property
-    def fresh(self) -> int:
+    def uncached_tokens(self) -> int:
         """Return the tokens to compute when it arrived, at least one: the last token is always
         computed.
         """
-        return max(1, self.prompt_tokens - self.had)
+        return max(1, self.prompt_tokens - self.prefix_tokens)
 
-    def computed(self) -> None:
+    def mark_decoding(self) -> None:
         """Mark it as decoding: its step has ended, and no first token will be reported."""
 
-    def join(self, now: float) -> None:
+    def rejoin_timeline(self, now: float) -> None:
         """Add it to its endpoint's timeline, which has just been restarted."""

@@ -16,7 +16,7 @@ UNLIKELY = 0.5  # subtracted from the expected prompts: most prompts meet fewer 
 LEAST_ARRIVALS, LEAST_S = 3.0, 1.0  # prompts and seconds before arrivals can be predicted
 
 
-class Averages:
+class EngineAverages:
     """What an engine has been doing lately, according to its model.
 
     rate         prompt tokens computed per second, averaged over RATE_S
@@ -46,7 +46,7 @@ class Averages:
         self.seen_s, self.seen_steps = prefill_s, prefill_steps
 
 
-class Arrivals:
+class ArrivalAverages:
     """What was sent to an endpoint lately, averaged over ARRIVALS_S: prompts, their uncached
     tokens, and the time covered.
     """
@@ -56,13 +56,13 @@ class Arrivals:
     def __init__(self, now: float) -> None:
         self.at, self.prompts, self.tokens, self.seconds = now, 0.0, 0.0, 0.0
 
-    def came(self, tokens: int, now: float) -> None:
+    def record(self, tokens: int, now: float) -> None:
         """Record the arrival of a prompt with this many uncached tokens."""
         decay = exp((self.at - now) / ARRIVALS_S)
         self.at, self.seconds = now, self.seconds * decay + ARRIVALS_S * (1.0 - decay)
         self.prompts, self.tokens = self.prompts * decay + 1.0, self.tokens * decay + tokens
 
-    def behind(self, seconds: float) -> float:
+    def expected_tokens_behind(self, seconds: float) -> float:
         """Return the prompt tokens expected to arrive within `seconds` behind a waiting prompt.
 
         Closer to the median than to the mean, because a few prompts meet many others.

@@ -7,7 +7,7 @@ KV is in engine_model.py; the correction by scrapes is in engine_timeline.py.
 from __future__ import annotations
 
 
-class Prefixes:
+class SharedPrefixKv:
     """The cached prefixes of all prompts that have KV now.
 
     tokens    their total length, as if every sequence had its own copy
@@ -19,7 +19,7 @@ class Prefixes:
     def __init__(self) -> None:
         self.tokens, self.distinct = 0, 0.0
 
-    def alone(self) -> float:
+    def exclusive_share(self) -> float:
         """Return the share of a prefix that only one sequence uses.
 
         If sequences use some prefixes at random, it is nearly the square of `distinct / tokens`.
@@ -29,14 +29,14 @@ class Prefixes:
         share = self.distinct / self.tokens
         return share * share
 
-    def hold(self, tokens: int) -> None:
+    def add(self, tokens: int) -> None:
         """Add a sequence with a prefix of this many tokens."""
-        self.distinct += self.alone() * tokens
+        self.distinct += self.exclusive_share() * tokens
         self.tokens += tokens
 
-    def release(self, tokens: int) -> None:
+    def remove(self, tokens: int) -> None:
         """Remove a sequence with a prefix of this many tokens."""
-        self.distinct = max(0.0, self.distinct - self.alone() * tokens)
+        self.distinct = max(0.0, self.distinct - self.exclusive_share() * tokens)
         self.tokens -= tokens
         if not self.tokens:
             self.distinct = 0.0

@@ -14,10 +14,10 @@ from types import MappingProxyType
 
 import msgspec
 
-from policies.engine.kalman import Kalman
+from policies.engine.kalman import KalmanFilter
 
 
-class Shape(msgspec.Struct, frozen=True):
+class StepCosts(msgspec.Struct, frozen=True):
     """The constants of one engine step, in seconds per unit of work:
 
     step = max(weights_s, token_s (p + B)) + wire_s (p + B) + pair_s area + context_s C + sequence_s
@@ -92,7 +92,7 @@ def shape_for(
     weight_bytes: float = 2.0,
     request_s: float = 0.005,
     budget_tokens: int = 8192,
-) -> Shape:
+) -> StepCosts:
     """Return the prior for a TP group of `tp` x `pp` GPUs; unknown arguments get neutral values.
 
     params_b, active_b   billions of parameters, and of those the ones that each token activates
@@ -110,7 +110,7 @@ def shape_for(
     flops = kind.fp8 if weight_bytes <= 1 else kind.bf16
     wire_bytes = 2 * layers * 2 * (tp - 1) / tp * 2 * width
     # A pipeline works on as many steps at once as it has stages, but each token passes all stages.
-    return Shape(
+    return StepCosts(
         weights_s=params * weight_bytes / (tp * kind.memory * kind.memory_eff),
         token_s=2 * active / (tp * pp * flops * kind.flops_eff),
         wire_s=wire_bytes / (kind.link * kind.link_eff * pp),
@@ -134,7 +134,7 @@ MIX_GAIN = 0.1  # weight of one observation in the running mix of work
 REACH_GAIN, MOST_REACH_S = 0.05, 1.0
 
 
-class Speed:
+class SpeedFactor:
     """Factor on the prior for one kind of work in its usual mix, with the variance of its
     logarithm.
 
@@ -147,7 +147,7 @@ class Speed:
         self.factor, self.var = 1.0, var
 
 
-class Belief:
+class SpeedBelief:
     """Learned speed of one endpoint: a prior and correction factors.
 
     Written by its timeline and ledger.
@@ -192,17 +192,17 @@ class Belief:
         *("shape", "step", "token_s"),
     )
 
-    def __init__(self, shape: Shape = NEUTRAL) -> None:
+    def __init__(self, shape: StepCosts = NEUTRAL) -> None:
         self.shape = shape
-        self.prompts = Kalman(PRIOR_VAR, *FILLS * (PART_VAR,), PAIRS_VAR)
-        self.decodes, self.layers = Kalman(PRIOR_VAR, CONTEXT_VAR), Kalman(PRIOR_VAR)
-        self.prefill, self.pairs, self.step = Speed(PRIOR_VAR), Speed(PAIRS_VAR), Speed(PRIOR_VAR)
+        self.prompts = KalmanFilter(PRIOR_VAR, *FILLS * (PART_VAR,), PAIRS_VAR)
+        self.decodes, self.layers = KalmanFilter(PRIOR_VAR, CONTEXT_VAR), KalmanFilter(PRIOR_VAR)
+        self.prefill, self.pairs, self.step = SpeedFactor(PRIOR_VAR), SpeedFactor(PAIRS_VAR), SpeedFactor(PRIOR_VAR)
         self.request_s, self.room = shape.request_s, shape.budget_tokens
         self._reached = 1.0  # the prior counts as one observation
         self._mix, self._context = [*FILLS * (0.0,), 1.0], 0.0
-        self.settle()
+        self.apply_factors()
 
-    def settle(self) -> None:
+    def apply_factors(self) -> None:
         """Recompute the products of prior and factors."""
         self._settle_prompts()
         self._settle_layers()
@@ -240,7 +240,7 @@ class Belief:
     def prompts_s(self, tokens: float, pairs: float) -> float:
         """Return the prior seconds that prompt tokens and query-key pairs add to a step.
 
-        Only attention's own factor is included; multiply by `pace(tokens)`.
+        Only attention's own factor is included; multiply by `measure_latency(tokens)`.
         """
         compute_s, weights_s = self.shape.token_s * tokens, self.shape.weights_s
         return (
@@ -255,7 +255,7 @@ class Belief:
         """
         return self.context_s * context + (self.sequence_s + self.flop_s) * batch
 
-    def prompted(
+    def observe_prefill(
         self, ratio: float, fills: Sequence[float], pairs_s: float, noise_var: float
     ) -> None:
         """Learn that prefill took `ratio` times as long as predicted.
@@ -274,12 +274,12 @@ class Belief:
         ]
         self._settle_prompts()
 
-    def layered(self, ratio: float, noise_var: float) -> None:
+    def observe_step_overhead(self, ratio: float, noise_var: float) -> None:
         """Learn that the fixed part of prefill steps took `ratio` times as long as predicted."""
         self.layers.observe(ratio, (1.0,), noise_var)
         self._settle_layers()
 
-    def decoded(self, seen_s: float, base_s: float, context_s: float, noise_var: float) -> None:
+    def observe_decode(self, seen_s: float, base_s: float, context_s: float, noise_var: float) -> None:
         """Learn from decode steps that took `seen_s`.
 
         Their prior is `base_s`, plus `context_s` to read the context.
@@ -291,7 +291,7 @@ class Belief:
         self._context += MIX_GAIN * (share - self._context)
         self._settle_decodes()
 
-    def reached(self, seen_s: float, weight: float = 1.0) -> None:
+    def observe_api_latency(self, seen_s: float, weight: float = 1.0) -> None:
         """Learn the time a request needed to reach the scheduler.
 
         `weight` (0 to 1) is the evidence of this observation.

@@ -20,7 +20,7 @@ from types import MappingProxyType
 import msgspec
 
 
-class State(StrEnum):
+class HealthState(StrEnum):
     """Health of one endpoint; see the module's table."""
 
     UP = "up"
@@ -29,7 +29,7 @@ class State(StrEnum):
     RETURNING = "returning"
 
 
-class Event(StrEnum):
+class HealthEvent(StrEnum):
     """An event at an endpoint.
 
     IGNORED: a 4xx answer or a client disconnect, which say nothing about its health.
@@ -83,23 +83,23 @@ class Health(msgspec.Struct, frozen=True):
     cause      the event that ejected it; None after it has fully recovered
     """
 
-    state: State = State.UP
+    state: HealthState = HealthState.UP
     since: float = 0.0
     until: float = 0.0
     failures: int = 0
     successes: int = 0
     ejections: int = 0
-    cause: Event | None = None
+    cause: HealthEvent | None = None
 
 
 class _Transition(msgspec.Struct, frozen=True):
-    event: Event
+    event: HealthEvent
     now: float
     rng: Random
     limits: HealthLimits
 
 
-def advance(health: Health, event: Event, now: float, rng: Random, limits: HealthLimits) -> Health:
+def next_health(health: Health, event: HealthEvent, now: float, rng: Random, limits: HealthLimits) -> Health:
     """Return the health after `event` at `now`. Pairs that are not in the table change nothing.
 
     Reports of earlier requests to an ejected endpoint are left out of the table on purpose: twenty
@@ -109,24 +109,24 @@ def advance(health: Health, event: Event, now: float, rng: Random, limits: Healt
     return rule(health, _Transition(event, now, rng, limits)) if rule else health
 
 
-def probe_due(health: Health, now: float) -> bool:
+def is_probe_due(health: Health, now: float) -> bool:
     """Return whether an ejection has run out, so that a probe may decide about the return."""
-    return health.state in (State.EJECTED, State.DEAD) and now >= health.until
+    return health.state in (HealthState.EJECTED, HealthState.DEAD) and now >= health.until
 
 
 def is_unreachable(health: Health) -> bool:
     """Return whether the endpoint is ejected because no engine answers at its address."""
-    return health.state is State.EJECTED and health.cause is Event.CONNECT_FAILED
+    return health.state is HealthState.EJECTED and health.cause is HealthEvent.CONNECT_FAILED
 
 
 def is_proven(health: Health) -> bool:
     """Return whether the endpoint has had no failure, or a success since its last one."""
-    if health.state is State.UP:
+    if health.state is HealthState.UP:
         return not health.failures
-    return health.state is State.RETURNING and health.successes > 0
+    return health.state is HealthState.RETURNING and health.successes > 0
 
 
-def available(pool: Sequence[Health], limits: HealthLimits) -> list[bool]:
+def available_endpoints(pool: Sequence[Health], limits: HealthLimits) -> list[bool]:
     """Return which endpoints of a pool may be used, in the order of the argument.
 
     Endpoints that are up or returning may; dead and unreachable ones may not. Of those ejected by
@@ -134,12 +134,12 @@ def available(pool: Sequence[Health], limits: HealthLimits) -> list[bool]:
     seems to fail, the cause is more likely in front of it than in it. Those whose ejection ends
     first are used again first.
     """
-    living = [not (health.state is State.DEAD or is_unreachable(health)) for health in pool]
+    living = [not (health.state is HealthState.DEAD or is_unreachable(health)) for health in pool]
     most_out = min(sum(living) - 1, max(1, int(sum(living) * limits.ejected_share)))
     ejected = [
         index
         for index, health in enumerate(pool)
-        if health.state is State.EJECTED and living[index]
+        if health.state is HealthState.EJECTED and living[index]
     ]
     ejected.sort(key=lambda index: pool[index].until, reverse=True)
     out = frozenset(ejected[: max(0, most_out)])
@@ -154,14 +154,14 @@ def _count_failure(health: Health, transition: _Transition) -> Health:
 
 
 def _eject(health: Health, transition: _Transition) -> Health:
-    return _put_out(health, transition, State.EJECTED)
+    return _put_out(health, transition, HealthState.EJECTED)
 
 
 def _die(health: Health, transition: _Transition) -> Health:
-    return _put_out(health, transition, State.DEAD)
+    return _put_out(health, transition, HealthState.DEAD)
 
 
-def _put_out(health: Health, transition: _Transition, state: State) -> Health:
+def _put_out(health: Health, transition: _Transition, state: HealthState) -> Health:
     limits = transition.limits
     jitter = 1.0 + limits.jitter * (2.0 * transition.rng.random() - 1.0)
     backoff_s = limits.first_s * 2.0 ** min(health.ejections, 64)
@@ -175,7 +175,7 @@ def _mark_unreachable(health: Health, transition: _Transition) -> Health:
     """Change an ejection's cause to unreachable; its length stays."""
     if is_unreachable(health):
         return health
-    return msgspec.structs.replace(health, cause=Event.CONNECT_FAILED)
+    return msgspec.structs.replace(health, cause=HealthEvent.CONNECT_FAILED)
 
 
 def _stay_out(health: Health, transition: _Transition) -> Health:
@@ -185,7 +185,7 @@ def _stay_out(health: Health, transition: _Transition) -> Health:
     """
     if health.cause is None:
         return msgspec.structs.replace(health, cause=transition.event)
-    if health.cause is not Event.SLOW or transition.now < health.until:
+    if health.cause is not HealthEvent.SLOW or transition.now < health.until:
         return health
     extended = _put_out(health, transition, health.state)
     return msgspec.structs.replace(extended, since=health.since, cause=health.cause)
@@ -195,7 +195,7 @@ def _return(health: Health, transition: _Transition) -> Health:
     """Return the endpoint after a successful probe, but not before `until`, to damp flapping."""
     if transition.now < health.until:
         return health
-    return Health(State.RETURNING, transition.now, ejections=health.ejections, cause=health.cause)
+    return Health(HealthState.RETURNING, transition.now, ejections=health.ejections, cause=health.cause)
 
 
 def _return_needed(health: Health, transition: _Transition) -> Health:
@@ -206,13 +206,13 @@ def _return_needed(health: Health, transition: _Transition) -> Health:
         health.until, health.since + transition.limits.first_s
     ):
         return health
-    return Health(State.RETURNING, transition.now, ejections=health.ejections, cause=health.cause)
+    return Health(HealthState.RETURNING, transition.now, ejections=health.ejections, cause=health.cause)
 
 
 def _recover(health: Health, transition: _Transition) -> Health:
     if health.successes + 1 < transition.limits.successes_to_return:
         return msgspec.structs.replace(health, successes=health.successes + 1)
-    return Health(State.UP, transition.now, ejections=health.ejections, cause=health.cause)
+    return Health(HealthState.UP, transition.now, ejections=health.ejections, cause=health.cause)
 
 
 def _on_success(health: Health, transition: _Transition) -> Health:
@@ -221,34 +221,34 @@ def _on_success(health: Health, transition: _Transition) -> Health:
     Usually allocates nothing.
     """
     if health.ejections and transition.now - health.since >= transition.limits.forgive_s:
-        return Health(State.UP, health.since)
+        return Health(HealthState.UP, health.since)
     return msgspec.structs.replace(health, failures=0) if health.failures else health
 
 
 _Rule = Callable[[Health, _Transition], Health]
 
-_TABLE: Mapping[tuple[State, Event], _Rule] = MappingProxyType(
+_TABLE: Mapping[tuple[HealthState, HealthEvent], _Rule] = MappingProxyType(
     {
-        (State.UP, Event.SUCCEEDED): _on_success,
-        (State.UP, Event.CONNECT_FAILED): _eject,
-        (State.UP, Event.FAILED): _count_failure,
-        (State.UP, Event.TIMED_OUT): _count_failure,
-        (State.UP, Event.PROBE_FAILED): _count_failure,
-        (State.UP, Event.ENGINE_DEAD): _die,
-        (State.UP, Event.SLOW): _eject,
-        (State.RETURNING, Event.SUCCEEDED): _recover,
-        (State.RETURNING, Event.CONNECT_FAILED): _eject,
-        (State.RETURNING, Event.FAILED): _eject,
-        (State.RETURNING, Event.TIMED_OUT): _eject,
-        (State.RETURNING, Event.PROBE_FAILED): _eject,
-        (State.RETURNING, Event.ENGINE_DEAD): _die,
-        (State.RETURNING, Event.SLOW): _eject,
-        (State.EJECTED, Event.PROBE_OK): _return,
-        (State.EJECTED, Event.PROBE_OK_NEEDED): _return_needed,
-        (State.EJECTED, Event.PROBE_FAILED): _stay_out,
-        (State.EJECTED, Event.CONNECT_FAILED): _mark_unreachable,
-        (State.EJECTED, Event.ENGINE_DEAD): _die,
-        (State.DEAD, Event.PROBE_OK): _return,
-        (State.DEAD, Event.PROBE_OK_NEEDED): _return_needed,
+        (HealthState.UP, HealthEvent.SUCCEEDED): _on_success,
+        (HealthState.UP, HealthEvent.CONNECT_FAILED): _eject,
+        (HealthState.UP, HealthEvent.FAILED): _count_failure,
+        (HealthState.UP, HealthEvent.TIMED_OUT): _count_failure,
+        (HealthState.UP, HealthEvent.PROBE_FAILED): _count_failure,
+        (HealthState.UP, HealthEvent.ENGINE_DEAD): _die,
+        (HealthState.UP, HealthEvent.SLOW): _eject,
+        (HealthState.RETURNING, HealthEvent.SUCCEEDED): _recover,
+        (HealthState.RETURNING, HealthEvent.CONNECT_FAILED): _eject,
+        (HealthState.RETURNING, HealthEvent.FAILED): _eject,
+        (HealthState.RETURNING, HealthEvent.TIMED_OUT): _eject,
+        (HealthState.RETURNING, HealthEvent.PROBE_FAILED): _eject,
+        (HealthState.RETURNING, HealthEvent.ENGINE_DEAD): _die,
+        (HealthState.RETURNING, HealthEvent.SLOW): _eject,
+        (HealthState.EJECTED, HealthEvent.PROBE_OK): _return,
+        (HealthState.EJECTED, HealthEvent.PROBE_OK_NEEDED): _return_needed,
+        (HealthState.EJECTED, HealthEvent.PROBE_FAILED): _stay_out,
+        (HealthState.EJECTED, HealthEvent.CONNECT_FAILED): _mark_unreachable,
+        (HealthState.EJECTED, HealthEvent.ENGINE_DEAD): _die,
+        (HealthState.DEAD, HealthEvent.PROBE_OK): _return,
+        (HealthState.DEAD, HealthEvent.PROBE_OK_NEEDED): _return_needed,
     }
 )

@@ -40,7 +40,7 @@ class RetryBudget:
         self.running += 1
         return True
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Count a finished retry. Raises RuntimeError if none was running."""
         if not self.running:
             raise RuntimeError("give_back() without a running retry")

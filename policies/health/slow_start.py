@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from math import ceil
 
-from policies.load import NO_CEILING
+from policies.load import NO_SOFT_CAP
 
 LEAST = 0.1
 
 
-def ceiling(max_concurrency: int, warm_s: float, ramp_s: float) -> int:
+def soft_cap(max_concurrency: int, warm_s: float, ramp_s: float) -> int:
     """Return the soft cap of an endpoint in rotation for `warm_s` seconds.
 
     NO_SOFT_CAP once the ramp is over.
@@ -22,5 +22,5 @@ def ceiling(max_concurrency: int, warm_s: float, ramp_s: float) -> int:
     It grows linearly from a tenth of the cap, and is at least 1.
     """
     if warm_s >= ramp_s:
-        return NO_CEILING
+        return NO_SOFT_CAP
     return max(1, ceil(max_concurrency * max(LEAST, warm_s / ramp_s)))

@@ -24,15 +24,15 @@ from math import ceil
 
 import msgspec
 
-from policies.engine.step_time import NEUTRAL, Shape
+from policies.engine.step_time import NEUTRAL, StepCosts
 from policies.health.speed_record import (
     BINS,
     RECENT,
     Measure,
-    Samples,
+    SampleTrack,
     Slowness,
     SpeedRecord,
-    Track,
+    SpeedSamples,
 )
 
 CONTEXT_TOKENS = 1024  # assumed context of a stream, for scaling decode steps over the batch
@@ -58,7 +58,7 @@ class SlowLimits(msgspec.Struct, frozen=True):
     least_s: tuple[float, float, float] = (0.025, 0.003, 0.1)
 
 
-class Member(msgspec.Struct, frozen=True, eq=False):
+class ReviewedEndpoint(msgspec.Struct, frozen=True, eq=False):
     """One endpoint of a pool under review.
 
     `kind`: equal for peers. `step_tokens`: most tokens in its prefill step.
@@ -66,11 +66,11 @@ class Member(msgspec.Struct, frozen=True, eq=False):
 
     record: SpeedRecord
     kind: Hashable
-    shape: Shape = NEUTRAL
+    shape: StepCosts = NEUTRAL
     step_tokens: int = 0
 
 
-def review(members: Sequence[Member], now: float, limits: SlowLimits) -> Yardsticks:
+def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) -> Yardsticks:
     """Compare the endpoints of a pool, once a second, and set the verdicts in their records.
 
     Returns the times that each kind of endpoint takes for its work.
@@ -78,19 +78,19 @@ def review(members: Sequence[Member], now: float, limits: SlowLimits) -> Yardsti
     for member in members:
         member.record.prepare(now)
     findings = [_Finding() for _ in members]
-    yardsticks: dict[tuple[Hashable, Measure], Peers] = {}
+    yardsticks: dict[tuple[Hashable, Measure], PeerTimes] = {}
     for measure in Measure:
         _compare(members, measure, now, findings, limits, yardsticks)
     for member, finding in zip(members, findings, strict=True):
         record = member.record
-        record.judge(finding.worst, finding.change, finding.clear, limits.reviews)
+        record.set_verdict(finding.worst, finding.change, finding.clear, limits.reviews)
         record.output *= RECENT
         for track in record.tracks:
-            track.age()
+            track.decay()
     return yardsticks
 
 
-def yardsticks(members: Sequence[Member], now: float) -> Yardsticks:
+def yardsticks(members: Sequence[ReviewedEndpoint], now: float) -> Yardsticks:
     """What each kind of endpoint takes for its work, as far as that is known now. Judges no endpoint."""
     for member in members:
         member.record.prepare(now)
@@ -98,7 +98,7 @@ def yardsticks(members: Sequence[Member], now: float) -> Yardsticks:
     for member in members:
         by_kind.setdefault(member.kind, []).append(member.record)
     return {
-        (kind, measure): Peers(measure, [record.tracks[place].reference for record in records])
+        (kind, measure): PeerTimes(measure, [record.tracks[place].reference for record in records])
         for kind, records in by_kind.items()
         for place, measure in enumerate(Measure)
     }
@@ -114,12 +114,12 @@ class _Finding:
         self.change, self.clear = 0, True
 
 
-class Peers:
+class PeerTimes:
     """The mean times of one measure at several endpoints, by bin, sorted."""
 
     __slots__ = ("_means", "_measure", "count")
 
-    def __init__(self, measure: Measure, references: Sequence[Samples]) -> None:
+    def __init__(self, measure: Measure, references: Sequence[SpeedSamples]) -> None:
         self._measure = measure
         self.count = sum(samples.total > 0.0 for samples in references)
         self._means = [
@@ -131,7 +131,7 @@ class Peers:
             for bin_ in range(BINS)
         ]
 
-    def expected_s(self, recent: Samples, own: Samples, shape: Shape) -> float:
+    def expected_s(self, recent: SpeedSamples, own: SpeedSamples, shape: StepCosts) -> float:
         """Return the time the others would have taken for the samples; 0 if unknown.
 
         `own` is one of the references.
@@ -145,16 +145,16 @@ class Peers:
                 total += count * each_s
         return total
 
-    def usual_s(self, work: int, shape: Shape) -> float:
+    def usual_s(self, work: int, shape: StepCosts) -> float:
         """Return the time for this much work; 0 if unknown."""
         return self.other_s(work, None, shape)
 
-    def other_s(self, work: int, own: Samples | None, shape: Shape) -> float:
+    def other_s(self, work: int, own: SpeedSamples | None, shape: StepCosts) -> float:
         """Return the time the other endpoints take for this much work; 0 if unknown."""
         bin_ = min(BINS - 1, work.bit_length())
         return self._without(bin_, own) or self._scaled(bin_, own, shape)
 
-    def _without(self, bin_: int, own: Samples | None) -> float:
+    def _without(self, bin_: int, own: SpeedSamples | None) -> float:
         """Return the median of the others in a bin; 0 if there is none."""
         means = self._means[bin_]
         if own is None or not own.counts[bin_]:
@@ -162,7 +162,7 @@ class Peers:
         own_index = bisect_left(means, own.seconds[bin_] / own.counts[bin_])
         return median_without(means, own_index) if len(means) > 1 else 0.0
 
-    def _scaled(self, bin_: int, own: Samples | None, shape: Shape) -> float:
+    def _scaled(self, bin_: int, own: SpeedSamples | None, shape: StepCosts) -> float:
         """Return the time of the nearest bin with others, scaled by the roofline."""
         for distance in range(1, BINS):
             for near in (bin_ - distance, bin_ + distance):
@@ -186,26 +186,26 @@ def median_without(ordered: Sequence[float], left_out: int) -> float:
     return 0.5 * (ordered[low] + ordered[high])
 
 
-Yardsticks = Mapping[tuple[Hashable, Measure], Peers]
+Yardsticks = Mapping[tuple[Hashable, Measure], PeerTimes]
 
 
 def _compare(
-    members: Sequence[Member],
+    members: Sequence[ReviewedEndpoint],
     measure: Measure,
     now: float,
     findings: Sequence[_Finding],
     limits: SlowLimits,
-    yardsticks: dict[tuple[Hashable, Measure], Peers],
+    yardsticks: dict[tuple[Hashable, Measure], PeerTimes],
 ) -> None:
     """Add one measure to the findings, and its times to the yardsticks."""
     index_of_measure = _MEASURES.index(measure)
     tracks = [member.record.tracks[index_of_measure] for member in members]
-    pool = Peers(measure, [track.reference for track in tracks])
+    pool = PeerTimes(measure, [track.reference for track in tracks])
     kinds: dict[Hashable, list[int]] = {}
     for index, member in enumerate(members):
         kinds.setdefault(member.kind, []).append(index)
     for kind, indices in kinds.items():
-        peers = Peers(measure, [tracks[index].reference for index in indices])
+        peers = PeerTimes(measure, [tracks[index].reference for index in indices])
         yardsticks[kind, measure] = peers
         for index in indices:
             track, shape = tracks[index], members[index].shape
@@ -234,8 +234,8 @@ def _compare(
                 usual if has_peers else 0.0,
             ) and (finding.worst is None or slowness.ratio > finding.worst.ratio):
                 finding.worst, finding.change = slowness, 0
-                if track.fresh or samples is not track.recent:
-                    latest = track.latest(samples)
+                if track.fresh_count or samples is not track.recent:
+                    latest = track.since_last_review(samples)
                     latest_s = yardstick.expected_s(latest, track.reference, shape) * (
                         1.0 if has_peers else usual
                     )
@@ -243,8 +243,8 @@ def _compare(
 
 
 def _samples_with_running_step(
-    member: Member, track: Track, yardstick: Peers, now: float, factor: float
-) -> Samples:
+    member: ReviewedEndpoint, track: SampleTrack, yardstick: PeerTimes, now: float, factor: float
+) -> SpeedSamples:
     """Return the recent samples, plus the current prefill step if peers would have finished it long
     ago.
     """
@@ -260,15 +260,15 @@ def _samples_with_running_step(
     return samples
 
 
-def _is_busier(members: Sequence[Member], index: int, peers: Sequence[int]) -> bool:
+def _is_busier(members: Sequence[ReviewedEndpoint], index: int, peers: Sequence[int]) -> bool:
     """Return whether it generates more tokens than its peers, so that its answers take longer."""
     outputs = sorted(members[peer].record.output for peer in peers if peer != index)
     return bool(outputs) and members[index].record.output > BUSIER * outputs[len(outputs) // 2]
 
 
 def _ratio(
-    track: Track,
-    samples: Samples,
+    track: SampleTrack,
+    samples: SpeedSamples,
     expected_s: float,
     measure: Measure,
     limits: SlowLimits,
@@ -281,8 +281,8 @@ def _ratio(
     ratio = spent_s / expected_s
     usual = track.usual_ratio
     limit = limits.factor if has_peers else limits.clear * usual if usual else ratio + 1.0
-    if track.fresh and ratio < limit:
-        track.learn(ratio)
+    if track.fresh_count and ratio < limit:
+        track.update_usual_ratio(ratio)
     if has_peers:
         return Slowness(measure, ratio, spent_s / total, expected_s / total)
     if not usual:
@@ -291,7 +291,7 @@ def _ratio(
 
 
 def _is_slow(
-    samples: Samples, slowness: Slowness, limits: SlowLimits, least_s: float, usual: float
+    samples: SpeedSamples, slowness: Slowness, limits: SlowLimits, least_s: float, usual: float
 ) -> bool:
     limit = limits.factor
     if usual:  # an endpoint that is usually nearly as slow needs a higher ratio
@@ -302,7 +302,7 @@ def _is_slow(
     return samples.total >= needed - 1e-6
 
 
-def _work_s(measure: Measure, shape: Shape, bin_: int) -> float:
+def _work_s(measure: Measure, shape: StepCosts, bin_: int) -> float:
     """Return the prior seconds of work in the middle of a bin. Only ratios of these are used."""
     work = 0.75 * (1 << bin_)
     if measure is Measure.ANSWER:

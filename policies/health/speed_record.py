@@ -59,7 +59,7 @@ class Measure(StrEnum):
     ANSWER = "answer"
 
 
-class Verdict(StrEnum):
+class SpeedVerdict(StrEnum):
     """SUSPECT: gets few requests while others have room. SLOW: should be ejected."""
 
     NORMAL = "normal"
@@ -78,7 +78,7 @@ class Slowness(msgspec.Struct, frozen=True):
     peers_s: float
 
 
-class Samples:
+class SpeedSamples:
     """Seconds and counts by bin of work.
 
     `total` is the sum of counts; the last `least` of them never expire.
@@ -102,12 +102,12 @@ class Samples:
         place = min(BINS - 1, work.bit_length())
         return self.seconds[place] / self.counts[place] if self.counts[place] > 1e-9 else 0.0
 
-    def copy(self) -> Samples:
-        return self.less(Samples(self.least))
+    def copy(self) -> SpeedSamples:
+        return self.minus(SpeedSamples(self.least))
 
-    def less(self, other: Samples) -> Samples:
+    def minus(self, other: SpeedSamples) -> SpeedSamples:
         """Return the difference to older samples."""
-        difference = Samples(self.least)
+        difference = SpeedSamples(self.least)
         difference.seconds = [*map(sub, self.seconds, other.seconds)]
         difference.counts = [*map(sub, self.counts, other.counts)]
         difference.total = self.total - other.total
@@ -123,7 +123,7 @@ class Samples:
         self.total *= factor
 
 
-class Track:
+class SampleTrack:
     """One measure of one endpoint.
 
     recent, reference  the same samples with fast and slow decay: evidence about it, and reference
@@ -132,14 +132,14 @@ class Track:
     log_usual_ratio    logarithm of its usual ratio, over `review_count` reviews
     """
 
-    __slots__ = ("_reviewed", "_uncounted", "fresh", "recent", "reference", "seen", "usual")
+    __slots__ = ("_reviewed", "_uncounted", "fresh_count", "recent", "reference", "review_count", "log_usual_ratio")
 
     def __init__(self, needed: float) -> None:
-        self.recent, self.reference = Samples(needed), Samples(needed)
-        self._reviewed = Samples(needed)
+        self.recent, self.reference = SpeedSamples(needed), SpeedSamples(needed)
+        self._reviewed = SpeedSamples(needed)
         self._uncounted: list[tuple[int, float]] = []
-        self.fresh = self.seen = 0
-        self.usual = 0.0
+        self.fresh_count = self.review_count = 0
+        self.log_usual_ratio = 0.0
 
     def add(self, work: int, seconds: float) -> None:
         """Record a sample: `work` in prompt tokens, streams or output tokens.
@@ -149,43 +149,43 @@ class Track:
         if len(self._uncounted) < MOST_UNCOUNTED:
             self._uncounted.append((work, seconds))
 
-    def count(self) -> None:
+    def aggregate(self) -> None:
         """Aggregate the samples since the last review."""
         samples, self._uncounted = self._uncounted, []
-        self.fresh += len(samples)
+        self.fresh_count += len(samples)
         for work, seconds in samples:
             bin_ = min(BINS - 1, work.bit_length())
             self.recent.add(bin_, seconds)
             self.reference.add(bin_, seconds)
 
-    def age(self) -> None:
+    def decay(self) -> None:
         """Let the samples of one second decay."""
         self.recent.decay(RECENT)
         self.reference.decay(REFERENCE)
-        if self.fresh:
+        if self.fresh_count:
             self._reviewed = self.recent.copy()
-        self.fresh = 0
+        self.fresh_count = 0
 
-    def latest(self, judged: Samples) -> Samples:
+    def since_last_review(self, judged: SpeedSamples) -> SpeedSamples:
         """Return the part of these samples that came since the last review."""
-        return judged.less(self._reviewed)
+        return judged.minus(self._reviewed)
 
     def restart(self) -> None:
         """Discard the evidence; the usual ratio is kept."""
         least = self.recent.least
-        self.recent, self.reference, self.fresh = Samples(least), Samples(least), 0
-        self._reviewed = Samples(least)
+        self.recent, self.reference, self.fresh_count = SpeedSamples(least), SpeedSamples(least), 0
+        self._reviewed = SpeedSamples(least)
         self._uncounted = []
 
     @property
     def usual_ratio(self) -> float:
         """Its usual ratio to its peers; 0 until known."""
-        return exp(self.usual) if self.seen >= LEAST_USUAL else 0.0
+        return exp(self.log_usual_ratio) if self.review_count >= LEAST_USUAL else 0.0
 
-    def learn(self, ratio: float) -> None:
+    def update_usual_ratio(self, ratio: float) -> None:
         """Update the usual ratio by one that indicates no fault."""
-        self.seen += 1
-        self.usual += max(USUAL_GAIN, 1.0 / self.seen) * (log(ratio) - self.usual)
+        self.review_count += 1
+        self.log_usual_ratio += max(USUAL_GAIN, 1.0 / self.review_count) * (log(ratio) - self.log_usual_ratio)
 
 
 class SpeedRecord:
@@ -215,7 +215,7 @@ class SpeedRecord:
     )
 
     def __init__(self) -> None:
-        self.tracks = tuple(Track(needed) for needed in NEEDED)
+        self.tracks = tuple(SampleTrack(needed) for needed in NEEDED)
         self._queue: deque[int] = deque()
         self._begun = 0  # prompts in the queue that the step under way may compute
         self.since = self.prefill_s = 0.0
@@ -224,7 +224,7 @@ class SpeedRecord:
         self._probe_gap_s = FIRST_PROBE_GAP_S
         self._streak = 0
         self.has_kept_pace = False
-        self.verdict = Verdict.NORMAL
+        self.verdict = SpeedVerdict.NORMAL
         self.slowness: Slowness | None = None
 
     @property
@@ -232,7 +232,7 @@ class SpeedRecord:
         """Prompts sent there whose first token is observable and has not come."""
         return len(self._queue)
 
-    def sent(self, tokens: int, now: float) -> None:
+    def on_sent(self, tokens: int, now: float) -> None:
         """Record a sent prompt with an observable first token; `tokens` of it are not cached."""
         if not self._queue:
             self.since = now
@@ -241,7 +241,7 @@ class SpeedRecord:
             self._begun += 1
         self._queue.append(tokens)
 
-    def dropped(self, tokens: int) -> None:
+    def on_dropped(self, tokens: int) -> None:
         """Record that a prompt was cancelled before its first token."""
         with suppress(ValueError):
             self._queue.remove(tokens)
@@ -253,7 +253,7 @@ class SpeedRecord:
         is expected to last as long again. `work` is what the step had to compute at most.
         """
         if not self._queue or self._queue[0] != tokens:
-            self.dropped(tokens)
+            self.on_dropped(tokens)
             return
         seconds = now - self.since
         if self._step_tokens:
@@ -265,7 +265,7 @@ class SpeedRecord:
         if seconds >= LEAST_OVERTAKEN_S:
             self.tracks[0].add(work, 2.0 * seconds if is_doubted else seconds)
 
-    def first_token(self, tokens: int, now: float) -> None:
+    def on_first_token(self, tokens: int, now: float) -> None:
         """Record a first token; `tokens` of its prompt were not cached."""
         seconds = now - self.since
         self.since = now
@@ -273,7 +273,7 @@ class SpeedRecord:
         if queue and queue[0] == tokens:
             queue.popleft()
         else:
-            self.dropped(tokens)
+            self.on_dropped(tokens)
         self._begun = len(queue)
         self.prefill_s += seconds
         if seconds <= SAME_STEP_S + SAME_STEP_SHARE * self._step_s:
@@ -284,7 +284,7 @@ class SpeedRecord:
             self.tracks[0].add(self._step_tokens, self._step_s)
         self._step_s, self._step_tokens = seconds, tokens
 
-    def streamed(self, streams: int, tokens: int, seconds: float, now: float) -> None:
+    def record_streams(self, streams: int, tokens: int, seconds: float, now: float) -> None:
         """Record that `streams` streams generated `tokens` together in the last `seconds`."""
         clear_from = self.prefill_s + (now - self.since if self.waiting else 0.0)
         clear_s = seconds - (clear_from - self._clear_from)
@@ -292,7 +292,7 @@ class SpeedRecord:
         if streams and clear_s > LEAST_SHARE_CLEAR * seconds:
             self.tracks[1].add(streams, clear_s * streams / max(tokens, streams * 0.5))
 
-    def answered(self, tokens: int, seconds: float) -> None:
+    def record_answer(self, tokens: int, seconds: float) -> None:
         """Record a whole answer."""
         self.output += tokens
         self.tracks[2].add(tokens, seconds)
@@ -320,7 +320,7 @@ class SpeedRecord:
         self._step_s, self._step_tokens = 0.0, 0
         self._streak = 0
         self.has_kept_pace = False
-        self.verdict = Verdict.NORMAL
+        self.verdict = SpeedVerdict.NORMAL
 
     def prepare(self, now: float) -> None:
         """Aggregate the samples before a review; the last step counts as ended."""
@@ -329,7 +329,7 @@ class SpeedRecord:
                 self.tracks[0].add(self._step_tokens, self._step_s)
             self._step_s, self._step_tokens = 0.0, 0
         for track in self.tracks:
-            track.count()
+            track.aggregate()
 
     def step_tokens(self, waiting_tokens: int, budget_tokens: int, others: int) -> int:
         """Return the most prompt tokens that the current step may have to compute before its first
@@ -352,7 +352,7 @@ class SpeedRecord:
             else min(step_tokens, sum(islice(queue, self._begun)))
         )
 
-    def judge(self, found: Slowness | None, change: int, clear: bool, reviews: int) -> Verdict:
+    def set_verdict(self, found: Slowness | None, change: int, clear: bool, reviews: int) -> SpeedVerdict:
         """Set and return the verdict of a review.
 
         change  1 if the latest samples were slow too, -1 if they were not, 0 without any
@@ -364,7 +364,7 @@ class SpeedRecord:
         elif clear:
             self._streak, self.slowness = 0, None
         slow = self._streak >= reviews
-        self.verdict = Verdict.SLOW if slow else Verdict.SUSPECT if self._streak else Verdict.NORMAL
+        self.verdict = SpeedVerdict.SLOW if slow else SpeedVerdict.SUSPECT if self._streak else SpeedVerdict.NORMAL
         prompts = self.tracks[0]
         if (
             clear and found is None and prompts.reference.total >= LEAST_PACED

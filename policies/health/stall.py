@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies.health import speed_outlier
-from policies.health.speed_outlier import Member, Peers, Yardsticks
-from policies.health.speed_record import Measure, SpeedRecord, Verdict
-from policies.load import NO_CEILING, EndpointLoad
+from policies.health.speed_outlier import PeerTimes, ReviewedEndpoint, Yardsticks
+from policies.health.speed_record import Measure, SpeedRecord, SpeedVerdict
+from policies.load import NO_SOFT_CAP, EndpointLoad
 
 LEAST_LATE_S = 0.1
 """No step and no request is late before this. For an endpoint that has kept pace it is also the least gain."""
@@ -45,7 +45,7 @@ class Expectations:
     def __init__(self) -> None:
         self.yardsticks: Yardsticks = {}
 
-    def stalled(self, members: Sequence[Member], now: float) -> list[tuple[float, int]]:
+    def stalled(self, members: Sequence[ReviewedEndpoint], now: float) -> list[tuple[float, int]]:
         """Ratio and index of the members whose prefill step under way takes much longer than at their peers.
 
         The worst comes first. While little is known, expectations are built from what has been completed since the
@@ -58,7 +58,7 @@ class Expectations:
         return [stall for stall in sorted(ratios, reverse=True) if stall[0] > 0.0]
 
     def left_s(
-        self, member: Member, measure: Measure, work: int, waited_s: float, now: float
+        self, member: ReviewedEndpoint, measure: Measure, work: int, waited_s: float, now: float
     ) -> float | None:
         """Seconds that a request without a first byte is expected to wait yet; None while it is not late."""
         yardstick = self.yardsticks.get((member.kind, measure))
@@ -68,7 +68,7 @@ class Expectations:
         ratio = self._step_ratio(member, now) if measure is Measure.TTFT else 0.0
         return left_s(member.record, expected_s, waited_s, ratio)
 
-    def first_byte_s(self, member: Member, measure: Measure, work: int) -> float | None:
+    def first_byte_s(self, member: ReviewedEndpoint, measure: Measure, work: int) -> float | None:
         """Seconds to the first byte of an answer that waits for so much work; None while that is not known."""
         yardstick, record = self.yardsticks.get((member.kind, measure)), member.record
         if yardstick is None:
@@ -79,7 +79,7 @@ class Expectations:
             usual_s * (1.0 if own_s or record.slowness is None else record.slowness.ratio) or None
         )
 
-    def _step_ratio(self, member: Member, now: float) -> float:
+    def _step_ratio(self, member: ReviewedEndpoint, now: float) -> float:
         """Age of the prefill step under way over what peers need for it; 0 if it is no stall."""
         record = member.record
         age_s, yardstick = now - record.since, self.yardsticks.get((member.kind, Measure.TTFT))
@@ -109,17 +109,17 @@ def choose_doubted(stalled: Sequence[tuple[float, int]], doubted: Sequence[bool]
 
 def is_doubted(load: EndpointLoad) -> bool:
     """Whether the endpoint is in doubt or suspect: it gets one request at a time, or none."""
-    return load.ceiling <= SUSPECT_CEILING
+    return load.soft_cap <= SUSPECT_CEILING
 
 
 def raised_ceiling(ceiling: int) -> int:
     """The next ceiling after a doubt: requests at once while others have room."""
-    return max(1, 2 * ceiling) if ceiling < RAMP_END else NO_CEILING
+    return max(1, 2 * ceiling) if ceiling < RAMP_END else NO_SOFT_CAP
 
 
 def is_proven(record: SpeedRecord) -> bool:
     """Whether the endpoint has completed prompts at its peers' speed and no review suspects it now."""
-    return record.has_kept_pace and record.verdict is Verdict.NORMAL
+    return record.has_kept_pace and record.verdict is SpeedVerdict.NORMAL
 
 
 def left_s(
@@ -143,7 +143,7 @@ def left_s(
     return max(waited_s - expected_s, ratio * expected_s - waited_s) - LEAST_LATE_S
 
 
-def _usual_s(member: Member, yardstick: Peers, measure: Measure, work: int) -> float:
+def _usual_s(member: ReviewedEndpoint, yardstick: PeerTimes, measure: Measure, work: int) -> float:
     """What the endpoint usually needs for the work, by its peers' times; by its own where it has no peers."""
     track = member.record.tracks[_PLACES[measure]]
     peers_s = yardstick.other_s(work, track.reference, member.shape)

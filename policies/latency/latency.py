@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 def backlog_s(load: EngineLoad, now: float) -> float:
     """Return the seconds until the prompts booked so far are computed."""
-    if now > load.due_at:  # A late first token was mispredicted: expect it to take as long again.
-        return max(0.0, load.ready_at - load.due_at) + now - load.due_at
-    return max(0.0, load.ready_at - now)
+    if now > load.next_first_token_at:  # A late first token was mispredicted: expect it to take as long again.
+        return max(0.0, load.prefill_done_at - load.next_first_token_at) + now - load.next_first_token_at
+    return max(0.0, load.prefill_done_at - now)
 
 
 def room_s(load: EngineLoad, prompt_tokens: float) -> float:
@@ -25,13 +25,13 @@ def room_s(load: EngineLoad, prompt_tokens: float) -> float:
 
     0 if it is free.
     """
-    missing = prompt_tokens - load.kv_free
-    return missing * load.kv_s if missing > 0.0 else 0.0
+    missing = prompt_tokens - load.free_kv_tokens
+    return missing * load.s_per_freed_kv_token if missing > 0.0 else 0.0
 
 
 def prefill_s(load: EngineLoad, uncached: float, cached: float) -> float:
     """Return the seconds to compute `uncached` tokens behind `cached` ones."""
-    return uncached * load.token_s + uncached * (cached + 0.5 * uncached) * load.pair_s
+    return uncached * load.prefill_s_per_token + uncached * (cached + 0.5 * uncached) * load.attention_s_per_pair
 
 
 def ttft_s(load: EngineLoad, uncached: float, cached: float, now: float) -> float:
@@ -40,16 +40,16 @@ def ttft_s(load: EngineLoad, uncached: float, cached: float, now: float) -> floa
     These are the queue or the wait for KV, whichever is longer, plus the request's own prefill.
     """
     wait_s = backlog_s(load, now)
-    if uncached + cached > load.kv_free:
+    if uncached + cached > load.free_kv_tokens:
         wait_s = max(wait_s, room_s(load, uncached + cached))
     return (
-        load.fixed_s + uncached * (load.token_s + (cached + 0.5 * uncached) * load.pair_s) + wait_s
+        load.fixed_ttft_s + uncached * (load.prefill_s_per_token + (cached + 0.5 * uncached) * load.attention_s_per_pair) + wait_s
     )
 
 
 def tpot_s(load: EngineLoad, context_tokens: float) -> float:
     """Return the expected seconds per output token of a new request with this much context."""
-    return load.step_s + load.sequence_s + load.context_s * context_tokens
+    return load.decode_s_per_token + load.decode_s_per_sequence + load.decode_s_per_context_token * context_tokens
 
 
 def ttfts(

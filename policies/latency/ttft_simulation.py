@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from policies.engine.engine_load import EngineLoad
-    from policies.engine.engine_timeline import Timeline
-    from policies.engine.queued_prompt import Prompt
+    from policies.engine.engine_timeline import EngineTimeline
+    from policies.engine.queued_prompt import QueuedPrompt
 
 # longest simulated queue in steps; for a longer one latency.ttft_s is accurate enough
 MOST_STEPS = 64
@@ -27,7 +27,7 @@ UNSURE = 0.012
 GOLDEN = 0.618034  # golden ratio: fractions of its multiples are evenly spread over 0 to 1
 
 
-class Piece:
+class QueuedWork:
     """The uncomputed rest of a prompt in the simulation.
 
     `needs`: KV that must be free before it begins.
@@ -35,12 +35,12 @@ class Piece:
 
     __slots__ = ("at", "enters", "left", "needs", "prompt")
 
-    def __init__(self, prompt: Prompt, enters: float, needs: float) -> None:
+    def __init__(self, prompt: QueuedPrompt, enters: float, needs: float) -> None:
         self.prompt, self.enters, self.needs = prompt, enters, needs
-        self.at, self.left = prompt.at, prompt.left
+        self.at, self.left = prompt.computed_tokens, prompt.remaining_tokens
 
 
-class Play:
+class EngineSimulation:
     """Simulation of one engine.
 
     clock, steps    begin of the next step on the policy clock; steps simulated so far
@@ -63,19 +63,19 @@ class Play:
         "waited",
     )
 
-    def __init__(self, timeline: Timeline, load: EngineLoad, now: float) -> None:
-        others = load.others
-        self.timeline, self.load, self.queue = timeline, load, deque[Piece]()
-        self.batch = timeline.batch + load.strangers + others.decoding
-        self.context = timeline.starts + timeline.batch * timeline.tick + others.decode_tokens
-        self.kv_free = timeline.kv_free(load) + UNSURE * (load.kv_tokens or 0)
+    def __init__(self, timeline: EngineTimeline, load: EngineLoad, now: float) -> None:
+        others = load.peer_load
+        self.timeline, self.load, self.queue = timeline, load, deque[QueuedWork]()
+        self.batch = timeline.batch + load.external_requests + others.decoding
+        self.context = timeline.context_base + timeline.batch * timeline.steps + others.decode_tokens
+        self.kv_free = timeline.free_kv_tokens(load) + UNSURE * (load.kv_tokens or 0)
         self.ends: list[tuple[float, float, float, int]] | None = None
         self.steps, self.waited = 0, False
-        self.clock = timeline.began
-        if timeline.busy:
+        self.clock = timeline.step_began_at
+        if timeline.is_busy:
             # A late step was mispredicted: expect it to take as long again.
-            self.clock = timeline.ends if timeline.ends >= now else now + now - timeline.ends
-            self._start_decoding(timeline.finishing)
+            self.clock = timeline.step_ends_at if timeline.step_ends_at >= now else now + now - timeline.step_ends_at
+            self._start_decoding(timeline.completing)
 
     def first_token(self) -> tuple[float, float]:
         """Return when the step that completes the last queued prompt begins, and how long it takes.
@@ -94,7 +94,7 @@ class Play:
             else:
                 room = self._prompt_room() - tokens
                 if room > 0 and not self.waited:
-                    arriving = min(room, self.timeline.arrivals.behind(self.clock - now))
+                    arriving = min(room, self.timeline.arrivals.expected_tokens_behind(self.clock - now))
                     tokens, pairs = tokens + arriving, pairs + 0.5 * arriving * arriving
                 return self.clock, self._step_s(tokens, pairs)
 
@@ -102,12 +102,12 @@ class Play:
         """Return the prompt tokens that fit into one step."""
         return max(1, self.load.belief.room - self.batch)
 
-    def _plan(self) -> tuple[float, float, list[Prompt]]:
+    def _plan(self) -> tuple[float, float, list[QueuedPrompt]]:
         """Plan the next step like the engine: return its prompt tokens, query-key pairs, and the
         prompts it completes.
         """
         queue, room, clock = self.queue, self._prompt_room(), self.clock
-        completed: list[Prompt] = []
+        completed: list[QueuedPrompt] = []
         tokens, pairs = 0, 0.0
         while queue and room > tokens:
             head = queue[0]
@@ -184,7 +184,7 @@ class Play:
             self.context -= context
             self.batch -= sequences
 
-    def _start_decoding(self, prompts: Iterable[Prompt]) -> None:
+    def _start_decoding(self, prompts: Iterable[QueuedPrompt]) -> None:
         """Move prompts past their first token into the batch."""
         for prompt in prompts:
             self.batch += prompt.sequences
@@ -196,20 +196,20 @@ class Play:
         Each takes a different quantile of these, so that as many end early and late as before.
         """
         timeline, ends, quantile = self.timeline, [], 0.0
-        alone = timeline.prefixes.alone()
-        for prompt in self.load.entries:
-            if prompt.decoding:
+        alone = timeline.prefixes.exclusive_share()
+        for prompt in self.load.bookings:
+            if prompt.is_decoding:
                 quantile = (quantile + GOLDEN) % 1.0
-                generated = timeline.tick - prompt.tick
-                remaining = timeline.lengths.left(generated, prompt.output_tokens, quantile)
+                generated = timeline.steps - prompt.decode_begin_step
+                remaining = timeline.lengths.remaining_tokens(generated, prompt.output_tokens, quantile)
                 context = prompt.sequences * (prompt.prompt_tokens + generated + remaining)
-                kv = context - (1.0 - alone) * prompt.had
+                kv = context - (1.0 - alone) * prompt.prefix_tokens
                 ends.append((self.steps + remaining, kv, context, prompt.sequences))
         ends.sort(reverse=True)
         return ends
 
 
-def ttft_s(timeline: Timeline, load: EngineLoad, prompt: Prompt, now: float) -> float:
+def simulate_ttft_s(timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt, now: float) -> float:
     """Return the expected seconds until the first token of a prompt that is sent now and not queued
     yet.
     """
@@ -218,12 +218,12 @@ def ttft_s(timeline: Timeline, load: EngineLoad, prompt: Prompt, now: float) -> 
         max(len(timeline.queue), timeline.queued_tokens / max(1, load.belief.room - timeline.batch))
         > MOST_STEPS
     ):
-        return latency.ttft_s(load, prompt.left, prompt.at, now)
-    simulation = Play(timeline, load, now)
+        return latency.ttft_s(load, prompt.remaining_tokens, prompt.computed_tokens, now)
+    simulation = EngineSimulation(timeline, load, now)
     for queued in timeline.queue:
         simulation.queue.append(
-            Piece(queued, queued.enters, 0.0 if queued.locked else timeline.needs(queued))
+            QueuedWork(queued, queued.enters_at, 0.0 if queued.has_kv else timeline.needed_kv_tokens(queued))
         )
-    simulation.queue.append(Piece(prompt, now + load.belief.request_s, timeline.needs(prompt)))
+    simulation.queue.append(QueuedWork(prompt, now + load.belief.request_s, timeline.needed_kv_tokens(prompt)))
     begins, spent_s = simulation.first_token()
     return begins + spent_s - now

@@ -24,17 +24,17 @@ _FEW_BLOCKS = 64  # up to this size a plain product is cheaper than einsum
 _HALF = np.array(32, np.uint64)  # zero-dimensional arrays are faster for numpy than scalars
 
 
-class Arithmetic(Protocol):
+class KeyArithmetic(Protocol):
     """Computes chained keys; its secrets are per word, per block, for folding and mixing."""
 
     def __init__(self, word_keys: Numbers, places: Numbers, fold: int, mix: int) -> None: ...
 
-    def chained(self, seed: int, data: bytes | memoryview, blocks: int) -> array[int]:
+    def chain_keys(self, seed: int, data: bytes | memoryview, blocks: int) -> array[int]:
         """Return the keys ("Q") of the first `blocks` blocks of the data."""
         ...
 
 
-class WholeArrays:
+class NumpyArithmetic:
     """Each step runs over all words or all blocks at once."""
 
     __slots__ = ("_fold", "_folded", "_mix", "_places", "_upper", "_word_keys")
@@ -44,7 +44,7 @@ class WholeArrays:
         self._fold, self._mix = np.array(fold, np.uint64), np.array(mix, np.uint64)
         self._folded, self._upper = np.empty((2, _SLAB_BLOCKS, len(word_keys)), np.uint64)
 
-    def chained(self, seed: int, data: bytes | memoryview, blocks: int) -> array[int]:
+    def chain_keys(self, seed: int, data: bytes | memoryview, blocks: int) -> array[int]:
         words = len(self._word_keys)
         keys = self._block_hashes(
             np.frombuffer(data, np.uint64, blocks * words).reshape(blocks, words)
@@ -79,7 +79,7 @@ class WholeArrays:
         return sums
 
 
-class WordByWord:
+class ScalarArithmetic:
     """One word after the other, for the compiled module."""
 
     __slots__ = ("_fold", "_mix", "_places", "_word_keys")
@@ -91,14 +91,14 @@ class WordByWord:
         )
         self._fold, self._mix = fold, mix
 
-    def chained(self, seed: int, data: bytes | memoryview, blocks: int) -> array[int]:
+    def chain_keys(self, seed: int, data: bytes | memoryview, blocks: int) -> array[int]:
         words = memoryview(data)[: blocks * 8 * len(self._word_keys)].cast("Q")
         keys = array("Q", bytes(8 * blocks))
-        chain(words, self._word_keys, self._places, self._fold, self._mix, seed, keys)
+        chain_words(words, self._word_keys, self._places, self._fold, self._mix, seed, keys)
         return keys
 
 
-def chain(  # type: ignore[no-untyped-def]
+def chain_words(  # type: ignore[no-untyped-def]
     words, word_keys, places, fold, mix, key, keys
 ) -> None:
     """Fold, sum, mix and chain (policies/prefix/fingerprint.py) into `keys`, modulo 2**64."""
@@ -114,4 +114,4 @@ def chain(  # type: ignore[no-untyped-def]
         keys[block] = key
 
 
-BEST: type[Arithmetic] = WholeArrays if isinstance(chain, FunctionType) else WordByWord
+DEFAULT_ARITHMETIC: type[KeyArithmetic] = NumpyArithmetic if isinstance(chain_words, FunctionType) else ScalarArithmetic

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from policies.prefix import block_hash
-from policies.prefix.sampled_keys import MAX_BLOCKS, Keys, rungs
+from policies.prefix.sampled_keys import MAX_BLOCKS, Keys, sample_keys
 
 _MAX_SEEDS = 1024
 
@@ -29,11 +29,11 @@ class Fingerprint:
     n_bytes       bytes of the prompt, including the last partial block, which has no key
     """
 
-    __slots__ = ("block_bytes", "keys", "n_bytes", "rungs")
+    __slots__ = ("block_bytes", "keys", "n_bytes", "sampled_keys")
 
     def __init__(self, keys: Keys, block_bytes: int, n_bytes: int) -> None:
         self.keys = keys
-        self.rungs = rungs(keys)
+        self.sampled_keys = sample_keys(keys)
         self.block_bytes = block_bytes
         self.n_bytes = n_bytes
 
@@ -81,10 +81,10 @@ class Fingerprinter:
         words = block_bytes // 8
         numbers = _secret_numbers(secret, words + MAX_BLOCKS + 2)
         word_keys, places = numbers[:words] | np.uint64(1), numbers[words : words + MAX_BLOCKS]
-        self._arithmetic = block_hash.BEST(word_keys, places, int(numbers[-2]) | 1, int(numbers[-1]) | 1)
+        self._arithmetic = block_hash.DEFAULT_ARITHMETIC(word_keys, places, int(numbers[-2]) | 1, int(numbers[-1]) | 1)
         self._seeds: dict[bytes, int] = {}
 
-    def of(self, salt: bytes, *parts: bytes | memoryview) -> Fingerprint:
+    def fingerprint(self, salt: bytes, *parts: bytes | memoryview) -> Fingerprint:
         """Return the fingerprint of the concatenated parts; where one part ends does not matter.
 
         A single contiguous part is read in place; several are joined once.
@@ -105,7 +105,7 @@ class Fingerprinter:
 
     def _chain(self, seed: int, data: bytes | memoryview) -> Fingerprint:
         blocks = min(len(data) // self.block_bytes, MAX_BLOCKS)
-        keys = self._arithmetic.chained(seed, data, blocks) if blocks else array("Q")
+        keys = self._arithmetic.chain_keys(seed, data, blocks) if blocks else array("Q")
         return Fingerprint(keys, self.block_bytes, len(data))
 
 
@@ -115,7 +115,7 @@ def _secret_numbers(secret: bytes, count: int) -> block_hash.Numbers:
     return np.frombuffer(stretched, np.dtype("<u8")).astype(np.uint64)
 
 
-def of_chain(ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0) -> Fingerprint:
+def fingerprint_of_chain(ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0) -> Fingerprint:
     """Return the fingerprint of a prompt known only by chained block ids, as in traces.
 
     Keys are the ids, mixed over 64 bits (splitmix64's finalizer), because the index distributes its
@@ -130,7 +130,7 @@ def of_chain(ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0) 
     return Fingerprint(array("Q", keys.tobytes()), block_bytes, n_bytes)
 
 
-def ids_of(fingerprint: Fingerprint, bytes_each: int = 2048) -> list[int]:
+def block_ids(fingerprint: Fingerprint, bytes_each: int = 2048) -> list[int]:
     """Return the upper 48 bits of the keys of blocks of `bytes_each`, for a log.
 
     Blocks are at least as large as the fingerprint's own. The ids show which prompts of one process

@@ -13,7 +13,7 @@ from itertools import islice
 import msgspec
 
 from policies.prefix.fingerprint import Fingerprint
-from policies.prefix.sampled_keys import LENGTHS, Keys
+from policies.prefix.sampled_keys import SAMPLE_LENGTHS, Keys
 
 BLOCK_COST_BYTES = 192
 """Upper bound of the memory of one block: dict entry after a resize, key, own holders int.
@@ -54,7 +54,7 @@ class IndexStats(msgspec.Struct, frozen=True):
     bytes: int
     blocks: int
     evictions: int
-    held_tokens: tuple[int, ...]
+    cached_tokens: tuple[int, ...]
 
 
 class _Holder:
@@ -210,18 +210,18 @@ class PrefixIndex:
         beyond the end of the list.
         """
         reach = [0] * len(self._holders)
-        known = self._count_known(fingerprint.rungs)
+        known = self._count_known(fingerprint.sampled_keys)
         if not known:
             return reach
-        self._measure_reach(fingerprint.rungs, known - 1, reach)
+        self._measure_reach(fingerprint.sampled_keys, known - 1, reach)
         scale = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
         return [int(blocks * scale) for blocks in reach]
 
-    def held_tokens(self, slot: int) -> float:
+    def cached_tokens(self, slot: int) -> float:
         """Return the tokens the endpoint in this slot is believed to hold, over all prompts."""
         return self._holders[slot].held if slot < len(self._holders) else 0.0
 
-    def regret(self, slot: int) -> float:
+    def eviction_regret(self, slot: int) -> float:
         """Return the share of a slot's evicted tokens that were requested again while uncached.
 
         This is a ghost list without extra memory: an entry whose holders are all dead stays in the
@@ -235,7 +235,7 @@ class PrefixIndex:
         first_holders, last_holders = self._holders_of(keys[0]), self._holders_of(keys[last])
         alive = {first_holders: self._alive(first_holders), last_holders: self._alive(last_holders)}
         for slot in alive[last_holders]:
-            reach[slot] = LENGTHS[last]
+            reach[slot] = SAMPLE_LENGTHS[last]
         pending = [(0, first_holders, last, last_holders)]
         while pending:
             low, at_low, high, at_high = pending.pop()
@@ -248,7 +248,7 @@ class PrefixIndex:
                     alive[at_middle] = self._alive(at_middle)
                 pending += ((low, at_low, middle, at_middle), (middle, at_middle, high, at_high))
                 continue
-            length = LENGTHS[low]
+            length = SAMPLE_LENGTHS[low]
             for slot in alive[at_low]:
                 if reach[slot] < length:
                     reach[slot] = length
@@ -291,11 +291,11 @@ class PrefixIndex:
 
         Costs only new or long untouched blocks.
         """
-        if fingerprint.rungs:
+        if fingerprint.sampled_keys:
             tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
-            self.insert_rungs(fingerprint.rungs, slot, tokens_per_block)
+            self.insert_keys(fingerprint.sampled_keys, slot, tokens_per_block)
 
-    def insert_rungs(self, keys: Keys, slot: int, tokens_per_block: float) -> None:
+    def insert_keys(self, keys: Keys, slot: int, tokens_per_block: float) -> None:
         """Like `insert`, from the sampled keys only (sampled_keys.py), of which there must be at
         least one.
         """
@@ -340,7 +340,7 @@ class PrefixIndex:
         """Count these runs as young for the holder and no longer as old, and as missed by slots
         that evicted them.
         """
-        lengths, oldest = LENGTHS, self._oldest_alive[holder.stamp & _SLOT]
+        lengths, oldest = SAMPLE_LENGTHS, self._oldest_alive[holder.stamp & _SLOT]
         low, covered = fresh, lengths[fresh - 1] if fresh else 0
         holder.gain((lengths[runs[0][0] - 1] - covered) * tokens_per_block)
         for end, holders, others, previous in reversed(runs):
@@ -375,7 +375,7 @@ class PrefixIndex:
         return others, previous
 
     def _stride(self, rung: int) -> int:
-        return LENGTHS[rung] - (LENGTHS[rung - 1] if rung else 0)
+        return SAMPLE_LENGTHS[rung] - (SAMPLE_LENGTHS[rung - 1] if rung else 0)
 
     def trim(
         self, fingerprint: Fingerprint, slot: int, kept_tokens: int, prompt_tokens: int
@@ -383,15 +383,15 @@ class PrefixIndex:
         """Record that the slot holds at most `kept_tokens` of this prompt: it failed before its
         first token.
         """
-        if fingerprint.rungs:
+        if fingerprint.sampled_keys:
             tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
-            self.trim_rungs(fingerprint.rungs, slot, kept_tokens, tokens_per_block)
+            self.trim_keys(fingerprint.sampled_keys, slot, kept_tokens, tokens_per_block)
 
-    def trim_rungs(self, keys: Keys, slot: int, kept_tokens: int, tokens_per_block: float) -> None:
+    def trim_keys(self, keys: Keys, slot: int, kept_tokens: int, tokens_per_block: float) -> None:
         """Like `trim`, from the sampled keys only."""
         if slot >= len(self._holders):
             return
-        first = bisect_right(LENGTHS, kept_tokens / tokens_per_block if tokens_per_block else 0)
+        first = bisect_right(SAMPLE_LENGTHS, kept_tokens / tokens_per_block if tokens_per_block else 0)
         for rung, key in enumerate(keys[first:], first):
             shard = self._shards[key & self._shard_mask]
             if key in shard:

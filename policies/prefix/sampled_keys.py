@@ -25,7 +25,7 @@ Bounds the work per request.
 _FINE_BLOCKS = 256
 
 
-def rungs(chain: Keys) -> Keys:
+def sample_keys(chain: Keys) -> Keys:
     """Return the keys of the chain that have an entry, shortest prefix first."""
     if len(chain) <= _FINE_BLOCKS:
         return chain
@@ -36,16 +36,16 @@ def rungs(chain: Keys) -> Keys:
     return sampled
 
 
-LENGTHS = rungs(array("Q", range(1, MAX_BLOCKS + 1))).tolist()
+SAMPLE_LENGTHS = sample_keys(array("Q", range(1, MAX_BLOCKS + 1))).tolist()
 """The prefix length in blocks of each sampled key."""
 
 
-def packed(keys: Keys) -> bytes:
+def pack(keys: Keys) -> bytes:
     """Serialize a fingerprint's sampled keys: 8 bytes each, little-endian."""
     return _little(keys).tobytes()
 
 
-def unpacked(keys: bytes, blocks: int, block_bytes: int, n_bytes: int) -> Keys:
+def unpack(keys: bytes, blocks: int, block_bytes: int, n_bytes: int) -> Keys:
     """Parse serialized sampled keys for `PrefixIndex.insert_keys`.
 
     Raises ValueError if the numbers are inconsistent, so that no corrupt entry gets into an index.
@@ -54,7 +54,7 @@ def unpacked(keys: bytes, blocks: int, block_bytes: int, n_bytes: int) -> Keys:
         raise ValueError(
             f"{blocks} blocks of {block_bytes} bytes cannot be a chain of {n_bytes} bytes"
         )
-    count = bisect_right(LENGTHS, blocks)
+    count = bisect_right(SAMPLE_LENGTHS, blocks)
     if len(keys) != 8 * count:
         raise ValueError(f"{len(keys)} bytes do not hold the {count} keys of {blocks} blocks")
     return _little(array("Q", keys))

@@ -11,10 +11,10 @@ from math import inf
 
 import msgspec
 
-from policies.model import Ask, Candidate
+from policies.model import Candidate, RoutingQuery
 
 
-class Appraisal(msgspec.Struct, frozen=True):
+class CostEstimate(msgspec.Struct, frozen=True):
     """Estimate for one request over the current candidates, times in seconds.
 
     ttft_s         from now to the first token where that is earliest, queue included; inf if none
@@ -39,26 +39,26 @@ class Appraisal(msgspec.Struct, frozen=True):
         return self.prefill_s + self.decode_s
 
 
-def left_s(query: Ask) -> float:
+def remaining_ttft_s(query: RoutingQuery) -> float:
     """Return the seconds left of the request's TTFT budget; negative if it is late."""
     return (query.request.arrived_s or query.now) + query.request.slo.ttft_s - query.now
 
 
-def appraise(query: Ask, candidates: Sequence[Candidate]) -> Appraisal:
+def estimate_cost(query: RoutingQuery, candidates: Sequence[Candidate]) -> CostEstimate:
     """Estimate the request's cost over the available candidates. O(candidates)."""
-    request, cached, now = query.request, query.cached, query.now
-    prompt, slots = request.prompt_tokens, len(query.cached)
+    request, cached, now = query.request, query.cached_by_slot, query.now
+    prompt, slots = request.prompt_tokens, len(query.cached_by_slot)
     earliest = cheapest = inf
     queues, most_cached, count, best = 0.0, 0, 0, None
     for candidate in candidates:
         load = candidate.load
-        if not load.available:
+        if not load.is_available:
             continue
         cached_here = cached[load.slot] if load.slot < slots else 0
         missing = prompt - cached_here if cached_here < prompt else 1
-        own_s = load.fixed_s + missing * (load.token_s + load.pair_s * (cached_here + missing / 2))
+        own_s = load.fixed_ttft_s + missing * (load.prefill_s_per_token + load.attention_s_per_pair * (cached_here + missing / 2))
         count += 1
-        backlog = load.ready_at - now
+        backlog = load.prefill_done_at - now
         if backlog > 0.0:
             queues += backlog
         else:
@@ -70,8 +70,8 @@ def appraise(query: Ask, candidates: Sequence[Candidate]) -> Appraisal:
         if cached_here > most_cached:
             most_cached = cached_here
     if best is None:
-        return Appraisal(inf, inf, 0.0, 0.0, 0, 0)
+        return CostEstimate(inf, inf, 0.0, 0.0, 0, 0)
     output, context = request.output_tokens, prompt + request.output_tokens / 2
-    steps = output * (best.sequence_s + best.context_s * context)
-    memory = output * best.step_s * context / best.kv_tokens if best.kv_tokens else 0.0
-    return Appraisal(earliest, queues / count, cheapest, max(steps, memory), most_cached, count)
+    steps = output * (best.decode_s_per_sequence + best.decode_s_per_context_token * context)
+    memory = output * best.decode_s_per_token * context / best.kv_tokens if best.kv_tokens else 0.0
+    return CostEstimate(earliest, queues / count, cheapest, max(steps, memory), most_cached, count)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import msgspec
 
 from policies.filters import fits_context, serves_tenant
-from policies.model import Ask, Candidate
-from policies.pricing.cost_estimate import appraise, left_s
+from policies.model import Candidate, RoutingQuery
+from policies.pricing.cost_estimate import estimate_cost, remaining_ttft_s
 
 
-class Tier(msgspec.Struct, frozen=True):
+class ModelTier(msgspec.Struct, frozen=True):
     """Another model that may serve a request.
 
     `penalty`: the share of the request's value lost by using it.
@@ -26,7 +26,7 @@ class Tier(msgspec.Struct, frozen=True):
     penalty: float = 0.3
 
 
-def alternatives(query: Ask, tiers: Sequence[Tier]) -> list[tuple[Tier, float]]:
+def alternatives(query: RoutingQuery, tiers: Sequence[ModelTier]) -> list[tuple[ModelTier, float]]:
     """Return the tiers that could serve the request, each with its price in lost value, cheapest
     first.
 
@@ -34,9 +34,9 @@ def alternatives(query: Ask, tiers: Sequence[Tier]) -> list[tuple[Tier, float]]:
     and prefill would use. Tiers that would miss the budget, have no available endpoint, or accept
     no prompt of this length are left out.
     """
-    budget_s, priced = left_s(query), []
+    budget_s, priced = remaining_ttft_s(query), []
     for tier in tiers:
-        estimate = appraise(query, fits_context(query, serves_tenant(query, tier.candidates)))
+        estimate = estimate_cost(query, fits_context(query, serves_tenant(query, tier.candidates)))
         if estimate.count and 0.0 < budget_s >= estimate.ttft_s:
             priced.append((tier, tier.penalty + (1.0 - tier.penalty) * estimate.ttft_s / budget_s))
     return sorted(priced, key=lambda item: item[1])

@@ -13,13 +13,13 @@ from math import exp, sqrt
 import msgspec
 
 from policies import pickers
-from policies.contract import WHOLE, Part, Policy, Weighted
-from policies.engine.step_time import Speed
+from policies.contract import WHOLE_REQUEST, PhaseShare, Policy, WeightedScorer
+from policies.engine.step_time import SpeedFactor
 from policies.latency.latency import room_s
 from policies.load import EndpointLoad
-from policies.model import Ask, Candidate, Request
-from policies.param_types import Amount, Factor
-from policies.presets import ORDINARY, Preset
+from policies.model import Candidate, Request, RoutingQuery
+from policies.param_types import Factor, NonNegative
+from policies.presets import DEFAULT_FILTERS, PolicyParams
 
 LEAST_BUDGET = 0.05
 """Minimum share of the TTFT budget to calculate with, if more than the rest was spent waiting at
@@ -36,7 +36,7 @@ SIGMAS = 2.0
 """Standard deviations of the learned speed that count as noise."""
 
 
-class Priced(Preset, frozen=True):
+class PricedPolicy(PolicyParams, frozen=True):
     """Pick the endpoint with the least expected loss, over this request and all others, in one
     unit.
 
@@ -73,39 +73,39 @@ class Priced(Preset, frozen=True):
     """
 
     late: Factor = 1.35
-    overdue: Amount = 0.6
-    tpot_weight: Amount = 1.0
+    overdue: NonNegative = 0.6
+    tpot_weight: NonNegative = 1.0
     lumps: Factor = 3.0
-    others_weight: Amount = 2.0
-    stall: Amount = 2.0
-    work_weight: Amount = 1.0
-    regret_weight: Amount = 3.0
-    kv_weight: Amount = 0.5
+    others_weight: NonNegative = 2.0
+    stall: NonNegative = 2.0
+    work_weight: NonNegative = 1.0
+    regret_weight: NonNegative = 3.0
+    kv_weight: NonNegative = 0.5
     alike: Factor = 1.5
-    fresh_s: Amount = 5.0
+    fresh_s: NonNegative = 5.0
 
     def build(self) -> Policy:
-        prices = Prices(self)
+        prices = PriceScorer(self)
         return Policy(
             name="priced",
-            filters=ORDINARY,
-            scorers=(Weighted(prices.scores),),
+            filters=DEFAULT_FILTERS,
+            scorers=(WeightedScorer(prices.scores),),
             picker=pickers.best,
             reads_prefix=True,
-            reads_beliefs=True,
-            terms=prices.terms,
-            parts=prices.prices,
+            reads_forecast=True,
+            price_terms=prices.terms,
+            phase_prices=prices.prices,
         )
 
 
-Factors = tuple[list[float], list[float], list[float]]
+SpeedFactors = tuple[list[float], list[float], list[float]]
 """Factors on prefill, on its attention, and on decode steps.
 
 Each in the order of the candidates.
 """
 
 
-class Terms(msgspec.Struct, frozen=True):
+class PriceTerms(msgspec.Struct, frozen=True):
     """The terms of one price, in requests lost."""
 
     ttft: float
@@ -120,19 +120,19 @@ class Terms(msgspec.Struct, frozen=True):
         return self.ttft + self.tpot + self.others + self.work + self.kv
 
 
-class Prices:
+class PriceScorer:
     """The price function for one set of weights. Stateless; `prices` is the hot path."""
 
     __slots__ = ("weights",)
 
-    def __init__(self, weights: Priced) -> None:
+    def __init__(self, weights: PricedPolicy) -> None:
         self.weights = weights
 
-    def scores(self, query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def scores(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         """Return negative prices of serving the whole request, in the order of the candidates."""
         return [-price for price in self.prices(query, candidates)]
 
-    def terms(self, query: Ask, candidates: Sequence[Candidate]) -> list[Mapping[str, float]]:
+    def terms(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[Mapping[str, float]]:
         """Return the named terms of each candidate's price, to explain a pick."""
         return [
             msgspec.structs.asdict(self.explain(query, candidates, index))
@@ -140,64 +140,64 @@ class Prices:
         ]
 
     def prices(
-        self, query: Ask, candidates: Sequence[Candidate], part: Part = WHOLE
+        self, query: RoutingQuery, candidates: Sequence[Candidate], part: PhaseShare = WHOLE_REQUEST
     ) -> list[float]:
         """Return the price at each candidate: the totals of `explain`."""
         return _RequestTerms(self.weights, query, part).prices(
-            candidates, query.cached, self.speeds(candidates)
+            candidates, query.cached_by_slot, self.speeds(candidates)
         )
 
     def explain(
-        self, query: Ask, candidates: Sequence[Candidate], index: int, part: Part = WHOLE
-    ) -> Terms:
+        self, query: RoutingQuery, candidates: Sequence[Candidate], index: int, part: PhaseShare = WHOLE_REQUEST
+    ) -> PriceTerms:
         """Return the terms of the price at candidates[index]: the same arithmetic as `prices`,
         written to be read.
         """
         weights, request, load = self.weights, query.request, candidates[index].load
         fast, attention, slow = (factors[index] for factors in self.speeds(candidates))
         slo, answer = request.slo, max(SHORTEST, load.expected_tokens / (load.answers or 1))
-        cached_here = query.cached[load.slot] if load.slot < len(query.cached) else 0
+        cached_here = query.cached_by_slot[load.slot] if load.slot < len(query.cached_by_slot) else 0
         uncached, room = request.prompt_tokens - cached_here, load.kv_tokens or UNKNOWN_KV_TOKENS
         fill_s = (
             fast
             * uncached
-            * (load.token_s + attention * (cached_here + 0.5 * uncached) * load.pair_s)
+            * (load.prefill_s_per_token + attention * (cached_here + 0.5 * uncached) * load.attention_s_per_pair)
         )
         work_s = part.prefills * fill_s
-        wait_s, share = max(0.0, load.ready_at - query.now), load.kv_booked / room
+        wait_s, share = max(0.0, load.prefill_done_at - query.now), load.kv_booked / room
         if (
-            load.strangers
+            load.external_requests
             and load.scraped_at is not None
             and load.scraped_at >= query.now - weights.fresh_s
         ):
-            wait_s += ahead(load) * work_s
+            wait_s += waiting_external_requests(load) * work_s
             share = max(share, load.kv_usage or 0.0)
         first_s = (
             part.transfer_s
             + max(wait_s, room_s(load, request.prompt_tokens))
-            + load.fixed_s
+            + load.fixed_ttft_s
             + work_s
         )
-        more_s = part.decodes * slow * (load.sequence_s + load.context_s * request.prompt_tokens)
-        step_s = slow * load.step_s + more_s
+        more_s = part.decodes * slow * (load.decode_s_per_sequence + load.decode_s_per_context_token * request.prompt_tokens)
+        step_s = slow * load.decode_s_per_token + more_s
         added = (work_s / answer + more_s) / slo.tpot_s
         slope = min(
             weights.late, (step_s + weights.stall * wait_s / answer) / slo.tpot_s + 0.5 * added
         )
-        if load.context_s > load.belief.context_s:
-            step_s *= 1.0 + (weights.lumps - 1.0) * (1.0 - load.belief.context_s / load.context_s)
+        if load.decode_s_per_context_token > load.belief.context_s:
+            step_s *= 1.0 + (weights.lumps - 1.0) * (1.0 - load.belief.context_s / load.decode_s_per_context_token)
         fuller = share + (uncached + part.decodes * request.output_tokens) / room
-        return Terms(
+        return PriceTerms(
             ttft=self._loss(first_s / patience_s(request, query.now)),
             tpot=part.decodes * weights.tpot_weight * self._loss(step_s / slo.tpot_s),
             others=weights.others_weight * load.expected_tokens / answer * added * 3.0 * slope**2,
             work=weights.work_weight
             / slo.ttft_s
-            * (work_s + weights.regret_weight * load.regret * fill_s),
+            * (work_s + weights.regret_weight * load.eviction_regret * fill_s),
             kv=weights.kv_weight * (fuller**3 - share**3),
         )
 
-    def speeds(self, candidates: Sequence[Candidate]) -> Factors:
+    def speeds(self, candidates: Sequence[Candidate]) -> SpeedFactors:
         """Return the factors that make endpoints of similar learned speed equal: prefill,
         attention, decode steps.
         """
@@ -205,9 +205,9 @@ class Prices:
             return [], [], []
         beliefs, alike = [candidate.load.belief for candidate in candidates], self.weights.alike
         return (
-            level([belief.prefill for belief in beliefs], alike),
-            level([belief.pairs for belief in beliefs], alike),
-            level([belief.step for belief in beliefs], alike),
+            equalize_speeds([belief.prefill for belief in beliefs], alike),
+            equalize_speeds([belief.pairs for belief in beliefs], alike),
+            equalize_speeds([belief.step for belief in beliefs], alike),
         )
 
     def _loss(self, share: float) -> float:
@@ -249,7 +249,7 @@ class _RequestTerms:
         ),
     )
 
-    def __init__(self, weights: Priced, query: Ask, part: Part) -> None:
+    def __init__(self, weights: PricedPolicy, query: RoutingQuery, part: PhaseShare) -> None:
         request, slo = query.request, query.request.slo
         self._late, self._overdue = weights.late, weights.overdue
         self._beyond = weights.late**3 - weights.overdue * weights.late
@@ -263,7 +263,7 @@ class _RequestTerms:
         self._kv_weight, self._lumps = weights.kv_weight, weights.lumps - 1.0
 
     def prices(
-        self, candidates: Sequence[Candidate], cached: Sequence[int], factors: Factors
+        self, candidates: Sequence[Candidate], cached: Sequence[int], factors: SpeedFactors
     ) -> list[float]:
         """Return the totals of `explain`, from one unrolled loop because every request runs it."""
         fasts, attentions, slows = factors
@@ -278,28 +278,28 @@ class _RequestTerms:
             attention: float = attentions[index]
             slow: float = slows[index]
             hit: float = cached[load.slot] if load.slot < known else 0
-            token_s: float = load.token_s
-            pair_s: float = load.pair_s
-            fixed_s: float = load.fixed_s
-            ready_at: float = load.ready_at
-            step_s: float = load.step_s
-            sequence_s: float = load.sequence_s
-            context_s: float = load.context_s
+            token_s: float = load.prefill_s_per_token
+            pair_s: float = load.attention_s_per_pair
+            fixed_s: float = load.fixed_ttft_s
+            ready_at: float = load.prefill_done_at
+            step_s: float = load.decode_s_per_token
+            sequence_s: float = load.decode_s_per_sequence
+            context_s: float = load.decode_s_per_context_token
             plain_s: float = load.belief.context_s
             expected: float = load.expected_tokens
             answers: float = load.answers or 1
             booked: float = load.kv_booked
             room: float = load.kv_tokens or UNKNOWN_KV_TOKENS
-            regret: float = load.regret
+            regret: float = load.eviction_regret
             share: float = booked / room
             uncached = prompt - hit
             fill_s = fast * uncached * (token_s + attention * (hit + 0.5 * uncached) * pair_s)
             work_s = self._prefills * fill_s
             wait_s: float = ready_at - self._now if ready_at > self._now else 0.0
-            if load.strangers and load.scraped_at is not None and load.scraped_at >= self._oldest:
-                wait_s += ahead(load) * work_s
+            if load.external_requests and load.scraped_at is not None and load.scraped_at >= self._oldest:
+                wait_s += waiting_external_requests(load) * work_s
                 share = max(share, load.kv_usage or 0.0)
-            start_s: float = wait_s if prompt <= load.kv_free else max(wait_s, room_s(load, prompt))
+            start_s: float = wait_s if prompt <= load.free_kv_tokens else max(wait_s, room_s(load, prompt))
             first = (self._transfer_s + start_s + fixed_s + work_s) * self._per_ttft
             more = self._decoded * slow * (sequence_s + context_s * prompt)
             step = slow * step_s * self._per_tpot + more
@@ -332,15 +332,15 @@ def patience_s(request: Request, now: float) -> float:
     return max(LEAST_BUDGET * budget_s, budget_s - max(0.0, waited_s))
 
 
-def ahead(load: EndpointLoad) -> int:
+def waiting_external_requests(load: EndpointLoad) -> int:
     """Return the external requests that had not begun at the last scrape.
 
     Each is assumed to be like this one.
     """
-    return min(load.strangers, load.waiting or 0)
+    return min(load.external_requests, load.waiting or 0)
 
 
-def level(speeds: Sequence[Speed], alike: float) -> list[float]:
+def equalize_speeds(speeds: Sequence[SpeedFactor], alike: float) -> list[float]:
     """Return the factors that bring each speed to the median, limited by `alike` and the speed's
     uncertainty.
 

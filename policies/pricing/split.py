@@ -12,14 +12,14 @@ from enum import StrEnum
 import msgspec
 
 from policies import pickers, run
-from policies.contract import DECODE, Filter, Part, PartPrices, Policy, Weighted
+from policies.contract import DECODE_PHASE, Filter, PhasePrices, PhaseShare, Policy, WeightedScorer
 from policies.filters import below_cap
 from policies.latency.latency import ttft_s
-from policies.model import Ask, Candidate, Pick
+from policies.model import Candidate, Pick, RoutingQuery
 from policies.presets import DecodeLoad
 
 
-class Reason(StrEnum):
+class SplitReason(StrEnum):
     """Why a request was split or not: a metric label and a value in the access log."""
 
     # Enum's own __hash__ is a Python call, and every decision is counted by its reason.
@@ -40,10 +40,10 @@ class Reason(StrEnum):
 
 
 # Enum member access is slow before Python 3.12, and every split request needs it.
-_LONG = Reason.LONG
+_LONG = SplitReason.LONG
 
 
-class Shape(msgspec.Struct, frozen=True):
+class SplitShape(msgspec.Struct, frozen=True):
     """The properties of a request that decide whether it can be split at all.
 
     choices        answers per prompt: the larger of n and best_of
@@ -87,7 +87,7 @@ class SplitRule(msgspec.Struct, frozen=True):
             )
 
 
-class Group(msgspec.Struct, frozen=True):
+class PairGroup(msgspec.Struct, frozen=True):
     """Endpoints with compatible KV caches. One with role BOTH is in both tuples."""
 
     compat: str
@@ -95,56 +95,56 @@ class Group(msgspec.Struct, frozen=True):
     decodes: tuple[Candidate, ...]
 
 
-class Pools(msgspec.Struct, frozen=True):
+class SplitPools(msgspec.Struct, frozen=True):
     """The endpoints a splitting decision may choose from.
 
     Those in `alone` can serve a whole request.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[PairGroup, ...]
     alone: tuple[Candidate, ...]
 
 
-class Pair(msgspec.Struct, frozen=True):
+class EndpointPair(msgspec.Struct, frozen=True):
     """The endpoint that computes the prompt and the one that decodes; never the same one."""
 
     prefill: Pick
     decode: Pick
 
 
-class Decision(msgspec.Struct, frozen=True):
+class SplitDecision(msgspec.Struct, frozen=True):
     """A pair, or None for a single endpoint.
 
     `splitting` is the hysteresis mode for the next decision.
     """
 
-    pair: Pair | None
-    reason: Reason
+    pair: EndpointPair | None
+    reason: SplitReason
     splitting: bool
 
 
-def splitter(rule: SplitRule, policy: Policy) -> Splitter:
+def build_splitter(rule: SplitRule, policy: Policy) -> Splitter:
     """Return the splitter for a policy: priced if it prices phases, else by threshold."""
     crowded = msgspec.structs.replace(
         policy, filters=tuple(filter_ for filter_ in policy.filters if filter_ is not below_cap)
     )
-    if policy.parts is not None:
+    if policy.phase_prices is not None:
         return PricedSplitter(
-            rule, policy, by_price("decode_price", DECODE, policy.filters, policy.parts), crowded
+            rule, policy, cheapest_for_phase("decode_price", DECODE_PHASE, policy.filters, policy.phase_prices), crowded
         )
     return Splitter(rule, policy, DecodeLoad().build(), crowded)
 
 
-def by_price(name: str, part: Part, filters: tuple[Filter, ...], prices: PartPrices) -> Policy:
+def cheapest_for_phase(name: str, part: PhaseShare, filters: tuple[Filter, ...], prices: PhasePrices) -> Policy:
     """Return a policy that picks the cheapest endpoint for a phase."""
 
-    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [-price for price in prices(query, candidates, part)]
 
-    return Policy(name, filters, (Weighted(score),), pickers.best, reads_prefix=True)
+    return Policy(name, filters, (WeightedScorer(score),), pickers.best, reads_prefix=True)
 
 
-def compat(engine: str, model: str, labels: Mapping[str, str]) -> str:
+def kv_compatibility_key(engine: str, model: str, labels: Mapping[str, str]) -> str:
     """Return a key that is equal for compatible KV caches: engine, model, and the labels `version`
     and `kv_dtype`.
 
@@ -154,7 +154,7 @@ def compat(engine: str, model: str, labels: Mapping[str, str]) -> str:
     return "/".join((engine, model, labels.get("version", ""), labels.get("kv_dtype", "")))
 
 
-def after_prefill_s(rule: SplitRule, query: Ask, decode: Pick) -> float:
+def after_prefill_s(rule: SplitRule, query: RoutingQuery, decode: Pick) -> float:
     """Return the expected seconds from the end of the prefill to the first token.
 
     The KV is transferred, and then waits behind the prompts that the decoder computes itself, or
@@ -165,16 +165,16 @@ def after_prefill_s(rule: SplitRule, query: Ask, decode: Pick) -> float:
     return moved_s + ttft_s(decode.candidate.load, 0, prompt_tokens, query.now)
 
 
-def unsplittable(shape: Shape) -> Reason | None:
+def unsplittable_reason(shape: SplitShape) -> SplitReason | None:
     """Return why this request cannot be handed over, or None.
 
     Sources: engines.md B.1 (not splittable) and 0.9.
     """
     if shape.choices > 1:
-        return Reason.CHOICES
+        return SplitReason.CHOICES
     if shape.prompts > 1:
-        return Reason.PROMPTS
-    return Reason.PROMPT_SCORES if shape.scores_prompt else None
+        return SplitReason.PROMPTS
+    return SplitReason.PROMPT_SCORES if shape.scores_prompt else None
 
 
 class Splitter(msgspec.Struct, frozen=True):
@@ -189,28 +189,28 @@ class Splitter(msgspec.Struct, frozen=True):
     decode: Policy
     crowded: Policy
 
-    def decide(self, pools: Pools, query: Ask, shape: Shape, splitting: bool) -> Decision:
+    def decide(self, pools: SplitPools, query: RoutingQuery, shape: SplitShape, splitting: bool) -> SplitDecision:
         """Decide about one request. `splitting` is that of the last decision; False at first.
 
         A request that no endpoint can serve whole is split even when that does not pay off: slow is
         better than not at all.
         """
-        why = unsplittable(shape)
+        why = unsplittable_reason(shape)
         if why is not None:
-            return Decision(None, why, splitting)
-        pair = self.pair(pools, query)
+            return SplitDecision(None, why, splitting)
+        pair = self.choose_pair(pools, query)
         if pair is None:
-            return Decision(None, Reason.NO_PAIR, splitting)
+            return SplitDecision(None, SplitReason.NO_PAIR, splitting)
         reason, splitting = self._pays_off(
             query.request.prompt_tokens, pair.decode.cached_tokens, shape, splitting
         )
         if reason is not _LONG:
             if _has_candidate(pools.alone, query):
-                return Decision(None, reason, splitting)
-            reason = Reason.NOBODY_ALONE
-        return Decision(pair, reason, splitting)
+                return SplitDecision(None, reason, splitting)
+            reason = SplitReason.NOBODY_ALONE
+        return SplitDecision(pair, reason, splitting)
 
-    def pair(self, pools: Pools, query: Ask) -> Pair | None:
+    def choose_pair(self, pools: SplitPools, query: RoutingQuery) -> EndpointPair | None:
         """Return the least loaded decode endpoint that has a prefill partner, and the best such
         partner.
         """
@@ -232,19 +232,19 @@ class Splitter(msgspec.Struct, frozen=True):
         prefill = run.pick(self.prefill, query, prefills)
         if prefill is None and not _has_candidate(pools.alone, query):
             prefill = run.pick(self.crowded, query, prefills)
-        return None if prefill is None else Pair(prefill, decode)
+        return None if prefill is None else EndpointPair(prefill, decode)
 
     def _pays_off(
-        self, prompt_tokens: int, cached_tokens: int, shape: Shape, splitting: bool
-    ) -> tuple[Reason, bool]:
+        self, prompt_tokens: int, cached_tokens: int, shape: SplitShape, splitting: bool
+    ) -> tuple[SplitReason, bool]:
         """Return whether splitting pays off: the reason, and the new mode."""
         if shape.max_tokens is not None and shape.max_tokens <= 1:
-            return Reason.ONE_TOKEN, splitting
+            return SplitReason.ONE_TOKEN, splitting
         width = self.rule.threshold_tokens * self.rule.hysteresis
         bound = self.rule.threshold_tokens + (-width if splitting else width)
         if prompt_tokens - cached_tokens >= bound:
             return _LONG, True
-        return (Reason.CACHED if prompt_tokens >= bound else Reason.SHORT), False
+        return (SplitReason.CACHED if prompt_tokens >= bound else SplitReason.SHORT), False
 
 
 class PricedSplitter(Splitter, frozen=True):
@@ -256,26 +256,26 @@ class PricedSplitter(Splitter, frozen=True):
     and dissolve by themselves.
     """
 
-    def decide(self, pools: Pools, query: Ask, shape: Shape, splitting: bool) -> Decision:
+    def decide(self, pools: SplitPools, query: RoutingQuery, shape: SplitShape, splitting: bool) -> SplitDecision:
         """Like Splitter.decide, by price. `splitting` is returned unchanged: there is no mode."""
-        why = unsplittable(shape)
+        why = unsplittable_reason(shape)
         if why is not None:
-            return Decision(None, why, splitting)
+            return SplitDecision(None, why, splitting)
         whole = run.pick(self.prefill, query, pools.alone)
         if whole is not None and shape.max_tokens is not None and shape.max_tokens <= 1:
-            return Decision(None, Reason.ONE_TOKEN, splitting)
-        pair = self.pair(pools, query)
+            return SplitDecision(None, SplitReason.ONE_TOKEN, splitting)
+        pair = self.choose_pair(pools, query)
         if pair is None:
-            return Decision(None, Reason.NO_PAIR, splitting)
+            return SplitDecision(None, SplitReason.NO_PAIR, splitting)
         if whole is None:
             if _has_candidate(pools.alone, query):
-                return Decision(None, Reason.WHOLE_CHEAPER, splitting)
-            return Decision(pair, Reason.NOBODY_ALONE, splitting)
+                return SplitDecision(None, SplitReason.WHOLE_CHEAPER, splitting)
+            return SplitDecision(pair, SplitReason.NOBODY_ALONE, splitting)
         if pair.prefill.score + pair.decode.score > (1.0 - self.rule.pair_gain) * whole.score:
-            return Decision(pair, Reason.PAIR_CHEAPER, splitting)
-        return Decision(None, Reason.WHOLE_CHEAPER, splitting)
+            return SplitDecision(pair, SplitReason.PAIR_CHEAPER, splitting)
+        return SplitDecision(None, SplitReason.WHOLE_CHEAPER, splitting)
 
-    def pair(self, pools: Pools, query: Ask) -> Pair | None:
+    def choose_pair(self, pools: SplitPools, query: RoutingQuery) -> EndpointPair | None:
         """Return the cheapest pair: per group the cheapest decoder, then the cheapest prefill
         endpoint for it.
         """
@@ -286,35 +286,35 @@ class PricedSplitter(Splitter, frozen=True):
         ]
         return max(pairs, key=lambda pair: pair.prefill.score + pair.decode.score, default=None)
 
-    def _pair_of(self, group: Group, pools: Pools, query: Ask) -> Pair | None:
+    def _pair_of(self, group: PairGroup, pools: SplitPools, query: RoutingQuery) -> EndpointPair | None:
         decode = run.pick(self.decode, query, group.decodes)
-        if decode is None or self.prefill.parts is None:
+        if decode is None or self.prefill.phase_prices is None:
             return None
-        part = Part(decodes=0.0, transfer_s=after_prefill_s(self.rule, query, decode))
+        part = PhaseShare(decodes=0.0, transfer_s=after_prefill_s(self.rule, query, decode))
         prefills = [candidate for candidate in group.prefills if candidate is not decode.candidate]
         prefill = run.pick(
-            by_price("prefill_price", part, self.prefill.filters, self.prefill.parts),
+            cheapest_for_phase("prefill_price", part, self.prefill.filters, self.prefill.phase_prices),
             query,
             prefills,
         )
         if prefill is None and not _has_candidate(pools.alone, query):
             prefill = run.pick(
-                by_price("prefill_price", part, self.crowded.filters, self.prefill.parts),
+                cheapest_for_phase("prefill_price", part, self.crowded.filters, self.prefill.phase_prices),
                 query,
                 prefills,
             )
-        return None if prefill is None else Pair(prefill, decode)
+        return None if prefill is None else EndpointPair(prefill, decode)
 
 
-def _has_candidate(candidates: Sequence[Candidate], query: Ask) -> bool:
+def _has_candidate(candidates: Sequence[Candidate], query: RoutingQuery) -> bool:
     """Return whether an available endpoint has not failed this request."""
-    tried = query.tried
+    tried = query.failed_endpoints
     # a hot path; any() is slower
     for candidate in candidates:  # noqa: SIM110
-        if candidate.load.available and candidate.endpoint.name not in tried:
+        if candidate.load.is_available and candidate.endpoint.name not in tried:
             return True
     return False
 
 
-def _decode_candidates(groups: Sequence[Group]) -> Sequence[Candidate]:
+def _decode_candidates(groups: Sequence[PairGroup]) -> Sequence[Candidate]:
     return [candidate for group in groups for candidate in group.decodes]

@@ -9,13 +9,13 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from policies.contract import Policy, Weighted
-from policies.model import Ask, Candidate
-from policies.param_types import Amount, Count, Number, Share
+from policies.contract import Policy, WeightedScorer
+from policies.model import Candidate, RoutingQuery
+from policies.param_types import Fraction, NonNegative, NonNegativeCount, PositiveCount
 from policies.prefix.fingerprint import Fingerprint
-from policies.presets import ORDINARY, Preset
+from policies.presets import DEFAULT_FILTERS, PolicyParams
 from policies.published.mooncake import soonest
-from policies.published.view import held
+from policies.published.view import cached_tokens
 
 _WORD = (1 << 64) - 1
 _MIX = (
@@ -25,7 +25,7 @@ _MIX = (
 _MOST_EXPANDED = 4096
 
 
-class DualMap(Preset, frozen=True):
+class DualMap(PolicyParams, frozen=True):
     """Of two endpoints selected by hashes of the prefix, pick the one with more of it cached,
     unless its TTFT is too long.
 
@@ -41,24 +41,24 @@ class DualMap(Preset, frozen=True):
     hot_at_least  requests in the window before any prefix is hot
     """
 
-    ttft_slo_s: Amount | None = None
-    hot_share: Share = 0.0612
-    hot_window: Number = 200
-    hot_at_least: Count = 20
+    ttft_slo_s: NonNegative | None = None
+    hot_share: Fraction = 0.0612
+    hot_window: PositiveCount = 200
+    hot_at_least: NonNegativeCount = 20
 
     def build(self) -> Policy:
-        pair = TwoHashes(self)
+        pair = TwoHashPicker(self)
         return Policy(
             name="dualmap",
-            filters=ORDINARY,
-            scorers=(Weighted(soonest),),
+            filters=DEFAULT_FILTERS,
+            scorers=(WeightedScorer(soonest),),
             picker=pair.pick,
             reads_prefix=True,
-            reads_beliefs=True,
+            reads_forecast=True,
         )
 
 
-class TwoHashes:
+class TwoHashPicker:
     """The picker, with its memory of hot prefixes. Belongs to the policy it was built for."""
 
     __slots__ = ("_hot", "_salts", "_ttft_slo_s")
@@ -68,19 +68,19 @@ class TwoHashes:
         self._ttft_slo_s = rule.ttft_slo_s
         self._salts: dict[str, int] = {}
 
-    def pick(self, query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def pick(self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         """Choose one of the pair; `scores` are negative expected TTFTs."""
         if len(candidates) == 1:
             return 0
         first, second = self._pair(self._key(query), candidates)
-        cached = held(query, (candidates[first], candidates[second]))
+        cached = cached_tokens(query, (candidates[first], candidates[second]))
         if cached[0] == cached[1]:
             return first if scores[first] >= scores[second] else second
         fuller, other = (first, second) if cached[0] > cached[1] else (second, first)
         slo_s = query.request.slo.ttft_s if self._ttft_slo_s is None else self._ttft_slo_s
         return other if -scores[fuller] > slo_s and scores[other] > scores[fuller] else fuller
 
-    def _key(self, query: Ask) -> int:
+    def _key(self, query: RoutingQuery) -> int:
         """Return the hashed prefix; a random key for a prompt shorter than one block."""
         if query.fingerprint is not None and query.fingerprint.keys:
             return self._hot.key(query.fingerprint)

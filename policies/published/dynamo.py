@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies import pickers
-from policies.contract import Policy, Scorer, Weighted
-from policies.model import Ask, Candidate
-from policies.param_types import Amount, Number
-from policies.presets import ORDINARY, Preset
-from policies.published.view import held
+from policies.contract import Policy, Scorer, WeightedScorer
+from policies.model import Candidate, RoutingQuery
+from policies.param_types import NonNegative, PositiveCount
+from policies.presets import DEFAULT_FILTERS, PolicyParams
+from policies.published.view import cached_tokens
 
 
-class DynamoKv(Preset, frozen=True):
+class DynamoKv(PolicyParams, frozen=True):
     """Pick the fewest blocks: those to prefill, minus a credit for cached ones, plus those of
     active requests.
 
@@ -34,18 +34,18 @@ class DynamoKv(Preset, frozen=True):
     block_size                    tokens per block
     """
 
-    overlap_score_credit: Amount = 1.0
-    overlap_score_credit_decay: Amount = 0.0
-    prefill_load_scale: Amount = 1.0
-    decode_active_request_weight: Amount = 0.0
-    router_temperature: Amount = 0.0
-    block_size: Number = 16
+    overlap_score_credit: NonNegative = 1.0
+    overlap_score_credit_decay: NonNegative = 0.0
+    prefill_load_scale: NonNegative = 1.0
+    decode_active_request_weight: NonNegative = 0.0
+    router_temperature: NonNegative = 0.0
+    block_size: PositiveCount = 16
 
     def build(self) -> Policy:
         return Policy(
             name="dynamo_kv",
-            filters=ORDINARY,
-            scorers=(Weighted(blocks(self)),),
+            filters=DEFAULT_FILTERS,
+            scorers=(WeightedScorer(blocks(self)),),
             picker=pickers.softmax(self.router_temperature),
             reads_prefix=True,
         )
@@ -60,13 +60,13 @@ def blocks(rule: DynamoKv) -> Scorer:
         rule.block_size,
     )
 
-    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         loads = [candidate.load for candidate in candidates]
         prompt = query.request.prompt_tokens
         shortest = min(load.prefill_tokens for load in loads)
         fading = decay / max(1, prompt)
         scores = []
-        for load, cached in zip(loads, held(query, candidates), strict=True):
+        for load, cached in zip(loads, cached_tokens(query, candidates), strict=True):
             value = credit / (1.0 + fading * (load.prefill_tokens - shortest))
             prefill = load.prefill_tokens + prompt - value * cached
             tokens = scale * prefill if prefill > 0 else 0.0

@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 from policies.admission.admission import (
     Admission,
-    AdmissionPreset,
-    Cap,
-    RoomView,
+    AdmissionParams,
+    CapAdmission,
     Shed,
     Verdict,
-    crowd,
-    no_capacity,
+    WaitQueueView,
+    occupancy_text,
+    shed_no_capacity,
 )
 from policies.latency.latency import tpot_s
-from policies.model import Ask, Candidate
-from policies.param_types import Amount
-from policies.pricing.cost_estimate import appraise
+from policies.model import Candidate, RoutingQuery
+from policies.param_types import NonNegative
+from policies.pricing.cost_estimate import estimate_cost
 
 
-class EarlyRejection(AdmissionPreset, frozen=True):
+class EarlyRejection(AdmissionParams, frozen=True):
     """Refuse a new request if the best predicted TTFT or TPOT exceeds its share of the SLO.
 
     Then apply caps.
@@ -31,47 +31,47 @@ class EarlyRejection(AdmissionPreset, frozen=True):
     margin  share of the TTFT and TPOT budgets that the prediction may take
     """
 
-    margin: Amount = 1.0
+    margin: NonNegative = 1.0
 
     def build(self) -> Admission:
         return EarlyRejector(self.margin)
 
 
-class EarlyRejector(Cap):
+class EarlyRejector(CapAdmission):
     """The rule, then the cap. Stateless."""
 
     __slots__ = ("_margin",)
 
     def __init__(self, margin: float) -> None:
         super().__init__()
-        self.name, self.calm, self.reads_beliefs = "early_rejection", False, True
+        self.name, self.is_calm, self.reads_forecast = "early_rejection", False, True
         self._margin = margin
 
-    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
-        if not queue.at_door:
-            return super().judge(query, candidates, queue)
+    def decide(self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView) -> Verdict:
+        if not queue.is_new_arrival:
+            return super().decide(query, candidates, queue)
         if queue.capacity <= 0:
-            return no_capacity()
+            return shed_no_capacity()
         request, slo = query.request, query.request.slo
-        first_s, first_most = appraise(query, candidates).ttft_s, self._margin * slo.ttft_s
+        first_s, first_most = estimate_cost(query, candidates).ttft_s, self._margin * slo.ttft_s
         if first_s > first_most:
             over = first_s - first_most
             return Shed(
                 "ttft",
                 over,
-                f"{_late_text('first token', first_s, first_most)} s. {crowd(queue, over)}.",
+                f"{_late_text('first token', first_s, first_most)} s. {occupancy_text(queue, over)}.",
             )
-        loads = [candidate.load for candidate in candidates if candidate.load.available]
+        loads = [candidate.load for candidate in candidates if candidate.load.is_available]
         step_s = min((tpot_s(load, request.prompt_tokens) for load in loads), default=0.0)
         step_most = self._margin * slo.tpot_s
         if step_s > step_most:
-            expected_s = queue.drain.seconds_for(1, query.now)
+            expected_s = queue.drain_rate.seconds_for(1, query.now)
             return Shed(
                 "tpot",
                 expected_s,
-                f"{_late_text('token', step_s, step_most)} s each. {crowd(queue, expected_s)}.",
+                f"{_late_text('token', step_s, step_most)} s each. {occupancy_text(queue, expected_s)}.",
             )
-        return super().judge(query, candidates, queue)
+        return super().decide(query, candidates, queue)
 
 
 def _late_text(unit: str, predicted_s: float, most_s: float) -> str:

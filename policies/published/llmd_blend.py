@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies import pickers
-from policies.contract import Policy, Scorer, Weighted
-from policies.model import Ask, Candidate
-from policies.param_types import Amount
-from policies.presets import ORDINARY, Preset
-from policies.published.view import held, kv_used, queued
+from policies.contract import Policy, Scorer, WeightedScorer
+from policies.model import Candidate, RoutingQuery
+from policies.param_types import NonNegative
+from policies.presets import DEFAULT_FILTERS, PolicyParams
+from policies.published.view import cached_tokens, kv_used, queued_requests
 
 
-class LlmdBlend(Preset, frozen=True):
+class LlmdBlend(PolicyParams, frozen=True):
     """Weight cached share of the prompt, short queue, free KV, and turns for prompts without any
     cache hit as 3:2:2:2.
 
@@ -25,40 +25,40 @@ class LlmdBlend(Preset, frozen=True):
     fresh_s                                                maximum age of a scrape in seconds
     """
 
-    prefix_weight: Amount = 3.0
-    queue_weight: Amount = 2.0
-    kv_weight: Amount = 2.0
-    no_hit_weight: Amount = 2.0
-    fresh_s: Amount = 5.0
+    prefix_weight: NonNegative = 3.0
+    queue_weight: NonNegative = 2.0
+    kv_weight: NonNegative = 2.0
+    no_hit_weight: NonNegative = 2.0
+    fresh_s: NonNegative = 5.0
 
     def build(self) -> Policy:
         turns = ColdTurns()
         return Policy(
             name="llmd_blend",
-            filters=ORDINARY,
+            filters=DEFAULT_FILTERS,
             scorers=(
-                Weighted(cached_share, self.prefix_weight),
-                Weighted(short_queue(self.fresh_s), self.queue_weight),
-                Weighted(free_memory(self.fresh_s), self.kv_weight),
-                Weighted(turns.score, self.no_hit_weight),
+                WeightedScorer(cached_share, self.prefix_weight),
+                WeightedScorer(short_queue(self.fresh_s), self.queue_weight),
+                WeightedScorer(free_memory(self.fresh_s), self.kv_weight),
+                WeightedScorer(turns.score, self.no_hit_weight),
             ),
             picker=turns.pick,
             reads_prefix=True,
         )
 
 
-def cached_share(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+def cached_share(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
     """Return the cached share of the prompt at each candidate."""
     prompt = max(1, query.request.prompt_tokens)
-    return [tokens / prompt for tokens in held(query, candidates)]
+    return [tokens / prompt for tokens in cached_tokens(query, candidates)]
 
 
 def short_queue(fresh_s: float) -> Scorer:
     """Score 1 for the shortest queue and 0 for the longest; 1 for all if they are equal."""
 
-    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         oldest = query.now - fresh_s
-        queues = [queued(candidate.load, oldest) for candidate in candidates]
+        queues = [queued_requests(candidate.load, oldest) for candidate in candidates]
         longest = max(queues)
         span = longest - min(queues)
         return [(longest - queue) / span for queue in queues] if span else [1.0] * len(queues)
@@ -69,7 +69,7 @@ def short_queue(fresh_s: float) -> Scorer:
 def free_memory(fresh_s: float) -> Scorer:
     """Score the share of KV memory that is not in use."""
 
-    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         oldest = query.now - fresh_s
         return [1.0 - kv_used(candidate.load, oldest) for candidate in candidates]
 
@@ -90,17 +90,17 @@ class ColdTurns:
         self._turn = 0
         self._last: dict[int, int] = {}
 
-    def score(self, query: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        if len(candidates) == 1 or any(held(query, candidates)):
+    def score(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
+        if len(candidates) == 1 or any(cached_tokens(query, candidates)):
             return [0.5] * len(candidates)
         last, step = self._last, 1.0 / (len(candidates) - 1)
         turns = [last.get(candidate.load.slot, 0) for candidate in candidates]
         rank = {turn: rank for rank, turn in enumerate(sorted(turns))}
         return [1.0 - step * rank[turn] if turn else 1.0 for turn in turns]
 
-    def pick(self, query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def pick(self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         chosen = pickers.best(query, candidates, scores)
-        if not any(held(query, candidates)):
+        if not any(cached_tokens(query, candidates)):
             self._turn += 1
             self._last[candidates[chosen].load.slot] = self._turn
         return chosen

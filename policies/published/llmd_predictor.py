@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from policies import pickers
-from policies.contract import Filter, Policy, Scorer, Weighted
+from policies.contract import Filter, Policy, Scorer, WeightedScorer
 from policies.latency.latency import tpot_s
-from policies.model import STANDARD, Ask, Candidate
-from policies.param_types import Amount, Share
-from policies.presets import ORDINARY, Preset
-from policies.published.view import held, ttfts
+from policies.model import STANDARD, Candidate, RoutingQuery
+from policies.param_types import Fraction, NonNegative
+from policies.presets import DEFAULT_FILTERS, PolicyParams
+from policies.published.view import cached_tokens, ttfts
 
 _BOTH_LATE, _TTFT_LATE, _TPOT_LATE, _IN_TIME = 0, 1, 2, 3
 
 
-class LlmdPredictor(Preset, frozen=True):
+class LlmdPredictor(PolicyParams, frozen=True):
     """Pick the least predicted TTFT and TPOT, weighted 0.8 to 0.2, of warm endpoints.
 
     With an SLO the fullest that meets it.
@@ -33,20 +33,20 @@ class LlmdPredictor(Preset, frozen=True):
     explore                   share of requests, by their ids, that ignore the filter
     """
 
-    ttft_weight: Amount = 0.8
-    tpot_weight: Amount = 0.2
-    warm_share: Share = 0.8
-    break_s: Amount = 5.0
-    explore: Share = 0.01
+    ttft_weight: NonNegative = 0.8
+    tpot_weight: NonNegative = 0.2
+    warm_share: Fraction = 0.8
+    break_s: NonNegative = 5.0
+    explore: Fraction = 0.01
 
     def build(self) -> Policy:
         return Policy(
             name="llmd_predictor",
-            filters=(*ORDINARY, affinity(self.warm_share, self.break_s, self.explore)),
-            scorers=(Weighted(latency(self.ttft_weight, self.tpot_weight)),),
+            filters=(*DEFAULT_FILTERS, affinity(self.warm_share, self.break_s, self.explore)),
+            scorers=(WeightedScorer(latency(self.ttft_weight, self.tpot_weight)),),
             picker=pickers.best,
             reads_prefix=True,
-            reads_beliefs=True,
+            reads_forecast=True,
         )
 
 
@@ -57,10 +57,10 @@ def affinity(warm_share: float, break_s: float, explore: float) -> Filter:
     """
     exploring = int(explore * 2**32)
 
-    def warm(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def warm(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         required, cached = (
             max(1.0, warm_share * query.request.prompt_tokens),
-            held(query, candidates),
+            cached_tokens(query, candidates),
         )
         if not candidates or max(cached) < required or crc32(query.request.id.encode()) < exploring:
             return candidates
@@ -81,11 +81,11 @@ def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
     everything counts as late.
     """
 
-    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         slo, prompt = query.request.slo, query.request.prompt_tokens
         ttft_slo, tpot_slo = (0.0, 0.0) if slo == STANDARD else (slo.ttft_s, slo.tpot_s)
         firsts = [
-            seconds - ttft_slo for seconds in _ttfts(query, candidates, held(query, candidates))
+            seconds - ttft_slo for seconds in _ttfts(query, candidates, cached_tokens(query, candidates))
         ]
         steps = [tpot_s(candidate.load, prompt) - tpot_slo for candidate in candidates]
         if ttft_slo == 0.0:
@@ -111,13 +111,13 @@ def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
     return score
 
 
-def _ttfts(query: Ask, candidates: Sequence[Candidate], cached: Sequence[int]) -> list[float]:
+def _ttfts(query: RoutingQuery, candidates: Sequence[Candidate], cached: Sequence[int]) -> list[float]:
     """Return predicted TTFTs plus the fixed cost at the present load, which the trees learn from
     running requests and KV use.
     """
     predicted = ttfts(query, candidates, cached)
     return [
-        seconds + candidate.load.fixed_s
+        seconds + candidate.load.fixed_ttft_s
         for seconds, candidate in zip(predicted, candidates, strict=True)
     ]
 

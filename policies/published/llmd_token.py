@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Literal
 
 from policies import pickers, scorers
-from policies.contract import Filter, Policy, Weighted
-from policies.model import Ask, Candidate
-from policies.param_types import Amount, Positive, Share
-from policies.presets import ORDINARY, Preset
-from policies.published.view import held
+from policies.contract import Filter, Policy, WeightedScorer
+from policies.model import Candidate, RoutingQuery
+from policies.param_types import Fraction, NonNegative, Positive
+from policies.presets import DEFAULT_FILTERS, PolicyParams
+from policies.published.view import cached_tokens
 
 
-class LlmdToken(Preset, frozen=True):
+class LlmdToken(PolicyParams, frozen=True):
     """Pick the fewest queued and new prefill tokens among warm endpoints, unless their queues are
     too much longer.
 
@@ -30,21 +30,21 @@ class LlmdToken(Preset, frozen=True):
     fresh_s            maximum age of a scrape, for external requests, in seconds
     """
 
-    warm_share: Share = 0.8
-    patience_s: Amount = 18.0
+    warm_share: Fraction = 0.8
+    patience_s: NonNegative = 18.0
     peak_tokens_per_s: Positive | None = None
     bound: Literal["prefill", "decode"] = "prefill"
-    fresh_s: Amount = 5.0
+    fresh_s: NonNegative = 5.0
 
     def build(self) -> Policy:
         return Policy(
             name="llmd_token",
             filters=(
-                *ORDINARY,
+                *DEFAULT_FILTERS,
                 warm_until_saturated(self.warm_share, self.patience_s, self.peak_tokens_per_s),
             ),
             scorers=(
-                Weighted(
+                WeightedScorer(
                     queued_and_new
                     if self.bound == "prefill"
                     else scorers.fewest_requests(self.fresh_s)
@@ -52,7 +52,7 @@ class LlmdToken(Preset, frozen=True):
             ),
             picker=pickers.best,
             reads_prefix=True,
-            reads_beliefs=self.peak_tokens_per_s is None,
+            reads_forecast=self.peak_tokens_per_s is None,
         )
 
 
@@ -63,9 +63,9 @@ def warm_until_saturated(
     `patience_s` longer.
     """
 
-    def warm(query: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def warm(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         required = max(1.0, warm_share * query.request.prompt_tokens)
-        cached = held(query, candidates)
+        cached = cached_tokens(query, candidates)
         warm_candidates = [
             candidate
             for candidate, tokens in zip(candidates, cached, strict=True)
@@ -88,15 +88,15 @@ def warm_until_saturated(
     return warm
 
 
-def queued_and_new(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+def queued_and_new(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
     """Score -(Q + u)."""
     prompt = query.request.prompt_tokens
     return [
         float(cached - prompt - candidate.load.prefill_tokens)
-        for candidate, cached in zip(candidates, held(query, candidates), strict=True)
+        for candidate, cached in zip(candidates, cached_tokens(query, candidates), strict=True)
     ]
 
 
 def _queue_s(candidate: Candidate, peak_tokens_per_s: float | None) -> float:
     load = candidate.load
-    return load.prefill_tokens * (1.0 / peak_tokens_per_s if peak_tokens_per_s else load.token_s)
+    return load.prefill_tokens * (1.0 / peak_tokens_per_s if peak_tokens_per_s else load.prefill_s_per_token)

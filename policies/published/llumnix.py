@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies import pickers
-from policies.contract import Policy, Weighted
+from policies.contract import Policy, WeightedScorer
 from policies.load import EndpointLoad
-from policies.model import Ask, Candidate
-from policies.presets import ORDINARY, Preset
-from policies.published.view import held
+from policies.model import Candidate, RoutingQuery
+from policies.presets import DEFAULT_FILTERS, PolicyParams
+from policies.published.view import cached_tokens
 
 
-class Llumnix(Preset, frozen=True):
+class Llumnix(PolicyParams, frozen=True):
     """Pick the fewest queued and new uncached tokens; break ties by the least decode context.
 
     No parameters.
@@ -26,22 +26,22 @@ class Llumnix(Preset, frozen=True):
     def build(self) -> Policy:
         return Policy(
             name="llumnix",
-            filters=ORDINARY,
-            scorers=(Weighted(prefill_ahead),),
-            picker=pickers.best_then(_generation),
+            filters=DEFAULT_FILTERS,
+            scorers=(WeightedScorer(prefill_ahead),),
+            picker=pickers.best_with_tie_breakers(_generation),
             reads_prefix=True,
-            reads_beliefs=True,
+            reads_forecast=True,
         )
 
 
-def prefill_ahead(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+def prefill_ahead(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
     """Score -(Q + u), where Q is the present rest of the booked prefill tokens."""
     now, prompt, scores = query.now, query.request.prompt_tokens, []
-    for candidate, cached in zip(candidates, held(query, candidates), strict=True):
+    for candidate, cached in zip(candidates, cached_tokens(query, candidates), strict=True):
         load = candidate.load
         queue: float = load.prefill_tokens
-        if queue and load.token_s > 0.0:
-            queue = min(queue, max(0.0, load.ready_at - now) / load.token_s)
+        if queue and load.prefill_s_per_token > 0.0:
+            queue = min(queue, max(0.0, load.prefill_done_at - now) / load.prefill_s_per_token)
         scores.append(cached - prompt - queue)
     return scores
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies import pickers
-from policies.contract import Policy, Weighted
-from policies.model import Ask, Candidate
-from policies.presets import ORDINARY, Preset
-from policies.published.view import held
+from policies.contract import Policy, WeightedScorer
+from policies.model import Candidate, RoutingQuery
+from policies.presets import DEFAULT_FILTERS, PolicyParams
+from policies.published.view import cached_tokens
 
 
-class LMetric(Preset, frozen=True):
+class LMetric(PolicyParams, frozen=True):
     """Pick the least product of prefill tokens before the first token and requests. No parameters.
 
     LMetric (OSDI'26, arXiv 2603.15202): the product needs no weight between its factors. The first
@@ -22,19 +22,19 @@ class LMetric(Preset, frozen=True):
     def build(self) -> Policy:
         return Policy(
             name="lmetric",
-            filters=ORDINARY,
-            scorers=(Weighted(product),),
+            filters=DEFAULT_FILTERS,
+            scorers=(WeightedScorer(product),),
             picker=pickers.best,
             reads_prefix=True,
         )
 
 
-def product(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+def product(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
     """Score -(Q + u) * (N + 1)."""
     prompt = query.request.prompt_tokens
     return [
         -float((load.prefill_tokens + prompt - cached) * (load.in_flight + 1))
         for load, cached in zip(
-            (candidate.load for candidate in candidates), held(query, candidates), strict=True
+            (candidate.load for candidate in candidates), cached_tokens(query, candidates), strict=True
         )
     ]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies import pickers
-from policies.contract import Policy, Weighted
-from policies.model import Ask, Candidate
-from policies.presets import ORDINARY, Preset
-from policies.published.view import held, ttfts
+from policies.contract import Policy, WeightedScorer
+from policies.model import Candidate, RoutingQuery
+from policies.presets import DEFAULT_FILTERS, PolicyParams
+from policies.published.view import cached_tokens, ttfts
 
 
-class Mooncake(Preset, frozen=True):
+class Mooncake(PolicyParams, frozen=True):
     """Pick the least expected time to the first token: queue plus the prefill of uncached tokens.
 
     No parameters.
@@ -25,14 +25,14 @@ class Mooncake(Preset, frozen=True):
     def build(self) -> Policy:
         return Policy(
             name="mooncake",
-            filters=ORDINARY,
-            scorers=(Weighted(soonest),),
+            filters=DEFAULT_FILTERS,
+            scorers=(WeightedScorer(soonest),),
             picker=pickers.best,
             reads_prefix=True,
-            reads_beliefs=True,
+            reads_forecast=True,
         )
 
 
-def soonest(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+def soonest(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
     """Score the negative expected TTFT in seconds."""
-    return [-seconds for seconds in ttfts(query, candidates, held(query, candidates))]
+    return [-seconds for seconds in ttfts(query, candidates, cached_tokens(query, candidates))]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from policies import pickers, scorers
-from policies.contract import Policy, Weighted
-from policies.param_types import Amount
-from policies.presets import ORDINARY, Preset
+from policies.contract import Policy, WeightedScorer
+from policies.param_types import NonNegative
+from policies.presets import DEFAULT_FILTERS, PolicyParams
 
 
-class PowerOfTwo(Preset, frozen=True):
+class PowerOfTwo(PolicyParams, frozen=True):
     """Pick the endpoint with fewer requests of two drawn at random.
 
     Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001); `power_of_two` of
@@ -17,12 +17,12 @@ class PowerOfTwo(Preset, frozen=True):
     fresh_s  maximum age of a scrape, for external requests, in seconds
     """
 
-    fresh_s: Amount = 5.0
+    fresh_s: NonNegative = 5.0
 
     def build(self) -> Policy:
         return Policy(
             name="power_of_two",
-            filters=ORDINARY,
-            scorers=(Weighted(scorers.fewest_requests(self.fresh_s)),),
+            filters=DEFAULT_FILTERS,
+            scorers=(WeightedScorer(scorers.fewest_requests(self.fresh_s)),),
             picker=pickers.better_of_two,
         )

@@ -6,16 +6,16 @@ from collections import deque
 from collections.abc import Sequence
 
 from policies import pickers
-from policies.contract import Policy, Weighted
+from policies.contract import Policy, WeightedScorer
 from policies.latency.latency import tpot_s
 from policies.load import EndpointLoad
-from policies.model import Ask, Candidate
-from policies.param_types import Amount, Count, Positive
-from policies.presets import ORDINARY, Preset
-from policies.published.view import held, prefill_s
+from policies.model import Candidate, RoutingQuery
+from policies.param_types import NonNegative, NonNegativeCount, Positive
+from policies.presets import DEFAULT_FILTERS, PolicyParams
+from policies.published.view import cached_tokens, prefill_s
 
 
-class Preble(Preset, frozen=True):
+class Preble(PolicyParams, frozen=True):
     """Pick the longest cached prefix if it is most of the prompt, else the least sum of load,
     prefill and eviction cost.
 
@@ -33,18 +33,18 @@ class Preble(Preset, frozen=True):
     """
 
     window_s: Positive = 180.0
-    rebalance_ratio: Amount = 1.5
-    rebalance_after: Count = 50
+    rebalance_ratio: NonNegative = 1.5
+    rebalance_after: NonNegativeCount = 50
 
     def build(self) -> Policy:
         e2 = ExploitExplore(self.window_s, self.rebalance_ratio, self.rebalance_after)
         return Policy(
             name="preble",
-            filters=ORDINARY,
-            scorers=(Weighted(e2.score),),
+            filters=DEFAULT_FILTERS,
+            scorers=(WeightedScorer(e2.score),),
             picker=e2.pick,
             reads_prefix=True,
-            reads_beliefs=True,
+            reads_forecast=True,
         )
 
 
@@ -54,17 +54,17 @@ class ExploitExplore:
     __slots__ = ("_lightest", "_rebalance_after", "_rebalance_ratio", "_window")
 
     def __init__(self, window_s: float, rebalance_ratio: float, rebalance_after: int) -> None:
-        self._window = Window(window_s)
+        self._window = SentWindow(window_s)
         self._rebalance_ratio = rebalance_ratio
         self._rebalance_after = rebalance_after
-        self._lightest = pickers.best_then(self._load)
+        self._lightest = pickers.best_with_tie_breakers(self._load)
 
-    def score(self, query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         """Score cached tokens when exploiting, else negative GPU seconds."""
         window, prompt = self._window, query.request.prompt_tokens
         window.expire(query.now)
         window.forget(query.request.id)  # a repeated request must not compete with itself
-        cached_tokens = held(query, candidates)
+        cached_tokens = cached_tokens(query, candidates)
         loads = [window.seconds(candidate.load.slot) for candidate in candidates]
         longest = max(cached_tokens)
         if longest <= prompt - longest:
@@ -81,16 +81,16 @@ class ExploitExplore:
             return [-seconds for seconds in loads]
         return [float(tokens) for tokens in cached_tokens]
 
-    def pick(self, query: Ask, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def pick(self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         """Choose the best score and the lightest of these, and record it as load."""
         index = self._lightest(query, candidates, scores)
         load, request = candidates[index].load, query.request
-        (cached,) = held(query, (candidates[index],))
+        (cached,) = cached_tokens(query, (candidates[index],))
         seconds = prefill_s(load, request.prompt_tokens - cached, cached)
         batch = 1.0 + sum(candidate.load.decoding for candidate in candidates) / len(candidates)
         seconds += request.output_tokens * tpot_s(load, request.prompt_tokens) / batch
         self._window.add(
-            Given(query.now, request.id, load.slot, seconds, cached, request.prompt_tokens)
+            SentWork(query.now, request.id, load.slot, seconds, cached, request.prompt_tokens)
         )
         return index
 
@@ -100,8 +100,8 @@ class ExploitExplore:
     def _new_s(self, load: EndpointLoad, new: int, cached: int) -> float:
         """Return P + M."""
         seconds = prefill_s(load, new, cached)
-        if load.kv_tokens is not None and load.held_tokens + new > load.kv_tokens:
-            evicted = min(new, int(load.held_tokens + new - load.kv_tokens))
+        if load.kv_tokens is not None and load.prefix_cache_tokens + new > load.kv_tokens:
+            evicted = min(new, int(load.prefix_cache_tokens + new - load.kv_tokens))
             seconds += prefill_s(load, evicted, 0) * self._window.hit_share(load.slot)
         return seconds
 
@@ -111,7 +111,7 @@ class ExploitExplore:
         return is_apart and chosen == heaviest and len(self._window) >= self._rebalance_after
 
 
-class Given:
+class SentWork:
     """One pick: time, request, slot, GPU seconds, cached and total prompt tokens."""
 
     __slots__ = ("at", "cached", "id", "prompt", "seconds", "slot")
@@ -127,7 +127,7 @@ class Given:
         self.prompt = prompt
 
 
-class Window:
+class SentWindow:
     """What each slot was sent in the last `window_s`.
 
     A request picked again (a retry, or after a rejected split) moves.
@@ -137,8 +137,8 @@ class Window:
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._given: deque[Given] = deque()
-        self._by_id: dict[str, Given] = {}
+        self._given: deque[SentWork] = deque()
+        self._by_id: dict[str, SentWork] = {}
         self._sums: dict[int, list[float]] = {}
 
     def __len__(self) -> int:
@@ -154,7 +154,7 @@ class Window:
         sums = self._sums.get(slot)
         return sums[1] / sums[2] if sums and sums[2] > 0.0 else 0.0
 
-    def add(self, given: Given) -> None:
+    def add(self, given: SentWork) -> None:
         self.forget(given.id)
         self._given.append(given)
         self._by_id[given.id] = given
@@ -177,7 +177,7 @@ class Window:
         if past is not None:
             self._count(past, -1.0)
 
-    def _count(self, given: Given, sign: float) -> None:
+    def _count(self, given: SentWork, sign: float) -> None:
         sums = self._sums.setdefault(given.slot, [0.0, 0.0, 0.0, 0.0])
         sums[3] += sign
         if sums[3] == 0.0:  # no request is left, so remove rounding errors as well

@@ -8,23 +8,23 @@ from collections.abc import Sequence
 
 from policies.admission.admission import (
     Admission,
-    AdmissionPreset,
-    Cap,
-    RoomView,
+    AdmissionParams,
+    CapAdmission,
     Shed,
     Verdict,
-    crowd,
-    no_capacity,
+    WaitQueueView,
+    occupancy_text,
+    shed_no_capacity,
 )
-from policies.model import Ask, Candidate
-from policies.param_types import Amount, Exponent, Positive
-from policies.published.view import is_fresh, kv_used, queued
+from policies.model import Candidate, RoutingQuery
+from policies.param_types import Exponent, NonNegative, Positive
+from policies.published.view import is_fresh, kv_used, queued_requests
 
 BEYOND = 1e3
 """Cap of the saturation, so that its powers stay finite."""
 
 
-class GieSaturation(AdmissionPreset, frozen=True):
+class GieSaturation(AdmissionParams, frozen=True):
     """Refuse requests with a negative priority while the pool is saturated; then apply caps.
 
     The saturation detector and legacy admission of the Gateway API Inference Extension (llm-d),
@@ -38,7 +38,7 @@ class GieSaturation(AdmissionPreset, frozen=True):
 
     queue_depth: Positive = 5.0
     kv_usage: Positive = 0.8
-    fresh_s: Amount = 5.0
+    fresh_s: NonNegative = 5.0
 
     def build(self) -> Admission:
         return SheddingBySaturation(
@@ -46,7 +46,7 @@ class GieSaturation(AdmissionPreset, frozen=True):
         )
 
 
-class Probabilistic(AdmissionPreset, frozen=True):
+class Probabilistic(AdmissionParams, frozen=True):
     """Refuse requests with a negative priority with probability k * saturation ** power.
 
     Then apply caps.
@@ -59,10 +59,10 @@ class Probabilistic(AdmissionPreset, frozen=True):
     """
 
     power: Exponent = 5.0
-    k: Amount = 300.0
+    k: NonNegative = 300.0
     queue_depth: Positive = 5.0
     kv_usage: Positive = 0.8
-    fresh_s: Amount = 5.0
+    fresh_s: NonNegative = 5.0
 
     def build(self) -> Admission:
         ramp = (self.power, self.k)
@@ -81,18 +81,18 @@ def saturation(
     oldest, total, count = now - fresh_s, 0.0, 0
     for candidate in candidates:
         load = candidate.load
-        if load.available:
+        if load.is_available:
             waiting = (
                 load.waiting
                 if load.waiting is not None and is_fresh(load, oldest)
-                else queued(load, oldest)
+                else queued_requests(load, oldest)
             )
             total += max(waiting / queue_depth, kv_used(load, oldest) / kv_usage)
             count += 1
     return total / count if count else 1.0
 
 
-class SheddingBySaturation(Cap):
+class SheddingBySaturation(CapAdmission):
     """The rule, then the cap. `ramp` is (power, k), or None for a threshold at 1. Stateless."""
 
     __slots__ = ("_fresh_s", "_kv_usage", "_queue_depth", "_ramp")
@@ -106,26 +106,26 @@ class SheddingBySaturation(Cap):
         ramp: tuple[float, float] | None,
     ) -> None:
         super().__init__()
-        self.name, self.calm = name, False
+        self.name, self.is_calm = name, False
         self._queue_depth, self._kv_usage, self._fresh_s = queue_depth, kv_usage, fresh_s
         self._ramp = ramp
 
-    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
-        if not queue.at_door or query.request.priority >= 0:
-            return super().judge(query, candidates, queue)
+    def decide(self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView) -> Verdict:
+        if not queue.is_new_arrival or query.request.priority >= 0:
+            return super().decide(query, candidates, queue)
         if queue.capacity <= 0:
-            return no_capacity()
+            return shed_no_capacity()
         saturation_ = saturation(
             candidates, query.now, self._queue_depth, self._kv_usage, self._fresh_s
         )
         if self._sheds(query, saturation_):
-            expected_s = queue.drain.seconds_for(1, query.now)
+            expected_s = queue.drain_rate.seconds_for(1, query.now)
             pool = f"The pool is saturated at {saturation_:.2f}"
             text = f"{pool}, and requests of priority {query.request.priority} are refused"
-            return Shed("saturated", expected_s, f"{text}. {crowd(queue, expected_s)}.")
-        return super().judge(query, candidates, queue)
+            return Shed("saturated", expected_s, f"{text}. {occupancy_text(queue, expected_s)}.")
+        return super().decide(query, candidates, queue)
 
-    def _sheds(self, query: Ask, saturation_: float) -> bool:
+    def _sheds(self, query: RoutingQuery, saturation_: float) -> bool:
         if self._ramp is None:
             return saturation_ >= 1.0
         power, k = self._ramp

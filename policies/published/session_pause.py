@@ -8,18 +8,18 @@ from collections.abc import Iterable, Sequence
 
 from policies.admission.admission import (
     Admission,
-    AdmissionPreset,
-    Cap,
-    Outcome,
-    RoomView,
+    AdmissionParams,
+    CapAdmission,
+    RequestOutcome,
     Shed,
     Verdict,
+    WaitQueueView,
 )
-from policies.model import Ask, Candidate, Pick, Request
-from policies.param_types import Amount, Count, Number, Positive
+from policies.model import Candidate, Pick, Request, RoutingQuery
+from policies.param_types import NonNegative, NonNegativeCount, Positive, PositiveCount
 
 
-class SessionPause(AdmissionPreset, frozen=True):
+class SessionPause(AdmissionParams, frozen=True):
     """Pause sessions while an engine's contexts exceed 0.95 of its KV, down to 0.80.
 
     Admit others where they fit.
@@ -43,17 +43,17 @@ class SessionPause(AdmissionPreset, frozen=True):
     most_sessions                    maximum number of stored sessions
     """
 
-    pause_threshold: Amount = 0.95
-    pause_target: Amount = 0.80
-    resume_hysteresis: Amount = 0.10
-    resume_timeout_s: Amount = 1800.0
+    pause_threshold: NonNegative = 0.95
+    pause_target: NonNegative = 0.80
+    resume_hysteresis: NonNegative = 0.10
+    resume_timeout_s: NonNegative = 1800.0
     scheduler_interval_s: Positive = 5.0
-    acting_token_weight: Amount = 1.0
+    acting_token_weight: NonNegative = 1.0
     acting_decay_tau_s: Positive = 1.0
-    buffer_per_program: Count = 100
-    session_retention_s: Amount = 1800.0
-    absent_s: Amount = 60.0
-    most_sessions: Number = 65_536
+    buffer_per_program: NonNegativeCount = 100
+    session_retention_s: NonNegative = 1800.0
+    absent_s: NonNegative = 60.0
+    most_sessions: PositiveCount = 65_536
 
     def build(self) -> Admission:
         return SessionPauser(self)
@@ -89,14 +89,14 @@ class Program:
         self.marked = False
 
 
-class SessionPauser(Cap):
+class SessionPauser(CapAdmission):
     """The sessions of one pool, in the order of their last requests. One owner."""
 
     __slots__ = ("_kv", "_next_s", "_paused", "_programs", "_rule", "_used")
 
     def __init__(self, rule: SessionPause) -> None:
         super().__init__()
-        self.name, self.calm = "session_pause", False
+        self.name, self.is_calm = "session_pause", False
         self._rule = rule
         self._programs: dict[str, Program] = {}
         self._paused = 0
@@ -104,15 +104,15 @@ class SessionPauser(Cap):
         self._kv: dict[int, float] = {}
         self._next_s = 0.0
 
-    def judge(self, query: Ask, candidates: Sequence[Candidate], queue: RoomView) -> Verdict:
+    def decide(self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView) -> Verdict:
         session, now = query.request.session, query.now
         if (
-            not queue.at_door
+            not queue.is_new_arrival
             or not session
             or queue.capacity <= 0
             or self._may_enter(query, candidates)
         ):
-            return super().judge(query, candidates, queue)
+            return super().decide(query, candidates, queue)
         program = self._programs.get(session)
         if (
             program is None and len(self._programs) < self._rule.most_sessions
@@ -131,7 +131,7 @@ class SessionPauser(Cap):
             "session_paused", retry_s, f"{text}; this one is checked again in {retry_s:.1f} s."
         )
 
-    def _may_enter(self, query: Ask, candidates: Sequence[Candidate]) -> bool:
+    def _may_enter(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> bool:
         self._read_capacity(candidates)
         program = self._programs.get(query.request.session)
         if program is not None and program.paused_s is not None:
@@ -145,7 +145,7 @@ class SessionPauser(Cap):
         needed = query.request.prompt_tokens + self._rule.buffer_per_program
         return any(kv - self._used.get(slot, 0.0) >= needed for slot, kv in self._kv.items())
 
-    def booked(self, query: Ask, pick: Pick) -> None:
+    def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
         session = query.request.session
         if not session:
             return
@@ -164,14 +164,14 @@ class SessionPauser(Cap):
         if len(self._programs) > self._rule.most_sessions:
             self._forget(next(iter(self._programs)))
 
-    def ended(self, request: Request, outcome: Outcome) -> None:
+    def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
         program = self._programs.get(request.session)
         if program is None or not program.in_flight:
             return
         self._count(program, -1)
         program.in_flight -= 1
         program.acting_s = outcome.now
-        if outcome.ended == "served":
+        if outcome.status == "served":
             program.tokens = request.prompt_tokens + outcome.output_tokens
         self._count(program, +1)
         if program.marked and not program.in_flight:
@@ -192,7 +192,7 @@ class SessionPauser(Cap):
                 self._pause_until(slot, self._rule.pause_target * kv, now)
 
     def _read_capacity(self, candidates: Iterable[Candidate]) -> None:
-        loads = [candidate.load for candidate in candidates if candidate.load.available]
+        loads = [candidate.load for candidate in candidates if candidate.load.is_available]
         self._kv = {load.slot: load.kv_tokens for load in loads if load.kv_tokens is not None}
 
     def _expire(self, now: float) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies import pickers
-from policies.contract import Policy, Scorer, Weighted
+from policies.contract import Policy, Scorer, WeightedScorer
 from policies.load import EndpointLoad
-from policies.model import Ask, Candidate
-from policies.param_types import Amount, Count, Share
-from policies.presets import ORDINARY, Preset
-from policies.published.view import held
+from policies.model import Candidate, RoutingQuery
+from policies.param_types import Fraction, NonNegative, NonNegativeCount
+from policies.presets import DEFAULT_FILTERS, PolicyParams
+from policies.published.view import cached_tokens
 
 
-class SglangCacheAware(Preset, frozen=True):
+class SglangCacheAware(PolicyParams, frozen=True):
     """Pick the longest cached prefix while loads are similar, the fewest requests if not, else the
     smallest cache tree.
 
@@ -28,22 +28,22 @@ class SglangCacheAware(Preset, frozen=True):
     balance_rel_threshold  the most is more than this multiple of the fewest
     """
 
-    cache_threshold: Share = 0.3
-    balance_abs_threshold: Count = 64
-    balance_rel_threshold: Amount = 1.5
+    cache_threshold: Fraction = 0.3
+    balance_abs_threshold: NonNegativeCount = 64
+    balance_rel_threshold: NonNegative = 1.5
 
     def build(self) -> Policy:
         return Policy(
             name="sglang_cache_aware",
-            filters=ORDINARY,
+            filters=DEFAULT_FILTERS,
             scorers=(
-                Weighted(
+                WeightedScorer(
                     cache_aware(
                         self.cache_threshold, self.balance_abs_threshold, self.balance_rel_threshold
                     )
                 ),
             ),
-            picker=pickers.best_then(_requests, _tree),
+            picker=pickers.best_with_tie_breakers(_requests, _tree),
             reads_prefix=True,
         )
 
@@ -53,15 +53,15 @@ def cache_aware(cache_threshold: float, most_apart: int, most_times: float) -> S
     negative tree size.
     """
 
-    def score(query: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         requests = [candidate.load.in_flight for candidate in candidates]
         most, fewest = max(requests), min(requests)
         if most - fewest > most_apart and most > most_times * fewest:
             return [-float(cached) for cached in requests]
-        cached = held(query, candidates)
+        cached = cached_tokens(query, candidates)
         if max(cached) > cache_threshold * query.request.prompt_tokens:
             return [float(tokens) for tokens in cached]
-        return [-candidate.load.held_tokens for candidate in candidates]
+        return [-candidate.load.prefix_cache_tokens for candidate in candidates]
 
     return score
 
@@ -71,4 +71,4 @@ def _requests(load: EndpointLoad) -> float:
 
 
 def _tree(load: EndpointLoad) -> float:
-    return load.held_tokens
+    return load.prefix_cache_tokens

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies.load import EndpointLoad
-from policies.model import Ask, Candidate
+from policies.model import Candidate, RoutingQuery
 
 
-def held(query: Ask, candidates: Sequence[Candidate]) -> list[int]:
+def cached_tokens(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[int]:
     """Return the tokens of this prompt that each candidate is believed to have cached."""
-    cached, slots = query.cached, len(query.cached)
+    cached, slots = query.cached_by_slot, len(query.cached_by_slot)
     if not any(cached):
         return [0] * len(candidates)
     return [
@@ -29,13 +29,13 @@ def is_fresh(load: EndpointLoad, oldest: float) -> bool:
     return load.scraped_at is not None and load.scraped_at >= oldest
 
 
-def queued(load: EndpointLoad, oldest: float) -> int:
+def queued_requests(load: EndpointLoad, oldest: float) -> int:
     """Return the requests before their first token: own bookings, plus external ones waiting at a
     recent scrape.
     """
     ours = load.in_flight - load.decoding
-    if load.strangers and load.waiting and is_fresh(load, oldest):
-        return ours + min(load.strangers, load.waiting)
+    if load.external_requests and load.waiting and is_fresh(load, oldest):
+        return ours + min(load.external_requests, load.waiting)
     return ours
 
 
@@ -62,13 +62,13 @@ def prefill_s(load: EndpointLoad, new: int, cached: int) -> float:
     return new * (shape.token_s + shape.wire_s + shape.pair_s * (cached + 0.5 * new))
 
 
-def ttfts(query: Ask, candidates: Sequence[Candidate], cached: Sequence[int]) -> list[float]:
+def ttfts(query: RoutingQuery, candidates: Sequence[Candidate], cached: Sequence[int]) -> list[float]:
     """Return the predicted seconds to the first token at each candidate: its queue plus `prefill_s`
     of this prompt.
     """
     now, prompt, predicted = query.now, query.request.prompt_tokens, []
     for candidate, cached_tokens in zip(candidates, cached, strict=True):
         load = candidate.load
-        seconds, wait = prefill_s(load, prompt - cached_tokens, cached_tokens), load.ready_at - now
+        seconds, wait = prefill_s(load, prompt - cached_tokens, cached_tokens), load.prefill_done_at - now
         predicted.append(seconds + wait if wait > 0.0 else seconds)
     return predicted

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from gateway.config import examine_text
+from gateway.config import load_text
 from tools.compile import classes, training
 from tools.compile import compile as compiling
 from tools.compile.declarations import declarations
@@ -205,7 +205,7 @@ def test_a_class_imported_for_types_alone_is_known_unless_that_closes_a_circle_o
 def test_the_training_is_a_configuration_and_a_mix_that_asks_for_all_of_it() -> None:
     plain, priced, prefill, decode = ([f"http://127.0.0.1:{port}"] for port in range(4001, 4005))
     text = training.configuration(plain, priced, prefill, decode).encode()
-    served = {model.name for model in examine_text(text, "training", {}).config.models}
+    served = {model.name for model in load_text(text, "training", {}).config.models}
     bodies = [json.loads(body) for body in training.mix(Random(0))]
     assert len(bodies) == training.REQUESTS
     kinds = Counter((body["model"], "stream" in body) for body in bodies)

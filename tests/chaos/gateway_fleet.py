@@ -13,8 +13,8 @@ import aiohttp
 
 from gateway.app import App
 from gateway.config import Config
-from gateway.http.upstream import Patience
-from mockgpu.fleet import Member, running_fleet
+from gateway.http.upstream import UpstreamTimeouts
+from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
 from mockgpu.model_shapes import model_named
@@ -25,7 +25,7 @@ from tests.patient import patient
 class GatewayFleet:
     """The gateway `app`, its groups, and a client."""
 
-    def __init__(self, app: App, groups: list[Member], http: aiohttp.ClientSession) -> None:
+    def __init__(self, app: App, groups: list[FleetGroup], http: aiohttp.ClientSession) -> None:
         self.app = app
         self.groups = groups
         self.http = http
@@ -53,10 +53,10 @@ class GatewayFleet:
         """
         gate = self.app.gateway.gate
         amounts = [
-            gate.active,
+            gate.active_requests,
             gate.body_bytes,
             gate.retries_running,
-            *(room.waiting for room in gate.rooms()),
+            *(room.queue_length for room in gate.pool_queues()),
         ]
         for live in self.app.gateway.endpoints.all():
             load = live.load
@@ -85,7 +85,7 @@ class GatewayFleet:
             for endpoint in self.app.gateway.endpoints.all()
             if endpoint.endpoint.url == self.groups[group].url
         )
-        live.upstream.patience = Patience(connect_s=10.0, first_byte_s=0.0, stall_s=0.0)
+        live.upstream.timeouts = UpstreamTimeouts(connect_s=10.0, first_byte_s=0.0, stall_s=0.0)
 
     def kv_usages(self) -> list[float]:
         usages = []
@@ -147,7 +147,7 @@ async def gateway_fleet(
     spec = GroupSpec(
         "demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed, kv_tokens=kv_tokens
     )
-    async with running_fleet([spec] * groups) as members:
+    async with run_fleet([spec] * groups) as members:
         endpoints = [{"url": member.url, "max_concurrency": concurrency} for member in members]
         listeners = {"api": {"port": 0}, "admin": {"port": 0}}
         config = Config.model_validate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from kvtransfer.transports.inproc import Wire
+from kvtransfer.transports.inproc import InprocWire
 from kvtransfer.util.clock import ThreadClock
 from tests.chaos.kv_trials import BASE, TrialEngine
 from tests.contract.kvtransfer.links import make
@@ -18,7 +18,7 @@ def first_landing_s(transport: str) -> float:
     failure.
     """
     clock = ThreadClock("calm")
-    wire = Wire(clock)
+    wire = InprocWire(clock)
     source, sink = (
         TrialEngine(name, BASE, [make(transport, wire, _PATIENCE)], clock, seed, _PATIENCE)
         for seed, name in enumerate(("p", "d"))
@@ -32,17 +32,17 @@ def first_landing_s(transport: str) -> float:
         began = time.monotonic()
         landing = sink.take(source.agent.address, "calm", _TOKENS, 0, offer.ticket, _PATIENCE)
         assert landing is not None
-        while landing.end is None:
+        while landing.outcome is None:
             time.sleep(0.005)
         seconds = time.monotonic() - began
-        assert landing.end.landed, landing.end
+        assert landing.outcome.has_landed, landing.outcome
         assert not sink.wrong
         return seconds
     finally:
         for engine in (source, sink):
-            engine.agent.shut()
+            engine.agent.begin_close()
         for engine in (source, sink):
-            engine.agent.leave()
+            engine.agent.finish_close()
             for region in engine.regions:
                 region.close()
         clock.close()

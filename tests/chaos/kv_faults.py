@@ -12,7 +12,15 @@ from random import Random
 
 import msgspec
 
-from kvtransfer.contract import Laned, Link, LinkOwner, Slice, Transport, Verdict, WindowHead
+from kvtransfer.contract import (
+    Link,
+    LinkOwner,
+    MultiLaneLink,
+    Transport,
+    WindowHead,
+    WindowSlice,
+    WindowVerdict,
+)
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import Blocks
 from kvtransfer.util.clock import Clock
@@ -38,7 +46,7 @@ class FaultyTransport:
     def __init__(
         self, inner: Transport, dice: FaultProbabilities, rng: Random, clock: Clock
     ) -> None:
-        self.name, self.sealed = inner.name, inner.sealed
+        self.name, self.is_sealed = inner.name, inner.is_sealed
         self.inner, self.dice, self.rng, self.clock = inner, dice, rng, clock
         self._links: dict[Link, FaultyLink] = {}
         self._owner: LinkOwner | None = None
@@ -60,35 +68,35 @@ class FaultyTransport:
                 self._links[link] = FaultyLink(link, self)
             return self._links[link]
 
-    # ---- events of the inner transport, passed to the owner as the wrapper's
+            # ---- events of the inner transport, passed to the owner as the wrapper's
 
-    def linked(self, link: Link) -> None:
+    def on_linked(self, link: Link) -> None:
         assert self._owner is not None
-        self._owner.linked(self._wrapped(link))
+        self._owner.on_linked(self._wrapped(link))
 
-    def message(self, link: Link, data: bytes) -> None:
+    def on_message(self, link: Link, data: bytes) -> None:
         assert self._owner is not None
-        self._owner.message(self._wrapped(link), data)
+        self._owner.on_message(self._wrapped(link), data)
 
-    def incoming(self, link: Link, head: WindowHead) -> Slice | None:
+    def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
         assert self._owner is not None
-        return self._owner.incoming(self._wrapped(link), head)
+        return self._owner.place_window(self._wrapped(link), head)
 
-    def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
+    def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
         assert self._owner is not None
-        self._owner.landed(self._wrapped(link), head, verdict)
+        self._owner.on_landed(self._wrapped(link), head, verdict)
 
-    def sent(self, link: Link, head: WindowHead) -> None:
+    def on_sent(self, link: Link, head: WindowHead) -> None:
         assert self._owner is not None
-        self._owner.sent(self._wrapped(link), head)
+        self._owner.on_sent(self._wrapped(link), head)
 
-    def fenced(self, link: Link, transfer: int) -> None:
+    def on_fenced(self, link: Link, transfer: int) -> None:
         assert self._owner is not None
-        self._owner.fenced(self._wrapped(link), transfer)
+        self._owner.on_fenced(self._wrapped(link), transfer)
 
-    def lost(self, link: Link, reason: str) -> None:
+    def on_lost(self, link: Link, reason: str) -> None:
         assert self._owner is not None
-        self._owner.lost(self._wrapped(link), reason)
+        self._owner.on_lost(self._wrapped(link), reason)
 
 
 class FaultyLink:
@@ -97,8 +105,8 @@ class FaultyLink:
     def __init__(self, inner: Link, end: FaultyTransport) -> None:
         self._inner, self._end = inner, end
         self.transport, self.peer = inner.transport, inner.peer
-        self.window_bytes, self.one_sided = inner.window_bytes, inner.one_sided
-        self.lanes = inner.lanes if isinstance(inner, Laned) else 1
+        self.window_bytes, self.one_sided = inner.window_bytes, inner.is_one_sided
+        self.lanes = inner.lanes if isinstance(inner, MultiLaneLink) else 1
 
     @property
     def received_bytes(self) -> int:
@@ -106,7 +114,7 @@ class FaultyLink:
 
     @property
     def used(self) -> bool:
-        return isinstance(self._inner, Laned) and self._inner.used
+        return isinstance(self._inner, MultiLaneLink) and self._inner.has_carried_windows
 
     def send(self, message: bytes) -> None:
         dice, rng = self._end.dice, self._end.rng
@@ -126,7 +134,7 @@ class FaultyLink:
         if rng.random() < dice.repeat_message:
             self._inner.send(message)
 
-    def put(self, head: WindowHead, window: Slice) -> None:
+    def put(self, head: WindowHead, window: WindowSlice) -> None:
         dice, rng = self._end.dice, self._end.rng
         if rng.random() < dice.lose_window:
             return
@@ -139,7 +147,9 @@ class FaultyLink:
         if rng.random() < dice.replay_window:
             # Bytes of an ended transfer, from a source that does not check.
             self._later(
-                lambda: self._inner.put(head, msgspec.structs.replace(window, current=lambda: True))
+                lambda: self._inner.put(
+                    head, msgspec.structs.replace(window, is_current=lambda: True)
+                )
             )
 
     def _later(self, call: object) -> None:
@@ -162,9 +172,9 @@ class FaultyLink:
         self._inner.secure(window_key)
 
     def widen(self, lane: Link) -> None:
-        assert isinstance(self._inner, Laned)
+        assert isinstance(self._inner, MultiLaneLink)
         assert isinstance(lane, FaultyLink)
-        self._inner.widen(lane._inner)
+        self._inner.add_lane(lane._inner)
 
     def close(self) -> None:
         self._inner.close()

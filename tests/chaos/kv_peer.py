@@ -12,10 +12,10 @@ import asyncio
 import json
 import sys
 
-from kvtransfer.transfer.handles import Handle
-from kvtransfer.transports.inproc import Wire
+from kvtransfer.transfer.handles import TransferHandle
+from kvtransfer.transports.inproc import InprocWire
 from kvtransfer.util.clock import ThreadClock
-from kvtransfer.util.options import Options
+from kvtransfer.util.options import AgentOptions
 from tests.contract.kvtransfer.groups import SMALL, group
 from tests.contract.kvtransfer.links import PATIENCE_S, make
 
@@ -24,11 +24,11 @@ BLOCKS, TOKENS = [1, 2, 3], 48
 SLOW = PATIENCE_S / 20
 
 
-def options(misses: int) -> Options:
+def options(misses: int) -> AgentOptions:
     """Return the default options, with the silence scaled to this machine's speed."""
-    shipped = Options()
-    return Options(
-        beat_s=shipped.beat_s * SLOW, misses=misses, handshake_s=shipped.handshake_s * SLOW
+    shipped = AgentOptions()
+    return AgentOptions(
+        beat_s=shipped.beat_s * SLOW, max_missed_beats=misses, handshake_s=shipped.handshake_s * SLOW
     )
 
 
@@ -37,18 +37,18 @@ def tell(**what: object) -> None:
 
 
 async def main(transport: str, misses: str, role: str, *rest: str) -> None:
-    here = group(role, SMALL, [make(transport, Wire(ThreadClock()))], options=options(int(misses)))
+    here = group(role, SMALL, [make(transport, InprocWire(ThreadClock()))], options=options(int(misses)))
     await here.agent.start()
     for region in here.regions:
         region.bytes[:] = 0x55
     if role == "source":
         offer = here.agent.offer("r", BLOCKS, TOKENS, ready_layers=0, public=True)
         tell(address=here.agent.address, ticket=offer.ticket)
-        handle: Handle = offer
+        handle: TransferHandle = offer
     else:
         handle = here.agent.fetch(rest[0], "r", BLOCKS, TOKENS)
         tell(asked=True)
-    watch = asyncio.create_task(handle.ended())
+    watch = asyncio.create_task(handle.wait_ended())
     watch.add_done_callback(lambda done: tell(end=str(done.result().reason)))
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
@@ -56,7 +56,7 @@ async def main(transport: str, misses: str, role: str, *rest: str) -> None:
     )
     while line := (await reader.readline()).split():
         if line[0] == b"ready":
-            here.agent.ready(handle.number, int(line[1]))
+            here.agent.mark_ready(handle.number, int(line[1]))
         elif line[0] == b"overwrite":
             for region in here.regions:
                 region.bytes[:] = 0xEE

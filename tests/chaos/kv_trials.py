@@ -27,11 +27,11 @@ from kvtransfer.contract import Transport
 from kvtransfer.layout.layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.protocol.outcomes import End, How, Reason
-from kvtransfer.transfer.handles import Handle, Landing, Offer
-from kvtransfer.transports.inproc import Inproc, Weather, Wire
+from kvtransfer.protocol.outcomes import EndReason, OutcomeKind, TransferOutcome
+from kvtransfer.transfer.handles import Landing, Offer, TransferHandle
+from kvtransfer.transports.inproc import Inproc, InprocWire, WireConditions
 from kvtransfer.util.clock import Clock, ThreadClock, VirtualClock
-from kvtransfer.util.options import Options
+from kvtransfer.util.options import AgentOptions
 from tests.chaos.kv_faults import FaultProbabilities, FaultyTransport, Proxy
 
 KEY = b"k" * 32
@@ -87,7 +87,7 @@ class Request:
     skip: int
     blocks: list[int]
     content: NDArray[np.uint8] | None = None
-    end: End | None = None
+    end: TransferOutcome | None = None
 
 
 class TrialEngine:
@@ -113,7 +113,7 @@ class TrialEngine:
             "handshake_s": (1.25 if transports[0].name == "rdma" else 0.3) * pace,
             "patience_s": 0.6 * pace,
         }
-        options = Options(window_bytes=2 << 10, budget_bytes=6 << 10, **waits)
+        options = AgentOptions(window_bytes=2 << 10, budget_bytes=6 << 10, **waits)
         self.agent = Agent(
             name, layout, self.regions, key=KEY, transports=transports, clock=clock, options=options
         )
@@ -121,7 +121,7 @@ class TrialEngine:
         self.stamp = np.zeros(BLOCKS, np.uint8)
         self.offers: dict[str, Request] = {}
         self.landings: dict[str, Request] = {}
-        self.handles: dict[str, Handle] = {}
+        self.handles: dict[str, TransferHandle] = {}
         self.robbing = (
             threading.Lock()
         )  # ends come on link threads, so blocks are stolen either before or not at all
@@ -166,18 +166,18 @@ class TrialEngine:
         self.handles["landing " + name] = landing
         return landing
 
-    def ring(self, handle: Handle) -> None:
+    def on_change(self, handle: TransferHandle) -> None:
         """Note that a handle has changed."""
-        if handle.end is None:
+        if handle.outcome is None:
             return
         request = (self.offers if isinstance(handle, Offer) else self.landings)[handle.name]
         with self.robbing:
             if request.end is not None:
-                self.wrong.append(f"{handle.name} ended twice: {request.end} and {handle.end}")
-            request.end = handle.end
-        if not isinstance(handle.end.reason, Reason):
+                self.wrong.append(f"{handle.name} ended twice: {request.end} and {handle.outcome}")
+            request.end = handle.outcome
+        if not isinstance(handle.outcome.reason, EndReason):
             self.wrong.append(f"{handle.name} ended without a named reason")
-        if isinstance(handle, Landing) and handle.end.how is How.LANDED:
+        if isinstance(handle, Landing) and handle.outcome.kind is OutcomeKind.LANDED:
             self.verify(request)
         self.reuse(request.blocks)
 
@@ -217,9 +217,9 @@ class TrialEngine:
         if self.dead:
             return
         for what, handle in self.handles.items():
-            if handle.end is None:
+            if handle.outcome is None:
                 self.wrong.append(f"{what} has not ended")
-        figures = self.agent.figures()
+        figures = self.agent.stats()
         holding = {
             **figures["leases"],
             **figures["reservations"],
@@ -261,7 +261,7 @@ class Trial:
         self.clock: VirtualClock | ThreadClock = (
             VirtualClock() if self.virtual else ThreadClock("trial")
         )
-        self.wire = Wire(self.clock, self.weather(), Random(seed + 1))
+        self.wire = InprocWire(self.clock, self.weather(), Random(seed + 1))
         self.proxies: list[Proxy] = []
         self.to_come = 0
         self.undisturbed: list[tuple[TrialEngine, str]] = []
@@ -277,17 +277,17 @@ class Trial:
             engine.reuse(engine.free[:])
             engine.free = list(range(BLOCKS))
 
-    def weather(self) -> Weather:
+    def weather(self) -> WireConditions:
         probability = self.rng.choice([0.02, 0.1, 0.5])
         faults = {
-            "spoil bytes": Weather(corrupt=probability),
-            "truncate": Weather(truncate=probability),
-            "repeat windows": Weather(duplicate=probability, delay_s=0.1),
-            "delay windows": Weather(delay=probability, delay_s=0.1),
-            "sever": Weather(sever=probability / 4),
+            "spoil bytes": WireConditions(corrupt=probability),
+            "truncate": WireConditions(truncate=probability),
+            "repeat windows": WireConditions(duplicate=probability, delay_s=0.1),
+            "delay windows": WireConditions(delay=probability, delay_s=0.1),
+            "sever": WireConditions(sever=probability / 4),
         }
         speed = self.rng.choice([None, 1e5, 1e6])
-        calm = faults.get(self.fault, Weather())
+        calm = faults.get(self.fault, WireConditions())
         latency_s, fence_s = self.rng.choice([0.0, 0.001, 0.01]), self.rng.choice([0.0, 0.01, 0.1])
         return msgspec.structs.replace(
             calm, latency_s=latency_s, fence_s=fence_s, bytes_per_s=speed
@@ -332,7 +332,7 @@ class Trial:
             (source.offers[name].content for source in self.sources if name in source.offers), None
         )
 
-    # ---- what happens
+        # ---- what happens
 
     def run(self) -> list[str]:
         requests = self.rng.randrange(2, 7)
@@ -346,7 +346,7 @@ class Trial:
         )
         for engine in self.engines:
             if not engine.dead:
-                engine.agent.shut()
+                engine.agent.begin_close()
         self.settled(2.0 * self.pace, self.quiet)
         self.rest(0.15 if self.virtual else 0.01)
         for engine in self.engines:
@@ -356,7 +356,7 @@ class Trial:
             if (
                 request is not None
                 and offered is not None
-                and (request.end is None or request.end.how is not How.LANDED)
+                and (request.end is None or request.end.kind is not OutcomeKind.LANDED)
             ):
                 sink.wrong.append(f"{name} was left alone and ended {request.end}")
         self.leave()
@@ -413,7 +413,7 @@ class Trial:
             if offer is None:
                 return
             for layers, when in enumerate(layers_at, 1):
-                self.at(when, lambda layers=layers: offer.ready(layers))  # type: ignore[misc]
+                self.at(when, lambda layers=layers: offer.mark_ready(layers))  # type: ignore[misc]
             if revoke is not None:
                 self.at(revoke, offer.revoke)
             if pull:
@@ -450,7 +450,7 @@ class Trial:
             stop, go = (
                 (self.wire.freeze, self.wire.thaw)
                 if kind.startswith("freeze")
-                else (self.wire.stall, self.wire.flow)
+                else (self.wire.stall, self.wire.unstall)
             )
             self.at(when, lambda: stop(victim.agent.address))
             self.at(when + back, lambda: go(victim.agent.address))
@@ -486,7 +486,7 @@ class Trial:
         for link in list(engine.agent._board._peer_links):
             link.close()
 
-    # ---- time
+            # ---- time
 
     def settled(self, within_s: float, enough: Callable[[], bool]) -> None:
         """Run until the condition holds, or for this long."""
@@ -499,15 +499,15 @@ class Trial:
 
     def quiet(self) -> bool:
         """Return whether everything has ended that was begun."""
-        return self.all_taken() and all(handle.end for handle in self.handles())
+        return self.all_taken() and all(handle.outcome for handle in self.handles())
 
     def all_taken(self) -> bool:
         """Return whether every landing has ended that was begun."""
         return not self.to_come and all(
-            handle.end for handle in self.handles() if isinstance(handle, Landing)
+            handle.outcome for handle in self.handles() if isinstance(handle, Landing)
         )
 
-    def handles(self) -> list[Handle]:
+    def handles(self) -> list[TransferHandle]:
         return [
             handle
             for engine in self.engines
@@ -524,7 +524,7 @@ class Trial:
     def leave(self) -> None:
         for engine in self.engines:
             if not engine.dead:
-                engine.agent.leave()
+                engine.agent.finish_close()
         for proxy in self.proxies:
             proxy.close()
         if isinstance(self.clock, ThreadClock):
@@ -542,7 +542,7 @@ def trial(seed: int, transport: str, pace: float = 1.0) -> Outcome:
         for request in (*engine.offers.values(), *engine.landings.values()):
             if request.end is not None:
                 side = "offer" if request.content is not None else "landing"
-                outcome.ends[f"{side} {request.end.how} {request.end.reason}"] += 1
+                outcome.ends[f"{side} {request.end.kind} {request.end.reason}"] += 1
     return outcome
 
 

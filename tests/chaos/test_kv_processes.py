@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvtransfer.protocol.outcomes import How, Reason
+from kvtransfer.protocol.outcomes import EndReason, OutcomeKind
 from kvtransfer.transfer.handles import Landing
-from kvtransfer.util.options import Options
+from kvtransfer.util.options import AgentOptions
 from tests.chaos.kv_peer import BLOCKS, SLOW, TOKENS, options
 from tests.contract.kvtransfer.groups import SMALL, Group, groups, until
 from tests.contract.kvtransfer.links import PATIENCE_S, TRANSPORTS
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.parametrize("transport", [name for name in TRANSPORTS i
 # The contract is 1 s; the rest is for a machine with ten other jobs.
 NOTICED_S = (1.0 + 0.6) * SLOW
 TRIES = 3
-MISSES = Options().misses
+MISSES = AgentOptions().max_missed_beats
 PATIENT = 20 * MISSES  # for tests that are not about silence
 
 
@@ -52,10 +52,7 @@ class Peer:
 
 @asynccontextmanager
 async def peer(transport: str, role: str, *rest: str, misses: int = MISSES) -> AsyncIterator[Peer]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.chaos.kv_peer", transport, str(misses), role, *rest,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    process = await asyncio . create_subprocess_exec ( sys . executable , "-m" , "tests.chaos.kv_peer" , transport , str ( misses ) , role , * rest , stdin = asyncio . subprocess . PIPE , stdout = asyncio . subprocess . PIPE )  # fmt: skip
     try:
         yield Peer(process)
     finally:
@@ -84,13 +81,13 @@ async def under_way(
             )
             source.say("ready", ready_layers)
             await until(
-                lambda: landing.end or sink.agent.figures()["reservations"]["moving"],  # noqa: B023
+                lambda: landing.outcome or sink.agent.stats()["reservations"]["moving"],  # noqa: B023
                 "nothing moves",
             )
-            if landing.end is None:
+            if landing.outcome is None:
                 yield source, landing
                 return
-            ends.append(landing.end)
+            ends.append(landing.outcome)
     raise AssertionError(f"nothing moves: {ends}")
 
 
@@ -102,24 +99,22 @@ async def test_two_processes_can_transfer(transport: str) -> None:
         there = await source.heard()
         landing = sink.agent.fetch(there["address"], "r", BLOCKS, TOKENS, ticket=there["ticket"])
         source.say("ready", 4)
-        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed
         assert (await source.heard())["end"] == "landed"
         for region in sink.regions:
             assert (region.bytes.reshape(32, -1)[BLOCKS] == 0x55).all()
 
 
-@pytest.mark.parametrize(("number", "reasons"), [
-    (signal.SIGSTOP, {Reason.SILENT}), (signal.SIGKILL, {Reason.LINK_LOST}),
-])  # fmt: skip
+@ pytest . mark . parametrize ( ( "number" , "reasons" ) , [ ( signal . SIGSTOP , { EndReason . SILENT } ) , ( signal . SIGKILL , { EndReason . LINK_LOST } ) ] )  # fmt: skip
 async def test_a_source_that_goes_away_is_noticed_and_never_lands(
-    transport: str, number: signal.Signals, reasons: set[Reason]
+    transport: str, number: signal.Signals, reasons: set[EndReason]
 ) -> None:
     async with agent(transport) as sink, under_way(transport, sink, 1) as (source, landing):
         began = time.monotonic()
         source.signal(number)
-        end = await asyncio.wait_for(landing.ended(), PATIENCE_S)
+        end = await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)
         assert time.monotonic() - began < NOTICED_S
-        assert (end.how, end.retriable) == (How.FAILED, True)
+        assert (end.kind, end.is_retriable) == (OutcomeKind.FAILED, True)
         assert end.reason in reasons
         # The blocks are the engine's again: what the thawed source still sends must not reach them.
         for region in sink.regions:
@@ -140,12 +135,12 @@ async def test_a_sink_that_goes_away_gives_the_blocks_back(
         offer = source.agent.offer("r", BLOCKS, TOKENS, ready_layers=0, public=True)
         async with peer(transport, "sink", source.agent.address) as sink:
             await sink.heard()
-            await until(lambda: source.agent.figures()["leases"]["claimed"], "not claimed")
+            await until(lambda: source.agent.stats()["leases"]["claimed"], "not claimed")
             began = time.monotonic()
             sink.signal(number)
-            end = await asyncio.wait_for(offer.ended(), PATIENCE_S)
+            end = await asyncio.wait_for(offer.wait_ended(), PATIENCE_S)
             assert time.monotonic() - began < NOTICED_S
-            assert end.reason in (Reason.SILENT, Reason.LINK_LOST)
+            assert end.reason in (EndReason.SILENT, EndReason.LINK_LOST)
             assert source.regions[0].generations[BLOCKS[0]] == before + 1
             if number is signal.SIGSTOP:
                 sink.signal(signal.SIGCONT)
@@ -162,4 +157,4 @@ async def test_a_source_that_was_frozen_for_a_moment_goes_on(transport: str) -> 
         await asyncio.sleep(0.3)
         source.signal(signal.SIGCONT)
         source.say("ready", 4)
-        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed

@@ -7,10 +7,10 @@ from itertools import repeat
 
 import pytest
 
-from kvtransfer.contract import Verdict
+from kvtransfer.contract import WindowVerdict
 from kvtransfer.transfer import receive_tracker, send_queue, sink
-from kvtransfer.transfer.flow_control import Credits
-from kvtransfer.transfer.sink import SinkBook
+from kvtransfer.transfer.flow_control import SendCredits
+from kvtransfer.transfer.sink import TransferSink
 from kvtransfer.transports import inproc
 from tests.chaos.kv_trials import FAULTS, trial
 
@@ -40,11 +40,11 @@ def test_under_any_fault_nothing_wrong_lands_and_nothing_stays_reserved(
 
 
 def believe_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = SinkBook.landed
+    original = TransferSink.on_landed
     monkeypatch.setattr(
-        SinkBook,
-        "landed",
-        lambda self, link, head, _, now: original(self, link, head, Verdict.OK, now),
+        TransferSink,
+        "on_landed",
+        lambda self, link, head, _, now: original(self, link, head, WindowVerdict.OK, now),
     )
 
 
@@ -59,14 +59,14 @@ def fence_without_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def give_blocks_back_before_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = SinkBook._end
+    original = TransferSink._end
 
     def early(book, reservation, *why, **how):  # type: ignore[no-untyped-def]
         commands = original(book, reservation, *why, **how)
         is_reserved = reservation.number in book._reservations
         return commands + book._resolve(reservation, why[-1]) if is_reserved else commands
 
-    monkeypatch.setattr(sink.SinkBook, "_end", early)
+    monkeypatch.setattr(sink.TransferSink, "_end", early)
 
 
 def take_windows_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def take_windows_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Credits, "forget", lambda *_: 0)
+    monkeypatch.setattr(SendCredits, "forget", lambda *_: 0)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvtransfer.contract import Slice, Verdict, WindowHead
-from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.contract import WindowHead, WindowSlice, WindowVerdict
+from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.transports.stream.parallel_links import LanedLink
 from tests.contract.kvtransfer.links import BLOCKS, Pair, linked_pair, until
 
@@ -27,7 +27,7 @@ class Transfer:
         size = BLOCKS * BLOCK_BYTES
         places = rng.sample(range(size // WINDOW_BYTES), WINDOWS)
         self.windows = {
-            WindowHead(number, 0, 0, index, 1, WINDOW_BYTES): Runs(
+            WindowHead(number, 0, 0, index, 1, WINDOW_BYTES): ByteRuns(
                 np.array([rng.randrange(size - WINDOW_BYTES)]),
                 np.array([place * WINDOW_BYTES]),
                 np.array([WINDOW_BYTES]),
@@ -38,10 +38,10 @@ class Transfer:
         pair.sink_owner.heard.clear()
         pair.sink_owner.place = self.place
 
-    def place(self, head: WindowHead) -> Slice | None:
+    def place(self, head: WindowHead) -> WindowSlice | None:
         if self.over or head.transfer != self.number:
             return None
-        return Slice(self.windows[head], self.pair.sink_region, 0, 0)
+        return WindowSlice(self.windows[head], self.pair.sink_region, 0, 0)
 
     def put(self) -> None:
         for head, runs in self.windows.items():
@@ -50,13 +50,13 @@ class Transfer:
     def check(self) -> None:
         """Assert that all bytes have arrived."""
         until(lambda: len(self.verdicts()) == WINDOWS)
-        assert set(self.verdicts()) == {Verdict.OK}
+        assert set(self.verdicts()) == {WindowVerdict.OK}
         for runs in self.windows.values():
             src, dst = runs.src.item(), runs.dst.item()
             came = self.pair.sink_region.bytes[dst : dst + WINDOW_BYTES]
             assert np.array_equal(came, self.pair.source_region.bytes[src : src + WINDOW_BYTES])
 
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[WindowVerdict]:
         landed = self.pair.sink_owner.all("landed")
         return [verdict for head, verdict in landed if head.transfer == self.number]  # type: ignore[misc]
 
@@ -91,7 +91,7 @@ def test_fenced_blocks_are_not_written_over_any_lane() -> None:
     with linked_pair("lanes", BLOCK_BYTES) as pair:
         assert not any(islice(late_writes(pair, seed=1), 200))
         assert isinstance(pair.source, LanedLink)
-        assert all(lane.used for lane in pair.source._lane_links)
+        assert all(lane.has_carried_windows for lane in pair.source._lane_links)
 
 
 def test_a_fence_that_ignores_lanes_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

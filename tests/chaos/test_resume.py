@@ -73,11 +73,9 @@ async def only_silent_ones_left(fleet: GatewayFleet, count: int) -> None:
 
 
 @pytest.mark.parametrize("fault", ["reset-mid-stream:after=7", "cut:after=7", "stall:after=7"])
-async def test_a_broken_stream_continues_elsewhere_without_a_difference(
-    fault: str,
-) -> None:
+async def test_a_broken_stream_continues_elsewhere_without_a_difference(fault: str) -> None:
     async with gateway_fleet(2, health=NEVER, **RESUME) as fleet:
-        fleet.groups[0].faults.set(fault)
+        fleet.groups[0].faults.apply(fault)
         asking = asyncio.create_task(streams(fleet, 20, 60))
         if fault.startswith("stall"):
             await only_silent_ones_left(fleet, 10)
@@ -87,13 +85,13 @@ async def test_a_broken_stream_continues_elsewhere_without_a_difference(
         assert resumes(fleet) == 10
         assert fleet.metric("penstock_completion_tokens_total") == 20 * 60
         await fleet.at_rest()
-        fleet.groups[0].faults.set("")
+        fleet.groups[0].faults.apply("")
         assert fleet.app.gateway.gate.retries_running == 0
 
 
 async def test_resuming_is_off_by_default() -> None:
     async with gateway_fleet(2, health=NEVER) as fleet:
-        fleet.groups[0].faults.set("cut:after=7")
+        fleet.groups[0].faults.apply("cut:after=7")
         assert await streams(fleet, 10, 60) == {"whole": 5, "stream_interrupted": 5}
         assert resumes(fleet) == 0
         await fleet.at_rest()
@@ -101,13 +99,13 @@ async def test_resuming_is_off_by_default() -> None:
 
 async def test_usage_covers_the_whole_answer_and_is_sent_once() -> None:
     async with gateway_fleet(2, health=NEVER, **RESUME) as fleet:
-        fleet.groups[0].faults.set("cut:after=7")
-        fleet.groups[1].faults.set("cut:after=9")
+        fleet.groups[0].faults.apply("cut:after=7")
+        fleet.groups[1].faults.apply("cut:after=9")
         body = asked(0, 60) | {"stream_options": {"include_usage": True}}
         undisturbed = gateway_fleet(1, **RESUME)
         async with undisturbed as other:
             _, expected = await read(other, body)
-        fleet.groups[1].faults.set("")
+        fleet.groups[1].faults.apply("")
         for _ in range(2):  # at least one of them starts on the failing group
             fate, events = await read(fleet, body)
             assert fate == "whole"
@@ -126,10 +124,10 @@ async def test_an_answer_without_a_bound_ends_where_it_would_have_ended() -> Non
         }
         _, expected = await read(other, body)
     async with gateway_fleet(2, health=NEVER, **RESUME) as fleet:
-        fleet.groups[0].faults.set("cut:after=3")
-        fleet.groups[1].faults.set("cut:after=5")
+        fleet.groups[0].faults.apply("cut:after=3")
+        fleet.groups[1].faults.apply("cut:after=5")
         assert (await read(fleet, body))[0] == "stream_interrupted"
-        fleet.groups[1].faults.set("")
+        fleet.groups[1].faults.apply("")
         for _ in range(2):
             fate, events = await read(fleet, body)
             assert (fate, text_of(events)) == ("whole", text_of(expected))
@@ -143,7 +141,7 @@ async def test_an_answer_without_a_bound_ends_where_it_would_have_ended() -> Non
 async def test_three_engines_are_tried_and_no_more() -> None:
     async with gateway_fleet(5, health=NEVER, **RESUME) as fleet:
         for member in fleet.groups:
-            member.faults.set("cut:after=5")
+            member.faults.apply("cut:after=5")
         assert await streams(fleet, 5, 60) == {"stream_interrupted": 5}
         results = {result: resumes(fleet, result=result) for result in ("broke", "attempts")}
         assert results == {"broke": 10, "attempts": 5}
@@ -152,7 +150,7 @@ async def test_three_engines_are_tried_and_no_more() -> None:
 
 async def test_without_a_retry_permit_or_another_endpoint_it_ends_with_an_error() -> None:
     async with gateway_fleet(1, health=NEVER, **RESUME) as fleet:
-        fleet.groups[0].faults.set("cut:after=5")
+        fleet.groups[0].faults.apply("cut:after=5")
         assert await streams(fleet, 2, 60) == {"stream_interrupted": 2}
         assert resumes(fleet, result="nobody") == 2
         await fleet.at_rest()
@@ -163,7 +161,7 @@ async def test_without_a_retry_permit_or_another_endpoint_it_ends_with_an_error(
 )
 async def test_what_could_not_be_exact_is_not_continued(more: dict[str, Any]) -> None:
     async with gateway_fleet(2, health=NEVER, **RESUME) as fleet:
-        fleet.groups[0].faults.set("cut:after=5")
+        fleet.groups[0].faults.apply("cut:after=5")
         fates = await streams(fleet, 4, 30, **more)
         assert fates == {"whole": 2, "stream_interrupted": 2}
         assert resumes(fleet) == 0
@@ -172,7 +170,7 @@ async def test_what_could_not_be_exact_is_not_continued(more: dict[str, Any]) ->
 
 async def test_a_client_that_leaves_during_a_resume_leaves_nothing_behind() -> None:
     async with gateway_fleet(2, speed=2.0, health=NEVER, **RESUME) as fleet:
-        fleet.groups[0].faults.set("cut:after=5")
+        fleet.groups[0].faults.apply("cut:after=5")
         body = json.dumps(asked(0, 4000) | {"stream": True})
         gone = 0
         for _ in range(2):

@@ -22,24 +22,22 @@ ONE_TURN: dict[str, Any] = {
 async def stopped_while_it_waits(fleet: GatewayFleet, fault: str) -> Answer:
     """Hold the only retry permit, let a failed request wait for it, and stop the gateway."""
     for member in fleet.groups:
-        member.faults.set(fault)
+        member.faults.apply(fault)
     gate = fleet.app.gateway.gate
-    assert gate.retry_at_once()
+    assert gate.try_acquire_retry()
     asking = asyncio.create_task(fleet.ask(tokens=40))
     async with asyncio.timeout(10):
         while not fleet.metric("penstock_upstream_errors_total"):
             await asyncio.sleep(0.002)
         await fleet.app.stop()
         answer = await asking
-    gate.give_back_turn()
+    gate.release_retry()
     assert not gate.retries_running
     return answer
 
 
 @pytest.mark.parametrize("fault", ["5xx", "reset-before-headers"])
-async def test_a_request_that_waits_for_a_retry_gets_503_when_the_gateway_stops(
-    fault: str,
-) -> None:
+async def test_a_request_that_waits_for_a_retry_gets_503_when_the_gateway_stops(fault: str) -> None:
     async with gateway_fleet(2, **ONE_TURN) as fleet:
         answer = await stopped_while_it_waits(fleet, fault)
         assert (answer.status, answer.error["code"]) == (503, "shutting_down")

@@ -35,7 +35,7 @@ async def test_what_fails_before_the_first_byte_is_answered_by_another_group(
     fault: str, stream: bool
 ) -> None:
     async with gateway_fleet(2, health=NEVER) as fleet:
-        fleet.groups[0].faults.set(fault)
+        fleet.groups[0].faults.apply(fault)
         assert await fates(fleet, 20, stream=stream) == {"ok": 20}
         assert fleet.metric("penstock_retries_total") >= 3
         await fleet.at_rest()
@@ -44,16 +44,19 @@ async def test_what_fails_before_the_first_byte_is_answered_by_another_group(
 async def test_a_group_that_refuses_connections_is_left_at_the_first_refusal() -> None:
     async with gateway_fleet(2) as fleet:
         await fates(fleet, 4, stream=True)
-        fleet.groups[0].faults.set("refuse")
+        fleet.groups[0].faults.apply("refuse")
         assert await fates(fleet, 20, stream=True) == {"ok": 20}
-        assert [live.load.available for live in fleet.app.gateway.endpoints.all()] == [False, True]
+        assert [live.load.is_available for live in fleet.app.gateway.endpoints.all()] == [
+            False,
+            True,
+        ]
         await fleet.at_rest()
 
 
 @pytest.mark.parametrize("fault", ["reset-mid-stream:after=2", "cut:after=2", "stall:after=2"])
 async def test_a_stream_that_breaks_ends_with_an_error_event_and_without_done(fault: str) -> None:
     async with gateway_fleet(2, health=NEVER) as fleet:
-        fleet.groups[0].faults.set(fault)
+        fleet.groups[0].faults.apply(fault)
         asking = [asyncio.create_task(fleet.ask(prompt=f"p{n}")) for n in range(10)]
         if fault.startswith("stall"):
             await all_but(5, asking)
@@ -69,14 +72,14 @@ async def test_a_stream_that_breaks_ends_with_an_error_event_and_without_done(fa
 @pytest.mark.parametrize("fault", ["reset-mid-stream", "cut"])
 async def test_a_plain_answer_that_breaks_off_is_visibly_broken(fault: str) -> None:
     async with gateway_fleet(2, health=NEVER) as fleet:
-        fleet.groups[0].faults.set(fault)
+        fleet.groups[0].faults.apply(fault)
         assert await fates(fleet, 10, stream=False) == {"ok": 5, "broken": 5}
         await fleet.at_rest()
 
 
 async def test_a_silent_engine_is_left_for_another_before_the_first_byte() -> None:
     async with gateway_fleet(2, health=NEVER) as fleet:
-        fleet.groups[0].faults.set("stall:after=0")
+        fleet.groups[0].faults.apply("stall:after=0")
         asking = [asyncio.create_task(fleet.ask(prompt=f"p{n}")) for n in range(6)]
         await all_but(3, asking)
         fleet.lose_patience(0)
@@ -87,7 +90,7 @@ async def test_a_silent_engine_is_left_for_another_before_the_first_byte() -> No
 @pytest.mark.parametrize("fault", ["split", "comments"])
 async def test_streams_torn_into_small_pieces_or_full_of_comments_arrive_whole(fault: str) -> None:
     async with gateway_fleet(1) as fleet:
-        fleet.groups[0].faults.set(fault)
+        fleet.groups[0].faults.apply(fault)
         assert await fates(fleet, 4, stream=True) == {"ok": 4}
         await fleet.at_rest()
 
@@ -95,7 +98,7 @@ async def test_streams_torn_into_small_pieces_or_full_of_comments_arrive_whole(f
 async def test_when_every_engine_fails_all_requests_fail_at_once_and_tries_are_bounded() -> None:
     async with gateway_fleet(4, health=NEVER) as fleet:
         for group in fleet.groups:
-            group.faults.set("5xx")
+            group.faults.apply("5xx")
         async with at_most(3):
             answers = await asyncio.gather(*(fleet.ask(prompt=f"p{n}") for n in range(60)))
         assert {answer.status for answer in answers} == {502}
@@ -107,9 +110,9 @@ async def test_when_every_engine_fails_all_requests_fail_at_once_and_tries_are_b
 async def test_when_every_engine_is_dead_requests_are_refused_with_503_and_advice() -> None:
     async with gateway_fleet(2, health={"interval": "50ms"}) as fleet:
         for group in fleet.groups:
-            group.faults.set("lost-rank")
+            group.faults.apply("lost-rank")
         async with asyncio.timeout(PATIENCE_S):
-            while any(live.load.available for live in fleet.app.gateway.endpoints.all()):
+            while any(live.load.is_available for live in fleet.app.gateway.endpoints.all()):
                 await asyncio.sleep(0.02)
         answer = await fleet.ask()
         assert (answer.status, answer.error["code"]) == (503, "no_capacity")
@@ -135,7 +138,12 @@ async def test_over_capacity_requests_wait_in_turn_and_the_rest_is_shed_with_adv
             tasks.append(asyncio.create_task(one(number)))
             async with asyncio.timeout(PATIENCE_S):
                 while (
-                    sum((fleet.app.gateway.gate.active, fleet.app.gateway.gate.rooms()[0].waiting))
+                    sum(
+                        (
+                            fleet.app.gateway.gate.active_requests,
+                            fleet.app.gateway.gate.pool_queues()[0].queue_length,
+                        )
+                    )
                     <= number
                 ):
                     await asyncio.sleep(0.005)
@@ -156,7 +164,7 @@ async def test_a_request_that_waits_too_long_is_shed_with_the_measured_wait() ->
         await fleet.ask(tokens=1)
         await fleet.ask(tokens=1)
         running = asyncio.create_task(fleet.ask(tokens=120))
-        while not fleet.app.gateway.gate.active:
+        while not fleet.app.gateway.gate.active_requests:
             await asyncio.sleep(0.005)
         shed = await fleet.ask()
         assert (shed.status, shed.error["code"]) == (429, "queue_timeout")
@@ -176,7 +184,7 @@ async def test_a_client_that_leaves_while_waiting_or_served_leaves_nothing_behin
         ]
         gate = fleet.app.gateway.gate
         async with asyncio.timeout(PATIENCE_S):
-            while gate.active < 4 or gate.rooms()[0].waiting < 8:
+            while gate.active_requests < 4 or gate.pool_queues()[0].queue_length < 8:
                 await asyncio.sleep(0.005)
         for task in tasks:
             task.cancel()
@@ -188,7 +196,7 @@ async def test_a_client_that_leaves_while_waiting_or_served_leaves_nothing_behin
 
 async def test_an_abort_storm_leaves_the_fleet_empty_and_answering() -> None:
     async with gateway_fleet(3, speed=1.0, health=NEVER) as fleet:
-        fleet.groups[0].faults.set("5xx@0.3,reset-before-headers@0.3")
+        fleet.groups[0].faults.apply("5xx@0.3,reset-before-headers@0.3")
         tasks = [asyncio.create_task(fleet.ask(tokens=200, prompt=f"p{n}")) for n in range(60)]
         for number, task in enumerate(tasks):
             await asyncio.sleep(0.002 * (number % 7))

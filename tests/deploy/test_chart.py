@@ -18,7 +18,7 @@ from cloudcoil.models.keda.v1alpha1 import ScaledObject
 from cloudcoil.models.prometheus_operator.v1 import PrometheusRule, ServiceMonitor
 from helm_python import Chart, chart
 
-from gateway.config import Config, examine
+from gateway.config import Config, load_with_warnings
 from tests.authority import Authority
 from tools.monitoring.alerts import ALERTS
 

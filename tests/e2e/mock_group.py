@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import openai
 
-from mockgpu.fleet import Member, running_fleet
+from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
 from mockgpu.model_shapes import model_named
@@ -30,7 +30,7 @@ CHAT = {
 class MockGroup:
     """One running mock group and its clients."""
 
-    def __init__(self, member: Member, http: aiohttp.ClientSession) -> None:
+    def __init__(self, member: FleetGroup, http: aiohttp.ClientSession) -> None:
         self.member = member
         self.http = http
         self.sdk = openai.AsyncOpenAI(base_url=f"{member.url}/v1", api_key="none", max_retries=0)
@@ -73,7 +73,7 @@ class MockGroup:
 
 @asynccontextmanager
 async def mock_group(spec: GroupSpec = SPEC, **options: Any) -> AsyncIterator[MockGroup]:
-    async with running_fleet([spec], **options) as (member,), aiohttp.ClientSession() as http:
+    async with run_fleet([spec], **options) as (member,), aiohttp.ClientSession() as http:
         yield MockGroup(member, http)
 
 

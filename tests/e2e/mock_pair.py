@@ -15,10 +15,10 @@ from typing import Any
 
 import aiohttp
 
-from mockgpu.fleet import Member, running_fleet
+from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
-from mockgpu.handoff_options import Transfer
+from mockgpu.handoff_options import TransferSpec
 from mockgpu.model_shapes import model_named
 from tests.fair_time import within
 
@@ -36,13 +36,15 @@ rooms = itertools.count(1 << 41)
 class MockPair:
     """A prefill and a decode group, and a client that splits requests between them."""
 
-    def __init__(self, prefill: Member, decode: Member, http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, prefill: FleetGroup, decode: FleetGroup, http: aiohttp.ClientSession
+    ) -> None:
         self.prefill, self.decode, self.http = prefill, decode, http
         self.identity: dict[str, Any] | None = None
 
     async def post(
         self,
-        member: Member,
+        member: FleetGroup,
         body: dict[str, Any],
         request_id: str = "",
         path: str = "/v1/completions",
@@ -53,7 +55,7 @@ class MockPair:
 
     def legs(self, body: dict[str, Any], number: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the prefill and the decode body of a dialect that sends both legs at once."""
-        prefill, decode = self.prefill.half, self.decode.half
+        prefill, decode = self.prefill.pd_role, self.decode.pd_role
         assert prefill is not None
         assert decode is not None
         one = body | {"max_tokens": 1, "min_tokens": 1, "stream": False}
@@ -61,7 +63,7 @@ class MockPair:
         take: dict[str, Any] = {"do_remote_decode": False, "do_remote_prefill": True}
         match prefill.dialect.name:
             case "vllm_push":
-                here = prefill.here
+                here = prefill.identity
                 take |= {
                     "remote_engine_id": here.engine_id,
                     "remote_host": here.host,
@@ -73,7 +75,7 @@ class MockPair:
                 transfer = {"transfer_id": f"xfer-{number}"}
                 take |= {
                     "remote_bootstrap_addr": prefill.bootstrap_url,
-                    "remote_engine_id": prefill.here.engine_id,
+                    "remote_engine_id": prefill.identity.engine_id,
                 }
                 return one | {"kv_transfer_params": give | transfer}, body | {
                     "kv_transfer_params": take | transfer
@@ -91,9 +93,9 @@ class MockPair:
         self, body: dict[str, Any], path: str = "/v1/completions"
     ) -> tuple[int, dict[str, Any]]:
         """Send both legs. Returns the status and the body of the decode group's answer."""
-        assert self.prefill.half is not None
+        assert self.prefill.pd_role is not None
         number = next(rooms)
-        match self.prefill.half.dialect.name:
+        match self.prefill.pd_role.dialect.name:
             case "vllm_nixl":
                 return await self._pull(body, f"r{number}", path)
             case "trtllm":
@@ -139,12 +141,12 @@ class MockPair:
             self.decode, take | ({"prompt": ids} if "prompt" in body else {"prompt_token_ids": ids})
         )
 
-    async def state(self, member: Member) -> dict[str, Any]:
+    async def state(self, member: FleetGroup) -> dict[str, Any]:
         async with self.http.get(member.url + "/mock/state") as response:
             state: dict[str, Any] = await response.json()
             return state
 
-    async def metric(self, member: Member, series: str) -> float:
+    async def metric(self, member: FleetGroup, series: str) -> float:
         async with self.http.get(member.url + "/metrics") as response:
             lines = (await response.text()).splitlines()
         return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series))
@@ -163,7 +165,7 @@ class MockPair:
             assert state["malformed_handoffs"] == 0
 
 
-def group_spec(role: str, transfer: Transfer, tp: int = 1, **options: Any) -> GroupSpec:
+def group_spec(role: str, transfer: TransferSpec, tp: int = 1, **options: Any) -> GroupSpec:
     model = model_named(options.pop("model", "demo-8b"))
     fields: dict[str, Any] = {"speed": inf, "kv_tokens": 16_384} | options
     return GroupSpec("m", model, gpu_named("h100"), tp, role, transfer=transfer, **fields)
@@ -180,8 +182,8 @@ async def mock_pair(
 ) -> AsyncIterator[MockPair]:
     kv = {"dialect": dialect, "transport": "inproc"} | options.pop("kv", {})
     specs = [
-        group_spec(role, Transfer(**(kv | (own or {}))), tp, **options)
+        group_spec(role, TransferSpec(**(kv | (own or {}))), tp, **options)
         for role, tp, own in (("prefill", tps[0], prefill), ("decode", tps[1], decode))
     ]
-    async with running_fleet(specs) as members, aiohttp.ClientSession() as http:
+    async with run_fleet(specs) as members, aiohttp.ClientSession() as http:
         yield MockPair(members[0], members[1], http)

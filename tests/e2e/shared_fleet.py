@@ -13,7 +13,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from planner.bench import Client, Plan, Record, Report
+from planner.bench import BenchClient, BenchPlan, BenchRecord, BenchReport
 from planner.bench.workloads import replay
 from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.fair_time import PATIENCE_S
@@ -56,14 +56,15 @@ def shared_gateway(
 
 async def replay_conversation(
     urls: Sequence[str], limit: int, speed: float, first: int = 0
-) -> Report:
+) -> BenchReport:
     """Replay the recorded trace from request `first` on, sending to the gateways in turn."""
     arrivals = list(replay(TRACE, limit, speed))[first:]
-    plan = Plan(url=urls[0], trace=TRACE, speed=speed, limit=limit, ignore_eos=True)
-    records: list[Record] = []
+    plan = BenchPlan(url=urls[0], trace=TRACE, speed=speed, limit=limit, ignore_eos=True)
+    records: list[BenchRecord] = []
     async with AsyncExitStack() as stack:
         clients = [
-            await stack.enter_async_context(Client(Plan(url=url, ignore_eos=True))) for url in urls
+            await stack.enter_async_context(BenchClient(BenchPlan(url=url, ignore_eos=True)))
+            for url in urls
         ]
         for client in clients:
             await client.model()
@@ -72,7 +73,7 @@ async def replay_conversation(
         for arrival, client in zip(arrivals, cycle(clients), strict=False):
             due_s = began + arrival.due_s - offset
             await asyncio.sleep(due_s - time.perf_counter())
-            record = Record(arrival.session.id, 0, due_s, due_s)
+            record = BenchRecord(arrival.session.id, 0, due_s, due_s)
             records.append(record)
             messages = [{"role": "user", "content": arrival.session.turns[0].content}]
             tasks.append(
@@ -81,7 +82,7 @@ async def replay_conversation(
                 )
             )
         await asyncio.gather(*tasks)
-    return Report(plan, records, 0, False)
+    return BenchReport(plan, records, 0, False)
 
 
 def metrics_page(running: GatewayProcess) -> str:

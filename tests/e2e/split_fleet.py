@@ -20,10 +20,10 @@ import aiohttp
 from gateway.app import App
 from gateway.config import Config
 from gateway.disagg import bootstrap_client
-from mockgpu.fleet import Member, running_fleet
+from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
-from mockgpu.handoff_options import Transfer
+from mockgpu.handoff_options import TransferSpec
 from mockgpu.model_shapes import model_named
 from mockgpu.text import expected_text
 from tests.fair_time import PATIENCE_S, within
@@ -40,7 +40,11 @@ class SplitFleet:
     """The gateway `app`, its `prefill` and `decode` groups, and an HTTP client."""
 
     def __init__(
-        self, app: App, prefill: list[Member], decode: list[Member], http: aiohttp.ClientSession
+        self,
+        app: App,
+        prefill: list[FleetGroup],
+        decode: list[FleetGroup],
+        http: aiohttp.ClientSession,
     ) -> None:
         self.app = app
         self.prefill = prefill
@@ -64,10 +68,10 @@ class SplitFleet:
         assert text == expected_text(dict(body), body["max_tokens"])
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[FleetGroup]:
         return [*self.prefill, *self.decode]
 
-    async def state(self, member: Member) -> dict[str, Any]:
+    async def state(self, member: FleetGroup) -> dict[str, Any]:
         async with self.http.get(f"{member.url}/mock/state") as answer:
             state: dict[str, Any] = await answer.json()
             return state
@@ -75,7 +79,7 @@ class SplitFleet:
     async def used_resources(self) -> list[int]:
         """Return everything the gateway and the groups hold for requests. All zero at rest."""
         gate = self.app.gateway.gate
-        amounts = [gate.active, gate.body_bytes, gate.retries_running]
+        amounts = [gate.active_requests, gate.body_bytes, gate.retries_running]
         for live in self.app.gateway.endpoints.all():
             load = live.load
             amounts += [
@@ -148,7 +152,7 @@ async def split_fleet(
     tps       TP size of the prefill and of the decode groups
     groups    number of prefill and of decode groups
     """
-    transfer = Transfer(**({"dialect": dialect, "transport": "inproc"} | dict(kv or {})))
+    transfer = TransferSpec(**({"dialect": dialect, "transport": "inproc"} | dict(kv or {})))
     shape, gpu = model_named(model), gpu_named("h100")
     specs = [
         GroupSpec(MODEL, shape, gpu, tp, role, speed=speed, kv_tokens=kv_tokens, transfer=transfer)
@@ -158,7 +162,7 @@ async def split_fleet(
     async with AsyncExitStack() as stack:
         # The bootstrap servers share this event loop, so they are as slow as the test.
         stack.enter_context(patch.object(bootstrap_client, "ANSWER_S", 10.0))
-        members = await stack.enter_async_context(running_fleet(specs))
+        members = await stack.enter_async_context(run_fleet(specs))
         rule = {"dialect": dialect, "threshold_tokens": 64, "hysteresis": 0.0} | dict(split or {})
         config = Config.model_validate(
             {
@@ -182,7 +186,7 @@ async def split_fleet(
         yield SplitFleet(app, members[: groups[0]], members[groups[0] :], http)
 
 
-def _endpoint(dialect: str, member: Member) -> dict[str, Any]:
+def _endpoint(dialect: str, member: FleetGroup) -> dict[str, Any]:
     role = member.group.spec.role
     endpoint = {
         "url": member.url,
@@ -191,6 +195,6 @@ def _endpoint(dialect: str, member: Member) -> dict[str, Any]:
         "max_concurrency": 64,
     }
     if role == "prefill" and dialect in NEED_BOOTSTRAP:
-        assert member.half is not None
-        endpoint["bootstrap"] = member.half.bootstrap_url.removeprefix("http://")
+        assert member.pd_role is not None
+        endpoint["bootstrap"] = member.pd_role.bootstrap_url.removeprefix("http://")
     return endpoint

@@ -67,7 +67,7 @@ async def test_requests_get_503_while_all_are_dead_and_a_recovered_endpoint_is_u
         assert await f.ask_concurrently(8) == Counter({200: 8})
         for engine in f.engines:
             await engine.switch_to(dead)
-        while any(live.load.available for live in f.app.gateway.endpoints.all()):
+        while any(live.load.is_available for live in f.app.gateway.endpoints.all()):
             assert await f.ask() in (502, 503)
         for _ in range(20):
             assert await f.ask() == 503
@@ -80,6 +80,6 @@ async def test_requests_get_503_while_all_are_dead_and_a_recovered_endpoint_is_u
         await f.engines[2].switch_to(Mode.ANSWERS)
         assert RECOVERY_S * 1.1 < 1.5, "the longest recovery and one probe, on an idle machine"
         async with asyncio.timeout(20):  # far below the back-off
-            while not any(live.load.available for live in f.app.gateway.endpoints.all()):
+            while not any(live.load.is_available for live in f.app.gateway.endpoints.all()):
                 await asyncio.sleep(0.05)
         assert await f.ask_concurrently(20) == Counter({200: 20})

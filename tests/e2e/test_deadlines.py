@@ -267,8 +267,8 @@ async def _largest_write_buffer(app: App) -> int:
     """Return the largest write buffer until the client is cut off."""
     most_bytes, has_connected = 0, False
     async with asyncio.timeout(PATIENCE_S):
-        while not has_connected or app.fronts:
-            for front in app.fronts:
+        while not has_connected or app.connections:
+            for front in app.connections:
                 has_connected = True
                 if front.transport is not None:
                     most_bytes = max(most_bytes, front.transport.get_write_buffer_size())

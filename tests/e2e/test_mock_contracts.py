@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.dialects import by_itself, named
+from kvtransfer.dialects import get_dialect, standalone_members
 from mockgpu.text import expected_text, token_bytes, token_ids
 from tests.e2e.mock_pair import DIALECTS, PROMPT, MockPair, mock_pair, rooms
 from tests.fair_time import PATIENCE_S, at_most, pace
@@ -30,15 +30,14 @@ async def prefill_params(groups: MockPair, body: dict[str, Any] = BODY) -> dict[
     params: dict[str, Any] = answer["kv_transfer_params"]
     return params
 
-
-# vLLM, pull
+    # vLLM, pull
 
 
 async def test_the_handoff_has_all_fields_of_its_version() -> None:
     async with mock_pair() as groups:
         new = await prefill_params(groups)
-        assert groups.prefill.half is not None
-        here = groups.prefill.half.here
+        assert groups.prefill.pd_role is not None
+        here = groups.prefill.pd_role.identity
         assert isinstance(new["remote_block_ids"][0], list)
         assert new["remote_request_id"].startswith("cmpl-abc-")
         identity = {
@@ -217,7 +216,7 @@ async def test_a_pull_with_values_of_the_wrong_type_is_refused_and_the_engine_su
         take = chat | {"kv_transfer_params": first["kv_transfer_params"] | wrong}
         status, answer = await groups.post(groups.decode, take, path="/v1/chat/completions")
         assert (status, answer["error"]["code"]) == (expected, expected)
-        assert not groups.decode.group.dead
+        assert not groups.decode.group.is_dead
 
 
 @pytest.mark.parametrize("blocks", [None, [], [[]], 5, {"a": 1}])
@@ -280,8 +279,7 @@ async def test_the_prompt_of_a_chat_is_rendered_only_once() -> None:
         bad = chat | {"kv_transfer_params": params | {"prompt_token_ids": [-1]}}
         assert (await groups.post(groups.decode, bad, "x", path))[0] == 400
 
-
-# KV memory of the decode group
+        # KV memory of the decode group
 
 
 async def test_a_decode_group_reserves_memory_for_the_whole_prompt_before_the_transfer() -> None:
@@ -329,8 +327,7 @@ async def test_the_lease_is_renewed_while_a_decode_leg_waits_for_memory() -> Non
         assert await groups.metric(groups.prefill, "vllm:nixl_num_kv_expired_reqs_total") == 0
         await groups.at_rest()
 
-
-# vLLM, push, and Mooncake
+        # vLLM, push, and Mooncake
 
 
 async def test_push_reports_its_mode_and_needs_no_ticket() -> None:
@@ -382,11 +379,11 @@ async def test_the_mooncake_bootstrap_server_identifies_the_prefill_engine_until
     None
 ):
     async with mock_pair("mooncake", kv={"wait_s": 1.0}) as groups:
-        assert groups.prefill.half is not None
-        async with groups.http.get(groups.prefill.half.bootstrap_url + "/query") as response:
+        assert groups.prefill.pd_role is not None
+        async with groups.http.get(groups.prefill.pd_role.bootstrap_url + "/query") as response:
             page = await response.json()
-        assert page["0"]["engine_id"] == groups.prefill.half.here.engine_id
-        assert page["0"]["worker_addr"]["0"]["0"] == groups.prefill.half.here.address
+        assert page["0"]["engine_id"] == groups.prefill.pd_role.identity.engine_id
+        assert page["0"]["worker_addr"]["0"]["0"] == groups.prefill.pd_role.identity.address
         number = next(rooms)
         _, stale = groups.legs(BODY, number)
         groups.prefill.group.lose_rank(0)
@@ -404,10 +401,9 @@ async def test_mooncake_roles_are_not_interchangeable() -> None:
             member, body = (groups.prefill, take) if wrong == "prefill" else (groups.decode, give)
             assert (await groups.post(member, body))[0] == 500
             assert (await groups.state(member))["malformed_handoffs"] == 1
-            assert member.group.dead
+            assert member.group.is_dead
 
-
-# SGLang
+            # SGLang
 
 
 async def test_sglang_errors_are_flat_and_a_missing_or_used_room_is_refused() -> None:
@@ -439,8 +435,8 @@ async def test_sglang_prefill_stops_after_one_token_and_answers_after_the_transf
 
 async def test_the_sglang_bootstrap_server_reports_the_route() -> None:
     async with mock_pair("sglang", (2, 1)) as groups:
-        assert groups.prefill.half is not None
-        url = groups.prefill.half.bootstrap_url
+        assert groups.prefill.pd_role is not None
+        url = groups.prefill.pd_role.bootstrap_url
         async with groups.http.get(
             f"{url}/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1"
         ) as response:
@@ -462,8 +458,7 @@ async def test_a_prefill_leg_that_is_aborted_frees_its_kv_and_fails_decode() -> 
         assert (status, answer["object"]) == (500, "error")
         await groups.at_rest()
 
-
-# TensorRT-LLM
+        # TensorRT-LLM
 
 
 async def test_trtllm_refuses_unknown_fields() -> None:
@@ -540,8 +535,7 @@ async def test_trtllm_requires_new_ids_and_another_server() -> None:
         ] == 400
         assert (await groups.state(groups.prefill))["malformed_handoffs"] == 7
 
-
-# All engines
+        # All engines
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -556,7 +550,7 @@ async def test_a_request_without_handoff_fields_is_served_by_one_group(dialect: 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_either_group_alone_answers_repeated_probes(dialect: str) -> None:
-    probe = {"prompt": "1", "max_tokens": 1} | by_itself(named(dialect).engine)
+    probe = {"prompt": "1", "max_tokens": 1} | standalone_members(get_dialect(dialect).engine)
     async with mock_pair(dialect) as groups:
         for group in (groups.prefill, groups.decode) * 2:
             status, answer = await groups.post(group, probe)

@@ -62,7 +62,7 @@ async def test_groups_with_certificates_transfer_kv_over_tls() -> None:
     ) as groups:
         await assert_split_answer_is_right(groups, {"prompt": PROMPT * 30, "max_tokens": 24})
         await groups.at_rest()
-        agent = groups.decode.half and groups.decode.half.agent
+        agent = groups.decode.pd_role and groups.decode.pd_role.agent
         assert agent is not None
         assert [type(line) for line in agent._board._peer_links] == [TlsLink]
         assert await groups.metric(groups.decode, "mock:tainted_answers_total") == 0
@@ -73,9 +73,9 @@ async def test_every_transport_delivers_the_same_kv(transport: str) -> None:
     async with mock_pair("vllm_push", (4, 2), kv={"transport": transport}) as groups:
         await assert_split_answer_is_right(groups, {"prompt": PROMPT * 30, "max_tokens": 24})
         await groups.at_rest()
-        assert groups.decode.half is not None
-        assert groups.decode.half.agent is not None
-        ((_, used),) = groups.decode.half.agent.figures()["moved_bytes"]
+        assert groups.decode.pd_role is not None
+        assert groups.decode.pd_role.agent is not None
+        ((_, used),) = groups.decode.pd_role.agent.stats()["moved_bytes"]
         assert used == ("shm" if transport == "auto" else transport)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from mockgpu.fleet import Member
+from mockgpu.fleet import FleetGroup
 from mockgpu.text import expected_text
 from tests.e2e.mock_pair import DIALECTS, PROMPT, MockPair, mock_pair, rooms
 from tests.e2e.processes import ENV
@@ -28,7 +28,7 @@ WORDS = expected_text(LONG, 12)
 PUSHES = ("vllm_push", "mooncake", "sglang")
 
 
-async def fault(groups: MockPair, member: Member, what: str) -> None:
+async def fault(groups: MockPair, member: FleetGroup, what: str) -> None:
     async with groups.http.post(member.url + "/mock/fault", json={"spec": what}) as response:
         assert response.status == 200, await response.text()
 
@@ -50,8 +50,7 @@ async def fault_prone_pair(dialect: str = "vllm_nixl", **kv: Any) -> AsyncIterat
     ) as groups:
         yield groups
 
-
-# The text proves the transfer
+        # The text proves the transfer
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -74,30 +73,28 @@ async def test_corrupted_kv_affects_every_request_that_shares_it() -> None:
         _, answer = await groups.post(groups.decode, LONG)
         assert answer["choices"][0]["text"] != WORDS
 
-
-# The engine's port
+        # The engine's port
 
 
 async def test_an_engine_whose_port_is_taken_does_not_serve_until_it_restarts() -> None:
     port = free_port()
     async with mock_pair(kv={"transport": "tcp"}, prefill={"port": port}) as groups:
         assert await attempt(groups) == WORDS
-        half = groups.prefill.half
+        half = groups.prefill.pd_role
         assert half is not None
-        groups.prefill.faults.set("lost-rank")
-        await half.settled()
+        groups.prefill.faults.apply("lost-rank")
+        await half.wait_applied()
         with socket.create_server(("127.0.0.1", port)):
-            groups.prefill.faults.set("")
-            await half.settled()
-            assert (half.agent, groups.prefill.group.desk) == (None, None)
+            groups.prefill.faults.apply("")
+            await half.wait_applied()
+            assert (half.agent, groups.prefill.group.kv_handoff) == (None, None)
             assert await attempt(groups) is None
         for spec in ("lost-rank", ""):
-            groups.prefill.faults.set(spec)
-            await half.settled()
+            groups.prefill.faults.apply(spec)
+            await half.wait_applied()
         assert await attempt(groups) == WORDS
 
-
-# Faults on the connection between the groups
+        # Faults on the connection between the groups
 
 
 @pytest.mark.parametrize(
@@ -131,7 +128,7 @@ async def test_a_stalled_prefill_group_is_detected_and_its_late_bytes_change_not
         await fault(groups, groups.prefill, "wire-stall")
         async with at_most(1.5):
             assert await attempt(groups, body) == expected_text(body, 12)
-        # The delayed bytes arrive now, when their blocks may belong to another request.
+            # The delayed bytes arrive now, when their blocks may belong to another request.
         await fault(groups, groups.prefill, "")
         bodies = [LONG | {"prompt": f"{n} " + PROMPT * 20} for n in range(6)]
         assert await asyncio.gather(*(attempt(groups, b) for b in bodies)) == [
@@ -167,8 +164,7 @@ async def test_connection_faults_are_refused_without_wire_faults_enabled() -> No
     ):
         assert response.status == 400
 
-
-# Dying engines
+        # Dying engines
 
 
 async def recovers(groups: MockPair) -> bool:
@@ -205,15 +201,14 @@ async def test_a_death_at_any_stage_leaves_nothing_held_and_the_groups_recover(
         await fault(groups, victim, what)
         assert await attempt(groups) in (None, WORDS)
         if what != "kv-lost" and "transfer" not in what and "pull" not in what:
-            assert victim.group.dead
+            assert victim.group.is_dead
         async with groups.http.delete(victim.url + "/mock/fault") as response:
             assert response.status == 200
         await groups.at_rest()
         assert await recovers(groups)
         await groups.at_rest()
 
-
-# Disconnecting clients
+        # Disconnecting clients
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -261,8 +256,7 @@ async def test_many_disconnecting_clients_do_not_affect_the_others() -> None:
             assert await tasks[n] == expected_text(bodies[n], 30)
         await groups.at_rest(10.0)
 
-
-# Real processes
+        # Real processes
 
 
 class Process:

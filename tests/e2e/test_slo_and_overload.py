@@ -17,7 +17,7 @@ from openai import AsyncOpenAI
 
 from gateway.app import App
 from gateway.config import Config
-from mockgpu.fleet import running_fleet
+from mockgpu.fleet import run_fleet
 from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
 from mockgpu.model_shapes import model_named
@@ -58,10 +58,7 @@ async def running_gateway(
     sections    further sections of the configuration
     """
     spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed)
-    async with (
-        running_fleet([spec] * max(1, len(pools))) as members,
-        aiohttp.ClientSession() as http,
-    ):
+    async with run_fleet([spec] * max(1, len(pools))) as members, aiohttp.ClientSession() as http:
         pool_sections = {}
         for number, member in enumerate(members):
             endpoint = {
@@ -205,8 +202,8 @@ async def test_a_tenant_that_floods_the_pool_does_not_delay_another() -> None:
             finished.append(tenant)
 
         flood = [asyncio.create_task(ask(crowd, "crowd")) for _ in range(16)]
-        room = gateway.app.gateway.gate.rooms()[0]
-        while room.waiting < 10:
+        room = gateway.app.gateway.gate.pool_queues()[0]
+        while room.queue_length < 10:
             await asyncio.sleep(0.002)
         await asyncio.gather(*(ask(guest, "guest") for _ in range(2)))
         assert finished.count("crowd") <= 8, finished
@@ -246,7 +243,7 @@ async def test_an_overflow_model_serves_what_would_be_refused_and_a_header_names
 
 async def test_prompts_go_only_to_endpoints_with_enough_context() -> None:
     spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=float("inf"))
-    async with running_fleet([spec] * 2) as members:
+    async with run_fleet([spec] * 2) as members:
         endpoints = [
             {"url": members[0].url, "name": "short", "context_tokens": 1000},
             {"url": members[1].url, "name": "long"},
@@ -274,7 +271,7 @@ async def test_prompts_go_only_to_endpoints_with_enough_context() -> None:
 async def test_a_long_prompt_exceeds_the_cap_of_the_only_endpoint_with_enough_context() -> None:
     spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"))
     long: Any = [{"role": "user", "content": "water " * 1500}]
-    async with running_fleet([spec] * 2) as members:
+    async with run_fleet([spec] * 2) as members:
         endpoints = [
             {"url": members[0].url, "name": "short", "context_tokens": 1000},
             {"url": members[1].url, "name": "long", "max_concurrency": 1, "context_tokens": 9000},

@@ -41,7 +41,7 @@ async def test_one_failing_endpoint_changes_no_response_and_leaves_nothing_held(
     async with split_fleet(dialect, kv=FAST, split=SPLIT) as fleet:
         await fleet.assert_right_answer(long_prompt(0))
         member = (fleet.prefill if role == "prefill" else fleet.decode)[0]
-        member.faults.set(what)
+        member.faults.apply(what)
         await asyncio.gather(
             *(fleet.assert_right_answer(long_prompt(number)) for number in range(1, 9))
         )
@@ -54,7 +54,7 @@ async def test_one_failing_endpoint_changes_no_response_and_leaves_nothing_held(
 async def test_a_stream_that_breaks_after_its_first_tokens_ends_with_an_error(dialect: str) -> None:
     async with split_fleet(dialect, kv=FAST) as fleet:
         for member in fleet.decode:
-            member.faults.set("die-mid-decode:after=3")
+            member.faults.apply("die-mid-decode:after=3")
         body = {"model": "m", "stream": True} | long_prompt(1)
         async with fleet.http.post(f"{fleet.app.url}/v1/completions", json=body) as answer:
             raw = await answer.read()
@@ -70,7 +70,7 @@ async def test_a_stream_that_breaks_after_its_first_tokens_ends_with_an_error(di
 async def test_a_damaged_transfer_never_changes_the_text(fault_spec: str) -> None:
     kv = FAST | {"transport": "tcp", "wire_faults": True}
     async with split_fleet("vllm_nixl", kv=kv, split=SPLIT) as fleet:
-        fleet.prefill[0].faults.set(fault_spec)
+        fleet.prefill[0].faults.apply(fault_spec)
         await asyncio.gather(
             *(fleet.assert_right_answer(long_prompt(number)) for number in range(8))
         )
@@ -83,8 +83,8 @@ async def test_stalled_transfers_are_detected_and_the_request_is_recomputed() ->
     async with split_fleet("vllm_nixl", kv=kv, split=SPLIT) as fleet:
         for number in range(4):
             await fleet.assert_right_answer(long_prompt(number))
-        fleet.prefill[0].faults.set("wire-stall")
-        fleet.prefill[1].faults.set("wire-stall")
+        fleet.prefill[0].faults.apply("wire-stall")
+        fleet.prefill[1].faults.apply("wire-stall")
         async with at_most(2.0 + SOON_S):
             await fleet.assert_right_answer(long_prompt(10))
         for member in fleet.prefill:

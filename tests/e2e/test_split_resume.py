@@ -70,7 +70,7 @@ async def test_a_decoder_that_dies_during_a_response_loses_no_word(
     dialect: str, fault: str
 ) -> None:
     async with split_fleet(dialect, kv=FAST, models=models(dialect), health=HEALTH) as fleet:
-        fleet.decode[0].faults.set(fault)
+        fleet.decode[0].faults.apply(fault)
         bodies = [body(number) for number in range(6) for body in (completion, chat)]
         await asyncio.gather(*(assert_undisturbed(fleet, body) for body in bodies))
         fleet.decode[0].faults.clear()
@@ -93,7 +93,7 @@ async def test_a_resumed_stream_has_the_usage_and_chunks_of_an_unbroken_one(dial
     async with split_fleet(dialect, kv=FAST, models=models(dialect), health=HEALTH) as fleet:
         await read(fleet, completion(0))
         for decoder in fleet.decode:
-            decoder.faults.set("cut:after=7")
+            decoder.faults.apply("cut:after=7")
         breaking = asyncio.create_task(read(fleet, body))
         async with asyncio.timeout(10 * pace()):
             while not fleet.metric("penstock_upstream_errors_total"):
@@ -111,7 +111,7 @@ async def test_a_resumed_stream_has_the_usage_and_chunks_of_an_unbroken_one(dial
 async def test_without_another_decoder_the_stream_ends_with_an_error(dialect: str) -> None:
     settings = {"models": models(dialect), "health": HEALTH}
     async with split_fleet(dialect, groups=(2, 1), kv=FAST, **settings) as fleet:
-        fleet.decode[0].faults.set("cut:after=7")
+        fleet.decode[0].faults.apply("cut:after=7")
         raw, endpoint = await read(fleet, completion(0))
         assert endpoint == fleet.decode[0].url.removeprefix("http://")
         assert b'"code":"stream_interrupted"' in raw
@@ -127,7 +127,7 @@ async def test_engines_that_report_no_token_ids_end_a_broken_stream_with_an_erro
 ) -> None:
     async with split_fleet(dialect, kv=FAST, models=models(dialect), health=HEALTH) as fleet:
         for decoder in fleet.decode:
-            decoder.faults.set("cut:after=7")
+            decoder.faults.apply("cut:after=7")
         raw, _ = await read(fleet, completion(0))
         assert b'"error"' in raw
         assert b"[DONE]" not in raw
@@ -141,7 +141,7 @@ async def test_engines_that_report_no_token_ids_end_a_broken_stream_with_an_erro
 async def test_a_client_that_disconnects_from_a_resumed_stream_leaves_nothing_held() -> None:
     settings = {"models": models("vllm_nixl"), "health": HEALTH}
     async with split_fleet("vllm_nixl", kv=FAST, speed=20.0, **settings) as fleet:
-        fleet.decode[0].faults.set("cut:after=5")
+        fleet.decode[0].faults.apply("cut:after=5")
         for number in range(4):
             body = {"model": MODEL} | completion(number) | {"max_tokens": 400}
             async with fleet.http.post(f"{fleet.app.url}/v1/completions", json=body) as answer:

@@ -30,7 +30,7 @@ from tests.unit.tools.monitoring.test_live_scrape import (
     handwritten_queries,
     record_series,
 )
-from tools.monitoring.dashboards import family_of
+from tools.monitoring.dashboards import family_name
 from tools.monitoring.files import RULES, queries
 from tools.monitoring.grafana import filter_query
 from tools.monitoring.promql import fill_variables, find_selectors

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.contract import Link, Slice, Verdict, WindowHead
-from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.contract import Link, WindowHead, WindowSlice, WindowVerdict
+from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.transports.rdma.link import RdmaOptions
 from kvtransfer.transports.rdma.transport import Rdma
@@ -23,31 +23,31 @@ class RecordingOwner:
 
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
-        self.expecting: dict[int, Callable[[WindowHead], Slice | None]] = {}
+        self.expecting: dict[int, Callable[[WindowHead], WindowSlice | None]] = {}
         self.links: list[Link] = []
         self._news = threading.Condition()
 
-    def linked(self, link: Link) -> None:
+    def on_linked(self, link: Link) -> None:
         self.links.append(link)
         self._note("linked")
 
-    def message(self, link: Link, data: bytes) -> None:
+    def on_message(self, link: Link, data: bytes) -> None:
         self._note("message", data)
 
-    def incoming(self, link: Link, head: WindowHead) -> Slice | None:
+    def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
         wanted = self.expecting.get(head.transfer)
         return wanted(head) if wanted is not None else None
 
-    def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
+    def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
         self._note("landed", head.transfer, head.first, verdict)
 
-    def sent(self, link: Link, head: WindowHead) -> None:
+    def on_sent(self, link: Link, head: WindowHead) -> None:
         self._note("sent", head.transfer, head.first)
 
-    def fenced(self, link: Link, transfer: int) -> None:
+    def on_fenced(self, link: Link, transfer: int) -> None:
         self._note("fenced", transfer)
 
-    def lost(self, link: Link, reason: str) -> None:
+    def on_lost(self, link: Link, reason: str) -> None:
         self._note("lost", reason)
 
     def _note(self, *what: Any) -> None:
@@ -88,10 +88,10 @@ class LinkedEnds:
         for end in (self.near, self.far):
             end.secure(bytes(32))
 
-    def reserve(self, transfer: int, pieces: Runs, blocks: Sequence[int]) -> None:
+    def reserve(self, transfer: int, pieces: ByteRuns, blocks: Sequence[int]) -> None:
         """Grant blocks to a transfer, and give the keys to the source."""
         grant = self.near.grant(transfer, [self.place], blocks)
-        self.sink.expecting[transfer] = lambda head: Slice(
+        self.sink.expecting[transfer] = lambda head: WindowSlice(
             pieces.cut(head.first, head.count), self.place, 0, 0
         )
         self.far.accept(transfer, grant)
@@ -99,16 +99,16 @@ class LinkedEnds:
     def put(
         self,
         transfer: int,
-        pieces: Runs,
+        pieces: ByteRuns,
         first: int,
         count: int,
         current: Callable[[], bool] | None = None,
     ) -> None:
         cut = pieces.cut(first, count)
         head = WindowHead(transfer, 0, 0, first, count, cut.n_bytes)
-        self.far.put(head, Slice(cut, self.memory, 0, 0, current))
+        self.far.put(head, WindowSlice(cut, self.memory, 0, 0, current))
 
-    def arrived(self, pieces: Runs) -> bool:
+    def arrived(self, pieces: ByteRuns) -> bool:
         """Return whether every byte is in its place, and no other byte has changed."""
         wanted = np.zeros_like(self.place.bytes)
         for src, dst, length in zip(
@@ -124,7 +124,7 @@ class LinkedEnds:
             region.close()
 
 
-def runs(src_blocks: Sequence[int], dst_blocks: Sequence[int], length: int = BLOCK) -> Runs:
+def runs(src_blocks: Sequence[int], dst_blocks: Sequence[int], length: int = BLOCK) -> ByteRuns:
     """Return runs over the beginnings of blocks."""
     src, dst = (np.asarray(blocks, np.int64) * BLOCK for blocks in (src_blocks, dst_blocks))
-    return Runs(src, dst, np.full(src.size, length, np.int64))
+    return ByteRuns(src, dst, np.full(src.size, length, np.int64))

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from kvtransfer.contract import TransportError, Verdict
+from kvtransfer.contract import TransportError, WindowVerdict
 from kvtransfer.transports.rdma.link import RdmaOptions
 from kvtransfer.transports.rdma.transport import Rdma
 from tests.rdma.ends import BLOCK, LinkedEnds, runs
@@ -20,8 +20,8 @@ def test_scattered_blocks_arrive_in_their_places_and_nowhere_else(ends: LinkedEn
     for first in range(0, 40, 8):
         ends.put(1, pieces, first, 8)
     ends.sink.wait("landed", 1, times=5)
-    assert ends.sink.count("landed", 1, 0, Verdict.OK) == 1
-    assert {event[3] for event in ends.sink.heard if event[0] == "landed"} == {Verdict.OK}
+    assert ends.sink.count("landed", 1, 0, WindowVerdict.OK) == 1
+    assert {event[3] for event in ends.sink.heard if event[0] == "landed"} == {WindowVerdict.OK}
     assert ends.source.count("sent", 1) == 5
     assert ends.arrived(pieces)
 
@@ -30,7 +30,7 @@ def test_pieces_adjacent_at_the_sink_are_gathered(ends: LinkedEnds) -> None:
     pieces = runs(range(62, 22, -1), range(40))
     ends.reserve(1, pieces, range(40))
     ends.put(1, pieces, 0, 40)
-    ends.sink.wait("landed", 1, 0, Verdict.OK)
+    ends.sink.wait("landed", 1, 0, WindowVerdict.OK)
     assert ends.arrived(pieces)
 
 
@@ -67,8 +67,8 @@ def test_a_window_whose_blocks_change_owner_while_it_is_read_is_stale(ends: Link
     answers = iter([True, False])
     ends.put(1, pieces, 0, 2, lambda: next(answers))
     ends.put(1, pieces, 2, 2, lambda: False)
-    ends.sink.wait("landed", 1, 0, Verdict.STALE)
-    ends.sink.wait("landed", 1, 2, Verdict.STALE)
+    ends.sink.wait("landed", 1, 0, WindowVerdict.STALE)
+    ends.sink.wait("landed", 1, 2, WindowVerdict.STALE)
     assert not ends.place.bytes[2 * BLOCK :].any()  # the second is not written
 
 
@@ -79,7 +79,7 @@ def test_bytes_that_differ_from_what_the_source_read_are_corrupt(
     pieces = runs(range(4), range(4))
     ends.reserve(1, pieces, range(4))
     ends.put(1, pieces, 0, 4)
-    ends.sink.wait("landed", 1, 0, Verdict.CORRUPT)
+    ends.sink.wait("landed", 1, 0, WindowVerdict.CORRUPT)
 
 
 def test_the_device_refuses_a_write_after_the_fence_and_other_transfers_continue(
@@ -101,7 +101,7 @@ def test_the_device_refuses_a_write_after_the_fence_and_other_transfers_continue
     ends.near.fence(1)
     ends.sink.wait("fenced", 1)
     fenced.set()
-    ends.sink.wait("landed", 2, 0, Verdict.OK)
+    ends.sink.wait("landed", 2, 0, WindowVerdict.OK)
     ends.source.wait("sent", 1, 0)
     assert ends.far.refused == 1  # type: ignore[attr-defined]
     assert ends.sink.count("landed", 1) == 0
@@ -112,7 +112,7 @@ def test_a_window_outside_of_the_grant_is_not_written(ends: LinkedEnds) -> None:
     pieces = runs(range(4), range(4))
     ends.reserve(1, pieces, range(3))
     ends.put(1, pieces, 0, 4)
-    ends.sink.wait("landed", 1, 0, Verdict.STALE)
+    ends.sink.wait("landed", 1, 0, WindowVerdict.STALE)
     assert not ends.place.bytes.any()
 
 
@@ -132,7 +132,7 @@ def test_dropped_windows_are_not_sent_or_end_stale(ends: LinkedEnds) -> None:
     ends.far.send(b"dropped")
     go.set()
     ends.sink.wait("message", b"dropped")
-    assert {event[3] for event in ends.sink.heard if event[0] == "landed"} <= {Verdict.STALE}
+    assert {event[3] for event in ends.sink.heard if event[0] == "landed"} <= {WindowVerdict.STALE}
     assert ends.sink.heard[-1] == ("message", b"dropped")
 
 

@@ -13,13 +13,13 @@ from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.transports.rdma.verbs import (
     RECEIVED,
     Completion,
-    Completions,
+    CompletionQueue,
     Device,
-    Domain,
-    Memory,
-    Piece,
+    LocalRange,
+    ProtectionDomain,
     QueuePair,
-    refused,
+    RegisteredMemory,
+    is_refused,
 )
 
 PAGE = 4096
@@ -30,8 +30,8 @@ class VerbsPair:
 
     def __init__(self) -> None:
         self.device = Device()
-        self.near, self.far = Domain(self.device), Domain(self.device)
-        self.completions = Completions(self.device, 64)
+        self.near, self.far = ProtectionDomain(self.device), ProtectionDomain(self.device)
+        self.completions = CompletionQueue(self.device, 64)
         self.writer = QueuePair(self.near, self.completions, 0, 8, 8)
         self.sink = QueuePair(self.far, self.completions, 1, 8, 8)
         self.writer.connect(self.sink.card)
@@ -40,32 +40,34 @@ class VerbsPair:
             MemoryFileRegion.create(4, PAGE, name=name) for name in ("source", "place")
         )
         self.source.bytes[:] = np.arange(self.source.bytes.size, dtype=np.uint8)
-        self.open: list[Memory] = []
+        self.open: list[RegisteredMemory] = []
 
-    def grant(self, domain: Domain, first: int, length: int, *, writable: bool = True) -> Memory:
+    def grant(
+        self, domain: ProtectionDomain, first: int, length: int, *, writable: bool = True
+    ) -> RegisteredMemory:
         memory = domain.register(self.place.address + first, length, writable_by_peer=writable)
         self.open.append(memory)
         return memory
 
     def write(self, at: int, length: int, key: int) -> list[Completion]:
         """Write the source's beginning to offset `at` at the sink. Returns both completions."""
-        piece = Piece(self.source.address, length, self.near.key_of(self.source))
-        self.sink.expect()
+        piece = LocalRange(self.source.address, length, self.near.key_of(self.source))
+        self.sink.post_receive()
         self.completions.arm()
         self.writer.write(
-            5, [piece], (self.place.address + at, key), tell=True, immediate=0xFFFF_FFFF
+            5, [piece], (self.place.address + at, key), signalled=True, immediate=0xFFFF_FFFF
         )
         completions: list[Completion] = []
         while not any(completion.number == 5 for completion in completions):
             assert select.select([self.completions.fd], [], [], 20.0)[0], "the device said nothing"
-            self.completions.hush()
+            self.completions.clear_event()
             self.completions.arm()
             completions += self.completions.poll()
         return completions
 
     def refuses(self, at: int, length: int, key: int) -> bool:
         return any(
-            completion.number == 5 and refused(completion.status)
+            completion.number == 5 and is_refused(completion.status)
             for completion in self.write(at, length, key)
         )
 
@@ -94,10 +96,7 @@ def test_a_key_allows_writes_to_its_bytes_and_the_immediate_value_arrives(bench:
     completions = bench.write(100, 1000, key)
     assert {
         completion.number: (completion.status, completion.immediate) for completion in completions
-    } == {
-        5: (0, 0),
-        RECEIVED + 1: (0, 0xFFFF_FFFF),
-    }
+    } == {5: (0, 0), RECEIVED + 1: (0, 0xFFFF_FFFF)}
     assert (bench.place.bytes[100:1100] == bench.source.bytes[:1000]).all()
     assert bench.place.bytes.astype(int).sum() == bench.source.bytes[:1000].astype(int).sum()
 
@@ -120,7 +119,7 @@ def test_after_deregistration_the_device_refuses(bench: VerbsPair) -> None:
 
 
 def test_a_memory_key_of_another_link_is_refused(bench: VerbsPair) -> None:
-    other = Domain(bench.device)
+    other = ProtectionDomain(bench.device)
     memory = other.register(bench.place.address, PAGE, writable_by_peer=True)
     assert bench.refuses(0, PAGE, memory.remote_key)
     assert not bench.place.bytes.any()

@@ -7,43 +7,54 @@ from statistics import fmean, median
 
 from msgspec.structs import replace
 
-from planner.replay import End, FleetSpec, Kind, Options, Run, replay, traffic
-from planner.replay.record import Record
-from planner.traces import scaled
+from planner.replay import (
+    FleetSpec,
+    GroupKind,
+    ReplayOptions,
+    ReplayRun,
+    RequestEnd,
+    replay,
+    traffic,
+)
+from planner.replay.record import ReplayRecord
+from planner.traces import scale_rate
 from planner.traces.b2b import b2b
 from policies import registry
 from tests.sim.conversation import conversation
 
-H100 = Kind("llama-3.1-70b-fp8", "h100", 4, count=4)
-L40S = Kind("llama-3.1-70b-fp8", "l40s", 8, count=4)
+H100 = GroupKind("llama-3.1-70b-fp8", "h100", 4, count=4)
+L40S = GroupKind("llama-3.1-70b-fp8", "l40s", 8, count=4)
 REQUESTS, WARM_S = 800, 90.0
 
 
 @cache
-def ran(*kinds: Kind, speed: float) -> Run:
-    requests = scaled(conversation(REQUESTS), speed)
+def ran(*kinds: GroupKind, speed: float) -> ReplayRun:
+    requests = scale_rate(conversation(REQUESTS), speed)
     fleet = FleetSpec("fleet", kinds)
     return replay(
-        fleet, traffic(requests), registry.build("prefix_aware", {}), options=Options(scrape_s=None)
+        fleet,
+        traffic(requests),
+        registry.build("prefix_aware", {}),
+        options=ReplayOptions(scrape_s=None),
     )
 
 
-def errors(run: Run) -> list[float]:
+def errors(run: ReplayRun) -> list[float]:
     """Return relative errors of predictions after the warm-up, where the cached tokens were as
     believed.
     """
     return [
         error(record)
         for record in run.records
-        if record.arrived_s > WARM_S and record.end is End.SERVED and known(record)
+        if record.arrived_s > WARM_S and record.end is RequestEnd.SERVED and known(record)
     ]
 
 
-def known(record: Record) -> bool:
+def known(record: ReplayRecord) -> bool:
     return abs(record.believed_tokens - record.cached_tokens) < 600
 
 
-def error(record: Record) -> float:
+def error(record: ReplayRecord) -> float:
     assert record.first_s is not None
     assert record.entered_s is not None
     assert record.predicted_ttft_s is not None
@@ -76,23 +87,25 @@ def test_a_group_slower_than_its_gpu_label_is_detected() -> None:
 
 
 def test_a_shared_prefix_needs_kv_once_not_per_sequence() -> None:
-    fleet = FleetSpec("two", (Kind("qwen3-32b", "h100", 2, count=2, kv_tokens=307_000),))
+    fleet = FleetSpec("two", (GroupKind("qwen3-32b", "h100", 2, count=2, kv_tokens=307_000),))
     run = replay(fleet, traffic(b2b(3.0, 100.0, 1, prompts=30)), registry.build("prefix_aware", {}))
     matches = [
         error(record)
         for record in run.records
-        if record.arrived_s > 20.0 and record.end is End.SERVED
+        if record.arrived_s > 20.0 and record.end is RequestEnd.SERVED
     ]
     assert len(matches) > 200
     assert fmean(matches) < 0.1
 
 
-def bias(run: Run) -> float:
+def bias(run: ReplayRun) -> float:
     """Return by which share tokens after the first were expected to take longer than they did."""
     answers = [
         (record.output_tokens, record.predicted_tpot_s or 0.0, record.tpot_s)
         for record in run.records
-        if record.arrived_s > WARM_S and record.end is End.SERVED and record.tpot_s is not None
+        if record.arrived_s > WARM_S
+        and record.end is RequestEnd.SERVED
+        and record.tpot_s is not None
     ]
     took_s = sum(tokens * actual_s for tokens, _, actual_s in answers)
     return sum(tokens * predicted_s for tokens, predicted_s, _ in answers) / took_s - 1.0

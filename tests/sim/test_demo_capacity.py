@@ -11,7 +11,7 @@ import pytest
 from gateway.cli import demo
 from mockgpu.gpus import gpu_named
 from mockgpu.model_shapes import model_named
-from mockgpu.roofline import Roofline, Work, profile_named
+from mockgpu.roofline import Roofline, StepWork, profile_named
 from planner.bench.workloads import shapes
 
 GROUPS, RATE = 4, 20.0  # `make demo`; README: bench --shape shared-prefix --rate 20
@@ -24,12 +24,14 @@ def running_per_group() -> float:
     """
     sessions = islice(shapes()["shared-prefix"].sessions(0), 1_000)
     answer_tokens = mean(session.turns[0].output_tokens for session in sessions)
-    roofline = Roofline(model_named("demo-8b"), gpu_named("h100"), demo.TP, profile_named("2026"))
+    roofline = Roofline(
+        model_named("demo-8b"), gpu_named("h100"), demo.DEMO_TP, profile_named("2026")
+    )
     rate, running = RATE / GROUPS, 1.0
     for _ in range(200):
         context = round(running * (PROMPT_TOKENS + answer_tokens / 2))
-        step_s = roofline.step_s(Work(decode_seqs=round(running), decode_context=context))
-        prefill_s = roofline.step_s(Work(UNCACHED_TOKENS, UNCACHED_TOKENS * PROMPT_TOKENS / 2))
+        step_s = roofline.step_s(StepWork(decode_seqs=round(running), decode_context=context))
+        prefill_s = roofline.step_s(StepWork(UNCACHED_TOKENS, UNCACHED_TOKENS * PROMPT_TOKENS / 2))
         tpot_s = step_s / (1 - rate * prefill_s)  # decodes stand still while prompts are computed
         running = rate * answer_tokens * tpot_s
     return running
@@ -45,7 +47,7 @@ def test_every_group_of_the_demo_has_that_concurrency(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     demo.FOLDER.mkdir()
-    result = demo.Demo(GROUPS, "prefix_aware", 8080, 8081, "demo-8b", 1.0, dialect)
-    config = demo.examine(demo._write_config(result, 9100), {}).config
+    result = demo.DemoOptions(GROUPS, "prefix_aware", 8080, 8081, "demo-8b", 1.0, dialect)
+    config = demo.load_with_warnings(demo._write_config(result, 9100), {}).config
     endpoints = [endpoint for pool in config.pools.values() for endpoint in pool.endpoints]
     assert [endpoint.max_concurrency for endpoint in endpoints] == [demo.MAX_CONCURRENCY] * GROUPS

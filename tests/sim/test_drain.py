@@ -6,12 +6,21 @@ from random import Random
 
 import pytest
 
-from planner.replay import Fault, FleetSpec, Kind, Options, Run, Trouble, replay, traffic
+from planner.replay import (
+    FleetSpec,
+    GroupFault,
+    GroupFaultKind,
+    GroupKind,
+    ReplayOptions,
+    ReplayRun,
+    replay,
+    traffic,
+)
 from planner.replay.block_chain import keys_of
 from planner.traces import TraceRequest
 from policies import registry
 
-FOUR = FleetSpec("four", (Kind("llama-3.1-70b-fp8", "h200", 4, count=4),))
+FOUR = FleetSpec("four", (GroupKind("llama-3.1-70b-fp8", "h200", 4, count=4),))
 DRAINED_S, BLOCK = 150.0, FOUR.block_tokens
 
 
@@ -34,7 +43,7 @@ def families(roots: int, root_blocks: int, talks: int, turns: int) -> list[Trace
     return sorted(requests_, key=lambda request: request.arrival_s)
 
 
-def found_again(requests: list[TraceRequest], run: Run) -> float:
+def found_again(requests: list[TraceRequest], run: ReplayRun) -> float:
     """Return the share of cached prompt tokens after the drain that were found where the request
     went.
 
@@ -71,9 +80,9 @@ def test_the_first_pick_after_a_drain_inherits_the_prefix(
     Others would compute it again.
     """
     requests = families(*shape)
-    faults = (Fault(DRAINED_S, 0, Trouble.DRAIN),)
+    faults = (GroupFault(DRAINED_S, 0, GroupFaultKind.DRAIN),)
     run = replay(
-        FOUR, traffic(requests), registry.build(policy, {}), options=Options(faults=faults)
+        FOUR, traffic(requests), registry.build(policy, {}), options=ReplayOptions(faults=faults)
     )
     share = found_again(requests, run)
     print(f"{policy}, {shape}: {share:.4f}")

@@ -37,13 +37,15 @@ def test_twenty_minutes_of_waves_leaves_nothing_behind() -> None:
         for engine in world.engines:
             engine.check()
             assert not engine.wrong, (wave, world.fault, engine.wrong)
-            ends.update(str(handle.end.reason) for handle in engine.handles.values() if handle.end)
+            ends.update(
+                str(handle.outcome.reason) for handle in engine.handles.values() if handle.outcome
+            )
             engine.handles.clear()
     assert world.clock.now() > 1200
     assert ends["landed"] > 200
     assert len(ends) > 10
     for engine in world.engines:
-        assert engine.agent.figures()["links"] <= 4
+        assert engine.agent.stats()["links"] <= 4
         assert len(engine.agent._source._deadlines) < 50
         assert not engine.agent._sink._waiting
     world.leave()

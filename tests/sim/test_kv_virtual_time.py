@@ -13,11 +13,11 @@ import pytest
 from kvtransfer.agent import Agent
 from kvtransfer.layout.layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.protocol.outcomes import Reason
-from kvtransfer.transfer.handles import Handle
-from kvtransfer.transports.inproc import Inproc, Weather, Wire
+from kvtransfer.protocol.outcomes import EndReason
+from kvtransfer.transfer.handles import TransferHandle
+from kvtransfer.transports.inproc import Inproc, InprocWire, WireConditions
 from kvtransfer.util.clock import VirtualClock
-from kvtransfer.util.options import Options
+from kvtransfer.util.options import AgentOptions
 
 LAYOUT = KvLayout(layers=32, kv_heads=8, head_dim=32, dtype=KvDtype.BF16, block_tokens=16)
 BLOCKS = 200
@@ -28,10 +28,13 @@ class World:
     """A virtual clock, a simulated network, and agents on it."""
 
     def __init__(
-        self, weather: Weather | None = None, count: int = 2, options: Options | None = None
+        self,
+        weather: WireConditions | None = None,
+        count: int = 2,
+        options: AgentOptions | None = None,
     ) -> None:
         self.clock = VirtualClock()
-        self.wire = Wire(self.clock, weather or Weather(latency_s=0.001))
+        self.wire = InprocWire(self.clock, weather or WireConditions(latency_s=0.001))
         self.agents: list[Agent] = []
         self.regions: list[Region] = []
         for number in range(count):
@@ -52,8 +55,8 @@ class World:
             self.agents.append(agent)
             self.regions.append(region)
 
-    def until_ended(self, handles: Sequence[Handle], within_s: float) -> bool:
-        return self.clock.run(within_s, lambda: all(handle.end for handle in handles))
+    def until_ended(self, handles: Sequence[TransferHandle], within_s: float) -> bool:
+        return self.clock.run(within_s, lambda: all(handle.outcome for handle in handles))
 
 
 def tokens(blocks: Sequence[int]) -> int:
@@ -61,30 +64,30 @@ def tokens(blocks: Sequence[int]) -> int:
 
 
 def test_a_transfer_takes_the_time_that_the_bandwidth_allows() -> None:
-    world = World(Weather(latency_s=0.002, bytes_per_s=100e6))
+    world = World(WireConditions(latency_s=0.002, bytes_per_s=100e6))
     source, sink = world.agents
     offer = source.offer("r", range(100), tokens(range(100)), public=True)
     landing = sink.fetch(
         source.address, "r", range(100, 200), tokens(range(100)), ticket=offer.ticket
     )
     assert world.until_ended([landing, offer], 60)
-    assert landing.end is not None
-    assert landing.end.landed
+    assert landing.outcome is not None
+    assert landing.outcome.has_landed
     wire_s = 100 * BLOCK_BYTES / 100e6
     # Beyond the wire's own time: dialling, three messages of greeting, the invitation, and the last
     # window's latency.
-    assert wire_s < landing.end.seconds < wire_s + 8 * 0.002 + 0.005
-    assert source.figures()["bytes_per_s"]["a1", "inproc"] == pytest.approx(100e6, rel=0.1)
+    assert wire_s < landing.outcome.seconds < wire_s + 8 * 0.002 + 0.005
+    assert source.stats()["bytes_per_s"]["a1", "inproc"] == pytest.approx(100e6, rel=0.1)
 
 
 def test_a_small_urgent_transfer_overtakes_a_large_one() -> None:
     world = World(
-        Weather(latency_s=0.0005, bytes_per_s=50e6),
-        options=Options(window_bytes=256 << 10, budget_bytes=1 << 20),
+        WireConditions(latency_s=0.0005, bytes_per_s=50e6),
+        options=AgentOptions(window_bytes=256 << 10, budget_bytes=1 << 20),
     )
     source, sink = world.agents
     big = source.offer("big", range(90), tokens(range(90)), public=True)
-    bulk = sink.fetch(source.address, "big", range(90), tokens(range(90)), klass="bulk")
+    bulk = sink.fetch(source.address, "big", range(90), tokens(range(90)), priority="bulk")
     world.clock.run(0.05)
     small = source.offer("small", [199], 16, public=True)
     urgent = sink.fetch(source.address, "small", [199], 16)
@@ -92,9 +95,9 @@ def test_a_small_urgent_transfer_overtakes_a_large_one() -> None:
     assert world.until_ended([urgent], 10)
     # One budget's worth was under way already; nothing else is waited for.
     assert world.clock.now() - began < (1 << 20) / 50e6 + BLOCK_BYTES / 50e6 + 0.01
-    assert bulk.end is None
+    assert bulk.outcome is None
     assert world.until_ended([bulk, big, small], 60)
-    assert bulk.end.landed  # type: ignore[union-attr]
+    assert bulk.outcome.landed  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
@@ -104,18 +107,18 @@ def test_layers_sent_while_prefill_computes_cost_little_time_after_it(share: flo
     """
     blocks, prefill_s = range(BLOCKS // 2), 1.0
     moved_s = share * prefill_s
-    world = World(Weather(latency_s=0.0005, bytes_per_s=len(blocks) * BLOCK_BYTES / moved_s))
+    world = World(WireConditions(latency_s=0.0005, bytes_per_s=len(blocks) * BLOCK_BYTES / moved_s))
     source, sink = world.agents
     offer = source.offer("r", blocks, tokens(blocks), ready_layers=0, public=True)
     landing = sink.fetch(source.address, "r", range(100, 200), tokens(blocks))
     for layer in range(1, LAYOUT.layers + 1):
         world.clock.call_at(
-            prefill_s * layer / LAYOUT.layers, lambda layer=layer: offer.ready(layer)
+            prefill_s * layer / LAYOUT.layers, lambda layer=layer: offer.mark_ready(layer)
         )  # type: ignore[misc]
     assert world.until_ended([landing, offer], 10)
     exposed_s = world.clock.now() - prefill_s
-    assert landing.end.landed  # type: ignore[union-attr]
-    groups = landing.end.n_bytes / (6 << 20)  # type: ignore[union-attr]
+    assert landing.outcome.has_landed  # type: ignore[union-attr]
+    groups = landing.outcome.n_bytes / (6 << 20)  # type: ignore[union-attr]
     assert exposed_s < moved_s * (1 / groups + 0.15 if share == 1.0 else 0.25)
 
 
@@ -125,15 +128,15 @@ def test_a_live_sink_keeps_its_lease_and_a_disconnected_one_loses_it() -> None:
     offer = source.offer("r", [0], 16, ttl_s=0.6, ready_layers=0, public=True)
     landing = sink.fetch(source.address, "r", [1], 16, timeout_s=100)
     world.clock.run(20)
-    assert offer.end is None
+    assert offer.outcome is None
     world.wire.stall(sink.address)
     before = world.clock.now()
     assert world.until_ended([offer, landing], 5)
     assert world.clock.now() - before < 1.0
-    assert {offer.end.reason, landing.end.reason} <= {
-        Reason.SILENT,
-        Reason.LEASE_EXPIRED,
-        Reason.LINK_LOST,
+    assert {offer.outcome.reason, landing.outcome.reason} <= {
+        EndReason.SILENT,
+        EndReason.LEASE_EXPIRED,
+        EndReason.LINK_LOST,
     }  # type: ignore[union-attr]
 
 
@@ -146,11 +149,11 @@ def test_a_frozen_peer_is_detected_within_a_second(frozen: int) -> None:
         landing = sink.fetch(source.address, "r", [1], 16)
         world.clock.run(1 + phase / 100)
         world.wire.freeze(world.agents[frozen].address)
-        left: Handle = landing if frozen == 0 else offer
+        left: TransferHandle = landing if frozen == 0 else offer
         before = world.clock.now()
         assert world.until_ended([left], 5)
         assert 0.5 < world.clock.now() - before <= 0.9
-        assert left.end.reason is Reason.SILENT  # type: ignore[union-attr]
+        assert left.outcome.reason is EndReason.SILENT  # type: ignore[union-attr]
         world.wire.thaw(world.agents[frozen].address)
         assert world.until_ended([offer, landing], 5)
 
@@ -165,15 +168,15 @@ def test_half_a_second_of_silence_ends_no_link() -> None:
         world.wire.freeze(source.address)
         world.clock.run(0.45)
         world.wire.thaw(source.address)
-    offer.ready(LAYOUT.layers)
+    offer.mark_ready(LAYOUT.layers)
     assert world.until_ended([offer, landing], 5)
-    assert landing.end.landed  # type: ignore[union-attr]
+    assert landing.outcome.has_landed  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("who", ["sink", "source"])
 def test_a_client_that_leaves_frees_both_sides_within_a_round_trip(who: str) -> None:
     for moment in (0.0005, 0.002, 0.004, 0.006, 0.02, 0.2):
-        world = World(Weather(latency_s=0.001, bytes_per_s=30e6))
+        world = World(WireConditions(latency_s=0.001, bytes_per_s=30e6))
         source, sink = world.agents
         offer = source.offer("r", range(100), tokens(range(100)), public=True)
         landing = sink.fetch(
@@ -202,17 +205,17 @@ def test_a_killed_sink_releases_a_hundred_offers_at_once() -> None:
     world.clock.run(0.1)
     world.wire.kill(sink.address)
     assert world.until_ended(offers, 1)
-    assert {offer.end.reason for offer in offers if offer.end} == {Reason.LINK_LOST}
+    assert {offer.outcome.reason for offer in offers if offer.outcome} == {EndReason.LINK_LOST}
     assert (world.regions[0].generations[:100] == 1).all()
-    elsewhere.ready(LAYOUT.layers)
+    elsewhere.mark_ready(LAYOUT.layers)
     assert world.until_ended([elsewhere, landing], 1)
-    assert landing.end.landed  # type: ignore[union-attr]
+    assert landing.outcome.has_landed  # type: ignore[union-attr]
 
 
 def test_equal_seeds_give_equal_runs() -> None:
     def story() -> list[object]:
         world = World(
-            Weather(
+            WireConditions(
                 latency_s=0.001,
                 bytes_per_s=20e6,
                 corrupt=0.05,
@@ -230,9 +233,9 @@ def test_equal_seeds_give_equal_runs() -> None:
             )
             world.until_ended([offer, landing], 10)
             ends += [
-                msgspec.structs.replace(handle.end, detail="")
+                msgspec.structs.replace(handle.outcome, detail="")
                 for handle in (offer, landing)
-                if handle.end
+                if handle.outcome
             ]
         return ends
 
@@ -243,7 +246,7 @@ def test_when_most_transfers_abort_the_others_land_sooner_and_nothing_is_held() 
     """Nine of ten give up while their bytes move: what they had under way and in line is the
     others' at once.
     """
-    world = World(Weather(latency_s=0.0005, bytes_per_s=40e6))
+    world = World(WireConditions(latency_s=0.0005, bytes_per_s=40e6))
     source, sink = world.agents
     offers = [
         source.offer(f"r{index}", [index], 16, ready_layers=0, public=True) for index in range(100)
@@ -251,20 +254,20 @@ def test_when_most_transfers_abort_the_others_land_sooner_and_nothing_is_held() 
     landings = [sink.fetch(source.address, f"r{index}", [index], 16) for index in range(100)]
     world.clock.run(0.1)
     for offer in offers:
-        offer.ready(LAYOUT.layers)
+        offer.mark_ready(LAYOUT.layers)
     world.clock.run(0.02)
     began = world.clock.now()
     for index, landing in enumerate(landings):
         if index % 10:
             landing.cancel("the client left")
     assert world.until_ended([*offers, *landings], 30)
-    ends = [landing.end.reason for landing in landings if landing.end]
-    assert all(ends[index] is Reason.LANDED for index in range(0, 100, 10))
-    assert ends.count(Reason.CANCELLED) >= 80
+    ends = [landing.outcome.reason for landing in landings if landing.outcome]
+    assert all(ends[index] is EndReason.LANDED for index in range(0, 100, 10))
+    assert ends.count(EndReason.CANCELLED) >= 80
     # Ten blocks, and the budget that was under way when the storm began.
     assert world.clock.now() - began < (10 * BLOCK_BYTES + sink.options.budget_bytes) / 40e6 + 0.05
     for agent in (source, sink):
-        figures = agent.figures()
+        figures = agent.stats()
         assert not any(figures["leases"].values())
         assert not any(figures["reservations"].values())
         assert not figures["under_way_bytes"]

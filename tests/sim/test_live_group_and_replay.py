@@ -14,13 +14,13 @@ import pytest
 from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.job import Job
 from mockgpu.request_parser import ApiError
-from planner.replay import FleetSpec, Kind, Options, Record, replay, traffic
+from planner.replay import FleetSpec, GroupKind, ReplayOptions, ReplayRecord, replay, traffic
 from planner.replay.block_chain import keys_of
 from planner.traces import TraceRequest
 from policies import registry
 from tests.sim.conversation import conversation
 
-KIND = Kind("llama-3.1-70b-fp8", "h200", 4, kv_tokens=120_000)
+KIND = GroupKind("llama-3.1-70b-fp8", "h200", 4, kv_tokens=120_000)
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
@@ -51,13 +51,13 @@ class Stamps:
         self.tokens_s: list[float] = []
         self.ended_s = 0.0
 
-    def token(self) -> None:
+    def on_token(self) -> None:
         self.tokens_s.append(self._loop.time())
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         self.ended_s = self._loop.time()
 
-    def failed(self, error: ApiError) -> None:
+    def on_failure(self, error: ApiError) -> None:
         raise error
 
 
@@ -83,10 +83,10 @@ async def run_live(requests: list[TraceRequest]) -> list[tuple[Job, Stamps]]:
     return stamped
 
 
-def replayed(requests: list[TraceRequest], leaping: bool) -> list[Record]:
+def replayed(requests: list[TraceRequest], leaping: bool) -> list[ReplayRecord]:
     spec = FleetSpec("twin", (KIND,), block_tokens=16)
     policy = registry.build("round_robin", {})
-    return replay(spec, traffic(requests), policy, options=Options(leaping=leaping)).records
+    return replay(spec, traffic(requests), policy, options=ReplayOptions(leaping=leaping)).records
 
 
 @pytest.mark.parametrize(("leaping", "within"), [(False, 1e-6), (True, 1e-3)])

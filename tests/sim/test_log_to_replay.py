@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from planner.replay import FleetSpec, Kind, replay, traffic
+from planner.replay import FleetSpec, GroupKind, replay, traffic
 from planner.traces import read_trace
 from policies import registry
 from tests.chaos.gateway_fleet import gateway_fleet
@@ -37,7 +37,9 @@ async def test_a_replayed_log_with_blocks_has_the_cache_hits_of_the_original(
     beginnings = {request.blocks[:9] for request in requests}
     assert len(beginnings) == 1
     assert len({request.blocks[-1] for request in requests}) == 3
-    run = replay(FleetSpec("one", (Kind(),)), traffic(requests), registry.build("prefix_aware", {}))
+    run = replay(
+        FleetSpec("one", (GroupKind(),)), traffic(requests), registry.build("prefix_aware", {})
+    )
     cached = sum(record.cached_tokens for record in run.records)
     assert cached == pytest.approx(
         sum(line.get("believed_cached_tokens", 0) for line in lines), rel=0.15

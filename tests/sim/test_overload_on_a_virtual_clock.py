@@ -18,7 +18,7 @@ from bench.load.overload_plan import (
     arrivals,
     trace_request,
 )
-from planner.replay import Clients, FleetSpec, Options, Run, replay, traffic
+from planner.replay import ClientBehaviour, FleetSpec, ReplayOptions, ReplayRun, replay, traffic
 from planner.traces.shape import PRIVATE
 from policies import registry
 from policies.admission_registry import build_admission
@@ -29,7 +29,7 @@ SPIKE = 50.0, 80.0
 
 
 @cache
-def spike() -> Run:
+def spike() -> ReplayRun:
     """Run a spike whose clients obey Retry-After once."""
     names = count(PRIVATE)
     streams = [
@@ -41,8 +41,8 @@ def spike() -> Run:
         for arrival in arrivals(PHASES, CAPACITY_PER_S, 1)
     ]
     spec = FleetSpec("a quarter", (replace(GROUP, count=2),), block_tokens=16)
-    options = Options(
-        expected_output=None, standard=SLO, horizon_s=150.0, clients=Clients(retries=1)
+    options = ReplayOptions(
+        expected_output=None, standard=SLO, horizon_s=150.0, clients=ClientBehaviour(retries=1)
     )
     policy, admission = registry.build(POLICY, {}), build_admission("priced", {})
     return replay(spec, traffic([*streams, *requests]), policy, admission, options)
@@ -52,7 +52,7 @@ def test_requests_admitted_during_a_spike_are_served_in_time() -> None:
     came = [record for record in spike().records if SPIKE[0] <= record.arrived_s < SPIKE[1]]
     let_in = [record for record in came if record.entered_s is not None and not record.refusals]
     assert 0.4 < len(let_in) / len(came) < 0.8
-    assert sum(record.good for record in let_in) / len(let_in) >= 0.95
+    assert sum(record.is_good for record in let_in) / len(let_in) >= 0.95
 
 
 def test_clients_that_return_on_time_are_admitted() -> None:
@@ -75,4 +75,4 @@ def test_ten_seconds_after_the_spike_new_requests_are_served_in_time_again() -> 
         for record in spike().records
         if SPIKE[1] + 10.0 <= record.arrived_s < SPIKE[1] + 20.0
     ]
-    assert sum(record.good for record in new) / len(new) >= 0.9
+    assert sum(record.is_good for record in new) / len(new) >= 0.9

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import pytest
 
-from planner.replay import End, FleetSpec, Kind, Options, Run, replay, traffic
-from planner.replay.results import Figures, figures
+from planner.replay import (
+    FleetSpec,
+    GroupKind,
+    ReplayOptions,
+    ReplayRun,
+    RequestEnd,
+    replay,
+    traffic,
+)
+from planner.replay.results import ReplayFigures, figures
 from planner.traces import TraceRequest
 from policies import registry
 from tests.sim.conversation import conversation, shared_cache_hit_ratio
 
-GROUP = Kind("llama-3.1-70b-fp8", "h200", 4, count=4)
+GROUP = GroupKind("llama-3.1-70b-fp8", "h200", 4, count=4)
 FOUR = FleetSpec("four", (GROUP,))
 ALL_KV_TOKENS = GROUP.count * GROUP.capacity_tokens
 HOUSE = ("round_robin", "least_loaded", "prefix_aware")
 
 
-def ran(policy: str, requests: list[TraceRequest]) -> Run:
-    return replay(FOUR, traffic(requests), registry.build(policy, {}), options=Options())
+def ran(policy: str, requests: list[TraceRequest]) -> ReplayRun:
+    return replay(FOUR, traffic(requests), registry.build(policy, {}), options=ReplayOptions())
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Figures]:
+def told() -> dict[str, ReplayFigures]:
     return {name: figures(ran(name, conversation())) for name in HOUSE}
 
 
-def ttft_s(one: Figures) -> float:
+def ttft_s(one: ReplayFigures) -> float:
     assert one.ttft is not None
     return one.ttft.mean
 
@@ -33,28 +41,30 @@ def ttft_s(one: Figures) -> float:
 @pytest.mark.parametrize("policy", registry.names())
 def test_every_request_is_served_by_every_policy(policy: str) -> None:
     run = ran(policy, conversation(200))
-    assert {record.end for record in run.records} == {End.SERVED}
+    assert {record.end for record in run.records} == {RequestEnd.SERVED}
     assert sum(group.output_tokens for group in run.groups) == sum(
         record.output_tokens for record in run.records
     )
 
 
 def test_prefix_aware_comes_within_a_tenth_of_one_cache_with_all_the_memory(
-    told: dict[str, Figures],
+    told: dict[str, ReplayFigures],
 ) -> None:
     ideal = shared_cache_hit_ratio(conversation(), ALL_KV_TOKENS)
     assert told["prefix_aware"].hit_ratio >= 0.9 * ideal
     assert told["least_loaded"].hit_ratio < 0.6 * ideal
 
 
-def test_prefix_aware_has_the_least_mean_time_to_first_token(told: dict[str, Figures]) -> None:
+def test_prefix_aware_has_the_least_mean_time_to_first_token(
+    told: dict[str, ReplayFigures],
+) -> None:
     mine = ttft_s(told["prefix_aware"])
     assert mine < 0.95 * ttft_s(told["least_loaded"])
     assert mine < 0.95 * ttft_s(told["round_robin"])
 
 
 def test_the_longest_wait_with_prefix_aware_is_that_of_least_loaded_at_most(
-    told: dict[str, Figures],
+    told: dict[str, ReplayFigures],
 ) -> None:
     mine, other = told["prefix_aware"].ttft, told["least_loaded"].ttft
     assert mine is not None
@@ -63,14 +73,14 @@ def test_the_longest_wait_with_prefix_aware_is_that_of_least_loaded_at_most(
 
 
 def test_the_index_of_prefix_aware_matches_the_caches_of_the_engines(
-    told: dict[str, Figures],
+    told: dict[str, ReplayFigures],
 ) -> None:
     assert told["prefix_aware"].believed_ratio == pytest.approx(
         told["prefix_aware"].hit_ratio, rel=0.05
     )
 
 
-def test_least_loaded_keeps_groups_even_on_the_trace(told: dict[str, Figures]) -> None:
+def test_least_loaded_keeps_groups_even_on_the_trace(told: dict[str, ReplayFigures]) -> None:
     assert told["least_loaded"].imbalance <= 1.15
 
 

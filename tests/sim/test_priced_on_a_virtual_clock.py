@@ -13,33 +13,33 @@ import msgspec
 import pytest
 
 from bench.load.overload_plan import GROUP, SLO, Phase, arrivals, trace_request
-from planner.replay import FleetSpec, Kind, Options, Run, replay, traffic
-from planner.replay.results import Figures, figures
+from planner.replay import FleetSpec, GroupKind, ReplayOptions, ReplayRun, replay, traffic
+from planner.replay.results import ReplayFigures, figures
 from planner.traces.b2b import b2b
-from planner.traces.mix import scaled
+from planner.traces.mix import scale_rate
 from planner.traces.shape import PRIVATE, TraceRequest
 from policies import registry
 from policies.model import STANDARD
 from tests.sim import conversation as excerpt
 
-H100 = Kind("llama-3.1-70b-fp8", "h100", 4, count=4, kv_tokens=600_000)
+H100 = GroupKind("llama-3.1-70b-fp8", "h100", 4, count=4, kv_tokens=600_000)
 
 
 @cache
 def conversation(speed: float) -> tuple[TraceRequest, ...]:
-    return tuple(scaled(excerpt.conversation(700), speed))
+    return tuple(scale_rate(excerpt.conversation(700), speed))
 
 
 def ran(
     policy: str, requests: tuple[TraceRequest, ...], spec: FleetSpec, tpot_s: float = 0.1
-) -> Run:
-    options = Options(standard=msgspec.structs.replace(STANDARD, tpot_s=tpot_s))
+) -> ReplayRun:
+    options = ReplayOptions(standard=msgspec.structs.replace(STANDARD, tpot_s=tpot_s))
     return replay(spec, traffic(requests), registry.build(policy, {}), options=options)
 
 
 def fared(
     policy: str, requests: tuple[TraceRequest, ...], spec: FleetSpec, tpot_s: float = 0.1
-) -> Figures:
+) -> ReplayFigures:
     return figures(ran(policy, requests, spec, tpot_s), 20.0)
 
 
@@ -57,7 +57,7 @@ def test_shared_prefixes_hit_the_cache_and_groups_stay_balanced() -> None:
     shares = fared(
         "priced",
         tuple(b2b(3.0, 90.0, 1)),
-        FleetSpec("three", (Kind("qwen3-32b", "h100", 2, count=3),)),
+        FleetSpec("three", (GroupKind("qwen3-32b", "h100", 2, count=3),)),
     )
     assert shares.of_ideal is not None
     assert shares.of_ideal > 0.85
@@ -84,7 +84,7 @@ def test_an_unobserved_endpoint_of_a_slow_fleet_is_not_flooded() -> None:
         trace_request(arrival.prompt_tokens, arrival.output_tokens, arrival.due_s, names)
         for arrival in arrivals((Phase("all at once", 20.0, 1.0),), 30.0, 1)
     ]
-    options = Options(expected_output=None, standard=SLO)
+    options = ReplayOptions(expected_output=None, standard=SLO)
     run = replay(
         FleetSpec("slow", (GROUP,), block_tokens=16),
         traffic(requests),

@@ -15,15 +15,15 @@ import msgspec
 import pytest
 
 from mockgpu.job import Job
-from planner.replay import FleetSpec, Options, traffic
+from planner.replay import FleetSpec, ReplayOptions, traffic
 from planner.replay.fleet import Fleet
 from planner.replay.gateway_sim import INDEX_BYTES
-from planner.replay.group import Group
-from planner.replay.inflight import Flight
+from planner.replay.group import ReplayGroup
+from planner.replay.inflight import InflightRequest
 from planner.replay.results import figures
 from policies import registry
-from policies.ledger import foreign, own
-from policies.model import Ask, Candidate, Pick
+from policies.ledger import own_load, set_peer_load
+from policies.model import Candidate, Pick, RoutingQuery
 from policies.prefix.fingerprint import Fingerprint
 from policies.prefix.prefix_index import PrefixIndex
 from tests.sim.conversation import conversation
@@ -41,7 +41,7 @@ Routing amplifies who was first: what counts is a mean.
 class Known:
     """What one gateway believes, and its unsent updates."""
 
-    def __init__(self, name: bytes, groups: list[Group]) -> None:
+    def __init__(self, name: bytes, groups: list[ReplayGroup]) -> None:
         self.name = name
         self.index = PrefixIndex(INDEX_BYTES)
         self.candidates = tuple(
@@ -54,7 +54,10 @@ class Known:
     def learn(self, fingerprint: Fingerprint, slot: int, prompt_tokens: int) -> None:
         load = self.candidates[slot].load
         self.index.insert(fingerprint, slot, prompt_tokens)
-        load.held_tokens, load.regret = self.index.held_tokens(slot), self.index.regret(slot)
+        load.prefix_cache_tokens, load.eviction_regret = (
+            self.index.cached_tokens(slot),
+            self.index.eviction_regret(slot),
+        )
 
 
 class Gateways(Fleet):
@@ -69,21 +72,23 @@ class Gateways(Fleet):
             arrivals[index] = msgspec.structs.replace(
                 arrival, arrival_s=arrival.arrival_s + JITTER_S * rng.random()
             )
-        options = Options(expected_output=None, scrape_s=None)
+        options = ReplayOptions(expected_output=None, scrape_s=None)
         policy = registry.build("prefix_aware", {})
         super().__init__(FleetSpec("several", (GROUP,)), traffic(arrivals), policy, None, options)
         self._known = [Known(bytes([index]), self.groups) for index in range(count)]
         self._turn(self._known[0])
         if late_s is not None:
             for known in self._known:
-                self.at(late_s * rng.random(), self._tell, (known, late_s))
+                self.schedule(late_s * rng.random(), self._tell, (known, late_s))
 
-    def serve(self, now: float, flight: Flight, ask: Ask) -> None:
+    def serve(self, now: float, flight: InflightRequest, ask: RoutingQuery) -> None:
         known = self._known[flight.record.number % len(self._known)]
         self._turn(known)
-        super().serve(now, flight, self.front.query(flight, now))
+        super().serve(now, flight, self.gateway.query(flight, now))
 
-    def send(self, now: float, flight: Flight, group: Group, pick: Pick, job: Job) -> None:
+    def send(
+        self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick, job: Job
+    ) -> None:
         known = self._known[flight.record.number % len(self._known)]
         assert flight.fingerprint is not None
         known.untold.append(
@@ -93,7 +98,7 @@ class Gateways(Fleet):
 
     def _turn(self, known: Known) -> None:
         """From here on this gateway decides and books."""
-        self.front.index, self.front.candidates = known.index, known.candidates
+        self.gateway.index, self.gateway.candidates = known.index, known.candidates
         for group, candidate in zip(self.groups, known.candidates, strict=True):
             group.load = candidate.load
 
@@ -106,9 +111,9 @@ class Gateways(Fleet):
             for fingerprint, slot, prompt_tokens in reports:
                 other.learn(fingerprint, slot, prompt_tokens)
             for mine, theirs in zip(known.candidates, other.candidates, strict=True):
-                foreign(theirs.load, known.name, own(mine.load), now)
-        if self.under_way:
-            self.at(now + late_s, self._tell, what)
+                set_peer_load(theirs.load, known.name, own_load(mine.load), now)
+        if self.running_requests:
+            self.schedule(now + late_s, self._tell, what)
 
 
 @cache

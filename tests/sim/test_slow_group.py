@@ -13,14 +13,14 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from planner.replay import FleetSpec, Kind, Options, traffic
+from planner.replay import FleetSpec, GroupKind, ReplayOptions, traffic
 from planner.replay.fleet import Fleet
-from planner.replay.options import Fault, Trouble
-from planner.replay.record import Run
+from planner.replay.options import GroupFault, GroupFaultKind
+from planner.replay.record import ReplayRun
 from planner.traces import TraceRequest
 from policies import registry
 
-GROUP = Kind("llama-3.1-70b-fp8", "h200", 4, kv_tokens=600_000)
+GROUP = GroupKind("llama-3.1-70b-fp8", "h200", 4, kv_tokens=600_000)
 KEPT_S = 10.0
 HEDGES = 0.05
 
@@ -55,11 +55,13 @@ def ran(
     groups: int,
     seed: int,
     seconds: float,
-    fault: Fault | None = None,
+    fault: GroupFault | None = None,
     load: Load | None = None,
-) -> tuple[Run, Fleet]:
+) -> tuple[ReplayRun, Fleet]:
     spec = FleetSpec("four", (msgspec.structs.replace(GROUP, count=groups),))
-    options = Options(slow_factor=2.5, hedge_share=HEDGES, faults=() if fault is None else (fault,))
+    options = ReplayOptions(
+        slow_factor=2.5, hedge_share=HEDGES, faults=() if fault is None else (fault,)
+    )
     fleet = Fleet(
         spec,
         traffic(requests(seed, seconds, *(load or Load()))),
@@ -70,24 +72,24 @@ def ran(
     return fleet.run(), fleet
 
 
-def hedges(kinds: tuple[Kind, ...], policy: str, seed: int, per_s: float) -> float:
+def hedges(kinds: tuple[GroupKind, ...], policy: str, seed: int, per_s: float) -> float:
     """Return the share of hedged requests over a minute, in a pool without ejection."""
     result, options = (
         traffic(requests(seed, 60.0, per_s)),
-        Options(slow_factor=2.5, hedge_share=HEDGES),
+        ReplayOptions(slow_factor=2.5, hedge_share=HEDGES),
     )
     fleet = Fleet(FleetSpec("pool", kinds), result, registry.build(policy, {}), None, options)
     run = fleet.run()
-    assert fleet.speeds.ejected == []
+    assert fleet.speed_monitor.ejected == []
     return len(fleet.hedges.sent) / len(run.records)
 
 
-def share(run: Run, from_s: float) -> float:
+def share(run: ReplayRun, from_s: float) -> float:
     late = [record for record in run.records if record.arrived_s >= from_s]
     return sum(record.group == "tp0" for record in late) / len(late)
 
 
-def p99_s(run: Run) -> float:
+def p99_s(run: ReplayRun) -> float:
     return quantiles([record.ttft_s for record in run.records if record.ttft_s is not None], n=100)[
         98
     ]
@@ -95,7 +97,7 @@ def p99_s(run: Run) -> float:
 
 @pytest.mark.parametrize("policy", registry.names())
 def test_a_group_ten_times_slower_gets_almost_no_requests_after_ten_seconds(policy: str) -> None:
-    run, _ = ran(policy, 4, 1, 60.0, Fault(0.0, 0, Trouble.SLOW, factor=10.0))
+    run, _ = ran(policy, 4, 1, 60.0, GroupFault(0.0, 0, GroupFaultKind.SLOW, factor=10.0))
     assert all(record.first_s is not None for record in run.records)
     assert share(run, KEPT_S) <= 0.01
 
@@ -104,29 +106,29 @@ def test_a_group_ten_times_slower_gets_almost_no_requests_after_ten_seconds(poli
 def test_the_first_seconds_with_a_slow_group_are_as_with_the_other_three_alone(policy: str) -> None:
     """45 s of short prompts: five requests that wait for the slow group are too many."""
     three, _ = ran(policy, 3, 1, 45.0, load=SHORT)
-    run, fleet = ran(policy, 4, 1, 45.0, Fault(0.0, 0, Trouble.SLOW, factor=10.0), SHORT)
+    run, fleet = ran(
+        policy, 4, 1, 45.0, GroupFault(0.0, 0, GroupFaultKind.SLOW, factor=10.0), SHORT
+    )
     assert p99_s(run) <= 2.0 * p99_s(three)
     assert share(run, KEPT_S) <= 0.01
     assert 0 < len(fleet.hedges.sent) <= HEDGES * len(run.records)
-    assert all(group == 0 for _, group in fleet.speeds.ejected)
+    assert all(group == 0 for _, group in fleet.speed_monitor.ejected)
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "llumnix", "prefix_aware", "priced"])
 def test_first_tokens_come_as_with_the_other_three_alone(policy: str) -> None:
     """Over five minutes, including the seconds until the detection."""
     three, _ = ran(policy, 3, 11, 300.0)
-    run, _ = ran(policy, 4, 11, 300.0, Fault(0.0, 0, Trouble.SLOW, factor=10.0))
+    run, _ = ran(policy, 4, 11, 300.0, GroupFault(0.0, 0, GroupFaultKind.SLOW, factor=10.0))
     assert p99_s(run) <= 2.0 * p99_s(three)
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "sglang_cache_aware"])
-def test_late_requests_at_a_suspect_group_are_moved_before_its_ejection(
-    policy: str,
-) -> None:
-    run, fleet = ran(policy, 4, 11, 20.0, Fault(0.0, 0, Trouble.SLOW, factor=10.0))
-    ejected_s, _ = fleet.speeds.ejected[0]
+def test_late_requests_at_a_suspect_group_are_moved_before_its_ejection(policy: str) -> None:
+    run, fleet = ran(policy, 4, 11, 20.0, GroupFault(0.0, 0, GroupFaultKind.SLOW, factor=10.0))
+    ejected_s, _ = fleet.speed_monitor.ejected[0]
     assert any(
-        record.moved and record.first_s is not None and record.first_s < ejected_s
+        record.retries and record.first_s is not None and record.first_s < ejected_s
         for record in run.records
     )
 
@@ -138,17 +140,19 @@ def test_late_requests_at_a_suspect_group_are_moved_before_its_ejection(
 def test_a_group_that_becomes_slow_at_one_thing_is_ejected(
     policy: str, factor: float, only: str
 ) -> None:
-    _, fleet = ran(policy, 4, 1, 60.0, Fault(20.0, 0, Trouble.SLOW, factor=factor, only=only))
-    assert [group for _, group in fleet.speeds.ejected] == [0]
+    _, fleet = ran(
+        policy, 4, 1, 60.0, GroupFault(20.0, 0, GroupFaultKind.SLOW, factor=factor, only=only)
+    )
+    assert [group for _, group in fleet.speed_monitor.ejected] == [0]
     # Three times slower at prompts only is near the limit: load-aware policies send it few prompts.
-    assert fleet.speeds.ejected[0][0] <= 20.0 + (20.0 if only == "prefill" else 10.0)
+    assert fleet.speed_monitor.ejected[0][0] <= 20.0 + (20.0 if only == "prefill" else 10.0)
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_aware", "priced"])
 def test_unequal_groups_are_not_ejected(policy: str) -> None:
     kinds = (
-        Kind("llama-3.1-70b-fp8", "h200", 4, kv_tokens=600_000, count=2),
-        Kind("llama-3.1-70b-fp8", "l40s", 4, kv_tokens=300_000, count=2),
+        GroupKind("llama-3.1-70b-fp8", "h200", 4, kv_tokens=600_000, count=2),
+        GroupKind("llama-3.1-70b-fp8", "l40s", 4, kv_tokens=300_000, count=2),
     )
     assert hedges(kinds, policy, 2, 3.0) <= HEDGES
 
@@ -176,6 +180,8 @@ def test_a_group_that_takes_twice_as_long_from_the_start_is_not_ejected(policy: 
 
 @pytest.mark.parametrize("policy", ["round_robin", "prefix_aware", "priced"])
 def test_a_group_that_is_fast_again_gets_requests_again(policy: str) -> None:
-    run, fleet = ran(policy, 4, 3, 60.0, Fault(10.0, 0, Trouble.SLOW, for_s=20.0, factor=10.0))
-    assert [group for _, group in fleet.speeds.ejected] == [0]
+    run, fleet = ran(
+        policy, 4, 3, 60.0, GroupFault(10.0, 0, GroupFaultKind.SLOW, for_s=20.0, factor=10.0)
+    )
+    assert [group for _, group in fleet.speed_monitor.ejected] == [0]
     assert share(run, 45.0) > 0.05

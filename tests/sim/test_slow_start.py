@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import pytest
 
-from planner.replay import FleetSpec, Kind, Options, replay, traffic
-from planner.replay.options import Fault
-from planner.replay.record import Run
-from planner.traces import scaled, sliced
+from planner.replay import FleetSpec, GroupKind, ReplayOptions, replay, traffic
+from planner.replay.options import GroupFault
+from planner.replay.record import ReplayRun
+from planner.traces import scale_rate, slice_span
 from policies import registry
 from policies.admission_registry import build_admission
 from tests.sim.conversation import conversation
@@ -17,18 +17,20 @@ from tests.sim.conversation import conversation
 LOST_S, BACK_S, RAMP_S, GROUPS = 30.0, 40.0, 10.0, 8
 
 
-def run(policy: str, slow_start_s: float) -> Run:
-    requests = sliced(scaled(conversation(), 2.0), 0.0, 100.0)
-    kind = Kind("llama-3.1-70b-fp8", "h100", 4, kv_tokens=600_000, count=GROUPS, max_concurrency=24)
-    faults = (Fault(LOST_S, 0, for_s=BACK_S - LOST_S),)
-    options = Options(slow_start_s=slow_start_s, faults=faults)
+def run(policy: str, slow_start_s: float) -> ReplayRun:
+    requests = slice_span(scale_rate(conversation(), 2.0), 0.0, 100.0)
+    kind = GroupKind(
+        "llama-3.1-70b-fp8", "h100", 4, kv_tokens=600_000, count=GROUPS, max_concurrency=24
+    )
+    faults = (GroupFault(LOST_S, 0, for_s=BACK_S - LOST_S),)
+    options = ReplayOptions(slow_start_s=slow_start_s, faults=faults)
     door = build_admission("cap", {})
     return replay(
         FleetSpec("one", (kind,)), traffic(requests), registry.build(policy, {}), door, options
     )
 
 
-def taken(run: Run, from_s: float, to_s: float) -> float:
+def taken(run: ReplayRun, from_s: float, to_s: float) -> float:
     """Return the returned group's share of the picks at that time."""
     then = [
         record
@@ -43,7 +45,7 @@ def test_a_group_that_comes_back_is_not_flooded_while_others_have_room() -> None
     at_once, slowly = run("least_loaded", 0.0), run("least_loaded", RAMP_S)
     assert taken(at_once, BACK_S, BACK_S + RAMP_S) > 2 / GROUPS
     assert taken(slowly, BACK_S, BACK_S + RAMP_S) < 0.85 * taken(at_once, BACK_S, BACK_S + RAMP_S)
-    good = [sum(record.good for record in run.records) for run in (at_once, slowly)]
+    good = [sum(record.is_good for record in run.records) for run in (at_once, slowly)]
     assert good[1] > 0.98 * good[0]
 
 

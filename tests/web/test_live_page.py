@@ -88,7 +88,7 @@ async def test_a_leaving_endpoint_keeps_its_row_next_to_its_namesake(
     async with house(2) as home, open_page(browser, home) as page:
         old, new = home.app.gateway.endpoints.all()
         new.endpoint = msgspec.structs.replace(new.endpoint, name=old.endpoint.name)
-        old.leaving = True
+        old.is_leaving = True
         await expect(page.locator("#rows")).to_contain_text("leaving")
         await expect(page.locator("#rows tr")).to_have_count(2)
 
@@ -174,8 +174,7 @@ async def test_an_injected_script_does_not_run(browser: Browser) -> None:
                 const script = document.createElement("script");
                 script.textContent = "window.owned = 1";
                 document.body.append(script);
-            }"""
-        )
+            }""")
         assert await page.evaluate("window.owned") is None
 
 

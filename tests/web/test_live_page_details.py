@@ -130,8 +130,8 @@ async def test_recent_requests_are_listed_and_a_click_explains_the_pick(
         await page.screenshot(path=SCREENSHOTS / "explain.png")
         await page.keyboard.press("Escape")
         await expect(dialog).to_be_hidden()
-        fleet.groups[0].faults.set("refuse")
-        fleet.groups[1].faults.set("refuse")
+        fleet.groups[0].faults.apply("refuse")
+        fleet.groups[1].faults.apply("refuse")
         await fleet.ask()
         await page.check("#problems")
         await expect(rows).to_have_count(1)
@@ -169,7 +169,7 @@ async def test_reasons_wrap_and_are_never_clipped(browser: Browser, width: int) 
                 number,
                 f"group-{number}-with-a-name-that-has-no-place-to-break-it-in-two-{number}" * 2,
             )
-            group.faults.set("refuse")
+            group.faults.apply("refuse")
         await expect(page.locator("#why li")).to_have_count(8, timeout=10_000)
         await expect(page.locator("#why li").last).to_contain_text("more: group-")
         assert await page.evaluate(CLIPPED) == 0

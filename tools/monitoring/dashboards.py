@@ -61,7 +61,7 @@ def _single(expr: str, legend: str = "") -> tuple[Query, ...]:
 
 
 _GOOD = rate_or_zero("penstock_goodput_total", kept="met")
-_JUDGED = rate("penstock_goodput_total", kept=JUDGED)
+_JUDGED = rate("penstock_goodput_total", kept=JUDGED_OUTCOMES)
 _HIT = f"{rate('penstock_prefix_hit_tokens_total')} / {rate('penstock_prefix_lookup_tokens_total')}"
 _CACHED = f"{rate('penstock_cached_tokens_total')} / {rate('penstock_prompt_tokens_total')}"
 _AVOIDABLE = rate("penstock_prefill_tokens_total", cause="~spread|evicted")
@@ -89,7 +89,7 @@ OVERVIEW = Board(
             ),
             Panel(
                 "Requests outside the objectives (last hour)",
-                tuple(Query(slo.recorded("1h"), f"{slo.slo} {{{{model}}}}") for slo in OBJECTIVES),
+                tuple(Query(slo.recorded_series("1h"), f"{slo.slo} {{{{model}}}}") for slo in OBJECTIVES),
                 "percentunit",
                 text="An alert pages at 14.4 times the errors that the objective allows.",
             ),
@@ -334,7 +334,7 @@ BOARDS = (OVERVIEW, ROUTING, SPLIT, INTERNALS)
 def complete(board: Board, catalogue: Sequence[Spec]) -> Mapping[Row, tuple[Panel, ...]]:
     """Return the dashboard's rows, with generated panels for the families that no panel shows."""
     shown = {
-        family_of(selector.name)
+        family_name(selector.name)
         for other in BOARDS
         for panels in other.rows.values()
         for selector in _selectors(panels)
@@ -369,7 +369,7 @@ def generate_panel(spec: Spec) -> Panel:
     return Panel(title, _single(f"{merged}{grouping} ({spec.name})", legend), unit, text=spec.help)
 
 
-def family_of(name: str) -> str:
+def family_name(name: str) -> str:
     """Return the family that a series belongs to."""
     return next((name.removesuffix(end) for end in SUFFIXES if name.endswith(end)), name)
 

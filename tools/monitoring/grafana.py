@@ -16,7 +16,7 @@ COLUMNS, WIDTH, HEIGHT = 24, 8, 7
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
-def board(spec: Board, catalogue: Sequence[Spec]) -> str:
+def dashboard_json(spec: Board, catalogue: Sequence[FamilySpec]) -> str:
     """Return the JSON file of one dashboard."""
     tree = {
         "uid": spec.uid,
@@ -38,7 +38,7 @@ def board(spec: Board, catalogue: Sequence[Spec]) -> str:
     return json.dumps(tree, indent=1) + "\n"
 
 
-def queries(catalogue: Sequence[Spec]) -> dict[str, str]:
+def queries(catalogue: Sequence[FamilySpec]) -> dict[str, str]:
     """Return every query of every panel, by dashboard and title."""
     return {
         f"{spec.uid} / {row} / {panel.title} / {number}": query.expr
@@ -90,7 +90,7 @@ def _variable(name: str, label: str, series: str, everything: str | None = ".*")
     }
 
 
-def _panels(spec: Board, catalogue: Sequence[Spec]) -> list[dict[str, Any]]:
+def _panels(spec: Board, catalogue: Sequence[FamilySpec]) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     y = 0
     for row, panels in complete(spec, catalogue).items():
@@ -107,7 +107,7 @@ def _panels(spec: Board, catalogue: Sequence[Spec]) -> list[dict[str, Any]]:
 
 
 def _panel(
-    number: int, panel: Panel, place: dict[str, int], catalogue: Sequence[Spec]
+    number: int, panel: Panel, place: dict[str, int], catalogue: Sequence[FamilySpec]
 ) -> dict[str, Any]:
     is_timeseries = panel.kind == "timeseries"
     style = {"lineWidth": 1, "fillOpacity": 8, "showPoints": "never"} if is_timeseries else {}
@@ -134,7 +134,7 @@ def _panel(
     }
 
 
-def _reloads(catalogue: Sequence[Spec]) -> dict[str, Any]:
+def _reloads(catalogue: Sequence[FamilySpec]) -> dict[str, Any]:
     """Return the annotation that marks configuration changes."""
     return {
         "name": "Configuration changes",

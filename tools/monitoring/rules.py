@@ -26,7 +26,7 @@ BURN_LABELS: Mapping[str, str] = MappingProxyType(
 Rule = Mapping[str, object]
 
 
-def rules(runbooks: str = RUNBOOKS) -> str:
+def rules_yaml(runbooks: str = RUNBOOKS) -> str:
     """Return the rules file; alerts link to their page below `runbooks`, a folder or URL."""
     groups = [
         {"name": "penstock-slo", "rules": [*_recordings(), *_burns(runbooks)]},
@@ -52,7 +52,7 @@ def promtool_tests(runbooks: str = RUNBOOKS) -> str:
     )
 
 
-def names() -> tuple[str, ...]:
+def alert_names() -> tuple[str, ...]:
     """Return the names of all alerts; each has a runbook."""
     return (*(objective.alert for objective in OBJECTIVES), *(alert.name for alert in ALERTS))
 
@@ -66,25 +66,25 @@ def queries() -> Mapping[str, str]:
     }
     for slo in OBJECTIVES:
         for burn in BURNS:
-            by_place[f"{slo.alert} {burn.long}"] = slo.recorded(burn.long)
-            by_place[f"{slo.alert} {burn.short}"] = slo.recorded(burn.short)
+            by_place[f"{slo.alert} {burn.long}"] = slo.recorded_series(burn.long)
+            by_place[f"{slo.alert} {burn.short}"] = slo.recorded_series(burn.short)
     by_place |= {alert.name: alert.value for alert in ALERTS}
     return by_place | {
         f"{alert.name} condition": alert.condition for alert in ALERTS if alert.condition
     }
 
 
-def recorded() -> frozenset[str]:
+def recorded_names() -> frozenset[str]:
     """Return the names of the series that recording rules create."""
     return frozenset(
-        slo.recorded(window).partition("{")[0] for slo in OBJECTIVES for window in WINDOWS
+        slo.recorded_series(window).partition("{")[0] for slo in OBJECTIVES for window in WINDOWS
     )
 
 
 def _recordings() -> list[Rule]:
     return [
         {
-            "record": slo.recorded(window).partition("{")[0],
+            "record": slo.recorded_series(window).partition("{")[0],
             "expr": LiteralScalarString(slo.bad_share(window)),
             "labels": {"slo": slo.slo},
         }

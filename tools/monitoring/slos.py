@@ -11,12 +11,12 @@ import msgspec
 
 from tools.monitoring.promql import rate
 
-PER = "job, namespace, model, pool"
+BUDGET_LABELS = "job, namespace, model, pool"
 """Each model of each fleet has its own budget."""
 
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 TTFT_MISSED, TPOT_MISSED = "~ttft_missed|both_missed", "~tpot_missed|both_missed"
-JUDGED = "~met|ttft_missed|tpot_missed|both_missed"
+JUDGED_OUTCOMES = "~met|ttft_missed|tpot_missed|both_missed"
 
 
 class Objective(msgspec.Struct, frozen=True):
@@ -34,22 +34,22 @@ class Objective(msgspec.Struct, frozen=True):
     def bad_share(self, window: str) -> str:
         """Build the query for the share of bad requests in the window."""
         if self.slo == "availability":
-            total = rate("penstock_requests_total", PER, window, code="~200|5..")
-            failed = rate("penstock_requests_total", PER, window, code="~5..")
-            broken = rate("penstock_requests_total", PER, window, code="200", reason="!served")
+            total = rate("penstock_requests_total", BUDGET_LABELS, window, code="~200|5..")
+            failed = rate("penstock_requests_total", BUDGET_LABELS, window, code="~5..")
+            broken = rate("penstock_requests_total", BUDGET_LABELS, window, code="200", reason="!served")
             return f"(({failed} or 0 * {total}) + ({broken} or 0 * {total})) / {total}"
-        total = rate("penstock_goodput_total", PER, window, kept=JUDGED)
+        total = rate("penstock_goodput_total", BUDGET_LABELS, window, kept=JUDGED_OUTCOMES)
         outcomes = TTFT_MISSED if self.slo == "ttft" else TPOT_MISSED
-        missed = rate("penstock_goodput_total", PER, window, kept=outcomes)
+        missed = rate("penstock_goodput_total", BUDGET_LABELS, window, kept=outcomes)
         return f"({missed} or 0 * {total}) / {total}"
 
-    def recorded(self, window: str) -> str:
+    def recorded_series(self, window: str) -> str:
         """Return the series that the recording rule stores the bad share in."""
         return f'penstock:slo_errors:ratio_rate{window}{{slo="{self.slo}"}}'
 
     def budget_left(self) -> str:
         """Build the query for the share of the last three days' budget that is left."""
-        return f"1 - {self.recorded('3d')} / {1 - self.goal:.6g}"
+        return f"1 - {self.recorded_series('3d')} / {1 - self.goal:.6g}"
 
 
 class Burn(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class Burn(msgspec.Struct, frozen=True):
     def rule(self, objective: Objective) -> str:
         """Build the alert's expression."""
         limit = self.limit(objective)
-        long, short = objective.recorded(self.long), objective.recorded(self.short)
+        long, short = objective.recorded_series(self.long), objective.recorded_series(self.short)
         return f"{long} > {limit} and {short} > {limit}"
 
 

@@ -11,55 +11,61 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from gateway.cli.doctor.findings import Finding, bad, doubtful, good, unknown
-from gateway.cli.doctor.probe import Probed, models_of
+from gateway.cli.doctor.findings import (
+    CheckFinding,
+    fail_finding,
+    pass_finding,
+    unknown_finding,
+    warn_finding,
+)
+from gateway.cli.doctor.probe import ProbeResult, listed_models
 from gateway.config import Config, Hardware
 from gateway.fleet import scrape
 from policies.model import Endpoint
 
-FLEET = "fleet"
+FLEET_SUBJECT = "fleet"
 KV_HEADROOM = 1.15
 MAX_BATCH_SLOWDOWN = 4.0
 
 
-class Member(msgspec.Struct, frozen=True):
+class CheckedEndpoint(msgspec.Struct, frozen=True):
     """One endpoint of the fleet, and the responses of its engine."""
 
     endpoint: Endpoint
-    found: Probed
+    probe_result: ProbeResult
 
     @property
-    def context(self) -> int | None:
+    def context_tokens(self) -> int | None:
         """The longest request that the engine accepts, in tokens; None if unknown."""
-        lengths = [length for length in models_of(self.found).values() if length]
+        lengths = [length for length in listed_models(self.probe_result).values() if length]
         return max(lengths, default=None)
 
     @property
     def kv_tokens(self) -> int | None:
         """The KV cache size that the engine's metrics report, in tokens; None if unknown."""
-        response = self.found.metrics
+        response = self.probe_result.metrics
         return (
-            scrape.read(response.text, self.endpoint.engine).kv_tokens
+            scrape.parse_scrape(response.text, self.endpoint.engine).kv_tokens
             if response is not None and response.status == 200
             else None
         )
 
 
-class Fleet(msgspec.Struct, frozen=True):
+class CheckedFleet(msgspec.Struct, frozen=True):
     """The input of all checks.
 
     `config` is None for engines without a file. `pace_s` maps an endpoint's name to its seconds per
     token at batch 1 and at batch 16, if measured.
     """
 
-    members: Sequence[Member]
+    members: Sequence[CheckedEndpoint]
     config: Config | None = None
     pace_s: Mapping[str, tuple[float, float]] = {}
 
 
-def points(fleet: Fleet) -> list[Finding]:
+def run_checklist(fleet: CheckedFleet) -> list[CheckFinding]:
     """Return the findings of all checks, in the guide's order."""
-    parts: tuple[Callable[[Fleet], Iterator[Finding]], ...] = (
+    parts: tuple[Callable[[CheckedFleet], Iterator[CheckFinding]], ...] = (
         *(
             _fits,
             _links,
@@ -77,12 +83,12 @@ def points(fleet: Fleet) -> list[Finding]:
     return [finding for part in parts for finding in part(fleet)]
 
 
-def _fits(fleet: Fleet) -> Iterator[Finding]:
+def _fits(fleet: CheckedFleet) -> Iterator[CheckFinding]:
     check = "TP degree fits weights and KV"
     for member in fleet.members:
-        name, kv, context = member.endpoint.name, member.kv_tokens, member.context
+        name, kv, context = member.endpoint.name, member.kv_tokens, member.context_tokens
         if kv is None or context is None:
-            yield unknown(
+            yield unknown_finding(
                 name,
                 check,
                 "the engine does not report its KV size or context length",
@@ -90,9 +96,9 @@ def _fits(fleet: Fleet) -> Iterator[Finding]:
             )
         elif kv < context * KV_HEADROOM:
             fix = "raise TP, quantise the weights, or lower --max-model-len"
-            yield bad(name, check, _kv_text(kv, context), fix)
+            yield fail_finding(name, check, _kv_text(kv, context), fix)
         else:
-            yield good(name, check, _kv_text(kv, context))
+            yield pass_finding(name, check, _kv_text(kv, context))
 
 
 def _kv_text(kv_tokens: int, context_tokens: int) -> str:
@@ -100,35 +106,35 @@ def _kv_text(kv_tokens: int, context_tokens: int) -> str:
     return f"{kv_tokens:,} tokens of KV hold {requests:.1f} requests of {context_tokens:,} tokens"
 
 
-def _links(fleet: Fleet) -> Iterator[Finding]:
+def _links(fleet: CheckedFleet) -> Iterator[CheckFinding]:
     check = "TP within one fast domain"
     multi_gpu = [endpoint.endpoint for endpoint in fleet.members if endpoint.endpoint.layout.tp > 1]
     hardware = Hardware() if fleet.config is None else fleet.config.hardware
     domain = hardware.link_domain_gpus
     too_wide = [endpoint.name for endpoint in multi_gpu if endpoint.layout.tp > domain]
     if too_wide:
-        yield bad(
-            FLEET,
+        yield fail_finding(
+            FLEET_SUBJECT,
             check,
             f"{', '.join(too_wide)}: TP over more than the {domain} GPUs of a link domain",
             "use TP within a link domain and PP across; hardware.link_domain_gpus sets its size",
         )
     elif multi_gpu:
-        yield unknown(
-            FLEET,
+        yield unknown_finding(
+            FLEET_SUBJECT,
             check,
             "links are not visible from here",
             "run nvidia-smi topo -m: expect NV# between all GPUs of a group",
         )
     else:
-        yield good(FLEET, check, "no group is configured with more than one GPU")
+        yield pass_finding(FLEET_SUBJECT, check, "no group is configured with more than one GPU")
 
 
-def _pace(fleet: Fleet) -> Iterator[Finding]:
+def _pace(fleet: CheckedFleet) -> Iterator[CheckFinding]:
     check = "decode speed at batch 1 and 16"
     if not fleet.pace_s:
-        yield unknown(
-            FLEET,
+        yield unknown_finding(
+            FLEET_SUBJECT,
             check,
             "not measured",
             "run penstock doctor --measure for a few requests, or penstock bench for a load",
@@ -136,49 +142,49 @@ def _pace(fleet: Fleet) -> Iterator[Finding]:
     for name, (one_s, many_s) in fleet.pace_s.items():
         speeds = f"{one_s * 1000:.1f} ms per token at batch 1, {many_s * 1000:.1f} ms at batch 16"
         if one_s > 0 and many_s > MAX_BATCH_SLOWDOWN * one_s:
-            yield doubtful(
+            yield warn_finding(
                 name, check, speeds, "batching gains little: check TP links, CPU and max-num-seqs"
             )
         else:
-            yield good(name, check, speeds)
+            yield pass_finding(name, check, speeds)
 
 
-def _collectives(_: Fleet) -> Iterator[Finding]:
+def _collectives(_: CheckedFleet) -> Iterator[CheckFinding]:
     fix = (
         "profile a decode step (nsys, torch profiler); "
         "if NCCL dominates, lower TP, quantise, or batch more"
     )
-    yield unknown(FLEET, "collective time per layer", "needs a profile of the engine", fix)
+    yield unknown_finding(FLEET_SUBJECT, "collective time per layer", "needs a profile of the engine", fix)
 
 
-def _explicit(fleet: Fleet) -> Iterator[Finding]:
+def _explicit(fleet: CheckedFleet) -> Iterator[CheckFinding]:
     check = "TP size configured"
     if fleet.config is None:
-        yield unknown(
-            FLEET,
+        yield unknown_finding(
+            FLEET_SUBJECT,
             check,
             "no configuration file given",
             "set layout: {tp: N} for each endpoint in the file",
         )
         return
     undeclared = [
-        spec.shown_name
+        spec.display_name
         for pool in fleet.config.pools.values()
         for spec in pool.endpoints
         if "layout" not in spec.model_fields_set
     ]
     if undeclared:
         fix = "set layout: {tp: N} to the engine's TP size, also when it is 1"
-        yield doubtful(FLEET, check, f"no layout for {', '.join(undeclared[:6])}", fix)
+        yield warn_finding(FLEET_SUBJECT, check, f"no layout for {', '.join(undeclared[:6])}", fix)
     else:
-        yield good(FLEET, check, "every endpoint has a layout")
+        yield pass_finding(FLEET_SUBJECT, check, "every endpoint has a layout")
 
 
-def _admission(fleet: Fleet) -> Iterator[Finding]:
+def _admission(fleet: CheckedFleet) -> Iterator[CheckFinding]:
     check = "admission control with chunked prefill"
     if fleet.config is None:
-        yield good(
-            FLEET, check, "requests beyond max_concurrency (24 per group) wait or are rejected"
+        yield pass_finding(
+            FLEET_SUBJECT, check, "requests beyond max_concurrency (24 per group) wait or are rejected"
         )
     else:
         pools = fleet.config.pools.items()
@@ -187,10 +193,10 @@ def _admission(fleet: Fleet) -> Iterator[Finding]:
             for name, pool in pools
         )
         chunked = "Chunked prefill is an engine setting, on by default in vLLM and SGLang"
-        yield good(FLEET, check, f"{pools_text}. {chunked}")
+        yield pass_finding(FLEET_SUBJECT, check, f"{pools_text}. {chunked}")
 
 
-def _fallback(fleet: Fleet) -> Iterator[Finding]:
+def _fallback(fleet: CheckedFleet) -> Iterator[CheckFinding]:
     check = "fallback to a smaller model"
     with_tiers = (
         []
@@ -198,51 +204,51 @@ def _fallback(fleet: Fleet) -> Iterator[Finding]:
         else [model.name for model in fleet.config.models if model.overflow]
     )
     if with_tiers:
-        yield good(FLEET, check, f"{', '.join(with_tiers)} have one")
+        yield pass_finding(FLEET_SUBJECT, check, f"{', '.join(with_tiers)} have one")
     else:
         fix = "set models[].overflow to the model that serves when this one is full"
-        yield doubtful(FLEET, check, "no model has one", fix)
+        yield warn_finding(FLEET_SUBJECT, check, "no model has one", fix)
 
 
-def _quality(_: Fleet) -> Iterator[Finding]:
+def _quality(_: CheckedFleet) -> Iterator[CheckFinding]:
     fix = "compare golden prompts with BF16, again after every change of weights or engine"
-    yield unknown(
-        FLEET, "quality of quantised weights", "the gateway does not evaluate responses", fix
+    yield unknown_finding(
+        FLEET_SUBJECT, "quality of quantised weights", "the gateway does not evaluate responses", fix
     )
 
 
-def _memory(fleet: Fleet) -> Iterator[Finding]:
+def _memory(fleet: CheckedFleet) -> Iterator[CheckFinding]:
     check = "KV memory monitored"
     unreported = [member.endpoint.name for member in fleet.members if member.kv_tokens is None]
     if unreported:
-        yield bad(
-            FLEET,
+        yield fail_finding(
+            FLEET_SUBJECT,
             check,
             f"{', '.join(unreported)} do not report KV usage and size",
             "enable the engines' metrics, and alert on KV usage above 90 %",
         )
     else:
-        yield good(FLEET, check, "all engines report KV usage and size")
+        yield pass_finding(FLEET_SUBJECT, check, "all engines report KV usage and size")
 
 
-def _sizing(fleet: Fleet) -> Iterator[Finding]:
+def _sizing(fleet: CheckedFleet) -> Iterator[CheckFinding]:
     check = "context length as configured"
     for member in fleet.members:
-        limit, reported = member.endpoint.context_tokens, member.context
+        limit, reported = member.endpoint.context_tokens, member.context_tokens
         if limit is not None and reported is not None and limit != reported:
             text = f"context_tokens is {limit:,}, the engine reports {reported:,}"
-            yield bad(
+            yield fail_finding(
                 member.endpoint.name, check, text, "correct the file, and size the fleet again"
             )
             return
-    yield good(FLEET, check, "no configured context length differs from the engine's")
+    yield pass_finding(FLEET_SUBJECT, check, "no configured context length differs from the engine's")
 
 
-def _fails_fast(fleet: Fleet) -> Iterator[Finding]:
+def _fails_fast(fleet: CheckedFleet) -> Iterator[CheckFinding]:
     check = "a lost GPU fails fast"
     if fleet.config is None:
-        yield good(
-            FLEET,
+        yield pass_finding(
+            FLEET_SUBJECT,
             check,
             "health checks every second; 5 s of silence with requests in flight eject a group",
         )
@@ -251,15 +257,15 @@ def _fails_fast(fleet: Fleet) -> Iterator[Finding]:
     silence = f"{health.progress:g} s of silence with requests in flight eject a group"
     text = f"health checks every {health.interval:g} s; {silence}"
     if health.progress > 30 or health.interval > 10:
-        yield doubtful(
-            FLEET, check, text, "clients wait this long: lower health.progress and health.interval"
+        yield warn_finding(
+            FLEET_SUBJECT, check, text, "clients wait this long: lower health.progress and health.interval"
         )
     else:
-        yield good(FLEET, check, f"{text}. Try it: penstock chaos lose-rank")
+        yield pass_finding(FLEET_SUBJECT, check, f"{text}. Try it: penstock chaos lose-rank")
 
 
-def _cost(_: Fleet) -> Iterator[Finding]:
+def _cost(_: CheckedFleet) -> Iterator[CheckFinding]:
     fix = "run penstock replay with the same trace on other layouts"
-    yield unknown(
-        FLEET, "cost against replicas of a smaller model", "depends on prices and quality", fix
+    yield unknown_finding(
+        FLEET_SUBJECT, "cost against replicas of a smaller model", "depends on prices and quality", fix
     )

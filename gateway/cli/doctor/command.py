@@ -17,27 +17,41 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gateway.cli.doctor.checklist import Fleet, Member, points
-from gateway.cli.doctor.engine import judge
-from gateway.cli.doctor.findings import Finding, Verdict, bad, doubtful, group_findings, unknown
-from gateway.cli.doctor.probe import Probed, decode_s, models_of, probe
-from gateway.cli.doctor.redis_probe import judge_redis
-from gateway.cli.output import Json, print_json, say, shown
-from gateway.config import Config, ConfigError, EndpointSpec, Loaded, examine, from_engines
-from gateway.fleet.endpoint_registry import described
+from gateway.cli.doctor.checklist import CheckedEndpoint, CheckedFleet, run_checklist
+from gateway.cli.doctor.engine import check_engine
+from gateway.cli.doctor.findings import (
+    CheckFinding,
+    CheckVerdict,
+    fail_finding,
+    group_findings,
+    unknown_finding,
+    warn_finding,
+)
+from gateway.cli.doctor.probe import ProbeResult, listed_models, measure_decode_s, probe_engine
+from gateway.cli.doctor.redis_probe import check_redis
+from gateway.cli.output import JsonOption, print_json, print_line, sanitize
+from gateway.config import (
+    Config,
+    ConfigError,
+    EndpointSpec,
+    LoadedConfig,
+    config_from_engines,
+    load_with_warnings,
+)
+from gateway.fleet.endpoint_registry import to_endpoint
 from gateway.fleet.model_names import engine_name, explicit_models
 from gateway.http.tls_clients import ClientContexts
-from kvtransfer.dialects import by_itself
+from kvtransfer.dialects import standalone_members
 
 THREADS = 16
 MEASURED_TOKENS = 32
 PIPE_WIDTH = 120
-MARKS: Mapping[Verdict, tuple[str, str]] = MappingProxyType(
+MARKS: Mapping[CheckVerdict, tuple[str, str]] = MappingProxyType(
     {
-        Verdict.PASS: ("ok", "green"),
-        Verdict.WARN: ("warn", "yellow"),
-        Verdict.FAIL: ("FAIL", "bold red"),
-        Verdict.UNKNOWN: ("?", "cyan"),
+        CheckVerdict.PASS: ("ok", "green"),
+        CheckVerdict.WARN: ("warn", "yellow"),
+        CheckVerdict.FAIL: ("FAIL", "bold red"),
+        CheckVerdict.UNKNOWN: ("?", "cyan"),
     }
 )
 
@@ -59,13 +73,13 @@ def doctor(
     every: Annotated[
         bool, typer.Option("--all", help="Print one row per engine, even for many engines.")
     ] = False,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check engines and a configuration before production, with a fix for every problem."""
     if (config is None) == (not engine):
         raise typer.BadParameter("give either --config FILE, or --engine URL once per engine")
     findings = list(_findings(config, engine or [], measure=measure and not quiet, token=not quiet))
-    failed = any(finding.verdict is Verdict.FAIL for finding in findings)
+    failed = any(finding.verdict is CheckVerdict.FAIL for finding in findings)
     if as_json:
         print_json(
             {
@@ -81,16 +95,16 @@ def doctor(
 
 def _findings(
     file: Path | None, urls: Sequence[str], *, measure: bool, token: bool
-) -> Iterator[Finding]:
+) -> Iterator[CheckFinding]:
     try:
         loaded = (
-            examine(file, os.environ)
+            load_with_warnings(file, os.environ)
             if file is not None
-            else from_engines(urls, "prefix_aware", "127.0.0.1", 0, 0)
+            else config_from_engines(urls, "prefix_aware", "127.0.0.1", 0, 0)
         )
     except ConfigError as error:
         for problem in error.problems:
-            yield bad(
+            yield fail_finding(
                 f"{problem.file}:{problem.line}:{problem.col}",
                 "configuration",
                 f"{problem.path} {problem.message}",
@@ -98,25 +112,25 @@ def _findings(
             )
         return
     for problem in loaded.warnings:
-        yield doubtful(
+        yield warn_finding(
             f"{Path(problem.file).name}:{problem.line}",
             "configuration",
             f"{problem.path} {problem.message}",
             "",
         )
-    yield from judge_redis(loaded.config)
+    yield from check_redis(loaded.config)
     yield from _engine_findings(loaded, with_file=file is not None, measure=measure, token=token)
 
 
 def _engine_findings(
-    loaded: Loaded, *, with_file: bool, measure: bool, token: bool
-) -> Iterator[Finding]:
+    loaded: LoadedConfig, *, with_file: bool, measure: bool, token: bool
+) -> Iterator[CheckFinding]:
     config = loaded.config
     for pool in [
         name for name, pool_spec in config.pools.items() if pool_spec.discover is not None
     ]:
         fix = "check them with --engine URL, or use penstock status with a running gateway"
-        yield unknown(
+        yield unknown_finding(
             f"pool {pool}",
             "discovery",
             "discovered endpoints are not checked, only those in the file",
@@ -130,7 +144,7 @@ def _engine_findings(
             lambda spec_of_pool: _probe(spec_of_pool[1], config.health.path, token=token), specs
         )
         members = [
-            Member(described(pool, spec), result)
+            CheckedEndpoint(to_endpoint(pool, spec), result)
             for (pool, spec), result in zip(specs, probes, strict=True)
         ]
     served = [_served(config, member) for member in members]
@@ -140,34 +154,34 @@ def _engine_findings(
         models = {model.name: engine_name(model, member.endpoint) for model in named}
         split = any(model.split is not None for model in config.models if model.pool == pool)
         elsewhere = frozenset().union(*(names for names in served if names is not own))
-        yield from judge(
-            member.found,
+        yield from check_engine(
+            member.probe_result,
             member.endpoint,
             models,
             split=split,
             elsewhere=elsewhere & models.keys(),
         )
-    reachable = [member for member in members if member.found.problem is None]
+    reachable = [member for member in members if member.probe_result.problem is None]
     if reachable:
         pace = _measure_paces(config, reachable) if measure else {}
-        yield from points(Fleet(reachable, config if with_file else None, pace))
+        yield from run_checklist(CheckedFleet(reachable, config if with_file else None, pace))
 
 
-def _served(config: Config, member: Member) -> frozenset[str]:
+def _served(config: Config, member: CheckedEndpoint) -> frozenset[str]:
     """Return the names of the configured models that the engine lists."""
-    own, listed = member.endpoint, models_of(member.found)
+    own, listed = member.endpoint, listed_models(member.probe_result)
     models = (model for model in explicit_models(config) if model.pool == own.pool)
     return frozenset(model.name for model in models if engine_name(model, own) in listed)
 
 
-def _probe(spec: EndpointSpec, health_path: str, *, token: bool) -> Probed:
+def _probe(spec: EndpointSpec, health_path: str, *, token: bool) -> ProbeResult:
     """Query one engine; for an endpoint of split requests, send a request of its role."""
-    role_members = {} if spec.role == "both" else by_itself(spec.engine)
+    role_members = {} if spec.role == "both" else standalone_members(spec.engine)
     more = role_members if token else None
-    return probe(spec.url, _key(spec), health_path, more=more, encryption=ClientContexts().of(spec))
+    return probe_engine(spec.url, _key(spec), health_path, more=more, encryption=ClientContexts().encryption_for(spec))
 
 
-def _measure_paces(config: Config, members: Sequence[Member]) -> dict[str, tuple[float, float]]:
+def _measure_paces(config: Config, members: Sequence[CheckedEndpoint]) -> dict[str, tuple[float, float]]:
     """Return the seconds per token at batch 1 and 16 by endpoint, measured one endpoint at a time.
 
     Endpoints whose requests fail are left out.
@@ -176,15 +190,15 @@ def _measure_paces(config: Config, members: Sequence[Member]) -> dict[str, tuple
     contexts = ClientContexts()
     paces = {}
     for member in members:
-        url, model = member.endpoint.url, next(iter(models_of(member.found)), None)
+        url, model = member.endpoint.url, next(iter(listed_models(member.probe_result)), None)
         if model is None:
             continue
-        arguments = (url, _key(specs[url]), model, MEASURED_TOKENS, contexts.of(specs[url]))
+        arguments = (url, _key(specs[url]), model, MEASURED_TOKENS, contexts.encryption_for(specs[url]))
         try:
-            alone_s = decode_s(*arguments)
+            alone_s = measure_decode_s(*arguments)
             with ThreadPoolExecutor(16) as threads:
                 concurrent_s = list(
-                    threads.map(lambda _, arguments=arguments: decode_s(*arguments), range(16))
+                    threads.map(lambda _, arguments=arguments: measure_decode_s(*arguments), range(16))
                 )
         except (OSError, http.client.HTTPException):
             continue
@@ -196,25 +210,25 @@ def _key(spec: EndpointSpec) -> str | None:
     return None if spec.api_key is None else spec.api_key.reveal()
 
 
-def _print_table(findings: Sequence[Finding]) -> None:
+def _print_table(findings: Sequence[CheckFinding]) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("", "what", "check", "seen"):
         table.add_column(name, overflow="fold")
     for finding in findings:
         mark, style = MARKS[finding.verdict]
-        seen = Text(shown(finding.seen))
+        seen = Text(sanitize(finding.seen))
         if finding.fix:
             seen.append(f"\n-> {finding.fix}", "dim")
         table.add_row(Text(mark, style), Text(finding.subject, "bold"), Text(finding.check), seen)
     Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)
 
 
-def _print_counts(findings: Sequence[Finding]) -> None:
+def _print_counts(findings: Sequence[CheckFinding]) -> None:
     counts = {
-        verdict: sum(finding.verdict is verdict for finding in findings) for verdict in Verdict
+        verdict: sum(finding.verdict is verdict for finding in findings) for verdict in CheckVerdict
     }
     summary = (
-        f"{counts[Verdict.PASS]} passed, {counts[Verdict.WARN]} warnings, "
-        f"{counts[Verdict.FAIL]} failed, {counts[Verdict.UNKNOWN]} unknown"
+        f"{counts[CheckVerdict.PASS]} passed, {counts[CheckVerdict.WARN]} warnings, "
+        f"{counts[CheckVerdict.FAIL]} failed, {counts[CheckVerdict.UNKNOWN]} unknown"
     )
-    say(summary, style="red" if counts[Verdict.FAIL] else "green")
+    print_line(summary, style="red" if counts[CheckVerdict.FAIL] else "green")

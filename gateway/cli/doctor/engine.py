@@ -6,8 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from gateway.cli.doctor.findings import Finding, bad, doubtful, good, unknown
-from gateway.cli.doctor.probe import Probed, models_of, request_members
+from gateway.cli.doctor.findings import (
+    CheckFinding,
+    fail_finding,
+    pass_finding,
+    unknown_finding,
+    warn_finding,
+)
+from gateway.cli.doctor.probe import ProbeResult, listed_models, request_members
 from gateway.fleet import scrape
 from gateway.fleet.health_checks import NO_LIST
 from policies.model import Endpoint, EngineKind
@@ -31,14 +37,14 @@ CONNECTOR_METRICS: Mapping[EngineKind, tuple[bytes, ...]] = MappingProxyType(
 SKEW_S, MAX_SKEW_S = 2.0, 30.0
 
 
-def judge(
-    responses: Probed,
+def check_engine(
+    responses: ProbeResult,
     endpoint: Endpoint,
     models: Mapping[str, str],
     *,
     split: bool,
     elsewhere: frozenset[str] = frozenset(),
-) -> list[Finding]:
+) -> list[CheckFinding]:
     """Return the findings about one endpoint.
 
     `models` maps the names that clients send to those that the engine must list; empty if any
@@ -51,8 +57,8 @@ def judge(
             "start it, or correct its url; is there a firewall, "
             "or does it listen only on 127.0.0.1?"
         )
-        return [bad(name, "reachable", f"{responses.url}: {responses.problem}", fix)]
-    checks: tuple[Callable[[], Iterator[Finding]], ...] = (
+        return [fail_finding(name, "reachable", f"{responses.url}: {responses.problem}", fix)]
+    checks: tuple[Callable[[], Iterator[CheckFinding]], ...] = (
         lambda: _health(responses, name),
         lambda: _version(responses, name),
         lambda: _models(responses, endpoint.name, models, elsewhere),
@@ -65,44 +71,44 @@ def judge(
     return [finding for check in checks for finding in check()]
 
 
-def _health(responses: Probed, name: str) -> Iterator[Finding]:
+def _health(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
     status = None if responses.health is None else responses.health.status
     if status == 200:
-        yield good(name, "reachable", f"{responses.url} is healthy")
+        yield pass_finding(name, "reachable", f"{responses.url} is healthy")
     elif status in (401, 403):
         fix = "set the endpoint's api_key to a reference to the key"
-        yield bad(name, "reachable", f"its health check requires a key (status {status})", fix)
+        yield fail_finding(name, "reachable", f"its health check requires a key (status {status})", fix)
     else:
         fix = "check its log, or set health.path"
-        yield bad(name, "reachable", f"its health check returns status {status}", fix)
+        yield fail_finding(name, "reachable", f"its health check returns status {status}", fix)
 
 
-def _version(responses: Probed, name: str) -> Iterator[Finding]:
+def _version(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
     body = (
         responses.version.json
         if responses.version is not None and responses.version.status == 200
         else None
     )
     if isinstance(body, dict) and isinstance(body.get("version"), str):
-        yield good(name, "version", body["version"][:40])
+        yield pass_finding(name, "version", body["version"][:40])
     else:
-        yield unknown(
+        yield unknown_finding(
             name, "version", "/version does not report it", "check the engine's version yourself"
         )
 
 
 def _models(
-    responses: Probed, name: str, models: Mapping[str, str], elsewhere: frozenset[str]
-) -> Iterator[Finding]:
-    listed = models_of(responses)
+    responses: ProbeResult, name: str, models: Mapping[str, str], elsewhere: frozenset[str]
+) -> Iterator[CheckFinding]:
+    listed = listed_models(responses)
     if responses.models is not None and responses.models.status in NO_LIST:
         status = responses.models.status
         text = f"/v1/models returns status {status}, so it receives every model of its pool"
-        yield doubtful(name, "models", text, "does its url end in /v1? remove that")
+        yield warn_finding(name, "models", text, "does its url end in /v1? remove that")
         return
     if not listed:
         fix = "does its url end in /v1? remove that; does it require a key?"
-        yield bad(name, "models", "/v1/models lists none", fix)
+        yield fail_finding(name, "models", "/v1/models lists none", fix)
         return
     unlisted = sorted(model for model, served in models.items() if served not in listed)
     missing = [model for model in unlisted if model not in elsewhere]
@@ -111,13 +117,13 @@ def _models(
         required = ", ".join(sorted({models[model] for model in missing}))
         text = f"it lists {known}, not {required}: requests for {', '.join(missing)} get 404"
         fix = _remedy(missing[0], sorted(listed.keys() - set(models.values())))
-        yield bad(name, "models", text, fix)
+        yield fail_finding(name, "models", text, fix)
     else:
         text = ", ".join(
             f"{model} ({length} tokens)" if length else model for model, length in listed.items()
         )
         others = f"; other endpoints serve {', '.join(unlisted)}" if unlisted else ""
-        yield good(name, "models", text + others)
+        yield pass_finding(name, "models", text + others)
 
 
 def _remedy(model: str, names: list[str]) -> str:
@@ -133,26 +139,26 @@ def _remedy(model: str, names: list[str]) -> str:
     return f"if it has the model under another name, write {line}{choice}; otherwise {adapter}"
 
 
-def kind_of(text: bytes) -> EngineKind | None:
+def engine_kind_of(text: bytes) -> EngineKind | None:
     """Return the engine that exposes these metrics; None if unknown."""
     return next((kind for kind, prefix in METRIC_PREFIXES.items() if prefix in text), None)
 
 
-def _metrics(responses: Probed, endpoint: Endpoint) -> Iterator[Finding]:
+def _metrics(responses: ProbeResult, endpoint: Endpoint) -> Iterator[CheckFinding]:
     name, response = endpoint.name, responses.metrics
     if response is None or response.status != 200:
         fix = (
             "enable them (SGLang: --enable-metrics); "
             "without them, the gateway knows only its own requests"
         )
-        yield doubtful(name, "metrics", "it exposes none", fix)
+        yield warn_finding(name, "metrics", "it exposes none", fix)
         return
-    kind = kind_of(response.text)
+    kind = engine_kind_of(response.text)
     if kind is not None and kind is not endpoint.engine:
         seen = f"they are those of {kind}, not {endpoint.engine}"
-        yield bad(name, "metrics", seen, f"set the endpoint's engine: {kind}")
+        yield fail_finding(name, "metrics", seen, f"set the endpoint's engine: {kind}")
         return
-    reading = scrape.read(response.text, endpoint.engine)
+    reading = scrape.parse_scrape(response.text, endpoint.engine)
     facts = {
         "running": reading.running,
         "waiting": reading.waiting,
@@ -165,24 +171,24 @@ def _metrics(responses: Probed, endpoint: Endpoint) -> Iterator[Finding]:
             "does the gateway support this engine version? "
             "the KV size can be set with the endpoint's kv_tokens"
         )
-        yield doubtful(name, "metrics", f"they do not include {', '.join(missing)}", fix)
+        yield warn_finding(name, "metrics", f"they do not include {', '.join(missing)}", fix)
     else:
-        yield good(name, "metrics", f"{endpoint.engine}, {reading.kv_tokens:,} tokens of KV")
+        yield pass_finding(name, "metrics", f"{endpoint.engine}, {reading.kv_tokens:,} tokens of KV")
 
 
-def _connector(responses: Probed, endpoint: Endpoint, *, split: bool) -> Iterator[Finding]:
+def _connector(responses: ProbeResult, endpoint: Endpoint, *, split: bool) -> Iterator[CheckFinding]:
     text = responses.metrics.text if responses.metrics is not None else b""
     if any(prefix in text for prefix in CONNECTOR_METRICS[endpoint.engine]):
-        yield good(endpoint.name, "KV connector", "its metrics show one")
+        yield pass_finding(endpoint.name, "KV connector", "its metrics show one")
     elif split:
         fix = (
             "vLLM: --kv-transfer-config; SGLang: --disaggregation-mode; "
             "send one split request and check /live"
         )
-        yield unknown(endpoint.name, "KV connector", "its metrics show none so far", fix)
+        yield unknown_finding(endpoint.name, "KV connector", "its metrics show none so far", fix)
 
 
-def _cache_salt(responses: Probed, endpoint: Endpoint) -> Iterator[Finding]:
+def _cache_salt(responses: ProbeResult, endpoint: Endpoint) -> Iterator[CheckFinding]:
     check, name, member, schemas = (
         "cache salt",
         endpoint.name,
@@ -194,19 +200,19 @@ def _cache_salt(responses: Probed, endpoint: Endpoint) -> Iterator[Finding]:
         "with its tenants, or upgrade the engine"
     )
     if endpoint.tenants and not member:
-        yield good(
+        yield pass_finding(
             name, check, f"it receives none, but serves only {', '.join(sorted(endpoint.tenants))}"
         )
     elif not member:
         text = "it receives none, so tenants share its cached prompts"
-        yield doubtful(name, check, text, "reserve the endpoint for one tenant with its tenants")
+        yield warn_finding(name, check, text, "reserve the endpoint for one tenant with its tenants")
     elif not schemas:
         fix = f"send the same prompt with two values of {member} and compare cached_tokens"
-        yield unknown(name, check, "it has no /openapi.json that lists request members", fix)
+        yield unknown_finding(name, check, "it has no /openapi.json that lists request members", fix)
     elif all(member in members for members in schemas):
-        yield good(name, check, f"it accepts {member}, so tenants do not share cached prompts")
+        yield pass_finding(name, check, f"it accepts {member}, so tenants do not share cached prompts")
     else:
-        yield bad(
+        yield fail_finding(
             name,
             check,
             f"its requests have no member {member}, so tenants share its cached prompts",
@@ -214,25 +220,25 @@ def _cache_salt(responses: Probed, endpoint: Endpoint) -> Iterator[Finding]:
         )
 
 
-def _token(responses: Probed, name: str) -> Iterator[Finding]:
+def _token(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
     response = responses.token
     if response is None:
         return
     if response.status != 200 or not isinstance(response.json, dict):
         seen = f"a request for one token returned status {response.status}"
-        yield bad(name, "one token", seen, "send the request with curl and check the engine's log")
+        yield fail_finding(name, "one token", seen, "send the request with curl and check the engine's log")
         return
-    yield good(name, "one token", f"generated in {response.took_s * 1000:.0f} ms")
+    yield pass_finding(name, "one token", f"generated in {response.took_s * 1000:.0f} ms")
     usage = response.json.get("usage")
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     if isinstance(details, dict) and "cached_tokens" in details:
-        yield good(
+        yield pass_finding(
             name, "usage details", "it reports cached tokens, which correct the prefix index"
         )
     else:
         fix = "vLLM: --enable-prompt-tokens-details; SGLang: --enable-cache-report"
         seen = "it does not report cached tokens, so the prefix index stays a prediction"
-        yield doubtful(name, "usage details", seen, fix)
+        yield warn_finding(name, "usage details", seen, fix)
     choices = response.json.get("choices")
     ids: Any = (
         choices[0].get("token_ids")
@@ -240,31 +246,31 @@ def _token(responses: Probed, name: str) -> Iterator[Finding]:
         else None
     )
     if ids:
-        yield good(
+        yield pass_finding(
             name, "token ids", "it returns them, so a broken stream can be continued exactly"
         )
     else:
-        yield unknown(
+        yield unknown_finding(
             name, "token ids", "it does not return them", "vLLM returns them since version 0.11"
         )
 
 
-def _connection(responses: Probed, name: str) -> Iterator[Finding]:
-    if responses.connections > 1:
-        text = f"it closes connections: {responses.connections} were opened for a few requests"
+def _connection(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
+    if responses.connection_count > 1:
+        text = f"it closes connections: {responses.connection_count} were opened for a few requests"
         fix = "make it, or the proxy before it, keep idle connections for a minute"
-        yield doubtful(name, "keep-alive", text, fix)
+        yield warn_finding(name, "keep-alive", text, fix)
     else:
-        yield good(name, "keep-alive", "one connection served all requests")
+        yield pass_finding(name, "keep-alive", "one connection served all requests")
     if responses.skew_s is None:
-        yield unknown(
+        yield unknown_finding(
             name,
             "clock",
             "its responses have no Date header",
             "compare the output of `date` there and here",
         )
     elif abs(responses.skew_s) > SKEW_S:
-        verdict = bad if abs(responses.skew_s) > MAX_SKEW_S else doubtful
+        verdict = fail_finding if abs(responses.skew_s) > MAX_SKEW_S else warn_finding
         yield verdict(
             name,
             "clock",
@@ -272,4 +278,4 @@ def _connection(responses: Probed, name: str) -> Iterator[Finding]:
             "run chrony or ntpd there, so that log times match",
         )
     else:
-        yield good(name, "clock", "within 2 s of ours")
+        yield pass_finding(name, "clock", "within 2 s of ours")

@@ -8,7 +8,7 @@ from enum import StrEnum
 import msgspec
 
 
-class Verdict(StrEnum):
+class CheckVerdict(StrEnum):
     """The result of a check.
 
     UNKNOWN is not a failure: it cannot be determined from outside the engine, and `fix` says how to
@@ -21,56 +21,56 @@ class Verdict(StrEnum):
     UNKNOWN = "unknown"
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckFinding(msgspec.Struct, frozen=True):
     """One check of one subject: an engine's name, a position in a file, or the fleet."""
 
     subject: str
     check: str
-    verdict: Verdict
+    verdict: CheckVerdict
     seen: str
     fix: str = ""
 
 
-def good(subject: str, check: str, seen: str) -> Finding:
+def pass_finding(subject: str, check: str, seen: str) -> CheckFinding:
     """Return the finding of a check that passed."""
-    return Finding(subject, check, Verdict.PASS, seen)
+    return CheckFinding(subject, check, CheckVerdict.PASS, seen)
 
 
-def doubtful(subject: str, check: str, seen: str, fix: str) -> Finding:
+def warn_finding(subject: str, check: str, seen: str, fix: str) -> CheckFinding:
     """Return the finding of a check that passed with a warning."""
-    return Finding(subject, check, Verdict.WARN, seen, fix)
+    return CheckFinding(subject, check, CheckVerdict.WARN, seen, fix)
 
 
-def bad(subject: str, check: str, seen: str, fix: str) -> Finding:
+def fail_finding(subject: str, check: str, seen: str, fix: str) -> CheckFinding:
     """Return the finding of a check that failed."""
-    return Finding(subject, check, Verdict.FAIL, seen, fix)
+    return CheckFinding(subject, check, CheckVerdict.FAIL, seen, fix)
 
 
-def unknown(subject: str, check: str, seen: str, fix: str) -> Finding:
+def unknown_finding(subject: str, check: str, seen: str, fix: str) -> CheckFinding:
     """Return the finding of a check that cannot be decided from outside the engine."""
-    return Finding(subject, check, Verdict.UNKNOWN, seen, fix)
+    return CheckFinding(subject, check, CheckVerdict.UNKNOWN, seen, fix)
 
 
 MAX_SUBJECTS = 8
 NAMED_SUBJECTS = 3
-_SEVERITY = (Verdict.FAIL, Verdict.WARN, Verdict.UNKNOWN, Verdict.PASS)
+_SEVERITY = (CheckVerdict.FAIL, CheckVerdict.WARN, CheckVerdict.UNKNOWN, CheckVerdict.PASS)
 
 
-def group_findings(findings: Sequence[Finding]) -> list[Finding]:
+def group_findings(findings: Sequence[CheckFinding]) -> list[CheckFinding]:
     """Merge findings of many subjects into one per check and verdict, worst verdicts first.
 
     With at most MAX_SUBJECTS subjects, returns the findings unchanged.
     """
     if len({finding.subject for finding in findings}) <= MAX_SUBJECTS:
         return list(findings)
-    groups: dict[tuple[Verdict, str, str], list[Finding]] = {}
+    groups: dict[tuple[CheckVerdict, str, str], list[CheckFinding]] = {}
     for finding in findings:
         groups.setdefault((finding.verdict, finding.check, finding.fix), []).append(finding)
     merged = [_merge(group) for group in groups.values()]
     return sorted(merged, key=lambda finding: _SEVERITY.index(finding.verdict))
 
 
-def _merge(group: Sequence[Finding]) -> Finding:
+def _merge(group: Sequence[CheckFinding]) -> CheckFinding:
     first, others = group[0], len(group) - NAMED_SUBJECTS
     subject = ", ".join(finding.subject for finding in group[:NAMED_SUBJECTS])
     if others > 0:

@@ -26,7 +26,7 @@ REQUEST_SCHEMAS = ("ChatCompletionRequest", "CompletionRequest")
 VLLM_EXTENSIONS = frozenset({"return_token_ids", "ignore_eos"})
 
 
-class Said(msgspec.Struct, frozen=True):
+class ProbeResponse(msgspec.Struct, frozen=True):
     """A response: its status, its JSON or None, its text, and the seconds it took."""
 
     status: int
@@ -35,7 +35,7 @@ class Said(msgspec.Struct, frozen=True):
     took_s: float
 
 
-class Probed(msgspec.Struct):
+class ProbeResult(msgspec.Struct):
     """The responses of one engine; None where there is none.
 
     problem      why the engine could not be queried
@@ -46,13 +46,13 @@ class Probed(msgspec.Struct):
 
     url: str
     problem: str | None = None
-    health: Said | None = None
-    version: Said | None = None
-    schema: Said | None = None
-    models: Said | None = None
-    metrics: Said | None = None
-    token: Said | None = None
-    connections: int = 0
+    health: ProbeResponse | None = None
+    version: ProbeResponse | None = None
+    schema: ProbeResponse | None = None
+    models: ProbeResponse | None = None
+    metrics: ProbeResponse | None = None
+    token: ProbeResponse | None = None
+    connection_count: int = 0
     skew_s: float | None = None
 
 
@@ -98,7 +98,7 @@ class EngineConnection:
         self.opened = 0
         self.skew_s: float | None = None
 
-    def ask(self, method: str, path: str, body: object = None) -> Said:
+    def ask(self, method: str, path: str, body: object = None) -> ProbeResponse:
         """Send one request and return the response. Raises OSError or HTTPException.
 
         An engine may close an idle connection at any time, so a request that fails on a reused
@@ -113,7 +113,7 @@ class EngineConnection:
                 raise
             return self._ask_once(method, path, body)
 
-    def _ask_once(self, method: str, path: str, body: object) -> Said:
+    def _ask_once(self, method: str, path: str, body: object) -> ProbeResponse:
         started_at = time.monotonic()
         if self._connection.sock is None:
             self._connection.connect()
@@ -128,7 +128,7 @@ class EngineConnection:
         if not response.isclosed():  # the response is longer than the limit
             self._connection.close()
         self._update_skew(response.headers.get("Date"), (sent + time.time()) / 2)
-        return Said(response.status, _json(text), text, time.monotonic() - started_at)
+        return ProbeResponse(response.status, _json(text), text, time.monotonic() - started_at)
 
     def close(self) -> None:
         self._connection.close()
@@ -146,20 +146,20 @@ class EngineConnection:
             return
 
 
-def probe(
+def probe_engine(
     url: str,
     key: str | None,
     health_path: str = "/health",
     *,
     more: Mapping[str, object] | None = None,
     encryption: Encryption | None = None,
-) -> Probed:
+) -> ProbeResult:
     """Query the engine, which takes about a second.
 
     Sets `problem` when the engine cannot be reached. `more` holds extra members of the one-token
     request; None sends no such request.
     """
-    result, connection = Probed(url), EngineConnection(url, key, encryption=encryption)
+    result, connection = ProbeResult(url), EngineConnection(url, key, encryption=encryption)
     try:
         result.health = connection.ask("GET", health_path)
         result.models = connection.ask("GET", "/v1/models")
@@ -169,10 +169,10 @@ def probe(
             result.metrics = connection.ask("GET", path)
             if result.metrics.status == 200:
                 break
-        result.connections, result.skew_s = connection.opened, connection.skew_s
-        model = next(iter(models_of(result)), None)
+        result.connection_count, result.skew_s = connection.opened, connection.skew_s
+        model = next(iter(listed_models(result)), None)
         if more is not None and model is not None:
-            result.token = _token(connection, one_token(model), more)
+            result.token = _token(connection, token_request(model), more)
     except (OSError, http.client.HTTPException) as error:
         result.problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     finally:
@@ -182,7 +182,7 @@ def probe(
 
 def _token(
     connection: EngineConnection, body: Mapping[str, Any], more: Mapping[str, object]
-) -> Said:
+) -> ProbeResponse:
     """Request one token, with its token ids if the engine accepts that member."""
     response = connection.ask("POST", "/v1/completions", {**body, **more})
     if response.status not in (400, 422):
@@ -191,13 +191,13 @@ def _token(
     return connection.ask("POST", "/v1/completions", {**plain, **more})
 
 
-def one_token(model: str, tokens: int = 1) -> dict[str, Any]:
+def token_request(model: str, tokens: int = 1) -> dict[str, Any]:
     """Return a completion request for `tokens` tokens that also asks for token ids."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}
     return body | {"return_token_ids": True, "ignore_eos": True}
 
 
-def models_of(result: Probed) -> dict[str, int | None]:
+def listed_models(result: ProbeResult) -> dict[str, int | None]:
     """Return the context length in tokens by model name; None where the engine reports none."""
     data = (
         result.models.json.get("data")
@@ -210,7 +210,7 @@ def models_of(result: Probed) -> dict[str, int | None]:
     return {card["id"]: _number(card.get("max_model_len")) for card in cards}
 
 
-def decode_s(
+def measure_decode_s(
     url: str, key: str | None, model: str, tokens: int = 32, encryption: Encryption | None = None
 ) -> float:
     """Return the seconds per output token of one request, without the first token.
@@ -220,7 +220,7 @@ def decode_s(
     connection = EngineConnection(url, key, timeout_s=120.0, encryption=encryption)
     try:
         short, long = (
-            connection.ask("POST", "/v1/completions", one_token(model, length))
+            connection.ask("POST", "/v1/completions", token_request(model, length))
             for length in (1, 1 + tokens)
         )
     finally:
@@ -242,7 +242,7 @@ def _number(value: object) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def request_members(result: Probed) -> list[frozenset[str]]:
+def request_members(result: ProbeResult) -> list[frozenset[str]]:
     """Return the members of each request type according to the engine's OpenAPI page.
 
     Empty if the engine has no such page.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gateway.cli.doctor.findings import Finding, bad, good
+from gateway.cli.doctor.findings import CheckFinding, fail_finding, pass_finding
 from gateway.config import Config
 from gateway.http.tls_clients import redis_options, redis_settings
 
@@ -12,7 +12,7 @@ CHECK = "Redis"
 TIMEOUT_S = 3.0
 
 
-def judge_redis(config: Config) -> Iterator[Finding]:
+def check_redis(config: Config) -> Iterator[CheckFinding]:
     """Yield one finding if the configuration shares state through Redis, none otherwise."""
     if config.shared is None:
         return
@@ -34,8 +34,8 @@ def judge_redis(config: Config) -> Iterator[Finding]:
         client.time()
     except (redis.RedisError, OSError) as error:
         fix = "until it is repaired, each gateway routes by its own state alone"
-        yield bad(place.url, CHECK, describe_redis_error(error), fix)
+        yield fail_finding(place.url, CHECK, describe_redis_error(error), fix)
     else:
-        yield good(place.url, CHECK, "it responds")
+        yield pass_finding(place.url, CHECK, "it responds")
     finally:
         client.close()

@@ -16,13 +16,13 @@ from rich.text import Text
 
 from gateway.cli.admin_client import (
     AdminAddress,
-    KeyFile,
-    NoAnswerError,
-    Server,
+    AdminClient,
+    AdminServerError,
+    KeyFileOption,
     with_admin_options,
 )
-from gateway.cli.output import Json, fail, print_json, say
-from gateway.cli.top.render import board
+from gateway.cli.output import JsonOption, exit_with_error, print_json, print_line
+from gateway.cli.top.render import render_view
 
 PIPE_WIDTH = 132
 NO_KEYS = Text(
@@ -34,22 +34,22 @@ NO_KEYS = Text(
 def top(
     admin: AdminAddress,
     once: Annotated[bool, typer.Option("--once", help="Print the view once and exit.")] = False,
-    key_file: KeyFile = None,
-    as_json: Json = False,
+    key_file: KeyFileOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the fleet live in this terminal: endpoints, latencies, KV flow and problems.
 
     The keys are shown at the bottom.
     """
-    server = Server(admin, key_file)
+    server = AdminClient(admin, key_file)
     if as_json:
-        print_json(server.ask("GET", "/live"))
+        print_json(server.request("GET", "/live"))
     elif once or not sys.stdout.isatty():
-        _console().print(board(server.ask("GET", "/live")))
+        _console().print(render_view(server.request("GET", "/live")))
     elif find_spec("textual") is not None:
-        from gateway.cli.top.tui import Top
+        from gateway.cli.top.tui import TopApp
 
-        Top(server).run()
+        TopApp(server).run()
     else:
         _follow(server)
 
@@ -58,14 +58,14 @@ def _console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
-def _follow(server: Server) -> None:
+def _follow(server: AdminClient) -> None:
     console = _console()
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             for frame in server.stream("/live/stream"):
-                live.update(Group(board(frame), NO_KEYS), refresh=True)
-        say("the gateway has closed the stream")
-    except NoAnswerError as error:
-        fail(str(error))
+                live.update(Group(render_view(frame), NO_KEYS), refresh=True)
+        print_line("the gateway has closed the stream")
+    except AdminServerError as error:
+        exit_with_error(str(error))
     except KeyboardInterrupt:
-        say(NO_KEYS.plain)
+        print_line(NO_KEYS.plain)

@@ -48,15 +48,15 @@ COLUMNS = (
 RIGHT_ALIGNED = frozenset(COLUMNS[4:12])
 
 
-def board(view: View) -> Group:
+def render_view(view: View) -> Group:
     """Return the complete view, top to bottom."""
-    parts: list[Any] = [*heading(view), "", fleet(view["endpoints"])]
+    parts: list[Any] = [*render_heading(view), "", render_fleet(view["endpoints"])]
     if view["flow"]["pairs"]:
-        parts += ["", flow(view["flow"])]
-    return Group(*parts, "", *reasons(view["why"]))
+        parts += ["", render_flow(view["flow"])]
+    return Group(*parts, "", *render_diagnosis(view["why"]))
 
 
-def heading(view: View) -> list[Text]:
+def render_heading(view: View) -> list[Text]:
     """Return two lines of totals, and one of SLO attainment if there were requests."""
     totals, config, ttft, tpot = (
         view["totals"],
@@ -77,12 +77,12 @@ def heading(view: View) -> list[Text]:
     ttft_style = "red" if (ttft["p95_s"] or 0.0) > ttft["budget_s"] else ""
     second = Text.assemble(
         (_spread(ttft), ttft_style),
-        f" of {time_of(ttft['budget_s'])}   ",
-        f"TPOT p95 {time_of(tpot['p95_s'])} of {time_of(tpot['budget_s'])}   ",
-        f"prefix hits {percent(totals['prefix_hit'])}",
+        f" of {seconds_text(ttft['budget_s'])}   ",
+        f"TPOT p95 {seconds_text(tpot['p95_s'])} of {seconds_text(tpot['budget_s'])}   ",
+        f"prefix hits {percent_text(totals['prefix_hit'])}",
     )
     slos = "   ".join(
-        f"{row['class']} SLO met {percent(row['ratio'])}" for row in totals["goodput"]
+        f"{row['class']} SLO met {percent_text(row['ratio'])}" for row in totals["goodput"]
     )
     return [first, second, Text(slos)] if slos else [first, second]
 
@@ -90,23 +90,23 @@ def heading(view: View) -> list[Text]:
 def _spread(ttft: Mapping[str, Any]) -> str:
     """Return the TTFT percentiles of the last minute as text; of a single request its value."""
     if ttft.get("count") == 1:
-        return f"TTFT {time_of(ttft['p50_s'])} (one request)"
+        return f"TTFT {seconds_text(ttft['p50_s'])} (one request)"
     return "TTFT " + "  ".join(
-        f"{name} {time_of(ttft[f'{name}_s'])}" for name in ("p50", "p95", "p99")
+        f"{name} {seconds_text(ttft[f'{name}_s'])}" for name in ("p50", "p95", "p99")
     )
 
 
-def fleet(endpoints: Sequence[Mapping[str, Any]]) -> Table:
+def render_fleet(endpoints: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table with one row per endpoint."""
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
     for name in COLUMNS:
         table.add_column(name, justify="right" if name in RIGHT_ALIGNED else "left", no_wrap=True)
     for row in endpoints:
-        table.add_row(*cells(row))
+        table.add_row(*endpoint_cells(row))
     return table
 
 
-def cells(row: Mapping[str, Any]) -> list[Text]:
+def endpoint_cells(row: Mapping[str, Any]) -> list[Text]:
     """Return the row of an endpoint, aligned with COLUMNS."""
     style = STYLES.get(row["state"], "")
     dim = "" if row["available"] else "dim"
@@ -114,23 +114,23 @@ def cells(row: Mapping[str, Any]) -> list[Text]:
         Text(row["name"], "bold" if row["available"] else "bold red"),
         Text(row["role"], dim),
         Text(row["layout"], "dim"),
-        Text(state_of(row), style),
+        Text(state_text(row), style),
         Text(f"{row['in_flight']}/{row['max_concurrency']}", dim),
         Text(MISSING if row["waiting"] is None else str(row["waiting"]), dim),
-        Text(percent(row["kv"]), dim),
+        Text(percent_text(row["kv"]), dim),
         Text(str(row["backlog_tokens"] or MISSING), dim),
-        Text(percent(row["hit"]), dim),
-        Text(time_of(row["ttft_p95_s"]), dim),
-        Text(time_of(row["tpot_p95_s"]), dim),
+        Text(percent_text(row["hit"]), dim),
+        Text(seconds_text(row["ttft_p95_s"]), dim),
+        Text(seconds_text(row["tpot_p95_s"]), dim),
         Text(
             f"{row['silence_s']:.1f}s" if row["silence_s"] > 0.5 else MISSING,
             "yellow" if row["silence_s"] > 2 else dim,
         ),
-        Text(spark(row["spark"]), "cyan"),
+        Text(sparkline(row["spark"]), "cyan"),
     ]
 
 
-def state_of(row: Mapping[str, Any]) -> str:
+def state_text(row: Mapping[str, Any]) -> str:
     """Return the state as text, such as `up` or `OUT 14s connect_failed`."""
     state = STATE_NAMES.get(row["state"], row["state"])
     if row["state"] in ("up", "drained", "draining", "leaving") or row["since_s"] is None:
@@ -138,7 +138,7 @@ def state_of(row: Mapping[str, Any]) -> str:
     return f"{state} {row['since_s']:.0f}s {row['cause'] or ''}".rstrip()
 
 
-def flow(view: Mapping[str, Any]) -> Table:
+def render_flow(view: Mapping[str, Any]) -> Table:
     """Return the handoffs from prefill endpoints (rows) to decode endpoints (columns).
 
     The heading has the bytes per second, where engines report them.
@@ -147,7 +147,7 @@ def flow(view: Mapping[str, Any]) -> Table:
     columns = sorted({decode for _, decode in pairs})
     table = Table(box=None, pad_edge=False, header_style="dim")
     carried = "".join(
-        f", {volume(pair)}/s by {name}" for name, pair in view["kv_bytes_per_s"].items()
+        f", {bytes_text(pair)}/s by {name}" for name, pair in view["kv_bytes_per_s"].items()
     )
     table.add_column(f"KV flow ({view['under_way']} in progress{carried})")
     for name in columns:
@@ -164,13 +164,13 @@ def _handoffs(pair: Mapping[str, Any] | None) -> Text:
     if pair is None:
         return Text(MISSING, "dim")
     lost = f" {pair['failed']} failed" if pair["failed"] else ""
-    moved = "" if pair["kv_bytes_per_s"] is None else f"{volume(pair['kv_bytes_per_s'])}/s "
+    moved = "" if pair["kv_bytes_per_s"] is None else f"{bytes_text(pair['kv_bytes_per_s'])}/s "
     return Text.assemble(
-        f"{pair['per_s']:.1f}/s {moved}", (f"p95 {time_of(pair['p95_s'])}", "dim"), (lost, "red")
+        f"{pair['per_s']:.1f}/s {moved}", (f"p95 {seconds_text(pair['p95_s'])}", "dim"), (lost, "red")
     )
 
 
-def reasons(why: Sequence[Mapping[str, Any]]) -> list[Text]:
+def render_diagnosis(why: Sequence[Mapping[str, Any]]) -> list[Text]:
     """Return the sentences of the diagnosis, most severe first."""
     if not why:
         return [Text("no problems", "dim")]
@@ -182,7 +182,7 @@ def reasons(why: Sequence[Mapping[str, Any]]) -> list[Text]:
     ]
 
 
-def spark(values: Sequence[int]) -> str:
+def sparkline(values: Sequence[int]) -> str:
     """Return a sparkline of SPARK_WIDTH characters, each the largest value of its interval."""
     if not values:
         return ""
@@ -192,12 +192,12 @@ def spark(values: Sequence[int]) -> str:
     return "".join(BARS[min(len(BARS) - 1, value * len(BARS) // (scale + 1))] for value in parts)
 
 
-def percent(share: float | None) -> str:
+def percent_text(share: float | None) -> str:
     """Return a ratio as text: 61.3%, or a dash."""
     return MISSING if share is None else f"{share * 100:.1f}%"
 
 
-def volume(count: float) -> str:
+def bytes_text(count: float) -> str:
     """Return a byte count as text with decimal units: 1.25 GB, 31.0 MB, 0 B."""
     for unit in ("B", "kB", "MB"):
         if count < 999.5:
@@ -206,7 +206,7 @@ def volume(count: float) -> str:
     return f"{count:.2f} GB"
 
 
-def time_of(seconds: float | None) -> str:
+def seconds_text(seconds: float | None) -> str:
     """Return a duration as text: 0.85s, 12ms, or a dash."""
     if seconds is None:
         return MISSING

@@ -19,17 +19,23 @@ from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static
 
-from gateway.admin.fleet_status import DRAINED
-from gateway.cli.admin_client import NoAnswerError
-from gateway.cli.explain import NEWEST
-from gateway.cli.explain import lines as explained
-from gateway.cli.top.render import COLUMNS, cells, flow, heading, reasons
+from gateway.admin.fleet_status import DRAINED_STATES
+from gateway.cli.admin_client import AdminServerError
+from gateway.cli.explain import NEWEST_REQUEST
+from gateway.cli.explain import explanation_lines as explained
+from gateway.cli.top.render import (
+    COLUMNS,
+    endpoint_cells,
+    render_diagnosis,
+    render_flow,
+    render_heading,
+)
 
 
-class Source(Protocol):
+class ViewSource(Protocol):
     """The client that provides views and sends requests: AdminClient, or a fake in tests."""
 
-    def try_ask(self, method: str, path: str) -> Any: ...
+    def try_request(self, method: str, path: str) -> Any: ...
     def stream(self, path: str) -> Iterator[Any]: ...
 
 
@@ -73,7 +79,7 @@ class ConfirmDialog(ModalScreen[bool]):
         self.dismiss(confirmed)
 
 
-class Top(App[None]):
+class TopApp(App[None]):
     """The application: it redraws the fleet twice a second.
 
     `shown` is the view on the screen, empty before the first frame.
@@ -97,10 +103,10 @@ class Top(App[None]):
         Binding("q", "quit", "quit"),
     ]
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ViewSource) -> None:
         super().__init__()
         self._source = source
-        self.shown: Mapping[str, Any] = {}
+        self.current_view: Mapping[str, Any] = {}
         self._is_paused = False
         self._filter = ""
 
@@ -125,34 +131,34 @@ class Top(App[None]):
             for frame in self._source.stream("/live/stream"):
                 if not self.is_running:
                     return
-                self.call_from_thread(self.show, frame)
+                self.call_from_thread(self.show_frame, frame)
             ended = "the gateway has closed the stream"
-        except NoAnswerError as error:
+        except AdminServerError as error:
             ended = str(error)
         except RuntimeError:  # the application has exited meanwhile
             return
         if self.is_running:
             self.call_from_thread(self.notify, ended, severity="error", timeout=3600)
 
-    def show(self, view: Mapping[str, Any]) -> None:
+    def show_frame(self, view: Mapping[str, Any]) -> None:
         """Show the next frame, unless the user has paused."""
         if not self._is_paused:
-            self.shown = view
+            self.current_view = view
             self._draw()
 
     def _draw(self) -> None:
-        view = self.shown
+        view = self.current_view
         if not view:
             return
         mark = Text(" paused ", "reverse") if self._is_paused else Text("")
         self.query_one("#heading", Static).update(
-            Group(*heading(view), mark) if self._is_paused else Group(*heading(view))
+            Group(*render_heading(view), mark) if self._is_paused else Group(*render_heading(view))
         )
         self._update_table(
             [row for row in view["endpoints"] if self._filter in _searchable_text(row)]
         )
-        self.query_one("#flow", Static).update(flow(view["flow"]) if view["flow"]["pairs"] else "")
-        self.query_one("#why", Static).update(Group(*reasons(view["why"])))
+        self.query_one("#flow", Static).update(render_flow(view["flow"]) if view["flow"]["pairs"] else "")
+        self.query_one("#why", Static).update(Group(*render_diagnosis(view["why"])))
 
     def _update_table(self, endpoints: list[Mapping[str, Any]]) -> None:
         """Update the table's cells in place, so that the cursor keeps its position."""
@@ -162,11 +168,11 @@ class Top(App[None]):
             cursor_row = table.cursor_row
             table.clear()
             for row in endpoints:
-                table.add_row(*cells(row), key=_key(row))
+                table.add_row(*endpoint_cells(row), key=_key(row))
             table.move_cursor(row=min(cursor_row, max(0, len(keys) - 1)))
             return
         for row in endpoints:
-            for column, cell in zip(COLUMNS, cells(row), strict=True):
+            for column, cell in zip(COLUMNS, endpoint_cells(row), strict=True):
                 table.update_cell(_key(row), column, cell, update_width=True)
 
     def _selected_row(self) -> Mapping[str, Any] | None:
@@ -174,7 +180,7 @@ class Top(App[None]):
         if not table.row_count:
             return None
         key = table.ordered_rows[table.cursor_row].key.value
-        return next((row for row in self.shown["endpoints"] if _key(row) == key), None)
+        return next((row for row in self.current_view["endpoints"] if _key(row) == key), None)
 
     def action_drain(self) -> None:
         """Drain the selected endpoint after a confirmation, or undrain it."""
@@ -182,7 +188,7 @@ class Top(App[None]):
         if row is None:
             return
         name = row["name"]
-        if row["state"] in DRAINED:
+        if row["state"] in DRAINED_STATES:
             self._change(name, "undrain")
             return
         question = (
@@ -209,8 +215,8 @@ class Top(App[None]):
 
         def send_request() -> None:
             try:
-                reply = self._source.try_ask(method, path)
-            except NoAnswerError as error:
+                reply = self._source.try_request(method, path)
+            except AdminServerError as error:
                 self.call_from_thread(self.notify, str(error), severity="error")
             else:
                 self.call_from_thread(on_reply, reply)
@@ -224,7 +230,7 @@ class Top(App[None]):
         """Show the selected endpoint in full, and why the newest request was routed as it was."""
         row = self._selected_row()
         if row is not None:
-            self._ask("GET", f"/explain/{NEWEST}", partial(self._show_details, row))
+            self._ask("GET", f"/explain/{NEWEST_REQUEST}", partial(self._show_details, row))
 
     def _show_details(self, row: Mapping[str, Any], newest: Mapping[str, Any]) -> None:
         labels = " ".join(f"{name}={value}" for name, value in row["labels"].items())
@@ -233,13 +239,13 @@ class Top(App[None]):
             Text(f"{row['url']}  {row['pool']} {row['engine']} {labels}"),
             Text(""),
         ]
-        diagnosis = [reason for reason in self.shown["why"] if reason["endpoint"] == row["name"]]
+        diagnosis = [reason for reason in self.current_view["why"] if reason["endpoint"] == row["name"]]
         lines = explained(newest) if "id" in newest else ["no request yet"]
         self.push_screen(
             DetailPage(
                 Group(
                     *header,
-                    *reasons(diagnosis),
+                    *render_diagnosis(diagnosis),
                     Text("\nthe newest request", "bold"),
                     *map(Text, lines),
                 )

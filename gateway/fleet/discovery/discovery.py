@@ -14,40 +14,40 @@ from random import Random
 
 from gateway.config import Config
 from gateway.config.tree import Discover
-from gateway.fleet.discovery.dns import Dns
-from gateway.fleet.discovery.file_list import Listed
-from gateway.fleet.discovery.kubernetes import Slices, mounted
-from gateway.fleet.discovery.source import Found, Source
+from gateway.fleet.discovery.dns import DnsSource
+from gateway.fleet.discovery.file_list import FileSource
+from gateway.fleet.discovery.kubernetes import KubernetesSource, pod_service_account
+from gateway.fleet.discovery.source import DiscoveredEndpoints, Source
 
 log = logging.getLogger("penstock")
 
-PATIENCE_S = 2.0
+START_WAIT_S = 2.0
 """How long start() waits for a result of every source, so the first request finds endpoints."""
 
 AGAIN_S = 10.0
 """Pause after an unexpected exception of a source."""
 
-Make = Callable[[Discover, Random], Source]
+SourceFactory = Callable[[Discover, Random], Source]
 
 
-def made(folder: Path, spec: Discover, rng: Random) -> Source:
+def create_source(folder: Path, spec: Discover, rng: Random) -> Source:
     """Create the source that a pool's configuration names; relative paths start from `folder`."""
     if spec.dns is not None:
-        return Dns(spec.dns, spec.interval, spec.endpoint, rng)
+        return DnsSource(spec.dns, spec.interval, spec.endpoint, rng)
     if spec.file is not None:
-        return Listed(folder / spec.file, spec.endpoint)
+        return FileSource(folder / spec.file, spec.endpoint)
     assert spec.kubernetes is not None
-    return Slices(spec.kubernetes, spec.endpoint, rng, mounted())
+    return KubernetesSource(spec.kubernetes, spec.endpoint, rng, pod_service_account())
 
 
 class Discovery:
     """Runs the sources and stores their endpoints by pool in `discovered`."""
 
     def __init__(
-        self, found: dict[str, Found], changed: Callable[[], None], rng: Random, make: Make
+        self, found: dict[str, DiscoveredEndpoints], changed: Callable[[], None], rng: Random, make: SourceFactory
     ) -> None:
         """`changed` is called after a change; it raises ValueError to reject the change."""
-        self.found = found
+        self.discovered = found
         self._on_change, self._rng, self._create_source = changed, rng, make
         self._tasks: dict[str, tuple[Discover, asyncio.Task[None]]] = {}
         self._has_result: dict[str, asyncio.Event] = {}
@@ -56,14 +56,14 @@ class Discovery:
     async def start(self, config: Config) -> None:
         """Start all sources; return once each has yielded, or after PATIENCE_S."""
         self._is_running = True
-        self.follow(config)
+        self.reconfigure(config)
         waits = [asyncio.create_task(event.wait()) for event in self._has_result.values()]
         if waits:
-            await asyncio.wait(waits, timeout=PATIENCE_S)
+            await asyncio.wait(waits, timeout=START_WAIT_S)
             for task in waits:
                 task.cancel()
 
-    def follow(self, config: Config) -> None:
+    def reconfigure(self, config: Config) -> None:
         """Start and stop sources as the configuration requires.
 
         An unchanged source keeps running.
@@ -75,8 +75,8 @@ class Discovery:
         }
         for pool in [pool for pool, (spec, _) in self._tasks.items() if wanted.get(pool) != spec]:
             self._tasks.pop(pool)[1].cancel()
-        for pool in self.found.keys() - wanted.keys():
-            del self.found[pool]
+        for pool in self.discovered.keys() - wanted.keys():
+            del self.discovered[pool]
         for pool, spec in wanted.items():
             if pool not in self._tasks:
                 self._has_result[pool] = asyncio.Event()
@@ -93,15 +93,15 @@ class Discovery:
                 log.exception("discovery of pool %s failed; retry in %.0f s", pool, AGAIN_S)
             await asyncio.sleep(AGAIN_S)
 
-    def _store(self, pool: str, endpoints: Found) -> None:
-        before = self.found.get(pool, ())
+    def _store(self, pool: str, endpoints: DiscoveredEndpoints) -> None:
+        before = self.discovered.get(pool, ())
         if before == endpoints:
             return
-        self.found[pool] = endpoints
+        self.discovered[pool] = endpoints
         try:
             self._on_change()
         except ValueError:  # a policy may reject the endpoints as well
-            self.found[pool] = before
+            self.discovered[pool] = before
             log.exception("the endpoints discovered for pool %s are rejected", pool)
             return
         urls, urls_before = {spec.url for spec in endpoints}, {spec.url for spec in before}

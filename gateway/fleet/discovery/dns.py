@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from random import Random
 
 from gateway.config.tree import EndpointTraits
-from gateway.fleet.discovery.source import Found, log, specs
+from gateway.fleet.discovery.source import DiscoveredEndpoints, log, specs_for
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """Returns the addresses of a name. Raises OSError when there are none or no server answers."""
@@ -25,7 +25,7 @@ async def resolve(name: str, port: int) -> Sequence[str]:
     return [str(address[4][0]) for address in addresses]
 
 
-class Dns:
+class DnsSource:
     """The source for one name and port."""
 
     def __init__(
@@ -42,8 +42,8 @@ class Dns:
         self._interval_s, self._traits, self._rng = interval_s, traits, rng
         self._resolve, self._sleep = resolve, sleep
 
-    async def watch(self) -> AsyncIterator[Found]:
-        yielded: Found | None = None
+    async def watch(self) -> AsyncIterator[DiscoveredEndpoints]:
+        yielded: DiscoveredEndpoints | None = None
         is_failing = False
         while True:
             try:
@@ -58,7 +58,7 @@ class Dns:
                 is_failing = True
             else:
                 is_failing = False
-                endpoints = specs([(address, self._port) for address in addresses], self._traits)
+                endpoints = specs_for([(address, self._port) for address in addresses], self._traits)
                 if endpoints and endpoints != yielded:
                     yielded = endpoints
                     yield endpoints

@@ -15,19 +15,19 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from gateway.config.tls_sections import FOLDER
+from gateway.config.tls_sections import FOLDER_KEY
 from gateway.config.tree import EndpointSpec, EndpointTraits
-from gateway.fleet.discovery.source import MOST, Found, log
+from gateway.fleet.discovery.source import MAX_ENDPOINTS, DiscoveredEndpoints, log
 
-CAP_BYTES = 1 << 20
-LOOK_S = 0.5
+FILE_CAP_BYTES = 1 << 20
+POLL_S = 0.5
 """Poll interval.
 
 A new content counts once two polls in a row agree, so a half-written file does not.
 """
 
 
-class Listed:
+class FileSource:
     """The source for one file."""
 
     def __init__(
@@ -39,8 +39,8 @@ class Listed:
         self._path, self._traits, self._sleep = path, traits, sleep
         self._is_failing = False
 
-    async def watch(self) -> AsyncIterator[Found]:
-        yielded: Found | None = None
+    async def watch(self) -> AsyncIterator[DiscoveredEndpoints]:
+        yielded: DiscoveredEndpoints | None = None
         content: bytes | None = None
         parsed: bytes | None = None
         while True:
@@ -52,12 +52,12 @@ class Listed:
                 if endpoints is not None and endpoints != yielded:
                     yielded = endpoints
                     yield endpoints
-            await self._sleep(LOOK_S)
+            await self._sleep(POLL_S)
 
     def _read(self) -> bytes | None:
         try:
             with self._path.open("rb") as file:
-                content = file.read(CAP_BYTES + 1)
+                content = file.read(FILE_CAP_BYTES + 1)
         except (OSError, ValueError) as error:  # ValueError: not a valid path
             if not self._is_failing:
                 log.warning(
@@ -68,18 +68,18 @@ class Listed:
         self._is_failing = False
         return content
 
-    def _parse(self, content: bytes) -> Found | None:
+    def _parse(self, content: bytes) -> DiscoveredEndpoints | None:
         """Return the endpoints of the file; log the reason and return None if it is invalid."""
         try:
-            if len(content) > CAP_BYTES:
-                raise ValueError(f"it is longer than {CAP_BYTES} bytes")
+            if len(content) > FILE_CAP_BYTES:
+                raise ValueError(f"it is longer than {FILE_CAP_BYTES} bytes")
             items = YAML(typ="safe", pure=True).load(content.decode())
-            if not isinstance(items, list) or len(items) > MOST:
-                raise ValueError(f"it is no list of at most {MOST} endpoints")
+            if not isinstance(items, list) or len(items) > MAX_ENDPOINTS:
+                raise ValueError(f"it is no list of at most {MAX_ENDPOINTS} endpoints")
             endpoints = tuple(self._parse_item(item) for item in items)
             if len({endpoint.url for endpoint in endpoints}) < len(endpoints):
                 raise ValueError("two of its endpoints have one url")
-            if len({endpoint.shown_name for endpoint in endpoints}) < len(endpoints):
+            if len({endpoint.display_name for endpoint in endpoints}) < len(endpoints):
                 raise ValueError("two of its endpoints have one name")
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
@@ -98,4 +98,4 @@ class Listed:
         if not isinstance(own, dict):
             raise ValueError("an item is neither a url nor a mapping")
         shared = {name: getattr(self._traits, name) for name in self._traits.model_fields_set}
-        return EndpointSpec.model_validate(shared | own, context={FOLDER: str(self._path.parent)})
+        return EndpointSpec.model_validate(shared | own, context={FOLDER_KEY: str(self._path.parent)})

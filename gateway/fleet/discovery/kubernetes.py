@@ -21,33 +21,33 @@ import msgspec
 
 from gateway.config.discovery_sections import Kubernetes
 from gateway.config.tree import EndpointTraits
-from gateway.fleet.discovery.source import Found, log, specs
+from gateway.fleet.discovery.source import DiscoveredEndpoints, log, specs_for
 
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-ANSWER_BYTES, LINE_BYTES = 32 << 20, 4 << 20
+ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+LIST_CAP_BYTES, LINE_CAP_BYTES = 32 << 20, 4 << 20
 WATCH_S = (
     300.0  # the API server ends a watch after this; one that lasts longer is a dead connection
 )
-FIRST_S, LONGEST_S = 0.5, 30.0  # pauses between attempts
-GONE = 410
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # pauses between attempts
+STATUS_GONE = 410
 
 # After so many failures in a row without an event the version itself may be invalid, for example
 # after an API server was restored from a backup.
-FAILURES = 2
+FAILURES_BEFORE_RELIST = 2
 
 
-class Expired(Exception):
+class VersionExpiredError(Exception):
     """The API server no longer has the changes since the given version."""
 
 
-class Account(msgspec.Struct, frozen=True):
+class ServiceAccount(msgspec.Struct, frozen=True):
     """The API server's URL and the service account.
 
     The token is read for every request: it rotates.
     """
 
     url: str
-    folder: Path = ACCOUNT
+    folder: Path = ACCOUNT_FOLDER
 
     def headers(self) -> dict[str, str]:
         try:
@@ -67,14 +67,14 @@ class Account(msgspec.Struct, frozen=True):
             return "default"
 
 
-def mounted() -> Account:
+def pod_service_account() -> ServiceAccount:
     """Return the service account of the pod that this process runs in."""
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "kubernetes.default.svc")
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-    return Account(f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}")
+    return ServiceAccount(f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}")
 
 
-class Slices:
+class KubernetesSource:
     """The source for the EndpointSlices of one Service."""
 
     def __init__(
@@ -82,24 +82,24 @@ class Slices:
         where: Kubernetes,
         traits: EndpointTraits,
         rng: Random,
-        account: Account,
+        account: ServiceAccount,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._spec, self._traits, self._rng = where, traits, rng
         self._account, self._sleep = account, sleep
         self._slices: dict[str, dict[str, Any]] = {}
         self._version = ""
-        self._wait_s = FIRST_S
+        self._wait_s = FIRST_PAUSE_S
         self._is_failing = False
 
-    async def watch(self) -> AsyncIterator[Found]:
-        yielded: Found | None = None
+    async def watch(self) -> AsyncIterator[DiscoveredEndpoints]:
+        yielded: DiscoveredEndpoints | None = None
         failures = 0
         tls = await asyncio.to_thread(self._account.tls)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=WATCH_S + 30)
         connector = aiohttp.TCPConnector(ssl=tls)
         async with aiohttp.ClientSession(
-            connector=connector, timeout=timeout, read_bufsize=LINE_BYTES
+            connector=connector, timeout=timeout, read_bufsize=LINE_CAP_BYTES
         ) as http:
             while True:
                 has_events = False
@@ -116,19 +116,19 @@ class Slices:
                         if endpoints != yielded:
                             yielded = endpoints
                             yield endpoints
-                except Expired:
+                except VersionExpiredError:
                     self._version = ""
                 except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                     self._log_failure(error, has_events=has_events)
                     failures = 0 if has_events else failures + 1
-                    if failures == FAILURES:
+                    if failures == FAILURES_BEFORE_RELIST:
                         self._version, failures = "", 0
                 else:
                     self._is_failing, failures = False, 0
                 # A watch that had events ended in the ordinary way and is resumed at once.
                 if not has_events:
                     await self._sleep(self._wait_s * self._rng.uniform(0.5, 1.0))
-                    self._wait_s = min(LONGEST_S, 2 * self._wait_s)
+                    self._wait_s = min(LONGEST_PAUSE_S, 2 * self._wait_s)
 
     def _log_failure(self, error: Exception, *, has_events: bool) -> None:
         """Log the first failure of an outage only: attempts go on for ever."""
@@ -149,11 +149,11 @@ class Slices:
         url, query = self._url_and_query()
         async with http.get(url, params=query, headers=self._account.headers()) as response:
             _check_status(response)
-            text = await response.content.read(ANSWER_BYTES)
+            text = await response.content.read(LIST_CAP_BYTES)
             while not response.content.at_eof():
-                if len(text) >= ANSWER_BYTES:
-                    raise ValueError(f"a list of more than {ANSWER_BYTES} bytes")
-                text += await response.content.read(ANSWER_BYTES)
+                if len(text) >= LIST_CAP_BYTES:
+                    raise ValueError(f"a list of more than {LIST_CAP_BYTES} bytes")
+                text += await response.content.read(LIST_CAP_BYTES)
         reply = json.loads(text)
         self._slices = {item["metadata"]["name"]: item for item in reply.get("items") or ()}
         self._version = reply["metadata"]["resourceVersion"]
@@ -168,14 +168,14 @@ class Slices:
             while line := await response.content.readline():
                 if line.strip():
                     self._apply(json.loads(line))
-                    self._wait_s = FIRST_S
+                    self._wait_s = FIRST_PAUSE_S
                     yield
 
     def _apply(self, event: dict[str, Any]) -> None:
         kind, item = event["type"], event["object"]
         if kind == "ERROR":
-            if item.get("code") == GONE:
-                raise Expired
+            if item.get("code") == STATUS_GONE:
+                raise VersionExpiredError
             raise ValueError(f"the watch was ended with {item.get('code')}")
         name = item["metadata"].get("name", "")
         if kind == "DELETED":
@@ -184,7 +184,7 @@ class Slices:
             self._slices[name] = item
         self._version = item["metadata"]["resourceVersion"]
 
-    def _endpoints(self) -> Found:
+    def _endpoints(self) -> DiscoveredEndpoints:
         families = {item.get("addressType") for item in self._slices.values()}
         # In a dual-stack Service every pod has a slice entry per family: use IPv4 only.
         family = "IPv4" if {"IPv4", "IPv6"} <= families else None
@@ -197,7 +197,7 @@ class Slices:
             if (endpoint.get("conditions") or {}).get("ready") is not False
             for address in endpoint.get("addresses") or ()
         ]
-        return specs(addresses, self._traits)
+        return specs_for(addresses, self._traits)
 
     def _port(self, item: dict[str, Any]) -> int | None:
         """Return the slice's port with the configured name or number, or its first port."""
@@ -212,7 +212,7 @@ class Slices:
 
 
 def _check_status(response: aiohttp.ClientResponse) -> None:
-    if response.status == GONE:
-        raise Expired
+    if response.status == STATUS_GONE:
+        raise VersionExpiredError
     if response.status != 200:
         raise ValueError(f"the API server answers {response.status}")

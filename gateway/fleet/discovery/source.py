@@ -16,24 +16,24 @@ from gateway.util.addresses import http_url
 
 log = logging.getLogger("penstock")
 
-MOST = 4096
+MAX_ENDPOINTS = 4096
 """Endpoints of one pool. Further ones are ignored, in the order of their addresses."""
 
-Found = tuple[EndpointSpec, ...]
+DiscoveredEndpoints = tuple[EndpointSpec, ...]
 
 
 class Source(Protocol):
     """One place that lists endpoints."""
 
-    def watch(self) -> AsyncIterator[Found]:
+    def watch(self) -> AsyncIterator[DiscoveredEndpoints]:
         """Yield all known endpoints, at the start and then after every change."""
         ...
 
 
-def specs(addresses: Iterable[tuple[str, int]], traits: EndpointTraits) -> Found:
+def specs_for(addresses: Iterable[tuple[str, int]], traits: EndpointTraits) -> DiscoveredEndpoints:
     """Build endpoints for the addresses, with equal traits, sorted by address."""
     shared = {name: getattr(traits, name) for name in type(traits).model_fields}
-    known = sorted(set(addresses))[:MOST]
+    known = sorted(set(addresses))[:MAX_ENDPOINTS]
     encrypted = traits.tls is not None
     urls = [http_url(host, port, encrypted=encrypted) for host, port in known]
     return tuple(EndpointSpec.model_construct(url=url, name=None, **shared) for url in urls)

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import msgspec
 
-from kvtransfer.contract import STRANGER_BYTES, TransportError, Verdict, WindowHead
-from kvtransfer.transports.rdma.verbs import Card
+from kvtransfer.contract import MAX_UNPROVEN_BYTES, TransportError, WindowHead, WindowVerdict
+from kvtransfer.transports.rdma.verbs import QueuePairAddress
 
 MOST_FRAME_BYTES = 8 << 20
 _LENGTH = struct.Struct("<I")
@@ -21,23 +21,23 @@ _LENGTH = struct.Struct("<I")
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
-class Setup(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
+class QueuePairSetup(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
     """Both: the address of the sender's queue pair for this epoch.
 
     An end that receives a newer epoch than its own creates a pair, too.
     """
 
     epoch: Count
-    card: Card
+    card: QueuePairAddress
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
+class QueuePairReady(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
     """Both: the sender's queue pair of this epoch is connected, and may be written to."""
 
     epoch: Count
 
 
-class Trailer(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
+class RdmaTrailer(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
     """Source: window `number` has been written; the verdict and xxh3-64 of its bytes.
 
     `at` is the window's offset in the sink's staging arena; None: written in place.
@@ -45,30 +45,30 @@ class Trailer(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknow
 
     number: Count
     head: WindowHead
-    verdict: Verdict
+    verdict: WindowVerdict
     digest: Annotated[int, msgspec.Meta(ge=0)] | None = None
     at: Count | None = None
 
 
-class Control(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
+class OwnerMessage(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
     """Both: a message of the link's owner."""
 
     data: bytes
 
 
-class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
+class GrantWithdrawn(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
     """Sink: the keys of this transfer are no longer valid."""
 
     transfer: Count
 
 
-Saying = Setup | Ready | Trailer | Control | Withdrawn
+ControlMessage = QueuePairSetup | QueuePairReady | RdmaTrailer | OwnerMessage | GrantWithdrawn
 
-_DECODER: msgspec.msgpack.Decoder[Saying] = msgspec.msgpack.Decoder(Saying)
+_DECODER: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode(message: Saying) -> bytes:
+def encode(message: ControlMessage) -> bytes:
     """Encode a message with its length. Raises TransportError if it is too long."""
     body = _ENCODER.encode(message)
     if len(body) > MOST_FRAME_BYTES:
@@ -76,26 +76,26 @@ def encode(message: Saying) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-class Ear:
+class ControlDecoder:
     """Decodes messages from a stream of bytes. Unusable after a TransportError.
 
     `most_bytes` limits the length of a message; it is small until `raise_limit` is called.
     """
 
     def __init__(self) -> None:
-        self.most_bytes = STRANGER_BYTES
+        self.most_bytes = MAX_UNPROVEN_BYTES
         self._buffer = bytearray()
 
-    def trust(self) -> None:
+    def raise_limit(self) -> None:
         """Raise the limit, because the peer has proven its identity."""
         self.most_bytes = MOST_FRAME_BYTES
 
     @property
-    def room(self) -> int:
+    def room_bytes(self) -> int:
         """The most bytes that may be fed: never more than one message is buffered."""
         return self.most_bytes + _LENGTH.size - len(self._buffer)
 
-    def feed(self, data: bytes) -> Iterator[Saying]:
+    def feed(self, data: bytes) -> Iterator[ControlMessage]:
         """Yield the messages that `data` completes. Consume all of them before feeding more.
 
         Raises TransportError for invalid data. A call of `raise_limit` while consuming applies to
@@ -104,7 +104,7 @@ class Ear:
         self._buffer += data
         return self._complete_messages()
 
-    def _complete_messages(self) -> Iterator[Saying]:
+    def _complete_messages(self) -> Iterator[ControlMessage]:
         offset = 0
         while len(self._buffer) - offset >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer, offset)
@@ -118,7 +118,7 @@ class Ear:
         del self._buffer[:offset]
 
 
-def _decode(body: bytes) -> Saying:
+def _decode(body: bytes) -> ControlMessage:
     try:
         return _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:

@@ -21,23 +21,29 @@ from contextlib import suppress
 
 import msgspec
 
-from kvtransfer.contract import LinkOwner, Slice, TransportError, WindowHead
+from kvtransfer.contract import LinkOwner, TransportError, WindowHead, WindowSlice
 from kvtransfer.layout.memory_regions import Blocks, Region
 from kvtransfer.transports.rdma.control import (
-    Control,
-    Ear,
-    Ready,
-    Saying,
-    Setup,
-    Trailer,
-    Withdrawn,
+    ControlDecoder,
+    ControlMessage,
+    GrantWithdrawn,
+    OwnerMessage,
+    QueuePairReady,
+    QueuePairSetup,
+    RdmaTrailer,
     encode,
 )
 from kvtransfer.transports.rdma.memory_grants import MOST_KEYS
-from kvtransfer.transports.rdma.queue_pair import Pairs
-from kvtransfer.transports.rdma.receiver import Arrivals
-from kvtransfer.transports.rdma.sender import Departure, Departures
-from kvtransfer.transports.rdma.verbs import RECEIVED, Completion, Domain, ends_connection, refused
+from kvtransfer.transports.rdma.queue_pair import QueuePairEpochs
+from kvtransfer.transports.rdma.receiver import RdmaReceiver
+from kvtransfer.transports.rdma.sender import OutgoingWindow, RdmaSender
+from kvtransfer.transports.rdma.verbs import (
+    RECEIVED,
+    Completion,
+    ProtectionDomain,
+    ends_connection,
+    is_refused,
+)
 
 _READ_BYTES = 64 << 10
 _MOST_COMPLETIONS = 64
@@ -71,12 +77,12 @@ class RdmaLink:
     """
 
     transport = "rdma"
-    one_sided = True
+    is_one_sided = True
 
     def __init__(
         self,
         side: socket.socket,
-        domain: Domain,
+        domain: ProtectionDomain,
         owner: LinkOwner,
         options: RdmaOptions,
         gone: Callable[[RdmaLink], None],
@@ -90,21 +96,21 @@ class RdmaLink:
         self.peer = "{}:{}".format(*side.getpeername()[:2])
         self.received_bytes = 0
         self.window_bytes = _WINDOW_BYTES
-        self.refused = 0
+        self.refused_writes = 0
         self._side, self._owner, self._options, self._on_gone = side, owner, options, gone
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
-            self._pairs = Pairs(domain)
+            self._pairs = QueuePairEpochs(domain)
         except BaseException:
             os.close(self._wake)
             raise
-        self._arrivals = Arrivals(domain, options.most_keys)
+        self._arrivals = RdmaReceiver(domain, options.most_keys)
         gather = domain.device.gather
-        self._departures = Departures(
+        self._departures = RdmaSender(
             domain.key_of, self._departed, gather=gather, checksums=options.checksums
         )
-        self._ordered_output: deque[bytes | Departure] = deque()
-        self._decoder, self._out = Ear(), bytearray()
+        self._ordered_output: deque[bytes | OutgoingWindow] = deque()
+        self._decoder, self._out = ControlDecoder(), bytearray()
         self._busy_until = 0.0
         self._deadline: float | None = None
         self._proven = False
@@ -126,7 +132,7 @@ class RdmaLink:
     def send(self, message: bytes) -> None:
         self._schedule(lambda: self._ordered_output.append(message))
 
-    def put(self, head: WindowHead, window: Slice) -> None:
+    def put(self, head: WindowHead, window: WindowSlice) -> None:
         self._schedule(lambda: self._ordered_output.append(self._departures.put(head, window)))
 
     def drop(self, transfer: int) -> None:
@@ -150,7 +156,7 @@ class RdmaLink:
         Nothing is sealed: a device writes plain bytes, so its network must be trusted.
         """
         self._proven = True
-        self._decoder.trust()
+        self._decoder.raise_limit()
 
     def fence(self, transfer: int) -> None:
         with self._gate:
@@ -160,7 +166,7 @@ class RdmaLink:
                 os.eventfd_write(self._wake, 1)
         if gone:
             threading.Thread(
-                target=self._owner.fenced, args=(self, transfer), name="kv-rdma-fence", daemon=True
+                target=self._owner.on_fenced, args=(self, transfer), name="kv-rdma-fence", daemon=True
             ).start()
 
     def close(self) -> None:
@@ -185,7 +191,7 @@ class RdmaLink:
         self._pairs.close()
         os.close(self._wake)
 
-    def settled(self) -> None:
+    def wait_connected(self) -> None:
         """Wait until the link is connected. Raises TransportError if it fails."""
         self._settled.wait()
         if self._reason is not None:
@@ -209,7 +215,7 @@ class RdmaLink:
         try:
             self._side.setblocking(False)
             if not self._dialled:
-                self._owner.linked(
+                self._owner.on_linked(
                     self
                     # The owner may close the link at once, before the device does anything for an
                     # unproven peer.
@@ -233,7 +239,7 @@ class RdmaLink:
         worked = self._run_commands()
         worked = self._handle_completions() or worked
         worked = self._read_control() or worked
-        if self._pairs.writable and self._pairs.pair is not None:
+        if self._pairs.is_writable and self._pairs.pair is not None:
             worked = self._departures.post(self._pairs.pair, self._pairs.epoch) or worked
         return self._send_queued() or worked
 
@@ -253,7 +259,7 @@ class RdmaLink:
             if fd == self._wake:
                 os.eventfd_read(fd)
             elif fd == self._pairs.completions.fd:
-                self._pairs.completions.hush()
+                self._pairs.completions.clear_event()
         self._busy_until = time.perf_counter() + self._options.spin_s
 
     def _check_deadline(self) -> None:
@@ -279,8 +285,8 @@ class RdmaLink:
                 self._fences.rotate(-1)
                 continue
             self._fences.popleft()
-            self._queue_control(Withdrawn(transfer))
-            self._owner.fenced(self, transfer)
+            self._queue_control(GrantWithdrawn(transfer))
+            self._owner.on_fenced(self, transfer)
             answered = True
         return answered
 
@@ -304,8 +310,8 @@ class RdmaLink:
             return False
         if completion.status:
             return True
-        pairs.pair.expect()
-        self._land(self._arrivals.written(completion.immediate))
+        pairs.pair.post_receive()
+        self._land(self._arrivals.on_written(completion.immediate))
         return False
 
     def _written(self, completion: Completion) -> bool:
@@ -314,13 +320,13 @@ class RdmaLink:
         Returns whether the pair is broken.
         """
         epoch, number = divmod(completion.number, 1 << 32)
-        if refused(completion.status):
-            self.refused += 1
-            self._departures.refuse(number)
+        if is_refused(completion.status):
+            self.refused_writes += 1
+            self._departures.on_refused(number)
         if epoch != self._pairs.epoch:
             return False
         if not completion.status:
-            self._departures.complete()
+            self._departures.on_completion()
             return False
         if not ends_connection(completion.status):
             raise TransportError(
@@ -331,25 +337,25 @@ class RdmaLink:
     def _renew(self) -> None:
         """Start the next queue pair, and write again what was in flight on the last one."""
         self._queue_control(self._pairs.renew())
-        self._departures.again()
+        self._departures.restart()
         if self._deadline is None:
             # The deadline stays: asking for another pair before one was usable gains no time.
             self._deadline = time.perf_counter() + self._options.setup_s
 
-    def _departed(self, departure: Departure) -> None:
-        self._owner.sent(self, departure.head)
+    def _departed(self, departure: OutgoingWindow) -> None:
+        self._owner.on_sent(self, departure.head)
 
-    def _land(self, trailer: Trailer | None) -> None:
-        if trailer is None or not self._arrivals.expected(trailer.head.transfer):
+    def _land(self, trailer: RdmaTrailer | None) -> None:
+        if trailer is None or not self._arrivals.is_granted(trailer.head.transfer):
             return
-        window = self._owner.incoming(self, trailer.head)
+        window = self._owner.place_window(self, trailer.head)
         if window is not None:
-            self._owner.landed(self, trailer.head, self._arrivals.verdict(trailer, window))
+            self._owner.on_landed(self, trailer.head, self._arrivals.verify(trailer, window))
 
     def _read_control(self) -> bool:
         """Read and handle the peer's control messages."""
         try:
-            data = self._side.recv(min(_READ_BYTES, self._decoder.room))
+            data = self._side.recv(min(_READ_BYTES, self._decoder.room_bytes))
         except BlockingIOError:
             return False
         if not data:
@@ -359,36 +365,36 @@ class RdmaLink:
             self._handle(message)
         return True
 
-    def _handle(self, message: Saying) -> None:
+    def _handle(self, message: ControlMessage) -> None:
         if not self._proven and (
-            isinstance(message, Trailer) or (isinstance(message, Setup) and message.epoch)
+            isinstance(message, RdmaTrailer) or (isinstance(message, QueuePairSetup) and message.epoch)
         ):
             raise TransportError("the peer sent data before its proof of identity")
         match message:
-            case Control():
-                self._owner.message(self, message.data)
-            case Trailer():
-                self._land(self._arrivals.told(message))
-            case Withdrawn():
+            case OwnerMessage():
+                self._owner.on_message(self, message.data)
+            case RdmaTrailer():
+                self._land(self._arrivals.on_trailer(message))
+            case GrantWithdrawn():
                 self._departures.withdraw(message.transfer)
-            case Setup():
+            case QueuePairSetup():
                 if message.epoch == self._pairs.epoch + 1:
                     self._renew()
                 ready = self._pairs.join(message)
                 if ready is not None:
                     self._queue_control(ready)
-            case Ready():
-                self._pairs.ready(message)
+            case QueuePairReady():
+                self._pairs.on_ready(message)
                 self._connected()
 
     def _connected(self) -> None:
         """Note that both ends are connected."""
-        if not self._pairs.writable:
+        if not self._pairs.is_writable:
             return
         self._deadline = None
         self._settled.set()
 
-    def _queue_control(self, message: Saying) -> None:
+    def _queue_control(self, message: ControlMessage) -> None:
         self._out += encode(message)
 
     def _send_queued(self) -> bool:
@@ -399,12 +405,12 @@ class RdmaLink:
         while self._ordered_output and self._settled.is_set():
             first = self._ordered_output[0]
             if isinstance(first, bytes):
-                self._queue_control(Control(first))
-            elif not first.forgotten:
-                if not first.done or first.verdict is None:
+                self._queue_control(OwnerMessage(first))
+            elif not first.is_dropped:
+                if not first.is_done or first.verdict is None:
                     break
                 self._queue_control(
-                    Trailer(first.number, first.head, first.verdict, first.digest, first.at)
+                    RdmaTrailer(first.number, first.head, first.verdict, first.digest, first.at)
                 )
             self._ordered_output.popleft()
         if not self._out:
@@ -433,7 +439,7 @@ class RdmaLink:
         self._reason = reason
         self._settled.set()
         if known and not self._closing:
-            self._owner.lost(self, reason)
+            self._owner.on_lost(self, reason)
         while not self._last_fences():
             continue
         self._on_gone(self)
@@ -461,5 +467,5 @@ class RdmaLink:
                 self._gone = True
                 os.close(self._wake)
         for transfer in due:
-            self._owner.fenced(self, transfer)
+            self._owner.on_fenced(self, transfer)
         return not due

@@ -18,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvtransfer.contract import TransportError
-from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.memory_regions import Blocks, Region
 
 MOST_KEYS = 512
@@ -29,7 +29,7 @@ _KEY = np.dtype(
 _IN_PLACE, _STAGED = b"\0", b"\1"
 
 
-class Registered(Protocol):
+class RegisteredHandle(Protocol):
     """Memory that a peer may write until it is closed."""
 
     remote_key: int
@@ -40,10 +40,10 @@ class Registered(Protocol):
 class Registry(Protocol):
     """Registers memory with a device."""
 
-    def register(self, address: int, length: int, *, writable_by_peer: bool) -> Registered: ...
+    def register(self, address: int, length: int, *, writable_by_peer: bool) -> RegisteredHandle: ...
 
 
-class Stretch(NamedTuple):
+class RankRange(NamedTuple):
     """A contiguous byte range of a rank's region."""
 
     rank: int
@@ -59,7 +59,7 @@ class Write(NamedTuple):
     pieces: list[tuple[int, int]]
 
 
-def stretches(regions: Sequence[Region], blocks: Blocks) -> list[Stretch]:
+def rank_ranges(regions: Sequence[Region], blocks: Blocks) -> list[RankRange]:
     """Return the byte ranges of these blocks on every rank, adjacent ones joined.
 
     Raises ValueError for a block outside the regions.
@@ -70,13 +70,13 @@ def stretches(regions: Sequence[Region], blocks: Blocks) -> list[Stretch]:
     begins = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)
     counts = np.diff(np.append(begins, numbers.size))
     return [
-        Stretch(rank, first * region.block_bytes, count * region.block_bytes)
+        RankRange(rank, first * region.block_bytes, count * region.block_bytes)
         for rank, region in enumerate(regions)
         for first, count in zip(numbers[begins].tolist(), counts.tolist(), strict=True)
     ]
 
 
-class Opening:
+class GrantedMemory:
     """The sink's side of a grant: the registered memory.
 
     `grant` is the data for the peer; empty if the device could not register the memory. When
@@ -86,12 +86,12 @@ class Opening:
     def __init__(
         self, registry: Registry, regions: Sequence[Region], blocks: Blocks, most_keys: int
     ) -> None:
-        self._open: list[Registered] = []
+        self._open: list[RegisteredHandle] = []
         self.arena: NDArray[np.uint8] | None = None
-        self.grant = self._register(registry, regions, stretches(regions, blocks), most_keys)
+        self.grant = self._register(registry, regions, rank_ranges(regions, blocks), most_keys)
 
     def _register(
-        self, registry: Registry, regions: Sequence[Region], wanted: list[Stretch], most_keys: int
+        self, registry: Registry, regions: Sequence[Region], wanted: list[RankRange], most_keys: int
     ) -> bytes:
         """Register the memory and return the grant; b"" if the device refuses."""
         table = np.zeros(1 if len(wanted) > most_keys else len(wanted), _KEY)
@@ -99,7 +99,7 @@ class Opening:
             if len(wanted) > most_keys:
                 n_bytes = sum(stretch.length for stretch in wanted)
                 self.arena = np.frombuffer(mmap.mmap(-1, n_bytes), np.uint8)
-                table[0] = self._add(registry, Stretch(0, 0, n_bytes), self.arena)
+                table[0] = self._add(registry, RankRange(0, 0, n_bytes), self.arena)
             else:
                 for row, stretch in enumerate(wanted):
                     table[row] = self._add(registry, stretch, regions[stretch.rank].bytes)
@@ -110,14 +110,14 @@ class Opening:
         return (_IN_PLACE if self.arena is None else _STAGED) + table.tobytes()
 
     def _add(
-        self, registry: Registry, stretch: Stretch, memory: NDArray[np.uint8]
+        self, registry: Registry, stretch: RankRange, memory: NDArray[np.uint8]
     ) -> tuple[int, ...]:
         address: int = memory.__array_interface__["data"][0] + stretch.first
         registered = registry.register(address, stretch.length, writable_by_peer=True)
         self._open.append(registered)
         return *stretch, address, registered.remote_key
 
-    def landed(self, runs: Runs, region: Region, offset: int | None, digest: int | None) -> bool:
+    def check_arrival(self, runs: ByteRuns, region: Region, offset: int | None, digest: int | None) -> bool:
         """Move staged bytes to their place. Returns whether they are what the source read."""
         if (offset is None) != (self.arena is None):
             return False
@@ -133,7 +133,7 @@ class Opening:
 
         Raises TransportError if the device fails to; the next call retries.
         """
-        remaining: list[Registered] = []
+        remaining: list[RegisteredHandle] = []
         error: TransportError | None = None
         for registered in self._open:
             try:
@@ -147,7 +147,7 @@ class Opening:
         self.arena = None
 
 
-class Grant:
+class RemoteGrant:
     """The source's side of a grant. Raises TransportError for invalid data."""
 
     def __init__(self, data: bytes) -> None:
@@ -171,7 +171,7 @@ class Grant:
         return offset
 
     def writes(
-        self, runs: Runs, dst_rank: int, staging_offset: int | None, gather: int
+        self, runs: ByteRuns, dst_rank: int, staging_offset: int | None, gather: int
     ) -> list[Write]:
         """Return the work requests of a window.
 
@@ -194,7 +194,7 @@ class Grant:
 
 
 def _combine(
-    targets: NDArray[np.uint64], keys: NDArray[np.uint32], runs: Runs, gather: int
+    targets: NDArray[np.uint64], keys: NDArray[np.uint32], runs: ByteRuns, gather: int
 ) -> Iterator[Write]:
     pending: Write | None = None
     end = 0
@@ -224,7 +224,7 @@ def digest_of(region: Region, offsets: NDArray[np.int64], lengths: NDArray[np.in
     return state.intdigest()
 
 
-def _scatter(staged: NDArray[np.uint8], runs: Runs, region: Region) -> None:
+def _scatter(staged: NDArray[np.uint8], runs: ByteRuns, region: Region) -> None:
     offset, memory = 0, region.bytes
     for start, length in zip(runs.dst.tolist(), runs.length.tolist(), strict=True):
         memory[start : start + length] = staged[offset : offset + length]

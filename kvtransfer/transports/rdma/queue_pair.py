@@ -7,31 +7,31 @@ here: what is written over it, or the control connection.
 from __future__ import annotations
 
 from kvtransfer.contract import TransportError
-from kvtransfer.transports.rdma.control import Ready, Setup
+from kvtransfer.transports.rdma.control import QueuePairReady, QueuePairSetup
 from kvtransfer.transports.rdma.sender import MOST_WINDOWS, MOST_WRITES
-from kvtransfer.transports.rdma.verbs import Completions, Domain, QueuePair
+from kvtransfer.transports.rdma.verbs import CompletionQueue, ProtectionDomain, QueuePair
 
 EXPECTED = 2 * MOST_WINDOWS
 _MOST_EPOCHS = 1 << 24
 
 
-class Pairs:
+class QueuePairEpochs:
     """The current queue pair and its completion queue.
 
     `pair` is None until `renew`; `is_writable`: the peer's end is connected, too.
     """
 
-    def __init__(self, domain: Domain) -> None:
+    def __init__(self, domain: ProtectionDomain) -> None:
         self._domain = domain
         # Twice, because completions of an ended pair may still be queued when the next pair's
         # arrive.
-        self.completions = Completions(domain.device, 2 * (MOST_WRITES + EXPECTED))
+        self.completions = CompletionQueue(domain.device, 2 * (MOST_WRITES + EXPECTED))
         self.pair: QueuePair | None = None
         self.epoch = -1
-        self.writable = False
+        self.is_writable = False
         self._joined = False
 
-    def renew(self) -> Setup:
+    def renew(self) -> QueuePairSetup:
         """Create the next epoch's pair. The last one does nothing more when this returns."""
         self.end()
         if self.epoch >= _MOST_EPOCHS:
@@ -39,10 +39,10 @@ class Pairs:
         self.epoch += 1
         self.pair = QueuePair(self._domain, self.completions, self.epoch, MOST_WRITES, EXPECTED)
         for _ in range(EXPECTED):
-            self.pair.expect()
-        return Setup(self.epoch, self.pair.card)
+            self.pair.post_receive()
+        return QueuePairSetup(self.epoch, self.pair.card)
 
-    def join(self, setup: Setup) -> Ready | None:
+    def join(self, setup: QueuePairSetup) -> QueuePairReady | None:
         """Connect to the peer's pair of our epoch.
 
         Returns None if that epoch is over or already connected.
@@ -53,15 +53,15 @@ class Pairs:
             raise TransportError(f"the peer is at epoch {setup.epoch}, we are at {self.epoch}")
         self.pair.connect(setup.card)
         self._joined = True
-        return Ready(self.epoch)
+        return QueuePairReady(self.epoch)
 
-    def ready(self, message: Ready) -> None:
+    def on_ready(self, message: QueuePairReady) -> None:
         """Note that the peer's end is connected."""
-        self.writable = self._joined and (self.writable or message.epoch == self.epoch)
+        self.is_writable = self._joined and (self.is_writable or message.epoch == self.epoch)
 
     def end(self) -> None:
         """Stop reading and writing at once."""
-        self.writable = self._joined = False
+        self.is_writable = self._joined = False
         if self.pair is not None:
             self.pair.close()
             self.pair = None

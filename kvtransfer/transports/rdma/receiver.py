@@ -9,15 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvtransfer.contract import Slice, TransportError, Verdict
+from kvtransfer.contract import TransportError, WindowSlice, WindowVerdict
 from kvtransfer.layout.memory_regions import Blocks, Region
-from kvtransfer.transports.rdma.control import Trailer
-from kvtransfer.transports.rdma.memory_grants import Opening, Registry
+from kvtransfer.transports.rdma.control import RdmaTrailer
+from kvtransfer.transports.rdma.memory_grants import GrantedMemory, Registry
 
 _MAX_INCOMPLETE = 1024
 
 
-class Arrivals:
+class RdmaReceiver:
     """All grants and incoming windows of one link.
 
     Grants may be made on any thread; everything else is called by one. A grant is None while a
@@ -28,11 +28,11 @@ class Arrivals:
         self._registry = registry
         self._most_keys = most_keys
         self._lock = threading.Condition()
-        self._openings: dict[int, Opening | None] = {}
+        self._openings: dict[int, GrantedMemory | None] = {}
         self._fenced_early: set[int] = set()
         self._closed = False
         self._written: set[int] = set()
-        self._waiting: dict[int, Trailer] = {}
+        self._waiting: dict[int, RdmaTrailer] = {}
         self._newest = -1
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
@@ -45,9 +45,9 @@ class Arrivals:
                 self._fenced_early.discard(transfer)
                 return b""
             self._openings[transfer] = None
-        opening: Opening | None = None
+        opening: GrantedMemory | None = None
         try:
-            opening = Opening(self._registry, regions, blocks, self._most_keys)
+            opening = GrantedMemory(self._registry, regions, blocks, self._most_keys)
         finally:
             with self._lock:
                 if opening is None:
@@ -94,7 +94,7 @@ class Arrivals:
         if error is not None:
             raise error
 
-    def written(self, number: int) -> Trailer | None:
+    def on_written(self, number: int) -> RdmaTrailer | None:
         """Handle the last write of a window. Returns its trailer if the window is complete."""
         trailer = self._waiting.pop(number, None)
         if trailer is None and number > self._newest:
@@ -102,13 +102,13 @@ class Arrivals:
         self._check_incomplete()
         return trailer
 
-    def told(self, trailer: Trailer) -> Trailer | None:
+    def on_trailer(self, trailer: RdmaTrailer) -> RdmaTrailer | None:
         """Handle a trailer. Returns it if the window is complete.
 
         Numbers only grow, so older windows are over.
         """
         self._newest = max(self._newest, trailer.number)
-        complete = trailer.number in self._written or trailer.verdict is not Verdict.OK
+        complete = trailer.number in self._written or trailer.verdict is not WindowVerdict.OK
         self._written = {number for number in self._written if number > self._newest}
         if complete:
             return trailer
@@ -121,18 +121,18 @@ class Arrivals:
         if len(self._written) + len(self._waiting) > _MAX_INCOMPLETE:
             raise TransportError(f"more than {_MAX_INCOMPLETE} windows are incomplete")
 
-    def expected(self, transfer: int) -> bool:
+    def is_granted(self, transfer: int) -> bool:
         """Return whether the transfer has a grant."""
         with self._lock:
             return transfer in self._openings
 
-    def verdict(self, trailer: Trailer, window: Slice) -> Verdict:
+    def verify(self, trailer: RdmaTrailer, window: WindowSlice) -> WindowVerdict:
         """Return the verdict on a complete window. Staged bytes are in their place afterwards."""
-        if trailer.verdict is not Verdict.OK:
+        if trailer.verdict is not WindowVerdict.OK:
             return trailer.verdict
         with self._lock:
             opening = self._openings.get(trailer.head.transfer)
         if opening is None or window.runs.n_bytes != trailer.head.n_bytes:
-            return Verdict.CORRUPT
-        intact = opening.landed(window.runs, window.region, trailer.at, trailer.digest)
-        return Verdict.OK if intact else Verdict.CORRUPT
+            return WindowVerdict.CORRUPT
+        intact = opening.check_arrival(window.runs, window.region, trailer.at, trailer.digest)
+        return WindowVerdict.OK if intact else WindowVerdict.CORRUPT

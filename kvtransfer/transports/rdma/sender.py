@@ -10,39 +10,39 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from kvtransfer.contract import Slice, TransportError, Verdict, WindowHead
+from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.transports.rdma.memory_grants import Grant, Write, digest_of
-from kvtransfer.transports.rdma.verbs import Piece
+from kvtransfer.transports.rdma.memory_grants import RemoteGrant, Write, digest_of
+from kvtransfer.transports.rdma.verbs import LocalRange
 
 MOST_WRITES = 256
 MOST_WINDOWS = 16
 _SIGNAL_EVERY = 64
 
 
-class Writer(Protocol):
+class QueuePairWriter(Protocol):
     """The part of a queue pair that is used here (verbs.QueuePair)."""
 
     def write(
         self,
         number: int,
-        pieces: list[Piece],
+        pieces: list[LocalRange],
         target: tuple[int, int],
         *,
-        tell: bool,
+        signalled: bool,
         immediate: int | None = None,
     ) -> None: ...
 
 
-class Departure:
+class OutgoingWindow:
     """A window being sent. `writes` is None until it begins; `verdict` is None while undecided."""
 
     __slots__ = (
-        "at", "digest", "done", "forgotten", "head", "next", "number", "verdict", "window",
+        "at", "digest", "is_done", "is_dropped", "head", "next", "number", "verdict", "window",
         "writes",
     )  # fmt: skip
 
-    def __init__(self, number: int, head: WindowHead, window: Slice) -> None:
+    def __init__(self, number: int, head: WindowHead, window: WindowSlice) -> None:
         self.number = number
         self.head = head
         self.window = window
@@ -50,15 +50,15 @@ class Departure:
         self.next = 0
         self.at: int | None = None
         self.digest: int | None = None
-        self.verdict: Verdict | None = None
-        self.done = False
-        self.forgotten = False
+        self.verdict: WindowVerdict | None = None
+        self.is_done = False
+        self.is_dropped = False
 
-    def current(self) -> bool:
-        return self.window.current is None or self.window.current()
+    def is_current(self) -> bool:
+        return self.window.is_current is None or self.window.is_current()
 
 
-class Departures:
+class RdmaSender:
     """All outgoing windows of one link.
 
     `ended` is called once per window that has begun, when its memory is not read any more.
@@ -67,33 +67,33 @@ class Departures:
     def __init__(
         self,
         key_of: Callable[[Region], int],
-        ended: Callable[[Departure], None],
+        ended: Callable[[OutgoingWindow], None],
         *,
         gather: int,
         checksums: bool,
     ) -> None:
         self._key_of, self._ended, self._gather, self._checksums = key_of, ended, gather, checksums
-        self._grants: dict[int, Grant] = {}
+        self._grants: dict[int, RemoteGrant] = {}
         self._numbers = 0
-        self._queue: deque[Departure] = deque()
-        self._in_flight: dict[int, Departure] = {}
+        self._queue: deque[OutgoingWindow] = deque()
+        self._in_flight: dict[int, OutgoingWindow] = {}
         self._free = MOST_WRITES
         self._unsignalled = 0
-        self._signalled: deque[tuple[int, Departure | None]] = deque()
+        self._signalled: deque[tuple[int, OutgoingWindow | None]] = deque()
 
     def accept(self, transfer: int, grant: bytes) -> None:
         """Apply a grant. Raises TransportError for invalid data."""
-        self._grants[transfer] = Grant(grant)
+        self._grants[transfer] = RemoteGrant(grant)
 
     def withdraw(self, transfer: int) -> None:
         """Write nothing more for this transfer, because the sink has withdrawn its grant."""
         self._grants.pop(transfer, None)
 
-    def put(self, head: WindowHead, window: Slice) -> Departure:
+    def put(self, head: WindowHead, window: WindowSlice) -> OutgoingWindow:
         """Queue a window. Raises TransportError when the link has used its 4 billion numbers."""
         if self._numbers >= 1 << 32:
             raise TransportError("the link has used all window numbers")
-        departure = Departure(self._numbers, head, window)
+        departure = OutgoingWindow(self._numbers, head, window)
         self._numbers += 1
         self._queue.append(departure)
         return departure
@@ -101,17 +101,17 @@ class Departures:
     def drop(self, transfer: int) -> None:
         """Drop the transfer's queued windows. Those in flight end as STALE."""
         self.withdraw(transfer)
-        remaining: deque[Departure] = deque()
+        remaining: deque[OutgoingWindow] = deque()
         for departure in self._queue:
-            departure.forgotten = departure.head.transfer == transfer and departure.writes is None
-            if not departure.forgotten:
+            departure.is_dropped = departure.head.transfer == transfer and departure.writes is None
+            if not departure.is_dropped:
                 remaining.append(departure)
         self._queue = remaining
         for departure in self._in_flight.values():
             if departure.head.transfer == transfer:
-                departure.verdict = Verdict.STALE
+                departure.verdict = WindowVerdict.STALE
 
-    def post(self, pair: Writer, epoch: int) -> bool:
+    def post(self, pair: QueuePairWriter, epoch: int) -> bool:
         """Post as much as the device has room for. Returns whether there was anything."""
         posted = False
         while self._queue:
@@ -125,23 +125,23 @@ class Departures:
             self._queue.popleft()
         return posted
 
-    def complete(self) -> None:
+    def on_completion(self) -> None:
         """Handle the next signalled completion: that write and all before it are done."""
         count, departure = self._signalled.popleft()
         self._free += count
         if departure is not None:
             if departure.verdict is None:
-                departure.verdict = Verdict.OK if departure.current() else Verdict.STALE
+                departure.verdict = WindowVerdict.OK if departure.is_current() else WindowVerdict.STALE
             self._end(departure)
 
-    def refuse(self, number: int) -> None:
+    def on_refused(self, number: int) -> None:
         """Handle a window that the sink's device refused, because its transfer is fenced."""
         departure = self._in_flight.get(number)
         if departure is not None:
-            departure.verdict = Verdict.STALE
+            departure.verdict = WindowVerdict.STALE
             self.withdraw(departure.head.transfer)
 
-    def again(self) -> None:
+    def restart(self) -> None:
         """Write windows in flight again from their first byte, because their queue pair is gone."""
         self._signalled.clear()
         self._free, self._unsignalled = MOST_WRITES, 0
@@ -153,19 +153,19 @@ class Departures:
         for departure in in_flight:
             departure.next = 0
             if departure.verdict is not None or departure.head.transfer not in self._grants:
-                departure.verdict = Verdict.STALE
+                departure.verdict = WindowVerdict.STALE
                 self._end(departure)
             else:
                 self._queue.append(departure)
         self._queue.extend(not_begun)
 
-    def _begin(self, departure: Departure) -> bool:
+    def _begin(self, departure: OutgoingWindow) -> bool:
         """Decide whether to write a window. If not, it has ended."""
         head, window = departure.head, departure.window
         grant = self._grants.get(head.transfer)
         departure.writes = []
-        if grant is None or not departure.current():
-            departure.verdict = Verdict.STALE
+        if grant is None or not departure.is_current():
+            departure.verdict = WindowVerdict.STALE
         else:
             departure.at = grant.claim(head.n_bytes)
             try:
@@ -173,7 +173,7 @@ class Departures:
                     window.runs, window.dst_rank, departure.at, self._gather
                 )
             except TransportError:
-                departure.verdict = Verdict.STALE
+                departure.verdict = WindowVerdict.STALE
         if departure.verdict is not None:
             self._end(departure)
             return False
@@ -182,7 +182,7 @@ class Departures:
         self._in_flight[departure.number] = departure
         return True
 
-    def _post(self, departure: Departure, pair: Writer, epoch: int) -> bool:
+    def _post(self, departure: OutgoingWindow, pair: QueuePairWriter, epoch: int) -> bool:
         """Post a window's writes as far as there is room.
 
         The last write carries the window's number.
@@ -197,13 +197,13 @@ class Departures:
             self._unsignalled += 1
             last = departure.next == len(writes)
             signalled = last or self._unsignalled == _SIGNAL_EVERY or not self._free
-            pieces = [Piece(region.address + src, length, key) for src, length in write.pieces]
+            pieces = [LocalRange(region.address + src, length, key) for src, length in write.pieces]
             immediate = departure.number if last else None
             pair.write(
                 epoch << 32 | departure.number,
                 pieces,
                 (write.address, write.key),
-                tell=signalled,
+                signalled=signalled,
                 immediate=immediate,
             )
             if signalled:
@@ -211,7 +211,7 @@ class Departures:
                 self._unsignalled = 0
         return departure.next > first_write
 
-    def _end(self, departure: Departure) -> None:
+    def _end(self, departure: OutgoingWindow) -> None:
         self._in_flight.pop(departure.number, None)
-        departure.done = True
+        departure.is_done = True
         self._ended(departure)

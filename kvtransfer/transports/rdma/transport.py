@@ -15,10 +15,10 @@ from contextlib import ExitStack, contextmanager
 
 from kvtransfer.contract import LinkOwner, TransportError
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.transports.acceptor import arriving
+from kvtransfer.transports.acceptor import accepted_sockets
 from kvtransfer.transports.rdma import verbs
 from kvtransfer.transports.rdma.link import RdmaLink, RdmaOptions
-from kvtransfer.transports.rdma.verbs import Device, Domain
+from kvtransfer.transports.rdma.verbs import Device, ProtectionDomain
 
 MOST_LINKS = 1024
 _DIAL_S = 3.0
@@ -33,7 +33,7 @@ class Rdma:
     """
 
     name = "rdma"
-    sealed: bool | None = False
+    is_sealed: bool | None = False
 
     def __init__(
         self, host: str = "127.0.0.1", port: int = 0, options: RdmaOptions | None = None
@@ -46,7 +46,7 @@ class Rdma:
         self._dials = 0
         self._owner: LinkOwner | None = None
         self._device: Device | None = None
-        self._domain: Domain | None = None
+        self._domain: ProtectionDomain | None = None
         self._listener: socket.socket | None = None
         self._thread = threading.Thread(target=self._listen, name="kv-rdma-listen", daemon=True)
 
@@ -60,7 +60,7 @@ class Rdma:
         self._owner = owner
         self._device = Device(self._options.device, self._options.gid_index)
         try:
-            self._domain = Domain(self._device)
+            self._domain = ProtectionDomain(self._device)
             for region in regions:
                 self._domain.key_of(region)
             self._listener = socket.create_server((self._host, self._port), backlog=128)
@@ -79,7 +79,7 @@ class Rdma:
             except (OSError, ValueError, OverflowError) as error:
                 raise TransportError(f"cannot reach {address}: {error}") from error
             link = self._link(side, None)
-            link.settled()
+            link.wait_connected()
             return link
 
     def close(self) -> None:
@@ -125,14 +125,14 @@ class Rdma:
 
     def _listen(self) -> None:
         assert self._listener is not None
-        for side, (host, *_) in arriving(self._listener, self._closed):
+        for side, (host, *_) in accepted_sockets(self._listener, self._closed):
             try:
                 self._link(side, self._domain)
             except TransportError as error:
                 # The device has no resources left, or the peer has already gone.
                 _log.warning("kv: a connection from %s was refused: %s", host, error)
 
-    def _link(self, side: socket.socket, domain: Domain | None) -> RdmaLink:
+    def _link(self, side: socket.socket, domain: ProtectionDomain | None) -> RdmaLink:
         """Begin a link over `side`. Without a domain this end has dialled, and gets its own domain.
 
         Raises TransportError, after releasing everything, if the link cannot begin.
@@ -143,7 +143,7 @@ class Rdma:
         try:
             side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if domain is None:
-                own = domain = Domain(self._device)
+                own = domain = ProtectionDomain(self._device)
             link = RdmaLink(
                 side, domain, owner, self._options, lambda link_gone: self._forget(link_gone, own)
             )
@@ -163,7 +163,7 @@ class Rdma:
         _release(side, own)
         raise TransportError(reason)
 
-    def _forget(self, link: RdmaLink, domain: Domain | None) -> None:
+    def _forget(self, link: RdmaLink, domain: ProtectionDomain | None) -> None:
         try:
             _release(None, domain)
         except TransportError as error:
@@ -175,7 +175,7 @@ class Rdma:
                 self._links.discard(link)
 
 
-def _release(side: socket.socket | None, domain: Domain | None) -> None:
+def _release(side: socket.socket | None, domain: ProtectionDomain | None) -> None:
     if side is not None:
         side.close()
     if domain is not None:

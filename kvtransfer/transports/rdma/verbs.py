@@ -33,7 +33,7 @@ _ATTEMPTS = 16
 _DESCRIPTORS = threading.Lock()
 
 
-class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class QueuePairAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The address of a queue pair: number, first packet number, GID, LID and path MTU (an enum)."""
 
     qpn: int
@@ -51,7 +51,7 @@ class Completion(NamedTuple):
     immediate: int = 0
 
 
-class Piece(NamedTuple):
+class LocalRange(NamedTuple):
     """Local memory to read from."""
 
     address: int
@@ -118,7 +118,7 @@ class Device:
             self.context.close()
 
 
-class Memory:
+class RegisteredMemory:
     """Registered memory. After `close` returns, no device accesses it under these keys."""
 
     def __init__(self, region: Any) -> None:
@@ -131,13 +131,13 @@ class Memory:
             self._region.close()
 
 
-class Domain:
+class ProtectionDomain:
     """A protection domain: its queue pairs reach only memory that is registered in it."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._enums = _module("enums")
-        self._regions: dict[int, Memory] = {}
+        self._regions: dict[int, RegisteredMemory] = {}
         self._lock = threading.Lock()
         with _as_transport_error("no protection domain"):
             self.handle = _module("pd").PD(device.context)
@@ -148,15 +148,15 @@ class Domain:
             self._regions[address] = self.register(
                 address, self._scratch.size, writable_by_peer=False
             )
-        self.nowhere = Piece(address, 0, self._regions[address].key)
+        self.nowhere = LocalRange(address, 0, self._regions[address].key)
 
-    def register(self, address: int, length: int, *, writable_by_peer: bool) -> Memory:
+    def register(self, address: int, length: int, *, writable_by_peer: bool) -> RegisteredMemory:
         """Pin memory for reading by our device, or also for writing by the peer."""
         access = self._enums.IBV_ACCESS_LOCAL_WRITE
         if writable_by_peer:
             access |= self._enums.IBV_ACCESS_REMOTE_WRITE
         with _as_transport_error(f"{length} bytes cannot be registered"):
-            return Memory(_module("mr").MR(self.handle, length, access, address=address))
+            return RegisteredMemory(_module("mr").MR(self.handle, length, access, address=address))
 
     def key_of(self, region: Region) -> int:
         """Return the key to read a whole region, registering it on first use."""
@@ -174,7 +174,7 @@ class Domain:
             self.handle.close()
 
 
-class Completions:
+class CompletionQueue:
     """The completion queue of all queue pairs of one link, with a descriptor to wait on."""
 
     def __init__(self, device: Device, size: int) -> None:
@@ -199,7 +199,7 @@ class Completions:
         with _as_transport_error("completions cannot be awaited"):
             self._queue.req_notify(0)
 
-    def hush(self) -> None:
+    def clear_event(self) -> None:
         """Consume the event that made `fd` readable."""
         try:
             self._channel.get_cq_event(self._queue)
@@ -224,7 +224,7 @@ class QueuePair:
     """
 
     def __init__(
-        self, domain: Domain, completions: Completions, number: int, writes: int, arrivals: int
+        self, domain: ProtectionDomain, completions: CompletionQueue, number: int, writes: int, arrivals: int
     ) -> None:
         self._domain, self._device = domain, domain.device
         self._enums, self._wr = _module("enums"), _module("wr")
@@ -246,7 +246,7 @@ class QueuePair:
             self._qp.to_init(self._attr)
         nowhere = self._wr.SGE(domain.nowhere.address, 0, domain.nowhere.key)
         self._arrival = self._wr.RecvWR(wr_id=RECEIVED + number, num_sge=1, sg=[nowhere])
-        self.card = Card(
+        self.card = QueuePairAddress(
             self._qp.qp_num,
             secrets.randbits(24),
             self._device.gid,
@@ -254,7 +254,7 @@ class QueuePair:
             self._device.mtu,
         )
 
-    def connect(self, peer: Card) -> None:
+    def connect(self, peer: QueuePairAddress) -> None:
         """Connect to the peer's queue pair. Raises TransportError for an unreachable address."""
         addr, attr = _module("addr"), self._attr
         with _as_transport_error("the peer's address is unreachable"):
@@ -271,7 +271,7 @@ class QueuePair:
             self._qp.to_rtr(attr)
             self._qp.to_rts(attr)
 
-    def expect(self) -> None:
+    def post_receive(self) -> None:
         """Post one more receive."""
         with _as_transport_error("no arrival can be expected"):
             self._qp.post_recv(self._arrival)
@@ -279,10 +279,10 @@ class QueuePair:
     def write(
         self,
         number: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[LocalRange],
         target: tuple[int, int],
         *,
-        tell: bool,
+        signalled: bool,
         immediate: int | None = None,
     ) -> None:
         """Write pieces to consecutive addresses at (remote address, remote key).
@@ -302,7 +302,7 @@ class QueuePair:
                 opcode=enums.IBV_WR_RDMA_WRITE
                 if immediate is None
                 else enums.IBV_WR_RDMA_WRITE_WITH_IMM,
-                send_flags=enums.IBV_SEND_SIGNALED if tell else 0,
+                send_flags=enums.IBV_SEND_SIGNALED if signalled else 0,
                 imm_data=immediate or 0,
             )
             request.set_wr_rdma(target[1], target[0])
@@ -314,7 +314,7 @@ class QueuePair:
             self._qp.close()
 
 
-def refused(status: int) -> bool:
+def is_refused(status: int) -> bool:
     """Return whether a write was refused because the peer has not registered that memory."""
     return status == int(_module("enums").IBV_WC_REM_ACCESS_ERR)
 

@@ -14,32 +14,32 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvtransfer.contract import Slice, Verdict, WindowHead
+from kvtransfer.contract import WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.protocol.frame import (
     PREAMBLE_BYTES,
     TRAILER_BYTES,
     WINDOW_HEADER_BYTES,
     FrameError,
+    FrameHeader,
+    FrameKind,
     FrameLimits,
-    Kind,
-    Opening,
-    Proof,
-    opening,
-    read_trailer,
+    PayloadProof,
+    decode_header,
+    decode_trailer,
     unpack_head,
-    verify,
+    verify_header,
 )
-from kvtransfer.transports.copy_runs import fine, scatter, within
+from kvtransfer.transports.copy_runs import are_within, is_fine_grained, scatter
 from kvtransfer.transports.iovec import (
     IN_CACHE,
     NOTHING,
     Iovecs,
-    Pieces,
+    MemoryPieces,
     Stretch,
     address_of,
     readv,
 )
-from kvtransfer.transports.stream.seal import Seal
+from kvtransfer.transports.stream.seal import WindowSeal
 
 _STAGE_BYTES = 8 << 10  # holds a whole window of 4 KiB
 _READS = 8  # reads of one payload before other work gets a turn
@@ -50,18 +50,18 @@ _LARGE_BYTES = 256 << 10
 _WORTH_BYTES = 512 << 10  # wake up for this much of a large payload
 
 
-class Hearer(Protocol):
+class InboundListener(Protocol):
     """Receives decoded frames and windows, and counts the bytes."""
 
     received_bytes: int
 
-    def framed(self, kind: Kind, header: bytes) -> None:
+    def on_frame(self, kind: FrameKind, header: bytes) -> None:
         """Handle a frame without a payload."""
         ...
 
-    def incoming(self, head: WindowHead) -> Slice | None: ...
+    def place_window(self, head: WindowHead) -> WindowSlice | None: ...
 
-    def landed(self, head: WindowHead, verdict: Verdict) -> None: ...
+    def on_landed(self, head: WindowHead, verdict: WindowVerdict) -> None: ...
 
 
 class _Arrival:
@@ -70,12 +70,12 @@ class _Arrival:
     __slots__ = ("bounce", "digest", "head", "message", "opening", "pieces", "sealed", "window")
 
     def __init__(
-        self, pieces: Pieces, head: WindowHead | None = None, window: Slice | None = None
+        self, pieces: MemoryPieces, head: WindowHead | None = None, window: WindowSlice | None = None
     ) -> None:
         self.pieces = pieces
         self.head = head
         self.window = window
-        self.message: tuple[Opening, bytearray] | None = None
+        self.message: tuple[FrameHeader, bytearray] | None = None
         self.digest: xxhash.xxh3_64 | None = None
         self.opening = b""
         self.sealed: bytearray | None = None
@@ -88,10 +88,10 @@ class Inbound:
     _readv: Any = staticmethod(readv)
 
     def __init__(
-        self, fd: int, receive: Callable[[memoryview], int], hearer: Hearer, limits: FrameLimits
+        self, fd: int, receive: Callable[[memoryview], int], hearer: InboundListener, limits: FrameLimits
     ) -> None:
         self.limits = limits
-        self.seal: Seal | None = None
+        self.seal: WindowSeal | None = None
         self._fd = fd
         self._receive = receive
         self._hearer = hearer
@@ -104,22 +104,22 @@ class Inbound:
         self._bounce = np.empty(0, np.uint8)
 
     @property
-    def large(self) -> bool:
+    def is_in_large_payload(self) -> bool:
         """Whether a large payload is being received, so that sleeping for more of it pays off."""
         arrival = self._arrival
         return arrival is not None and arrival.pieces.size > _LARGE_BYTES
 
     @property
-    def wanted(self) -> int:
+    def wanted_bytes(self) -> int:
         """The bytes that are worth a wake-up: fewer of a large payload only mean more calls."""
         arrival = self._arrival
         return (
-            max(1, min(_WORTH_BYTES, arrival.pieces.left))
-            if arrival is not None and self.large
+            max(1, min(_WORTH_BYTES, arrival.pieces.remaining))
+            if arrival is not None and self.is_in_large_payload
             else 1
         )
 
-    def divert(self, transfer: int) -> None:
+    def discard_transfer(self, transfer: int) -> None:
         """Write nothing more into this transfer's blocks."""
         arrival = self._arrival
         if arrival is None or arrival.head is None or arrival.head.transfer != transfer:
@@ -140,18 +140,18 @@ class Inbound:
         Raises EOFError, FrameError or OSError when the link is over.
         """
         arrival = self._arrival
-        if arrival is None or not arrival.pieces.left:
+        if arrival is None or not arrival.pieces.remaining:
             if not self._read_frames():
                 return False
             self._handle_all()
             arrival = self._arrival
-            if arrival is None or not arrival.pieces.left:
+            if arrival is None or not arrival.pieces.remaining:
                 return True
             # A window's bytes arrive with its header or right after it.
             self._read_body(arrival)
         elif not self._read_body(arrival):
             return False
-        if not arrival.pieces.left:
+        if not arrival.pieces.remaining:
             self._handle_all()
         return True
 
@@ -169,12 +169,12 @@ class Inbound:
             if count is None:
                 return False
             self._count_received(count)
-            payload_count = min(count, pieces.left)
+            payload_count = min(count, pieces.remaining)
             self._end = count - payload_count
             self._on_payload(arrival, payload_count)
-            if not pieces.left:
+            if not pieces.remaining:
                 break
-            if pieces.short:
+            if pieces.was_short:
                 return False
         return True
 
@@ -196,7 +196,7 @@ class Inbound:
         pieces = arrival.pieces
         pieces.advance(count)
         if arrival.digest is not None and (
-            not pieces.left or pieces.short or pieces.unfed >= IN_CACHE
+            not pieces.remaining or pieces.was_short or pieces.unfed_bytes >= IN_CACHE
         ):
             # The bytes are still in the cache. If the socket is empty, there is time anyway.
             pieces.feed(arrival.digest.update, pieces.done)
@@ -206,7 +206,7 @@ class Inbound:
         arrival, have = self._arrival, self._end - self._begin
         if arrival is None:
             return have >= PREAMBLE_BYTES and self._open(have)
-        if arrival.pieces.left:
+        if arrival.pieces.remaining:
             return False
         if arrival.message is not None:
             return self._close_message(*arrival.message)
@@ -218,67 +218,67 @@ class Inbound:
     def _open(self, have: int) -> bool:
         """Begin a frame."""
         data = self._stage[self._begin : self._end]
-        announced = opening(data, self.limits)
+        announced = decode_header(data, self.limits)
         size = PREAMBLE_BYTES + announced.header_bytes
         if size > _STAGE_BYTES:
             self._open_message(announced, data)
             return True
         if have < size:
             return False
-        verify(data[:size], announced)
+        verify_header(data[:size], announced)
         self._begin += size
-        if announced.kind is Kind.WINDOW:
+        if announced.kind is FrameKind.WINDOW:
             self._open_window(announced, data[:size])
         else:
             self._handle_frame(announced, bytes(data[PREAMBLE_BYTES:size]))
         return True
 
-    def _handle_frame(self, announced: Opening, header: bytes) -> None:
+    def _handle_frame(self, announced: FrameHeader, header: bytes) -> None:
         if announced.payload_bytes:
             raise FrameError(f"a frame of kind {announced.kind.name} must have no payload")
-        self._hearer.framed(announced.kind, header)
+        self._hearer.on_frame(announced.kind, header)
 
-    def _open_message(self, announced: Opening, data: memoryview) -> None:
+    def _open_message(self, announced: FrameHeader, data: memoryview) -> None:
         """Give a frame that is too large for the stage a buffer of its own.
 
         Its size has been checked.
         """
         message = bytearray(PREAMBLE_BYTES + announced.header_bytes)
         message[: len(data)] = data
-        self._arrival = _Arrival(Pieces.of_buffer(message, self._iovecs))
+        self._arrival = _Arrival(MemoryPieces.of_buffer(message, self._iovecs))
         self._arrival.message = (announced, message)
         self._arrival.pieces.advance(len(data))
         self._begin = self._end
 
-    def _close_message(self, announced: Opening, data: bytearray) -> bool:
-        verify(memoryview(data), announced)
+    def _close_message(self, announced: FrameHeader, data: bytearray) -> bool:
+        verify_header(memoryview(data), announced)
         self._arrival = None
         self._handle_frame(announced, bytes(data[PREAMBLE_BYTES:]))
         return True
 
-    def _open_window(self, announced: Opening, frame_bytes: memoryview) -> None:
+    def _open_window(self, announced: FrameHeader, frame_bytes: memoryview) -> None:
         """Begin a window.
 
         The owner's plan says where it goes, and its size must match the plan before any byte is
         written.
         """
         head = unpack_head(frame_bytes[PREAMBLE_BYTES:])
-        if (announced.proof is Proof.GCM) != (self.seal is not None):
+        if (announced.proof is PayloadProof.GCM) != (self.seal is not None):
             raise FrameError("windows must be sealed at both ends of a link, or at neither")
         if announced.payload_bytes not in (0, head.n_bytes):
             raise FrameError(
                 f"a window of {head.n_bytes} bytes has {announced.payload_bytes} bytes of payload"
             )
-        window = self._hearer.incoming(head)
+        window = self._hearer.place_window(head)
         bounce: NDArray[np.uint8] | None = None
         if window is None or not announced.payload_bytes:
             pieces = self._discarded(announced.payload_bytes)
         elif self.seal is None and fine(window.runs, head.n_bytes):
             bounce = self._bounce_buffer(window, head.n_bytes)
-            pieces = Pieces.in_order(bounce, IN_CACHE, self._iovecs)
+            pieces = MemoryPieces.in_order(bounce, IN_CACHE, self._iovecs)
         else:
-            fed = announced.proof is Proof.XXH3
-            pieces = Pieces.of_window(
+            fed = announced.proof is PayloadProof.XXH3
+            pieces = MemoryPieces.of_window(
                 window.region, window.runs.dst, window.runs.length, self._iovecs, fed=fed
             )
             if pieces.size != head.n_bytes:
@@ -289,8 +289,8 @@ class Inbound:
         arrival.bounce = bounce
         if self.seal is not None:
             arrival.opening, arrival.sealed = bytes(frame_bytes), bytearray(announced.payload_bytes)
-            arrival.pieces = Pieces.of_buffer(arrival.sealed, self._iovecs)
-        elif announced.proof is Proof.XXH3 and window is not None:
+            arrival.pieces = MemoryPieces.of_buffer(arrival.sealed, self._iovecs)
+        elif announced.proof is PayloadProof.XXH3 and window is not None:
             arrival.digest = xxhash.xxh3_64()
         self._arrival = arrival
         self._copy_staged(arrival)
@@ -304,7 +304,7 @@ class Inbound:
     def _bounce_buffer(self, window: Slice, n_bytes: int) -> NDArray[np.uint8]:
         """Return the buffer for many short pieces, which are copied to their places later."""
         runs = window.runs
-        if runs.n_bytes != n_bytes or not within(window.region, runs.dst, runs.length):
+        if runs.n_bytes != n_bytes or not are_within(window.region, runs.dst, runs.length):
             raise FrameError(
                 f"a window of {n_bytes} bytes does not match the plan, or exceeds its region"
             )
@@ -314,14 +314,14 @@ class Inbound:
 
     def _copy_staged(self, arrival: _Arrival) -> None:
         """Copy bytes that came together with the header."""
-        count = min(self._end - self._begin, arrival.pieces.left)
+        count = min(self._end - self._begin, arrival.pieces.remaining)
         if count:
             arrival.pieces.put(self._stage[self._begin : self._begin + count])
             self._begin += count
             self._on_payload(arrival, count)
 
     def _close_window(self, arrival: _Arrival) -> None:
-        verdict, proof = read_trailer(self._stage[self._begin :])
+        verdict, proof = decode_trailer(self._stage[self._begin :])
         self._begin += TRAILER_BYTES
         self._arrival = None
         if self.seal is not None and arrival.sealed is not None:
@@ -330,19 +330,19 @@ class Inbound:
         if window is None or head is None:
             return
         if not arrival.pieces.size:
-            verdict = Verdict.STALE
-        elif verdict is Verdict.OK and not _matches_proof(arrival, proof):
-            verdict = Verdict.CORRUPT
-        elif verdict is Verdict.OK and arrival.bounce is not None:
+            verdict = WindowVerdict.STALE
+        elif verdict is WindowVerdict.OK and not _matches_proof(arrival, proof):
+            verdict = WindowVerdict.CORRUPT
+        elif verdict is WindowVerdict.OK and arrival.bounce is not None:
             scatter(arrival.bounce, window.region.bytes, window.runs.dst, window.runs.length)
-        self._hearer.landed(head, verdict)
+        self._hearer.on_landed(head, verdict)
 
-    def _unseal(self, seal: Seal, arrival: _Arrival, sealed: bytearray, tag: bytes) -> None:
+    def _unseal(self, seal: WindowSeal, arrival: _Arrival, sealed: bytearray, tag: bytes) -> None:
         """Decrypt a window, and write it only after verification. Raises WindowSealError."""
         plain = seal.open(sealed, tag, arrival.opening)
         if arrival.window is not None and plain:
             runs = arrival.window.runs
-            Pieces.of_window(arrival.window.region, runs.dst, runs.length, self._iovecs).put(plain)
+            MemoryPieces.of_window(arrival.window.region, runs.dst, runs.length, self._iovecs).put(plain)
 
     def _compact(self) -> None:
         """Move the unread bytes to the front of the stage."""

@@ -22,23 +22,29 @@ from typing import Any
 import msgspec
 
 from kvtransfer.contract import (
-    MOST_LANES,
-    STRANGER_BYTES,
+    MAX_LANES,
+    MAX_UNPROVEN_BYTES,
     LinkOwner,
-    Slice,
     TransportError,
-    Verdict,
     WindowHead,
+    WindowSlice,
+    WindowVerdict,
 )
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import Blocks
-from kvtransfer.protocol.frame import MOST_PAYLOAD, FrameError, FrameLimits, Kind, frame
+from kvtransfer.protocol.frame import (
+    MAX_PAYLOAD_BYTES,
+    FrameError,
+    FrameKind,
+    FrameLimits,
+    encode_frame,
+)
 from kvtransfer.transports.stream.inbound import Inbound
 from kvtransfer.transports.stream.outbound import Outbound
-from kvtransfer.transports.stream.seal import Seal, SealBroken
+from kvtransfer.transports.stream.seal import WindowSeal, WindowSealError
 
 _MOST_MESSAGE_BYTES = (4 << 20) + (128 << 10)
-_UNPROVEN_LIMITS = FrameLimits(header_bytes=STRANGER_BYTES, payload_bytes=0)
+_UNPROVEN_LIMITS = FrameLimits(header_bytes=MAX_UNPROVEN_BYTES, payload_bytes=0)
 _NEVER = float("inf")
 _LONG_SPIN_FACTOR = 4  # factor on the spin time after a sleep that a longer spin would have avoided
 _DRIVER_POLL_MS = 5  # how often a driver checks its own condition
@@ -48,7 +54,7 @@ _TRICKLE_MS = 50
 _log = logging.getLogger("penstock")
 
 
-class Manner(msgspec.Struct, frozen=True):
+class LinkOptions(msgspec.Struct, frozen=True):
     """Options of a link.
 
     checked        windows carry xxh3-64, of the source's memory and again of the sink's
@@ -66,10 +72,10 @@ class Manner(msgspec.Struct, frozen=True):
     lanes: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 < self.window_bytes <= MOST_PAYLOAD or not 0.0 <= self.spin_s < 1.0:
-            raise ValueError(f"window_bytes must be 1 to {MOST_PAYLOAD}, spin_s below 1 s: {self}")
-        if not 1 <= self.lanes <= MOST_LANES:
-            raise ValueError(f"a link has 1 to {MOST_LANES} lanes, not {self}")
+        if not 0 < self.window_bytes <= MAX_PAYLOAD_BYTES or not 0.0 <= self.spin_s < 1.0:
+            raise ValueError(f"window_bytes must be 1 to {MAX_PAYLOAD_BYTES}, spin_s below 1 s: {self}")
+        if not 1 <= self.lanes <= MAX_LANES:
+            raise ValueError(f"a link has 1 to {MAX_LANES} lanes, not {self}")
 
 
 class StreamLink:
@@ -79,7 +85,7 @@ class StreamLink:
     """
 
     transport = "stream"
-    one_sided = False
+    is_one_sided = False
     _HOLD_MS = 5  # how long the thread waits for the next driver before it takes over
 
     def __init__(
@@ -87,7 +93,7 @@ class StreamLink:
         sock: socket.socket,
         owner: LinkOwner,
         peer: str,
-        manner: Manner,
+        manner: LinkOptions,
         ended: Callable[[Any], None],
     ) -> None:
         self.peer = peer
@@ -130,7 +136,7 @@ class StreamLink:
         """
         self._dialled = dialled
         if not dialled:
-            self._orders.append(lambda: self._owner.linked(self))
+            self._orders.append(lambda: self._owner.on_linked(self))
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -144,9 +150,9 @@ class StreamLink:
             raise ValueError(
                 f"a message of {len(message)} bytes is over the limit of {_MOST_MESSAGE_BYTES}"
             )
-        self._queue(frame(Kind.MESSAGE, message))
+        self._queue(encode_frame(FrameKind.MESSAGE, message))
 
-    def put(self, head: WindowHead, window: Slice) -> None:
+    def put(self, head: WindowHead, window: WindowSlice) -> None:
         self._queue((head, window))
 
     def drop(self, transfer: int) -> None:
@@ -164,9 +170,9 @@ class StreamLink:
                 hmac.digest(window_key, label, "sha256") for label in (b"dialled", b"answered")
             )
             self._out.seal, self._in.seal = (
-                (Seal(dialled_key), Seal(answered_key))
+                (WindowSeal(dialled_key), WindowSeal(answered_key))
                 if self._dialled
-                else (Seal(answered_key), Seal(dialled_key))
+                else (WindowSeal(answered_key), WindowSeal(dialled_key))
             )
         self._in.limits = FrameLimits(header_bytes=_MOST_MESSAGE_BYTES)
 
@@ -187,7 +193,7 @@ class StreamLink:
             self._thread.join()
 
     def drive(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Move this link's bytes on the calling thread until `done()`. Saves a wake-up.
+        """Move this link's bytes on the calling thread until `is_done()`. Saves a wake-up.
 
         Returns whether it was done in time. The owner is called on this thread meanwhile. Raises
         TransportError if the link is lost.
@@ -212,9 +218,9 @@ class StreamLink:
         with self._gate:
             self._drivers += delta
 
-    def _queue(self, item: bytes | tuple[WindowHead, Slice]) -> None:
+    def _queue(self, item: bytes | tuple[WindowHead, WindowSlice]) -> None:
         if not self._ended:
-            self._out.queue(item)
+            self._out.enqueue(item)
             self._wake()
 
     def _order(self, order: Callable[[], None]) -> bool:
@@ -262,7 +268,7 @@ class StreamLink:
         try:
             if not self._turn():
                 self._rest(done)
-        except (EOFError, FrameError, SealBroken, TransportError) as error:
+        except (EOFError, FrameError, WindowSealError, TransportError) as error:
             self._broken = str(error)
         except OSError as error:
             self._broken = error.strerror or str(error)
@@ -274,14 +280,14 @@ class StreamLink:
         if self._orders:
             self._run_orders()
         out = self._out
-        moved = out.pump() if not out.idle else False
+        moved = out.send_available() if not out.is_idle else False
         if self._room_alone:
             self._room_alone = False
-        elif self._in.pump():
+        elif self._in.receive_available():
             moved = True
-            if not (out.idle or out.blocked):
+            if not (out.is_idle or out.is_blocked):
                 # Send a reply at once.
-                out.pump()
+                out.send_available()
         return moved
 
     def _run_orders(self) -> None:
@@ -294,14 +300,14 @@ class StreamLink:
             os.eventfd_read(self._bell)
 
     def _rest(self, done: Callable[[], bool] | None) -> None:
-        self._want_in(self._in.wanted)
-        if not self._out.blocked and not self._in.large and self._spin(done):
+        self._want_in(self._in.wanted_bytes)
+        if not self._out.is_blocked and not self._in.is_in_large_payload and self._spin(done):
             return
         self._asleep = True
         try:
             if (
                 self._orders
-                or not (self._out.idle or self._out.blocked)
+                or not (self._out.is_idle or self._out.is_blocked)
                 or self._has_lane_work
                 or self._closing
             ):
@@ -310,7 +316,7 @@ class StreamLink:
                 return
             if done is None and self._drivers:
                 return
-            self._want_out(self._out.blocked)
+            self._want_out(self._out.is_blocked)
             since_s = time.perf_counter()
             events = self._poll.poll(
                 _DRIVER_POLL_MS
@@ -343,7 +349,7 @@ class StreamLink:
             if look(0):
                 return self._turn()
             if (
-                not out.idle
+                not out.is_idle
                 or self._has_lane_work
                 or self._closing
                 or (done is None and self._drivers)
@@ -373,7 +379,7 @@ class StreamLink:
         self._release()
         self._ended_hook(self)
         if not self._closing:
-            self._owner.lost(self, self._broken or "closed")
+            self._owner.on_lost(self, self._broken or "closed")
         while not self._mark_ended():
             while self._orders:
                 self._orders.popleft()()
@@ -385,7 +391,7 @@ class StreamLink:
     def _flush_last(self) -> None:
         """Try to send the remaining output, without waiting."""
         try:
-            self._out.pump()
+            self._out.send_available()
         except OSError:
             return
 
@@ -398,24 +404,24 @@ class StreamLink:
         return self._sock.recv_into(buffer)
 
     def _fence(self, transfer: int) -> None:
-        self._in.divert(transfer)
+        self._in.discard_transfer(transfer)
         self._fenced(transfer)
 
     def _fenced(self, transfer: int) -> None:
-        self._owner.fenced(self, transfer)
+        self._owner.on_fenced(self, transfer)
 
     # ---- events of Inbound and Outbound ----
 
-    def framed(self, kind: Kind, header: bytes) -> None:
-        if kind is not Kind.MESSAGE:
+    def on_frame(self, kind: FrameKind, header: bytes) -> None:
+        if kind is not FrameKind.MESSAGE:
             raise FrameError(f"a frame of kind {kind.name} is not allowed on {self.transport}")
-        self._owner.message(self, header)
+        self._owner.on_message(self, header)
 
-    def incoming(self, head: WindowHead) -> Slice | None:
-        return self._owner.incoming(self, head)
+    def place_window(self, head: WindowHead) -> WindowSlice | None:
+        return self._owner.place_window(self, head)
 
-    def landed(self, head: WindowHead, verdict: Verdict) -> None:
-        self._owner.landed(self, head, verdict)
+    def on_landed(self, head: WindowHead, verdict: WindowVerdict) -> None:
+        self._owner.on_landed(self, head, verdict)
 
     def _sent(self, head: WindowHead) -> None:
-        self._owner.sent(self, head)
+        self._owner.on_sent(self, head)

@@ -17,11 +17,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvtransfer.contract import Slice, TransportError, Verdict, WindowHead
-from kvtransfer.protocol.frame import PROOF_BYTES, Proof, trailer, window_frame
-from kvtransfer.transports.copy_runs import fine, gather, within
-from kvtransfer.transports.iovec import NOTHING, Iovecs, Pieces, address_of, writev
-from kvtransfer.transports.stream.seal import Seal
+from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
+from kvtransfer.protocol.frame import PROOF_BYTES, PayloadProof, encode_trailer, encode_window_frame
+from kvtransfer.transports.copy_runs import are_within, gather, is_fine_grained
+from kvtransfer.transports.iovec import NOTHING, Iovecs, MemoryPieces, address_of, writev
+from kvtransfer.transports.stream.seal import WindowSeal
 
 _FULL_BYTES = 64 << 10  # buffered bytes at which no further frame is added
 # A window this small is copied, so that it leaves in one call with its header and trailer, unless
@@ -45,14 +45,14 @@ class _Body:
 
     def __init__(
         self,
-        pieces: Pieces,
+        pieces: MemoryPieces,
         head: WindowHead | None = None,
         current: Callable[[], bool] | None = None,
     ) -> None:
         self.pieces = pieces
         self.head = head
         self.current = current
-        self.verdict = Verdict.OK
+        self.verdict = WindowVerdict.OK
         self.digest: xxhash.xxh3_64 | None = None
         self.tag = b""
 
@@ -62,12 +62,12 @@ class _Body:
         The digest is only sent with OK, so that a flipped bit cannot turn another verdict into OK.
         """
         digest = self.digest.intdigest() if self.still_current() and self.digest is not None else 0
-        return trailer(self.verdict, self.tag or digest)
+        return encode_trailer(self.verdict, self.tag or digest)
 
     def still_current(self) -> bool:
         if self.current is not None and not self.current():
-            self.verdict = Verdict.STALE
-        return self.verdict is Verdict.OK
+            self.verdict = WindowVerdict.STALE
+        return self.verdict is WindowVerdict.OK
 
 
 class Outbound:
@@ -79,12 +79,12 @@ class Outbound:
     _writev: Any = staticmethod(writev)
 
     def __init__(self, fd: int, sent: Callable[[WindowHead], None], *, checked: bool) -> None:
-        self.blocked = False
-        self.seal: Seal | None = None
+        self.is_blocked = False
+        self.seal: WindowSeal | None = None
         self._fd = fd
         self._sent = sent
         self._checked = checked
-        self._queue: deque[bytes | tuple[WindowHead, Slice]] = deque()
+        self._queue: deque[bytes | tuple[WindowHead, WindowSlice]] = deque()
         self._shared: dict[int, None] = {}
         self._withheld: set[int] = set()  # transfers that are about to be dropped
         self._body: _Body | None = None
@@ -94,13 +94,13 @@ class Outbound:
         self._iovecs = Iovecs()
         self._bounce = np.empty(0, np.uint8)
 
-    def queue(self, item: bytes | tuple[WindowHead, Slice]) -> None:
+    def enqueue(self, item: bytes | tuple[WindowHead, WindowSlice]) -> None:
         """Queue a complete frame or a window. Callable from any thread."""
         with self._gate:
             self._queue.append(item)
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether nothing is queued or in progress."""
         return not self._queue and self._body is None and self._begin == self._end
 
@@ -136,9 +136,9 @@ class Outbound:
         ):
             body.pieces = Pieces.over(_ZEROS, body.pieces.left, self._iovecs)
             body.digest = None
-            body.verdict = Verdict.STALE
+            body.verdict = WindowVerdict.STALE
 
-    def share(self, transfer: int) -> None:
+    def allow_lanes(self, transfer: int) -> None:
         """Allow lanes to send windows of this transfer. Callable from any thread."""
         with self._gate:
             if transfer not in self._withheld:
@@ -146,7 +146,7 @@ class Outbound:
             if len(self._shared) > _MOST_SHARED:
                 del self._shared[next(iter(self._shared))]
 
-    def keep(self, transfer: int) -> None:
+    def deny_lanes(self, transfer: int) -> None:
         """Allow no lane to take a window of this transfer, because it is about to be dropped.
 
         Callable from any thread, with locks held.
@@ -155,7 +155,7 @@ class Outbound:
             self._shared.pop(transfer, None)
             self._withheld.add(transfer)
 
-    def spare(self) -> tuple[WindowHead, Slice] | None:
+    def take_spare(self) -> tuple[WindowHead, WindowSlice] | None:
         """Remove and return a window for a lane to send; None: there is none. From any thread."""
         with self._gate:
             index = self._spare_at()
@@ -166,7 +166,7 @@ class Outbound:
             return item if isinstance(item, tuple) else None
 
     @property
-    def crowded(self) -> bool:
+    def has_spare(self) -> bool:
         """Whether there is a window for a lane."""
         if not self._queue:
             return False
@@ -184,18 +184,18 @@ class Outbound:
                 return index
         return None
 
-    def pump(self) -> bool:
+    def send_available(self) -> bool:
         """Write until the socket is full (`is_blocked`), or one large window is done.
 
         Returns whether anything was written.
         """
-        moved = self.blocked = False
+        moved = self.is_blocked = False
         while self._next():
             large = self._body
             wrote = self._write()
             moved = moved or wrote
-            if not wrote or (large is not None and large.pieces.short):
-                self.blocked = True
+            if not wrote or (large is not None and large.pieces.was_short):
+                self.is_blocked = True
                 break
             if large is not self._body and self._queue:
                 break
@@ -214,7 +214,7 @@ class Outbound:
 
     def _begin_message(self, message: bytes) -> None:
         if len(message) > _STAGED_BYTES:
-            self._body = _Body(Pieces.of_buffer(message, self._iovecs))
+            self._body = _Body(MemoryPieces.of_buffer(message, self._iovecs))
         else:
             self._append(message)
 
@@ -226,24 +226,24 @@ class Outbound:
         self._small[self._end : end] = data
         self._end = end
 
-    def _begin_window(self, head: WindowHead, window: Slice) -> None:
+    def _begin_window(self, head: WindowHead, window: WindowSlice) -> None:
         """Begin a window. If the source has lost its blocks, send only the header and STALE."""
-        if self.seal is None and fine(window.runs, head.n_bytes):
+        if self.seal is None and is_fine_grained(window.runs, head.n_bytes):
             return self._begin_fine(head, window)
         checked = self._checked and self.seal is None
-        pieces = Pieces.of_window(
+        pieces = MemoryPieces.of_window(
             window.region, window.runs.src, window.runs.length, self._iovecs, fed=checked
         )
         if self.seal is not None:
-            return self._begin_sealed(self.seal, _Body(pieces, head, window.current))
-        proof = Proof.XXH3 if self._checked else Proof.NONE
-        if window.current is not None and not window.current():
-            self._append(window_frame(head, 0, proof) + trailer(Verdict.STALE))
+            return self._begin_sealed(self.seal, _Body(pieces, head, window.is_current))
+        proof = PayloadProof.XXH3 if self._checked else PayloadProof.NONE
+        if window.is_current is not None and not window.is_current():
+            self._append(encode_window_frame(head, 0, proof) + encode_trailer(WindowVerdict.STALE))
             return self._sent(head)
-        self._append(window_frame(head, pieces.size, proof))
+        self._append(encode_window_frame(head, pieces.size, proof))
         if pieces.size <= _STAGED_BYTES and pieces.count <= _STAGED_PIECES:
-            return self._stage(pieces, head, window.current)
-        self._body = body = _Body(pieces, head, window.current)
+            return self._stage(pieces, head, window.is_current)
+        self._body = body = _Body(pieces, head, window.is_current)
         if self._checked:
             body.digest = xxhash.xxh3_64()
         if pieces.size <= _AHEAD_BYTES and not self._queue:
@@ -252,29 +252,29 @@ class Outbound:
             self._write_small()
         return None
 
-    def _begin_fine(self, head: WindowHead, window: Slice) -> None:
+    def _begin_fine(self, head: WindowHead, window: WindowSlice) -> None:
         """Copy many short pieces together first.
 
         So the verdict is known before anything is sent, and `drop` need not change what is being
         sent.
         """
         runs, size = window.runs, window.runs.n_bytes
-        proof = Proof.XXH3 if self._checked else Proof.NONE
+        proof = PayloadProof.XXH3 if self._checked else PayloadProof.NONE
         digest = xxhash.xxh3_64()
-        if not within(window.region, runs.src, runs.length):
+        if not are_within(window.region, runs.src, runs.length):
             raise TransportError(f"a window exceeds {window.region.name}, or is empty")
         body = _Body(
-            Pieces.in_order(self._bounce_of_size(size)[:size], size, self._iovecs),
+            MemoryPieces.in_order(self._bounce_of_size(size)[:size], size, self._iovecs),
             head,
-            window.current,
+            window.is_current,
         )
         if body.still_current():
             feed: Callable[[Any], object] = digest.update if self._checked else _ignore
             gather(window.region.bytes, runs.src, runs.length, self._bounce[:size], feed)
         if not body.still_current():
-            self._append(window_frame(head, 0, proof) + trailer(Verdict.STALE))
+            self._append(encode_window_frame(head, 0, proof) + encode_trailer(WindowVerdict.STALE))
             return self._sent(head)
-        self._append(window_frame(head, size, proof))
+        self._append(encode_window_frame(head, size, proof))
         body.current, body.tag = None, digest.intdigest().to_bytes(PROOF_BYTES, "little")
         self._body = body
         return None
@@ -285,7 +285,7 @@ class Outbound:
             self._bounce = np.empty(size, np.uint8)
         return self._bounce
 
-    def _begin_sealed(self, seal: Seal, body: _Body) -> None:
+    def _begin_sealed(self, seal: WindowSeal, body: _Body) -> None:
         """Seal a window.
 
         Sealing copies it, so the verdict is known before anything is sent. For a stale window only
@@ -293,22 +293,22 @@ class Outbound:
         """
         assert body.head is not None
         head, size = body.head, body.pieces.size
-        opening = window_frame(head, size, Proof.GCM)
+        opening = encode_window_frame(head, size, PayloadProof.GCM)
         sealed = memoryview(b"")
         was_current = body.still_current()
         if was_current:
             sealed, body.tag = seal.close(body.pieces.parts(), size, opening)
         if not body.still_current():
-            opening, sealed = window_frame(head, 0, Proof.GCM), memoryview(b"")
+            opening, sealed = encode_window_frame(head, 0, PayloadProof.GCM), memoryview(b"")
             body.tag = seal.void(opening, instead=was_current)
         self._append(opening)
-        body.current, body.pieces = None, Pieces.of_buffer(sealed, self._iovecs)
+        body.current, body.pieces = None, MemoryPieces.of_buffer(sealed, self._iovecs)
         if sealed:
             self._body = body
         else:
             self._finish(body)
 
-    def _stage(self, pieces: Pieces, head: WindowHead, current: Callable[[], bool] | None) -> None:
+    def _stage(self, pieces: MemoryPieces, head: WindowHead, current: Callable[[], bool] | None) -> None:
         """Copy a small window behind its header, and take the digest from the copy in the cache."""
         end = self._end + pieces.size
         copy = self._small[self._end : end]
@@ -316,10 +316,10 @@ class Outbound:
         self._end = end
         if current is None or current():
             self._append(
-                trailer(Verdict.OK, xxhash.xxh3_64_intdigest(copy) if self._checked else 0)
+                encode_trailer(WindowVerdict.OK, xxhash.xxh3_64_intdigest(copy) if self._checked else 0)
             )
         else:
-            self._append(trailer(Verdict.STALE))
+            self._append(encode_trailer(WindowVerdict.STALE))
         self._sent(head)
 
     def _write(self) -> bool:
@@ -336,7 +336,7 @@ class Outbound:
         if body.digest is not None:
             # The written bytes are in the cache, and the peer is busy.
             pieces.feed(body.digest.update, pieces.done)
-        if not pieces.left:
+        if not pieces.remaining:
             self._finish(body)
         return True
 

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvtransfer.contract import Link, LinkOwner, Slice, Verdict, WindowHead
-from kvtransfer.protocol.frame import FrameError, Kind, frame
-from kvtransfer.transports.stream.link import Manner, StreamLink
+from kvtransfer.contract import Link, LinkOwner, WindowHead, WindowSlice, WindowVerdict
+from kvtransfer.protocol.frame import FrameError, FrameKind, encode_frame
+from kvtransfer.transports.stream.link import LinkOptions, StreamLink
 
 _SPREAD = struct.Struct("<Q")
 
@@ -33,38 +33,38 @@ class LanedLink(StreamLink):
         sock: socket.socket,
         owner: LinkOwner,
         peer: str,
-        manner: Manner,
+        manner: LinkOptions,
         ended: Callable[[Any], None],
     ) -> None:
         super().__init__(sock, owner, peer, manner, ended)
         self.lanes = manner.lanes
-        self.used = False
+        self.has_carried_windows = False
         self._lane_owner = self  # the link whose windows it carries
         self._lane_links: tuple[LanedLink, ...] = ()
         self._spread: set[int] = set()
 
     # ---- from any thread ----
 
-    def widen(self, lane: Link) -> None:
+    def add_lane(self, lane: Link) -> None:
         if not isinstance(lane, LanedLink):
             raise TypeError(f"a link over {lane.transport} cannot be a lane")
         lane._lane_owner = self
         with self._gate:
             self._lane_links += (lane,)
 
-    def put(self, head: WindowHead, window: Slice) -> None:
+    def put(self, head: WindowHead, window: WindowSlice) -> None:
         super().put(head, window)
         self._wake_lanes()
 
     def drop(self, transfer: int) -> None:
-        self._out.keep(transfer)
+        self._out.deny_lanes(transfer)
         super().drop(transfer)
         for lane in self._lane_links:
             lane.drop(transfer)
 
     def _wake_lanes(self) -> None:
         """Wake sleeping lanes if there are windows for them."""
-        if self._lane_links and self._out.crowded:
+        if self._lane_links and self._out.has_spare:
             for lane in self._lane_links:
                 lane._has_lane_work = True
                 lane._wake()
@@ -73,20 +73,20 @@ class LanedLink(StreamLink):
 
     def _turn(self) -> bool:
         self._has_lane_work = False
-        if self._lane_owner is not self and self._out.idle:
-            item = self._lane_owner._out.spare()
+        if self._lane_owner is not self and self._out.is_idle:
+            item = self._lane_owner._out.take_spare()
             if item is not None:
-                self.used = True
-                self._out.queue(item)
+                self.has_carried_windows = True
+                self._out.enqueue(item)
         return super()._turn()
 
-    def framed(self, kind: Kind, header: bytes) -> None:
-        if kind is not Kind.SPREAD:
-            super().framed(kind, header)
+    def on_frame(self, kind: FrameKind, header: bytes) -> None:
+        if kind is not FrameKind.SPREAD:
+            super().on_frame(kind, header)
         elif self._dialled or len(header) != _SPREAD.size:
             raise FrameError("an invalid SPREAD frame")
         else:
-            self._out.share(*_SPREAD.unpack(header))
+            self._out.allow_lanes(*_SPREAD.unpack(header))
             self._wake_lanes()
 
     def _fence(self, transfer: int) -> None:
@@ -104,10 +104,10 @@ class LanedLink(StreamLink):
         for index, lane in enumerate(lanes, start=1):
             if lane._order(partial(lane._fence_lane, transfer, lanes[index:])):
                 return
-        self._owner.fenced(self, transfer)
+        self._owner.on_fenced(self, transfer)
 
     def _fence_lane(self, transfer: int, remaining: tuple[LanedLink, ...]) -> None:
-        self._in.divert(transfer)
+        self._in.discard_transfer(transfer)
         self._lane_owner._fence_lanes(transfer, remaining)
 
     def _release(self) -> None:
@@ -117,19 +117,19 @@ class LanedLink(StreamLink):
 
     # ---- events, reported as the first link's ----
 
-    def incoming(self, head: WindowHead) -> Slice | None:
+    def place_window(self, head: WindowHead) -> WindowSlice | None:
         owner_link = self._lane_owner
-        window = owner_link._owner.incoming(owner_link, head)
+        window = owner_link._owner.place_window(owner_link, head)
         if owner_link is not self:
-            self.used = True
+            self.has_carried_windows = True
         elif window is not None and self._lane_links and head.transfer not in self._spread:
             self._spread.add(head.transfer)
-            self._out.queue(frame(Kind.SPREAD, _SPREAD.pack(head.transfer)))
-            self._out.pump()  # before the window is read, because lanes wait for it
+            self._out.enqueue(encode_frame(FrameKind.SPREAD, _SPREAD.pack(head.transfer)))
+            self._out.send_available()  # before the window is read, because lanes wait for it
         return window
 
-    def landed(self, head: WindowHead, verdict: Verdict) -> None:
-        self._lane_owner._owner.landed(self._lane_owner, head, verdict)
+    def on_landed(self, head: WindowHead, verdict: WindowVerdict) -> None:
+        self._lane_owner._owner.on_landed(self._lane_owner, head, verdict)
 
     def _sent(self, head: WindowHead) -> None:
-        self._lane_owner._owner.sent(self._lane_owner, head)
+        self._lane_owner._owner.on_sent(self._lane_owner, head)

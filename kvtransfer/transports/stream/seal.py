@@ -14,11 +14,11 @@ _KEY_BYTES = 16
 _SLACK = 16  # the cipher needs room for one more block than it writes
 
 
-class SealBroken(Exception):
+class WindowSealError(Exception):
     """The window was not sent by a holder of the key, or not in this order."""
 
 
-class Seal:
+class WindowSeal:
     """The seal of one direction of one link.
 
     The n-th window uses nonce n, so that none can be repeated or left out. A void window (no bytes)
@@ -72,7 +72,7 @@ class Seal:
         try:
             cipher.finalize()
         except self._invalid as error:
-            raise SealBroken("a window's seal is invalid") from error
+            raise WindowSealError("a window's seal is invalid") from error
         return view[: len(sealed)]
 
     def _room(self, size: int) -> memoryview:

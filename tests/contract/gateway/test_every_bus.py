@@ -12,8 +12,8 @@ from time import monotonic
 import pytest
 
 from gateway.peers.bus import BACKLOG_CAP_BYTES, FRAME_CAP_BYTES, Bus
-from gateway.peers.local_bus import Hub, LocalBus
-from gateway.peers.redis_bus import Place, RedisBus
+from gateway.peers.local_bus import LocalBus, LocalHub
+from gateway.peers.redis_bus import RedisAddress, RedisBus
 from tests.fair_time import PATIENCE_S, at_most
 from tests.redis_server import RedisServer, redis_server
 
@@ -42,7 +42,7 @@ class RedisMedium(Medium):
         self._server, self._name = server, name
 
     def bus(self) -> Bus:
-        return RedisBus(Place(self._server.url, self._name), Random(1), self.drops.append)
+        return RedisBus(RedisAddress(self._server.url, self._name), Random(1), self.drops.append)
 
     async def stop(self) -> None:
         self._server.stop()
@@ -55,7 +55,7 @@ class HubMedium(Medium):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
-        self._hub = Hub(path, self.drops.append)
+        self._hub = LocalHub(path, self.drops.append)
 
     def bus(self) -> Bus:
         return LocalBus(self._path, self.drops.append)
@@ -65,7 +65,7 @@ class HubMedium(Medium):
 
     async def start(self) -> None:
         self._path.unlink(missing_ok=True)
-        self._hub = Hub(self._path, self.drops.append)
+        self._hub = LocalHub(self._path, self.drops.append)
         await self._hub.start()
 
 

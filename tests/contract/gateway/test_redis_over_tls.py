@@ -14,7 +14,7 @@ from time import monotonic
 import pytest
 
 from gateway.peers import redis_bus as shared
-from gateway.peers.redis_bus import Place, RedisBus
+from gateway.peers.redis_bus import RedisAddress, RedisBus
 from gateway.util.tls import ClientSettings, KeyPair
 from tests.authority import Authority, Files
 from tests.fair_time import PATIENCE_S
@@ -50,7 +50,7 @@ def tls_server(folder: Path, files: Files, ca: Path) -> Iterator[str]:
 
 async def reaches(url: str, settings: ClientSettings) -> str:
     """Return the connection problem that the bus reports, or an empty string if it connects."""
-    bus = RedisBus(Place(url, "fleet", tls=settings), Random(1), lambda reason: None)
+    bus = RedisBus(RedisAddress(url, "fleet", tls=settings), Random(1), lambda reason: None)
     await bus.start(b"me" * 4, lambda frame, age_s: None)
     try:
         async with asyncio.timeout(PATIENCE_S):

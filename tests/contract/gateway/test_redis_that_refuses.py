@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from gateway.peers import redis_bus as shared
-from gateway.peers.redis_bus import Place, RedisBus
+from gateway.peers.redis_bus import RedisAddress, RedisBus
 from gateway.peers.redis_error import describe_redis_error
 from tests.fair_time import PATIENCE_S
 from tests.redis_server import redis_server
@@ -34,7 +34,7 @@ async def test_a_replica_is_not_used_until_it_accepts_writes(
     monkeypatch.setattr(shared, "FIRST_RETRY_S", 0.01)
     monkeypatch.setattr(shared, "LONGEST_RETRY_S", 0.05)
     with redis_server() as server:
-        bus = RedisBus(Place(server.url, "fleet"), Random(1), lambda reason: None)
+        bus = RedisBus(RedisAddress(server.url, "fleet"), Random(1), lambda reason: None)
         heard: list[bytes] = []
         opened = 0
         connection = bus._connect
@@ -82,7 +82,7 @@ async def test_a_wrong_password_is_named_without_showing_it(
         async with Redis.from_url(server.url) as operator:
             await operator.config_set("requirepass", "right-one")
         bus = RedisBus(
-            Place(server.url, "fleet", password="hunter2"), Random(1), lambda reason: None
+            RedisAddress(server.url, "fleet", password="hunter2"), Random(1), lambda reason: None
         )
         await bus.start(b"me" * 4, lambda frame, age_s: None)
         await until(lambda: bus.state(monotonic()).problem != "")

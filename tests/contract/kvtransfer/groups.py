@@ -20,14 +20,14 @@ from kvtransfer.contract import Transport
 from kvtransfer.layout.layout import KvDtype, KvLayout, KvOrder
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.transports.inproc import Wire
+from kvtransfer.transports.inproc import InprocWire
 from kvtransfer.util.clock import Clock, ThreadClock
-from kvtransfer.util.options import Options
+from kvtransfer.util.options import AgentOptions
 from tests.contract.kvtransfer.links import PATIENCE_S, make
 
 KEY = b"the fleet's own secret, 32 bytes"
 # A busy machine may stop the process for a second, which must not count as silence.
-PATIENT = Options(misses=60, handshake_s=15.0)
+PATIENT = AgentOptions(max_missed_beats=60, handshake_s=15.0)
 SMALL = KvLayout(layers=4, kv_heads=8, head_dim=16, dtype=KvDtype.BF16, block_tokens=16, tp=2)
 
 
@@ -109,7 +109,7 @@ class Group:
     @property
     def held(self) -> int:
         """Return the leases, invitations, reservations and credit in use."""
-        figures = self.agent.figures()
+        figures = self.agent.stats()
         return (
             sum(figures["leases"].values())
             + sum(figures["reservations"].values())
@@ -132,7 +132,7 @@ def group(
     blocks: int = 32,
     key: bytes = KEY,
     clock: Clock | None = None,
-    options: Options | None = None,
+    options: AgentOptions | None = None,
 ) -> Group:
     regions = memory(layout, blocks, name)
     return Group(
@@ -146,12 +146,12 @@ def group(
 async def groups(
     transport: str,
     *layouts: KvLayout,
-    options: Sequence[Options | None] = (),
+    options: Sequence[AgentOptions | None] = (),
     keys: Sequence[bytes] = (),
 ) -> AsyncIterator[list[Group]]:
     """Start groups p0, p1, ... over one transport. At the end nothing may be in use."""
     clock = ThreadClock()
-    wire = Wire(clock)
+    wire = InprocWire(clock)
     created = []
     async with AsyncExitStack() as stack:
         stack.callback(clock.close)

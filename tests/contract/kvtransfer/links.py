@@ -23,11 +23,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.contract import Laned, Link, Slice, Transport, Verdict, WindowHead
-from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.contract import (
+    Link,
+    MultiLaneLink,
+    Transport,
+    WindowHead,
+    WindowSlice,
+    WindowVerdict,
+)
+from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.transports.inproc import Inproc, Wire
+from kvtransfer.transports.inproc import Inproc, InprocWire
 from kvtransfer.util.clock import ThreadClock
 
 if TYPE_CHECKING:
@@ -44,7 +51,7 @@ PATIENCE_S = float(os.environ.get("PENSTOCK_PATIENCE_S", "20"))
 def transports(name: str, count: int = 2) -> Iterator[list[Transport]]:
     """Yield `count` unstarted transports of one kind. They are closed afterwards."""
     clock = ThreadClock()
-    wire = Wire(clock)
+    wire = InprocWire(clock)
     created = [make(name, wire) for _ in range(count)]
     try:
         yield created
@@ -54,16 +61,16 @@ def transports(name: str, count: int = 2) -> Iterator[list[Transport]]:
         clock.close()
 
 
-def make(name: str, wire: Wire, pace: float = 1.0) -> Transport:
+def make(name: str, wire: InprocWire, pace: float = 1.0) -> Transport:
     """Return a transport for a machine that is `pace` times as slow. Imports on demand."""
     if name == "inproc":
         return Inproc(wire)
     if name in ("tcp", "lanes", "tls", "tls-lanes"):
-        from kvtransfer.transports.stream.link import Manner
+        from kvtransfer.transports.stream.link import LinkOptions
         from kvtransfer.transports.tcp import Tcp
 
         files = tls_files() if name.startswith("tls") else None
-        return Tcp(manner=Manner(lanes=LANES if name.endswith("lanes") else 1), tls=files)
+        return Tcp(manner=LinkOptions(lanes=LANES if name.endswith("lanes") else 1), tls=files)
     if name == "shm":
         from kvtransfer.transports.shm import Shm
 
@@ -120,7 +127,7 @@ class OwnerEvent:
 class Owner:
     """A LinkOwner that records events. `place(head)` returns where a window goes."""
 
-    place: Callable[[WindowHead], Slice | None] = lambda head: None
+    place: Callable[[WindowHead], WindowSlice | None] = lambda head: None
     heard: list[OwnerEvent] = field(default_factory=list)
     bell: threading.Condition = field(default_factory=threading.Condition)
 
@@ -129,26 +136,26 @@ class Owner:
             self.heard.append(OwnerEvent(kind, link, what))
             self.bell.notify_all()
 
-    def linked(self, link: Link) -> None:
+    def on_linked(self, link: Link) -> None:
         self.note("linked", link)
 
-    def message(self, link: Link, data: bytes) -> None:
+    def on_message(self, link: Link, data: bytes) -> None:
         self.note("message", link, bytes(data))
 
-    def incoming(self, link: Link, head: WindowHead) -> Slice | None:
+    def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
         self.note("incoming", link, head)
         return self.place(head)
 
-    def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
+    def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
         self.note("landed", link, (head, verdict))
 
-    def sent(self, link: Link, head: WindowHead) -> None:
+    def on_sent(self, link: Link, head: WindowHead) -> None:
         self.note("sent", link, head)
 
-    def fenced(self, link: Link, transfer: int) -> None:
+    def on_fenced(self, link: Link, transfer: int) -> None:
         self.note("fenced", link, transfer)
 
-    def lost(self, link: Link, reason: str) -> None:
+    def on_lost(self, link: Link, reason: str) -> None:
         self.note("lost", link, reason)
 
     def all(self, kind: str, link: Link | None = None) -> list[object]:
@@ -200,18 +207,22 @@ class Pair:
         grant = self.sink.grant(transfer, [self.sink_region], np.arange(BLOCKS))
         self.source.accept(transfer, grant)
 
-    def expect(self, windows: dict[WindowHead, Runs]) -> None:
+    def expect(self, windows: dict[WindowHead, ByteRuns]) -> None:
         """Accept these windows, once each, and no others."""
         left = dict(windows)
 
-        def place(head: WindowHead) -> Slice | None:
+        def place(head: WindowHead) -> WindowSlice | None:
             runs = left.pop(head, None)
-            return None if runs is None else Slice(runs, self.sink_region, 0, 0)
+            return None if runs is None else WindowSlice(runs, self.sink_region, 0, 0)
 
         self.sink_owner.place = place
 
-    def put(self, head: WindowHead, runs: Runs, current: Callable[[], bool] | None = None) -> None:
-        self.source.put(head, Slice(runs, self.source_region, 0, 0, current or (lambda: True)))
+    def put(
+        self, head: WindowHead, runs: ByteRuns, current: Callable[[], bool] | None = None
+    ) -> None:
+        self.source.put(
+            head, WindowSlice(runs, self.source_region, 0, 0, current or (lambda: True))
+        )
 
 
 @contextmanager
@@ -231,7 +242,7 @@ def linked_pair(name: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Pair]:
         far = source_owner.heard[0].link
         for end in (link, far):
             end.secure(bytes(32))
-        if isinstance(link, Laned) and isinstance(far, Laned):
+        if isinstance(link, MultiLaneLink) and isinstance(far, MultiLaneLink):
             for lane in range(1, link.lanes):
                 _widen(link, far, sink_end.dial(address), source_owner, lane)
         yield Pair(
@@ -249,30 +260,32 @@ def linked_pair(name: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Pair]:
     source_region.close()
 
 
-def _widen(link: Laned, far: Laned, lane: Link, source_owner: Owner, number: int) -> None:
+def _widen(
+    link: MultiLaneLink, far: MultiLaneLink, lane: Link, source_owner: Owner, number: int
+) -> None:
     """Add a lane as agents do: first at the source."""
     source_owner.wait("linked", number + 1)
     there = [heard.link for heard in source_owner.heard if heard.kind == "linked"][number]
     for end in (lane, there):
         end.secure(bytes(32))
-    far.widen(there)
-    link.widen(lane)
+    far.add_lane(there)
+    link.add_lane(lane)
 
 
-def window(transfer: int, runs: Runs, group: int = 0, first: int = 0) -> WindowHead:
+def window(transfer: int, runs: ByteRuns, group: int = 0, first: int = 0) -> WindowHead:
     return WindowHead(transfer, group, 0, first, runs.count, runs.n_bytes)
 
 
-def scattered(seed: int, count: int, longest: int) -> Runs:
+def scattered(seed: int, count: int, longest: int) -> ByteRuns:
     """Return runs at random places, disjoint at the sink, of 1 to `longest` bytes."""
     rng = np.random.default_rng(seed)
     size = BLOCKS * BLOCK_BYTES
     length = rng.integers(1, longest + 1, count)
     slots = np.sort(rng.choice(size // longest, count, replace=False)) * longest
-    return Runs(rng.integers(0, size - longest, count), rng.permutation(slots), length)
+    return ByteRuns(rng.integers(0, size - longest, count), rng.permutation(slots), length)
 
 
-def expected(pair: Pair, *moves: Runs) -> NDArray[np.uint8]:
+def expected(pair: Pair, *moves: ByteRuns) -> NDArray[np.uint8]:
     """Return the sink's memory, initially zero, after these runs have landed."""
     memory = np.zeros(BLOCKS * BLOCK_BYTES, np.uint8)
     for runs in moves:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.layout.layout import KvDtype, KvLayout, KvOrder
-from kvtransfer.protocol.outcomes import How, Reason
+from kvtransfer.protocol.outcomes import EndReason, OutcomeKind
 from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, groups, until
 from tests.contract.kvtransfer.links import PATIENCE_S, TRANSPORTS, kind_of
 
@@ -66,13 +66,13 @@ async def test_every_byte_arrives_in_its_place(
         cache.write(src, source.regions, out_of)
         offer = source.agent.offer("r", out_of, tokens)
         landing = sink.agent.fetch(source.agent.address, "r", into, tokens, ticket=offer.ticket)
-        end = await soon(landing.ended())
-        assert (end.how, end.reason, end.transport) == (
-            How.LANDED,
-            Reason.LANDED,
+        end = await soon(landing.wait_ended())
+        assert (end.kind, end.reason, end.transport) == (
+            OutcomeKind.LANDED,
+            EndReason.LANDED,
             kind_of(transport),
         )
-        assert (await soon(offer.ended())).how is How.LANDED
+        assert (await soon(offer.wait_ended())).kind is OutcomeKind.LANDED
         assert cache.differs(dst, sink.regions, into) == 0
         assert landing.layers == src.layers
 
@@ -87,7 +87,9 @@ async def test_blocks_that_were_not_reserved_stay_as_they_are(transport: str) ->
             region.bytes[:] = 0x55
         assert (
             await soon(
-                sink.agent.fetch(source.agent.address, "r", into, 48, ticket=offer.ticket).ended()
+                sink.agent.fetch(
+                    source.agent.address, "r", into, 48, ticket=offer.ticket
+                ).wait_ended()
             )
         ).landed
         for region in sink.regions:
@@ -101,13 +103,13 @@ async def test_an_invitation_waits_for_its_offer(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         landing = sink.agent.fetch(source.agent.address, "later", [4, 5, 6], 40)
         await until(
-            lambda: source.agent.figures()["leases"]["waiting_invitations"],
+            lambda: source.agent.stats()["leases"]["waiting_invitations"],
             "the invitation did not come",
         )
         cache.write(SMALL, source.regions, [1, 2, 3])
         offer = source.agent.offer("later", [1, 2, 3], 40, public=True)
-        assert (await soon(landing.ended())).landed
-        assert (await soon(offer.ended())).landed
+        assert (await soon(landing.wait_ended())).landed
+        assert (await soon(offer.wait_ended())).landed
         assert cache.differs(SMALL, sink.regions, [4, 5, 6]) == 0
 
 
@@ -123,11 +125,11 @@ async def test_layers_are_sent_as_they_are_computed(transport: str) -> None:
         )
         observations = []
         for layer in range(1, 5):
-            offer.ready(layer)
+            offer.mark_ready(layer)
             # With one-sided writes no progress is reported before the fence.
-            assert transport == "rdma" or await soon(landing.reached(layer)), landing.end
+            assert transport == "rdma" or await soon(landing.wait_layers(layer)), landing.outcome
             observations.append(landing.layers)
-        assert (await soon(landing.ended())).landed
+        assert (await soon(landing.wait_ended())).landed
         assert landing.layers == 4
         assert observations == ([0] * 4 if transport == "rdma" else [1, 2, 3, 4])
         assert cache.differs(layout, sink.regions, [10]) == 0
@@ -141,7 +143,7 @@ async def test_tokens_that_are_there_already_are_not_touched(transport: str) -> 
         landing = sink.agent.fetch(
             source.agent.address, "r", [0, 1, 2, 3], 64, ticket=offer.ticket, skip_tokens=32
         )
-        assert (await soon(landing.ended())).landed
+        assert (await soon(landing.wait_ended())).landed
         assert cache.differs(shaped(tp=4), sink.regions, [0, 1, 2, 3], skip=32) == 0
         assert not any(region.bytes.reshape(32, -1)[:2].any() for region in sink.regions)
 
@@ -152,8 +154,8 @@ async def test_an_agent_fetches_from_itself(transport: str) -> None:
         cache.write(SMALL, alone.regions, [0, 1])
         offer = alone.agent.offer("r", [0, 1], 32)
         landing = alone.agent.fetch(alone.agent.address, "r", [20, 21], 32, ticket=offer.ticket)
-        assert (await soon(landing.ended())).landed
-        assert (await soon(offer.ended())).landed
+        assert (await soon(landing.wait_ended())).landed
+        assert (await soon(offer.wait_ended())).landed
         assert cache.differs(SMALL, alone.regions, [20, 21]) == 0
 
 
@@ -171,30 +173,29 @@ async def test_a_hundred_at_once_all_land_over_one_link(transport: str) -> None:
                 f"r{index}",
                 [16 + index % 16],
                 16,
-                klass=("interactive", "bulk")[index % 2],
+                priority=("interactive", "bulk")[index % 2],
             )
             for index in range(100)
         ]
-        ends = [await soon(transfer.ended()) for transfer in (*landings, *offers)]
-        assert {end.reason for end in ends} == {Reason.LANDED}
-        assert sink.agent.figures()["links"] == 1
+        ends = [await soon(transfer.wait_ended()) for transfer in (*landings, *offers)]
+        assert {end.reason for end in ends} == {EndReason.LANDED}
+        assert sink.agent.stats()["links"] == 1
         for region in sink.regions:
             by_block = region.bytes.reshape(32, -1)
             assert (by_block[16:] == np.arange(16, dtype=np.uint8)[:, None]).all()
 
-
-# ---- refused, with a reason, before a byte moves
+            # ---- refused, with a reason, before a byte moves
 
 
 async def refused(
     source: Group, sink: Group, name: str, ticket: str | None, tokens: int = 16
-) -> Reason:
+) -> EndReason:
     before = sink.snapshot()
     landing = sink.agent.fetch(
         source.agent.address, name, [1, 2], tokens, ticket=ticket, timeout_s=PATIENCE_S
     )
-    end = await asyncio.wait_for(landing.ended(), 2 * PATIENCE_S)
-    assert end.how in (How.FAILED, How.EXPIRED)
+    end = await asyncio.wait_for(landing.wait_ended(), 2 * PATIENCE_S)
+    assert end.kind in (OutcomeKind.FAILED, OutcomeKind.EXPIRED)
     assert end.n_bytes == 0
     assert all(np.array_equal(was, now) for was, now in zip(before, sink.snapshot(), strict=True))
     return end.reason
@@ -206,20 +207,22 @@ async def test_a_ticket_is_valid_for_its_own_offer_once(transport: str) -> None:
             source.agent.offer(name, [index], 16) for index, name in enumerate(("one", "other"))
         )
         forged = one.ticket[:-4] + ("AAAA" if one.ticket[-4:] != "AAAA" else "BBBB")
-        assert await refused(source, sink, "one", forged) is Reason.BAD_TICKET
-        assert await refused(source, sink, "one", "no ticket at all") is Reason.BAD_TICKET
-        assert await refused(source, sink, "other", one.ticket) is Reason.BAD_TICKET
+        assert await refused(source, sink, "one", forged) is EndReason.BAD_TICKET
+        assert await refused(source, sink, "one", "no ticket at all") is EndReason.BAD_TICKET
+        assert await refused(source, sink, "other", one.ticket) is EndReason.BAD_TICKET
         assert (
             await soon(
-                sink.agent.fetch(source.agent.address, "one", [5], 16, ticket=one.ticket).ended()
+                sink.agent.fetch(
+                    source.agent.address, "one", [5], 16, ticket=one.ticket
+                ).wait_ended()
             )
         ).landed
-        assert (await soon(one.ended())).landed
-        assert await refused(source, sink, "one", one.ticket) is Reason.TICKET_SPENT
+        assert (await soon(one.wait_ended())).landed
+        assert await refused(source, sink, "one", one.ticket) is EndReason.TICKET_SPENT
         again = source.agent.offer("one", [3], 16)
-        assert await refused(source, sink, "one", one.ticket) is Reason.TICKET_SPENT
+        assert await refused(source, sink, "one", one.ticket) is EndReason.TICKET_SPENT
         again.revoke()
-        assert await refused(source, sink, "one", again.ticket) is Reason.GONE
+        assert await refused(source, sink, "one", again.ticket) is EndReason.GONE
         other.revoke()
 
 
@@ -227,54 +230,60 @@ async def test_an_offer_is_claimed_once(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         offer = source.agent.offer("r", [0], 16, ready_layers=0, public=True)
         first = sink.agent.fetch(source.agent.address, "r", [5], 16)
-        await until(lambda: source.agent.figures()["leases"]["claimed"], "not claimed")
-        assert await refused(source, sink, "r", None) is Reason.NAME_TAKEN
-        offer.ready(4)
-        assert (await soon(first.ended())).landed
-        assert source.agent.figures()["refused"] == {Reason.NAME_TAKEN: 1}
+        await until(lambda: source.agent.stats()["leases"]["claimed"], "not claimed")
+        assert await refused(source, sink, "r", None) is EndReason.NAME_TAKEN
+        offer.mark_ready(4)
+        assert (await soon(first.wait_ended())).landed
+        assert source.agent.stats()["refused"] == {EndReason.NAME_TAKEN: 1}
 
 
 async def test_only_one_invitation_may_wait_for_a_name(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         first = sink.agent.fetch(source.agent.address, "r", [5], 16)
-        await until(lambda: source.agent.figures()["leases"]["waiting_invitations"], "not waiting")
-        assert await refused(source, sink, "r", None) is Reason.NAME_TAKEN
+        await until(lambda: source.agent.stats()["leases"]["waiting_invitations"], "not waiting")
+        assert await refused(source, sink, "r", None) is EndReason.NAME_TAKEN
         source.agent.decline("r", "prefill failed")
-        end = await soon(first.ended())
-        assert (end.reason, end.retriable, end.detail) == (Reason.DECLINED, True, "prefill failed")
+        end = await soon(first.wait_ended())
+        assert (end.reason, end.is_retriable, end.detail) == (
+            EndReason.DECLINED,
+            True,
+            "prefill failed",
+        )
 
 
 async def test_waiting_invitations_are_limited(transport: str) -> None:
-    strict = msgspec.structs.replace(PATIENT, most_waiting=2)
+    strict = msgspec.structs.replace(PATIENT, max_waiting_invites=2)
     async with groups(transport, SMALL, SMALL, options=[strict]) as (source, sink):
         waiting = [
             sink.agent.fetch(source.agent.address, f"r{index}", [index], 16) for index in range(2)
         ]
         await until(
-            lambda: source.agent.figures()["leases"]["waiting_invitations"] == 2, "not waiting"
+            lambda: source.agent.stats()["leases"]["waiting_invitations"] == 2, "not waiting"
         )
-        assert await refused(source, sink, "one more", None) is Reason.TOO_MANY_WAITING
+        assert await refused(source, sink, "one more", None) is EndReason.TOO_MANY_WAITING
         for transfer in waiting:
             transfer.cancel()
 
 
 async def test_an_invitation_waits_for_a_limited_time(transport: str) -> None:
     """No step must happen before the time is over, however slow the machine is."""
-    hasty = msgspec.structs.replace(PATIENT, patience_s=0.1)
+    hasty = msgspec.structs.replace(PATIENT, invite_wait_s=0.1)
     async with groups(transport, SMALL, SMALL, options=[hasty]) as (source, sink):
         landing = sink.agent.fetch(source.agent.address, "r", [0], 16, timeout_s=10 * PATIENCE_S)
-        assert (await soon(landing.ended())).reason is Reason.NEVER_OFFERED
+        assert (await soon(landing.wait_ended())).reason is EndReason.NEVER_OFFERED
 
 
 async def test_an_offer_for_one_agent_is_refused_to_others(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         offer = source.agent.offer("r", [0], 16, sink="somebody else")
-        assert await refused(source, sink, "r", offer.ticket) is Reason.BAD_TICKET
-        assert await refused(source, sink, "r", None) is Reason.BAD_TICKET
+        assert await refused(source, sink, "r", offer.ticket) is EndReason.BAD_TICKET
+        assert await refused(source, sink, "r", None) is EndReason.BAD_TICKET
         mine = source.agent.offer("m", [1], 16, sink="p1")
         assert (
             await soon(
-                sink.agent.fetch(source.agent.address, "m", [4], 16, ticket=mine.ticket).ended()
+                sink.agent.fetch(
+                    source.agent.address, "m", [4], 16, ticket=mine.ticket
+                ).wait_ended()
             )
         ).landed
         offer.revoke()
@@ -283,7 +292,7 @@ async def test_an_offer_for_one_agent_is_refused_to_others(transport: str) -> No
 async def test_more_tokens_than_are_on_offer_are_refused(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         offer = source.agent.offer("r", [0], 16, public=True)
-        assert await refused(source, sink, "r", None, tokens=17) is Reason.TOKENS
+        assert await refused(source, sink, "r", None, tokens=17) is EndReason.TOKENS
         offer.revoke()
 
 
@@ -296,8 +305,8 @@ async def test_another_layout_is_refused_with_the_reason(
 ) -> None:
     async with groups(transport, SMALL, shaped(**change)) as (source, sink):
         landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
-        end = await soon(landing.ended())
-        assert (end.reason, end.retriable) == (Reason.LAYOUT, False)
+        end = await soon(landing.wait_ended())
+        assert (end.reason, end.is_retriable) == (EndReason.LAYOUT, False)
         assert field in end.detail
 
 
@@ -306,17 +315,17 @@ async def test_another_family_is_refused(transport: str) -> None:
         msgspec.structs.replace(PATIENT, family=family) for family in ("llama@1", "llama@2")
     ]
     async with groups(transport, SMALL, SMALL, options=families) as (source, sink):
-        end = await soon(sink.agent.fetch(source.agent.address, "r", [1], 16).ended())
-        assert (end.reason, end.retriable) == (Reason.LAYOUT, False)
+        end = await soon(sink.agent.fetch(source.agent.address, "r", [1], 16).wait_ended())
+        assert (end.reason, end.is_retriable) == (EndReason.LAYOUT, False)
 
 
 async def test_without_the_fleets_key_nothing_is_answered(transport: str) -> None:
     async with groups(transport, SMALL, SMALL, keys=[b"k" * 32, b"q" * 32]) as (source, sink):
         offer = source.agent.offer("r", [0], 16)
         end = await soon(
-            sink.agent.fetch(source.agent.address, "r", [1], 16, ticket=offer.ticket).ended()
+            sink.agent.fetch(source.agent.address, "r", [1], 16, ticket=offer.ticket).wait_ended()
         )
-        assert (end.reason, end.retriable) == (Reason.WRONG_KEY, False)
+        assert (end.reason, end.is_retriable) == (EndReason.WRONG_KEY, False)
         offer.revoke()
 
 
@@ -324,12 +333,11 @@ async def test_an_absent_peer_is_a_named_end(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         address = source.agent.address
         await source.agent.close()
-        end = await soon(sink.agent.fetch(address, "r", [1], 16).ended())
-        assert end.reason in (Reason.UNREACHABLE, Reason.LINK_LOST)
-        assert end.retriable
+        end = await soon(sink.agent.fetch(address, "r", [1], 16).wait_ended())
+        assert end.reason in (EndReason.UNREACHABLE, EndReason.LINK_LOST)
+        assert end.is_retriable
 
-
-# ---- given up by either side
+        # ---- given up by either side
 
 
 async def test_the_sink_gives_up_at_any_time(transport: str) -> None:
@@ -338,20 +346,18 @@ async def test_the_sink_gives_up_at_any_time(transport: str) -> None:
         before_link.cancel("client left")
         spans = [await seconds_to_cancel(source, sink, name) for name in ("r1", "r2", "r3")]
         assert min(spans) < 0.25 * PATIENCE_S / 20
-        assert (await soon(before_link.ended())).how is How.CANCELLED
+        assert (await soon(before_link.wait_ended())).kind is OutcomeKind.CANCELLED
 
 
-async def test_a_sink_that_gives_up_before_inviting_ends_the_offer(
-    transport: str,
-) -> None:
+async def test_a_sink_that_gives_up_before_inviting_ends_the_offer(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         for name in ("no link yet", "memory may not be registered yet"):
             offer = source.agent.offer(name, [0], 16, ready_layers=0, ttl_s=10 * PATIENCE_S)
             landing = sink.agent.fetch(source.agent.address, name, [5], 16, ticket=offer.ticket)
             landing.cancel("client left")
-            assert (await soon(landing.ended())).how is How.CANCELLED
-            assert (await soon(offer.ended())).how is How.CANCELLED
-            assert not source.agent.figures()["leases"]["offered"]
+            assert (await soon(landing.wait_ended())).kind is OutcomeKind.CANCELLED
+            assert (await soon(offer.wait_ended())).kind is OutcomeKind.CANCELLED
+            assert not source.agent.stats()["leases"]["offered"]
 
 
 async def test_a_landing_repeated_before_there_is_a_link_is_served(transport: str) -> None:
@@ -361,24 +367,28 @@ async def test_a_landing_repeated_before_there_is_a_link_is_served(transport: st
             first = sink.agent.fetch(source.agent.address, "r", [5], 16, ticket=offer.ticket)
             first.cancel("client left")
             again = sink.agent.fetch(source.agent.address, "r", [6], 16, ticket=offer.ticket)
-        assert (await soon(first.ended())).how is How.CANCELLED
-        assert (await soon(again.ended())).landed
-        assert (await soon(offer.ended())).landed
+        assert (await soon(first.wait_ended())).kind is OutcomeKind.CANCELLED
+        assert (await soon(again.wait_ended())).landed
+        assert (await soon(offer.wait_ended())).landed
 
 
 async def seconds_to_cancel(source: Group, sink: Group, name: str) -> float:
     """Return the least time until both sides have ended, because a machine may stop the process."""
     offer = source.agent.offer(name, [0], 16, ready_layers=0, public=True)
     landing = sink.agent.fetch(source.agent.address, name, [5], 16)
-    await until(lambda: source.agent.figures()["leases"]["claimed"], "not claimed")
+    await until(lambda: source.agent.stats()["leases"]["claimed"], "not claimed")
     began = time.monotonic()
     landing.cancel("client left")
-    end = await soon(landing.ended())
-    assert (end.how, end.reason, end.detail) == (How.CANCELLED, Reason.CANCELLED, "client left")
-    assert (await soon(offer.ended())).how is How.CANCELLED
+    end = await soon(landing.wait_ended())
+    assert (end.kind, end.reason, end.detail) == (
+        OutcomeKind.CANCELLED,
+        EndReason.CANCELLED,
+        "client left",
+    )
+    assert (await soon(offer.wait_ended())).kind is OutcomeKind.CANCELLED
     span_s = time.monotonic() - began
     landing.cancel("again")
-    assert landing.end is end
+    assert landing.outcome is end
     return span_s
 
 
@@ -387,11 +397,15 @@ async def test_the_source_takes_back_what_is_claimed(transport: str) -> None:
         offer = source.agent.offer("r", [0], 16, ready_layers=0, public=True)
         before = [region.generations[0] for region in source.regions]
         landing = sink.agent.fetch(source.agent.address, "r", [5], 16)
-        await until(lambda: source.agent.figures()["leases"]["claimed"], "not claimed")
+        await until(lambda: source.agent.stats()["leases"]["claimed"], "not claimed")
         offer.revoke("preempted")
-        assert (await soon(offer.ended())).reason is Reason.REVOKED
-        end = await soon(landing.ended())
-        assert (end.how, end.reason, end.retriable) == (How.CANCELLED, Reason.REVOKED, True)
+        assert (await soon(offer.wait_ended())).reason is EndReason.REVOKED
+        end = await soon(landing.wait_ended())
+        assert (end.kind, end.reason, end.is_retriable) == (
+            OutcomeKind.CANCELLED,
+            EndReason.REVOKED,
+            True,
+        )
         assert [region.generations[0] for region in source.regions] == [was + 1 for was in before]
 
 
@@ -400,25 +414,27 @@ async def test_a_lease_runs_out_unless_renewed(transport: str) -> None:
         short = source.agent.offer("short", [0], 16, ttl_s=PATIENCE_S / 50)
         kept_offer = source.agent.offer("kept", [1], 16, ttl_s=PATIENCE_S / 4)
         assert kept_offer.renew(10 * PATIENCE_S)
-        end = await soon(short.ended())
-        assert (end.how, end.reason) == (How.EXPIRED, Reason.LEASE_EXPIRED)
-        assert await refused(source, sink, "short", short.ticket) is Reason.TICKET_EXPIRED
+        end = await soon(short.wait_ended())
+        assert (end.kind, end.reason) == (OutcomeKind.EXPIRED, EndReason.LEASE_EXPIRED)
+        assert await refused(source, sink, "short", short.ticket) is EndReason.TICKET_EXPIRED
         assert not short.renew(1)
         landing = sink.agent.fetch(source.agent.address, "kept", [4], 16, ticket=kept_offer.ticket)
-        assert (await soon(landing.ended())).landed
+        assert (await soon(landing.wait_ended())).landed
 
 
 async def test_a_landing_has_a_deadline(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         source.agent.offer("opens the link", [1], 16, public=True)
         assert (
-            await soon(sink.agent.fetch(source.agent.address, "opens the link", [6], 16).ended())
+            await soon(
+                sink.agent.fetch(source.agent.address, "opens the link", [6], 16).wait_ended()
+            )
         ).landed
         offer = source.agent.offer("r", [0], 16, ready_layers=0, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [5], 16, timeout_s=PATIENCE_S / 100)
-        end = await soon(landing.ended())
-        assert (end.how, end.reason) == (How.EXPIRED, Reason.TIMEOUT)
-        assert (await soon(offer.ended())).reason is Reason.TIMEOUT
+        end = await soon(landing.wait_ended())
+        assert (end.kind, end.reason) == (OutcomeKind.EXPIRED, EndReason.TIMEOUT)
+        assert (await soon(offer.wait_ended())).reason is EndReason.TIMEOUT
 
 
 async def test_closing_ends_everything_on_both_sides(transport: str) -> None:
@@ -430,11 +446,13 @@ async def test_closing_ends_everything_on_both_sides(transport: str) -> None:
         landings = [
             sink.agent.fetch(source.agent.address, f"r{index}", [index], 16) for index in range(4)
         ]
-        await until(lambda: source.agent.figures()["leases"]["claimed"] == 3, "not claimed")
+        await until(lambda: source.agent.stats()["leases"]["claimed"] == 3, "not claimed")
         await soon(source.agent.close())
-        assert {transfer.end.reason for transfer in offers if transfer.end} == {Reason.CLOSED}
-        ends = [await soon(transfer.ended()) for transfer in landings]
-        assert {end.reason for end in ends} <= {Reason.CLOSED, Reason.LINK_LOST}
+        assert {transfer.outcome.reason for transfer in offers if transfer.outcome} == {
+            EndReason.CLOSED
+        }
+        ends = [await soon(transfer.wait_ended()) for transfer in landings]
+        assert {end.reason for end in ends} <= {EndReason.CLOSED, EndReason.LINK_LOST}
         with pytest.raises(RuntimeError):
             source.agent.offer("more", [0], 16, public=True)
 
@@ -443,12 +461,16 @@ async def test_blocks_that_changed_owner_despite_a_lease_never_land(transport: s
     async with groups(transport, SMALL, SMALL) as (source, sink):
         offer = source.agent.offer("r", [0, 1], 32, ready_layers=0, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [5, 6], 32)
-        await until(lambda: source.agent.figures()["leases"]["claimed"], "not claimed")
+        await until(lambda: source.agent.stats()["leases"]["claimed"], "not claimed")
         source.regions[1].bump([1])
-        offer.ready(4)
-        end = await soon(landing.ended())
-        assert (end.how, end.reason, end.retriable) == (How.FAILED, Reason.STALE, True)
-        assert (await soon(offer.ended())).reason is Reason.STALE
+        offer.mark_ready(4)
+        end = await soon(landing.wait_ended())
+        assert (end.kind, end.reason, end.is_retriable) == (
+            OutcomeKind.FAILED,
+            EndReason.STALE,
+            True,
+        )
+        assert (await soon(offer.wait_ended())).reason is EndReason.STALE
 
 
 async def test_nothing_writes_the_sinks_blocks_after_an_end(transport: str) -> None:
@@ -462,12 +484,12 @@ async def test_nothing_writes_the_sinks_blocks_after_an_end(transport: str) -> N
                 source.agent.address, f"r{index}", range(16, 32), 16 * 64, ticket=offer.ticket
             )
             if index % 3:
-                await until(lambda: source.agent.figures()["leases"]["offered"] == 0, "not claimed")
+                await until(lambda: source.agent.stats()["leases"]["offered"] == 0, "not claimed")
             (landing.cancel if index % 2 else offer.revoke)()
-            await soon(landing.ended())
+            await soon(landing.wait_ended())
             for region in sink.regions:
                 region.bytes[:] = 0xAA
-            await soon(offer.ended())
+            await soon(offer.wait_ended())
             for region in source.regions:
                 region.bytes[:] = 0x55
             await asyncio.sleep(0.02)
@@ -479,8 +501,8 @@ async def test_a_dead_link_is_replaced(transport: str) -> None:
         for name in ("one", "two"):
             offer = source.agent.offer(name, [0], 16)
             landing = sink.agent.fetch(source.agent.address, name, [5], 16, ticket=offer.ticket)
-            assert (await soon(landing.ended())).landed
-            await soon(offer.ended())
+            assert (await soon(landing.wait_ended())).landed
+            await soon(offer.wait_ended())
             for link in list(source.agent._board._peer_links):
                 link.close()
             await until(lambda: not len(sink.agent._board), "the sink did not notice")
@@ -503,7 +525,7 @@ async def test_invalid_arguments_are_refused_at_once(transport: str) -> None:
         with pytest.raises(
             ValueError, match="priority must be one of interactive, bulk, migration, not 'urgent'"
         ):
-            sink.agent.fetch(source.agent.address, "r", [1], 16, klass="urgent")
+            sink.agent.fetch(source.agent.address, "r", [1], 16, priority="urgent")
         offer = source.agent.offer("r", [0], 16)
         with pytest.raises(ValueError, match="an offer needs a finite time"):
             offer.renew(float("nan"))
@@ -515,13 +537,13 @@ async def test_stats_count_moved_bytes_by_peer(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         offer = source.agent.offer("r", [0], 16)
         await soon(
-            sink.agent.fetch(source.agent.address, "r", [5], 16, ticket=offer.ticket).ended()
+            sink.agent.fetch(source.agent.address, "r", [5], 16, ticket=offer.ticket).wait_ended()
         )
-        await soon(offer.ended())
-        figures = sink.agent.figures()
+        await soon(offer.wait_ended())
+        figures = sink.agent.stats()
         assert figures["moved_bytes"] == {("p0", kind_of(transport)): SMALL.bytes_per_token * 16}
         assert figures["landings"] == {("landed", "landed"): 1}
-        assert source.agent.figures()["offers"] == {("landed", "landed"): 1}
+        assert source.agent.stats()["offers"] == {("landed", "landed"): 1}
 
 
 async def test_closed_agents_leave_neither_threads_nor_descriptors(transport: str) -> None:
@@ -540,7 +562,7 @@ async def _one_life(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         offer = source.agent.offer("r", [0], 16)
         await soon(
-            sink.agent.fetch(source.agent.address, "r", [5], 16, ticket=offer.ticket).ended()
+            sink.agent.fetch(source.agent.address, "r", [5], 16, ticket=offer.ticket).wait_ended()
         )
         regions = [*source.regions, *sink.regions]
     for region in regions:

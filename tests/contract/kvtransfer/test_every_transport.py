@@ -10,7 +10,7 @@ from itertools import chain, count, repeat
 import numpy as np
 import pytest
 
-from kvtransfer.contract import Slice, TransportError, Verdict, WindowHead
+from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
 from tests.contract.kvtransfer.links import (
     BLOCK_BYTES,
     BLOCKS,
@@ -74,7 +74,7 @@ def test_bytes_arrive_as_planned_and_nowhere_else(pair: Pair, runs: int, longest
     pair.expect({head: moves})
     pair.admit(7)
     pair.put(head, moves)
-    assert pair.sink_owner.wait("landed") == [(head, Verdict.OK)]
+    assert pair.sink_owner.wait("landed") == [(head, WindowVerdict.OK)]
     assert pair.source_owner.wait("sent") == [head]
     assert np.array_equal(pair.sink_region.bytes, expected(pair, moves))
 
@@ -89,7 +89,7 @@ def test_many_windows_of_several_transfers_all_arrive(pair: Pair) -> None:
     for head, runs in zip(heads, pieces, strict=True):
         pair.put(head, runs)
     landed = pair.sink_owner.wait("landed", len(heads))
-    assert set(landed) == {(head, Verdict.OK) for head in heads}
+    assert set(landed) == {(head, WindowVerdict.OK) for head in heads}
     assert len(pair.sink_owner.all("landed")) == len(heads)
     assert np.array_equal(pair.sink_region.bytes, expected(pair, moves))
 
@@ -118,7 +118,7 @@ def test_an_unexpected_window_is_discarded_and_the_next_arrives(pair: Pair) -> N
     pair.admit(2)
     pair.put(unknown, moves)
     pair.put(known, moves)
-    assert pair.sink_owner.wait("landed") == [(known, Verdict.OK)]
+    assert pair.sink_owner.wait("landed") == [(known, WindowVerdict.OK)]
     assert np.array_equal(pair.sink_region.bytes, expected(pair, moves))
 
 
@@ -138,7 +138,7 @@ def test_a_window_whose_blocks_changed_owner_is_stale(
         return next(replies)
 
     pair.put(head, moves, current=current)
-    assert pair.sink_owner.wait("landed") == [(head, Verdict.STALE)]
+    assert pair.sink_owner.wait("landed") == [(head, WindowVerdict.STALE)]
 
 
 def test_dropped_windows_do_not_land_and_later_ones_do(pair: Pair) -> None:
@@ -161,12 +161,12 @@ def test_dropped_windows_do_not_land_and_later_ones_do(pair: Pair) -> None:
     gate.set()
     pair.put(heads[2], kept)
     eventually(
-        lambda: (heads[2], Verdict.OK) in pair.sink_owner.all("landed"),
+        lambda: (heads[2], WindowVerdict.OK) in pair.sink_owner.all("landed"),
         "the third window did not land",
     )
-    assert (heads[1], Verdict.OK) not in pair.sink_owner.all("landed") or pair.source_owner.all(
-        "sent"
-    ).count(heads[1]) == 1
+    assert (heads[1], WindowVerdict.OK) not in pair.sink_owner.all(
+        "landed"
+    ) or pair.source_owner.all("sent").count(heads[1]) == 1
 
 
 def test_behind_the_fence_nothing_is_written_whatever_the_source_does(pair: Pair) -> None:
@@ -221,7 +221,7 @@ def test_a_closed_link_is_reported_lost_once_to_the_other_end_only(pair: Pair) -
     pair.sink.send(b"to nobody")
     pair.sink.put(
         WindowHead(1, 0, 0, 0, 1, 1),
-        Slice(scattered(1, 1, 8), pair.sink_region, 0, 0, lambda: True),
+        WindowSlice(scattered(1, 1, 8), pair.sink_region, 0, 0, lambda: True),
     )
     pair.sink_transport.close()
     pair.source_transport.close()

@@ -11,7 +11,7 @@ import pytest
 
 from kvtransfer.contract import Link, LinkOwner, Transport, TransportError
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.protocol.outcomes import Reason
+from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
 from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, group
@@ -60,9 +60,9 @@ async def way(source: Group, sink: Group, name: str = "r") -> str:
     cache.write(SMALL, source.regions, [1, 2])
     offer = source.agent.offer(name, [1, 2], 32)
     landing = sink.agent.fetch(source.agent.address, name, [7, 9], 32, ticket=offer.ticket)
-    end = await asyncio.wait_for(landing.ended(), PATIENCE_S)
-    assert end.landed, end
-    await asyncio.wait_for(offer.ended(), PATIENCE_S)
+    end = await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)
+    assert end.has_landed, end
+    await asyncio.wait_for(offer.wait_ended(), PATIENCE_S)
     assert cache.differs(SMALL, sink.regions, [7, 9]) == 0
     return end.transport
 
@@ -71,7 +71,7 @@ async def test_agents_that_meet_by_tcp_on_one_host_switch_to_shared_memory() -> 
     async with two([Tcp(), Shm()], [Tcp(), Shm()]) as (source, sink):
         assert await way(source, sink) == "shm"
         assert await way(source, sink, "next") == "shm"
-        assert sink.agent.figures()["links"] == 1
+        assert sink.agent.stats()["links"] == 1
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ async def test_tcp_stays_if_only_one_end_has_the_better_transport(theirs: list[T
     host = {} if len(theirs) == 1 else {"host": ""}
     async with two([Tcp(), Shm()], theirs, **host) as (source, sink):
         assert await way(source, sink) == "tcp"
-        assert sink.agent.figures()["faults"] == {}
+        assert sink.agent.stats()["faults"] == {}
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ async def test_a_better_transport_that_does_not_open_does_not_end_the_transfer(
     ):
         assert await way(source, sink) == "tcp"
         assert await way(source, sink, "next") == "tcp"
-        assert sink.agent.figures()["faults"] == {"fallback": 1}
-        assert sink.agent.figures()["links"] == 1
+        assert sink.agent.stats()["faults"] == {"fallback": 1}
+        assert sink.agent.stats()["links"] == 1
 
 
 async def test_a_landing_cancelled_while_dialling_ends_at_once() -> None:
@@ -110,4 +110,4 @@ async def test_a_landing_cancelled_while_dialling_ends_at_once() -> None:
         landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
         await asyncio.sleep(0.05)
         landing.cancel()
-        assert (await within(PATIENCE_S / 8, landing.ended())).reason is Reason.CANCELLED
+        assert (await within(PATIENCE_S / 8, landing.wait_ended())).reason is EndReason.CANCELLED

@@ -11,17 +11,17 @@ from contextlib import ExitStack, asynccontextmanager, closing, suppress
 import pytest
 
 from kvtransfer.agent import Agent
-from kvtransfer.contract import STRANGER_BYTES
-from kvtransfer.protocol.frame import Kind, frame
-from kvtransfer.protocol.messages import VERSION, Card, Hello, encode
+from kvtransfer.contract import MAX_UNPROVEN_BYTES
+from kvtransfer.protocol.frame import FrameKind, encode_frame
+from kvtransfer.protocol.messages import VERSION, AgentCard, LinkHello, encode
 from kvtransfer.protocol.session import greeting_nonce
-from kvtransfer.util.options import Options
+from kvtransfer.util.options import AgentOptions
 from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, groups, until
 from tests.contract.kvtransfer.links import PATIENCE_S
 
 # The proof may take long on a busy machine, and a test must not pass because idle connections timed
 # out.
-DEFAULTS = Options(misses=60, handshake_s=120.0)
+DEFAULTS = AgentOptions(max_missed_beats=60, handshake_s=120.0)
 HOSTS = {
     "one address": ["127.0.0.1"],
     "several addresses": [f"127.0.0.{index}" for index in range(2, 7)],
@@ -51,8 +51,8 @@ def count_dials(monkeypatch: pytest.MonkeyPatch, agent: Agent) -> list[object]:
 async def fetch(source: Group, sink: Group, name: str) -> None:
     offer = source.agent.offer(name, [0], 16)
     landing = sink.agent.fetch(source.agent.address, name, [3], 16, ticket=offer.ticket)
-    end = await asyncio.wait_for(landing.ended(), PATIENCE_S)
-    assert end.landed, end
+    end = await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)
+    assert end.has_landed, end
 
 
 @asynccontextmanager
@@ -76,7 +76,7 @@ async def besieged(
 
 
 def taken_in(agent: Agent) -> int:
-    return len(agent._board._peer_links) + agent.figures()["faults"].get("strangers", 0)
+    return len(agent._board._peer_links) + agent.stats()["faults"].get("strangers", 0)
 
 
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
@@ -84,7 +84,9 @@ async def test_a_member_links_at_its_first_try_beside_100_idle_connections(
     hosts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with besieged(100, hosts) as (source, sink):
-        limit = DEFAULTS.unproven_per_address if len(hosts) == 1 else DEFAULTS.most_strangers
+        limit = (
+            DEFAULTS.max_unproven_per_address if len(hosts) == 1 else DEFAULTS.max_unproven_links
+        )
         assert unproven(source.agent) == limit
         dials = count_dials(monkeypatch, sink.agent)
         await fetch(source, sink, "r")
@@ -109,16 +111,16 @@ async def test_the_oldest_connection_is_dropped_and_the_others_stay() -> None:
 
 async def test_memory_for_connections_without_the_key_is_bounded() -> None:
     """Each sends all of a long message except its end."""
-    unfinished = frame(Kind.MESSAGE, bytes(STRANGER_BYTES))[:-1]
+    unfinished = encode_frame(FrameKind.MESSAGE, bytes(MAX_UNPROVEN_BYTES))[:-1]
     async with besieged(100, HOSTS["several addresses"], unfinished) as (source, sink):
         links = list(source.agent._board._peer_links)
         await until(lambda: min(link.received_bytes for link in links) == len(unfinished))
         received_bytes = sum(link.received_bytes for link in links)
-        assert received_bytes <= DEFAULTS.most_strangers * (STRANGER_BYTES + 64)
+        assert received_bytes <= DEFAULTS.max_unproven_links * (MAX_UNPROVEN_BYTES + 64)
         await fetch(source, sink, "r")
         with closing(connect(source.agent, "127.0.0.1")) as sock:
             with suppress(OSError):
-                sock.sendall(frame(Kind.MESSAGE, bytes(STRANGER_BYTES + 1)))
+                sock.sendall(encode_frame(FrameKind.MESSAGE, bytes(MAX_UNPROVEN_BYTES + 1)))
             assert await asyncio.to_thread(ended, sock)
 
 
@@ -137,24 +139,28 @@ async def test_links_that_showed_the_key_are_not_dropped_for_others() -> None:
             for index in range(40):
                 members.append(stack.enter_context(closing(connect(source.agent, "127.0.0.1"))))
                 nonce = greeting_nonce(KEY, index.to_bytes(8, "big"))
-                hello = encode(Hello(VERSION, nonce, Card(f"m{index}", bytes(16), SMALL), 1))
-                members[-1].sendall(frame(Kind.MESSAGE, hello))
+                hello = encode(
+                    LinkHello(VERSION, nonce, AgentCard(f"m{index}", bytes(16), SMALL), 1)
+                )
+                members[-1].sendall(encode_frame(FrameKind.MESSAGE, hello))
                 assert await asyncio.to_thread(members[-1].recv, 1), "no Welcome"
                 await until(lambda: not unproven(source.agent))
             for _ in range(100):
                 stack.enter_context(closing(connect(source.agent, "127.0.0.1")))
             await until(lambda: taken_in(source.agent) == 140)
-            assert len(source.agent._board._peer_links) == 40 + DEFAULTS.unproven_per_address
+            assert len(source.agent._board._peer_links) == 40 + DEFAULTS.max_unproven_per_address
 
 
 async def test_a_greeting_that_is_replayed_keeps_one_connection_and_not_many() -> None:
-    hello = frame(
-        Kind.MESSAGE,
-        encode(Hello(VERSION, greeting_nonce(KEY, bytes(8)), Card("x", bytes(16), SMALL), 1)),
+    hello = encode_frame(
+        FrameKind.MESSAGE,
+        encode(
+            LinkHello(VERSION, greeting_nonce(KEY, bytes(8)), AgentCard("x", bytes(16), SMALL), 1)
+        ),
     )
     async with besieged(100, ["127.0.0.1"], hello) as (source, sink):
         await until(
-            lambda: len(source.agent._board._peer_links) == DEFAULTS.unproven_per_address + 1
+            lambda: len(source.agent._board._peer_links) == DEFAULTS.max_unproven_per_address + 1
         )
         await fetch(source, sink, "r")
 
@@ -190,7 +196,7 @@ async def test_a_flood_of_connections_without_the_key_starves_no_member(flood: l
     async with groups("tcp", *[SMALL] * 6, options=[DEFAULTS]) as (source, *sinks):
         flood[0] = int(source.agent.address.rpartition(":")[2])
         await until(
-            lambda: source.agent.figures()["faults"].get("strangers", 0) > 20, "there is no flood"
+            lambda: source.agent.stats()["faults"].get("strangers", 0) > 20, "there is no flood"
         )
         for index, sink in enumerate(sinks):
             await fetch(source, sink, f"r{index}")

@@ -15,21 +15,21 @@ from kvtransfer.contract import Link, TransportError
 from kvtransfer.protocol.messages import (
     VERSION,
     Accept,
+    AgentCard,
     Beat,
-    Card,
     Credit,
-    Hello,
     Invite,
     Landed,
+    LinkHello,
+    LinkReady,
     Message,
-    Ready,
-    Stop,
+    StopTransfer,
     encode,
     pack_blocks,
 )
-from kvtransfer.protocol.outcomes import Reason
-from kvtransfer.protocol.session import Session
-from kvtransfer.transports.inproc import Wire
+from kvtransfer.protocol.outcomes import EndReason
+from kvtransfer.protocol.session import LinkSession
+from kvtransfer.transports.inproc import InprocWire
 from kvtransfer.util.clock import ThreadClock
 from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, group, until
 from tests.contract.kvtransfer.links import PATIENCE_S, TRANSPORTS, Owner, make
@@ -42,11 +42,11 @@ class UnprovenPeer:
 
     def __init__(self, link: Link, owner: Owner, key: bytes) -> None:
         self.link, self.owner = link, owner
-        self.session = Session(
+        self.session = LinkSession(
             key,
             secrets.token_bytes(16),
-            Card("x", bytes(16), SMALL),
-            dialled=True,
+            AgentCard("x", bytes(16), SMALL),
+            is_dialler=True,
             budget_bytes=1 << 20,
         )
 
@@ -58,7 +58,7 @@ class UnprovenPeer:
         self.link.send(self.session.hello())
         (welcome,) = await self.hear("message")
         assert isinstance(welcome, bytes)
-        _, ready = self.session.answer(welcome)
+        _, ready = self.session.handle(welcome)
         assert ready is not None
         self.link.secure(
             self.session.window_key
@@ -77,7 +77,7 @@ class OfferingAgent:
 
     def __init__(self, transport: str, agent_options: object = None) -> None:
         self._clock = ThreadClock()
-        self._wire = Wire(self._clock)
+        self._wire = InprocWire(self._clock)
         options = agent_options if agent_options is not None else PATIENT
         self._make = lambda: make(transport, self._wire)
         self.source: Group = group("p", SMALL, [self._make()], options=options)  # type: ignore[arg-type]
@@ -97,8 +97,8 @@ class OfferingAgent:
         await peer.agent.start()
         offer = self.source.agent.offer("proof", [0], 16)
         landing = peer.agent.fetch(self.source.agent.address, "proof", [3], 16, ticket=offer.ticket)
-        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
-        await asyncio.wait_for(offer.ended(), PATIENCE_S)
+        assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed
+        await asyncio.wait_for(offer.wait_ended(), PATIENCE_S)
         await peer.agent.close()
         peer.forget()
 
@@ -129,7 +129,7 @@ async def offering_agent(transport: str, **changes: object) -> AsyncIterator[Off
         b"\x00",
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x91" * 5_000,
-        encode(Ready()),
+        encode(LinkReady()),
         encode(Beat()),
         bytes(20_000),
     ],
@@ -142,7 +142,7 @@ async def test_noise_instead_of_a_greeting_ends_the_link(transport: str, noise: 
         stranger = await here.stranger()
         stranger.link.send(noise)
         await stranger.gone()
-        assert here.source.agent.figures()["faults"] == {"protocol": 1}
+        assert here.source.agent.stats()["faults"] == {"protocol": 1}
 
 
 async def test_silence_is_not_waited_for(transport: str) -> None:
@@ -159,13 +159,13 @@ async def test_unproven_links_are_limited(transport: str) -> None:
             with suppress(TransportError):  # refused while it was still dialling
                 strangers.append(await here.stranger())
         await until(
-            lambda: here.source.agent.figures()["faults"].get("strangers"), "nobody was turned away"
+            lambda: here.source.agent.stats()["faults"].get("strangers"), "nobody was turned away"
         )
         assert len(strangers) >= 2
-        assert here.source.agent.figures()["links"] <= 2
+        assert here.source.agent.stats()["links"] <= 2
         for stranger in strangers:
             stranger.link.close()
-        await until(lambda: not here.source.agent.figures()["links"], "links are left")
+        await until(lambda: not here.source.agent.stats()["links"], "links are left")
 
 
 async def test_without_the_key_a_perfect_greeting_gets_nowhere(transport: str) -> None:
@@ -174,25 +174,27 @@ async def test_without_the_key_a_perfect_greeting_gets_nowhere(transport: str) -
         stranger = await here.stranger(b"not the fleet's key, but as long")
         stranger.link.send(stranger.session.hello())
         await stranger.hear("message")
-        for message in (Ready(), invite(1, "r", offer.ticket)):
+        for message in (LinkReady(), invite(1, "r", offer.ticket)):
             stranger.link.send(encode(message) + bytes(16))
         await stranger.gone()
-        assert offer.end is None
-        assert here.source.agent.figures()["faults"] == {"unproven": 1}
+        assert offer.outcome is None
+        assert here.source.agent.stats()["faults"] == {"unproven": 1}
         offer.revoke()
 
 
 async def test_another_version_is_refused_by_both(transport: str) -> None:
     async with offering_agent(transport) as here:
         stranger = await here.stranger()
-        hello = encode(Hello(VERSION + 1, secrets.token_bytes(16), Card("x", bytes(16), SMALL), 1))
+        hello = encode(
+            LinkHello(VERSION + 1, secrets.token_bytes(16), AgentCard("x", bytes(16), SMALL), 1)
+        )
         stranger.link.send(hello)
         stranger.session._hello = hello
         (welcome,) = await stranger.hear("message")
-        _, ready = stranger.session.answer(welcome)  # type: ignore[arg-type]
+        _, ready = stranger.session.handle(welcome)  # type: ignore[arg-type]
         stranger.link.send(ready)  # type: ignore[arg-type]
         await stranger.gone()
-        assert here.source.agent.figures()["refused"] == {Reason.VERSION: 1}
+        assert here.source.agent.stats()["refused"] == {EndReason.VERSION: 1}
 
 
 def invite(transfer: int, name: str, ticket: str | None = None, **changes: object) -> Invite:
@@ -202,9 +204,9 @@ def invite(transfer: int, name: str, ticket: str | None = None, **changes: objec
 
 LIES = {
     "says the source's lines": [Accept(1, b"", 1, 1)],
-    "greets again": [Hello(1, bytes(16), Card("x", bytes(16), SMALL), 1)],
+    "greets again": [LinkHello(1, bytes(16), AgentCard("x", bytes(16), SMALL), 1)],
     "landed what was not sent": [invite(1, "r"), Landed(1, 8192)],
-    "claims that its stop is a landing": [invite(1, "r"), Stop(1, Reason.LANDED)],
+    "claims that its stop is a landing": [invite(1, "r"), StopTransfer(1, EndReason.LANDED)],
     "gives back credit it never had": [invite(1, "r"), Credit(1, 1 << 30)],
     "uses a number twice": [invite(1, "r"), invite(1, "other")],
     "goes back in its numbers": [invite(5, "r"), invite(4, "other")],
@@ -221,9 +223,11 @@ async def test_a_proven_peer_that_lies_loses_its_link_and_claims(transport: str,
         for message in LIES[lie]:
             stranger.say(message)
         await stranger.gone()
-        assert here.source.agent.figures()["faults"] == {"protocol": 1}
+        assert here.source.agent.stats()["faults"] == {"protocol": 1}
         if isinstance(LIES[lie][0], Invite) and "piece" not in lie:
-            assert (await asyncio.wait_for(offer.ended(), PATIENCE_S)).reason is Reason.PROTOCOL
+            assert (
+                await asyncio.wait_for(offer.wait_ended(), PATIENCE_S)
+            ).reason is EndReason.PROTOCOL
         offer.revoke()
 
 
@@ -245,7 +249,7 @@ async def test_conversations_of_nonsense_hold_nothing(transport: str) -> None:
             await stranger.gone()
             for offer in offers:
                 offer.revoke()
-                await asyncio.wait_for(offer.ended(), PATIENCE_S)
+                await asyncio.wait_for(offer.wait_ended(), PATIENCE_S)
             assert here.source.held == 0, number
 
 
@@ -265,7 +269,7 @@ def anything(rng: Random, tickets: list[str]) -> Message:
                 skip_tokens=rng.randrange(30),
                 window_bytes=rng.randrange(3),
             ),
-            Stop(transfer, rng.choice(list(Reason))),
+            StopTransfer(transfer, rng.choice(list(EndReason))),
             Credit(transfer, rng.randrange(9000)),
             Landed(transfer, rng.choice([0, 8192])),
             Beat(),

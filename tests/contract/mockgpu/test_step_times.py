@@ -9,7 +9,7 @@ import pytest
 from mockgpu.gpus import GPUS, gpu_named
 from mockgpu.grids import load_grids, roofline_for, whole_prompt
 from mockgpu.model_shapes import MODELS, model_named
-from mockgpu.roofline import PROFILES, Roofline, Work, profile_named
+from mockgpu.roofline import PROFILES, Roofline, StepWork, profile_named
 
 GRIDS = load_grids()
 SHAPES = [
@@ -32,15 +32,15 @@ def test_more_prompt_takes_longer(line: Roofline) -> None:
 
 
 def test_more_context_and_many_more_sequences_take_longer(line: Roofline) -> None:
-    contexts = [line.step_s(Work(0, 0.0, 32, 32 * c)) for c in (1024, 4096, 8192, 60_000)]
-    batches = [line.step_s(Work(0, 0.0, b, b * 4096)) for b in (1, 16, 64, 128, 512)]
+    contexts = [line.step_s(StepWork(0, 0.0, 32, 32 * c)) for c in (1024, 4096, 8192, 60_000)]
+    batches = [line.step_s(StepWork(0, 0.0, b, b * 4096)) for b in (1, 16, 64, 128, 512)]
     assert all(0 < a < b for times in (contexts, batches) for a, b in pairwise(times))
 
 
 def test_a_step_with_both_kinds_costs_more_than_either_and_less_than_both(line: Roofline) -> None:
     for tokens, seqs in product((128, 512, 2048), (1, 16, 128)):
-        prompt, decode = whole_prompt(tokens), Work(0, 0.0, seqs, seqs * 2048)
-        mixed = line.step_s(Work(tokens, prompt.attention_area, seqs, seqs * 2048))
+        prompt, decode = whole_prompt(tokens), StepWork(0, 0.0, seqs, seqs * 2048)
+        mixed = line.step_s(StepWork(tokens, prompt.attention_area, seqs, seqs * 2048))
         alone = line.step_s(prompt), line.step_s(decode)
         assert 0.8 * max(alone) < mixed < 1.1 * sum(alone)
 
@@ -48,7 +48,7 @@ def test_a_step_with_both_kinds_costs_more_than_either_and_less_than_both(line: 
 def test_a_cached_prefix_saves_time_but_is_still_attended_to(line: Roofline) -> None:
     whole, start = 8192, 6144
     rest = whole - start
-    late = line.step_s(Work(rest, rest * (start + rest / 2)))
+    late = line.step_s(StepWork(rest, rest * (start + rest / 2)))
     assert line.step_s(whole_prompt(rest)) < late < line.step_s(whole_prompt(whole))
 
 

@@ -10,8 +10,16 @@ from random import Random
 import pytest
 
 from policies import admission_registry
-from policies.admission.admission import Admission, Admit, DrainRate, Outcome, Shed, Wait, capacity
-from policies.model import Ask, Candidate, Pick, Request, Slo
+from policies.admission.admission import (
+    Admission,
+    Admit,
+    DrainRate,
+    RequestOutcome,
+    Shed,
+    Wait,
+    total_capacity,
+)
+from policies.model import Candidate, Pick, Request, RoutingQuery, Slo
 from tests.contract.policies.extremes import builds
 from tests.contract.policies.test_every_policy import cases, snapshot
 from tests.unit.policies.builders import View
@@ -25,8 +33,8 @@ def view(rng: Random, candidates: list[Candidate]) -> View:
     waiting_s, at_door = waiting * rng.random(), rng.random() < 0.7
     drain = DrainRate()
     for number in range(rng.choice((0, 5))):
-        drain.completed(90.0 + number)
-    return View(busy, capacity(candidates), waiting, drain, waiting_s, at_door)
+        drain.record(90.0 + number)
+    return View(busy, total_capacity(candidates), waiting, drain, waiting_s, at_door)
 
 
 def verdicts(admission: Admission, seed: int) -> list[tuple[int, object]]:
@@ -54,17 +62,21 @@ def verdicts(admission: Admission, seed: int) -> list[tuple[int, object]]:
             priority=fields[1],
             deadline_s=fields[2],
         )
-        question = Ask(request, now, rng, ask.cached, ask.tried, ask.fingerprint)
+        question = RoutingQuery(
+            request, now, rng, ask.cached_by_slot, ask.failed_endpoints, ask.fingerprint
+        )
         before = snapshot(candidates)
-        verdict = admission.judge(question, candidates, view(rng, candidates))
+        verdict = admission.decide(question, candidates, view(rng, candidates))
         collected.append((number, verdict))
         if isinstance(verdict, Admit):
-            admission.booked(question, Pick(candidates[0], 0, 0.0, len(candidates), "test"))
+            admission.on_booked(question, Pick(candidates[0], 0, 0.0, len(candidates), "test"))
             if rng.random() < 0.8:
                 ended = rng.choice(("served", "dropped", "ignored"))
-                admission.ended(
+                admission.on_ended(
                     request,
-                    Outcome(now + rng.random(), output_tokens=rng.randrange(500), ended=ended),
+                    RequestOutcome(
+                        now + rng.random(), output_tokens=rng.randrange(500), status=ended
+                    ),
                 )
         admission.tick(now, candidates)
         assert snapshot(candidates) == before, number
@@ -101,7 +113,7 @@ def test_nothing_is_admitted_without_an_available_endpoint(name: str) -> None:
         room = view(ask.rng, candidates)
         if not room.capacity:
             room.at_door = True
-            assert isinstance(admission.judge(ask, candidates, room), Shed), number
+            assert isinstance(admission.decide(ask, candidates, room), Shed), number
 
 
 def test_the_same_seed_gives_the_same_verdicts(name: str) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from policies import registry
 from policies.load import LOAD_FIELDS, EndpointLoad
-from policies.model import STANDARD, Ask, Candidate, Endpoint, Request, Slo
+from policies.model import STANDARD, Candidate, Endpoint, Request, RoutingQuery, Slo
 from policies.prefix.fingerprint import Fingerprinter
-from policies.run import pick, refusal
+from policies.run import pick, rejecting_filter
 from tests.contract.policies.extremes import builds
 
 LIVE = [name for name in LOAD_FIELDS if name not in ("slot", "belief", "timeline")]
@@ -28,25 +28,25 @@ def live(slot: int, rng: Random) -> EndpointLoad:
     load.decoding = rng.randint(0, load.in_flight)
     for field in ("prefill_tokens", "decode_tokens", "expected_tokens", "kv_booked", "held_tokens"):
         setattr(load, field, rng.choice((0, rng.randrange(1000), rng.randrange(10**7))))
-    load.available = rng.random() < 0.7
+    load.is_available = rng.random() < 0.7
     load.running, load.waiting = (
         rng.choice((None, rng.randrange(300))),
         rng.choice((None, 0, rng.randrange(300))),
     )
-    load.strangers = rng.choice((0, rng.randrange(300)))
+    load.external_requests = rng.choice((0, rng.randrange(300)))
     load.kv_usage, load.scraped_at = (
         rng.choice((None, 0.0, rng.random(), 1.0)),
         rng.choice((None, 100 * rng.random())),
     )
     load.kv_tokens = rng.choice((None, 1.0, 1e7 * rng.random() + 1))
     if rng.random() < 0.5:
-        load.ready_at = 300 * rng.random()
+        load.prefill_done_at = 300 * rng.random()
         for field in ("token_s", "pair_s", "fixed_s", "step_s", "sequence_s", "context_s"):
             setattr(load, field, rng.choice((0.0, 1e-6 * rng.random(), 10 * rng.random())))
     return load
 
 
-def cases() -> Iterator[tuple[int, Ask, list[Candidate]]]:
+def cases() -> Iterator[tuple[int, RoutingQuery, list[Candidate]]]:
     """Return 150 queries with candidates, equal in every run, each with a number."""
     for number in range(150):
         rng = Random(number)
@@ -74,12 +74,14 @@ def cases() -> Iterator[tuple[int, Ask, list[Candidate]]]:
             f"tp{slot}" for slot in rng.sample(slots, min(len(slots), rng.choice((0, 0, 1, 3))))
         )
         prints = (
-            PRINTS.of(b"salt", TEXT[: rng.randrange(len(TEXT))]) if rng.random() < 0.5 else None
+            PRINTS.fingerprint(b"salt", TEXT[: rng.randrange(len(TEXT))])
+            if rng.random() < 0.5
+            else None
         )
-        yield number, Ask(request, 100.0, rng, cached, tried_names, prints), fleet
+        yield number, RoutingQuery(request, 100.0, rng, cached, tried_names, prints), fleet
 
 
-def able(ask: Ask, candidates: Sequence[Candidate]) -> list[Candidate]:
+def able(ask: RoutingQuery, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates that may be picked.
 
     A retry may exceed a cap if no other endpoint has room.
@@ -87,14 +89,14 @@ def able(ask: Ask, candidates: Sequence[Candidate]) -> list[Candidate]:
     untried = [
         candidate
         for candidate in candidates
-        if candidate.load.available and candidate.endpoint.name not in ask.tried
+        if candidate.load.is_available and candidate.endpoint.name not in ask.failed_endpoints
     ]
     below = [
         candidate
         for candidate in untried
         if candidate.load.in_flight < candidate.endpoint.max_concurrency
     ]
-    return below or untried if ask.tried else below
+    return below or untried if ask.failed_endpoints else below
 
 
 def snapshot(candidates: Sequence[Candidate]) -> list[list[object]]:
@@ -108,7 +110,7 @@ def test_a_pick_is_one_of_the_allowed_candidates(name: str) -> None:
         if picked is not None:
             assert any(picked.candidate is candidate for candidate in candidates), number
             assert picked.candidate in able(ask, candidates), number
-            assert 1 <= picked.considered <= len(candidates), number
+            assert 1 <= picked.candidate_count <= len(candidates), number
             assert 0 <= picked.cached_tokens <= ask.request.prompt_tokens, number
 
 
@@ -117,7 +119,7 @@ def test_a_candidate_is_picked_whenever_one_is_allowed(name: str) -> None:
     for number, ask, candidates in cases():
         assert (pick(policy, ask, candidates) is None) == (not able(ask, candidates)), number
         if not able(ask, candidates):
-            assert refusal(policy, ask, candidates) in {
+            assert rejecting_filter(policy, ask, candidates) in {
                 "no_candidates",
                 "available",
                 "untried",
@@ -128,18 +130,20 @@ def test_a_candidate_is_picked_whenever_one_is_allowed(name: str) -> None:
 def test_a_policy_changes_nothing_it_is_given(name: str) -> None:
     policy = registry.build(name, {})
     for number, ask, candidates in cases():
-        before, order, cached = snapshot(candidates), list(candidates), list(ask.cached)
+        before, order, cached = snapshot(candidates), list(candidates), list(ask.cached_by_slot)
         pick(policy, ask, candidates)
         assert snapshot(candidates) == before, number
         assert all(now is then for now, then in zip(candidates, order, strict=True)), number
-        assert list(ask.cached) == cached, number
+        assert list(ask.cached_by_slot) == cached, number
 
 
 def test_the_same_seed_makes_the_same_choices(name: str) -> None:
     def choices() -> list[str | None]:
         policy, rng, names = registry.build(name, {}), Random(7), []
         for _, ask, candidates in cases():
-            question = Ask(ask.request, ask.now, rng, ask.cached, ask.tried, ask.fingerprint)
+            question = RoutingQuery(
+                ask.request, ask.now, rng, ask.cached_by_slot, ask.failed_endpoints, ask.fingerprint
+            )
             picks = [pick(policy, question, candidates) for _ in range(3)]
             names += [picked and picked.candidate.endpoint.name for picked in picks]
         return names
@@ -167,7 +171,7 @@ def test_any_parameters_rate_all_candidates_and_pick_one(name: str) -> None:
 
 def test_a_policy_accepts_an_empty_candidate_list(name: str) -> None:
     request = Request("id", "model", "tenant", 10, 10)
-    assert pick(registry.build(name, {}), Ask(request, 0.0, Random(1)), ()) is None
+    assert pick(registry.build(name, {}), RoutingQuery(request, 0.0, Random(1)), ()) is None
 
 
 def test_equal_idle_endpoints_share_requests_evenly(name: str) -> None:
@@ -177,7 +181,7 @@ def test_equal_idle_endpoints_share_requests_evenly(name: str) -> None:
     ]
     counts = [0] * 4
     for _ in range(2000):
-        picked = pick(policy, Ask(Request("id", "m", "t", 100, 10), 0.0, rng), candidates)
+        picked = pick(policy, RoutingQuery(Request("id", "m", "t", 100, 10), 0.0, rng), candidates)
         assert picked is not None
         counts[picked.candidate.load.slot] += 1
     assert max(counts) / min(counts) <= 1.3
@@ -190,7 +194,7 @@ def test_one_of_sixty_four_is_picked_with_any_knowledge(name: str) -> None:
         Candidate(Endpoint(f"tp{slot}", "u", "p", "m"), EndpointLoad(slot)) for slot in range(64)
     ]
     request = Request("id", "m", "t", 8000, 300)
-    blind = pick(policy, Ask(request, 0.0, rng), fleet)
+    blind = pick(policy, RoutingQuery(request, 0.0, rng), fleet)
     for candidate in fleet:
         load = candidate.load
         load.in_flight, load.prefill_tokens, load.kv_usage = (
@@ -200,7 +204,11 @@ def test_one_of_sixty_four_is_picked_with_any_knowledge(name: str) -> None:
         )
         load.running, load.waiting, load.scraped_at, load.kv_tokens = 20, 3, 0.5, 600_000.0
     cached = [rng.randrange(8000) for _ in fleet]
-    seeing = pick(policy, Ask(request, 1.0, rng, cached, frozenset(), PRINTS.of(b"", TEXT)), fleet)
+    seeing = pick(
+        policy,
+        RoutingQuery(request, 1.0, rng, cached, frozenset(), PRINTS.fingerprint(b"", TEXT)),
+        fleet,
+    )
     assert blind is not None
     assert blind.candidate in fleet
     assert seeing is not None
@@ -223,7 +231,14 @@ def test_only_policies_that_read_prefixes_depend_on_them(name: str) -> None:
             if (
                 picks := pick(
                     own,
-                    Ask(request, 0.0, Random(seed), cached, frozenset(), PRINTS.of(b"", TEXT)),
+                    RoutingQuery(
+                        request,
+                        0.0,
+                        Random(seed),
+                        cached,
+                        frozenset(),
+                        PRINTS.fingerprint(b"", TEXT),
+                    ),
                     fleet,
                 )
             )

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from policies import admission_registry, ledger, registry
-from policies.model import Ask, Candidate
+from policies.model import Candidate, RoutingQuery
 from policies.run import pick
 from tests.contract.policies.test_every_admission import view
 from tests.contract.policies.test_every_policy import cases
@@ -33,7 +33,7 @@ def muddled(candidates: list[Candidate], seed: int) -> None:
     """Fill the forecast with random numbers, and the timeline with nothing."""
     rng = Random(seed)
     for candidate in candidates:
-        ledger.believe(candidate.load, False, 1.0)
+        ledger.set_modelled(candidate.load, False, 1.0)
         for name in OUTLOOK:
             setattr(candidate.load, name, 1000 * rng.random())
 
@@ -41,8 +41,8 @@ def muddled(candidates: list[Candidate], seed: int) -> None:
 @pytest.mark.parametrize("name", registry.names())
 def test_a_policy_that_reads_no_beliefs_picks_the_same_whatever_they_are(name: str) -> None:
     policy = registry.build(name, {})
-    assert policy.reads_beliefs == (name in READERS)
-    if policy.reads_beliefs:
+    assert policy.reads_forecast == (name in READERS)
+    if policy.reads_forecast:
         return
     results = []
     for seed in (1, 2):
@@ -59,20 +59,25 @@ def test_a_policy_that_reads_no_beliefs_picks_the_same_whatever_they_are(name: s
 @pytest.mark.parametrize("name", admission_registry.names())
 def test_an_admission_that_reads_no_beliefs_judges_the_same_whatever_they_are(name: str) -> None:
     admission = admission_registry.build_admission(name, {})
-    assert admission.reads_beliefs == (name in {"priced", "early_rejection"})
-    if admission.reads_beliefs:
+    assert admission.reads_forecast == (name in {"priced", "early_rejection"})
+    if admission.reads_forecast:
         return
     results = []
     for seed in (1, 2):
         admission = admission_registry.build_admission(name, {})
         for number, ask, candidates in cases():
             muddled(candidates, seed)
-            question = Ask(
-                ask.request, ask.now, Random(number), ask.cached, ask.tried, ask.fingerprint
+            question = RoutingQuery(
+                ask.request,
+                ask.now,
+                Random(number),
+                ask.cached_by_slot,
+                ask.failed_endpoints,
+                ask.fingerprint,
             )
-            results.append(admission.judge(question, candidates, view(Random(number), candidates)))
+            results.append(admission.decide(question, candidates, view(Random(number), candidates)))
     assert results[: len(results) // 2] == results[len(results) // 2 :]
 
 
 def test_token_routing_with_a_given_rate_needs_no_belief_of_it() -> None:
-    assert not registry.build("llmd_token", {"peak_tokens_per_s": 10_000.0}).reads_beliefs
+    assert not registry.build("llmd_token", {"peak_tokens_per_s": 10_000.0}).reads_forecast

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mockgpu.group import GroupSpec
-from mockgpu.handoff_options import Transfer
+from mockgpu.handoff_options import TransferSpec
 from tests.e2e.mock_group import CHAT, SPEC, MockGroup, mock_group
 
 PROMPT = {"messages": [{"role": "user", "content": "word " * 200}], "max_tokens": 2}
@@ -55,5 +55,5 @@ async def openapi_schema(group: MockGroup) -> tuple[int, Any]:
 
 
 def group_spec_of(engine: str) -> GroupSpec:
-    transfer = None if engine == "vllm" else Transfer(engine)
+    transfer = None if engine == "vllm" else TransferSpec(engine)
     return GroupSpec("demo-8b", SPEC.model, SPEC.gpu, speed=SPEC.speed, transfer=transfer)

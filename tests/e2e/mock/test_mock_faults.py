@@ -89,7 +89,7 @@ async def test_a_reset_mid_stream_comes_after_the_configured_tokens(group: MockG
         with pytest.raises(aiohttp.ClientError):  # noqa: PT012 - one of the reads fails
             async for data in response.content.iter_any():
                 received += data
-    # A reset discards what the peer has not read yet, so it gets at most five tokens.
+                # A reset discards what the peer has not read yet, so it gets at most five tokens.
     assert received.count(b'"content":" ') <= 5
     assert b"[DONE]" not in received
     await group.until("vllm:num_requests_running", 0)
@@ -210,8 +210,8 @@ async def test_a_group_refuses_connections_until_the_fault_window_ends() -> None
 async def test_a_refuse_fault_set_twice_lasts_until_it_is_cleared() -> None:
     async with mock_group() as group:
         for spec, answered in (("refuse", False), ("refuse", False), ("", True)):
-            group.member.faults.set(spec)
-            await group.member.listener.settled()
+            group.member.faults.apply(spec)
+            await group.member.listener.wait_rebound()
             try:
                 async with (
                     aiohttp.ClientSession() as fresh,
@@ -229,8 +229,7 @@ async def test_an_invalid_fault_spec_is_refused_and_changes_nothing(group: MockG
     async with group.http.get(group.member.url + "/mock/fault") as response:
         assert await response.json() == {"spec": "slow:x=2"}
 
-
-# The process
+        # The process
 
 
 async def start(*options: str) -> asyncio.subprocess.Process:

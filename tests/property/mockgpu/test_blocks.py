@@ -29,15 +29,15 @@ class Pool(RuleBasedStateMachine):
         it.
         """
         keys = [hash(tuple(chain[: i + 1])) for i in range(len(chain))]
-        hits = self.pool.hits(keys, len(keys))
-        idle = self.pool.idle_hits(keys, hits)
+        hits = self.pool.count_hits(keys, len(keys))
+        idle = self.pool.count_free_hits(keys, hits)
         before = self.pool.free
-        blocks = self.pool.share(keys, hits)
+        blocks = self.pool.acquire_cached(keys, hits)
         assert self.pool.free == before - idle
         while len(blocks) < len(keys) and self.pool.free:
-            blocks.append(self.pool.take())
-            self.pool.seal(blocks[-1], keys[len(blocks) - 1])
-        assert self.pool.hits(keys, len(blocks)) == len(blocks)
+            blocks.append(self.pool.allocate())
+            self.pool.register(blocks[-1], keys[len(blocks) - 1])
+        assert self.pool.count_hits(keys, len(blocks)) == len(blocks)
         self.next += 1
         self.held[self.next] = blocks
         return self.next
@@ -48,7 +48,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        self.pool.forget()
+        self.pool.clear_prefix_cache()
 
     @invariant()
     def blocks_are_conserved(self) -> None:
@@ -71,7 +71,7 @@ def test_blocks_for_covers_the_tokens_and_wastes_less_than_one(tokens: int, size
 
 def test_releasing_twice_is_an_error() -> None:
     pool = BlockPool(2)
-    block = pool.take()
+    block = pool.allocate()
     pool.release([block])
     with pytest.raises(ValueError, match="released twice"):
         pool.release([block])
@@ -79,32 +79,32 @@ def test_releasing_twice_is_an_error() -> None:
 
 def test_taking_from_a_full_pool_is_an_error() -> None:
     pool = BlockPool(1)
-    pool.take()
+    pool.allocate()
     with pytest.raises(IndexError):
-        pool.take()
+        pool.allocate()
 
 
 def test_the_longest_unused_content_is_evicted_first_and_tails_before_heads() -> None:
     pool = BlockPool(4)
-    old = [pool.take(), pool.take()]
+    old = [pool.allocate(), pool.allocate()]
     for block, key in zip(old, (1, 2), strict=True):
-        pool.seal(block, key)
-    new = [pool.take(), pool.take()]
+        pool.register(block, key)
+    new = [pool.allocate(), pool.allocate()]
     for block, key in zip(new, (3, 4), strict=True):
-        pool.seal(block, key)
+        pool.register(block, key)
     pool.release(old)
     pool.release(new)
-    pool.take()
-    assert (pool.hits([1, 2], 2), pool.hits([3, 4], 2)) == (1, 2)
-    pool.take()
-    assert (pool.hits([1, 2], 2), pool.hits([3, 4], 2)) == (0, 2)
+    pool.allocate()
+    assert (pool.count_hits([1, 2], 2), pool.count_hits([3, 4], 2)) == (1, 2)
+    pool.allocate()
+    assert (pool.count_hits([1, 2], 2), pool.count_hits([3, 4], 2)) == (0, 2)
 
 
 def test_unregistered_content_is_evicted_before_cached_content() -> None:
     pool = BlockPool(2)
-    named, plain = pool.take(), pool.take()
-    pool.seal(named, 7)
+    named, plain = pool.allocate(), pool.allocate()
+    pool.register(named, 7)
     pool.release([named])
     pool.release([plain])
-    assert pool.take() == plain
-    assert pool.hits([7], 1) == 1
+    assert pool.allocate() == plain
+    assert pool.count_hits([7], 1) == 1

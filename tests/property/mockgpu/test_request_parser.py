@@ -7,9 +7,16 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mockgpu.choice import choices_of
-from mockgpu.openai_format import whole
-from mockgpu.request_parser import ApiError, Ask, Body, ask_of, check_handoff, decoded
+from mockgpu.choice import build_choices
+from mockgpu.openai_format import full_response
+from mockgpu.request_parser import (
+    ApiError,
+    ParsedRequest,
+    RequestBody,
+    check_handoff,
+    decode_body,
+    parse_request,
+)
 from mockgpu.text import token_count
 
 scalars = st.none() | st.booleans() | st.integers(-3, 50) | st.floats() | st.text(max_size=8)
@@ -24,17 +31,17 @@ values = st.recursive(
     ),
     max_leaves=8,
 )
-bodies = st.dictionaries(st.sampled_from(Body.__struct_fields__), values, max_size=8)
+bodies = st.dictionaries(st.sampled_from(RequestBody.__struct_fields__), values, max_size=8)
 sound = st.fixed_dictionaries(
     {"messages": st.just([{"role": "user", "content": "hi"}]), "prompt": st.just("hi")}
 )
 
 
-def read(raw: bytes, chat: bool = True) -> Ask | ApiError:
+def read(raw: bytes, chat: bool = True) -> ParsedRequest | ApiError:
     try:
-        body = decoded(raw, Body)
+        body = decode_body(raw, RequestBody)
         check_handoff(body, {})
-        return ask_of(body, {}, chat, "m", 512, "id")
+        return parse_request(body, {}, chat, "m", 512, "id")
     except ApiError as error:
         return error
 
@@ -49,11 +56,11 @@ def test_a_body_is_answered_or_refused(
         assert ask.status in (400, 404, 500)
         assert json.loads(ask.body())["error"]["code"] == ask.status
         return
-    choices = choices_of(ask)
+    choices = build_choices(ask)
     assert all(1 <= choice.job.output_tokens <= ask.limit for choice in choices)
     assert all(choice.job.prompt_tokens + choice.job.output_tokens <= 512 for choice in choices)
     assert all(choice.text == choice.tokens.decode()[: len(choice.text)] for choice in choices)
-    answer = json.loads(whole(ask, choices, 1, 0))
+    answer = json.loads(full_response(ask, choices, 1, 0))
     assert answer["usage"]["completion_tokens"] == sum(
         token_count(choice.tokens) for choice in choices
     )

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mockgpu.blocks import BlockPool
-from mockgpu.job import Job, State
-from mockgpu.leg_params import At, Give, Take
+from mockgpu.job import Job, JobState
+from mockgpu.leg_params import AgentPeer, DecodeLeg, PrefillLeg
 from mockgpu.scheduler import Scheduler
 
 SIZE = 16
@@ -38,13 +38,13 @@ class CheckedScheduler:
         assert plan.decode_seqs + plan.work.prefill_tokens <= scheduler.max_num_batched_tokens
         assert scheduler.running <= scheduler.max_num_seqs
         assert plan.decode_context == sum(
-            j.prompt_tokens + scheduler.made(j) for j in scheduler.decoding
+            j.prompt_tokens + scheduler.count_output(j) for j in scheduler.decoding
         )
         for job in scheduler.decoding:
-            assert len(job.blocks) == -(-(job.prompt_tokens + scheduler.made(job)) // SIZE)
+            assert len(job.blocks) == -(-(job.prompt_tokens + scheduler.count_output(job)) // SIZE)
         decoding = list(scheduler.decoding)
         outcome = scheduler.finish(plan)
-        for job in decoding + outcome.began:
+        for job in decoding + outcome.first_token_jobs:
             self.tokens[job] = self.tokens.get(job, 0) + 1
         for job in outcome.ended:
             assert self.tokens[job] == job.output_tokens
@@ -70,7 +70,9 @@ def test_every_job_makes_exactly_its_tokens_and_gives_all_blocks_back(
     while watch.step():
         steps += 1
         assert steps < 20_000, "the scheduler does not come to an end"
-    assert all(job.state is State.DONE and watch.tokens[job] == job.output_tokens for job in added)
+    assert all(
+        job.state is JobState.DONE and watch.tokens[job] == job.output_tokens for job in added
+    )
     assert watch.scheduler.pool.free == blocks
     assert watch.scheduler.totals.output_tokens == sum(job.output_tokens for job in added)
     assert watch.scheduler.totals.prompt_tokens == sum(job.prompt_tokens for job in added)
@@ -99,7 +101,7 @@ def test_jobs_may_be_aborted_at_any_moment(
         scheduler.pool.check()
     while (plan := scheduler.step()) is not None:
         scheduler.finish(plan)
-    assert all(job.state is State.DONE for job in added)
+    assert all(job.state is JobState.DONE for job in added)
     assert scheduler.pool.free == scheduler.pool.total
     assert not scheduler._ends
     assert not any(scheduler._grows)
@@ -118,14 +120,16 @@ class SplitScheduler:
     def job(self, prompt: int, output: int, family: int, kind: str) -> Job:
         job = job_of(prompt, 1 if kind == "give" else output, family)
         if kind == "give":
-            job.leg, job.keep = Give("name", 1.0), True
+            job.leg, job.keeps_blocks = PrefillLeg("name", 1.0), True
         elif kind != "whole":
-            job.leg = Take("name", At("peer"), 1.0, parked=kind == "parked")
+            job.leg = DecodeLeg("name", AgentPeer("peer"), 1.0, is_parked=kind == "parked")
         return job
 
     def step(self) -> bool:
         plan = self.scheduler.step()
-        self.fetching += [job for job in self.scheduler.to_fetch() if job.state is State.FETCHING]
+        self.fetching += [
+            job for job in self.scheduler.to_fetch() if job.state is JobState.FETCHING
+        ]
         if plan is not None:
             self.scheduler.finish(plan)
         self.check()
@@ -137,7 +141,7 @@ class SplitScheduler:
         for job in scheduler.fetching:
             assert len(job.blocks) * SIZE >= job.prompt_tokens
         for job in scheduler.kept:
-            assert job.state is State.DONE
+            assert job.state is JobState.DONE
         holdings = {
             block
             for job in [*scheduler.fetching, *scheduler.fetched, *scheduler.prefilling]
@@ -150,17 +154,17 @@ class SplitScheduler:
     def act(self, job: Job, how: int) -> None:
         """Apply an external event: KV lands or fails, a client leaves, or blocks are released."""
         if (
-            job.state is State.FETCHING
+            job.state is JobState.FETCHING
             and how % 3 == 0
-            and not (isinstance(job.leg, Take) and job.leg.parked)
+            and not (isinstance(job.leg, DecodeLeg) and job.leg.is_parked)
         ):
-            self.scheduler.landed(job, job.prompt_tokens - 1)
-        elif job.state is State.FETCHING and how % 3 == 1:
+            self.scheduler.on_landed(job, job.prompt_tokens - 1)
+        elif job.state is JobState.FETCHING and how % 3 == 1:
             self.scheduler.recompute(job)
         elif how % 3 == 2:
             self.scheduler.abort(job)
         else:
-            self.scheduler.let_go(job)
+            self.scheduler.release_kept(job)
         self.check()
 
 
@@ -181,15 +185,15 @@ def test_jobs_whose_kv_comes_and_goes_leak_no_block_whatever_happens_when(
         halves.step()
         halves.act(added[which % len(added)], how)
     for _ in range(3_000):
-        if not halves.step() and all(job.state is State.DONE for job in added):
+        if not halves.step() and all(job.state is JobState.DONE for job in added):
             break
         for job in added:
-            if job.state is State.FETCHING:
-                halves.act(job, 2 if isinstance(job.leg, Take) and job.leg.parked else 0)
-            halves.scheduler.let_go(job)
-    assert all(job.state is State.DONE for job in added)
+            if job.state is JobState.FETCHING:
+                halves.act(job, 2 if isinstance(job.leg, DecodeLeg) and job.leg.is_parked else 0)
+            halves.scheduler.release_kept(job)
+    assert all(job.state is JobState.DONE for job in added)
     for job in added:
-        halves.scheduler.let_go(job)
+        halves.scheduler.release_kept(job)
     assert halves.scheduler.pool.free == blocks
     assert not halves.scheduler.kept
     assert not halves.scheduler._ends

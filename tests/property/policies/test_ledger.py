@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from policies import ledger
 from policies.engine.kalman import MOST_CORRECTION
 from policies.latency.latency import backlog_s, tpot_s, ttft_s
-from policies.ledger import Entry, foreign, own
+from policies.ledger import LoadBooking, own_load, set_peer_load
 from policies.load import EndpointLoad
 from policies.model import Request
 
@@ -40,19 +40,19 @@ class Ledger(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.load = EndpointLoad(0)
-        ledger.scraped(self.load, None, None, None, 200_000, 0.5)
+        ledger.record_scrape(self.load, None, None, None, 200_000, 0.5)
         self.now = 1.0
-        self.open: set[Entry] = set()
-        self.outputs: dict[Entry, int] = {}
+        self.open: set[LoadBooking] = set()
+        self.outputs: dict[LoadBooking, int] = {}
 
     def teardown(self) -> None:
         for entry in list(self.open):
-            entry.dropped(self.now)
+            entry.drop(self.now)
         load, timeline = self.load, self.load.timeline
         assert [getattr(load, name) for name in COUNTS] == [0] * len(COUNTS)
         assert (timeline.batch, timeline.kv_prompts, timeline.kv_coming) == (0, 0, 0)
         assert (timeline.queued_tokens, list(timeline.queue)) == (0, [])
-        assert timeline.starts == 0
+        assert timeline.context_base == 0
 
     @rule(
         target=entries,
@@ -73,13 +73,13 @@ class Ledger(RuleBasedStateMachine):
         choices: int,
         handed: bool,
         told: bool,
-    ) -> Entry:
+    ) -> LoadBooking:
         self.now += after
         request = Request("id", "m", "t", prompt, output, choices=choices)
         entry = (ledger.reserve if handed else ledger.book)(
             self.load, request, int(prompt * share), self.now, told
         )
-        believed = self.load.believed
+        believed = self.load.is_modelled
         assert (entry.predicted_ttft_s is None) == (handed or not believed)
         assert (entry.predicted_tpot_s is None) == (not believed)
         assert entry.predicted_tpot_s is None or isfinite(entry.predicted_tpot_s)
@@ -88,19 +88,19 @@ class Ledger(RuleBasedStateMachine):
         return entry
 
     @rule(entry=entries, after=PASSING)
-    def first_token(self, entry: Entry, after: float) -> None:
+    def first_token(self, entry: LoadBooking, after: float) -> None:
         self.now += after
-        entry.first_token(self.now)
+        entry.on_first_token(self.now)
 
     @rule(entry=entries, after=PASSING)
-    def recompute(self, entry: Entry, after: float) -> None:
+    def recompute(self, entry: LoadBooking, after: float) -> None:
         self.now += after
-        entry.recompute(self.now)
+        entry.recompute_prompt(self.now)
 
     @rule(entry=entries, after=PASSING)
-    def handed_over(self, entry: Entry, after: float) -> None:
+    def handed_over(self, entry: LoadBooking, after: float) -> None:
         self.now += after
-        entry.handed_over(self.now)
+        entry.on_kv_arrived(self.now)
 
     @rule(
         entry=consumes(entries),
@@ -108,14 +108,14 @@ class Ledger(RuleBasedStateMachine):
         tokens=st.none() | st.integers(0, 5000),
         again=st.booleans(),
     )
-    def end(self, entry: Entry, after: float, tokens: int | None, again: bool) -> None:
+    def end(self, entry: LoadBooking, after: float, tokens: int | None, again: bool) -> None:
         self.now += after
-        entry.finished(self.now, tokens)
+        entry.finish(self.now, tokens)
         self.open.discard(entry)
         if again:
-            entry.dropped(self.now)
-            entry.first_token(self.now)
-            entry.recompute(self.now)
+            entry.drop(self.now)
+            entry.on_first_token(self.now)
+            entry.recompute_prompt(self.now)
 
     @rule(
         after=PASSING,
@@ -127,30 +127,30 @@ class Ledger(RuleBasedStateMachine):
         self, after: float, running: int | None, waiting: int | None, usage: float | None
     ) -> None:
         self.now += after
-        ledger.scraped(self.load, running, waiting, usage, None, self.now)
+        ledger.record_scrape(self.load, running, waiting, usage, None, self.now)
 
     @rule(after=PASSING, believed=st.booleans())
     def believe(self, after: float, believed: bool) -> None:
         self.now += after
-        ledger.believe(self.load, believed, self.now)
+        ledger.set_modelled(self.load, believed, self.now)
 
     @invariant()
     def what_is_booked_is_on_the_timeline_or_nothing_is(self) -> None:
         load, timeline = self.load, self.load.timeline
-        assert set(load.entries) == self.open
-        if load.believed:
+        assert set(load.bookings) == self.open
+        if load.is_modelled:
             assert timeline.batch == sum(
-                entry.sequences for entry in load.entries if entry.decoding
+                entry.sequences for entry in load.bookings if entry.is_decoding
             )
             assert timeline.kv_coming == sum(
-                entry.prompt_tokens for entry in load.entries if entry.coming
+                entry.prompt_tokens for entry in load.bookings if entry.awaits_kv
             )
         else:
             assert (
                 timeline.batch,
                 timeline.kv_prompts,
                 len(timeline.queue),
-                timeline.finishing,
+                timeline.completing,
             ) == (0, 0, 0, [])
 
     @invariant()
@@ -164,8 +164,8 @@ class Ledger(RuleBasedStateMachine):
     def the_outlook_is_a_row_of_finite_numbers(self) -> None:
         load = self.load
         assert all(0.0 <= getattr(load, name) < 1e6 for name in OUTLOOK)
-        assert isfinite(load.ready_at)
-        assert load.kv_free <= 200_000 / load.timeline.kv_ratio
+        assert isfinite(load.prefill_done_at)
+        assert load.free_kv_tokens <= 200_000 / load.timeline.kv_ratio
         for uncached, cached in ((1, 0), (8000, 0), (100_000, 30_000)):
             assert 0.0 < ttft_s(load, uncached, cached, self.now) < 1e9
         assert 0.0 < tpot_s(load, 1000) < 1e6
@@ -202,8 +202,8 @@ def test_the_counters_do_not_depend_on_modelling_and_reach_peer_gateways(
     events: list[tuple[int, int, int, bool]],
 ) -> None:
     loads = EndpointLoad(0), EndpointLoad(0)
-    ledger.believe(loads[1], False, 0.0)
-    places: list[tuple[Entry, ...]] = []
+    ledger.set_modelled(loads[1], False, 0.0)
+    places: list[tuple[LoadBooking, ...]] = []
     for now, (kind, number, output, handed) in enumerate(events, start=1):
         if kind <= 1:
             take = ledger.reserve if handed else ledger.book
@@ -212,16 +212,16 @@ def test_the_counters_do_not_depend_on_modelling_and_reach_peer_gateways(
         elif places:
             for entry in places[number % len(places)]:
                 if kind == 2:
-                    entry.first_token(float(now))
+                    entry.on_first_token(float(now))
                 elif kind == 3:
-                    entry.recompute(float(now))
+                    entry.recompute_prompt(float(now))
                 else:
-                    entry.finished(float(now), output)
+                    entry.finish(float(now), output)
         assert [[getattr(load, name) for name in COUNTS] for load in loads[:1]] * 2 == [
             [getattr(load, name) for name in COUNTS] for load in loads
         ]
     elsewhere = EndpointLoad(0)
-    foreign(elsewhere, b"peer", own(loads[0]), 1.0)
+    set_peer_load(elsewhere, b"peer", own_load(loads[0]), 1.0)
     assert [getattr(elsewhere, name) for name in COUNTS] == [
         getattr(loads[0], name) for name in COUNTS
     ]
@@ -231,7 +231,7 @@ def test_the_counters_do_not_depend_on_modelling_and_reach_peer_gateways(
 def test_the_queue_grows_with_every_booking(prompts: list[tuple[int, int]]) -> None:
     load = EndpointLoad(0)
     for uncached, cached in prompts:
-        before = load.ready_at, ttft_s(load, 1000, 0, 5.0)
+        before = load.prefill_done_at, ttft_s(load, 1000, 0, 5.0)
         ledger.book(load, Request("id", "m", "t", uncached + cached, 100), cached, 5.0)
-        assert load.ready_at > before[0]
+        assert load.prefill_done_at > before[0]
         assert ttft_s(load, 1000, 0, 5.0) > before[1]

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import pickers
-from policies.engine.step_time import Belief, Shape
+from policies.engine.step_time import SpeedBelief, StepCosts
 from policies.model import Slo
-from policies.published.dualmap import DualMap, HotPrefixes, TwoHashes
+from policies.published.dualmap import DualMap, HotPrefixes, TwoHashPicker
 from policies.published.dynamo import DynamoKv, blocks
 from policies.published.llmd_blend import ColdTurns, short_queue
 from policies.published.llmd_predictor import latency
-from policies.published.preble import Given, Window
+from policies.published.preble import SentWindow, SentWork
 from tests.unit.policies.builders import ask, candidate
 from tests.unit.policies.published.test_published import PACE, asked, prompt
 
-INSTANT = Belief(Shape(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+INSTANT = SpeedBelief(StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
 few = settings(max_examples=60)
 scores = st.lists(st.integers(-5, 5).map(float), min_size=1, max_size=9)
 
@@ -34,7 +34,9 @@ def test_best_then_is_the_least_of_minus_score_then_costs(
     fleet = [
         candidate(slot, in_flight=one, decode_tokens=two) for slot, (one, two) in enumerate(loads)
     ]
-    pick = pickers.best_then(lambda load: load.in_flight, lambda load: load.decode_tokens)
+    pick = pickers.best_with_tie_breakers(
+        lambda load: load.in_flight, lambda load: load.decode_tokens
+    )
     result = pick(ask(seed=seed), fleet, given_)
     order = [(-score, *load) for score, load in zip(given_, loads, strict=True)]
     assert order[result] == min(order)
@@ -118,10 +120,15 @@ def test_a_prediction_in_time_beats_every_one_that_is_not(
 ) -> None:
     fleet = [candidate(slot, **PACE) for slot in range(len(latencies))]
     for each, (first, step) in zip(fleet, latencies, strict=True):
-        each.load.ready_at, each.load.step_s, each.load.belief = 100.0 + first, step, INSTANT
+        each.load.prefill_done_at, each.load.decode_s_per_token, each.load.belief = (
+            100.0 + first,
+            step,
+            INSTANT,
+        )
     result = latency(0.8, 0.2)(asked(Slo("chat", ttft_s, tpot_s)), fleet)
     in_time = [
-        each.load.ready_at - 100.0 <= ttft_s and each.load.step_s <= tpot_s for each in fleet
+        each.load.prefill_done_at - 100.0 <= ttft_s and each.load.decode_s_per_token <= tpot_s
+        for each in fleet
     ]
     for score, good in zip(result, in_time, strict=True):
         assert (score >= 3.0 - 1e-9) if good else (score <= 3.0 + 1e-9)
@@ -137,12 +144,12 @@ def test_a_prediction_in_time_beats_every_one_that_is_not(
 def test_prebles_window_is_the_sum_of_what_is_in_it(
     steps: list[tuple[float, int, int, int]],
 ) -> None:
-    window, now, recent = Window(60.0), 0.0, dict[str, Given]()
+    window, now, recent = SentWindow(60.0), 0.0, dict[str, SentWork]()
     for later, request, slot, tokens in steps:
         now += later
         window.expire(now)
-        window.add(Given(now, f"{request}", slot, tokens / 7, tokens // 2, tokens))
-        recent[f"{request}"] = Given(now, f"{request}", slot, tokens / 7, tokens // 2, tokens)
+        window.add(SentWork(now, f"{request}", slot, tokens / 7, tokens // 2, tokens))
+        recent[f"{request}"] = SentWork(now, f"{request}", slot, tokens / 7, tokens // 2, tokens)
         recent = {name: each for name, each in recent.items() if each.at >= now - 60.0}
         assert len(window) == len(recent)
         for place in range(4):
@@ -158,7 +165,7 @@ def test_prebles_window_is_the_sum_of_what_is_in_it(
 def test_a_pair_of_two_hashes_outlives_the_loss_of_any_other(
     key: int, slots: set[int], data: st.DataObject
 ) -> None:
-    hashes, fleet = TwoHashes(DualMap()), [candidate(slot) for slot in sorted(slots)]
+    hashes, fleet = TwoHashPicker(DualMap()), [candidate(slot) for slot in sorted(slots)]
     pair = hashes._pair(key, fleet)
     assert pair[0] != pair[1]
     lost = data.draw(st.sampled_from([index for index in range(len(fleet)) if index not in pair]))

@@ -8,37 +8,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.health.health import (
-    Event,
     Health,
+    HealthEvent,
     HealthLimits,
-    State,
-    advance,
-    available,
+    HealthState,
+    available_endpoints,
+    is_probe_due,
     is_unreachable,
-    probe_due,
+    next_health,
 )
 from policies.health.retry import RetryBudget, RetryLimits
 
 LIMITS = HealthLimits()
-steps = st.lists(st.tuples(st.sampled_from(Event), st.floats(0, 100)), max_size=40)
+steps = st.lists(st.tuples(st.sampled_from(HealthEvent), st.floats(0, 100)), max_size=40)
 
 
-def history(events: list[tuple[Event, float]], seed: int) -> list[Health]:
+def history(events: list[tuple[HealthEvent, float]], seed: int) -> list[Health]:
     healths, now, rng = [Health()], 0.0, Random(seed)
     for event, passed in events:
         now += passed
-        healths.append(advance(healths[-1], event, now, rng, LIMITS))
+        healths.append(next_health(healths[-1], event, now, rng, LIMITS))
     return healths
 
 
 @given(steps, st.integers())
 def test_an_ejection_lasts_between_its_first_and_its_longest_length(
-    events: list[tuple[Event, float]], seed: int
+    events: list[tuple[HealthEvent, float]], seed: int
 ) -> None:
     healths, now = history(events, seed), 0.0
     for (_, passed), before, health in zip(events, healths, healths[1:], strict=False):
         now += passed
-        if health.state in (State.EJECTED, State.DEAD):
+        if health.state in (HealthState.EJECTED, HealthState.DEAD):
             if (
                 health.until != before.until
             ):  # out, or out again: `since` is when it left, the length counts from now
@@ -51,42 +51,44 @@ def test_an_ejection_lasts_between_its_first_and_its_longest_length(
 
 @given(steps, st.integers())
 def test_an_endpoint_returns_only_by_a_probe_and_is_up_only_after_returning(
-    events: list[tuple[Event, float]], seed: int
+    events: list[tuple[HealthEvent, float]], seed: int
 ) -> None:
     healths = history(events, seed)
     for (event, _), before, after in zip(events, healths, healths[1:], strict=False):
-        if after.state is State.RETURNING and before.state is not State.RETURNING:
-            assert event in (Event.PROBE_OK, Event.PROBE_OK_NEEDED)
-        if after.state is State.UP and before.state is not State.UP:
-            assert before.state is State.RETURNING
+        if after.state is HealthState.RETURNING and before.state is not HealthState.RETURNING:
+            assert event in (HealthEvent.PROBE_OK, HealthEvent.PROBE_OK_NEEDED)
+        if after.state is HealthState.UP and before.state is not HealthState.UP:
+            assert before.state is HealthState.RETURNING
 
 
 @given(steps, st.integers())
 def test_every_endpoint_comes_back_once_it_is_well(
-    events: list[tuple[Event, float]], seed: int
+    events: list[tuple[HealthEvent, float]], seed: int
 ) -> None:
     health = history(events, seed)[-1]
     now, rng = health.until, Random(seed)
-    if health.state in (State.EJECTED, State.DEAD):
-        assert probe_due(health, now)
-        health = advance(health, Event.PROBE_OK, now, rng, LIMITS)
+    if health.state in (HealthState.EJECTED, HealthState.DEAD):
+        assert is_probe_due(health, now)
+        health = next_health(health, HealthEvent.PROBE_OK, now, rng, LIMITS)
     for _ in range(LIMITS.successes_to_return):
-        health = advance(health, Event.SUCCEEDED, now, rng, LIMITS)
-    assert health.state is State.UP
+        health = next_health(health, HealthEvent.SUCCEEDED, now, rng, LIMITS)
+    assert health.state is HealthState.UP
 
 
 healths = st.builds(
     Health,
-    state=st.sampled_from(State),
+    state=st.sampled_from(HealthState),
     until=st.floats(0, 1000),
-    cause=st.none() | st.sampled_from(Event),
+    cause=st.none() | st.sampled_from(HealthEvent),
 )
 
 
 @given(st.lists(healths, max_size=12))
 def test_a_pool_with_a_living_endpoint_always_has_an_available_one(pool: list[Health]) -> None:
-    mask = available(pool, LIMITS)
-    living = [health.state is not State.DEAD and not is_unreachable(health) for health in pool]
+    mask = available_endpoints(pool, LIMITS)
+    living = [
+        health.state is not HealthState.DEAD and not is_unreachable(health) for health in pool
+    ]
     assert len(mask) == len(pool)
     assert any(mask) == any(living)
     assert all(alive for alive, is_selected in zip(living, mask, strict=True) if is_selected)
@@ -94,7 +96,7 @@ def test_a_pool_with_a_living_endpoint_always_has_an_available_one(pool: list[He
     assert all(
         is_selected
         for health, is_selected in zip(pool, mask, strict=True)
-        if health.state in (State.UP, State.RETURNING)
+        if health.state in (HealthState.UP, HealthState.RETURNING)
     )
 
 
@@ -106,7 +108,7 @@ def test_retries_running_never_exceed_the_budget_of_any_moment_they_began_in(
     for active in history:
         if active is None:
             if running:
-                budget.give_back()
+                budget.release()
                 running -= 1
         elif budget.try_take(active):
             assert running < 3 + 0.2 * active

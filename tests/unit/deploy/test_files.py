@@ -18,10 +18,10 @@ import typer
 from ruamel.yaml import YAML
 
 from gateway.cli.main import app
-from gateway.config import Config, examine
+from gateway.config import Config, load_with_warnings
 from gateway.metrics.catalogue import Metrics
-from gateway.reload.reloader import AT_START
-from gateway.util.units import duration_s
+from gateway.reload.reloader import BOUND_AT_START
+from gateway.util.units import parse_duration
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
@@ -41,7 +41,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def config_of(path: Path) -> Config:
-    return examine(path, os.environ | KEY).config
+    return load_with_warnings(path, os.environ | KEY).config
 
 
 COMPOSE = read_yaml(DEPLOY / "compose" / "compose.yaml")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from gateway.config import examine
+from gateway.config import load_with_warnings
 
 ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "docs" / "deploying.md").read_text()
@@ -25,4 +25,4 @@ def test_its_values_are_the_charts_and_their_configuration_passes_the_check(tmp_
         (tmp_path / "secrets" / secret["file"]).write_text(text)
     with (tmp_path / "gateway.yaml").open("w") as file:
         YAML(typ="safe").dump({"version": 1, **values["config"]}, file)
-    assert examine(tmp_path / "gateway.yaml", os.environ).warnings == ()
+    assert load_with_warnings(tmp_path / "gateway.yaml", os.environ).warnings == ()

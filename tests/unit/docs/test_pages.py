@@ -23,10 +23,10 @@ import typer
 from ruamel.yaml import YAML
 
 from gateway.cli.main import app
-from gateway.config import examine_text, json_schema
+from gateway.config import json_schema, load_text
 from gateway.metrics.catalogue import Metrics
-from gateway.metrics.exposition import page
-from gateway.workers.supervisor_metrics import Figures
+from gateway.metrics.exposition import render_page
+from gateway.workers.supervisor_metrics import SupervisorMetrics
 from policies import admission_registry, registry
 from policies.run import pick
 from tests.authority import Authority
@@ -174,8 +174,7 @@ def test_every_named_member_of_a_class_exists(name: str) -> None:
     }
     assert sorted(word for word in named if not is_code(word)) == []
 
-
-# Commands
+    # Commands
 
 
 @cache
@@ -241,8 +240,7 @@ def test_every_named_make_target_exists(name: str) -> None:
     named |= set(re.findall(r"^(?:    )?make ([a-z0-9-]+)", shown, re.M))
     assert sorted(named - targets) == []
 
-
-# Metrics and configuration
+    # Metrics and configuration
 
 
 @cache
@@ -251,7 +249,9 @@ def series() -> frozenset[str]:
     return frozenset(
         re.findall(
             r"penstock_\w+",
-            (Metrics().render() + page(Figures().readings(), exemplars=False)).decode(),
+            (
+                Metrics().render() + render_page(SupervisorMetrics().collect(), exemplars=False)
+            ).decode(),
         )
     )
 
@@ -383,8 +383,8 @@ def test_the_example_policy_fills_one_endpoint_to_its_share_and_then_the_next() 
     assert picked is not None
     assert picked.candidate is emptier
 
+    # Parameters
 
-# Parameters
 
 DOCUMENTED_DEFAULTS = {
     found[1]: found[2]

@@ -55,7 +55,7 @@ async def is_rejected(running: GatewayFleet) -> None:
 
 async def disconnects_before_the_response(running: GatewayFleet) -> None:
     for group in running.groups:
-        group.faults.set("stall:after=0")
+        group.faults.apply("stall:after=0")
     with suppress(TimeoutError):
         async with asyncio.timeout(0.1):
             await running.ask()
@@ -67,19 +67,19 @@ async def disconnects_within_the_response(running: GatewayFleet) -> None:
 
 
 async def breaks_and_is_retried(running: GatewayFleet) -> None:
-    running.groups[0].faults.set("reset-before-headers")
+    running.groups[0].faults.apply("reset-before-headers")
     for _ in range(2):
         assert (await running.ask()).fate == "ok"
 
 
 async def breaks_within_the_response(running: GatewayFleet) -> None:
     for group in running.groups:
-        group.faults.set("reset-mid-stream:after=3")
+        group.faults.apply("reset-mid-stream:after=3")
     assert (await running.ask()).fate == "error_event"
 
 
 async def breaks_and_is_resumed(running: GatewayFleet) -> None:
-    running.groups[0].faults.set("reset-mid-stream:after=3")
+    running.groups[0].faults.apply("reset-mid-stream:after=3")
     fates = [(await running.ask()).fate for _ in range(2)]
     assert fates == ["ok", "ok"]
     assert running.metric("penstock_resumes_total") > 0
@@ -87,7 +87,7 @@ async def breaks_and_is_resumed(running: GatewayFleet) -> None:
 
 async def all_engines_fail(running: GatewayFleet) -> None:
     for group in running.groups:
-        group.faults.set("5xx")
+        group.faults.apply("5xx")
     assert (await running.ask()).status == 502
 
 
@@ -115,7 +115,7 @@ async def test_a_request_leaves_no_reference_cycle_however_it_ends(
         with no_garbage():
             await way(running)
             for group in running.groups:
-                group.faults.set("")
+                group.faults.apply("")
             await running.ask()
             await running.at_rest()
 
@@ -133,15 +133,15 @@ async def split_breaks(running: SplitFleet, body: dict[str, object]) -> None:
         (running.decode[0], "5xx"),
         (running.prefill[1], "refuse"),
     ):
-        member.faults.set(fault)
+        member.faults.apply(fault)
         for number in range(4):
             await running.ask(body | {"prompt": f"{number} {body['prompt']}"})
-        member.faults.set("")
+        member.faults.apply("")
 
 
 async def split_decoders_die(running: SplitFleet, body: dict[str, object]) -> None:
     for member in running.decode:
-        member.faults.set("die-mid-decode:after=3")
+        member.faults.apply("die-mid-decode:after=3")
     request = body | {"model": MODEL, "stream": True}
     async with running.http.post(f"{running.app.url}/v1/completions", json=request) as answer:
         assert b'data: {"error"' in await answer.read()
@@ -169,7 +169,7 @@ async def test_a_failing_probe_leaves_no_reference_cycle(fault: str) -> None:
         1, health={"interval": "1h", "timeout": "50ms"}, scrape={"interval": "1h"}
     ) as running:
         live, watcher = running.app.gateway.endpoints.all()[0], running.app._health_checker
-        running.groups[0].faults.set(fault)
+        running.groups[0].faults.apply(fault)
         with no_garbage(
             "aiohttp.client",
             "builtins.traceback",

@@ -15,7 +15,7 @@ from gateway.http.client import Client
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.openai import Api
 from gateway.route import Gateway
-from gateway.serve import GAPS_EVERY, Beginning
+from gateway.serve import GAPS_EVERY, RequestFactory
 from tests.replaced import stand_in
 
 CLIENT = cast(
@@ -27,7 +27,7 @@ def begun(patch: pytest.MonkeyPatch, number: int, tracer: Any = None) -> list[Ex
     """So many exchanges of one process, as the line gets them."""
     patch.setattr(serve, "serve", lambda gateway, exchange, client: exchange)
     gateway = stand_in(Gateway, SimpleNamespace(accounts=SimpleNamespace(tracer=tracer)))
-    beginning = Beginning(gateway, Metrics().itl_seconds)
+    beginning = RequestFactory(gateway, Metrics().itl_seconds)
     return [cast(Exchange, beginning.serve(CLIENT, Api.CHAT)) for _ in range(number)]
 
 

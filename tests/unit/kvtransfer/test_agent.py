@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 from kvtransfer import agent as agent_module
 from kvtransfer.agent import Agent
 from kvtransfer.contract import LinkOwner, TransportError, WindowHead
-from kvtransfer.layout.block_mapping import Runs
-from kvtransfer.layout.layout import fingerprint_of
+from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.layout.layout import pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.messages import Accept, pack_blocks
-from kvtransfer.protocol.outcomes import Reason
-from kvtransfer.transfer.handles import Doorbell, Handle
+from kvtransfer.protocol.outcomes import EndReason
+from kvtransfer.transfer.handles import LoopWaker, TransferHandle
 from kvtransfer.transports import shm
-from kvtransfer.transports.inproc import Inproc, InprocLink, Wire
+from kvtransfer.transports.inproc import Inproc, InprocLink, InprocWire
 from kvtransfer.transports.rdma.transport import Rdma
-from kvtransfer.transports.stream.link import Manner
+from kvtransfer.transports.stream.link import LinkOptions
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.util.clock import VirtualClock
-from kvtransfer.util.options import Options
+from kvtransfer.util.options import AgentOptions
 from tests.contract.kvtransfer.groups import KEY, SMALL, groups
 
 
@@ -38,8 +38,8 @@ class RecordingListener:
     def __init__(self) -> None:
         self.rung: list[tuple[str, bool]] = []
 
-    def ring(self, handle: Handle) -> None:
-        self.rung.append((handle.name, handle.end is not None))
+    def on_change(self, handle: TransferHandle) -> None:
+        self.rung.append((handle.name, handle.outcome is not None))
 
 
 def regions() -> list[Region]:
@@ -50,7 +50,7 @@ def regions() -> list[Region]:
 
 def in_simulation() -> tuple[VirtualClock, Agent, Agent, RecordingListener]:
     clock = VirtualClock()
-    wire = Wire(clock)
+    wire = InprocWire(clock)
     ends = [Inproc(wire), Inproc(wire)]
     source, sink = (
         Agent(name, SMALL, regions(), key=KEY, transports=[end], clock=end.agent_clock)
@@ -66,15 +66,15 @@ def test_without_an_event_loop_a_listener_gets_every_change() -> None:
     clock, source, sink, book = in_simulation()
     offer = source.offer("r", [1], 16, public=True)
     landing = sink.fetch(source.address, "r", [2], 16)
-    assert clock.run(1, lambda: bool(landing.end and offer.end))
+    assert clock.run(1, lambda: bool(landing.outcome and offer.outcome))
     assert book.rung == [("r", False), ("r", True)]
     assert landing.layers == SMALL.layers
 
 
 @pytest.mark.parametrize(("sealed", "fits"), [(True, False), (False, True), (None, True)])
 def test_sealed_and_plain_transports_cannot_be_combined(sealed: bool | None, fits: bool) -> None:
-    ways = [Tcp(manner=Manner(sealed=True)), Inproc(Wire(VirtualClock()))]
-    ways[1].sealed, ways[1].name = None if sealed is None else not sealed, "rdma"
+    ways = [Tcp(manner=LinkOptions(sealed=True)), Inproc(InprocWire(VirtualClock()))]
+    ways[1].is_sealed, ways[1].name = None if sealed is None else not sealed, "rdma"
     if fits:
         Agent("p", SMALL, regions(), key=KEY, transports=ways)
         return
@@ -93,35 +93,38 @@ def test_peers_with_different_plans_end_the_transfer() -> None:
     assert clock.run(
         1,
         lambda: bool(
-            source.figures()["leases"]["claimed"] and sink.figures()["reservations"]["moving"]
+            source.stats()["leases"]["claimed"] and sink.stats()["reservations"]["moving"]
         ),
     )
     (link,) = sink._board._peer_links
-    assert sink.incoming(link, WindowHead(1, 99, 0, 0, 1, 8)) is None
-    assert clock.run(1, lambda: bool(landing.end and offer.end))
-    assert landing.end is not None
-    assert offer.end is not None
-    assert (landing.end.reason, offer.end.reason) == (Reason.PROTOCOL, Reason.PROTOCOL)
-    assert "group 99" in landing.end.detail
+    assert sink.place_window(link, WindowHead(1, 99, 0, 0, 1, 8)) is None
+    assert clock.run(1, lambda: bool(landing.outcome and offer.outcome))
+    assert landing.outcome is not None
+    assert offer.outcome is not None
+    assert (landing.outcome.reason, offer.outcome.reason) == (
+        EndReason.PROTOCOL,
+        EndReason.PROTOCOL,
+    )
+    assert "group 99" in landing.outcome.detail
 
 
 def test_a_source_that_plans_from_another_layout_is_refused_before_a_byte_moves() -> None:
     clock, source, sink, _ = in_simulation()
     source.offer("r", [1], 16, ready_layers=0, public=True)
     landing = sink.fetch(source.address, "r", [2], 16)
-    assert clock.run(1, lambda: bool(sink.figures()["reservations"]["invited"]))
+    assert clock.run(1, lambda: bool(sink.stats()["reservations"]["invited"]))
     (link,) = sink._board._peer_links
-    other = fingerprint_of(replace(SMALL, block_tokens=8), SMALL)
-    sink._do(sink._sink.accepted(link, Accept(1, pack_blocks([1]), 1, 100, other), 0.0))
-    assert clock.run(1, lambda: landing.end is not None)
-    assert landing.end is not None
-    assert (landing.end.reason, landing.end.n_bytes) == (Reason.LAYOUT, 0)
-    assert other in landing.end.detail
+    other = pair_fingerprint(replace(SMALL, block_tokens=8), SMALL)
+    sink._do(sink._sink.on_accept(link, Accept(1, pack_blocks([1]), 1, 100, other), 0.0))
+    assert clock.run(1, lambda: landing.outcome is not None)
+    assert landing.outcome is not None
+    assert (landing.outcome.reason, landing.outcome.n_bytes) == (EndReason.LAYOUT, 0)
+    assert other in landing.outcome.detail
 
 
 def test_an_agent_needs_a_region_for_every_rank_and_a_transport() -> None:
     with pytest.raises(ValueError, match="regions"):
-        Agent("p", SMALL, regions()[:1], key=KEY, transports=[Inproc(Wire(VirtualClock()))])
+        Agent("p", SMALL, regions()[:1], key=KEY, transports=[Inproc(InprocWire(VirtualClock()))])
     with pytest.raises(ValueError, match="transports"):
         Agent("p", SMALL, regions(), key=KEY, transports=[])
 
@@ -139,7 +142,7 @@ def test_a_transport_that_does_not_start_is_dropped_unless_it_is_the_first(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock = VirtualClock()
-    wire = Wire(clock)
+    wire = InprocWire(clock)
     end, far = Inproc(wire), Inproc(wire)
     one = Agent(
         "p",
@@ -156,9 +159,9 @@ def test_a_transport_that_does_not_start_is_dropped_unless_it_is_the_first(
     assert list(one._board.card.addresses) == ["inproc"]
     one.offer("r", [1], 16, public=True)
     landing = two.fetch(one.address, "r", [2], 16)
-    assert clock.run(1, lambda: landing.end is not None)
-    assert landing.end is not None
-    assert landing.end.landed
+    assert clock.run(1, lambda: landing.outcome is not None)
+    assert landing.outcome is not None
+    assert landing.outcome.has_landed
     alone = Agent(
         "x",
         SMALL,
@@ -176,7 +179,7 @@ def test_a_peer_that_dials_while_an_agent_starts_finds_all_transports() -> None:
     before.
     """
     clock, begun = VirtualClock(), list[str]()
-    wire = Wire(clock)
+    wire = InprocWire(clock)
 
     class First(Inproc):
         def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
@@ -202,7 +205,7 @@ def test_a_peer_that_dials_while_an_agent_starts_finds_all_transports() -> None:
 
 def test_an_agent_that_fails_to_start_leaves_no_transport_open() -> None:
     clock, closed = VirtualClock(), list[str]()
-    wire = Wire(clock)
+    wire = InprocWire(clock)
 
     class Better(UnavailableTransport):
         name = "better"
@@ -239,10 +242,10 @@ def test_an_agent_that_fails_to_start_leaves_no_transport_open() -> None:
 def test_an_invalid_address_is_unreachable_at_once() -> None:
     clock, _, sink, _ = in_simulation()
     landing = sink.fetch(None, "r", [2], 16)  # type: ignore[arg-type]
-    assert clock.run(1, lambda: landing.end is not None)
-    assert landing.end is not None
-    assert landing.end.reason is Reason.UNREACHABLE
-    assert "None" in landing.end.detail
+    assert clock.run(1, lambda: landing.outcome is not None)
+    assert landing.outcome is not None
+    assert landing.outcome.reason is EndReason.UNREACHABLE
+    assert "None" in landing.outcome.detail
 
 
 @pytest.mark.parametrize("seconds", [np.float32(9), np.float64(9), np.int64(9)])
@@ -261,28 +264,24 @@ def test_tokens_may_be_numpys_integers_and_nothing_else_and_seconds_any_number(
         skip_tokens=np.int64(0),
         timeout_s=seconds,  # type: ignore[arg-type]
     )
-    assert clock.run(1, lambda: landing.end is not None)
-    assert landing.end is not None
-    assert landing.end.landed
+    assert clock.run(1, lambda: landing.outcome is not None)
+    assert landing.outcome is not None
+    assert landing.outcome.has_landed
     for wrong in (16.0, "16", None):
         with pytest.raises(TypeError):
             source.offer("s", [1], wrong)  # type: ignore[arg-type]
         with pytest.raises(TypeError):
             sink.fetch(source.address, "s", [2], wrong)  # type: ignore[arg-type]
-    assert sum(sink.figures()["reservations"].values()) == 0
+    assert sum(sink.stats()["reservations"].values()) == 0
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"beat_s": 0.0}, {"misses": 0}, {"handshake_s": 0.0}, {"window_bytes": 0}, {"window_bytes": 65 << 20},
-     {"budget_bytes": -1}],
-)  # fmt: skip
+@ pytest . mark . parametrize ( "wrong" , [ { "beat_s" : 0.0 } , { "misses" : 0 } , { "handshake_s" : 0.0 } , { "window_bytes" : 0 } , { "window_bytes" : 65 << 20 } , { "budget_bytes" : - 1 } ] )  # fmt: skip
 def test_options_that_no_link_could_live_with_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=": Options"):
-        Options(**wrong)  # type: ignore[arg-type]
+        AgentOptions(**wrong)  # type: ignore[arg-type]
     if "window_bytes" in wrong:
         with pytest.raises(ValueError, match=": Manner"):
-            Manner(**wrong)  # type: ignore[arg-type]
+            LinkOptions(**wrong)  # type: ignore[arg-type]
 
 
 async def test_an_agent_that_fails_to_start_leaks_no_descriptor(
@@ -290,13 +289,13 @@ async def test_an_agent_that_fails_to_start_leaks_no_descriptor(
 ) -> None:
     taken_down = []
 
-    class Watched(Doorbell):
+    class Watched(LoopWaker):
         def close(self) -> None:
             super().close()
             taken_down.append(self)
 
-    monkeypatch.setattr(agent_module, "Doorbell", Watched)
-    end = UnavailableTransport(Wire(VirtualClock()))
+    monkeypatch.setattr(agent_module, "LoopWaker", Watched)
+    end = UnavailableTransport(InprocWire(VirtualClock()))
     agent = Agent("p", SMALL, regions(), key=KEY, transports=[end], clock=end.agent_clock)
     with pytest.raises(TransportError, match="no device"):
         await agent.start()
@@ -308,15 +307,15 @@ def test_an_engine_may_give_any_detail_when_it_gives_up() -> None:
     clock, source, sink, _ = in_simulation()
     offer = source.offer("r", [1], 16, ready_layers=0, public=True)
     landing = sink.fetch(source.address, "r", [2], 16)
-    assert clock.run(1, lambda: bool(sink.figures()["reservations"]["moving"]))
+    assert clock.run(1, lambda: bool(sink.stats()["reservations"]["moving"]))
     landing.cancel("of \ud800 " + 300 * "x")
-    assert clock.run(1, lambda: bool(landing.end and offer.end))
-    assert offer.end is not None
-    assert offer.end.detail == "of ? " + 251 * "x"
+    assert clock.run(1, lambda: bool(landing.outcome and offer.outcome))
+    assert offer.outcome is not None
+    assert offer.outcome.detail == "of ? " + 251 * "x"
 
 
 def test_an_agent_offers_nothing_before_it_is_open() -> None:
-    end = Inproc(Wire(VirtualClock()))
+    end = Inproc(InprocWire(VirtualClock()))
     agent = Agent("p", SMALL, regions(), key=KEY, transports=[end], clock=end.agent_clock)
     with pytest.raises(RuntimeError, match="not open"):
         agent.offer("r", [1], 16, public=True)
@@ -326,8 +325,8 @@ def test_a_closed_agents_timers_do_not_keep_simulated_time_busy() -> None:
     clock, source, sink, _ = in_simulation()
     source.offer("r", [1], 16, ttl_s=5, public=True)
     for agent in (source, sink):
-        agent.shut()
-        agent.leave()
+        agent.begin_close()
+        agent.finish_close()
     clock.run(1000)
     assert not clock._timers
 
@@ -341,22 +340,25 @@ async def test_a_fence_that_never_answers_does_not_hold_up_closing(
     async with groups("inproc", SMALL, SMALL) as (source, sink):
         offer = source.agent.offer("r", [0], 16, ready_layers=0, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
-        while not source.agent.figures()["leases"]["claimed"]:
+        while not source.agent.stats()["leases"]["claimed"]:
             await asyncio.sleep(0.005)
-        waiter = asyncio.create_task(landing.ended())
+        waiter = asyncio.create_task(landing.wait_ended())
         await sink.agent.close()
-        assert (await asyncio.wait_for(waiter, 5)).reason is Reason.CLOSED
-        assert (await asyncio.wait_for(offer.ended(), 5)).reason is Reason.CLOSED
+        assert (await asyncio.wait_for(waiter, 5)).reason is EndReason.CLOSED
+        assert (await asyncio.wait_for(offer.wait_ended(), 5)).reason is EndReason.CLOSED
 
 
 async def test_a_waiter_that_is_cancelled_disturbs_no_other() -> None:
     async with groups("inproc", SMALL, SMALL) as (source, _):
         offer = source.agent.offer("r", [0], 16, public=True)
-        one, other = asyncio.create_task(offer.ended()), asyncio.create_task(offer.ended())
+        one, other = (
+            asyncio.create_task(offer.wait_ended()),
+            asyncio.create_task(offer.wait_ended()),
+        )
         await asyncio.sleep(0)
         one.cancel()
         offer.revoke()
-        assert (await asyncio.wait_for(other, 5)).reason is Reason.REVOKED
+        assert (await asyncio.wait_for(other, 5)).reason is EndReason.REVOKED
         assert one.cancelled() or one.cancelling()
 
 
@@ -365,8 +367,8 @@ async def test_cancelled_waits_are_not_retained() -> None:
         offer = source.agent.offer("r", [0], 16, public=True)
         for _ in range(3):
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(offer.ended(), 0)
-            waiting = asyncio.create_task(offer.ended())
+                await asyncio.wait_for(offer.wait_ended(), 0)
+            waiting = asyncio.create_task(offer.wait_ended())
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.wait([waiting])
@@ -378,7 +380,7 @@ async def test_an_agent_that_closes_waits_for_the_last_copy_into_its_blocks(
 ) -> None:
     begun, copy, go_on = threading.Event(), shm.copy_runs, threading.Event()
 
-    def halts(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: Runs) -> None:
+    def halts(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: ByteRuns) -> None:
         begun.set()
         go_on.wait(20)
         copy(source, sink, runs)
@@ -392,10 +394,10 @@ async def test_an_agent_that_closes_waits_for_the_last_copy_into_its_blocks(
         assert await asyncio.to_thread(begun.wait, 20)
         closing = asyncio.create_task(sink.agent.close())
         await asyncio.wait({closing}, timeout=2.4)  # longer than any thread takes
-        assert landing.end is None
+        assert landing.outcome is None
         go_on.set()
         await asyncio.wait_for(closing, 20)
-        assert landing.end is not None
+        assert landing.outcome is not None
         before = sink.snapshot()
         await asyncio.sleep(0.05)
         assert all((now == then).all() for now, then in zip(sink.snapshot(), before, strict=True))

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mockgpu.blocks import BlockPool
-from mockgpu.decode_run import Run
+from mockgpu.decode_run import DecodeRun
 from mockgpu.gpus import gpu_named
 from mockgpu.grids import roofline_for
-from mockgpu.job import Job, State
+from mockgpu.job import Job, JobState
 from mockgpu.model_shapes import model_named
-from mockgpu.roofline import Roofline, Work
+from mockgpu.roofline import Roofline, StepWork
 from mockgpu.scheduler import Scheduler
 
 
@@ -38,13 +38,13 @@ def test_a_run_in_closed_form_takes_as_long_as_its_steps(
     shape: tuple[str, str, int], seqs: int, each: int, steps: int, slowness: float
 ) -> None:
     timed, context = roofline(*shape), seqs * each
-    run = Run(timed, seqs, context, steps, slowness)
+    run = DecodeRun(timed, seqs, context, steps, slowness)
     real = 0.0
     for step in range(run.steps):
-        seconds = timed.step_s(Work(0, 0.0, seqs, context + step * seqs)) * slowness
+        seconds = timed.step_s(StepWork(0, 0.0, seqs, context + step * seqs)) * slowness
         real += seconds
         assert run.step_s(step) == pytest.approx(seconds, rel=5e-3)
-        assert run.until(step + 1) == pytest.approx(
+        assert run.end_of(step + 1) == pytest.approx(
             real, rel=2.5e-3
         )  # 1.8e-3 is the largest of 20,000
 
@@ -52,11 +52,11 @@ def test_a_run_in_closed_form_takes_as_long_as_its_steps(
 @given(steps=st.integers(1, 500), part=st.floats(0.0, 1.2))
 @settings(max_examples=40, deadline=None)
 def test_what_is_over_after_a_time_is_what_ended_by_then(steps: int, part: float) -> None:
-    run = Run(roofline(*SHAPES[0]), 16, 16 * 5000, steps)
-    at_s = run.until(run.steps) * part
-    over = run.over_at(at_s)
-    assert run.until(over) <= at_s or over == 0
-    assert over == run.steps - 1 or run.until(over + 1) > at_s
+    run = DecodeRun(roofline(*SHAPES[0]), 16, 16 * 5000, steps)
+    at_s = run.end_of(run.steps) * part
+    over = run.completed_by(at_s)
+    assert run.end_of(over) <= at_s or over == 0
+    assert over == run.steps - 1 or run.end_of(over + 1) > at_s
 
 
 job_shapes = st.lists(
@@ -105,10 +105,10 @@ def trail(
             continue
         if leaping and not plan.chunks:
             most = pending[0][0] - scheduler.tick - 1 if pending else 10_000
-            quiet = scheduler.quiet(max(0, most))
-            plan = scheduler.leap(quiet)
+            quiet = scheduler.decode_only_steps(max(0, most))
+            plan = scheduler.advance(quiet)
         outcome = scheduler.finish(plan)
-        for kind, members in (("began", outcome.began), ("ended", outcome.ended)):
+        for kind, members in (("began", outcome.first_token_jobs), ("ended", outcome.ended)):
             happened += [
                 (scheduler.tick, kind, names[job], job.cached, job.preemptions) for job in members
             ]
@@ -128,13 +128,13 @@ def test_no_steps_are_skipped_while_a_prompt_is_computed_or_the_queue_may_move()
     scheduler.add(Job(8, 50))
     plan = scheduler.step()
     assert plan is not None
-    assert scheduler.quiet(99) == 0
+    assert scheduler.decode_only_steps(99) == 0
     scheduler.finish(plan)
     plan = scheduler.step()
     assert plan is not None
     assert not plan.chunks
-    assert scheduler.quiet(99) == 48  # one made, one planned, and one for the end
-    scheduler.leap(48)
+    assert scheduler.decode_only_steps(99) == 48  # one made, one planned, and one for the end
+    scheduler.advance(48)
     (job,) = scheduler.decoding
-    assert scheduler.made(job) == 49
-    assert job.state is State.DECODE
+    assert scheduler.count_output(job) == 49
+    assert job.state is JobState.DECODE

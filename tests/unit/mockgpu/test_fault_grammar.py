@@ -10,35 +10,38 @@ from typing import cast
 
 import pytest
 
-from mockgpu.fault_grammar import Fault, FaultError, FaultKind, parse_faults
+from mockgpu.fault_grammar import FaultError, FaultKind, InjectedFault, parse_faults
 from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec, TpGroup
-from mockgpu.group_faults import FaultBox
+from mockgpu.group_faults import GroupFaults
 from mockgpu.model_shapes import model_named
 
 
 @pytest.mark.parametrize(
     ("spec", "fault"),
     [
-        ("refuse", Fault(FaultKind.REFUSE)),
-        ("5xx@0.1", Fault(FaultKind.ERROR, chance=0.1)),
+        ("refuse", InjectedFault(FaultKind.REFUSE)),
+        ("5xx@0.1", InjectedFault(FaultKind.ERROR, chance=0.1)),
         (
             "5xx:status=503@p=0.25@10-20",
-            Fault(FaultKind.ERROR, status=503, chance=0.25, start_s=10, end_s=20),
+            InjectedFault(FaultKind.ERROR, status=503, chance=0.25, start_s=10, end_s=20),
         ),
-        ("reset-before-headers", Fault(FaultKind.RESET_BEFORE_HEADERS)),
-        ("reset-after-headers@5-", Fault(FaultKind.RESET_AFTER_HEADERS, start_s=5)),
-        ("reset-mid-stream:after=5", Fault(FaultKind.RESET_MID_STREAM, after=5)),
-        ("stall:after=3", Fault(FaultKind.STALL, after=3)),
-        ("slow:x=2.5@0-1.5", Fault(FaultKind.SLOW, factor=2.5, end_s=1.5)),
-        ("lost-rank", Fault(FaultKind.LOST_RANK)),
-        ("die-mid-decode:after=7@0.5", Fault(FaultKind.DIE_MID_DECODE, after=7, chance=0.5)),
-        ("kv-corrupt", Fault(FaultKind.KV_CORRUPT)),
-        ("wire-cut:after=64@1-2", Fault(FaultKind.WIRE_CUT, after=64, start_s=1, end_s=2)),
-        ("lost-rank:hang:rank=3", Fault(FaultKind.LOST_RANK, hang=True, rank=3)),
+        ("reset-before-headers", InjectedFault(FaultKind.RESET_BEFORE_HEADERS)),
+        ("reset-after-headers@5-", InjectedFault(FaultKind.RESET_AFTER_HEADERS, start_s=5)),
+        ("reset-mid-stream:after=5", InjectedFault(FaultKind.RESET_MID_STREAM, after=5)),
+        ("stall:after=3", InjectedFault(FaultKind.STALL, after=3)),
+        ("slow:x=2.5@0-1.5", InjectedFault(FaultKind.SLOW, factor=2.5, end_s=1.5)),
+        ("lost-rank", InjectedFault(FaultKind.LOST_RANK)),
+        (
+            "die-mid-decode:after=7@0.5",
+            InjectedFault(FaultKind.DIE_MID_DECODE, after=7, chance=0.5),
+        ),
+        ("kv-corrupt", InjectedFault(FaultKind.KV_CORRUPT)),
+        ("wire-cut:after=64@1-2", InjectedFault(FaultKind.WIRE_CUT, after=64, start_s=1, end_s=2)),
+        ("lost-rank:hang:rank=3", InjectedFault(FaultKind.LOST_RANK, hang=True, rank=3)),
     ],
 )
-def test_a_spec_reads_as_its_fault(spec: str, fault: Fault) -> None:
+def test_a_spec_reads_as_its_fault(spec: str, fault: InjectedFault) -> None:
     assert parse_faults(spec) == (fault,)
 
 
@@ -93,8 +96,8 @@ def test_what_is_not_in_the_grammar_is_refused(spec: str) -> None:
 def test_a_fault_strikes_inside_its_window_with_its_chance() -> None:
     (fault,) = parse_faults("5xx@0.25@10-20")
     rng = Random(1)
-    assert not any(fault.strikes(t, rng) for t in (0, 9.9, 20, 99))
-    assert 200 < sum(fault.strikes(15, rng) for _ in range(1000)) < 300
+    assert not any(fault.should_strike(t, rng) for t in (0, 9.9, 20, 99))
+    assert 200 < sum(fault.should_strike(15, rng) for _ in range(1000)) < 300
 
 
 class RecordingDoor:
@@ -116,9 +119,9 @@ class RecordingConnection:
     harmable = True
 
     def __init__(self) -> None:
-        self.wrong: Fault | None = None
+        self.wrong: InjectedFault | None = None
 
-    def harm(self, fault: Fault | None) -> None:
+    def harm(self, fault: InjectedFault | None) -> None:
         self.wrong = fault
 
 
@@ -151,7 +154,7 @@ class ManualClock:
         self.now = now
 
 
-def boxed(clock: ManualClock) -> tuple[FaultBox, TpGroup, RecordingDoor, RecordingConnection]:
+def boxed(clock: ManualClock) -> tuple[GroupFaults, TpGroup, RecordingDoor, RecordingConnection]:
     loop, door, wires = (
         cast(asyncio.AbstractEventLoop, clock),
         RecordingDoor(),
@@ -160,20 +163,20 @@ def boxed(clock: ManualClock) -> tuple[FaultBox, TpGroup, RecordingDoor, Recordi
     group = TpGroup(
         GroupSpec("m", model_named("demo-8b"), gpu_named("h100"), tp=2, speed=inf), loop
     )
-    return FaultBox(group, door, loop, Random(0), wires), group, door, wires
+    return GroupFaults(group, door, loop, Random(0), wires), group, door, wires
 
 
 async def test_a_fault_that_ends_leaves_another_of_its_kind_in_force() -> None:
     clock = ManualClock()
     box, group, door, wires = boxed(clock)
-    box.set("slow:x=2@0-5,slow:x=3@2-9,refuse@0-5,refuse@2-9,lost-rank@0-5,lost-rank:rank=1@2-9")
+    box.apply("slow:x=2@0-5,slow:x=3@2-9,refuse@0-5,refuse@2-9,lost-rank@0-5,lost-rank:rank=1@2-9")
     clock.to(6)
-    assert (group.slow_prefill, door.is_open, group.dead) == (3, False, True)
+    assert (group.slow_prefill, door.is_open, group.is_dead) == (3, False, True)
     clock.to(9)
-    assert (group.slow_prefill, door.is_open, group.dead) == (1, True, False)
-    box.set("wire-corrupt:after=7@0-9,freeze@2-5")
+    assert (group.slow_prefill, door.is_open, group.is_dead) == (1, True, False)
+    box.apply("wire-corrupt:after=7@0-9,freeze@2-5")
     clock.to(12)
-    assert wires.wrong == Fault(FaultKind.WIRE_STALL)
+    assert wires.wrong == InjectedFault(FaultKind.WIRE_STALL)
     clock.to(15)
     assert wires.wrong is not None
     assert wires.wrong.kind is FaultKind.WIRE_CORRUPT
@@ -184,19 +187,19 @@ async def test_a_fault_that_ends_leaves_another_of_its_kind_in_force() -> None:
 async def test_a_group_may_be_slow_at_prompts_and_at_tokens_by_different_factors() -> None:
     clock = ManualClock()
     box, group, *_ = boxed(clock)
-    box.set("slow:x=3:prefill,slow:x=5:decode@0-5")
+    box.apply("slow:x=3:prefill,slow:x=5:decode@0-5")
     assert (group.slow_prefill, group.slow_decode) == (3, 5)
     clock.to(6)
     assert (group.slow_prefill, group.slow_decode) == (3, 1)
     with pytest.raises(FaultError):
-        box.set("slow:decode=2")
+        box.apply("slow:decode=2")
 
 
 async def test_requests_cut_off_by_one_partition_arrive_when_the_last_one_ends() -> None:
     clock = ManualClock()
     box, *_ = boxed(clock)
-    box.set("partition@0-5,partition@2-9")
-    waiting = asyncio.ensure_future(box.reachable())
+    box.apply("partition@0-5,partition@2-9")
+    waiting = asyncio.ensure_future(box.wait_reachable())
     clock.to(6)
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -208,10 +211,10 @@ async def test_a_dead_group_does_not_begin_to_hang() -> None:
     box, group, *_ = boxed(ManualClock())
     changes: list[bool] = []
     group.on_change = changes.append
-    box.set("lost-rank,freeze")
-    assert (group.dead, group.hanging) == (True, False)
+    box.apply("lost-rank,freeze")
+    assert (group.is_dead, group.is_hanging) == (True, False)
     box.clear()
-    assert (group.dead, changes) == (False, [False, True])
+    assert (group.is_dead, changes) == (False, [False, True])
 
 
 async def test_a_box_begins_and_ends_the_faults_of_a_group() -> None:
@@ -219,18 +222,18 @@ async def test_a_box_begins_and_ends_the_faults_of_a_group() -> None:
     group = TpGroup(
         GroupSpec("m", model_named("demo-8b"), gpu_named("h100"), tp=2, speed=inf), loop
     )
-    box = FaultBox(group, door, loop, Random(0))
-    box.set("slow:x=3,refuse,lost-rank")
-    assert (group.slow_prefill, door.is_open, group.dead) == (3, False, True)
-    box.set("5xx@5-")
-    assert (group.slow_prefill, door.is_open, group.dead) == (1, True, False)
-    assert box.strike() is None
+    box = GroupFaults(group, door, loop, Random(0))
+    box.apply("slow:x=3,refuse,lost-rank")
+    assert (group.slow_prefill, door.is_open, group.is_dead) == (3, False, True)
+    box.apply("5xx@5-")
+    assert (group.slow_prefill, door.is_open, group.is_dead) == (1, True, False)
+    assert box.pick_fault() is None
     with pytest.raises(FaultError):
-        box.set("nonsense")
+        box.apply("nonsense")
     assert box.spec == "5xx@5-"
-    box.set("5xx")
-    struck = box.strike()
+    box.apply("5xx")
+    struck = box.pick_fault()
     assert struck is not None
     assert struck.status == 500
     box.clear()
-    assert box.strike() is None
+    assert box.pick_fault() is None

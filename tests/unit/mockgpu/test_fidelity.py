@@ -9,7 +9,7 @@ import pytest
 from mockgpu.gpus import GPUS, Gpu
 from mockgpu.grids import Grid, GridCorrection, load_grids, roofline_for, whole_prompt
 from mockgpu.model_shapes import MODELS, Llm
-from mockgpu.roofline import PROFILES, Roofline, Work
+from mockgpu.roofline import PROFILES, Roofline, StepWork
 
 GRIDS = load_grids()
 
@@ -24,8 +24,8 @@ def bare(grid: Grid) -> Roofline:
     return Roofline(model, gpu, grid.tp, PROFILES["2026"])
 
 
-def decode_work(seqs: int, context: int) -> Work:
-    return Work(0, 0.0, seqs, seqs * context)
+def decode_work(seqs: int, context: int) -> StepWork:
+    return StepWork(0, 0.0, seqs, seqs * context)
 
 
 def equation_errors(grids: list[Grid]) -> tuple[list[float], list[float]]:

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.protocol.outcomes import End, Reason, end
+from kvtransfer.protocol.outcomes import EndReason, TransferOutcome, outcome_for
 from mockgpu.blocks import BLOCK_TOKENS
-from mockgpu.fault_grammar import Fault, FaultKind
+from mockgpu.fault_grammar import FaultKind, InjectedFault
 from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec, TpGroup
-from mockgpu.handoff.kv_handoff import Desk
-from mockgpu.handoff.link_speed import Link
+from mockgpu.handoff.kv_handoff import KvHandoff
+from mockgpu.handoff.link_speed import PacedLink
 from mockgpu.job import Job
 from mockgpu.kv_contents import scaled_layout
 from mockgpu.kv_memory import KvMemory
-from mockgpu.leg_params import At, Take
+from mockgpu.leg_params import AgentPeer, DecodeLeg
 from mockgpu.model_shapes import model_named
 from mockgpu.request_parser import ApiError
 from tests.fair_time import PATIENCE_S
@@ -36,9 +36,9 @@ class PendingLanding:
     def cancel(self, detail: str = "") -> None:
         self._over.set()
 
-    async def ended(self) -> End:
+    async def wait_ended(self) -> TransferOutcome:
         await self._over.wait()
-        return end(Reason.CANCELLED)
+        return outcome_for(EndReason.CANCELLED)
 
 
 class BusyAgent:
@@ -57,7 +57,7 @@ class BusyAgent:
             landing.cancel()
         return landing
 
-    def figures(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         return {"reservations": {"moving": 1}}
 
     async def close(self) -> None:
@@ -67,13 +67,13 @@ class BusyAgent:
 class StaticDirectory:
     """A directory that finds every peer and renews nothing."""
 
-    async def address(self, take: Take) -> str:
+    async def address(self, take: DecodeLeg) -> str:
         return "there"
 
-    def forget(self, take: Take) -> None:
+    def forget(self, take: DecodeLeg) -> None:
         return
 
-    async def renew(self, take: Take) -> str | None:
+    async def renew(self, take: DecodeLeg) -> str | None:
         return None
 
 
@@ -83,13 +83,13 @@ class RecordingSink:
     def __init__(self) -> None:
         self.tokens, self.failures, self.over = 0, 0, asyncio.Event()
 
-    def token(self) -> None:
+    def on_token(self) -> None:
         self.tokens += 1
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         self.over.set()
 
-    def failed(self, error: ApiError) -> None:
+    def on_failure(self, error: ApiError) -> None:
         self.failures += 1
         self.over.set()
 
@@ -106,8 +106,8 @@ async def group() -> AsyncIterator[TpGroup]:
     tp_group = TpGroup(spec, loop)
     memory = KvMemory.create(scaled_layout(model, 1, 1 / 256), BLOCKS + 1, "decode")
     tp_group.attach(memory)
-    tp_group.desk = desk = Desk(
-        tp_group, BusyAgent(), StaticDirectory(), Link(model.kv_token_bytes)
+    tp_group.kv_handoff = desk = KvHandoff(
+        tp_group, BusyAgent(), StaticDirectory(), PacedLink(model.kv_token_bytes)
     )
     tp_group.on_change = lambda alive: None if alive else desk.drop_all()
     yield tp_group
@@ -117,7 +117,7 @@ async def group() -> AsyncIterator[TpGroup]:
 
 
 def taking(name: str) -> Job:
-    return Job(10 * BLOCK_TOKENS, 5, leg=Take(name, At("there"), 5.0, ticket="ticket"))
+    return Job(10 * BLOCK_TOKENS, 5, leg=DecodeLeg(name, AgentPeer("there"), 5.0, ticket="ticket"))
 
 
 @pytest.mark.parametrize(
@@ -127,16 +127,16 @@ async def test_a_group_that_dies_while_fetching_kv_leaves_no_job_with_blocks(
     group: TpGroup, beside: Job
 ) -> None:
     doomed, sinks = taking("a"), [RecordingSink(), RecordingSink()]
-    group.mark(doomed, Fault(FaultKind.DIE_IN_PULL))
+    group.mark_fault(doomed, InjectedFault(FaultKind.DIE_IN_PULL))
     for job, sink in zip((doomed, beside), sinks, strict=True):
         group.submit(job, sink, "length")
     async with asyncio.timeout(PATIENCE_S):
         for sink in sinks:
             await sink.over.wait()
-        assert group.desk is not None
-        while group.desk.under_way:
+        assert group.kv_handoff is not None
+        while group.kv_handoff.running_tasks:
             await asyncio.sleep(0)
-    assert group.dead
+    assert group.is_dead
     assert [sink.failures for sink in sinks] == [1, 1]
     assert (group.scheduler.kept, group.scheduler.pool.free) == ({}, BLOCKS)
 
@@ -150,7 +150,7 @@ async def test_a_group_that_died_asking_for_kv_while_it_decoded_computes_again_w
         while not decoding.tokens:
             await asyncio.sleep(0)
         job = taking("a")
-        group.mark(job, Fault(FaultKind.DIE_IN_PULL))
+        group.mark_fault(job, InjectedFault(FaultKind.DIE_IN_PULL))
         group.submit(job, doomed, "length")
         await doomed.over.wait()
         await asyncio.sleep(0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.layout.layout import KvLayout, KvOrder
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import plan
+from kvtransfer.layout.reshard import plan_transfer
 from mockgpu.kv_contents import Words, scaled_layout, slot_masks, token_states
 from mockgpu.kv_memory import KvMemory
 from mockgpu.model_shapes import MODELS, model_named
@@ -115,7 +115,7 @@ def test_kv_re_cut_for_another_group_is_what_that_group_would_have_computed(
     states = states_of(np.random.default_rng(1).bytes(4 * 83))
     giver, taker = memory(src), memory(dst)
     giver.write([7, 1, 4, 2, 9, 0], 0, states)
-    cut = plan(src, dst, [7, 1, 4, 2, 9, 0], [3, 5, 8, 11, 6, 2], 83)
+    cut = plan_transfer(src, dst, [7, 1, 4, 2, 9, 0], [3, 5, 8, 11, 6, 2], 83)
     for group in range(cut.groups):
         for number, pair in enumerate(cut.pairs(group)):
             runs = cut.runs(group, number)

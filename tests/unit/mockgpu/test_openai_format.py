@@ -7,26 +7,26 @@ from typing import Any
 
 import pytest
 
-from mockgpu.choice import choices_of
-from mockgpu.openai_format import DONE, Chunks, closing, failing, whole
+from mockgpu.choice import build_choices
+from mockgpu.openai_format import DONE, StreamChunks, full_response, stream_end, stream_error
 from mockgpu.request_parser import (
     ApiError,
-    Ask,
-    Body,
     MalformedHandoffError,
-    ask_of,
+    ParsedRequest,
+    RequestBody,
     check_handoff,
-    decoded,
+    decode_body,
+    parse_request,
 )
 
 
-def ask(chat: bool = True, **fields: Any) -> Ask:
+def ask(chat: bool = True, **fields: Any) -> ParsedRequest:
     what = (
         {"messages": [{"role": "user", "content": 'quotes " and \\ and ü'}]}
         if chat
         else {"prompt": "once"}
     )
-    return ask_of(decoded(json.dumps(what | fields).encode(), Body), {}, chat, "m", 4096, "id-1")
+    return parse_request(decode_body(json.dumps(what | fields).encode(), RequestBody), {}, chat, "m", 4096, "id-1")
 
 
 def unframed(data: bytes) -> list[dict[str, Any]]:
@@ -41,9 +41,9 @@ def unframed(data: bytes) -> list[dict[str, Any]]:
     return events
 
 
-def streamed(question: Ask) -> list[dict[str, Any]]:
-    (choice,) = choices_of(question)
-    chunks = Chunks(question, choice, 123)
+def streamed(question: ParsedRequest) -> list[dict[str, Any]]:
+    (choice,) = build_choices(question)
+    chunks = StreamChunks(question, choice, 123)
     return unframed(b"".join(chunks.next(0) for _ in range(choice.output_tokens)))
 
 
@@ -64,7 +64,7 @@ def test_a_stream_adds_up_to_the_whole_answer(chat: bool, fields: dict[str, Any]
         fields = {"logprobs": True}
     question = ask(chat, **({"max_tokens": 9, "stream": True} | fields))
     events = streamed(question)
-    answer = json.loads(whole(question, choices_of(question), 123, 0))
+    answer = json.loads(full_response(question, build_choices(question), 123, 0))
     parts = [event["choices"][0] for event in events]
     if chat:
         assert parts[0]["delta"] == {"role": "assistant", "content": ""}
@@ -83,7 +83,7 @@ def test_a_stream_adds_up_to_the_whole_answer(chat: bool, fields: dict[str, Any]
 def test_echo_gives_the_prompt_back_first() -> None:
     question = ask(False, echo=True, stream=True, max_tokens=3)
     assert streamed(question)[0]["choices"][0]["text"] == "once"
-    answer = json.loads(whole(question, choices_of(question), 1, 0))
+    answer = json.loads(full_response(question, build_choices(question), 1, 0))
     assert answer["choices"][0]["text"].startswith("once ")
 
 
@@ -92,17 +92,17 @@ def test_a_stream_ends_with_done_after_usage_and_after_an_error() -> None:
         ask(stream=True),
         ask(stream=True, stream_options={"include_usage": True}, max_tokens=4),
     )
-    assert closing(plain, choices_of(plain), 1, 0) == b"e\r\n" + DONE + b"\r\n"
-    usage = closing(counted, choices_of(counted), 1, 7)
+    assert stream_end(plain, build_choices(plain), 1, 0) == b"e\r\n" + DONE + b"\r\n"
+    usage = stream_end(counted, build_choices(counted), 1, 7)
     assert b'"choices":[]' in usage
     assert b'"cached_tokens":7' in usage
     assert usage.endswith(DONE + b"\r\n")
-    assert failing(ApiError(500, "x").body()).endswith(DONE + b"\r\n")
+    assert stream_error(ApiError(500, "x").body()).endswith(DONE + b"\r\n")
 
 
 def test_usage_counts_each_prompt_once_and_every_choice() -> None:
     question = ask(False, prompt=["abcd" * 3, "abcd" * 5], n=2, max_tokens=6)
-    usage = json.loads(whole(question, choices_of(question), 1, None))["usage"]
+    usage = json.loads(full_response(question, build_choices(question), 1, None))["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (
         8,
         24,
@@ -114,12 +114,12 @@ def test_usage_counts_each_prompt_once_and_every_choice() -> None:
 @pytest.mark.parametrize("header", ["x-override-host", "X-Prefiller-Host-Port"])
 def test_a_handoff_header_is_malformed(header: str) -> None:
     with pytest.raises(MalformedHandoffError):
-        check_handoff(decoded(b'{"prompt":"x"}', Body), {header: "y"})
+        check_handoff(decode_body(b'{"prompt":"x"}', RequestBody), {header: "y"})
 
 
 def test_an_absent_model_is_the_one_served_and_null_fields_are_absent() -> None:
     question = ask(model=None, stop=None, n=None, stream=None, kv_transfer_params=None, tools=None)
-    assert (question.model, question.n, question.stream) == ("m", 1, False)
+    assert (question.model, question.n, question.is_stream) == ("m", 1, False)
 
 
 def test_max_completion_tokens_wins_over_max_tokens_in_chat() -> None:
@@ -128,6 +128,6 @@ def test_max_completion_tokens_wins_over_max_tokens_in_chat() -> None:
 
 def test_a_completion_defaults_to_sixteen_tokens_and_a_chat_to_its_own_end() -> None:
     assert ask(False).limit == 16
-    assert ask().may_end
-    assert not ask(ignore_eos=True).may_end
-    assert not ask(max_tokens=5).may_end
+    assert ask().can_end
+    assert not ask(ignore_eos=True).can_end
+    assert not ask(max_tokens=5).can_end

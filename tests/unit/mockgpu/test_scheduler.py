@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mockgpu.blocks import BlockPool
-from mockgpu.job import Job, Outcome, Plan, State
-from mockgpu.roofline import Work
+from mockgpu.job import Job, JobState, StepOutcome, StepPlan
+from mockgpu.roofline import StepWork
 from mockgpu.scheduler import Scheduler
 
 
@@ -14,7 +14,7 @@ def scheduler(blocks: int = 100, seqs: int = 8, budget: int = 64) -> Scheduler:
     return Scheduler(BlockPool(blocks), seqs, budget)
 
 
-def run_one(engine: Scheduler) -> tuple[Plan, Outcome]:
+def run_one(engine: Scheduler) -> tuple[StepPlan, StepOutcome]:
     plan = engine.step()
     assert plan is not None
     return plan, engine.finish(plan)
@@ -34,7 +34,7 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     engine.add(Job(150, 1))
     observations = []
     while (plan := engine.step()) is not None:
-        observations += [(chunk.start, chunk.tokens, chunk.last) for chunk in plan.chunks]
+        observations += [(chunk.start, chunk.tokens, chunk.is_last) for chunk in plan.chunks]
         engine.finish(plan)
     assert observations == [(0, 64, False), (64, 64, False), (128, 22, True)]
 
@@ -43,12 +43,12 @@ def test_the_step_that_ends_a_prompt_brings_its_first_token() -> None:
     engine, job = scheduler(), Job(40, 3)
     engine.add(job)
     _, outcome = run_one(engine)
-    assert (outcome.began, outcome.decoded, engine.made(job)) == ([job], 0, 1)
+    assert (outcome.first_token_jobs, outcome.decoded, engine.count_output(job)) == ([job], 0, 1)
     _, outcome = run_one(engine)
-    assert (outcome.decoded, engine.made(job), outcome.ended) == (1, 2, [])
+    assert (outcome.decoded, engine.count_output(job), outcome.ended) == (1, 2, [])
     _, outcome = run_one(engine)
     assert outcome.ended == [job]
-    assert engine.made(job) == 3
+    assert engine.count_output(job) == 3
 
 
 def test_decodes_go_before_prompts_and_share_the_budget() -> None:
@@ -57,7 +57,7 @@ def test_decodes_go_before_prompts_and_share_the_budget() -> None:
     run_one(engine)
     engine.add(Job(100, 1))
     plan, _ = run_one(engine)
-    assert plan.work == Work(63, 63 * 63 / 2, 1, 61)
+    assert plan.work == StepWork(63, 63 * 63 / 2, 1, 61)
 
 
 def test_a_second_chunk_attends_to_the_first() -> None:
@@ -115,11 +115,11 @@ def test_when_kv_runs_out_the_newest_is_preempted_and_recomputed() -> None:
     engine.add(new)
     while engine.totals.preemptions == 0:
         run_one(engine)
-    assert (old.state, new.state, new.blocks) == (State.DECODE, State.WAITING, [])
-    result = engine.made(new)
+    assert (old.state, new.state, new.blocks) == (JobState.DECODE, JobState.WAITING, [])
+    result = engine.count_output(new)
     assert result > 1
     drain(engine)
-    assert (engine.made(old), engine.made(new), engine.pool.free) == (50, 50, 6)
+    assert (engine.count_output(old), engine.count_output(new), engine.pool.free) == (50, 50, 6)
 
 
 def test_a_job_that_can_never_fit_is_refused() -> None:
@@ -145,4 +145,4 @@ def test_an_abort_between_plan_and_finish_is_passed_over() -> None:
     plan = engine.step()
     assert plan is not None
     engine.abort(goes)
-    assert engine.finish(plan).began == [stays]
+    assert engine.finish(plan).first_token_jobs == [stays]

@@ -16,7 +16,7 @@ import pytest
 from mockgpu.gpus import Gpu, gpu_named
 from mockgpu.grids import roofline_for, whole_prompt
 from mockgpu.model_shapes import RULE_OF_THUMB, Llm, free_kv_bytes, kv_capacity_tokens, model_named
-from mockgpu.roofline import PROFILES, Roofline, Work
+from mockgpu.roofline import PROFILES, Roofline, StepWork
 from tests.unit.mockgpu.formulas import ideal_decode_s, kv_transfer_s, min_tp, weights_load_s
 
 A100, H100, H200, B200 = (gpu_named(name) for name in ("a100", "h100", "h200", "b200"))
@@ -31,7 +31,7 @@ def decode_s(
     gpu: Gpu, tp: int, seqs: int = 1, context: int = 1024, model: Llm = L70, profile: str = "2026"
 ) -> float:
     line = roofline_for(model, gpu, tp, PROFILES[profile])
-    return line.step_s(Work(0, 0.0, seqs, seqs * context))
+    return line.step_s(StepWork(0, 0.0, seqs, seqs * context))
 
 
 def tokens_s_per_gpu(gpu: Gpu, tp: int, seqs: int, context: int) -> float:
@@ -238,7 +238,7 @@ class TestWhereTheSeedsAreWrong:
 
 def test_the_parts_of_a_step_add_up_and_name_what_binds() -> None:
     line = Roofline(L70, H100, 4, PROFILES["2026"])
-    decode, prefill = Work(0, 0.0, 1, 1024), whole_prompt(8192)
+    decode, prefill = StepWork(0, 0.0, 1, 1024), whole_prompt(8192)
     assert line.terms(decode).total_s == pytest.approx(line.equation_s(decode))
     assert line.terms(prefill).total_s == pytest.approx(line.equation_s(prefill))
     assert line.terms(decode).bound == "weights"

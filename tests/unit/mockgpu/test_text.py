@@ -9,9 +9,9 @@ from mockgpu.text import (
     WORDS,
     block_keys,
     expected_text,
+    generate,
     render_chat,
-    salted,
-    speak,
+    salt_keys,
     token_bytes,
     token_count,
     token_ids,
@@ -68,9 +68,9 @@ def test_equal_beginnings_have_equal_keys_and_a_difference_changes_all_that_foll
 
 def test_a_salt_separates_caches_but_not_words() -> None:
     keys = block_keys(b"abcd" * 40)
-    assert salted(keys, "") == keys
-    assert not set(salted(keys, "tenant")) & set(keys)
-    assert salted(keys, "tenant") == salted(keys, "tenant")
+    assert salt_keys(keys, "") == keys
+    assert not set(salt_keys(keys, "tenant")) & set(keys)
+    assert salt_keys(keys, "tenant") == salt_keys(keys, "tenant")
 
 
 @given(st.text(min_size=1, max_size=80), st.integers(1, 60), st.integers(0, 40))
@@ -78,20 +78,20 @@ def test_a_prompt_with_part_of_its_answer_continues_with_the_rest(
     prompt: str, said: int, more: int
 ) -> None:
     tokens = token_bytes(prompt)
-    whole = speak(tokens, block_keys(tokens), said + more, may_end=False)
+    whole = generate(tokens, block_keys(tokens), said + more, may_end=False)
     begun = tokens + whole.tokens[: said * 4]
-    rest = speak(begun, block_keys(begun), more, may_end=False)
+    rest = generate(begun, block_keys(begun), more, may_end=False)
     assert whole.tokens[said * 4 :] == rest.tokens
     assert whole.keys == rest.keys == block_keys(tokens + whole.tokens)
 
 
 def test_an_answer_may_end_by_itself_where_a_block_ends() -> None:
-    speeches = [speak(token_bytes(str(i)), (), 5000, may_end=True) for i in range(300)]
+    speeches = [generate(token_bytes(str(i)), (), 5000, may_end=True) for i in range(300)]
     lengths = [token_count(speech.tokens) for speech in speeches]
-    assert all(speech.ended for speech in speeches)
+    assert all(speech.has_ended for speech in speeches)
     assert 90 < sum(lengths) / len(lengths) < 170
     assert all(
-        token_count(speak(token_bytes("1"), (), 5000, True, at_least=n).tokens) >= n
+        token_count(generate(token_bytes("1"), (), 5000, True, at_least=n).tokens) >= n
         for n in (1, 100, 1000)
     )
 

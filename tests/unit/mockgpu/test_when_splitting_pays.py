@@ -10,7 +10,7 @@ import pytest
 from mockgpu.gpus import gpu_named
 from mockgpu.grids import roofline_for
 from mockgpu.model_shapes import model_named
-from mockgpu.roofline import PROFILES, Work
+from mockgpu.roofline import PROFILES, StepWork
 from tests.unit.mockgpu.formulas import kv_transfer_s
 
 PAGE = (Path(__file__).parents[3] / "docs/when-splitting-pays.md").read_text()
@@ -31,7 +31,7 @@ def steps_s(tokens: int, chunk_tokens: int, seqs: int = 0, context: int = 0) -> 
         (index, min(chunk_tokens, tokens - index)) for index in range(0, tokens, chunk_tokens)
     ]
     return [
-        ROOFLINE.step_s(Work(size, size * (index + size / 2), seqs, context))
+        ROOFLINE.step_s(StepWork(size, size * (index + size / 2), seqs, context))
         for index, size in chunks
     ]
 
@@ -50,4 +50,4 @@ def test_the_pages_figures_are_the_rooflines(row: tuple[float, ...]) -> None:
 
 def test_the_page_has_its_rows_and_its_decode_step() -> None:
     assert len(ROWS) == 5
-    assert f"takes {1e3 * ROOFLINE.step_s(Work(0, 0.0, SEQS, CONTEXT)):.1f} ms" in PAGE
+    assert f"takes {1e3 * ROOFLINE.step_s(StepWork(0, 0.0, SEQS, CONTEXT)):.1f} ms" in PAGE

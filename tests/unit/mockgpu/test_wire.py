@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mockgpu.handoff.faulty_link import BadWire, End
+from mockgpu.handoff.faulty_link import FaultyRelay, RelayConnection
 
 
 class Transport:
@@ -20,24 +20,24 @@ class Transport:
         self.aborted = True
 
 
-def connected(end: End) -> Any:
+def connected(end: RelayConnection) -> Any:
     transport = Transport()
     end.connection_made(transport)
     return transport
 
 
 def test_a_peer_that_leaves_while_the_agent_is_dialled_leaves_no_connection_behind() -> None:
-    wire = BadWire("127.0.0.1")
-    near = End(wire, lambda end: None)
+    wire = FaultyRelay("127.0.0.1")
+    near = RelayConnection(wire, lambda end: None)
     connected(near)
     near.connection_lost(None)
-    assert connected(End(wire, None, near)).aborted
+    assert connected(RelayConnection(wire, None, near)).aborted
 
 
 def test_what_came_before_the_agent_was_reached_is_carried_then() -> None:
-    wire = BadWire("127.0.0.1")
-    near = End(wire, lambda end: None)
+    wire = FaultyRelay("127.0.0.1")
+    near = RelayConnection(wire, lambda end: None)
     connected(near)
     near.data_received(b"early")
-    far = connected(End(wire, None, near))
+    far = connected(RelayConnection(wire, None, near))
     assert (far.written, far.aborted) == (b"early", False)

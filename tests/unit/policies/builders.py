@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from policies.admission.admission import DrainRate, Shed, Verdict, WaitingRoom
+from policies.admission.admission import DrainRate, Shed, Verdict, WaitQueueLimits
 from policies.load import EndpointLoad
-from policies.model import Ask, Candidate, Endpoint, Request
+from policies.model import Candidate, Endpoint, Request, RoutingQuery
 
 
 def candidate(slot: int, cap: int = 1000, **load: object) -> Candidate:
@@ -30,9 +30,9 @@ def ask(
     tried: Sequence[str] = (),
     now: float = 100.0,
     seed: int = 1,
-) -> Ask:
+) -> RoutingQuery:
     request = Request("id", "model", "tenant", prompt_tokens, output_tokens)
-    return Ask(request, now, Random(seed), cached, frozenset(tried))
+    return RoutingQuery(request, now, Random(seed), cached, frozenset(tried))
 
 
 class View:
@@ -50,7 +50,7 @@ class View:
         self.busy, self.capacity, self.waiting, self.waiting_s = busy, capacity, waiting, waiting_s
         self.at_door = at_door
         self.drain = drain or DrainRate()
-        self.limits = WaitingRoom(size=3, timeout_s=10.0)
+        self.limits = WaitQueueLimits(size=3, timeout_s=10.0)
 
     def ahead(self, tenant: str) -> float:
         return self.waiting
@@ -63,7 +63,7 @@ def draining(per_s: float, seconds: float = 60.0, since: float = 0.0) -> DrainRa
     """Return a drain rate of this many requests per second."""
     drain = DrainRate()
     for number in range(int(seconds * per_s) + 1):
-        drain.completed(since + number / per_s)
+        drain.record(since + number / per_s)
     return drain
 
 

@@ -13,7 +13,7 @@ from policies.filters import available, prefer_proven, untried
 from policies.load import EndpointLoad
 from policies.model import Candidate
 from policies.presets import LeastLoaded
-from policies.run import pick, refusal
+from policies.run import pick, rejecting_filter
 from tests.unit.policies.builders import ask, candidate
 
 
@@ -37,7 +37,7 @@ def test_round_robin_stays_even_among_those_present_while_one_comes_and_goes() -
     policy, candidates = registry.build("round_robin", {}), [candidate(slot) for slot in range(4)]
     counts: Counter[int] = Counter()
     for number in range(1000):
-        candidates[3].load.available = number % 3 == 0
+        candidates[3].load.is_available = number % 3 == 0
         counts[pick(policy, ask(seed=number), candidates).candidate.load.slot] += 1  # type: ignore[union-attr]
     assert max(counts[slot] for slot in range(3)) - min(counts[slot] for slot in range(3)) <= 2
 
@@ -171,7 +171,7 @@ def test_a_pick_records_candidates_and_scores() -> None:
         registry.build("prefix_aware", {}), ask(cached=[0, 600]), [candidate(0), candidate(1)]
     )
     assert picked is not None
-    assert (picked.cached_tokens, picked.considered, picked.reason, picked.score) == (
+    assert (picked.cached_tokens, picked.candidate_count, picked.reason, picked.score) == (
         600,
         2,
         "prefix_aware",
@@ -193,12 +193,12 @@ def test_a_refusal_names_the_filter_that_removed_the_last_candidate(
 ) -> None:
     policy, question = registry.build("least_loaded", {}), ask(tried=tried)
     assert pick(policy, question, candidates) is None
-    assert refusal(policy, question, candidates) == reason
+    assert rejecting_filter(policy, question, candidates) == reason
 
 
 def test_rejecting_filter_raises_if_a_candidate_passes() -> None:
     with pytest.raises(ValueError, match="keeps a candidate"):
-        refusal(registry.build("least_loaded", {}), ask(), [candidate(0)])
+        rejecting_filter(registry.build("least_loaded", {}), ask(), [candidate(0)])
 
 
 def test_a_retry_goes_to_an_endpoint_with_a_success_since_its_last_failure() -> None:
@@ -208,10 +208,10 @@ def test_a_retry_goes_to_an_endpoint_with_a_success_since_its_last_failure() -> 
     assert len(prefer_proven(ask(), candidates)) == 4, "a first try goes anywhere"
     policy = LeastLoaded().build()
     assert [*policy.filters][:2] == [available, untried]
-    assert not {untried, prefer_proven}.intersection(policy.first_filters), (
+    assert not {untried, prefer_proven}.intersection(policy.first_attempt_filters), (
         "and they are not asked then"
     )
-    assert set(policy.filters) - {untried, prefer_proven} == set(policy.first_filters)
+    assert set(policy.filters) - {untried, prefer_proven} == set(policy.first_attempt_filters)
     retried = ask(tried=("tp0",))
     assert prefer_proven(retried, candidates) == [candidates[3]]
     assert prefer_proven(retried, candidates[:3]) == candidates[:3], "none has had one"

@@ -9,7 +9,7 @@ import pytest
 from tools import docgen
 
 ROOT = Path(__file__).parents[3]
-PAGES = docgen.pages()
+PAGES = docgen.generated_files()
 
 
 @pytest.mark.parametrize("path", PAGES)

@@ -15,8 +15,8 @@ from gateway.config import Config
 from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.prefix_cache import Prefixes
-from gateway.http.write_queue import Outbox
+from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from policies.model import Pick, Request
 
@@ -41,12 +41,12 @@ class Table(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.metrics = Metrics()
         self.current = config({"a": [0, 1]}, 4)
-        outbox = Outbox(self.loop)
+        outbox = WriteQueue(self.loop)
         self.table = EndpointTable(
-            self.current, Prefixes(bytes(32), 1 << 20, 256), self.metrics, Random(1), outbox
+            self.current, PrefixCacheView(bytes(32), 1 << 20, 256), self.metrics, Random(1), outbox
         )
         self.adoption = self.table.plan(self.current)
-        self.table.adopt(self.adoption)
+        self.table.apply(self.adoption)
         self.open: list[tuple[LiveEndpoint, Booking]] = []
 
     def teardown(self) -> None:
@@ -70,11 +70,11 @@ class Table(RuleBasedStateMachine):
         self.adoption = self.table.plan(self.current)
         unchanged = {(live.endpoint.pool, live.endpoint.url): live for live in self.table.all()}
         assert unchanged == before, "planning changes nothing"
-        moves = self.table.adopt(self.adoption)
+        moves = self.table.apply(self.adoption)
         for member in self.adoption.members:
             key = member.endpoint.pool, member.endpoint.url
             assert before.get(key, member.live) is member.live, "a known endpoint keeps its object"
-        assert not {id(live) for live in moves.came} & {id(live) for live in moves.left}
+        assert not {id(live) for live in moves.added} & {id(live) for live in moves.removed}
 
     @rule(number=st.integers(0, 99))
     def book(self, number: int) -> None:
@@ -93,7 +93,7 @@ class Table(RuleBasedStateMachine):
     @rule()
     def release_the_idle(self) -> None:
         for live in self.table.all():
-            if live.leaving and not live.load.in_flight:
+            if live.is_leaving and not live.load.in_flight:
                 self.table.release(live)
 
     @invariant()
@@ -115,13 +115,15 @@ class Table(RuleBasedStateMachine):
             for endpoint in spec.endpoints
         }
         staying = {
-            (live.endpoint.pool, live.endpoint.url) for live in self.table.all() if not live.leaving
+            (live.endpoint.pool, live.endpoint.url)
+            for live in self.table.all()
+            if not live.is_leaving
         }
         assert staying == configured
         for pool, members in self.adoption.pools.items():
             cap = self.current.pools[pool].endpoints[0].max_concurrency
             assert all(member.endpoint.max_concurrency == cap for member in members)
-            assert any(member.load.available for member in members)
+            assert any(member.load.is_available for member in members)
 
 
 TestTable = Table.TestCase

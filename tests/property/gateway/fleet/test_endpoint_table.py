@@ -16,13 +16,13 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from gateway.config import Config
 from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.prefix_cache import Prefixes
-from gateway.fleet.scrape import Reading
-from gateway.http.write_queue import Outbox
+from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.fleet.scrape import ScrapedLoad
+from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.relay import UpstreamBroke
-from gateway.protocol.stream_scan import Usage
-from policies.health.health import Event, is_unreachable
+from gateway.protocol.relay import UpstreamError
+from gateway.protocol.stream_scan import TokenUsage
+from policies.health.health import HealthEvent, is_unreachable
 from policies.model import Candidate, Pick, Request
 
 KINDS = [
@@ -52,10 +52,14 @@ class Bookings(RuleBasedStateMachine):
         urls = [{"url": f"http://127.0.0.1:{9000 + n}"} for n in range(3)]
         config = Config.model_validate({"version": 1, "pools": {"main": {"endpoints": urls}}})
         self.table = EndpointTable(
-            config, Prefixes(bytes(32), 1 << 20, 256), Metrics(), Random(1), Outbox(self.loop)
+            config,
+            PrefixCacheView(bytes(32), 1 << 20, 256),
+            Metrics(),
+            Random(1),
+            WriteQueue(self.loop),
         )
         adoption = self.table.plan(config)
-        self.table.adopt(adoption)
+        self.table.apply(adoption)
         self.candidates: tuple[Candidate, ...] = adoption.pools["main"]
         self.lives = list(self.table.all())
 
@@ -89,27 +93,27 @@ class Bookings(RuleBasedStateMachine):
     @rule(booking=bookings)
     def first_token(self, booking: Booking) -> None:
         if booking in self.open:
-            booking.first_token()
+            booking.on_first_token()
             slot, prompt, cached, _ = self.open[booking]
             self.open[booking] = (slot, prompt, cached, True)
 
     @rule(booking=consumes(bookings), end=st.sampled_from(["served", "left", *KINDS]))
     def leave(self, booking: Booking, end: str) -> None:
-        with suppress(UpstreamBroke), booking:
+        with suppress(UpstreamError), booking:
             del self.open[booking]
             if end == "served":
-                booking.served(Usage(7, 3, 2))
+                booking.on_served(TokenUsage(7, 3, 2))
             elif end != "left":
-                booking.failed(UpstreamBroke(end, "test"))
-                booking.failed(UpstreamBroke(end, "told twice counts once"))
+                booking.on_failed(UpstreamError(end, "test"))
+                booking.on_failed(UpstreamError(end, "told twice counts once"))
 
     @rule(slot=st.integers(0, 2), status=st.sampled_from([200, 500, 503, None]))
     def probe(self, slot: int, status: int | None) -> None:
-        self.table.probed(self.lives[slot], status)
+        self.table.on_probe(self.lives[slot], status)
 
-    @rule(slot=st.integers(0, 2), event=st.sampled_from(list(Event)))
-    def happen(self, slot: int, event: Event) -> None:
-        self.table.happened(self.lives[slot], event)
+    @rule(slot=st.integers(0, 2), event=st.sampled_from(list(HealthEvent)))
+    def happen(self, slot: int, event: HealthEvent) -> None:
+        self.table.on_event(self.lives[slot], event)
 
     @rule(
         slot=st.integers(0, 2),
@@ -118,10 +122,10 @@ class Bookings(RuleBasedStateMachine):
     )
     def scrape(self, slot: int, running: int | None, waiting: int | None) -> None:
         load = self.candidates[slot].load
-        before = load.beyond
-        self.table.scraped(self.lives[slot], Reading(running, waiting, 0.5, None))
-        assert load.beyond == max(0, (running or 0) + (waiting or 0) - load.in_flight)
-        assert load.strangers == min(before, load.beyond)
+        before = load.unexplained_requests
+        self.table.on_scrape(self.lives[slot], ScrapedLoad(running, waiting, 0.5, None))
+        assert load.unexplained_requests == max(0, (running or 0) + (waiting or 0) - load.in_flight)
+        assert load.external_requests == min(before, load.unexplained_requests)
 
     @invariant()
     def loads_are_the_sum_of_open_bookings(self) -> None:
@@ -141,7 +145,7 @@ class Bookings(RuleBasedStateMachine):
             for live in self.lives
             if live.health.state != "dead" and not is_unreachable(live.health)
         ]
-        assert bool(alive) == any(live.load.available for live in alive)
+        assert bool(alive) == any(live.load.is_available for live in alive)
 
 
 TestBookings = Bookings.TestCase

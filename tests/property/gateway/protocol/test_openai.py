@@ -15,15 +15,15 @@ from gateway.protocol.errors import GatewayError
 from gateway.protocol.openai import (
     BYTES_PER_TOKEN,
     ENGINE_INTERNAL,
-    LIMITS,
-    SIZES,
-    XARGS,
+    EXTRA_ARGS,
+    MAX_MEMBER_BYTES,
+    MAX_NUMBERS,
     Api,
     Call,
-    Caller,
-    parse,
+    CallContext,
+    parse_call,
 )
-from gateway.protocol.service_class import NOTHING
+from gateway.protocol.service_class import NO_PREFERENCES
 from policies.model import STANDARD, Slo
 
 
@@ -35,7 +35,16 @@ class Model(NamedTuple):
     sequences: int = 256
 
 
-SPECIAL = {*ENGINE_INTERNAL, *LIMITS, *SIZES, XARGS, "model", "messages", "prompt", "stream"}
+SPECIAL = {
+    *ENGINE_INTERNAL,
+    *MAX_NUMBERS,
+    *MAX_MEMBER_BYTES,
+    EXTRA_ARGS,
+    "model",
+    "messages",
+    "prompt",
+    "stream",
+}
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 SCALARS = (
     st.none()
@@ -101,11 +110,11 @@ def chat(others: dict[str, Any], rng: Random, model: str = "demo") -> Members:
 
 
 def parsed(body: bytes, api: Api = Api.CHAT, served: str = "demo") -> Call:
-    return parse(
+    return parse_call(
         body,
         api,
         {"demo": Model(served), "other": Model("demo")},
-        Caller("req_1", "acme", NOTHING, 0.0),
+        CallContext("req_1", "acme", NO_PREFERENCES, 0.0),
     )
 
 
@@ -125,7 +134,11 @@ def test_a_body_passes_unchanged_when_nothing_must_change(
     body = as_bytes(chat(others, rng), rng, compact)
     call = parsed(body)
     assert call.body is body
-    assert (call.asked_model, call.request.model, call.request.tenant) == ("demo", "demo", "acme")
+    assert (call.requested_model, call.request.model, call.request.tenant) == (
+        "demo",
+        "demo",
+        "acme",
+    )
 
 
 @settings(deadline=None)
@@ -144,9 +157,9 @@ def test_engine_internal_members_are_dropped_from_extra_arguments(
     others: dict[str, Any], extra: dict[str, Any], internal: set[str], rng: Random
 ) -> None:
     xargs = extra | dict.fromkeys(sorted(internal), "x")
-    body = as_bytes(chat({**others, XARGS: xargs}, rng), rng, compact=False)
+    body = as_bytes(chat({**others, EXTRA_ARGS: xargs}, rng), rng, compact=False)
     call = parsed(body)
-    assert json.loads(call.body)[XARGS] == extra
+    assert json.loads(call.body)[EXTRA_ARGS] == extra
     assert (call.body is body) == (not internal)
 
 
@@ -157,9 +170,9 @@ def test_an_alias_or_an_engines_own_name_changes_only_the_model(
 ) -> None:
     members = chat(others, rng, model="other")
     call = parsed(as_bytes(members, rng, compact))
-    assert call.asked_model == "other"
+    assert call.requested_model == "other"
     assert json.loads(call.body) == dict(members) | {"model": "demo"}
-    named = call.fitted('an "engine\'s" näme\n', None)
+    named = call.adapted_to('an "engine\'s" näme\n', None)
     assert json.loads(named.body) == dict(members) | {"model": 'an "engine\'s" näme\n'}
     assert named.request == call.request
 
@@ -173,7 +186,7 @@ def test_an_engine_that_rejects_unknown_members_gets_only_known_ones(
     known = frozenset(
         {"model", "messages", "stop", *(name for name in others if rng.random() < 0.5)}
     )
-    fitted = call.fitted("demo", known)
+    fitted = call.adapted_to("demo", known)
     assert json.loads(fitted.body) == {
         name: value for name, value in dict(members).items() if name in known
     }

@@ -12,9 +12,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.protocol.errors import Failure
-from gateway.protocol.relay import ERROR_MOST, Relay, State, UpstreamBroke
-from gateway.protocol.rewrite import Renamer
-from gateway.protocol.stream_scan import ERROR_KEPT, FIRST_EVENT, Usage, last_end
+from gateway.protocol.relay import MAX_ERROR_BYTES, Relay, RelayState, UpstreamError
+from gateway.protocol.rewrite import ModelNameRewriter
+from gateway.protocol.stream_scan import (
+    MAX_FIRST_EVENT,
+    MAX_REFUSAL_BYTES,
+    TokenUsage,
+    last_event_end,
+)
 
 HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
@@ -30,8 +35,8 @@ class Result:
     """The outcome of feeding one response to a relay."""
 
     out: bytes
-    state: State
-    usage: Usage
+    state: RelayState
+    usage: TokenUsage
     finish_reason: str | None
     events: int
     first_token: bool
@@ -51,32 +56,32 @@ def feed(
     choices: int = 1,
 ) -> Result:
     first_tokens: list[None] = []
-    renamer = Renamer("served", alias) if alias else None
+    renamer = ModelNameRewriter("served", alias) if alias else None
     relay = Relay(
-        OWN_HEADERS, lambda: first_tokens.append(None), http_1_0, renamer, choices=choices
+        OWN_HEADERS, lambda: first_tokens.append(None), http_1_0, renamer, choice_count=choices
     )
     out, failure_kind = b"", None
     edges = [0, *sorted({min(cut, len(data)) for cut in cuts}), len(data)]
     try:
         for now, (start, stop) in enumerate(itertools.pairwise(edges)):
-            if start < stop and relay.state is not State.DONE:
+            if start < stop and relay.state is not RelayState.DONE:
                 out += relay.feed(data[start:stop], float(now))
-        if eof and relay.state is not State.DONE:
+        if eof and relay.state is not RelayState.DONE:
             out += relay.eof()
-    except UpstreamBroke as error:
+    except UpstreamError as error:
         failure_kind = error.kind
-        if relay.committed:
-            out += relay.break_off(Failure.UPSTREAM_FAILED, "gone")
+        if relay.is_committed:
+            out += relay.end_with_error(Failure.UPSTREAM_FAILED, "gone")
     return Result(
         out,
         relay.state,
         relay.usage,
         relay.finish_reason,
-        relay.events,
+        relay.event_count,
         relay.first_token_at is not None,
         len(first_tokens),
-        relay.failed_in_stream,
-        relay.reusable,
+        relay.has_error_event,
+        relay.is_connection_reusable,
         failure_kind,
     )
 
@@ -164,8 +169,8 @@ def test_a_stream_is_relayed_the_same_however_it_is_cut(
     assert OWN_HEADERS.strip() in head
     assert head.count(b"content-type: text/event-stream; charset=utf-8") == 1
     assert relay == feed(wire, [])
-    assert relay.state is State.DONE
-    assert relay.usage == Usage(17, 2, 16)
+    assert relay.state is RelayState.DONE
+    assert relay.usage == TokenUsage(17, 2, 16)
     assert relay.finish_reason == "stop"
     assert relay.events == len(texts) + 4
     assert relay.first_token
@@ -260,7 +265,7 @@ def test_a_finished_stream_without_done_gets_its_done(
         payload = re.sub(rb'("model": ?)"served"', rb'\1"my-alias"', payload)
     assert body_read == payload + DONE.encode()
     assert (relay.state, relay.failed, relay.failure_kind, relay.reusable) == (
-        State.DONE,
+        RelayState.DONE,
         False,
         None,
         True,
@@ -348,7 +353,7 @@ def test_an_alias_replaces_the_model_in_every_event(
     _, body_read, whole = read(relay.out)
     assert whole
     assert body_read == payload.replace(b'"model":"served"', b'"model":"my-alias"')
-    assert relay.usage == Usage(17, 2, 16)
+    assert relay.usage == TokenUsage(17, 2, 16)
 
 
 @given(TEXTS, st.lists(st.integers(1, 200), max_size=30), CUTS, st.booleans())
@@ -376,7 +381,7 @@ def test_a_stream_with_other_framing_is_rechunked(
     relay = feed(wire, cuts, eof=framing == "close")
     _, body_read, whole = read(relay.out)
     assert whole
-    assert relay.state is State.DONE
+    assert relay.state is RelayState.DONE
     assert relay.failed is not finished
     assert (
         body_read == payload
@@ -422,7 +427,7 @@ def test_a_plain_response_is_relayed_the_same_however_it_is_cut(
     assert body_read == (
         PLAIN.replace(b'"model":"served",', b'"model":"my-alias",') if alias else PLAIN
     )
-    assert relay.usage == Usage(5, 7, None)
+    assert relay.usage == TokenUsage(5, 7, None)
     assert relay.finish_reason == "length"
     assert relay.first_tokens == 1
     assert not relay.failed
@@ -446,7 +451,12 @@ def test_an_engines_error_response_is_collected_and_not_forwarded(
     relay = Relay(OWN_HEADERS)
     edges = [0, *sorted({min(cut, len(wire)) for cut in cuts}), len(wire)]
     out = b"".join(relay.feed(wire[a:b], 0.0) for a, b in itertools.pairwise(edges) if a < b)
-    assert (out, relay.refusal, relay.refused, relay.state) == (b"", body, True, State.DONE)
+    assert (out, relay.refusal_body, relay.is_refused, relay.state) == (
+        b"",
+        body,
+        True,
+        RelayState.DONE,
+    )
     assert relay.head is not None
     assert relay.head.status == 400
 
@@ -475,17 +485,21 @@ def test_bytes_after_the_end_are_dropped_and_prevent_reuse_of_the_connection(
 
 def test_thousands_of_interim_responses_do_not_exhaust_the_stack() -> None:
     wire = HEAD + chunked(whole_stream(["a"]).encode(), [])
-    assert feed(b"HTTP/1.1 100 C\r\n\r\n" * 3000 + wire, []).state is State.DONE
+    assert feed(b"HTTP/1.1 100 C\r\n\r\n" * 3000 + wire, []).state is RelayState.DONE
 
 
 def test_a_long_error_body_is_truncated_and_an_endless_one_is_a_failure() -> None:
     """Engines may repeat a long bad request in the error about it."""
     relay = Relay(OWN_HEADERS)
     relay.feed(b"HTTP/1.1 400 Bad Request\r\ntransfer-encoding: chunked\r\n\r\n", 0.0)
-    for _ in range(ERROR_MOST >> 20):
+    for _ in range(MAX_ERROR_BYTES >> 20):
         relay.feed(b"100000\r\n" + bytes(1 << 20) + b"\r\n", 0.0)
-    assert (relay.refused, relay.status, len(relay.refusal)) == (True, 400, ERROR_KEPT)
-    with pytest.raises(UpstreamBroke, match="too long"):
+    assert (relay.is_refused, relay.status, len(relay.refusal_body)) == (
+        True,
+        400,
+        MAX_REFUSAL_BYTES,
+    )
+    with pytest.raises(UpstreamError, match="too long"):
         relay.feed(b"1\r\na\r\n", 0.0)
 
 
@@ -505,9 +519,9 @@ def test_a_client_error_at_the_start_of_a_stream_is_a_refusal(
     relay = Relay(OWN_HEADERS)
     edges = [0, *sorted({min(cut, len(wire)) for cut in cuts}), len(wire)]
     out = b"".join(relay.feed(wire[a:b], 0.0) for a, b in itertools.pairwise(edges) if a < b)
-    assert (out, relay.refused, relay.status, relay.state) == (b"", True, 400, State.DONE)
-    assert json.loads(relay.refusal) == json.loads(error)
-    assert relay.reusable
+    assert (out, relay.is_refused, relay.status, relay.state) == (b"", True, 400, RelayState.DONE)
+    assert json.loads(relay.refusal_body) == json.loads(error)
+    assert relay.is_connection_reusable
 
 
 def client_error(message: str, end: str = "\n\n") -> str:
@@ -528,22 +542,20 @@ def test_a_client_error_is_recognised_whatever_its_length_and_cuts(
     wire = HEAD + chunked(
         (before + client_error("x" * length) + DONE).encode(), [len(before) or 10**6]
     )
-    relay = Relay(OWN_HEADERS, patient=patient)
+    relay = Relay(OWN_HEADERS, hold_until_token=patient)
     out = b"".join(
         relay.feed(wire[offset : offset + step], 0.0) for offset in range(0, len(wire), step)
     )
-    assert (out, relay.refused, relay.status, relay.state) == (b"", True, 400, State.DONE)
-    if length < ERROR_KEPT:
-        assert json.loads(relay.refusal)["error"]["message"] == "x" * length
+    assert (out, relay.is_refused, relay.status, relay.state) == (b"", True, 400, RelayState.DONE)
+    if length < MAX_REFUSAL_BYTES:
+        assert json.loads(relay.refusal_body)["error"]["message"] == "x" * length
 
 
 @pytest.mark.parametrize("patient", [False, True])
-def test_an_error_after_a_token_is_the_engines_whatever_its_code(
-    patient: bool,
-) -> None:
+def test_an_error_after_a_token_is_the_engines_whatever_its_code(patient: bool) -> None:
     """Nothing was forwarded, so another engine is tried; the request itself is valid."""
-    with pytest.raises(UpstreamBroke, match="error event") as failure_kind:
-        Relay(OWN_HEADERS, patient=patient).feed(
+    with pytest.raises(UpstreamError, match="error event") as failure_kind:
+        Relay(OWN_HEADERS, hold_until_token=patient).feed(
             HEAD + chunked((delta("a") + client_error("no") + DONE).encode(), []), 0.0
         )
     assert failure_kind.value.kind == "engine_error"
@@ -555,7 +567,7 @@ def test_a_client_error_may_end_with_its_connection() -> None:
         HEAD.replace(b"transfer-encoding: chunked\r\n", b"") + client_error("no").encode(), 0.0
     )
     assert relay.eof() == b""
-    assert json.loads(relay.refusal)["error"]["message"] == "no"
+    assert json.loads(relay.refusal_body)["error"]["message"] == "no"
 
 
 def test_a_plain_text_refusal_with_the_type_of_a_stream_is_kept() -> None:
@@ -566,7 +578,7 @@ def test_a_plain_text_refusal_with_the_type_of_a_stream_is_kept() -> None:
     )
     relay = Relay(OWN_HEADERS)
     relay.feed(lines + body, 0.0)
-    assert relay.refusal == body
+    assert relay.refusal_body == body
 
 
 @pytest.mark.parametrize("held", [b"", b"4"])
@@ -574,18 +586,18 @@ def test_a_stream_that_breaks_between_two_chunks_ends_with_an_error_event(held: 
     relay = Relay(OWN_HEADERS)
     relay.feed(HEAD + chunked(delta("a").encode(), [])[:-5], 0.0)
     relay.feed(held, 0.0)
-    with pytest.raises(UpstreamBroke, match="bad chunk size line"):
+    with pytest.raises(UpstreamError, match="bad chunk size line"):
         relay.feed(b"zz\r\n", 0.0)
-    assert b"stream_interrupted" in relay.break_off(Failure.UPSTREAM_FAILED, "gone")
+    assert b"stream_interrupted" in relay.end_with_error(Failure.UPSTREAM_FAILED, "gone")
 
 
 def test_done_without_its_blank_line_is_not_sent_yet() -> None:
     """Under an alias, partial events are held back."""
-    relay = Relay(OWN_HEADERS, None, False, Renamer("served", "my-alias"))
+    relay = Relay(OWN_HEADERS, None, False, ModelNameRewriter("served", "my-alias"))
     relay.feed(
         HEAD + chunked(delta("a").encode(), [])[:-5] + chunked(b"data: [DONE]\n", [])[:-5], 0.0
     )
-    assert b"stream_interrupted" in relay.break_off(Failure.UPSTREAM_FAILED, "gone")
+    assert b"stream_interrupted" in relay.end_with_error(Failure.UPSTREAM_FAILED, "gone")
 
 
 @given(TEXTS, CUTS, st.sampled_from([None, "my-alias"]), st.booleans())
@@ -599,27 +611,29 @@ def test_events_may_end_with_crlf(
     assert body_read == (
         payload.replace(b'"model":"served"', b'"model":"my-alias"') if alias else payload
     )
-    assert (relay.usage, relay.events, relay.failed) == (Usage(17, 2, 16), len(texts) + 4, False)
+    assert (relay.usage, relay.events, relay.failed) == (
+        TokenUsage(17, 2, 16),
+        len(texts) + 4,
+        False,
+    )
 
 
 @pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
 def test_only_the_last_partial_event_is_kept(end: str) -> None:
     events = f"data: a{end}data: b{end}".encode()
     assert [
-        events[last_end(events[:cut]) :].strip() for cut in (len(events), len(events) // 2 + 3)
-    ] == [
-        b"",
-        b"data: b",
-    ]
+        events[last_event_end(events[:cut]) :].strip()
+        for cut in (len(events), len(events) // 2 + 3)
+    ] == [b"", b"data: b"]
 
 
 def test_an_event_with_crlf_is_released_when_complete_under_an_alias() -> None:
-    relay = Relay(OWN_HEADERS, None, False, Renamer("served", "my-alias"))
+    relay = Relay(OWN_HEADERS, None, False, ModelNameRewriter("served", "my-alias"))
     events = [delta(text).replace("\n\n", "\r\n\r\n").encode() for text in "abc"]
     relay.feed(HEAD + chunked(events[0], [])[:-5], 0.0)
     shown = [relay.feed(chunked(event, [])[:-5], 0.0) for event in events[1:]]
     assert [text.count(b"my-alias") for text in shown] == [1, 1]
-    assert relay.at_seam
+    assert relay.is_at_boundary
 
 
 @given(
@@ -651,10 +665,10 @@ def test_nothing_is_added_within_a_partially_forwarded_chunk() -> None:
     relay = Relay(OWN_HEADERS)
     whole = chunked(b"".join(events), [])[:-5]
     relay.feed(HEAD + whole[: len(whole) - len(events[1]) - 2], 0.0)
-    with pytest.raises(UpstreamBroke, match="bad chunk size line"):
+    with pytest.raises(UpstreamError, match="bad chunk size line"):
         relay.feed(whole[len(whole) - len(events[1]) - 2 :] + b"zz\r\n", 0.0)
-    assert not relay.at_seam
-    assert relay.break_off(Failure.UPSTREAM_FAILED, "gone") == b""
+    assert not relay.is_at_boundary
+    assert relay.end_with_error(Failure.UPSTREAM_FAILED, "gone") == b""
 
 
 @given(CUTS, st.integers(0, 60_000), st.booleans())
@@ -672,7 +686,7 @@ def test_token_counts_are_found_however_much_follows_them(
         + body
     )
     relay = feed(wire, [*(20 * cut for cut in cuts), len(wire) - 1])
-    assert (relay.usage, relay.finish_reason) == (Usage(5, 7, None), "length")
+    assert (relay.usage, relay.finish_reason) == (TokenUsage(5, 7, None), "length")
     assert relay.out.endswith(body)
 
 
@@ -682,7 +696,7 @@ def test_several_connection_fields_are_combined() -> None:
         b"content-length: 2\r\n\r\n{}"
     )
     relay = feed(lines, [])
-    assert (relay.state, relay.reusable) == (State.DONE, False)
+    assert (relay.state, relay.reusable) == (RelayState.DONE, False)
     assert feed(lines.replace(b", close", b""), []).reusable
 
 
@@ -729,13 +743,13 @@ def test_malformed_chunks_break_the_response(body: bytes) -> None:
 def test_an_endless_head_is_rejected() -> None:
     relay = Relay(OWN_HEADERS)
     relay.feed(b"x-padding: " + b"a" * 65_000, 0.0)
-    with pytest.raises(UpstreamBroke, match="too long"):
+    with pytest.raises(UpstreamError, match="too long"):
         relay.feed(b"a" * 1000, 0.0)
 
 
 def test_a_bodiless_refusal_ends_with_its_head() -> None:
     relay = feed(b"HTTP/1.1 304 x\r\ncontent-length: 5\r\n\r\n", [])
-    assert (relay.state, relay.failure_kind) == (State.DONE, None)
+    assert (relay.state, relay.failure_kind) == (RelayState.DONE, None)
 
 
 @pytest.mark.parametrize(
@@ -762,7 +776,7 @@ def test_an_empty_response_can_be_retried(answer: bytes, alias: str | None) -> N
 )
 def test_a_response_that_breaks_in_its_first_read_can_be_retried(kind: bytes, good: bytes) -> None:
     head = HEAD.replace(b"text/event-stream", kind)
-    relay = feed(head + good + b"zz\r\n" + b"x" * FIRST_EVENT, [])
+    relay = feed(head + good + b"zz\r\n" + b"x" * MAX_FIRST_EVENT, [])
     assert (relay.failure_kind, relay.out, relay.first_tokens) == ("framing", b"", 0)
 
 
@@ -793,7 +807,7 @@ def test_a_head_above_64_kib_is_rejected_in_any_number_of_reads(reads: int) -> N
     size = len(wire) // reads + 1
     for offset in range(0, (reads - 1) * size, size):
         relay.feed(wire[offset : offset + size], 0.0)
-    with pytest.raises(UpstreamBroke, match="head is too long"):
+    with pytest.raises(UpstreamError, match="head is too long"):
         relay.feed(wire[(reads - 1) * size :], 0.0)
     assert relay.head is None
 
@@ -801,7 +815,7 @@ def test_a_head_above_64_kib_is_rejected_in_any_number_of_reads(reads: int) -> N
 @pytest.mark.parametrize("control", [b"\x00", b"\x01", b"\x0b", b"\x1b", b"\x7f"])
 def test_control_bytes_in_a_content_type_are_rejected(control: bytes) -> None:
     relay = Relay(OWN_HEADERS)
-    with pytest.raises(UpstreamBroke, match="control characters"):
+    with pytest.raises(UpstreamError, match="control characters"):
         relay.feed(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/%bplain\r\ncontent-length: 2\r\n\r\nhi"
             % control,
@@ -814,15 +828,15 @@ def test_many_interim_responses_are_skipped() -> None:
     assert relay.feed(b"HTTP/1.1 103 \r\n\r\n" * 5000, 0.0) == b""
     assert relay.head is None
     relay.feed(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi", 0.0)
-    assert relay.status == 0 or relay.committed
+    assert relay.status == 0 or relay.is_committed
 
 
 def test_nothing_is_added_within_a_long_event_under_an_alias() -> None:
     """Part of it has been released, because it is too long to be held."""
-    relay = Relay(OWN_HEADERS, None, False, Renamer("served", "my-alias"))
+    relay = Relay(OWN_HEADERS, None, False, ModelNameRewriter("served", "my-alias"))
     relay.feed(
         HEAD + chunked(delta("a").encode() + b'data: {"long":"' + b"x" * 100_000, [])[:-5], 0.0
     )
-    assert not relay.at_seam
+    assert not relay.is_at_boundary
     relay.feed(chunked(b'"}\n\n', [])[:-5], 0.0)
-    assert relay.at_seam
+    assert relay.is_at_boundary

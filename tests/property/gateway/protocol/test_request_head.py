@@ -10,9 +10,9 @@ from aiohttp.http import HttpRequestParser, HttpVersion11
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.protocol.openai import LINE
+from gateway.protocol.openai import GENERATION_PATHS
 from gateway.protocol.request_head import (
-    MAX_HEAD,
+    MAX_HEAD_BYTES,
     MAX_PARTIAL_HEAD,
     is_partial_head,
     read_head,
@@ -75,7 +75,7 @@ FIELDS = st.lists(
     st.tuples(NAMES, st.sampled_from([": ", ":", " : ", ":\t"]), VALUES, ENDS), max_size=5
 )
 STARTS = st.sampled_from(
-    [f"POST {path} HTTP/1.1\r\n" for path in LINE] * 4 + ["POST /v1/x HTTP/1.1\r\n", "POST  / "]
+    [f"POST {path} HTTP/1.1\r\n" for path in GENERATION_PATHS] * 4 + ["POST /v1/x HTTP/1.1\r\n", "POST  / "]
 )
 
 
@@ -110,7 +110,7 @@ def test_an_ordinary_head_is_read_the_same_by_both_parsers(
     head = read_head(data, 0)
     if head is None:
         return
-    extent = head.extent(data, 0)
+    extent = head.body_span(data, 0)
     assert extent is not None
     asyncio.run(_agrees(data, head.headers, str(head.api), extent))
 
@@ -175,7 +175,7 @@ def test_a_head_that_differs_only_in_its_length_is_recognised() -> None:
     first = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 7\r\nX-A: 1\r\n\r\n"
     head = read_head(first, 0)
     assert head is not None
-    assert head.extent(first.replace(b": 7", b": 1234"), 0) == (
+    assert head.body_span(first.replace(b": 7", b": 1234"), 0) == (
         len(first) + 3,
         len(first) + 3 + 1234,
     )
@@ -186,11 +186,11 @@ def test_a_head_that_differs_only_in_its_length_is_recognised() -> None:
         (b": 7", b": +7"),
         (b": 7\r", b": 7"),
     ):
-        assert head.extent(first.replace(old, new), 0) is None
+        assert head.body_span(first.replace(old, new), 0) is None
 
 
 def test_a_head_longer_than_the_limit_is_not_ordinary() -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 7\r\nX-A: %b\r\n\r\n"
-    assert read_head(head % (b"a" * (MAX_HEAD - len(head) + 2)), 0) is not None
-    assert read_head(head % (b"a" * (MAX_HEAD - len(head) + 3)), 0) is None
-    assert is_partial_head(head[:-4] % (b"a" * MAX_HEAD))
+    assert read_head(head % (b"a" * (MAX_HEAD_BYTES - len(head) + 2)), 0) is not None
+    assert read_head(head % (b"a" * (MAX_HEAD_BYTES - len(head) + 3)), 0) is None
+    assert is_partial_head(head[:-4] % (b"a" * MAX_HEAD_BYTES))

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from gateway.protocol.errors import Failure
 from gateway.protocol.openai import Api
-from gateway.protocol.relay import Relay, State, UpstreamBroke
-from gateway.protocol.response_framing import LAST_CHUNK, ChunkedBody, chunk
-from gateway.protocol.resume_terms import Terms, terms_of
-from gateway.protocol.token_ledger import Continuation, Ledger, Recorded, Recorder
+from gateway.protocol.relay import Relay, RelayState, UpstreamError
+from gateway.protocol.response_framing import LAST_CHUNK, ChunkedBody, encode_chunk
+from gateway.protocol.resume_terms import ContinuationTerms, continuation_terms
+from gateway.protocol.token_ledger import ContinuationRelay, Ledger, LedgerRecorder, RecordedRelay
 from tests.unit.gateway.protocol import test_openai
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -80,10 +80,10 @@ def events(
     yield b"data: [DONE]\n\n"
 
 
-def terms(chat: bool, usage: bool, most: int) -> Terms:
+def terms(chat: bool, usage: bool, most: int) -> ContinuationTerms:
     body = {"stream": True, "max_tokens": most, "stream_options": {"include_usage": usage}}
     request = (test_openai.CHAT if chat else test_openai.COMPLETION) | body
-    result = terms_of(test_openai.parsed(request, Api.CHAT if chat else Api.COMPLETIONS))
+    result = continuation_terms(test_openai.parsed(request, Api.CHAT if chat else Api.COMPLETIONS))
     assert result is not None
     return result
 
@@ -94,9 +94,9 @@ def feed(relay: Relay, answer: bytes, size: int, *, eof: bool = True) -> bytes:
     try:
         for start in range(0, len(answer), size):
             out += relay.feed(answer[start : start + size], 1.0)
-        if eof and relay.state is not State.DONE:
+        if eof and relay.state is not RelayState.DONE:
             out += relay.eof()
-    except UpstreamBroke:
+    except UpstreamError:
         pass
     return out
 
@@ -105,8 +105,8 @@ def read(out: bytes) -> list[dict[str, Any]]:
     """Return the events for the client. Asserts that the stream ends exactly once."""
     body = ChunkedBody()
     payload = body.feed(out.partition(b"\r\n\r\n")[2])
-    assert body.ended
-    assert not body.surplus
+    assert body.is_complete
+    assert not body.surplus_bytes
     *chunks, done, rest = payload.split(b"\n\n")
     assert (done, rest) == (b"data: [DONE]", b"")
     return [json.loads(chunk.removeprefix(b"data: ")) for chunk in chunks]
@@ -117,7 +117,7 @@ def break_stream(parts: Iterator[bytes], share: float, tidily: bool) -> bytes:
 
     tidily    cut between events and end the body properly; otherwise cut anywhere
     """
-    framed = [chunk(part) for part in parts]
+    framed = [encode_chunk(part) for part in parts]
     if tidily:
         return HEAD + b"".join(framed[: round(share * len(framed))]) + LAST_CHUNK
     whole = b"".join(framed) + LAST_CHUNK
@@ -135,28 +135,32 @@ def test_the_client_reads_the_complete_response_wherever_its_engines_break(
     chat: bool, usage: bool, total: int, cuts: list[tuple[float, bool]], size: int
 ) -> None:
     ledger = Ledger(terms(chat, usage, total), 1000)
-    relay: Recorded = Recorded(b"", renamer=Recorder(ledger, ledger.first, "served", "asked"))
+    relay: RecordedRelay = RecordedRelay(
+        b"", rewriter=LedgerRecorder(ledger, ledger.render_first, "served", "asked")
+    )
     out = feed(
         relay,
         break_stream(events(list(range(total)), total, chat=chat, opening=True), *cuts[0]),
         size,
     )
-    if not relay.committed:
+    if not relay.is_committed:
         assert not out
         return
     for cut in (*cuts[1:], (1.0, False)):
-        if relay.state is State.DONE:
+        if relay.state is RelayState.DONE:
             break
-        if ledger.standing:
-            assert ledger.standing == "untold"
-            assert not ledger.said
+        if ledger.current_obstacle:
+            assert ledger.current_obstacle == "untold"
+            assert not ledger.shown_ids
             return
-        if ledger.whole:
-            out += chunk(ledger.closing()) + LAST_CHUNK
+        if ledger.is_complete:
+            out += encode_chunk(ledger.render_end()) + LAST_CHUNK
             break
-        ledger.resume()
-        begun = len(ledger.said)
-        relay = Continuation(b"", renamer=Recorder(ledger, ledger.rest, "served", "asked"))
+        ledger.prepare_rest()
+        begun = len(ledger.shown_ids)
+        relay = ContinuationRelay(
+            b"", rewriter=LedgerRecorder(ledger, ledger.render_rest, "served", "asked")
+        )
         rest = events(list(range(begun, total)), total, chat=False, opening=False)
         out += feed(relay, break_stream(rest, *cut), size)
     chunks = read(out)
@@ -186,12 +190,12 @@ def test_after_several_ids_in_one_event_it_is_unknown_which_were_shown(chat: boo
         ([5], "c", ""),
     ):
         part = {"delta": {"content": text}} if chat else {"text": text}
-        usage = {"completion_tokens": ledger.made + len(ids)}
-        ledger.first(
+        usage = {"completion_tokens": ledger.generated_tokens + len(ids)}
+        ledger.render_first(
             {"choices": [{"token_ids": ids} | part], "prompt_token_ids": PROMPT, "usage": usage}
         )
-        assert ledger.standing == standing
-    assert list(ledger.said) == [1, 2, 3, 4, 5]
+        assert ledger.current_obstacle == standing
+    assert list(ledger.shown_ids) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(("chat", "standing"), [(True, "untold"), (False, "")])
@@ -200,17 +204,19 @@ def test_a_chat_without_visible_text_is_not_continued_because_it_may_begin_with_
 ) -> None:
     ledger = Ledger(terms(chat, False, 9), 1000)
     part = {"delta": {"role": "assistant", "content": ""}} if chat else {"text": ""}
-    ledger.first(
+    ledger.render_first(
         {
             "choices": [{"token_ids": [1]} | part],
             "prompt_token_ids": PROMPT,
             "usage": {"completion_tokens": 1},
         }
     )
-    assert ledger.standing == standing
+    assert ledger.current_obstacle == standing
     part["finish_reason"] = "stop"
-    ledger.first({"choices": [{"token_ids": [2]} | part], "usage": {"completion_tokens": 2}})
-    assert (ledger.standing, ledger.whole) == ("", True), "only the end is missing"
+    ledger.render_first({"choices": [{"token_ids": [2]} | part], "usage": {"completion_tokens": 2}})
+    assert (ledger.current_obstacle, ledger.is_complete) == ("", True), (
+        "only the end is missing"
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,51 +254,55 @@ def test_a_response_not_known_token_by_token_is_not_continued(
     chunk: dict[str, Any], obstacle: str
 ) -> None:
     ledger = Ledger(terms(True, False, 99), 10)
-    ledger.first(chunk | {"prompt_token_ids": PROMPT})
-    assert ledger.standing == obstacle
+    ledger.render_first(chunk | {"prompt_token_ids": PROMPT})
+    assert ledger.current_obstacle == obstacle
 
 
 def test_tokens_read_together_with_an_error_were_not_shown_and_are_requested_again() -> None:
     ledger = Ledger(terms(True, False, 9), 1000)
-    recorder = Recorder(ledger, ledger.first, "served", "asked")
+    recorder = LedgerRecorder(ledger, ledger.render_first, "served", "asked")
     parts = [*events([0, 1, 2], 9, chat=True, opening=True)]
-    assert recorder.feed(b"".join(parts[:2]), sse=True, ended=False)
+    assert recorder.feed(b"".join(parts[:2]), is_sse=True, is_complete=False)
     for broken in (
         b'data: {"error": {"message": "dead"}}\n\n',
         b"data: {nonsense\n\n",
         b'data: {"choices": 3}\n\n',
     ):
-        with pytest.raises(UpstreamBroke):
-            recorder.feed(parts[2] + broken, sse=True, ended=False)
-        assert list(ledger.said) == [0]
-    assert ledger.made == 1
+        with pytest.raises(UpstreamError):
+            recorder.feed(parts[2] + broken, is_sse=True, is_complete=False)
+        assert list(ledger.shown_ids) == [0]
+    assert ledger.generated_tokens == 1
 
 
 def test_an_aborted_request_is_not_a_complete_response() -> None:
     ledger = Ledger(terms(True, False, 9), 1000)
-    relay = Recorded(b"", renamer=Recorder(ledger, ledger.first, "served", "asked"))
+    relay = RecordedRelay(
+        b"", rewriter=LedgerRecorder(ledger, ledger.render_first, "served", "asked")
+    )
     parts = [*events([0, 1], 9, chat=True, opening=True)]
-    relay.feed(HEAD + b"".join(map(chunk, parts[:2])), 1.0)
+    relay.feed(HEAD + b"".join(map(encode_chunk, parts[:2])), 1.0)
     aborted = parts[2].replace(b'"finish_reason": null', b'"finish_reason": "abort"')
-    with pytest.raises(UpstreamBroke, match="gave the request up"):
-        relay.feed(chunk(aborted), 2.0)
-    assert relay.at_seam
-    assert list(ledger.said) == [0]
+    with pytest.raises(UpstreamError, match="gave the request up"):
+        relay.feed(encode_chunk(aborted), 2.0)
+    assert relay.is_at_boundary
+    assert list(ledger.shown_ids) == [0]
 
 
-@pytest.mark.parametrize("end", [chunk(b'data: {"error": {"message": "dead"}}\n\n'), LAST_CHUNK])
+@pytest.mark.parametrize(
+    "end", [encode_chunk(b'data: {"error": {"message": "dead"}}\n\n'), LAST_CHUNK]
+)
 def test_a_response_that_breaks_with_its_first_events_has_not_begun(end: bytes) -> None:
     stream_bytes: list[None] = []
     ledger = Ledger(terms(True, False, 9), 1000)
-    relay = Recorded(
+    relay = RecordedRelay(
         b"",
         lambda: stream_bytes.append(None),
-        renamer=Recorder(ledger, ledger.first, "served", "asked"),
+        rewriter=LedgerRecorder(ledger, ledger.render_first, "served", "asked"),
     )
     first, *_ = events([0], 9, chat=True, opening=True)
-    with pytest.raises(UpstreamBroke):
-        relay.feed(HEAD + chunk(first) + end, 1.0)
-    assert not relay.committed
+    with pytest.raises(UpstreamError):
+        relay.feed(HEAD + encode_chunk(first) + end, 1.0)
+    assert not relay.is_committed
     assert not stream_bytes  # it releases the request's bytes, which a retry needs
 
 
@@ -302,12 +312,16 @@ def test_a_body_that_ends_after_its_finish_reason_is_complete_without_done(
     chat: bool, counted: bool
 ) -> None:
     ledger = Ledger(terms(chat, True, 6), 1000)
-    relay = Recorded(
-        b"", None, False, Recorder(ledger, ledger.first, "served", "asked"), patient=True
+    relay = RecordedRelay(
+        b"",
+        None,
+        False,
+        LedgerRecorder(ledger, ledger.render_first, "served", "asked"),
+        hold_until_token=True,
     )
     parts = list(events(list(range(6)), 6, chat=chat, opening=True))[: -1 if counted else -2]
-    out = feed(relay, HEAD + b"".join(map(chunk, parts)) + LAST_CHUNK, 10**6)
-    assert (relay.state, relay.failed_in_stream) == (State.DONE, False)
+    out = feed(relay, HEAD + b"".join(map(encode_chunk, parts)) + LAST_CHUNK, 10**6)
+    assert (relay.state, relay.has_error_event) == (RelayState.DONE, False)
     *_, last = read(out)
     assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9} | (
         {"prompt_tokens": 99, "total_tokens": 105} if counted else {}
@@ -317,14 +331,17 @@ def test_a_body_that_ends_after_its_finish_reason_is_complete_without_done(
 
 def test_a_final_event_not_shown_to_the_client_does_not_end_its_stream() -> None:
     ledger = Ledger(terms(True, False, 9), 1000)
-    relay = Recorded(b"", renamer=Recorder(ledger, ledger.first, "served", "asked"))
+    relay = RecordedRelay(
+        b"", rewriter=LedgerRecorder(ledger, ledger.render_first, "served", "asked")
+    )
     first, *_ = events([0], 9, chat=True, opening=True)
-    relay.feed(HEAD + chunk(first), 1.0)
-    with pytest.raises(UpstreamBroke):
+    relay.feed(HEAD + encode_chunk(first), 1.0)
+    with pytest.raises(UpstreamError):
         relay.feed(
-            chunk(b'data: {"error": {"message": "dead"}}\n\ndata: [DONE]\n\n') + LAST_CHUNK, 2.0
+            encode_chunk(b'data: {"error": {"message": "dead"}}\n\ndata: [DONE]\n\n') + LAST_CHUNK,
+            2.0,
         )
-    assert b'"error"' in relay.break_off(Failure.UPSTREAM_FAILED, "gone")
+    assert b'"error"' in relay.end_with_error(Failure.UPSTREAM_FAILED, "gone")
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -347,17 +364,19 @@ def test_the_usage_of_a_continued_stream_keeps_the_details_of_its_prompt(
 ) -> None:
     ledger = Ledger(terms(chat, True, 6), 1000)
     for begun, ids, details, show in (
-        (True, [0, 1], first, ledger.first),
-        (False, [2, 3, 4, 5], last, ledger.rest),
+        (True, [0, 1], first, ledger.render_first),
+        (False, [2, 3, 4, 5], last, ledger.render_rest),
     ):
         detailed = {"prompt_tokens_details": details}
         parts = [*events(ids, 6, chat=chat and begun, opening=begun)][: -2 if begun else None]
         stream_bytes = b"".join(parts).replace(
             b'"total_tokens"', json.dumps(detailed).encode()[1:-1] + b', "total_tokens"'
         )
-        out = Recorder(ledger, show, "served", "asked").feed(stream_bytes, sse=True, ended=False)
+        out = LedgerRecorder(ledger, show, "served", "asked").feed(
+            stream_bytes, sse=True, ended=False
+        )
         if begun:
-            ledger.resume()
+            ledger.prepare_rest()
     usage = json.loads(out.split(b"\n\n")[-3].removeprefix(b"data: "))["usage"]
     assert usage == {
         "prompt_tokens": 3,
@@ -372,5 +391,5 @@ def test_a_stream_that_lacks_only_its_end_keeps_the_details_of_its_prompt() -> N
     ledger = Ledger(terms(True, True, 1), 1000)
     usage = {"completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 2}}
     choice = {"index": 0, "delta": {"content": "a"}, "token_ids": [1]}
-    ledger.first({"choices": [choice], "prompt_token_ids": PROMPT, "usage": usage})
-    assert b'"prompt_tokens_details":{"cached_tokens":2}' in ledger.closing()
+    ledger.render_first({"choices": [choice], "prompt_token_ids": PROMPT, "usage": usage})
+    assert b'"prompt_tokens_details":{"cached_tokens":2}' in ledger.render_end()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvtransfer.layout.layout import KvDtype, KvLayout, KvOrder
-from kvtransfer.layout.reshard import Plan, plan
-from kvtransfer.transfer.receive_tracker import Arrivals
+from kvtransfer.layout.reshard import TransferPlan, plan_transfer
+from kvtransfer.transfer.receive_tracker import ReceiveTracker
 
 Words = NDArray[np.uint64]
 WORD = 8
@@ -91,10 +91,10 @@ def expected(layout: KvLayout, rank: int, blocks: list[int], spare: int, covered
 
 
 def carry_out(
-    transfer_plan: Plan, sources: list[Words], sinks: list[Words], window_bytes: int
+    transfer_plan: TransferPlan, sources: list[Words], sinks: list[Words], window_bytes: int
 ) -> int:
     """Copy window by window, with groups in any order. Returns the bytes written."""
-    arrivals, written = Arrivals(transfer_plan), 0
+    arrivals, written = ReceiveTracker(transfer_plan), 0
     for group in reversed(range(transfer_plan.groups)):
         pairs = transfer_plan.pairs(group)
         assert len(set(pairs)) == len(pairs)
@@ -109,7 +109,7 @@ def carry_out(
                 new[dst : dst + length] = old[src : src + length]
             written += n_bytes
             arrivals.land(group, pair, first, count)
-    assert arrivals.complete
+    assert arrivals.is_complete
     assert arrivals.n_bytes == transfer_plan.n_bytes == written
     return written
 
@@ -126,15 +126,15 @@ def test_every_scalar_arrives_in_its_place_once_and_nothing_else_is_touched(
     blocks = [
         data.draw(some_blocks(-(-tokens // layout.block_tokens), spare)) for layout in layouts
     ]
-    transfer_plan = plan(
+    transfer_plan = plan_transfer(
         src,
         dst,
         *blocks,
         tokens,
         skip_tokens=skip,
         group_layers=data.draw(st.none() | st.integers(1, src.layers), "group_layers"),
-        most_run_bytes=data.draw(st.sampled_from([64, 200, 1 << 20]), "most_run_bytes"),
-        most_runs=data.draw(st.sampled_from([1, 7, 1 << 16]), "most_runs"),
+        max_run_bytes=data.draw(st.sampled_from([64, 200, 1 << 20]), "most_run_bytes"),
+        max_runs=data.draw(st.sampled_from([1, 7, 1 << 16]), "most_runs"),
     )
     assert (transfer_plan.tokens.start, transfer_plan.tokens.stop >= tokens) == (skip, True)
     assert any(
@@ -153,7 +153,7 @@ def test_every_scalar_arrives_in_its_place_once_and_nothing_else_is_touched(
     )
     for rank in range(dst.ranks):
         np.testing.assert_array_equal(sinks[rank], wanted[rank], f"rank {rank}")
-    # All bytes are right and their number is minimal, so none was written twice.
+        # All bytes are right and their number is minimal, so none was written twice.
     assert written == WORD * sum(int((memory != UNTOUCHED).sum()) for memory in wanted)
 
 
@@ -173,7 +173,7 @@ def test_source_ranks_with_the_same_heads_send_equal_shares(
     """Equal if the layers of a stage, one group each, divide evenly; else within one layer."""
     src, dst = layouts
     copies = max(1, src.tp // src.kv_heads)
-    transfer_plan = plan(src, dst, range(20), range(20), 4, group_layers=1)
+    transfer_plan = plan_transfer(src, dst, range(20), range(20), 4, group_layers=1)
     load = np.zeros((src.pp, src.tp))
     for group in range(transfer_plan.groups):
         for number, (src_rank, _) in enumerate(transfer_plan.pairs(group)):

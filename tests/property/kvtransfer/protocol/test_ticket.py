@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.protocol.ticket import Refused, Ticket, Used, check, mint
+from kvtransfer.protocol.ticket import SpentTickets, Ticket, TicketRefused, check, mint
 
 KEY, EPOCH = b"k" * 32, b"e" * 16
 nonces = st.binary(min_size=16, max_size=16)
@@ -38,7 +38,7 @@ def test_a_minted_ticket_decodes_to_the_same(ticket: Ticket) -> None:
     | st.binary(max_size=300).map(lambda b: b.hex())
 )
 def test_no_other_text_is_accepted(text: str) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(TicketRefused):
         check(KEY, text, 0.0, epoch=EPOCH)
 
 
@@ -48,7 +48,7 @@ def test_an_altered_ticket_is_refused(ticket: Ticket, at: int, put: str) -> None
     at %= len(text)
     touched = text[:at] + put + text[at + 1 :]
     if touched != text:
-        with pytest.raises(Refused):
+        with pytest.raises(TicketRefused):
             check(KEY, touched, 0.0, epoch=EPOCH, sink=ticket.sink)
 
 
@@ -59,7 +59,7 @@ def test_an_altered_ticket_is_refused(ticket: Ticket, at: int, put: str) -> None
 def test_each_ticket_is_valid_at_most_once_whatever_is_forgotten(
     lifetimes: list[int], presented: list[tuple[int, int]]
 ) -> None:
-    used, served, now = Used(), [], 0.0
+    used, served, now = SpentTickets(), [], 0.0
     minted = [
         mint(KEY, Ticket("o", "a", EPOCH, b"d" * 16, float(seconds), number.to_bytes(16)))
         for number, seconds in enumerate(lifetimes)
@@ -67,7 +67,7 @@ def test_each_ticket_is_valid_at_most_once_whatever_is_forgotten(
     for number, pause in presented:
         now += pause
         if number < len(minted):
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(TicketRefused):
                 used.spend(check(KEY, minted[number], now, epoch=EPOCH), now)
                 served.append(number)
     assert len(served) == len(set(served))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.transfer.flow_control import Credits, Klass, Turns
+from kvtransfer.transfer.flow_control import Priority, SendCredits, TransferOrder
 
 events = st.lists(
     st.tuples(st.sampled_from(["take", "give", "forget"]), st.integers(0, 4), st.integers(1, 80)),
@@ -17,36 +17,36 @@ events = st.lists(
 def test_bytes_in_flight_are_what_was_taken_and_not_returned(
     events: list[tuple[str, int, int]], budget: int
 ) -> None:
-    credits, outstanding = Credits(budget), dict.fromkeys(range(5), 0)
+    credits, outstanding = SendCredits(budget), dict.fromkeys(range(5), 0)
     for event, transfer, n_bytes in events:
         if event == "take" and credits.take(transfer, n_bytes):
             outstanding[transfer] += n_bytes
         elif event == "give" and n_bytes <= outstanding[transfer]:
-            credits.give(transfer, n_bytes)
+            credits.put_back(transfer, n_bytes)
             outstanding[transfer] -= n_bytes
         elif event == "forget":
             assert credits.forget(transfer) == outstanding[transfer]
             outstanding[transfer] = 0
-        assert credits.taken_bytes == sum(outstanding.values())
-        assert credits.taken_bytes <= max(budget, 80)
+        assert credits.in_flight_bytes == sum(outstanding.values())
+        assert credits.in_flight_bytes <= max(budget, 80)
     for transfer in outstanding:
         credits.forget(transfer)
-    assert credits.taken_bytes == 0
+    assert credits.in_flight_bytes == 0
     assert credits.take(9, 10**9), "an idle link always takes one window"
 
 
-@given(klass=st.sampled_from(Klass), deadline=st.floats(0, 5), rivals_per_s=st.integers(1, 20))
+@given(klass=st.sampled_from(Priority), deadline=st.floats(0, 5), rivals_per_s=st.integers(1, 20))
 def test_no_transfer_starves_behind_a_stream_of_urgent_ones(
-    klass: Klass, deadline: float, rivals_per_s: int
+    klass: Priority, deadline: float, rivals_per_s: int
 ) -> None:
     """Every rival is new and has a second of slack. Ours is served within that and the promotion
     time.
     """
-    turns, now, number = Turns(promote_s=0.5), 0.0, 1
+    turns, now, number = TransferOrder(promote_s=0.5), 0.0, 1
     turns.add(0, klass, deadline, now)
     while (first := turns.next(now)) != 0:
         if first is not None:
             turns.remove(first)
         now, number = now + 1 / rivals_per_s, number + 1
-        turns.add(number, Klass.INTERACTIVE, now + 1.0, now)
+        turns.add(number, Priority.INTERACTIVE, now + 1.0, now)
         assert now <= max(klass * 0.5, deadline) + 1.1

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.layout.layout import KvDtype, KvLayout
-from kvtransfer.layout.reshard import plan
-from kvtransfer.transfer.receive_tracker import Arrivals, WindowError
+from kvtransfer.layout.reshard import plan_transfer
+from kvtransfer.transfer.receive_tracker import ReceiveTracker, WindowError
 
 LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=2, tp=2)
-PLAN = plan(LAYOUT, LAYOUT, range(0, 12, 2), range(12, 0, -2), 12, group_layers=2)
+PLAN = plan_transfer(LAYOUT, LAYOUT, range(0, 12, 2), range(12, 0, -2), 12, group_layers=2)
 windows = st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, 5), st.integers(1, 3))
 
 
@@ -20,7 +20,7 @@ windows = st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, 5), st.
 def test_a_group_is_complete_exactly_when_each_of_its_runs_has_come_once(
     announced: list[tuple[int, int, int, int]],
 ) -> None:
-    arrivals = Arrivals(PLAN)
+    arrivals = ReceiveTracker(PLAN)
     came: set[tuple[int, int, int]] = set()
     for group, pair, first, count in announced:
         runs = {(group, pair, run) for run in range(first, first + count)}
@@ -37,5 +37,7 @@ def test_a_group_is_complete_exactly_when_each_of_its_runs_has_come_once(
             continue
         assert not fits
     first_group = sum(group == 0 for group, _, _ in came)
-    assert arrivals.complete == (len(came) == 2 * 2 * 6)
-    assert arrivals.layers == (3 if arrivals.complete else 2 if first_group == 2 * 6 else 0)
+    assert arrivals.is_complete == (len(came) == 2 * 2 * 6)
+    assert arrivals.complete_layers == (
+        3 if arrivals.is_complete else 2 if first_group == 2 * 6 else 0
+    )

@@ -13,35 +13,35 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvtransfer.contract import Verdict, WindowHead
-from kvtransfer.layout.layout import KvDtype, KvLayout, fingerprint_of
+from kvtransfer.contract import WindowHead, WindowVerdict
+from kvtransfer.layout.layout import KvDtype, KvLayout, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import plan
+from kvtransfer.layout.reshard import plan_transfer
 from kvtransfer.protocol.messages import (
     Accept,
     Landed,
     Message,
     ProtocolError,
-    Stop,
+    StopTransfer,
     Unwanted,
     pack_blocks,
 )
-from kvtransfer.protocol.outcomes import How, Reason
+from kvtransfer.protocol.outcomes import EndReason, OutcomeKind
 from kvtransfer.transfer.commands import (
     Command,
-    Dial,
-    Fence,
-    Progress,
-    Reckon,
-    Resolve,
-    Send,
+    ComputePlan,
+    DialPeer,
+    FenceTransfer,
+    ReportLayers,
+    ResolveHandle,
     SendInvite,
+    SendMessage,
 )
-from kvtransfer.transfer.flow_control import Klass
+from kvtransfer.transfer.flow_control import Priority
 from kvtransfer.transfer.receive_tracker import WindowError
-from kvtransfer.transfer.sink import SinkBook, SinkState, Wish
-from kvtransfer.transfer.stats import Tally
-from kvtransfer.util.options import Options
+from kvtransfer.transfer.sink import FetchRequest, SinkState, TransferSink
+from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.util.options import AgentOptions
 
 LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=4)
 BLOCKS, WINDOW = 16, 100
@@ -62,12 +62,14 @@ class World:
         self.now = 100.0
         size = LAYOUT.rank_block_bytes(0)
         self.region = Region.over(bytearray(BLOCKS * size), size, name="d")
-        self.book = SinkBook(LAYOUT, [self.region], Options(window_bytes=WINDOW), Tally())
+        self.book = TransferSink(
+            LAYOUT, [self.region], AgentOptions(window_bytes=WINDOW), AgentStats()
+        )
         self.links: dict[str, FakeLink] = {}
         self.left: list[FakeLink] = []
         self.dialling: set[str] = set()
         self.numbers = 0
-        self.wishes: dict[int, Wish] = {}
+        self.wishes: dict[int, FetchRequest] = {}
         self.invited: dict[int, FakeLink] = {}
         self.said: set[int] = set()
         self.unwanted: set[int] = set()
@@ -76,20 +78,17 @@ class World:
         self.good: dict[int, int] = {}
         self.fencing: list[tuple[FakeLink, int]] = []
         self.fenced: set[int] = set()
-        self.resolved: dict[int, How] = {}
+        self.resolved: dict[int, OutcomeKind] = {}
         self.layers: dict[int, int] = {}
 
     def step(self) -> None:
-        steps = (self.fetch, self.fetch, self.register, self.register,
-                 self.link, self.link, self.accept, self.accept, self.window, self.window,
-                 self.window, self.window, self.window, self.settle, self.settle, self.settle, self.fence, self.fence,
-                 self.cancel, self.stop, self.wait, self.lose, self.leave, self.nonsense)  # fmt: skip
+        steps = ( self . fetch , self . fetch , self . register , self . register , self . link , self . link , self . accept , self . accept , self . window , self . window , self . window , self . window , self . window , self . settle , self . settle , self . settle , self . fence , self . fence , self . cancel , self . stop , self . wait , self . lose , self . leave , self . nonsense )  # fmt: skip
         self.rng.choice(steps)()
 
     def obey(self, commands: list[Command]) -> None:
         for command in commands:
             match command:
-                case Dial(address):
+                case DialPeer(address):
                     assert address not in self.dialling
                     self.dialling.add(address)
                 case SendInvite(link, invite, written):
@@ -107,33 +106,33 @@ class World:
                     self.invited[invite.transfer] = link  # type: ignore[assignment]
                     if self.rng.random() < 0.5:
                         self.say(invite.transfer)
-                case Fence(link, transfer):
+                case FenceTransfer(link, transfer):
                     self.fencing.append((link, transfer))  # type: ignore[arg-type]
-                case Resolve(number, end):
+                case ResolveHandle(number, end):
                     assert number not in self.resolved
                     assert number not in self.invited or number in self.fenced
-                    assert isinstance(end.reason, Reason)
-                    if end.how is How.LANDED:
+                    assert isinstance(end.reason, EndReason)
+                    if end.kind is OutcomeKind.LANDED:
                         assert self.good[number] == end.n_bytes == self.whole(number)
                         assert self.layers[number] == LAYOUT.layers
-                    self.resolved[number] = end.how
-                case Progress(number, layers):
+                    self.resolved[number] = end.kind
+                case ReportLayers(number, layers):
                     assert number not in self.resolved
                     assert number in self.fenced or not self.invited[number].one_sided
                     assert self.layers.get(number, 0) < layers <= LAYOUT.layers
                     self.layers[number] = layers
-                case Reckon(work):
+                case ComputePlan(work):
                     then = work()
                     if self.rng.random() < 0.3:
                         self.rng.choice((self.cancel, self.wait, self.lose))()
                     self.obey(then(self.now))
-                case Send(_, message):
+                case SendMessage(_, message):
                     self.hear(message)
 
     def hear(self, message: Message) -> None:
         """Handle a command as the source would."""
         match message:
-            case Stop(transfer):
+            case StopTransfer(transfer):
                 assert transfer in self.said
             case Unwanted(name):
                 number = int(name.removeprefix("r"))
@@ -144,7 +143,7 @@ class World:
 
     def say(self, number: int) -> None:
         """Finish the registration, and send the invitation unless it is late."""
-        if self.book.invites(self.invited[number], number):  # type: ignore[arg-type]
+        if self.book.confirm_invite(self.invited[number], number):  # type: ignore[arg-type]
             assert number not in self.unwanted
             self.said.add(number)
         else:
@@ -159,7 +158,7 @@ class World:
 
     def whole(self, number: int) -> int:
         wish = self.wishes[number]
-        transfer_plan = plan(
+        transfer_plan = plan_transfer(
             LAYOUT,
             LAYOUT,
             list(range(BLOCKS)),
@@ -175,8 +174,8 @@ class World:
         tokens = self.rng.randrange(1, len(blocks) * 4 + 1)
         skip = self.rng.randrange(tokens)
         address, timeout_s = self.rng.choice(ADDRESSES), self.rng.choice([1.0, 30.0])
-        wish = Wish(
-            address, f"r{self.numbers}", np.array(blocks), tokens, skip, timeout_s, Klass.BULK
+        wish = FetchRequest(
+            address, f"r{self.numbers}", np.array(blocks), tokens, skip, timeout_s, Priority.BULK
         )
         self.wishes[self.numbers] = wish
         self.obey(self.book.fetch(self.numbers, wish, self.now))
@@ -186,11 +185,11 @@ class World:
             address = self.rng.choice(sorted(self.dialling))
             self.dialling.discard(address)
             if self.rng.random() < 0.2:
-                self.obey(self.book.unlinked(address, Reason.UNREACHABLE, "", self.now))
+                self.obey(self.book.on_link_failed(address, EndReason.UNREACHABLE, "", self.now))
             else:
                 self.links[address] = FakeLink()
                 self.links[address].one_sided = self.rng.random() < 0.5
-                self.obey(self.book.linked(address, self.links[address], LAYOUT, "p", self.now))
+                self.obey(self.book.on_linked(address, self.links[address], LAYOUT, "p", self.now))
 
     def accept(self) -> None:
         waiting = [
@@ -212,17 +211,17 @@ class World:
                 pack_blocks(source),
                 group,
                 size,
-                fingerprint_of(LAYOUT, LAYOUT) if known else "",
+                pair_fingerprint(LAYOUT, LAYOUT) if known else "",
             )
             if (
                 self.told(
-                    lambda: self.book.accepted(self.invited[number], accept, self.now),
+                    lambda: self.book.on_accept(self.invited[number], accept, self.now),
                     self.invited[number],
                 )
                 and source
                 and known
             ):
-                transfer_plan = plan(
+                transfer_plan = plan_transfer(
                     LAYOUT,
                     LAYOUT,
                     source,
@@ -245,7 +244,7 @@ class World:
             if heads and self.rng.random() < 0.5:
                 head = heads[-1] if self.rng.random() < 0.1 else heads.pop()
                 link = self.invited[number]
-                if self.book.incoming(link, head) is not None:
+                if self.book.place_window(link, head) is not None:
                     assert number not in self.resolved
                     assert (link, number) not in self.fencing
                     self.begun.append((link, head))
@@ -255,32 +254,34 @@ class World:
         self.rng.shuffle(self.begun)
         for _ in range(min(len(self.begun), 8)):
             link, head = self.begun.pop()
-            verdict = self.rng.choice([Verdict.OK] * 30 + [Verdict.STALE, Verdict.CORRUPT])
-            if verdict is Verdict.OK:
+            verdict = self.rng.choice(
+                [WindowVerdict.OK] * 30 + [WindowVerdict.STALE, WindowVerdict.CORRUPT]
+            )
+            if verdict is WindowVerdict.OK:
                 self.good[head.transfer] = self.good.get(head.transfer, 0) + head.n_bytes
-            self.obey(self.book.landed(link, head, verdict, self.now))
+            self.obey(self.book.on_landed(link, head, verdict, self.now))
 
     def fence(self) -> None:
         if self.fencing:
             link, transfer = self.fencing.pop(self.rng.randrange(len(self.fencing)))
             self.fenced.add(transfer)
             self.begun = [(where, head) for where, head in self.begun if head.transfer != transfer]
-            self.obey(self.book.fenced(link, transfer, self.now))
+            self.obey(self.book.on_fenced(link, transfer, self.now))
 
     def cancel(self) -> None:
         if self.rng.random() < 0.3:
             self.obey(
                 self.book.cancel(
-                    self.rng.randrange(self.numbers + 1), Reason.CANCELLED, "", self.now
+                    self.rng.randrange(self.numbers + 1), EndReason.CANCELLED, "", self.now
                 )
             )
 
     def stop(self) -> None:
         if self.invited and self.rng.random() < 0.3:
             number = self.rng.choice(list(self.invited))
-            stop = Stop(number, self.rng.choice(list(Reason)))
+            stop = StopTransfer(number, self.rng.choice(list(EndReason)))
             self.told(
-                lambda: self.book.stopped(self.invited[number], stop, self.now),
+                lambda: self.book.on_stop(self.invited[number], stop, self.now),
                 self.invited[number],
             )
 
@@ -292,11 +293,11 @@ class World:
         number = self.rng.randrange(self.numbers + 3)
         if self.invited.get(number) is not link:
             head = WindowHead(number, 0, 0, 0, 1, 8)
-            assert self.book.incoming(link, head) is None
-            assert self.book.landed(link, head, Verdict.OK, self.now) == []
-            assert self.book.fenced(link, number, self.now) == []
-            assert self.book.stopped(link, Stop(number, Reason.STALE), self.now) == []
-            assert self.book.accepted(link, Accept(number, b"", 1, 1), self.now) == []
+            assert self.book.place_window(link, head) is None
+            assert self.book.on_landed(link, head, WindowVerdict.OK, self.now) == []
+            assert self.book.on_fenced(link, number, self.now) == []
+            assert self.book.on_stop(link, StopTransfer(number, EndReason.STALE), self.now) == []
+            assert self.book.on_accept(link, Accept(number, b"", 1, 1), self.now) == []
         else:
             for head in (
                 WindowHead(number, 99, 0, 0, 1, 8),
@@ -305,11 +306,11 @@ class World:
             ):
                 if self.moving(number):
                     with pytest.raises(WindowError):
-                        self.book.incoming(link, head)
+                        self.book.place_window(link, head)
                 else:
-                    assert self.book.incoming(link, head) is None
+                    assert self.book.place_window(link, head) is None
             if self.rng.random() < 0.2:
-                self.obey(self.book.misled(link, number, "no such window", self.now))
+                self.obey(self.book.on_bad_window(link, number, "no such window", self.now))
 
     def moving(self, number: int) -> bool:
         reservation = self.book._reservations.get(number)
@@ -318,7 +319,7 @@ class World:
     def wait(self) -> None:
         self.now += self.rng.choice([0.0, 0.1, 2.0])
         self.obey(self.book.tick(self.now))
-        due = self.book.due()
+        due = self.book.next_deadline()
         assert due is None or due > self.now
 
     def lose(self) -> None:
@@ -330,7 +331,7 @@ class World:
         if self.links and self.rng.random() < 0.2:
             link = self.links.pop(self.rng.choice(sorted(self.links)))
             self.left.append(link)
-            self.book.leave(link)  # type: ignore[arg-type]
+            self.book.retire_link(link)  # type: ignore[arg-type]
 
     def told(self, tell, link: FakeLink) -> bool:  # type: ignore[no-untyped-def]
         try:
@@ -344,7 +345,7 @@ class World:
     def drop(self, link: FakeLink) -> None:
         self.links = {address: known for address, known in self.links.items() if known is not link}
         self.left = [known for known in self.left if known is not link]
-        self.obey(self.book.lost(link, Reason.LINK_LOST, "", self.now))  # type: ignore[arg-type]
+        self.obey(self.book.on_lost(link, EndReason.LINK_LOST, "", self.now))  # type: ignore[arg-type]
 
     def finish(self) -> None:
         self.obey(self.book.close(self.now))
@@ -369,24 +370,24 @@ def test_every_landing_ends_once_behind_its_fence_under_any_events(seed: int, st
         world.step()
     world.finish()
     assert set(world.resolved) == set(range(1, world.numbers + 1))
-    assert sum(world.book.held.values()) == 0
-    assert world.book.due() is None
+    assert sum(world.book.counts.values()) == 0
+    assert world.book.next_deadline() is None
 
 
 def test_a_plan_between_very_many_ranks_is_long_however_few_its_blocks() -> None:
     link, many = FakeLink(), replace(LAYOUT, tp=512, pp=4)
-    book = SinkBook(many, [World(0).region], Options(), Tally())
-    book.fetch(1, Wish("a:1", "r", np.array([3]), 4, 0, 9.0), 0.0)
-    book.linked("a:1", link, LAYOUT, "p", 0.0)  # type: ignore[arg-type]
-    accept = Accept(1, pack_blocks([1]), 4, WINDOW, fingerprint_of(LAYOUT, many))
-    (long,) = book.accepted(link, accept, 0.1)  # type: ignore[arg-type]
-    assert isinstance(long, Reckon)
+    book = TransferSink(many, [World(0).region], AgentOptions(), AgentStats())
+    book.fetch(1, FetchRequest("a:1", "r", np.array([3]), 4, 0, 9.0), 0.0)
+    book.on_linked("a:1", link, LAYOUT, "p", 0.0)  # type: ignore[arg-type]
+    accept = Accept(1, pack_blocks([1]), 4, WINDOW, pair_fingerprint(LAYOUT, many))
+    (long,) = book.on_accept(link, accept, 0.1)  # type: ignore[arg-type]
+    assert isinstance(long, ComputePlan)
     assert long.work()(0.2) == []
-    assert book.held["moving"] == 1
+    assert book.counts["moving"] == 1
 
 
 def test_any_order_reaches_every_end() -> None:
-    ends: set[How] = set()
+    ends: set[OutcomeKind] = set()
     unwanted = 0
     for seed in range(60):
         world = World(seed)
@@ -394,5 +395,5 @@ def test_any_order_reaches_every_end() -> None:
             world.step()
         ends |= set(world.resolved.values())
         unwanted += len(world.unwanted)
-    assert ends == set(How)
+    assert ends == set(OutcomeKind)
     assert unwanted

@@ -14,25 +14,34 @@ from kvtransfer.layout.layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.messages import (
     Accept,
-    Card,
+    AgentCard,
     Credit,
     Invite,
     Landed,
     ProtocolError,
-    Stop,
+    StopTransfer,
     pack_blocks,
 )
-from kvtransfer.protocol.outcomes import How, Reason
-from kvtransfer.transfer.commands import Admit, Bump, Command, Drop, Put, Reckon, Resolve, Send
-from kvtransfer.transfer.send_queue import Ware
-from kvtransfer.transfer.source import SourceBook
-from kvtransfer.transfer.stats import Tally
-from kvtransfer.util.options import Options
+from kvtransfer.protocol.outcomes import EndReason, OutcomeKind
+from kvtransfer.transfer.commands import (
+    AcceptGrant,
+    BumpGenerations,
+    Command,
+    ComputePlan,
+    DropWindows,
+    PutWindow,
+    ResolveHandle,
+    SendMessage,
+)
+from kvtransfer.transfer.send_queue import OfferSpec
+from kvtransfer.transfer.source import TransferSource
+from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.util.options import AgentOptions
 
 LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=4)
 OTHER = msgspec.structs.replace(LAYOUT, layers=5)
 BLOCKS, BUDGET = 16, 600
-SOURCE = Card("p", b"p" * 16, LAYOUT)
+SOURCE = AgentCard("p", b"p" * 16, LAYOUT)
 
 
 class FakeLink:
@@ -49,20 +58,24 @@ class World:
         self.now = 100.0
         size = LAYOUT.rank_block_bytes(0)
         self.region = Region.over(bytearray(BLOCKS * size), size, name="p")
-        self.book = SourceBook(
-            SOURCE, [self.region], b"k" * 32, Options(patience_s=5, most_waiting=3), Tally()
+        self.book = TransferSource(
+            SOURCE,
+            [self.region],
+            b"k" * 32,
+            AgentOptions(invite_wait_s=5, max_waiting_invites=3),
+            AgentStats(),
         )
         self.links: list[FakeLink] = []
         self.numbers = 0
         self.blocks: dict[int, list[int]] = {}
         self.tickets = ["forged"]
-        self.resolved: dict[int, How] = {}
+        self.resolved: dict[int, OutcomeKind] = {}
         self.put: dict[tuple[object, int], int] = {}
         self.transfers: dict[FakeLink, int] = {}
         self.over: set[tuple[object, int]] = set()
         self.accepted: dict[tuple[object, int], int] = {}
         self.shown: dict[tuple[object, int], bool] = {}
-        self.reckoning: list[Reckon] = []
+        self.reckoning: list[ComputePlan] = []
 
     def step(self) -> None:
         steps = [
@@ -82,36 +95,36 @@ class World:
     def obey(self, commands: list[Command]) -> None:
         for before, command in zip([None, *commands], commands, strict=False):
             match command:
-                case Resolve(number, end):
-                    assert isinstance(before, Bump)
+                case ResolveHandle(number, end):
+                    assert isinstance(before, BumpGenerations)
                     assert number not in self.resolved
-                    self.resolved[number] = end.how
-                    assert isinstance(end.reason, Reason)
-                case Put(link, head, window):
+                    self.resolved[number] = end.kind
+                    assert isinstance(end.reason, EndReason)
+                case PutWindow(link, head, window):
                     assert (link, head.transfer) not in self.over
-                    assert window.current is not None
-                    assert window.current()
+                    assert window.is_current is not None
+                    assert window.is_current()
                     self.put[link, head.transfer] = (
                         self.put.get((link, head.transfer), 0) + head.n_bytes
                     )
-                case Bump(blocks):
+                case BumpGenerations(blocks):
                     before_bump = self.region.generations_of(blocks)
                     self.region.bump(blocks)
                     assert (self.region.generations_of(blocks) == before_bump + 1).all()
-                case Drop(link, transfer):
+                case DropWindows(link, transfer):
                     self.over.add((link, transfer))
-                case Send(link, Accept(transfer)):
+                case SendMessage(link, Accept(transfer)):
                     assert (link, transfer) not in self.accepted
                     outlet = self.book._outlets[link]
-                    ware = outlet.claimed[transfer].ware
+                    ware = outlet.claimed[transfer].spec
                     assert ware.sink in (None, outlet.card.agent)
                     assert self.shown.get((link, transfer)) or ware.sink or ware.public
                     self.accepted[link, transfer] = transfer
-                case Send(_, Stop(_, reason)):
-                    assert reason is not Reason.LANDED
-                case Reckon():
+                case SendMessage(_, StopTransfer(_, reason)):
+                    assert reason is not EndReason.LANDED
+                case ComputePlan():
                     self.reckoning.append(command)
-                case Admit():
+                case AcceptGrant():
                     pass
 
     def reckon(self) -> None:
@@ -130,8 +143,8 @@ class World:
         if len(self.links) < 3:
             self.links.append(FakeLink())
             layout = OTHER if self.rng.random() < 0.1 else LAYOUT
-            self.book.linked(
-                self.links[-1], Card(f"d{self.rng.randrange(2)}", b"d" * 16, layout), BUDGET
+            self.book.on_linked(
+                self.links[-1], AgentCard(f"d{self.rng.randrange(2)}", b"d" * 16, layout), BUDGET
             )
 
     def offer(self) -> None:
@@ -139,12 +152,11 @@ class World:
         blocks = self.rng.sample(range(BLOCKS), self.rng.randrange(1, 6))
         tokens = self.rng.randrange(1, len(blocks) * 4 + 1)
         name, sink = f"r{self.rng.randrange(4)}", self.rng.choice([None, None, "d0"])
-        ware = Ware(name, np.array(blocks), tokens, self.rng.choice([0.5, 30.0]), self.rng.choice([0, 4]),
-                    self.rng.randbytes(16), sink, self.rng.random() < 0.7)  # fmt: skip
+        ware = OfferSpec ( name , np . array ( blocks ) , tokens , self . rng . choice ( [ 0.5 , 30.0 ] ) , self . rng . choice ( [ 0 , 4 ] ) , self . rng . randbytes ( 16 ) , sink , self . rng . random ( ) < 0.7 )  # fmt: skip
         try:
             ticket, commands = self.book.offer(self.numbers, ware, self.now)
         except ValueError:
-            self.resolved[self.numbers] = How.FAILED
+            self.resolved[self.numbers] = OutcomeKind.FAILED
             return
         self.blocks[self.numbers] = blocks
         self.tickets.append(ticket)
@@ -166,12 +178,12 @@ class World:
             skip_tokens=skip,
             wait_s=rng.choice([0.0, 9.0]),
             slack_s=rng.random(),
-            klass=rng.randrange(3),
+            priority=rng.randrange(3),
             window_bytes=rng.choice([1, 100, 1 << 20]),
             ticket=ticket,
         )
         self.shown[link, invite.transfer] = ticket is not None
-        self.told(lambda: self.book.invited(link, invite, self.now), link)
+        self.told(lambda: self.book.on_invite(link, invite, self.now), link)
 
     def next_transfer(self, link: FakeLink) -> int:
         """Return a transfer number, seldom an old one."""
@@ -183,13 +195,8 @@ class World:
         if self.links:
             link = self.rng.choice(self.links)
             transfer = self.rng.randrange(self.transfers.get(link, 0) + 2)
-            stop = Stop(transfer, self.rng.choice(list(Reason)))
-            message = self.rng.choice([
-                lambda: self.book.stopped(link, stop, self.now),
-                lambda: self.book.beaten(link, self.now),
-                lambda: self.book.beaten(link, self.now),
-                lambda: self.book.landed(link, Landed(transfer, self.rng.randrange(1000)), self.now),
-            ])  # fmt: skip
+            stop = StopTransfer(transfer, self.rng.choice(list(EndReason)))
+            message = self . rng . choice ( [ lambda : self . book . on_stop ( link , stop , self . now ) , lambda : self . book . on_beat ( link , self . now ) , lambda : self . book . on_beat ( link , self . now ) , lambda : self . book . on_landed ( link , Landed ( transfer , self . rng . randrange ( 1000 ) ) , self . now ) ] )  # fmt: skip
             self.told(message, link)
 
     def credit(self) -> None:
@@ -199,13 +206,13 @@ class World:
                 credit = Credit(
                     transfer, self.rng.choice([n_bytes, n_bytes // 2, 1, n_bytes + 5000])
                 )
-                self.told(lambda: self.book.credited(link, credit, self.now), link)
+                self.told(lambda: self.book.on_credit(link, credit, self.now), link)
 
     def land(self) -> None:
         for (link, transfer), n_bytes in list(self.put.items()):
             if link in self.links and isinstance(link, FakeLink) and self.rng.random() < 0.5:
                 self.told(
-                    lambda link=link, t=transfer, n=n_bytes: self.book.landed(
+                    lambda link=link, t=transfer, n=n_bytes: self.book.on_landed(
                         link, Landed(t, n), self.now
                     ),
                     link,
@@ -214,12 +221,14 @@ class World:
 
     def ready(self) -> None:
         self.obey(
-            self.book.ready(self.rng.randrange(self.numbers + 1), self.rng.randrange(6), self.now)
+            self.book.mark_ready(
+                self.rng.randrange(self.numbers + 1), self.rng.randrange(6), self.now
+            )
         )
 
     def revoke(self) -> None:
         self.obey(
-            self.book.revoke(self.rng.randrange(self.numbers + 1), Reason.REVOKED, "", self.now)
+            self.book.revoke(self.rng.randrange(self.numbers + 1), EndReason.REVOKED, "", self.now)
         )
 
     def renew(self) -> None:
@@ -233,7 +242,7 @@ class World:
     def wait(self) -> None:
         self.now += self.rng.choice([0.0, 0.1, 1.0, 6.0])
         self.obey(self.book.tick(self.now))
-        due = self.book.due()
+        due = self.book.next_deadline()
         assert due is None or due > self.now
 
     def lose(self) -> None:
@@ -242,11 +251,13 @@ class World:
 
     def drop(self, link: FakeLink) -> None:
         self.links.remove(link)
-        self.obey(self.book.lost(link, Reason.LINK_LOST, "", self.now))
+        self.obey(self.book.on_lost(link, EndReason.LINK_LOST, "", self.now))
 
     def taken_is_bounded(self) -> bool:
         """Assert the limit: a window may exceed its size by one run, as long as a request."""
-        return self.book.credits_taken() <= (BUDGET + 6 * self.region.block_bytes) * len(self.links)
+        return self.book.in_flight_bytes() <= (BUDGET + 6 * self.region.block_bytes) * len(
+            self.links
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -269,29 +280,31 @@ def test_every_offer_ends_once_and_keeps_nothing_under_any_events(seed: int, ste
     for link in list(world.links):
         world.drop(link)
     assert set(world.resolved) == set(range(1, world.numbers + 1))
-    assert sum(world.book.held.values()) == 0
-    assert world.book.credits_taken() == 0
+    assert sum(world.book.counts.values()) == 0
+    assert world.book.in_flight_bytes() == 0
     assert not world.book._offer_counts.any()
 
 
 def test_any_order_reaches_every_end() -> None:
     """Shows that the property above is not vacuous."""
-    ends: set[How] = set()
+    ends: set[OutcomeKind] = set()
     for seed in range(60):
         world = World(seed)
         for _ in range(200):
             world.step()
         ends |= set(world.resolved.values())
-    assert ends == set(How)
+    assert ends == set(OutcomeKind)
 
 
 def test_landed_is_believed_only_of_what_was_sent() -> None:
     world = World(1)
     world.links.append(FakeLink())
-    world.book.linked(world.links[0], Card("d0", b"d" * 16, LAYOUT), 1 << 20)
-    world.book.offer(1, Ware("r", np.array([0, 1]), 8, 30.0, 2, bytes(16), public=True), world.now)
+    world.book.on_linked(world.links[0], AgentCard("d0", b"d" * 16, LAYOUT), 1 << 20)
+    world.book.offer(
+        1, OfferSpec("r", np.array([0, 1]), 8, 30.0, 2, bytes(16), public=True), world.now
+    )
     invite = Invite(1, "r", pack_blocks([3, 4]), 8, 0, 5.0, 5.0, 0, 1 << 20)
-    world.obey(world.book.invited(world.links[0], invite, world.now))
+    world.obey(world.book.on_invite(world.links[0], invite, world.now))
     whole = 8 * LAYOUT.bytes_per_token
     with pytest.raises(ProtocolError):
-        world.book.landed(world.links[0], Landed(1, whole), world.now)
+        world.book.on_landed(world.links[0], Landed(1, whole), world.now)

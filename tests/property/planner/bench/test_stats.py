@@ -6,7 +6,7 @@ import numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.bench.stats import percentile, scaled, summarise
+from planner.bench.stats import convert_unit, percentile, summarise
 
 samples = st.lists(st.floats(0, 1e6), min_size=1, max_size=200)
 
@@ -34,7 +34,7 @@ def test_changing_the_unit_changes_the_unit_and_nothing_else(
 ) -> None:
     summary = summarise(values)
     assert summary is not None
-    changed, direct = scaled(summary, factor), summarise([value * factor for value in values])
+    changed, direct = convert_unit(summary, factor), summarise([value * factor for value in values])
     assert direct is not None
     assert changed.count == direct.count
     assert numpy.isclose(changed.p95, direct.p95)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.bench.timeline import Timeline
+from planner.bench.timeline import AnswerTimeline
 
 
 def event(data: object, newline: str) -> bytes:
@@ -40,7 +40,7 @@ def test_any_chunking_gives_the_same_tokens_text_usage_and_end(
 ) -> None:
     data = stream(words, newline)
     places = [0, *sorted(cut % len(data) for cut in cuts), len(data)]
-    timeline = Timeline()
+    timeline = AnswerTimeline()
     for now, (start, end) in enumerate(pairwise(places)):
         timeline.feed(data[start:end], float(now))
     assert timeline.text == "".join(words)
@@ -57,6 +57,6 @@ def test_any_chunking_gives_the_same_tokens_text_usage_and_end(
 
 @given(st.binary(max_size=400), st.integers(1, 50))
 def test_no_bytes_make_it_fail(data: bytes, size: int) -> None:
-    timeline = Timeline()
+    timeline = AnswerTimeline()
     for start in range(0, len(data), size):
         timeline.feed(data[start : start + size], float(start))

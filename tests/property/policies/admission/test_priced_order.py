@@ -9,10 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from policies.admission.prefill_pacing import Pace
-from policies.admission.retry_after import Calendar, ReturnTimes
+from policies.admission.prefill_pacing import PrefillPace
+from policies.admission.retry_after import ReturnSchedule, ReturnTimes
 from policies.admission.sessions import WorkingSet
-from policies.admission.tenant_usage import NEARLY, Usage
+from policies.admission.tenant_usage import NEARLY, TenantUsage
 from tests.unit.policies.builders import ask, candidate
 
 tenants = st.dictionaries(st.sampled_from("abcdef"), st.floats(0.01, 100.0), min_size=2, max_size=6)
@@ -24,19 +24,19 @@ tenants = st.dictionaries(st.sampled_from("abcdef"), st.floats(0.01, 100.0), min
 def test_the_level_shares_what_is_admitted_and_leaves_the_modest_alone(
     asked: dict[str, float], weights: dict[str, float], part: float
 ) -> None:
-    usage = Usage(weights)
+    usage = TenantUsage(weights)
     for name, work_s in asked.items():
-        usage.offered(name, work_s * part, admitted=True)
-        usage.offered(name, work_s * (1 - part), admitted=False)
+        usage.record(name, work_s * part, admitted=True)
+        usage.record(name, work_s * (1 - part), admitted=False)
     usage.tick(0.0)
     granted = sum(
         min(work_s, usage.level * weights.get(name, 1.0)) for name, work_s in asked.items()
     )
     assert granted == pytest.approx(NEARLY * part * sum(asked.values()), rel=1e-6)
-    assert any(usage.excess(name) > 0 for name in asked), "nobody would pay a price"
+    assert any(usage.price_share(name) > 0 for name in asked), "nobody would pay a price"
     for name, work_s in asked.items():
         if work_s <= usage.level * weights.get(name, 1.0):
-            assert usage.excess(name) == 0
+            assert usage.price_share(name) == 0
 
 
 @given(
@@ -45,34 +45,34 @@ def test_the_level_shares_what_is_admitted_and_leaves_the_modest_alone(
 def test_promises_never_exceed_the_capacity_and_are_forgotten(
     refusals: list[tuple[int, float, float]],
 ) -> None:
-    calendar, now, rng, per_s = Calendar(ReturnTimes(remembered=20)), 0.0, Random(1), 3.0
+    calendar, now, rng, per_s = ReturnSchedule(ReturnTimes(remembered=20)), 0.0, Random(1), 3.0
     due: dict[int, float] = {}
     for name, work_s, pause_s in refusals:
         now += pause_s
         key = (name, name)
-        early = calendar.early(key, now)
+        early = calendar.seconds_early(key, now)
         if early is not None:
             assert name in due
             assert early == pytest.approx(due[name] - now)
             continue
-        back_s = calendar.refuse(key, work_s, per_s, 0.0, replace(ask(now=now), rng=rng))
+        back_s = calendar.schedule(key, work_s, per_s, 0.0, replace(ask(now=now), rng=rng))
         assert back_s is not None
         assert 0.0 <= back_s <= 58.0
         due[name] = now + back_s
         assert len(calendar) <= 20
         assert calendar.work_s <= per_s * 58.0 + 5.0
-        assert calendar.until_s <= now + 58.0 + 1e-9
+        assert calendar.scheduled_until_s <= now + 58.0 + 1e-9
     for name, moment in list(due.items())[:3]:
-        if calendar.early((name, name), moment - 1.0) is not None:
-            assert calendar.due((name, name), moment)
-            assert not calendar.due((name, name), moment + 31.0)
-    calendar.forget(now + 200.0)
+        if calendar.seconds_early((name, name), moment - 1.0) is not None:
+            assert calendar.is_due((name, name), moment)
+            assert not calendar.is_due((name, name), moment + 31.0)
+    calendar.expire(now + 200.0)
     assert (len(calendar), calendar.work_s) == (0, 0.0)
 
 
 def test_nothing_is_promised_while_no_capacity_has_been_measured() -> None:
-    calendar = Calendar()
-    assert calendar.refuse((1, 1), 1.0, None, 0.0, ask()) is None
+    calendar = ReturnSchedule()
+    assert calendar.schedule((1, 1), 1.0, None, 0.0, ask()) is None
     assert len(calendar) == 0
 
 
@@ -80,14 +80,14 @@ def test_nothing_is_promised_while_no_capacity_has_been_measured() -> None:
 def test_an_endpoint_is_never_given_more_than_its_pace_and_one_burst(
     prompts: list[tuple[float, float]],
 ) -> None:
-    pace, tpot_s, burst_s = Pace(1.0), 0.1, 1.5
+    pace, tpot_s, burst_s = PrefillPace(1.0), 0.1, 1.5
     load = candidate(0, decoding=8).load
     load.timeline.decode_s = 0.03
     now, given_s, largest = 0.0, 0.0, 0.0
     for pause_s, prefill_s in prompts:
         now += pause_s
         if pace.ahead_s(load, tpot_s, now) <= burst_s:
-            pace.given(load, prefill_s, tpot_s, now)
+            pace.record(load, prefill_s, tpot_s, now)
             given_s += prefill_s
             largest = max(largest, prefill_s)
         assert given_s <= 0.7 * now + burst_s + largest + 1e-9
@@ -110,17 +110,17 @@ def test_the_working_sets_tokens_are_those_of_the_sessions_in_it(
     for what, name, size in events:
         now += size / 5
         if what == "began":
-            inside.began(name, size, size // 2, size // 2, now)
+            inside.on_booked(name, size, size // 2, size // 2, now)
         elif what == "ended":
-            inside.ended(name, size + 10, size // 3, now)
+            inside.on_ended(name, size + 10, size // 3, now)
         else:
             inside.tick(now)
         assert inside.tokens == sum(item.tokens for item in inside._active.values())
-        assert 0.5 <= inside.phi <= 0.9
+        assert 0.5 <= inside.memory_share <= 0.9
         assert 60.0 <= inside.memory_s <= 600.0
     assume(inside.tokens)
     for name in "abcde":
-        inside.ended(name, None, None, now)
+        inside.on_ended(name, None, None, now)
     inside.tick(now + 5000.0)
     inside.tick(now + 10_000.0)
     assert inside.tokens >= 0

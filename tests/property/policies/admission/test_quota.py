@@ -7,7 +7,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.admission.quota import Limits, Quota
+from policies.admission.quota import Quota, QuotaLimits
 
 COMES = st.lists(st.tuples(st.floats(0.0, 40.0), st.integers(1, 5000)), min_size=1, max_size=60)
 
@@ -16,7 +16,7 @@ COMES = st.lists(st.tuples(st.floats(0.0, 40.0), st.integers(1, 5000)), min_size
 def test_a_quota_admits_one_minutes_worth_and_then_the_refill(
     requests: int, tokens: int, comes: list[tuple[float, int]]
 ) -> None:
-    quota, now, count, total, largest = Quota(Limits(requests, tokens)), 1000.0, 0, 0, 0
+    quota, now, count, total, largest = Quota(QuotaLimits(requests, tokens)), 1000.0, 0, 0, 0
     for gap_s, amount in comes:
         now += gap_s
         if quota.take(amount, now) is None:
@@ -34,7 +34,7 @@ def test_a_quota_admits_one_minutes_worth_and_then_the_refill(
 def test_a_client_that_returns_on_time_is_admitted(
     requests: int, tokens: int, amounts: list[int]
 ) -> None:
-    quota, now = Quota(Limits(requests, tokens)), 5.0
+    quota, now = Quota(QuotaLimits(requests, tokens)), 5.0
     for amount in amounts:
         refused = quota.take(amount, now)
         if refused is not None:
@@ -48,17 +48,17 @@ def test_a_client_that_returns_on_time_is_admitted(
 def test_what_was_refused_elsewhere_or_taken_too_much_comes_back(
     comes: list[tuple[float, int]],
 ) -> None:
-    quota = Quota(Limits(10, 50_000))
+    quota = Quota(QuotaLimits(10, 50_000))
     for _ in range(3):
         for _, amount in comes[:10]:
             assert quota.take(amount, 0.0) is None
             quota.correct(-amount // 2)
-            quota.give_back(amount - -(-amount // 2))
+            quota.refund(amount - -(-amount // 2))
     assert quota.take(1, 0.0) is None
 
 
 def test_a_clock_that_goes_back_refills_nothing() -> None:
-    quota = Quota(Limits(1))
+    quota = Quota(QuotaLimits(1))
     assert quota.take(1, 100.0) is None
     refused = quota.take(1, 40.0)
     assert refused is not None
@@ -74,7 +74,7 @@ class House:
     """Gateways with one quota each that exchange their usage now and then."""
 
     def __init__(self, size: int, limit: int) -> None:
-        self.quotas = [Quota(Limits(None, limit)) for _ in range(size)]
+        self.quotas = [Quota(QuotaLimits(None, limit)) for _ in range(size)]
         self.untold = [0] * size
         self.admitted = [0] * size
 
@@ -84,10 +84,10 @@ class House:
             self.admitted[at] += tokens
 
     def tell(self, at: int, now: float) -> None:
-        reported, self.untold[at] = self.quotas[at].spent(0, self.untold[at], now), 0
+        reported, self.untold[at] = self.quotas[at].usage_message(0, self.untold[at], now), 0
         for other, quota in enumerate(self.quotas):
             if other != at:
-                quota.elsewhere(reported, quota.spent(0, self.untold[other], now))
+                quota.apply_peer_usage(reported, quota.usage_message(0, self.untold[other], now))
 
 
 @given(
@@ -134,8 +134,8 @@ def test_a_gateway_that_comes_later_knows_soon_that_a_quota_is_used_up(
         return [after - was for after, was in zip(house.admitted, before, strict=True)]
 
     minute()
-    house.quotas[late % size] = Quota(Limits(None, 6000))
+    house.quotas[late % size] = Quota(QuotaLimits(None, 6000))
     assert sum(minute()) <= 12_200  # a minute's worth, and the new gateway's full bucket
-    left = [quota.spent(0, 0, now).tokens_left or 0.0 for quota in house.quotas]
+    left = [quota.usage_message(0, 0, now).tokens_left or 0.0 for quota in house.quotas]
     assert max(left) - min(left) < 1.0
     assert sum(minute()) == 6000

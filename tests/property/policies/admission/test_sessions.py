@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.admission.sessions import Member, SessionGate, WorkingSet
+from policies.admission.sessions import SessionGate, SessionUpdate, WorkingSet
 
 SERVED = st.tuples(
     st.integers(0, 2),
@@ -18,16 +18,16 @@ SERVED = st.tuples(
 
 def sharing(gate: SessionGate | None = None) -> WorkingSet:
     made = WorkingSet(gate)
-    made.share(ord)
+    made.set_key_function(ord)
     return made
 
 
 def tell(sets: list[WorkingSet], now: float) -> None:
-    messages = [working_set.untold(now) for working_set in sets]
+    messages = [working_set.take_updates(now) for working_set in sets]
     for index, working_set in enumerate(sets):
         for other, members in enumerate(messages):
             if other != index:
-                working_set.elsewhere(members, 0.0, now)
+                working_set.apply_peer_sessions(members, 0.0, now)
 
 
 @given(st.lists(SERVED, min_size=1, max_size=60))
@@ -37,8 +37,8 @@ def test_all_count_the_contexts_that_were_seen_last_wherever_that_was(
     sets, now, last = [sharing() for _ in range(3)], 1000.0, dict[str, tuple[float, int]]()
     for index, session, tokens, gap_s, told in served:
         now += gap_s
-        sets[index].began(session, tokens, 0, 0, now)
-        sets[index].ended(session, tokens, 0, now)
+        sets[index].on_booked(session, tokens, 0, 0, now)
+        sets[index].on_ended(session, tokens, 0, now)
         last[session] = now, tokens
         if told:
             tell(sets, now)
@@ -49,17 +49,17 @@ def test_all_count_the_contexts_that_were_seen_last_wherever_that_was(
         if seen_s + sets[0].memory_s > now
     }
     for working_set in sets:
-        assert {session for session in last if working_set.holds(session)} >= wanted.keys()
+        assert {session for session in last if working_set.contains(session)} >= wanted.keys()
         assert working_set.tokens == sum(
-            last[session][1] for session in last if working_set.holds(session)
+            last[session][1] for session in last if working_set.contains(session)
         )
-    assert sets[0].admits("z", 1, 10.0) == sets[1].admits("z", 1, 10.0)
+    assert sets[0].can_admit("z", 1, 10.0) == sets[1].can_admit("z", 1, 10.0)
 
 
 def test_sessions_of_peers_are_bounded_like_own_ones() -> None:
     inside = sharing(SessionGate(remembered=100))
     for number in range(500):
-        inside.elsewhere([Member(number, 10, 0.0)], 0.0, 1000.0 + number / 1000)
+        inside.apply_peer_sessions([SessionUpdate(number, 10, 0.0)], 0.0, 1000.0 + number / 1000)
     inside.tick(1001.0)
     assert len(inside) == 50
     assert inside.tokens == 500
@@ -67,17 +67,17 @@ def test_sessions_of_peers_are_bounded_like_own_ones() -> None:
 
 def test_pending_updates_never_exceed_the_active_sessions() -> None:
     inside = WorkingSet(SessionGate(remembered=100))
-    inside.share(int)
+    inside.set_key_function(int)
     for number in range(500):
-        inside.began(str(number), 10, 0, 0, number / 1000)
-        inside.ended(str(number), 20, 0, number / 1000)
+        inside.on_booked(str(number), 10, 0, 0, number / 1000)
+        inside.on_ended(str(number), 20, 0, number / 1000)
         inside.tick(number / 1000)
-    assert len(inside.untold(1.0)) == len(inside) <= 51
+    assert len(inside.take_updates(1.0)) == len(inside) <= 51
 
 
 def test_an_answer_that_takes_longer_than_a_session_is_remembered_keeps_it_in_everywhere() -> None:
     sets = [sharing(), sharing()]
-    sets[0].began("a", 100, 0, 0, 0.0)
+    sets[0].on_booked("a", 100, 0, 0, 0.0)
     for now in (1.0, 100.0, 182.0, 300.0, 364.0, 500.0):
         for working_set in sets:
             working_set.tick(now)

@@ -9,7 +9,7 @@ from math import isclose, isnan
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from policies.admission.tenant_usage import Usage
+from policies.admission.tenant_usage import TenantUsage
 
 WEIGHTS = st.dictionaries(
     st.text("abcdef", min_size=1, max_size=1), st.floats(1e-300, 1000.0), max_size=6
@@ -24,13 +24,13 @@ WORK = st.lists(
 def test_every_tenant_has_an_excess_whatever_the_weights(
     weights: dict[str, float], work: list[tuple[str, float, bool]]
 ) -> None:
-    usage = Usage(weights)
+    usage = TenantUsage(weights)
     for tenant, work_s, admitted in work:
-        usage.offered(tenant, work_s, admitted)
+        usage.record(tenant, work_s, admitted)
     usage.tick(1.0)
     usage.tick(0.5)
     assert not isnan(usage.level)
-    assert all(0.0 <= usage.excess(tenant) <= 1.0 for tenant in "abcdefg")
+    assert all(0.0 <= usage.price_share(tenant) <= 1.0 for tenant in "abcdefg")
 
 
 @given(
@@ -41,16 +41,16 @@ def test_every_tenant_has_an_excess_whatever_the_weights(
 def test_demand_of_few_requests_is_discounted(
     works: list[float], doubt: float, waiting_s: float
 ) -> None:
-    few, many = Usage({}), Usage({})
+    few, many = TenantUsage({}), TenantUsage({})
     for work_s in works:
-        few.offered("a", work_s, True)
+        few.record("a", work_s, True)
         for _ in range(4):
-            many.offered("a", work_s / 4, True)
-    assert isclose(few.asked_s(waiting_s, 0.0), many.asked_s(waiting_s, 0.0))
-    assert 0.0 <= few.asked_s(waiting_s, doubt) <= many.asked_s(waiting_s, doubt) * (1 + 1e-9)
-    assert many.asked_s(waiting_s, doubt) <= many.asked_s(waiting_s, 0.0)
-    ratio = few.asked_s(0.0, 1.0) / few.asked_s(0.0, 0.0)
+            many.record("a", work_s / 4, True)
+    assert isclose(few.demand(waiting_s, 0.0), many.demand(waiting_s, 0.0))
+    assert 0.0 <= few.demand(waiting_s, doubt) <= many.demand(waiting_s, doubt) * (1 + 1e-9)
+    assert many.demand(waiting_s, doubt) <= many.demand(waiting_s, 0.0)
+    ratio = few.demand(0.0, 1.0) / few.demand(0.0, 0.0)
     few.tick(0.0)
     few.tick(5.0)
     # both decay equally
-    assert isclose(few.asked_s(0.0, 1.0), ratio * few.asked_s(0.0, 0.0), rel_tol=1e-6, abs_tol=1e-9)
+    assert isclose(few.demand(0.0, 1.0), ratio * few.demand(0.0, 0.0), rel_tol=1e-6, abs_tol=1e-9)

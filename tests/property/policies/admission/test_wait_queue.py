@@ -8,13 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from policies.admission.admission import Admit, Cap, Outcome, Shed, Verdict, Wait, WaitingRoom
-from policies.admission.fairness import Counters, FairShares
-from policies.admission.wait_queue import Room
-from policies.model import Ask, Request, Slo
+from policies.admission.admission import (
+    Admit,
+    CapAdmission,
+    RequestOutcome,
+    Shed,
+    Verdict,
+    Wait,
+    WaitQueueLimits,
+)
+from policies.admission.fairness import FairShares, TenantCounters
+from policies.admission.wait_queue import WaitQueue
+from policies.model import Request, RoutingQuery, Slo
 from tests.unit.policies.builders import candidate
 
-LIMITS = WaitingRoom(size=5, timeout_s=8.0, starvation_s=4.0)
+LIMITS = WaitQueueLimits(size=5, timeout_s=8.0, starvation_s=4.0)
 events = st.lists(
     st.tuples(
         st.sampled_from(["arrive", "arrive", "arrive", "leave", "cancel", "wait", "flap"]),
@@ -25,9 +33,9 @@ events = st.lists(
 )
 
 
-def question(number: int, tenant: str, now: float, **fields: object) -> Ask:
+def question(number: int, tenant: str, now: float, **fields: object) -> RoutingQuery:
     request = Request(f"r{number}", "model", tenant, 1000, 100, arrived_s=now, **fields)  # type: ignore[arg-type]
-    return Ask(request, now, Random(0))
+    return RoutingQuery(request, now, Random(0))
 
 
 class History:
@@ -35,10 +43,10 @@ class History:
 
     def __init__(self, caps: tuple[int, ...]) -> None:
         self.candidates = [candidate(slot, cap) for slot, cap in enumerate(caps)]
-        self.room: Room[int] = Room(Cap(), LIMITS, FairShares({"b": 2.0}))
+        self.room: WaitQueue[int] = WaitQueue(CapAdmission(), LIMITS, FairShares({"b": 2.0}))
         self.room.refresh(self.candidates)
         self.now = 0.0
-        self.asked: dict[int, Ask] = {}
+        self.asked: dict[int, RoutingQuery] = {}
         self.waits: dict[int, float] = {}
         self.inside: dict[int, None] = {}
         self.refused: set[int] = set()
@@ -64,14 +72,14 @@ class History:
             self.refused.add(number)
 
     def settle(self) -> None:
-        for number, verdict in self.room.settle(self.now):
+        for number, verdict in self.room.take_verdicts(self.now):
             assert number in self.waits
             self.heard(number, verdict)
 
     def leave(self) -> None:
         number = next(iter(self.inside))
         del self.inside[number]
-        self.room.leave(self.asked[number].request, Outcome(self.now, output_tokens=90))
+        self.room.release(self.asked[number].request, RequestOutcome(self.now, output_tokens=90))
         self.settle()
 
     def check(self) -> None:
@@ -83,7 +91,7 @@ class History:
             due = room.next_due()
             assert due is not None
             assert abs(due - min(self.waits.values())) < 1e-6
-            assert room.busy >= room.capacity, "somebody waits beside a free place"
+            assert room.busy_permits >= room.capacity, "somebody waits beside a free place"
 
 
 @settings(max_examples=150, deadline=None)
@@ -109,7 +117,7 @@ def test_every_waiting_request_gets_a_verdict_in_time(
         elif what == "wait":
             result.now += seconds * 2
         elif what == "flap":
-            result.candidates[1].load.available = not result.candidates[1].load.available
+            result.candidates[1].load.is_available = not result.candidates[1].load.is_available
             result.room.refresh(result.candidates)
         result.settle()
         result.check()
@@ -131,7 +139,7 @@ def test_every_waiting_request_gets_a_verdict_in_time(
 def test_within_a_tenant_priority_goes_first_and_then_the_least_slack(
     people: list[tuple[int, float]], unused: int
 ) -> None:
-    room: Room[int] = Room(Cap(), WaitingRoom(size=50))
+    room: WaitQueue[int] = WaitQueue(CapAdmission(), WaitQueueLimits(size=50))
     one = [candidate(0, 1)]
     room.refresh(one)
     room.arrive(question(99, "t", 0.0), one, 99)
@@ -142,8 +150,8 @@ def test_within_a_tenant_priority_goes_first_and_then_the_least_slack(
     order = []
     last = 99
     while room.waiting:
-        room.leave(question(last, "t", 0.0).request, Outcome(0.0, output_tokens=100))
-        [(last, verdict)] = room.settle(0.0)
+        room.release(question(last, "t", 0.0).request, RequestOutcome(0.0, output_tokens=100))
+        [(last, verdict)] = room.take_verdicts(0.0)
         assert isinstance(verdict, Admit)
         order.append(last)
     assert order == sorted(
@@ -157,13 +165,15 @@ def test_two_always_waiting_tenants_get_tokens_by_weight(sizes: list[int], weigh
     """The bound of start-time fair queueing: the normalised difference never exceeds one request of
     each.
     """
-    room: Room[int] = Room(
-        Cap(), WaitingRoom(size=10, timeout_s=1e9, starvation_s=1e9), FairShares({"b": weight})
+    room: WaitQueue[int] = WaitQueue(
+        CapAdmission(),
+        WaitQueueLimits(size=10, timeout_s=1e9, starvation_s=1e9),
+        FairShares({"b": weight}),
     )
     one = [candidate(0, 1)]
     room.refresh(one)
     rng = Random(len(sizes))
-    asks: dict[int, Ask] = {}
+    asks: dict[int, RoutingQuery] = {}
     served = {"a": 0.0, "b": 0.0}
 
     def arrive(number: int, tenant: str) -> Verdict:
@@ -179,8 +189,8 @@ def test_two_always_waiting_tenants_get_tokens_by_weight(sizes: list[int], weigh
         arrive(number, tenant)
     last = 0
     for number in range(5, 5 + len(sizes)):
-        room.leave(asks[last].request, Outcome(0.0))
-        [(last, _)] = room.settle(0.0)
+        room.release(asks[last].request, RequestOutcome(0.0))
+        [(last, _)] = room.take_verdicts(0.0)
         request = asks[last].request
         served[request.tenant] += request.prompt_tokens
         assert abs(served["a"] - served["b"] / weight) <= 2000 + 2000 / weight
@@ -191,11 +201,13 @@ def test_two_always_waiting_tenants_get_tokens_by_weight(sizes: list[int], weigh
 @given(st.integers(1, 4), st.integers(5, 30))
 def test_no_waiting_request_is_overtaken_for_ever(before: int, crowd: int) -> None:
     """A tenant with a huge debt against one that always has cheap requests waiting."""
-    room: Room[int] = Room(Cap(), WaitingRoom(size=200, timeout_s=1e9, starvation_s=10.0))
+    room: WaitQueue[int] = WaitQueue(
+        CapAdmission(), WaitQueueLimits(size=200, timeout_s=1e9, starvation_s=10.0)
+    )
     one = [candidate(0, 1)]
     room.refresh(one)
     room.arrive(question(0, "cheap", 0.0), one, 0)
-    room._counters.contended()
+    room._counters.stop_forgiving()
     room._counters.charge("dear", 1e12)
     for number in range(1, before + 1):
         room.arrive(question(number, "dear", 0.0), one, number)
@@ -208,8 +220,8 @@ def test_no_waiting_request_is_overtaken_for_ever(before: int, crowd: int) -> No
         now += 1.0
         number += 1
         room.arrive(question(number, "cheap", now), one, number)
-        room.leave(question(last, "cheap", now).request, Outcome(now, output_tokens=100))
-        [(last, _)] = room.settle(now)
+        room.release(question(last, "cheap", now).request, RequestOutcome(now, output_tokens=100))
+        [(last, _)] = room.take_verdicts(now)
         releases += now > 10.0
         assert releases <= 4 * before + 4
 
@@ -222,34 +234,34 @@ def test_no_waiting_request_is_overtaken_for_ever(before: int, crowd: int) -> No
 def test_idleness_saves_nothing_up_and_memory_is_bounded(
     uses: list[tuple[str, float, float]],
 ) -> None:
-    counters, now = Counters(FairShares(remembered=4)), 0.0
+    counters, now = TenantCounters(FairShares(remembered=4)), 0.0
     floor = 0.0
     for tenant, tokens, pause_s in uses:
-        counters.contended()
-        before = counters.of(tenant)
+        counters.stop_forgiving()
+        before = counters.counter_of(tenant)
         assert before >= floor
-        counters.served(before)
+        counters.advance_to(before)
         assert counters.charge(tenant, tokens) >= before
-        assert counters.of("newcomer") == counters.floor >= floor
+        assert counters.counter_of("newcomer") == counters.floor >= floor
         floor = counters.floor
         assert len(counters) <= 4
-        counters.fade(now)
+        counters.forgive(now)
         now += pause_s
-        counters.fade(now)
-    counters.fade(now)
-    counters.fade(now + 1e4)
+        counters.forgive(now)
+    counters.forgive(now)
+    counters.forgive(now + 1e4)
     assert not len(counters)
 
 
 def test_the_largest_crowd_makes_room_for_another_tenant_when_the_room_is_full() -> None:
-    room: Room[int] = Room(Cap(), WaitingRoom(size=4))
+    room: WaitQueue[int] = WaitQueue(CapAdmission(), WaitQueueLimits(size=4))
     one = [candidate(0, 1)]
     room.refresh(one)
     room.arrive(question(0, "loud", 0.0), one, 0)
     for number in range(1, 5):
         assert isinstance(room.arrive(question(number, "loud", float(number)), one, number), Wait)
     assert isinstance(room.arrive(question(5, "quiet", 5.0), one, 5), Wait)
-    [(ticket, verdict)] = room.settle(5.0)
+    [(ticket, verdict)] = room.take_verdicts(5.0)
     assert ticket == 4
     assert isinstance(verdict, Shed)
     assert verdict.reason == "waiting_room_full"

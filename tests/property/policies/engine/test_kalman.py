@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.engine.kalman import MOST_CORRECTION, Kalman
+from policies.engine.kalman import MOST_CORRECTION, KalmanFilter
 
 PRIORS = (0.25, 0.02, 0.1)
 SEEN = st.tuples(
@@ -20,7 +20,7 @@ SEEN = st.tuples(
 def test_factors_stay_within_their_bounds_and_nothing_is_known_better_than_certain(
     seen: list[tuple[float, float, float, float]],
 ) -> None:
-    learnt = Kalman(*PRIORS)
+    learnt = KalmanFilter(*PRIORS)
     for ratio, second, third, noise in seen:
         learnt.observe(ratio, (1.0, second, third), noise)
         assert all(
@@ -38,7 +38,7 @@ def test_factors_stay_within_their_bounds_and_nothing_is_known_better_than_certa
 def test_two_factors_observed_in_all_mixtures_are_both_learned(
     whole: float, part: float, seed: int
 ) -> None:
-    learnt, rng = Kalman(0.25, 0.1), np.random.default_rng(seed)
+    learnt, rng = KalmanFilter(0.25, 0.1), np.random.default_rng(seed)
     for _ in range(300):
         raw, noise = rng.uniform(0.0, 1.0), exp(rng.normal(0.0, 0.01))
         truth = whole * (1.0 - raw + raw * part)
@@ -54,7 +54,7 @@ def test_two_factors_observed_in_all_mixtures_are_both_learned(
 def test_a_part_that_changes_after_years_of_one_truth_is_followed_and_leaves_the_rest_alone() -> (
     None
 ):
-    learnt, rng = Kalman(0.25, 0.1), np.random.default_rng(7)
+    learnt, rng = KalmanFilter(0.25, 0.1), np.random.default_rng(7)
     for part, times in ((1.0, 5000), (0.5, 500)):
         for _ in range(times):
             raw = rng.uniform(0.1, 0.9)

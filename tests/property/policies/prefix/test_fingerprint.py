@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.prefix.block_hash import Arithmetic, Numbers, WholeArrays, WordByWord
+from policies.prefix.block_hash import KeyArithmetic, Numbers, NumpyArithmetic, ScalarArithmetic
 from policies.prefix.fingerprint import Fingerprinter
-from policies.prefix.sampled_keys import LENGTHS, rungs
+from policies.prefix.sampled_keys import SAMPLE_LENGTHS, sample_keys
 
 BLOCK = 16
 PRINTS = Fingerprinter(b"0123456789abcdef", block_bytes=BLOCK)
@@ -32,7 +32,10 @@ def test_keys_are_equal_exactly_as_far_as_the_prompts_are(
     shared: bytes, one: bytes, other: bytes
 ) -> None:
     a, b = shared + one, shared + other
-    keys_a, keys_b = PRINTS.of(b"s", a).keys.tolist(), PRINTS.of(b"s", b).keys.tolist()
+    keys_a, keys_b = (
+        PRINTS.fingerprint(b"s", a).keys.tolist(),
+        PRINTS.fingerprint(b"s", b).keys.tolist(),
+    )
     for block, (key_a, key_b) in enumerate(zip(keys_a, keys_b, strict=False)):
         end = (block + 1) * BLOCK
         assert (key_a == key_b) == (a[:end] == b[:end])
@@ -40,7 +43,7 @@ def test_keys_are_equal_exactly_as_far_as_the_prompts_are(
 
 @given(prompts)
 def test_only_whole_blocks_have_keys_and_all_keys_differ(prompt: bytes) -> None:
-    fingerprint = PRINTS.of(b"s", prompt)
+    fingerprint = PRINTS.fingerprint(b"s", prompt)
     assert len(fingerprint.keys) == len(prompt) // BLOCK
     assert len(set(fingerprint.keys.tolist())) == len(fingerprint.keys)
     assert fingerprint.n_bytes == len(prompt)
@@ -50,20 +53,26 @@ def test_only_whole_blocks_have_keys_and_all_keys_differ(prompt: bytes) -> None:
 def test_how_a_prompt_is_cut_into_parts_does_not_matter(prompt: bytes, cuts: list[int]) -> None:
     edges = [0, *sorted(min(cut, len(prompt)) for cut in cuts), len(prompt)]
     parts = [memoryview(prompt)[a:b] for a, b in pairwise(edges)]
-    assert PRINTS.of(b"s", *parts).keys.tolist() == PRINTS.of(b"s", prompt).keys.tolist()
+    assert (
+        PRINTS.fingerprint(b"s", *parts).keys.tolist()
+        == PRINTS.fingerprint(b"s", prompt).keys.tolist()
+    )
 
 
 @given(prompts, st.binary(max_size=20), st.binary(max_size=20))
 def test_different_salts_share_no_key(prompt: bytes, salt: bytes, other: bytes) -> None:
-    keys, others = PRINTS.of(salt, prompt).keys.tolist(), PRINTS.of(other, prompt).keys.tolist()
+    keys, others = (
+        PRINTS.fingerprint(salt, prompt).keys.tolist(),
+        PRINTS.fingerprint(other, prompt).keys.tolist(),
+    )
     assert keys == others if salt == other else not set(keys) & set(others)
 
 
 @given(prompts)
 def test_different_secrets_share_no_key(prompt: bytes) -> None:
     stranger = Fingerprinter(b"fedcba9876543210", block_bytes=BLOCK)
-    assert not set(PRINTS.of(b"s", prompt).keys.tolist()) & set(
-        stranger.of(b"s", prompt).keys.tolist()
+    assert not set(PRINTS.fingerprint(b"s", prompt).keys.tolist()) & set(
+        stranger.fingerprint(b"s", prompt).keys.tolist()
     )
 
 
@@ -73,18 +82,18 @@ def test_different_secrets_share_no_key(prompt: bytes) -> None:
 def test_word_by_word_gives_the_keys_that_whole_arrays_give(
     word_keys: Numbers, places: Numbers, fold: int, mix: int, seed: int, data: bytes
 ) -> None:
-    def keys(arithmetic: type[Arithmetic]) -> list[int]:
+    def keys(arithmetic: type[KeyArithmetic]) -> list[int]:
         return (
             arithmetic(word_keys, places, fold, mix)
-            .chained(seed, memoryview(data), len(data) // BLOCK)
+            .chain_keys(seed, memoryview(data), len(data) // BLOCK)
             .tolist()
         )
 
-    assert keys(WordByWord) == keys(WholeArrays)
+    assert keys(ScalarArithmetic) == keys(NumpyArithmetic)
 
 
 @given(st.integers(0, 1000))
 def test_an_index_has_entries_for_less_and_less_of_a_longer_chain(blocks: int) -> None:
-    result = rungs(array("Q", range(1, blocks + 1))).tolist()
-    assert result == [length for length in LENGTHS if length <= blocks]
+    result = sample_keys(array("Q", range(1, blocks + 1))).tolist()
+    assert result == [length for length in SAMPLE_LENGTHS if length <= blocks]
     assert all(longer - length <= 1 + length // 32 for length, longer in pairwise(result))

@@ -39,7 +39,7 @@ class Unbounded(RuleBasedStateMachine):
 
     @rule(slot=slots, prompt=prompts, tail=tails)
     def insert(self, slot: int, prompt: bytes, tail: bytes) -> None:
-        self.index.insert(PRINTS.of(b"s", prompt + tail), slot, len(prompt + tail))
+        self.index.insert(PRINTS.fingerprint(b"s", prompt + tail), slot, len(prompt + tail))
         self.naive[slot] |= {prompt[:end] for end in range(BLOCK, len(prompt) + 1, BLOCK)}
 
     @rule(slot=slots)
@@ -55,12 +55,12 @@ class Unbounded(RuleBasedStateMachine):
         cut = prompt[: (kept + 1) * BLOCK]
         if len(cut) > kept * BLOCK:
             for gone in [known for known in self.naive[slot] if known.startswith(cut)]:
-                self.index.trim(PRINTS.of(b"s", gone), slot, kept * BLOCK, len(gone))
+                self.index.trim(PRINTS.fingerprint(b"s", gone), slot, kept * BLOCK, len(gone))
                 self.naive[slot].remove(gone)
 
     @rule(prompt=prompts, tail=tails)
     def match(self, prompt: bytes, tail: bytes) -> None:
-        fingerprint = PRINTS.of(b"s", prompt + tail)
+        fingerprint = PRINTS.fingerprint(b"s", prompt + tail)
         believed = self.index.match(fingerprint, len(prompt + tail))
         expected = [self.depth(slot, prompt) * BLOCK for slot in range(SLOTS)]
         assert believed + [0] * (SLOTS - len(believed)) == expected
@@ -109,7 +109,7 @@ class Bounded(RuleBasedStateMachine):
 
     @rule(slot=slots, prompt=prompts, kept=st.integers(0, 100))
     def trim(self, slot: int, prompt: bytes, kept: int) -> None:
-        self.index.trim(PRINTS.of(b"s", prompt), slot, kept, len(prompt))
+        self.index.trim(PRINTS.fingerprint(b"s", prompt), slot, kept, len(prompt))
 
     @precondition(lambda self: self.capacity)
     @rule(slot=slots)
@@ -121,7 +121,7 @@ class Bounded(RuleBasedStateMachine):
         stats = self.index.stats()
         assert stats.bytes <= self.cap
         assert 0 <= stats.blocks == sum(map(len, self.index._shards)) <= 64
-        for slot, count in enumerate(stats.held_tokens):
+        for slot, count in enumerate(stats.cached_tokens):
             assert count >= 0
             if slot in self.capacity:
                 # One generation is always alive: a prompt larger than the engine matches until the
@@ -130,7 +130,7 @@ class Bounded(RuleBasedStateMachine):
 
     @staticmethod
     def long(prompt: bytes, blocks: int) -> Fingerprint:
-        return PRINTS.of(b"s", prompt + b"z" * (blocks * BLOCK))
+        return PRINTS.fingerprint(b"s", prompt + b"z" * (blocks * BLOCK))
 
 
 TestUnbounded = Unbounded.TestCase

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.contract import DECODE, WHOLE, Part
+from policies.contract import DECODE_PHASE, WHOLE_REQUEST, PhaseShare
 from policies.load import EndpointLoad
-from policies.model import Ask, Candidate, Endpoint, Request, Slo
-from policies.pricing.price import Priced, Prices
+from policies.model import Candidate, Endpoint, Request, RoutingQuery, Slo
+from policies.pricing.price import PricedPolicy, PriceScorer
 
 share = st.floats(0.0, 1.0)
 tokens = st.integers(0, 200_000)
@@ -23,12 +23,14 @@ slos = st.builds(Slo, st.just("any"), st.floats(0.05, 60.0), st.floats(0.005, 2.
 requests = st.builds(
     Request, *map(st.just, ("id", "m", "t")), tokens, st.integers(0, 4000), slo=slos
 )
-parts = st.sampled_from((WHOLE, DECODE, Part(decodes=0.0), Part(decodes=0.0, transfer_s=1.0)))
+parts = st.sampled_from(
+    (WHOLE_REQUEST, DECODE_PHASE, PhaseShare(decodes=0.0), PhaseShare(decodes=0.0, transfer_s=1.0))
+)
 weight = st.floats(0.0, 9.0)
 prices = st.builds(
-    Prices,
+    PriceScorer,
     st.builds(
-        Priced,
+        PricedPolicy,
         st.floats(1.0, 3.0),
         st.floats(0.0, 3.0),
         weight,
@@ -51,21 +53,27 @@ WORSE: dict[str, st.SearchStrategy[float]] = {
 @st.composite
 def candidates(draw: st.DrawFn, slot: int = 0) -> Candidate:
     load = EndpointLoad(slot)
-    load.ready_at, load.fixed_s = draw(st.floats(0.0, 200.0)), draw(share)
-    load.token_s, load.pair_s = draw(st.floats(0.0, 1e-3)), draw(st.floats(0.0, 1e-7))
-    load.step_s, load.sequence_s = draw(st.floats(0.0, 1.0)), draw(st.floats(0.0, 1e-3))
-    load.context_s, load.regret = draw(st.floats(0.0, 1e-6)), draw(share)
+    load.prefill_done_at, load.fixed_ttft_s = draw(st.floats(0.0, 200.0)), draw(share)
+    load.prefill_s_per_token, load.attention_s_per_pair = (
+        draw(st.floats(0.0, 1e-3)),
+        draw(st.floats(0.0, 1e-7)),
+    )
+    load.decode_s_per_token, load.decode_s_per_sequence = (
+        draw(st.floats(0.0, 1.0)),
+        draw(st.floats(0.0, 1e-3)),
+    )
+    load.decode_s_per_context_token, load.eviction_regret = draw(st.floats(0.0, 1e-6)), draw(share)
     load.kv_tokens, load.kv_booked = (
         draw(st.one_of(st.none(), st.floats(1e3, 1e7))),
         draw(st.integers(0, 10**6)),
     )
     load.answers = draw(st.integers(0, 200))
     load.expected_tokens = load.answers * draw(st.integers(0, 4000))
-    load.kv_free, load.kv_s = (
+    load.free_kv_tokens, load.s_per_freed_kv_token = (
         draw(st.one_of(st.just(inf), st.floats(-1e6, 1e6))),
         draw(st.floats(0.0, 1e-3)),
     )
-    load.strangers, load.waiting = (
+    load.external_requests, load.waiting = (
         draw(st.integers(0, 9)),
         draw(st.one_of(st.none(), st.integers(0, 9))),
     )
@@ -76,17 +84,17 @@ def candidates(draw: st.DrawFn, slot: int = 0) -> Candidate:
     return Candidate(Endpoint("tp", "http://127.0.0.1:9000", "pool", "m"), load)
 
 
-def price(by: Prices, request: Request, one: Candidate, held: int, part: Part) -> float:
-    (quote,) = by.prices(Ask(request, 100.0, Random(1), [held]), [one], part)
+def price(by: PriceScorer, request: Request, one: Candidate, held: int, part: PhaseShare) -> float:
+    (quote,) = by.prices(RoutingQuery(request, 100.0, Random(1), [held]), [one], part)
     return quote
 
 
 def never_cheaper(
-    by: Prices,
+    by: PriceScorer,
     request: Request,
     one: Candidate,
     held: float,
-    part: Part,
+    part: PhaseShare,
     worsen: Callable[[EndpointLoad], None],
 ) -> None:
     cached = int(held * request.prompt_tokens)
@@ -99,11 +107,11 @@ def never_cheaper(
 @given(prices, requests, candidates(), share, parts, st.data())
 def test_more_backlog_booked_memory_or_regret_or_less_free_memory_is_never_cheaper(
     number: str,
-    by: Prices,
+    by: PriceScorer,
     request: Request,
     one: Candidate,
     held: float,
-    part: Part,
+    part: PhaseShare,
     data: st.DataObject,
 ) -> None:
     def worsen(load: EndpointLoad) -> None:
@@ -114,7 +122,7 @@ def test_more_backlog_booked_memory_or_regret_or_less_free_memory_is_never_cheap
 
 @given(prices, requests, candidates(), share, share, parts)
 def test_more_of_the_prompt_cached_is_never_dearer(
-    by: Prices, request: Request, one: Candidate, some: float, more: float, part: Part
+    by: PriceScorer, request: Request, one: Candidate, some: float, more: float, part: PhaseShare
 ) -> None:
     low, high = sorted(int(share * request.prompt_tokens) for share in (some, more))
     dear = price(by, request, one, low, part)
@@ -123,7 +131,7 @@ def test_more_of_the_prompt_cached_is_never_dearer(
 
 @given(prices, requests, candidates(), share, parts, st.integers(1, 200))
 def test_more_answers_under_way_of_the_same_length_are_never_cheaper(
-    by: Prices, request: Request, one: Candidate, held: float, part: Part, times: int
+    by: PriceScorer, request: Request, one: Candidate, held: float, part: PhaseShare, times: int
 ) -> None:
     def worsen(load: EndpointLoad) -> None:
         load.answers *= times
@@ -134,9 +142,9 @@ def test_more_answers_under_way_of_the_same_length_are_never_cheaper(
 
 @given(prices, requests, candidates(), share, parts)
 def test_a_price_is_a_finite_number_not_below_zero_and_the_sum_of_its_parts(
-    by: Prices, request: Request, one: Candidate, held: float, part: Part
+    by: PriceScorer, request: Request, one: Candidate, held: float, part: PhaseShare
 ) -> None:
-    question = Ask(request, 100.0, Random(1), [int(held * request.prompt_tokens)])
+    question = RoutingQuery(request, 100.0, Random(1), [int(held * request.prompt_tokens)])
     (quote,) = by.prices(question, [one], part)
     assert isfinite(quote)
     assert quote >= 0.0

@@ -6,17 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.presets import PrefixAware
-from policies.pricing.split import Group, Pools, Shape, SplitRule, splitter
+from policies.pricing.split import PairGroup, SplitPools, SplitRule, SplitShape, build_splitter
 from tests.unit.policies.builders import ask, candidate
 
 rules = st.builds(SplitRule, st.integers(1, 100_000), st.floats(0, 0.99))
 prompts = st.lists(st.integers(0, 200_000), min_size=1, max_size=30)
-SHAPE = Shape()
+SHAPE = SplitShape()
 
 
 def decisions(rule: SplitRule, tokens: list[int], splitting: bool = False) -> list[bool]:
-    pools = Pools((Group("g", (candidate(0),), (candidate(1),)),), (candidate(1),))
-    one, results = splitter(rule, PrefixAware().build()), []
+    pools = SplitPools((PairGroup("g", (candidate(0),), (candidate(1),)),), (candidate(1),))
+    one, results = build_splitter(rule, PrefixAware().build()), []
     for prompt in tokens:
         decision = one.decide(pools, ask(prompt), SHAPE, splitting)
         splitting = decision.splitting

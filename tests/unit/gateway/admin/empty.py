@@ -6,10 +6,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gateway.admin.metric_samples import Mark
+from gateway.admin.metric_samples import MetricSample
 
-_NOTHING = Mark(0.0, {}, {}, {}, {}, {}, {}, {}, 0.0, (0.0, 0.0), {}, {}, {}, {}, {}, {})
+_NOTHING = MetricSample(0.0, {}, {}, {}, {}, {}, {}, {}, 0.0, (0.0, 0.0), {}, {}, {}, {}, {}, {})
 
 
-def mark(**fields: Any) -> Mark:
+def mark(**fields: Any) -> MetricSample:
     return replace(_NOTHING, **fields)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.admin.diagnosis import MAX_FINDINGS, Minute, findings, shortened, span
+from gateway.admin.diagnosis import MAX_FINDINGS, MinuteCounts, diagnose, duration_text, shorten
 
 
 def endpoint(name: str, **changes: Any) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def endpoint(name: str, **changes: Any) -> dict[str, Any]:
 
 def diagnose(*endpoints: dict[str, Any], **changes: Any) -> list[tuple[str, str]]:
     return [
-        (line.grade, line.text) for line in shortened(findings(Minute(endpoints, 60.0, **changes)))
+        (line.grade, line.text) for line in shorten(diagnose(MinuteCounts(endpoints, 60.0, **changes)))
     ]
 
 
@@ -107,7 +107,7 @@ def test_an_endpoint_reported_as_slow_is_reported_once() -> None:
 
 
 def test_durations_as_text() -> None:
-    assert [span(seconds) for seconds in (0.44, 14.4, 200.0, 9000.0)] == [
+    assert [duration_text(seconds) for seconds in (0.44, 14.4, 200.0, 9000.0)] == [
         "0.4 s",
         "14 s",
         "3 min",

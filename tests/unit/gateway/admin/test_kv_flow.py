@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admin.kv_flow import received, shared
+from gateway.admin.kv_flow import counter_growth_by_name, kv_bytes_by_pair
 from tests.unit.gateway.admin.empty import mark
 
 PAIRS = [(prefill, decode) for prefill in ("p0", "p1") for decode in ("d0", "d1")]
@@ -21,11 +21,11 @@ def test_bytes_of_a_decode_endpoint_are_divided_by_transferred_tokens() -> None:
         ("p1", "mute"): (1, 0, 9),
     }
     now = mark(pairs=pairs, received={"d0": 5000, "d1": 5000})
-    assert shared(now, before) == {("p0", "d0"): 3000.0, ("p1", "d0"): 1000.0, ("p1", "d1"): 0.0}
+    assert kv_bytes_by_pair(now, before) == {("p0", "d0"): 3000.0, ("p1", "d0"): 1000.0, ("p1", "d1"): 0.0}
 
 
 def test_a_restarted_counter_counts_from_zero_and_a_new_one_has_not_grown() -> None:
-    assert received({"a": 70, "b": 900, "c": 5}, {"a": 100, "b": 400}) == {
+    assert counter_growth_by_name({"a": 70, "b": 900, "c": 5}, {"a": 100, "b": 400}) == {
         "a": 70,
         "b": 500,
         "c": 0,
@@ -40,7 +40,7 @@ def test_bytes_of_all_pairs_sum_to_the_received_bytes(
     tokens: dict[tuple[str, str], int], received_bytes: dict[str, int]
 ) -> None:
     before = mark(received=dict.fromkeys(received_bytes, 0))
-    shares = shared(
+    shares = kv_bytes_by_pair(
         mark(
             pairs={names: (0, 0, count) for names, count in tokens.items()}, received=received_bytes
         ),

@@ -135,7 +135,7 @@ async def test_a_killed_group_shows_within_two_seconds() -> None:
     async with gateway_fleet(3) as fleet, watching(fleet) as frames:
         victim = fleet.app.gateway.endpoints.all()[1].endpoint.name
         assert (await anext(frames))["why"] == []
-        fleet.groups[1].faults.set("refuse")
+        fleet.groups[1].faults.apply("refuse")
         killed = loop.time()
         async with asyncio.timeout(PATIENCE_S):
             async for frame in frames:

@@ -7,24 +7,30 @@ from typing import Any
 
 import pytest
 
-from gateway.admin.recent_requests import MAX_LIMIT, Query, read_query, recent, together
+from gateway.admin.recent_requests import (
+    MAX_LIMIT,
+    RecentQuery,
+    merge_recent,
+    read_query,
+    recent_rows,
+)
 from gateway.exchange import Exchange
 from gateway.protocol.openai import Api
-from gateway.protocol.stream_scan import Usage
-from gateway.telemetry.explain import Explained
+from gateway.protocol.stream_scan import TokenUsage
+from gateway.telemetry.explain import RecentExchanges
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 
 
 def ended(number: int, outcome: str = "served", kept: str = "met") -> Exchange:
     x = Exchange(f"req_{number}", Api.CHAT, "127.0.0.1", float(number))
-    x.status, x.outcome, x.kept, x.model = 200, outcome, kept, "demo"
+    x.status, x.outcome, x.slo_outcome, x.model = 200, outcome, kept, "demo"
     return x
 
 
-def ring(*exchanges: Exchange, size: int = 512) -> Explained:
-    explained = Explained(size)
+def ring(*exchanges: Exchange, size: int = 512) -> RecentExchanges:
+    explained = RecentExchanges(size)
     for x in exchanges:
-        explained.keep(x, Usage(), 0, x.accepted_at + 0.25)
+        explained.add(x, TokenUsage(), 0, x.accepted_at + 0.25)
     return explained
 
 
@@ -34,10 +40,16 @@ def ids(page: dict[str, Any]) -> list[str]:
 
 def test_rows_are_newest_first_and_limited() -> None:
     explained = ring(*(ended(number) for number in range(9)), size=5)
-    assert ids(recent(explained, Query(3))) == ["req_8", "req_7", "req_6"]
-    assert ids(recent(explained, Query())) == ["req_8", "req_7", "req_6", "req_5", "req_4"]
-    assert recent(explained, Query())["size"] == 5
-    assert recent(ring(ended(1), size=0), Query()) == {"size": 0, "requests": []}
+    assert ids(recent_rows(explained, RecentQuery(3))) == ["req_8", "req_7", "req_6"]
+    assert ids(recent_rows(explained, RecentQuery())) == [
+        "req_8",
+        "req_7",
+        "req_6",
+        "req_5",
+        "req_4",
+    ]
+    assert recent_rows(explained, RecentQuery())["size"] == 5
+    assert recent_rows(ring(ended(1), size=0), RecentQuery()) == {"size": 0, "requests": []}
 
 
 def test_problems_are_failures_rejections_and_missed_slos() -> None:
@@ -50,8 +62,13 @@ def test_problems_are_failures_rejections_and_missed_slos() -> None:
         ),
         *(ended(5, kept=""), ended(6, "client_gone", "")),
     )
-    assert ids(recent(explained, Query(problems=True))) == ["req_6", "req_4", "req_3", "req_2"]
-    assert [row["problem"] for row in recent(explained, Query())["requests"]] == [
+    assert ids(recent_rows(explained, RecentQuery(problems=True))) == [
+        "req_6",
+        "req_4",
+        "req_3",
+        "req_2",
+    ]
+    assert [row["problem"] for row in recent_rows(explained, RecentQuery())["requests"]] == [
         True,
         False,
         True,
@@ -62,10 +79,10 @@ def test_problems_are_failures_rejections_and_missed_slos() -> None:
 
 
 def test_output_tokens_of_a_stream_without_usage_are_estimated_from_events() -> None:
-    explained = Explained(2)
-    explained.keep(ended(1), Usage(), 12, 1.0)
-    explained.keep(ended(2), Usage(30, 7, 20), 12, 1.0)
-    exact, estimated = recent(explained, Query())["requests"]
+    explained = RecentExchanges(2)
+    explained.add(ended(1), TokenUsage(), 12, 1.0)
+    explained.add(ended(2), TokenUsage(30, 7, 20), 12, 1.0)
+    exact, estimated = recent_rows(explained, RecentQuery())["requests"]
     assert (exact["prompt_tokens"], exact["cached_tokens"], exact["output_tokens"]) == (30, 20, 7)
     assert (estimated["prompt_tokens"], estimated["cached_tokens"], estimated["output_tokens"]) == (
         None,
@@ -75,8 +92,11 @@ def test_output_tokens_of_a_stream_without_usage_are_estimated_from_events() -> 
 
 
 def test_rows_of_workers_are_merged_by_end_time() -> None:
-    pages = [recent(ring(ended(1), ended(4)), Query()), recent(ring(ended(2), ended(3)), Query())]
-    both = together(pages, Query(3))
+    pages = [
+        recent_rows(ring(ended(1), ended(4)), RecentQuery()),
+        recent_rows(ring(ended(2), ended(3)), RecentQuery()),
+    ]
+    both = merge_recent(pages, RecentQuery(3))
     assert (both["size"], ids(both)) == (1024, ["req_4", "req_3", "req_2"])
 
 
@@ -90,7 +110,7 @@ def test_a_limit_out_of_range_is_an_error(limit: str) -> None:
 
 def test_the_path_of_a_query_parses_to_the_same_query() -> None:
     query = read_query({"limit": "7", "problems": "1"})
-    assert (query, query.path) == (Query(7, True), "/requests?limit=7&problems=1")
+    assert (query, query.path) == (RecentQuery(7, True), "/requests?limit=7&problems=1")
     with pytest.raises(ValueError, match="0 or 1"):
         read_query({"problems": "yes"})
 
@@ -103,7 +123,7 @@ async def listed(fleet: GatewayFleet, query: str = "") -> tuple[int, Any]:
 async def test_rows_contain_numbers_and_no_request_text() -> None:
     async with gateway_fleet(1) as fleet:
         served = await fleet.ask(prompt="what only the client knows", tokens=6)
-        fleet.groups[0].faults.set("5xx")
+        fleet.groups[0].faults.apply("5xx")
         await fleet.ask(prompt="what only the client knows")
         status, page = await listed(fleet)
         assert (status, len(page["requests"])) == (200, 2)

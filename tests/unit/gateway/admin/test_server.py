@@ -44,7 +44,7 @@ async def test_no_page_or_log_line_contains_a_secret(
 async def test_every_request_has_one_access_log_line_of_valid_json(tmp_path: Path) -> None:
     log = tmp_path / "access.log"
     async with gateway_fleet(2, observability={"access_log": str(log)}) as fleet:
-        fleet.groups[0].faults.set("5xx")
+        fleet.groups[0].faults.apply("5xx")
         for _ in range(4):
             await fleet.ask(stream=False)
     lines = [
@@ -77,16 +77,16 @@ async def test_a_gateway_is_ready_while_one_endpoint_serves_and_not_once_it_drai
     async with gateway_fleet(2) as fleet:
         endpoints = fleet.app.gateway.endpoints
         first, second = endpoints.all()
-        endpoints.drain(first, wanted=True)
+        endpoints.set_drained(first, is_drained=True)
         assert await ready(fleet) == (200, "ready\n")
-        endpoints.drain(second, wanted=True)
+        endpoints.set_drained(second, is_drained=True)
         status, why = await ready(fleet)
         assert (status, "no endpoint is available" in why) == (503, True)
-        endpoints.drain(second, wanted=False)
+        endpoints.set_drained(second, is_drained=False)
         assert await ready(fleet) == (200, "ready\n")
-        fleet.app.draining = True
+        fleet.app.is_draining = True
         assert await ready(fleet) == (503, "draining\n")
-        fleet.app.draining = False
+        fleet.app.is_draining = False
 
 
 @pytest.mark.parametrize(("role", "out"), [("prefill", slice(0, 2)), ("decode", slice(2, 4))])
@@ -94,15 +94,19 @@ async def test_a_gateway_is_not_ready_while_every_endpoint_of_a_role_is_out(
     role: str, out: slice
 ) -> None:
     async with split_gateway(
-        "sglang", [never_answers] * 2, [never_answers] * 2, engine="sglang", bootstrap="10.0.0.7:8998"
+        "sglang",
+        [never_answers] * 2,
+        [never_answers] * 2,
+        engine="sglang",
+        bootstrap="10.0.0.7:8998",
     ) as running:
         endpoints = running.app.gateway.endpoints
         one, other = endpoints.all()[out]
         url = running.app.admin_url + "/readyz"
-        endpoints.wedged(one)
+        endpoints.on_stall(one)
         async with running.http.get(url) as response:
             assert response.status == 200
-        endpoints.wedged(other)
+        endpoints.on_stall(other)
         async with running.http.get(url) as response:
             assert (response.status, await response.text()) == (
                 503,
@@ -112,7 +116,10 @@ async def test_a_gateway_is_not_ready_while_every_endpoint_of_a_role_is_out(
 
 
 async def test_the_endpoints_page_has_load_and_health() -> None:
-    async with gateway_fleet(2) as fleet, fleet.http.get(fleet.app.admin_url + "/endpoints") as response:
+    async with (
+        gateway_fleet(2) as fleet,
+        fleet.http.get(fleet.app.admin_url + "/endpoints") as response,
+    ):
         rows = (await response.json())["endpoints"]
         assert [row["available"] for row in rows] == [True, True]
         assert {row["state"] for row in rows} == {"up"}

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway.cli import main
-from gateway.fleet.endpoint_registry import described
-from mockgpu.chaos_server import open_door
+from gateway.fleet.endpoint_registry import to_endpoint
+from mockgpu.chaos_server import run_chaos_server
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 
 
@@ -39,12 +39,12 @@ class Broken:
 async def broken() -> AsyncIterator[Broken]:
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(gateway_fleet(2))
-        port = await stack.enter_async_context(open_door(fleet.groups, 0))
+        port = await stack.enter_async_context(run_chaos_server(fleet.groups, 0))
         for name, live in zip("ab", fleet.app.gateway.endpoints.all(), strict=True):
             spec = live.spec.model_copy(
                 update={"name": name, "labels": {"chaos": f"127.0.0.1:{port}"}}
             )
-            live.endpoint = described("main", spec)
+            live.endpoint = to_endpoint("main", spec)
         yield Broken(fleet, port)
 
 
@@ -135,11 +135,11 @@ async def test_the_fault_server_reports_invalid_requests(broken: Broken) -> None
 
 async def test_a_partitioned_mock_accepts_connections_and_does_not_respond(broken: Broken) -> None:
     group = broken.fleet.groups[0]
-    group.faults.set("partition")
+    group.faults.apply("partition")
     request = asyncio.create_task(health(broken))
     done, _ = await asyncio.wait([request], timeout=0.1)
     assert not done
-    group.faults.set("")
+    group.faults.apply("")
     assert await asyncio.wait_for(request, 5) == 200
 
 

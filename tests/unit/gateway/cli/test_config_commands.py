@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway.cli import main
-from gateway.cli.output import say, shown
+from gateway.cli.output import print_line, sanitize
 
 
 class Stranger(BaseHTTPRequestHandler):
@@ -75,8 +75,8 @@ def test_a_key_that_cannot_be_sent_is_an_error_and_not_printed(key: str, strange
 
 
 def test_escape_sequences_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shown("a\x1b[2Jb\x9b1m\u202ec\nd é") == "a\\x1b[2Jb\\x9b1m\\u202ec\nd é"
-    say("model \x1b]0;title\x07")
+    assert sanitize("a\x1b[2Jb\x9b1m\u202ec\nd é") == "a\\x1b[2Jb\\x9b1m\\u202ec\nd é"
+    print_line("model \x1b]0;title\x07")
     assert capsys.readouterr().out == "model \\x1b]0;title\\x07\n"
 
 

@@ -19,7 +19,7 @@ async def typed(running_gateway: Running, *words: str) -> Result:
 
 def states(running_gateway: Running) -> dict[str, bool]:
     return {
-        live.endpoint.name: live.drained for live in running_gateway.app.gateway.endpoints.all()
+        live.endpoint.name: live.is_drained for live in running_gateway.app.gateway.endpoints.all()
     }
 
 

@@ -43,7 +43,7 @@ async def test_explain_prints_slo_pick_and_outcome() -> None:
 
 async def test_explain_prints_rejections_and_unknown_ids() -> None:
     async with gateway_fleet(1) as fleet:
-        fleet.groups[0].faults.set("5xx")
+        fleet.groups[0].faults.apply("5xx")
         response = await fleet.ask()
         exit_code, output = await typed(fleet, id_of(response))
         assert exit_code == 0

@@ -33,7 +33,7 @@ async def test_status_shows_shadows_and_both_arms_of_a_canary(tmp_path: Path) ->
         )
         assert "canary round_robin of pool chat: 0 requests (canary: 50 %)\n" in said
         for number in range(3 * MIN_COMPARED):  # the canary serves half of them
-            shadows = harness.app.gateway.snapshot.tried["chat"].shadows
+            shadows = harness.app.gateway.snapshot.trials["chat"].shadows
             assert shadows is not None
             shadows._budget_s = 1.0
             assert await harness.ask(f"prompt {number}") == "ok"

@@ -15,11 +15,11 @@ from gateway.config import (
     Config,
     ConfigError,
     Secret,
+    config_from_engines,
     cross_checks,
-    examine,
-    from_engines,
     json_schema,
-    load,
+    load_config,
+    load_with_warnings,
 )
 from policies.admission_registry import build_admission
 from policies.model import EngineKind, Role
@@ -32,7 +32,7 @@ SHORTEST = "version: 1\npools:\n  chat:\n    endpoints:\n      - url: http://127
 def config(folder: Path, text: str, env: dict[str, str] | None = None) -> Config:
     file = folder / "gateway.yaml"
     file.write_text(text)
-    return load(file, env or {})
+    return load_config(file, env or {})
 
 
 def test_the_shortest_file_gets_every_default(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_the_shortest_file_gets_every_default(tmp_path: Path) -> None:
         EngineKind.VLLM,
         24,
     )
-    assert endpoint.shown_name == "127.0.0.1:9000"
+    assert endpoint.display_name == "127.0.0.1:9000"
     limits = shortest.limits
     assert (limits.body, limits.body_budget, limits.body_min_rate) == (32 << 20, 512 << 20, 1024)
     assert (shortest.timeouts.connect, shortest.timeouts.first_byte, shortest.timeouts.stall) == (
@@ -88,7 +88,7 @@ limits: {body: 1.5MiB}
 """,
     )
     (endpoint,) = loaded.pools["chat"].endpoints
-    assert (endpoint.shown_name, endpoint.role, endpoint.engine) == (
+    assert (endpoint.display_name, endpoint.role, endpoint.engine) == (
         "one",
         Role.DECODE,
         EngineKind.SGLANG,
@@ -179,7 +179,7 @@ def test_an_unlikely_layout_causes_a_warning(
         f"version: 1\nhardware: {hardware}\nmodels: [{{name: own, pool: main}}]\n"
         f"pools:\n  main:\n    endpoints:\n      - {{url: http://h:1, layout: {layout}}}\n"
     )
-    warnings = examine(file, {}).warnings
+    warnings = load_with_warnings(file, {}).warnings
     assert [(each.line, each.path) for each in warnings] == (
         [] if message is None else [(7, "pools.main.endpoints[0].layout.tp")]
     )
@@ -195,13 +195,13 @@ def test_warnings_have_a_place(tmp_path: Path) -> None:
         + "listeners: {admin: {host: 0.0.0.0}}\n"
         + "tenants: [{name: a, key: sk-plain}]\n"
     )
-    warned = [(each.line, each.path) for each in examine(file, {}).warnings]
+    warned = [(each.line, each.path) for each in load_with_warnings(file, {}).warnings]
     assert warned == [(6, "pools.spare"), (8, "listeners.admin.host"), (9, "tenants[0].key")]
-    assert "sk-plain" not in str(examine(file, {}).warnings)
+    assert "sk-plain" not in str(load_with_warnings(file, {}).warnings)
 
 
 def test_a_configuration_can_be_built_from_engine_urls() -> None:
-    built = from_engines(
+    built = config_from_engines(
         ["http://gpu1:8000", "http://gpu2:8000/"], "round_robin", "0.0.0.0", 9000, 9001
     ).config
     (pool,) = built.pools.values()
@@ -217,7 +217,7 @@ def test_a_configuration_can_be_built_from_engine_urls() -> None:
 
 def test_invalid_engine_urls_are_rejected_by_the_same_rules() -> None:
     with pytest.raises(ConfigError) as caught:
-        from_engines(["gpu1:8000"], "prefix_awre", "127.0.0.1", 8080, 8080)
+        config_from_engines(["gpu1:8000"], "prefix_awre", "127.0.0.1", 8080, 8080)
     assert len(caught.value.problems) == 3
 
 
@@ -243,15 +243,13 @@ def test_every_field_has_a_description() -> None:
 
 def test_the_sample_file_is_valid_and_names_its_schema() -> None:
     sample = ROOT / "deploy" / "config" / "gateway.yaml"
-    assert examine(sample, {"TEAM_A_KEY": "sk-1"}).warnings == ()
+    assert load_with_warnings(sample, {"TEAM_A_KEY": "sk-1"}).warnings == ()
     first = sample.read_text().splitlines()[0]
     assert first == "# yaml-language-server: $schema=gateway.schema.json"
     assert json.loads((sample.parent / "gateway.schema.json").read_text()) == json_schema()
 
 
-def test_shared_secrets_may_come_from_files_and_cause_warnings_in_clear(
-    tmp_path: Path,
-) -> None:
+def test_shared_secrets_may_come_from_files_and_cause_warnings_in_clear(tmp_path: Path) -> None:
     (tmp_path / "fleet").write_text("sixteen-characters-and-more\n")
     shared = "shared: {{redis: {{url: 'redis://127.0.0.1:6379', password: '{0}'}}, key: '{0}'}}\n"
     by_file = config(tmp_path, SHORTEST + shared.format("${file:fleet}")).shared
@@ -259,9 +257,9 @@ def test_shared_secrets_may_come_from_files_and_cause_warnings_in_clear(
     assert by_file.key.reveal() == "sixteen-characters-and-more"
     assert by_file.redis.password is not None
     (tmp_path / "clear.yaml").write_text(SHORTEST + shared.format("sixteen-characters-in-clear"))
-    clear = examine(tmp_path / "clear.yaml", {})
+    clear = load_with_warnings(tmp_path / "clear.yaml", {})
     assert {problem.path for problem in clear.warnings} == {"shared.key", "shared.redis.password"}
-    assert clear.in_clear
+    assert clear.has_secret_in_text
 
 
 def secrets_of(
@@ -307,9 +305,9 @@ def test_a_collectors_key_may_come_from_a_file_and_causes_a_warning_in_clear(
     assert by_file is not None
     assert by_file.key == Secret("by-file")
     (tmp_path / "clear.yaml").write_text(SHORTEST + traces.format("written-out"))
-    clear = examine(tmp_path / "clear.yaml", {})
+    clear = load_with_warnings(tmp_path / "clear.yaml", {})
     assert [problem.path for problem in clear.warnings] == ["observability.traces.key"]
-    assert clear.in_clear
+    assert clear.has_secret_in_text
 
 
 def test_a_reference_may_resolve_to_a_number_at_any_depth(tmp_path: Path) -> None:
@@ -340,7 +338,10 @@ def test_escaped_braces_and_braces_in_values_are_not_references(tmp_path: Path) 
 def test_an_endpoints_name_may_equal_its_default_name(tmp_path: Path, url: str) -> None:
     endpoints = f"[{{url: '{url}', name: 'h:80'}}, {{url: 'http://g:80'}}]"
     loaded = config(tmp_path, f"version: 1\npools: {{chat: {{endpoints: {endpoints}}}}}\n")
-    assert [endpoint.shown_name for endpoint in loaded.pools["chat"].endpoints] == ["h:80", "g:80"]
+    assert [endpoint.display_name for endpoint in loaded.pools["chat"].endpoints] == [
+        "h:80",
+        "g:80",
+    ]
 
 
 def test_minimum_values_are_accepted(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config import ConfigError, load
+from gateway.config import ConfigError, load_config
 from gateway.config.file_reader import read_file
 from gateway.config.load import _build
-from gateway.config.yaml_source import FILE_CAP_BYTES, Source, parse
+from gateway.config.yaml_source import MAX_FILE_BYTES, YamlSource, parse_yaml
 
 CORPUS = Path(__file__).parents[3] / "data" / "config"
 ENV = {"PENSTOCK_SECRET": "hunter2-hunter2"}
@@ -22,7 +22,7 @@ EXPECT = re.compile(r"# expect (\d+):(\d+) (.+)")
 
 def refusal(path: Path) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        load(path, ENV)
+        load_config(path, ENV)
     return caught.value
 
 
@@ -58,7 +58,7 @@ def test_no_error_shows_the_value_of_a_reference() -> None:
         (b"version: 1\nname: a\x00b\n", (2, 8), "a character that YAML does not allow"),
         (b"- " * 3000, (1, 1), "is nested too deeply"),
         (b"[" * 100_000, (1, 1), "is nested too deeply"),
-        (b"#" * (FILE_CAP_BYTES + 1), (1, 1), "is larger than 1 MiB"),
+        (b"#" * (MAX_FILE_BYTES + 1), (1, 1), "is larger than 1 MiB"),
         (b"a: &x [*x]\n", (1, 4), "an alias contains itself"),
     ],
 )
@@ -66,7 +66,7 @@ def test_invalid_yaml_is_rejected_at_the_place_of_the_error(
     raw: bytes, place: tuple[int, int], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(raw, "f.yaml", {}, read_file)
+        parse_yaml(raw, "f.yaml", {}, read_file)
     (problem,) = caught.value.problems
     assert ((problem.line, problem.col), message in problem.message) == (place, True), problem
 
@@ -75,7 +75,7 @@ def test_an_alias_bomb_is_rejected_quickly() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
     with pytest.raises(ConfigError, match="aliases expand to more than"):
-        parse("\n".join(lines).encode(), "f.yaml", {}, read_file)
+        parse_yaml("\n".join(lines).encode(), "f.yaml", {}, read_file)
 
 
 def test_a_missing_file_is_reported_by_name(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_missing_file_is_reported_by_name(tmp_path: Path) -> None:
 @given(st.text(max_size=200))
 def test_any_text_is_parsed_or_rejected_with_config_error(text: str) -> None:
     with contextlib.suppress(ConfigError):
-        parse(text.encode("utf-8", "surrogatepass"), "f.yaml", {}, read_file)
+        parse_yaml(text.encode("utf-8", "surrogatepass"), "f.yaml", {}, read_file)
 
 
 LEAVES = (
@@ -111,7 +111,7 @@ VALUES = st.recursive(
     )
 )
 def test_any_values_are_accepted_or_rejected_with_config_error(data: dict[str, object]) -> None:
-    source = Source("f.yaml")
+    source = YamlSource("f.yaml")
     source.data = data
     with contextlib.suppress(ConfigError):
         _build(source)

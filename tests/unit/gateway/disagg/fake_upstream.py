@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from gateway.disagg.leg import Leg
-from gateway.disagg.response_buffer import Inbox
-from gateway.http.eager_task import Landing, landing
-from gateway.http.upstream import Upstream
-from gateway.protocol.relay import Relay, UpstreamBroke
+from gateway.disagg.response_buffer import ResponseBuffer
+from gateway.http.eager_task import EagerFuture, new_future
+from gateway.http.upstream import ConnectionPool
+from gateway.protocol.relay import Relay, UpstreamError
 from tests.replaced import stand_in
 
 
@@ -51,15 +51,15 @@ class FakeConnection:
         self.aborted = False
         self.bug: Exception | None = None
 
-    def carry(self, head: bytes, payload: Any, relay: Relay, downstream: object) -> Landing:
+    def carry(self, head: bytes, payload: Any, relay: Relay, downstream: object) -> EagerFuture:
         if self.bug is not None:
             raise self.bug
         self.carried.append(head + payload.body)
-        self.done = landing(asyncio.get_running_loop())
+        self.done = new_future(asyncio.get_running_loop())
         return self.done
 
     def ends(self, kind: str = "") -> None:
-        self.done.land(UpstreamBroke(kind, "as asked") if kind else None)
+        self.done.resolve(UpstreamError(kind, "as asked") if kind else None)
 
     def abort(self) -> None:
         self.aborted = True
@@ -80,7 +80,7 @@ class FakeUpstream:
         return self.idle.pop() if self.idle else None
 
     async def connect(self) -> FakeConnection:
-        self.gate = landing(asyncio.get_running_loop())
+        self.gate = new_future(asyncio.get_running_loop())
         try:
             await self.gate
         except asyncio.CancelledError:
@@ -91,7 +91,7 @@ class FakeUpstream:
         return self.opened[-1]
 
     def open(self) -> None:
-        self.gate.land()
+        self.gate.resolve()
 
 
 class EndRecorder:
@@ -100,11 +100,16 @@ class EndRecorder:
     def __init__(self) -> None:
         self.ends: list[str | None] = []
 
-    def __call__(self, leg: Leg, problem: UpstreamBroke | None) -> None:
+    def __call__(self, leg: Leg, problem: UpstreamError | None) -> None:
         self.ends.append(None if problem is None else problem.kind)
 
 
 def leg_to(upstream: FakeUpstream, report: EndRecorder) -> Leg:
     return Leg(
-        stand_in(Upstream, upstream), b"head ", b"body", Relay(b"", http_1_0=True), Inbox(), report
+        stand_in(ConnectionPool, upstream),
+        b"head ",
+        b"body",
+        Relay(b"", is_http_1_0=True),
+        ResponseBuffer(),
+        report,
     )

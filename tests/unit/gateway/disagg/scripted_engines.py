@@ -187,8 +187,7 @@ class ScriptedEngine:
         )
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 
-
-# Scripts
+        # Scripts
 
 
 def prefills(handoff: object = OBJECT, **members: Any) -> Script:
@@ -294,8 +293,7 @@ def in_turn(*scripts: Script) -> Script:
 
     return script
 
-
-# The gateway in front of the engines
+    # The gateway in front of the engines
 
 
 class SplitGateway:
@@ -352,10 +350,10 @@ class SplitGateway:
         """Return all booked load and the number of watched handoffs. All zero at rest."""
         gate, handoffs = self.app.gateway.gate, self.app.gateway.handoffs
         amounts = [
-            gate.active,
+            gate.active_requests,
             gate.body_bytes,
             gate.retries_running,
-            handoffs.under_way,
+            handoffs.live_count,
             len(handoffs.transfers),
         ]
         for live in self.app.gateway.endpoints.all():

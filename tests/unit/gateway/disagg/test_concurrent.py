@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from gateway.http.upstream import Connection, Upstream
+from gateway.http.upstream import ConnectionPool, UpstreamConnection
 from tests.fair_time import PATIENCE_S, within
 from tests.replaced import replace_method
 from tests.unit.gateway.disagg.bootstrap_server import bootstrap_server, page
@@ -42,8 +42,7 @@ def sglang(
         "sglang", prefill, decode, engine="sglang", bootstrap="10.0.0.7:8998", **options
     )  # type: ignore[arg-type]
 
-
-# SGLang
+    # SGLang
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -207,9 +206,9 @@ class Connecting:
             if live.endpoint.url in {h.url for h in halves}
         }
         self._left, self._all_begun = len(upstreams), asyncio.Event()
-        connect = Upstream.connect
+        connect = ConnectionPool.connect
 
-        async def slowly(to: Upstream) -> Connection:
+        async def slowly(to: ConnectionPool) -> UpstreamConnection:
             if to in upstreams:
                 self._left -= 1
                 if not self._left:
@@ -217,7 +216,7 @@ class Connecting:
                 await asyncio.Event().wait()
             return await connect(to)
 
-        replace_method(monkeypatch, Upstream, "connect", slowly)
+        replace_method(monkeypatch, ConnectionPool, "connect", slowly)
 
     async def begun(self) -> None:
         await self._all_begun.wait()
@@ -382,7 +381,7 @@ async def test_a_decoder_that_fails_every_handoff_and_serves_no_whole_requests_i
         broken = next(
             live for live in f.app.gateway.endpoints.all() if live.endpoint.name == f.decode[0].name
         )
-        assert not broken.load.available, "three failures in a row, then it is ejected"
+        assert not broken.load.is_available, "three failures in a row, then it is ejected"
         assert (
             f.error_count(f.decode[1])
             == f.error_count(f.prefill[0])
@@ -391,8 +390,7 @@ async def test_a_decoder_that_fails_every_handoff_and_serves_no_whole_requests_i
         )
         await f.at_rest()
 
-
-# vLLM, pushing
+        # vLLM, pushing
 
 
 async def test_the_first_push_is_sequential_and_the_next_are_not() -> None:
@@ -446,7 +444,7 @@ async def test_a_push_whose_prefill_broke_is_closed_and_the_engine_is_identified
         await within(1, waiting.closed.wait())
         assert (await asking).text == WHOLE
         assert "kv_transfer_params" not in f.decode[0].requests[2].json
-        f.app.gateway.endpoints.all()[0].load.available = True
+        f.app.gateway.endpoints.all()[0].load.is_available = True
         assert (await f.ask()).text == WHOLE
         assert (
             f.decode[0].requests[3].json["kv_transfer_params"]["remote_engine_id"]

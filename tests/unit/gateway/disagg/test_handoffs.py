@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from gateway.disagg.handoffs import TAKEN_S, Handoffs
+from gateway.disagg.handoffs import RELEASE_TIMEOUT_S, Handoffs
 from gateway.disagg.state_machine import State
 from gateway.exchange import SplitRecord
-from gateway.http.write_queue import Outbox
+from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from tests.replaced import stand_in
 from tests.scraped import total
@@ -19,7 +19,7 @@ from tests.unit.gateway.disagg.fake_upstream import FakeConnection, FakeUpstream
 
 
 def made(there: FakeUpstream | None = None, rng: Any = None) -> Handoffs:
-    return Handoffs(Metrics(), rng or Random(1), stand_in(Outbox, there or FakeUpstream()))
+    return Handoffs(Metrics(), rng or Random(1), stand_in(WriteQueue, there or FakeUpstream()))
 
 
 def pair(prefill: str = "p", decode: str = "d") -> Any:
@@ -30,15 +30,14 @@ def pair(prefill: str = "p", decode: str = "d") -> Any:
 
     return SimpleNamespace(prefill=pick(prefill), decode=pick(decode))
 
-
-# Releases
+    # Releases
 
 
 async def test_a_release_request_is_forgotten_when_it_ends() -> None:
     wire = FakeConnection()
     there = FakeUpstream(wire)
     handoffs = made(there)
-    handoffs.give_up(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
+    handoffs.send_release_request(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
     assert wire.carried == [b"head body"]
     assert len(handoffs._running) == 1
     wire.ends()
@@ -57,8 +56,8 @@ async def test_a_release_request_is_closed_after_its_time_limit() -> None:
     wire = FakeConnection()
     there = FakeUpstream(wire)
     handoffs = made(there)
-    handoffs.give_up(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
-    assert [delay_s for delay_s, _ in there.loop.later] == [TAKEN_S]
+    handoffs.send_release_request(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
+    assert [delay_s for delay_s, _ in there.loop.later] == [RELEASE_TIMEOUT_S]
     there.loop.run_due()
     assert wire.aborted
     assert not handoffs._running
@@ -69,12 +68,11 @@ async def test_release_requests_end_with_the_gateway() -> None:
     there = FakeUpstream(*wires)
     handoffs = made(there)
     for _ in wires:
-        handoffs.give_up(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
+        handoffs.send_release_request(there, (b"head ", b"body"), "client_gone")  # type: ignore[arg-type]
     handoffs.close()
     assert all(wire.aborted for wire in wires)
 
-
-# Overdue transfers
+    # Overdue transfers
 
 
 class Moving:
@@ -109,27 +107,25 @@ def test_a_transfer_removed_during_another_notification_is_not_notified() -> Non
     handoffs.sweep(6.0)
     assert (first.told, left.told) == (1, 0)
 
-
-# Handoff numbers
+    # Handoff numbers
 
 
 def test_live_handoffs_have_different_numbers() -> None:
     drawn = iter([7, 1 << 50, 1 << 50, 1 << 51, 1 << 50])
     handoffs = made(rng=SimpleNamespace(getrandbits=lambda bits: next(drawn)))
-    assert [handoffs.number(), handoffs.number()] == [1 << 50, 1 << 51]
-    assert handoffs.under_way == 2
-    handoffs.give_back(1 << 50)
-    assert handoffs.number() == 1 << 50
+    assert [handoffs.take_number(), handoffs.take_number()] == [1 << 50, 1 << 51]
+    assert handoffs.live_count == 2
+    handoffs.give_back_number(1 << 50)
+    assert handoffs.take_number() == 1 << 50
 
-
-# Pair figures
+    # Pair figures
 
 
 def ended(handoffs: Handoffs, state: State, transport: str | None = None) -> None:
     record = SplitRecord("split")
     record.prefill_sent_at, record.prefilled_at, record.transport = 1.0, 3.0, transport
     relay: Any = SimpleNamespace(first_token_at=3.5)
-    handoffs.ended(pair(), handoffs.figures(pair()), state, record, relay)
+    handoffs.count_attempt(pair(), handoffs.figures(pair()), state, record, relay)
 
 
 @pytest.mark.parametrize(
@@ -161,5 +157,5 @@ def test_removing_an_endpoint_removes_its_pairs() -> None:
     handoffs = made()
     for names in (("p", "d"), ("p", "e"), ("q", "d"), ("q", "e")):
         handoffs.figures(pair(*names))
-    handoffs.removed("d")
+    handoffs.forget_endpoint("d")
     assert list(handoffs.pairs) == [("p", "e"), ("q", "e")]

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from gateway.http.upstream import Connection, Upstream
+from gateway.http.upstream import ConnectionPool, UpstreamConnection
 from tests.replaced import replace_method
 from tests.unit.gateway.disagg.scripted_engines import (
     OBJECT,
@@ -69,15 +69,15 @@ async def test_a_client_that_disconnects_before_the_decode_request_is_sent_has_i
     """
     async with split_gateway(NIXL, [prefills()], [decodes]) as f:
         connecting, upstream = asyncio.Event(), f.app.gateway.endpoints.all()[1].upstream
-        connect, go = Upstream.connect, asyncio.Event()
+        connect, go = ConnectionPool.connect, asyncio.Event()
 
-        async def slowly(to: Upstream) -> Connection:
+        async def slowly(to: ConnectionPool) -> UpstreamConnection:
             if to is upstream:
                 connecting.set()
                 await go.wait()
             return await connect(to)
 
-        replace_method(monkeypatch, Upstream, "connect", slowly)
+        replace_method(monkeypatch, ConnectionPool, "connect", slowly)
         await f.ask_and_leave(connecting.wait, stream=True, stream_options={"include_usage": True})
         await f.at_rest()
         go.set()

@@ -17,11 +17,11 @@ async def test_it_reports_its_end_and_then_keeps_no_callbacks() -> None:
     leg = leg_to(FakeUpstream(connection), recorder)
     leg.start()
     assert connection.carried == [b"head body"]
-    leg.relay.on_first = lambda: None
+    leg.relay.on_first_token = lambda: None
     connection.ends()
     assert recorder.ends == [None]
-    assert leg.over
-    assert leg.relay.on_first is None
+    assert leg.is_over
+    assert leg.relay.on_first_token is None
     leg.close()
     assert not connection.aborted
 
@@ -61,7 +61,7 @@ async def test_a_closed_leg_reports_nothing_and_aborts_its_connection() -> None:
     leg.close()
     assert connection.aborted
     assert connection.done.cancelled()
-    assert leg.over
+    assert leg.is_over
     assert recorder.ends == []
 
 
@@ -98,10 +98,10 @@ async def test_a_detached_leg_is_closed_after_its_first_token_outside_that_callb
     leg = leg_to(upstream, recorder)
     leg.start()
     leg.close_in(5.0)
-    assert leg.over
+    assert leg.is_over
     assert [delay_s for delay_s, _ in upstream.loop.later] == [5.0]
-    assert leg.relay.on_first is not None
-    leg.relay.on_first()
+    assert leg.relay.on_first_token is not None
+    leg.relay.on_first_token()
     assert not connection.aborted
     upstream.loop.run_due()
     assert connection.aborted
@@ -114,7 +114,7 @@ async def test_a_leg_closed_with_a_delay_continues_until_the_delay_is_over() -> 
     leg = leg_to(upstream, recorder)
     leg.start()
     leg.close_in(5.0, other)
-    assert leg.relay.on_first is None
+    assert leg.relay.on_first_token is None
     connection.ends()
     assert (recorder.ends, other.ends) == ([], [None])
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.http.eager_task import Landing
-from gateway.http.upstream import Connection
+from gateway.http.eager_task import EagerFuture
+from gateway.http.upstream import UpstreamConnection
 from tests.fair_time import PATIENCE_S
 from tests.replaced import replace_method
 from tests.unit.gateway.disagg.scripted_engines import (
@@ -43,15 +43,13 @@ async def test_a_decoder_with_an_unseen_first_token_counts_as_decoding_from_the_
 
 
 @pytest.mark.parametrize("computed", [True, False])
-async def test_a_prompt_is_recorded_as_cached_only_where_it_was_computed(
-    computed: bool,
-) -> None:
+async def test_a_prompt_is_recorded_as_cached_only_where_it_was_computed(computed: bool) -> None:
     async with split_gateway(NIXL, [prefills() if computed else resets], [decodes]) as f:
         assert (await f.ask()).text == WHOLE
         await f.at_rest()
         endpoints = f.app.gateway.endpoints
         holdings = [
-            endpoints.prefixes.index.held_tokens(live.load.slot) > 0 for live in endpoints.all()
+            endpoints.prefixes.index.cached_tokens(live.load.slot) > 0 for live in endpoints.all()
         ]
         assert holdings == [computed, True]
 
@@ -78,9 +76,11 @@ async def test_events_raised_during_an_action_are_handled_in_order(
 ) -> None:
     """The decode request was sent before it failed, so the decoder was reachable."""
     async with split_gateway(NIXL, [prefills()], [decodes, decodes]) as f:
-        carry, failed = Connection.carry, list[Connection]()
+        carry, failed = UpstreamConnection.start, list[UpstreamConnection]()
 
-        def fails_once(self: Connection, head: bytes, payload: Any, *to: Any) -> Landing:
+        def fails_once(
+            self: UpstreamConnection, head: bytes, payload: Any, *to: Any
+        ) -> EagerFuture:
             if not failed and b'"remote_engine_id":"engine-p"' in payload.body.replace(b" ", b""):
                 failed.append(self)
                 raise RuntimeError("as asked")
@@ -90,7 +90,7 @@ async def test_events_raised_during_an_action_are_handled_in_order(
             half.requests for half in f.decode
         ):  # from now on either has an idle connection
             assert (await f.ask()).text == WHOLE
-        replace_method(monkeypatch, Connection, "carry", fails_once)
+        replace_method(monkeypatch, UpstreamConnection, "carry", fails_once)
         assert (await f.ask()).text == WHOLE
         assert len(failed) == 1
         assert f.metric("penstock_split_legs_total", role="decode", outcome="broke") == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.protocol.stream_scan import HELD_BYTES
+from gateway.protocol.stream_scan import MAX_HELD_BYTES
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     OBJECT,
@@ -225,7 +225,7 @@ async def test_a_long_prompt_s_ids_do_not_begin_the_answer_before_its_first_toke
         request.event({"error": error})
         request.end_stream()
 
-    assert len(json.dumps(ids)) > 2 * HELD_BYTES
+    assert len(json.dumps(ids)) > 2 * MAX_HELD_BYTES
     decoders = in_turn(role_then_error, speaks())
     async with pair("vllm_nixl", [prefills()], [decoders] * 2) as f:
         reply = await f.ask(stream=True, max_tokens=4)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from gateway.disagg.attempt import PairAttempt
-from gateway.disagg.leg_requests import Words
+from gateway.disagg.leg_requests import LegRequests
 from gateway.exchange import Exchange
 from gateway.fleet.booking import Reservation
-from gateway.telemetry.accounting import Accounts
+from gateway.telemetry.accounting import Accounting
 from tests.fair_time import PATIENCE_S, within
 from tests.replaced import replace_method
 from tests.unit.gateway.disagg.scripted_engines import (
@@ -220,7 +220,7 @@ async def test_the_handoff_of_an_unreachable_decoder_goes_to_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended: list[Exchange] = []
-    replace_method(monkeypatch, Accounts, "close", lambda _, x, *__: ended.append(x))
+    replace_method(monkeypatch, Accounting, "close", lambda _, x, *__: ended.append(x))
     async with split_gateway(NIXL, [prefills()], [decodes, decodes]) as f:
         f.decode[0].stop()
         f.app.gateway.endpoints.all()[2].load.in_flight += 1  # the other is chosen first
@@ -238,12 +238,12 @@ async def test_a_decoder_that_refuses_connections_uses_no_retry_budget() -> None
     budget = {"budget": 0, "floor": 1, "attempts": 1}
     async with split_gateway(NIXL, [prefills()], [decodes, decodes], retries=budget) as f:
         gate = f.app.gateway.gate
-        assert gate.retry_at_once(), "another request's"
+        assert gate.try_acquire_retry(), "another request's"
         f.decode[0].stop()
         f.app.gateway.endpoints.all()[2].load.in_flight += 1  # the other is chosen first
         assert (await f.ask()).text == WHOLE
         f.app.gateway.endpoints.all()[2].load.in_flight -= 1
-        gate.give_back_turn()
+        gate.release_retry()
         assert (len(f.prefill[0].requests), len(f.decode[1].requests)) == (1, 1), "the same handoff"
         assert f.error_count(f.decode[0]) == 1
         assert f.metric("penstock_retries_total") == 1
@@ -505,7 +505,7 @@ async def test_an_exception_at_the_booking_of_a_pair_leaves_nothing_booked(
             replace_method(broken, Exchange, "booked", fails)
             assert (await f.ask()).status == 500
         await f.at_rest()
-        assert f.app.gateway.handoffs.under_way == 0
+        assert f.app.gateway.handoffs.live_count == 0
         assert (await f.ask()).text == WHOLE
 
 
@@ -518,7 +518,7 @@ async def test_an_exception_at_a_response_ends_the_request_and_leaves_nothing_bo
 
     async with split_gateway(NIXL, [prefills()], [decodes]) as f:
         with monkeypatch.context() as broken:
-            replace_method(broken, Words, name, fails)
+            replace_method(broken, LegRequests, name, fails)
             assert (await f.ask()).status == 500
         assert f.metric("penstock_split_pairs_total", result="failed") == 1
         await f.at_rest()

@@ -7,23 +7,23 @@ from __future__ import annotations
 import pytest
 
 from gateway.disagg.attempt import _ROWS
-from gateway.disagg.state_machine import ENDS, KEPT, TABLE, Act, Event, State
+from gateway.disagg.state_machine import END_STATES, LIVE_STATES, TABLE, Act, Event, State
 
-LIVE = sorted(KEPT)
+LIVE = sorted(LIVE_STATES)
 
 
 @pytest.mark.parametrize("state", LIVE)
 def test_every_state_has_an_owner_and_a_deadline_and_leads_somewhere(state: State) -> None:
-    assert len(KEPT[state]) == 2
+    assert len(LIVE_STATES[state]) == 2
     assert any(from_state is state for from_state, _ in TABLE)
 
 
-@pytest.mark.parametrize("state", sorted(ENDS))
+@pytest.mark.parametrize("state", sorted(END_STATES))
 def test_end_states_have_no_transitions(state: State) -> None:
     assert not any(from_state is state for from_state, _ in TABLE)
 
 
-@pytest.mark.parametrize("state", sorted(ENDS))
+@pytest.mark.parametrize("state", sorted(END_STATES))
 def test_no_event_leaves_an_end_state(state: State) -> None:
     assert _ROWS[state] == dict.fromkeys(Event, (state, None, ()))
 
@@ -35,7 +35,7 @@ def test_every_event_and_every_action_is_used() -> None:
 
 def test_every_state_is_reachable_and_reaches_an_end() -> None:
     assert {row.state for row in TABLE.values()} | {State.BOOKED} == set(State)
-    ending = set(ENDS)
+    ending = set(END_STATES)
     for _ in State:
         ending |= {from_state for (from_state, _), row in TABLE.items() if row.state in ending}
     assert ending == set(State)

@@ -11,12 +11,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from gateway.config import from_engines
-from gateway.fleet.endpoint_registry import Adoption, LiveEndpoint
+from gateway.config import config_from_engines
+from gateway.fleet.endpoint_registry import LiveEndpoint, RegistryPlan
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.health_checks import Watcher
-from gateway.fleet.prefix_cache import Prefixes
-from gateway.http.write_queue import Outbox
+from gateway.fleet.health_checks import HealthChecker
+from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from policies.health.speed_record import Measure, Slowness, SpeedRecord
 
@@ -36,26 +36,26 @@ def _in_pieces(*pieces: bytes) -> Handler:
 
 
 @asynccontextmanager
-async def _looked_at(*metrics: bytes) -> AsyncIterator[tuple[EndpointTable, Adoption]]:
+async def _looked_at(*metrics: bytes) -> AsyncIterator[tuple[EndpointTable, RegistryPlan]]:
     """Run an engine that serves these pieces as its metrics; return the table after one poll."""
     engine = web.Application()
     engine.router.add_get("/metrics", _in_pieces(*metrics))
     engine.router.add_get("/v1/models", _in_pieces(b'{"data":', b'[{"id":"m"}]}'))
     engine.router.add_get("/health", _in_pieces(b"ok"))
     async with TestServer(engine, host="127.0.0.1") as server:
-        config = from_engines(
+        config = config_from_engines(
             [str(server.make_url("")).rstrip("/")], "round_robin", "127.0.0.1", 0, 0
         ).config
         table = EndpointTable(
             config,
-            Prefixes(b"s" * 32, 2**20, 512),
+            PrefixCacheView(b"s" * 32, 2**20, 512),
             Metrics(),
             Random(1),
-            Outbox(asyncio.get_running_loop()),
+            WriteQueue(asyncio.get_running_loop()),
         )
         adoption = table.plan(config)
-        table.adopt(adoption)
-        watcher = Watcher(config, table, lambda: None)
+        table.apply(adoption)
+        watcher = HealthChecker(config, table, lambda: None)
         await watcher.start()
         await watcher.stop()
         yield table, adoption
@@ -64,7 +64,7 @@ async def _looked_at(*metrics: bytes) -> AsyncIterator[tuple[EndpointTable, Adop
 async def test_nonsensical_engine_metrics_do_not_keep_a_gateway_from_starting() -> None:
     async with _looked_at(b"vllm:num_requests_running 1e308\n" * 2) as (table, _):
         (live,) = table.all()
-        assert (live.load.running, live.load.available) == (None, True)
+        assert (live.load.running, live.load.is_available) == (None, True)
 
 
 async def test_long_and_chunked_responses_are_read_to_their_end() -> None:
@@ -73,8 +73,8 @@ async def test_long_and_chunked_responses_are_read_to_their_end() -> None:
         (live,) = table.all()
         assert (live.load.running, live.models) == (7, ("m",))
         (candidate,) = adoption.pools["engines"]
-        assert adoption.serving("m", (candidate,)) == (candidate,)
-        assert adoption.serving("another", (candidate,)) == ()
+        assert adoption.filter_by_model("m", (candidate,)) == (candidate,)
+        assert adoption.filter_by_model("another", (candidate,)) == ()
 
 
 @pytest.mark.parametrize(
@@ -97,16 +97,16 @@ async def test_a_slow_engine_does_not_return_because_its_peer_was_busy_once(
     async with _looked_at(b"") as (table, adoption):
         (live,) = table.all()
         peer = LiveEndpoint(
-            live.endpoint, live.spec, live.load, live.upstream.patience, live.upstream.outbox
+            live.endpoint, live.spec, live.load, live.upstream.timeouts, live.upstream.outbox
         )
         live.speed.slowness = Slowness(Measure.TPOT, 3.0, 0.3, 0.1)
-        monkeypatch.setattr(type(table), "peer_of", lambda self, live: peer)
+        monkeypatch.setattr(type(table), "find_peer", lambda self, live: peer)
         times = {live: list(own_s), peer: list(peer_s)}
 
         async def taken(endpoint: LiveEndpoint, _: object) -> float:
             return times[endpoint].pop(0)
 
-        watcher = Watcher(adoption.config, table, lambda: None)
+        watcher = HealthChecker(adoption.config, table, lambda: None)
         monkeypatch.setattr(watcher, "_time", taken)
         monkeypatch.setattr(SpeedRecord, "take_probe", lambda self, now: True)
         result = False
@@ -118,13 +118,13 @@ async def test_a_slow_engine_does_not_return_because_its_peer_was_busy_once(
 async def test_a_leaving_endpoint_is_no_longer_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with _looked_at(b"") as (table, adoption):
         (live,) = table.all()
-        watcher = Watcher(adoption.config, table, lambda: None)
+        watcher = HealthChecker(adoption.config, table, lambda: None)
         await watcher.start()
         monkeypatch.setattr(watcher, "_probe", lambda live: asyncio.Event().wait())
-        watcher.suspect(live)
+        watcher.probe_until_recovered(live)
         (probe,) = watcher._recoveries.values()
-        live.leaving = True
-        watcher.follow(adoption.config)
+        live.is_leaving = True
+        watcher.reconfigure(adoption.config)
         await asyncio.wait([probe], timeout=5)
         assert probe.cancelled()
         await watcher.stop()

@@ -16,8 +16,8 @@ from aiohttp.test_utils import TestServer
 
 from gateway.app import App
 from gateway.cli.doctor.command import _engine_findings
-from gateway.cli.doctor.findings import Finding, Verdict
-from gateway.config import Config, ConfigError, Loaded, examine
+from gateway.cli.doctor.findings import CheckFinding, CheckVerdict
+from gateway.config import Config, ConfigError, LoadedConfig, load_with_warnings
 from gateway.fleet import health_checks
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.disagg import scripted_engines
@@ -288,7 +288,7 @@ async def test_an_engine_that_lost_an_adapter_costs_no_client_an_error() -> None
         for _ in range(4):
             assert await gateway.ask(ADAPTER) == (200, ADAPTER)
         assert first.asked.count(ADAPTER) == asked  # its list was read again
-        assert all(live.load.available for live in gateway.app.gateway.endpoints.all())
+        assert all(live.load.is_available for live in gateway.app.gateway.endpoints.all())
         second.models = (BASE,)
         status, message = await gateway.ask(ADAPTER)
         assert (status, "does not exist" in message) == (404, True)
@@ -346,10 +346,10 @@ async def test_names_on_endpoints_reserved_for_a_tenant_are_not_in_messages() ->
         assert "secret" not in gateway.app.gateway.snapshot.unlisted[BASE]
 
 
-def checked(tmp_path: Path, text: str) -> Loaded:
+def checked(tmp_path: Path, text: str) -> LoadedConfig:
     file = tmp_path / "gateway.yaml"
     file.write_text(f"version: 1\n{text}")
-    return examine(file, {})
+    return load_with_warnings(file, {})
 
 
 POOL = (
@@ -377,8 +377,8 @@ def test_a_served_model_that_could_mean_several_models_is_refused(tmp_path: Path
     assert "has no effect without models" in warning.message
 
 
-def found(config: Config) -> list[Finding]:
-    findings = _engine_findings(Loaded(config), with_file=True, measure=False, token=False)
+def found(config: Config) -> list[CheckFinding]:
+    findings = _engine_findings(LoadedConfig(config), with_file=True, measure=False, token=False)
     return [finding for finding in findings if finding.check == "models"]
 
 
@@ -386,11 +386,11 @@ async def test_doctor_shows_what_to_write_until_every_model_is_served() -> None:
     engines = [Engine("meta/llama", ADAPTER), Engine("meta/llama")]
     async with running(engines, models("chat", ADAPTER)) as gateway:
         first, second = await asyncio.to_thread(found, gateway.app.config)
-        assert {first.verdict, second.verdict} == {Verdict.FAIL}
+        assert {first.verdict, second.verdict} == {CheckVerdict.FAIL}
         assert "models: [{name: chat, served_model: meta/llama}]" in first.fix
         assert "--lora-modules" in first.fix
     async with running(engines, models(ADAPTER, chat="meta/llama")) as gateway:
         first, second = await asyncio.to_thread(found, gateway.app.config)
-        assert (first.verdict, second.verdict) == (Verdict.PASS, Verdict.PASS)
+        assert (first.verdict, second.verdict) == (CheckVerdict.PASS, CheckVerdict.PASS)
         assert f"others serve {ADAPTER}" in second.seen
         assert await gateway.ask("chat") == (200, "chat")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.fleet.scrape import Reading, read
+from gateway.fleet.scrape import ScrapedLoad, parse_scrape
 from policies.model import EngineKind
 
 VLLM = b"""\
@@ -51,15 +51,15 @@ trtllm_kv_cache_max_blocks{engine_type="trtllm",model_name="llama"} 1000.0
 @pytest.mark.parametrize(
     ("engine", "text", "reading"),
     [
-        (EngineKind.VLLM, VLLM, Reading(13, 2, 0.5, 2 * 16 * 27000, 27453, 4_000_000_000)),
-        (EngineKind.SGLANG, SGLANG, Reading(162, 2826, 0.28, 64 * 7000, 7557572)),
-        (EngineKind.TRTLLM, TRTLLM, Reading(3, 1, 0.125, 32_000, None)),
+        (EngineKind.VLLM, VLLM, ScrapedLoad(13, 2, 0.5, 2 * 16 * 27000, 27453, 4_000_000_000)),
+        (EngineKind.SGLANG, SGLANG, ScrapedLoad(162, 2826, 0.28, 64 * 7000, 7557572)),
+        (EngineKind.TRTLLM, TRTLLM, ScrapedLoad(3, 1, 0.125, 32_000, None)),
     ],
 )
 def test_the_metrics_of_each_engine_are_parsed_to_the_same_values(
-    engine: EngineKind, text: bytes, reading: Reading
+    engine: EngineKind, text: bytes, reading: ScrapedLoad
 ) -> None:
-    assert read(text, engine) == reading
+    assert parse_scrape(text, engine) == reading
 
 
 @pytest.mark.parametrize("engine", list(EngineKind))
@@ -75,16 +75,16 @@ def test_the_metrics_of_each_engine_are_parsed_to_the_same_values(
     ],
 )
 def test_a_missing_metric_is_none(engine: EngineKind, text: bytes) -> None:
-    assert read(text, engine) == Reading(None, None, None, None, None)
+    assert parse_scrape(text, engine) == ScrapedLoad(None, None, None, None, None)
 
 
 def test_a_value_that_is_no_number_is_none() -> None:
-    assert read(b"vllm:num_requests_running{} many\n", EngineKind.VLLM).running is None
+    assert parse_scrape(b"vllm:num_requests_running{} many\n", EngineKind.VLLM).running is None
 
 
 def test_a_metric_without_labels_counts() -> None:
     assert (
-        read(
+        parse_scrape(
             b"vllm:num_requests_running 4\nvllm:num_requests_waiting 1.0\n", EngineKind.VLLM
         ).running
         == 4
@@ -93,9 +93,9 @@ def test_a_metric_without_labels_counts() -> None:
 
 def test_a_truncated_text_is_parsed_as_far_as_it_goes() -> None:
     for length in range(len(VLLM)):
-        read(VLLM[:length], EngineKind.VLLM)
+        parse_scrape(VLLM[:length], EngineKind.VLLM)
 
 
 def test_samples_that_are_nan_are_ignored() -> None:
     text = b'vllm:num_requests_running{engine="0"} NaN\nvllm:num_requests_running{engine="1"} 3\n'
-    assert read(text + b"vllm:kv_cache_usage_perc +Inf\n", EngineKind.VLLM).running == 3
+    assert parse_scrape(text + b"vllm:kv_cache_usage_perc +Inf\n", EngineKind.VLLM).running == 3

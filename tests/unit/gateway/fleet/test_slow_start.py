@@ -7,8 +7,8 @@ from time import monotonic
 
 import msgspec
 
-from policies.health.health import Event
-from policies.load import NO_CEILING
+from policies.health.health import HealthEvent
+from policies.load import NO_SOFT_CAP
 from tests.unit.gateway.reload.running import running
 
 
@@ -16,23 +16,23 @@ async def test_a_returning_endpoint_starts_with_a_low_cap_that_grows(tmp_path: P
     async with running(tmp_path, more="health: {interval: 60s, slow_start: 10s}\n") as harness:
         table = harness.app.gateway.endpoints
         live, other = table.all()
-        table.happened(live, Event.CONNECT_FAILED)
-        assert (live.load.available, live.load.ceiling) == (False, NO_CEILING)
+        table.on_event(live, HealthEvent.CONNECT_FAILED)
+        assert (live.load.is_available, live.load.soft_cap) == (False, NO_SOFT_CAP)
         live.health = msgspec.structs.replace(live.health, until=0.0)  # its back-off is over
-        table.happened(live, Event.PROBE_OK)
-        assert (live.load.available, live.load.ceiling) == (True, 3)
+        table.on_event(live, HealthEvent.PROBE_OK)
+        assert (live.load.is_available, live.load.soft_cap) == (True, 3)
         began = monotonic()
         table.sweep(began + 5)
-        assert live.load.ceiling in (12, 13)
+        assert live.load.soft_cap in (12, 13)
         table.sweep(began + 10.1)
-        assert (live.load.ceiling, live.warm_from) == (NO_CEILING, None)
-        assert other.load.ceiling == NO_CEILING
+        assert (live.load.soft_cap, live.slow_start_at) == (NO_SOFT_CAP, None)
+        assert other.load.soft_cap == NO_SOFT_CAP
 
 
 async def test_an_undrained_endpoint_starts_with_a_low_cap_too(tmp_path: Path) -> None:
     async with running(tmp_path) as harness:
         table = harness.app.gateway.endpoints
         live = table.all()[0]
-        table.drain(live, True)
-        table.drain(live, False)
-        assert live.load.ceiling == 3
+        table.set_drained(live, True)
+        table.set_drained(live, False)
+        assert live.load.soft_cap == 3

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, cast
 from aiohttp import web
 
 from gateway.config import Limits
-from gateway.http.aiohttp_connection import Lobby
+from gateway.http.aiohttp_connection import AiohttpConnection
 from gateway.http.client import Client
 from gateway.http.client_connections import ClientConnections
-from gateway.http.fast_connection import Front
-from gateway.http.write_queue import Outbox
+from gateway.http.fast_connection import FastConnection
+from gateway.http.write_queue import WriteQueue
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.openai import Api
 from gateway.util.networks import Networks
@@ -115,7 +115,7 @@ class Harness:
 
     def __init__(self, slow: bool = False) -> None:
         self._slow = slow
-        self._outbox = Outbox(asyncio.get_running_loop())
+        self._outbox = WriteQueue(asyncio.get_running_loop())
         self._manager = web.Server(self._serve_other, handler_cancellation=True)
         self.served: list[tuple[str, bytes, str | None]] = []
         self.limits = Limits()
@@ -124,15 +124,15 @@ class Harness:
         self.refused: list[str] = []
         self.connections = ClientConnections(self.budget, Networks(()), self.refused.append)
 
-    def aiohttp_connection(self) -> Lobby:
-        return Lobby(self._serve, self.connections, self.limits, self._outbox, self._manager)
+    def aiohttp_connection(self) -> AiohttpConnection:
+        return AiohttpConnection(self._serve, self.connections, self.limits, self._outbox, self._manager)
 
-    def fast_connection(self) -> Front:
-        return Front(
+    def fast_connection(self) -> FastConnection:
+        return FastConnection(
             self._serve, self.connections, self.limits, self._outbox, self.aiohttp_connection
         )
 
-    async def deliver(self, protocol: Front | Lobby, parts: Sequence[bytes]) -> Outcome:
+    async def deliver(self, protocol: FastConnection | AiohttpConnection, parts: Sequence[bytes]) -> Outcome:
         """Deliver the parts one by one to a new connection and close it."""
         self.served.clear()
         transport = FakeTransport(protocol)
@@ -154,14 +154,14 @@ class Harness:
 
     async def _serve(self, client: Client, api: Api) -> None:
         try:
-            body = await client.body(self.reserve)
+            body = await client.read_body(self.reserve)
         except GatewayError as error:
-            client.refuse(error, "req_1")
+            client.send_error(error, "req_1")
             return
         if self._slow:
             await asyncio.sleep(0)
         self.served.append((str(api), body, client.headers.get("x-mark")))
-        client.answer(200, json.dumps({"bytes": len(body)}).encode(), [("x-request-id", "req_1")])
+        client.send_response(200, json.dumps({"bytes": len(body)}).encode(), [("x-request-id", "req_1")])
 
     async def _serve_other(self, request: web.BaseRequest) -> web.StreamResponse:
         await request.read()

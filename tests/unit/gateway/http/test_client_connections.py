@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config import Limits
-from gateway.http.aiohttp_connection import MAX_HEAD, SLICE, Lobby
+from gateway.http.aiohttp_connection import MAX_HEAD_BYTES, PARSER_SLICE, AiohttpConnection
 from gateway.http.client_connections import ClientConnections
-from gateway.http.connection import Talk
-from gateway.http.fast_connection import MAX_AHEAD, Front
+from gateway.http.connection import ClientConnection
+from gateway.http.fast_connection import MAX_UNREAD, FastConnection
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.util.networks import Networks
 from tests.replaced import stand_in
@@ -44,15 +44,15 @@ def new_connections(
     return ClientConnections(budget, trusted or Networks(()), refused.append), budget, refused
 
 
-def new_connection() -> Talk:
-    return cast(Talk, FakeConnection())
+def new_connection() -> ClientConnection:
+    return cast(ClientConnection, FakeConnection())
 
 
-def new_protocol(harness: Harness, kind: str) -> Front | Lobby:
+def new_protocol(harness: Harness, kind: str) -> FastConnection | AiohttpConnection:
     return harness.fast_connection() if kind == "fast" else harness.aiohttp_connection()
 
 
-def drops(connection: Talk) -> int:
+def drops(connection: ClientConnection) -> int:
     return cast(FakeConnection, connection).drops
 
 
@@ -101,11 +101,11 @@ def test_the_oldest_unread_bytes_are_dropped_when_the_budget_is_used_up() -> Non
     first, second, third = new_connection(), new_connection(), new_connection()
     for each in (first, second, third):
         everyone.admit(each, "192.0.2.1", Limits())
-    everyone.hold(first, 40, 100)
-    everyone.hold(second, 40, 100)
-    everyone.hold(first, 50, 100)
+    everyone.set_unread(first, 40, 100)
+    everyone.set_unread(second, 40, 100)
+    everyone.set_unread(first, 50, 100)
     assert (drops(first), budget.reserved) == (0, 90)
-    everyone.hold(third, 20, 100)
+    everyone.set_unread(third, 20, 100)
     assert [drops(each) for each in (first, second, third)] == [1, 0, 0]
     assert (everyone.unread_bytes, budget.reserved, refused) == (60, 60, ["unread_budget"])
 
@@ -116,7 +116,7 @@ def test_a_connection_that_leaves_with_unread_bytes_does_not_affect_others(leave
     other, leaving = new_connection(), new_connection()
     for each in (other, leaving):
         assert everyone.admit(each, "192.0.2.1", Limits())
-        everyone.hold(each, 500, 10_000)
+        everyone.set_unread(each, 500, 10_000)
     if leave == "closes":
         everyone.remove(leaving)
     else:
@@ -129,8 +129,8 @@ def test_unread_bytes_beyond_the_body_budget_are_dropped() -> None:
     everyone, budget, _ = new_connections()
     budget.capacity = 50
     first, second = new_connection(), new_connection()
-    everyone.hold(first, 40, 100)
-    everyone.hold(second, 20, 100)
+    everyone.set_unread(first, 40, 100)
+    everyone.set_unread(second, 20, 100)
     assert (drops(first), drops(second), budget.reserved) == (0, 1, 40)
 
 
@@ -141,7 +141,7 @@ def test_the_budget_equals_the_unread_bytes_of_all_connections(
     everyone, budget, _ = new_connections()
     some = [new_connection() for _ in range(8)]
     for number, unread in steps:
-        everyone.hold(some[number], unread, 100)
+        everyone.set_unread(some[number], unread, 100)
         assert everyone.unread_bytes == budget.reserved == sum(everyone._unread.values()) <= 100
 
 
@@ -157,10 +157,10 @@ async def test_reading_resumes_only_when_few_bytes_are_left() -> None:
     reads = 0
     while transport.paused:
         reads += 1
-        assert harness.budget.reserved == harness.connections.unread_bytes > MAX_AHEAD
+        assert harness.budget.reserved == harness.connections.unread_bytes > MAX_UNREAD
         await turns()
     served = len(harness.served)
-    assert (200 - served) * len(many) // 200 <= MAX_AHEAD + len(many) // 20
+    assert (200 - served) * len(many) // 200 <= MAX_UNREAD + len(many) // 20
     assert reads > 10
     for _ in range(200):
         await turns()
@@ -280,8 +280,8 @@ async def test_the_kernels_buffer_of_a_paused_connection_counts_as_unread(kind: 
 def test_one_connection_cannot_displace_the_unread_bytes_of_all_others() -> None:
     everyone, budget, _ = new_connections()
     large, other = new_connection(), new_connection()
-    everyone.hold(other, 1000, 2**24)
-    everyone.hold(large, 2**23, 2**24)
+    everyone.set_unread(other, 1000, 2**24)
+    everyone.set_unread(large, 2**23, 2**24)
     assert (drops(large), drops(other), budget.reserved) == (1, 0, 1000)
 
 
@@ -334,8 +334,8 @@ async def test_a_head_is_limited_to_64_kib() -> None:
         sent += len(line)
         await transport.deliver(line)
         most = max(most, harness.budget.reserved)
-        assert sent < 2 * MAX_HEAD
-    assert MAX_HEAD - SLICE < most <= MAX_HEAD
+        assert sent < 2 * MAX_HEAD_BYTES
+    assert MAX_HEAD_BYTES - PARSER_SLICE < most <= MAX_HEAD_BYTES
     assert transport.text.startswith(b"HTTP/1.1 431 ")
     assert harness.budget.reserved == 0
     transport.close()
@@ -371,10 +371,10 @@ async def test_the_aiohttp_connection_pauses_reading_at_its_limit() -> None:
     harness.connections.admit(connection, "192.0.2.1", harness.limits)
     connection.data_received(request(b"{}", "X_Odd: 1") * 2000)
     assert transport.paused
-    assert harness.budget.reserved > MAX_AHEAD
+    assert harness.budget.reserved > MAX_UNREAD
     while transport.paused:
         await turns()
-    assert MAX_AHEAD - SLICE <= harness.budget.reserved <= MAX_AHEAD
+    assert MAX_UNREAD - PARSER_SLICE <= harness.budget.reserved <= MAX_UNREAD
     transport.close()
     await turns()
     assert harness.budget.reserved == 0
@@ -391,7 +391,7 @@ async def test_a_connection_switches_to_aiohttp_with_its_backlog_and_reads_on() 
     assert transport.paused
     for _ in range(1300):
         await turns()
-    assert isinstance(transport.protocol, Lobby)
+    assert isinstance(transport.protocol, AiohttpConnection)
     assert len(harness.served) == 1201
     assert not transport.paused
     assert len(harness.connections) == 1

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from gateway.http.eager_task import Errand, Landing, landing, within
+from gateway.http.eager_task import EagerFuture, EagerTask, new_future, timeout_after
 
 
 class Log(list[str]):
     """A log of events, which also runs eager tasks."""
 
-    def run(self, steps: Coroutine[Any, Any, None]) -> Errand:
-        task = Errand(steps, lambda: self.append("ended"))
+    def run(self, steps: Coroutine[Any, Any, None]) -> EagerTask:
+        task = EagerTask(steps, lambda: self.append("ended"))
         task.step()
         return task
 
 
 async def test_a_task_starts_at_once_and_resumes_inside_resolve() -> None:
-    log, awaited = Log(), landing(asyncio.get_running_loop())
+    log, awaited = Log(), new_future(asyncio.get_running_loop())
 
     async def steps() -> None:
         log.append("began")
@@ -30,12 +30,12 @@ async def test_a_task_starts_at_once_and_resumes_inside_resolve() -> None:
 
     log.run(steps())
     log.append("elsewhere")
-    awaited.land()
+    awaited.resolve()
     assert log == ["began", "elsewhere", "went on", "ended"]
 
 
 async def test_a_failed_future_raises_where_it_is_awaited() -> None:
-    log, awaited = Log(), landing(asyncio.get_running_loop())
+    log, awaited = Log(), new_future(asyncio.get_running_loop())
 
     async def steps() -> None:
         with pytest.raises(ValueError, match="no"):
@@ -43,31 +43,31 @@ async def test_a_failed_future_raises_where_it_is_awaited() -> None:
         log.append("caught")
 
     log.run(steps())
-    awaited.land(ValueError("no"))
-    awaited.land()  # no-op: it has been resolved
+    awaited.resolve(ValueError("no"))
+    awaited.resolve()  # no-op: it has been resolved
     assert log == ["caught", "ended"]
 
 
 async def test_a_future_may_resolve_early_and_a_regular_task_may_await_it() -> None:
     log, loop = Log(), asyncio.get_running_loop()
-    early, late = landing(loop), landing(loop)
+    early, late = new_future(loop), new_future(loop)
 
-    async def steps(awaited: Landing) -> None:
+    async def steps(awaited: EagerFuture) -> None:
         await awaited
         log.append("there")
 
-    early.land()
+    early.resolve()
     log.run(steps(early))
     task = asyncio.create_task(steps(late))
     await asyncio.sleep(0)
-    late.land()
+    late.resolve()
     await task
     assert log == ["there", "ended", "there"]
 
 
 @pytest.mark.parametrize("wait_s", [0, 0.001])
 async def test_any_other_wait_turns_it_into_a_regular_task(wait_s: float) -> None:
-    log, ended, awaited = Log(), asyncio.Event(), landing(asyncio.get_running_loop())
+    log, ended, awaited = Log(), asyncio.Event(), new_future(asyncio.get_running_loop())
     ours = asyncio.current_task()
 
     async def steps() -> None:
@@ -77,9 +77,9 @@ async def test_any_other_wait_turns_it_into_a_regular_task(wait_s: float) -> Non
         await awaited
         log.append("there")
 
-    Errand(steps(), ended.set).step()
+    EagerTask(steps(), ended.set).step()
     await asyncio.sleep(0.01)
-    awaited.land()
+    awaited.resolve()
     await ended.wait()
     assert log == ["there"]
 
@@ -92,7 +92,7 @@ async def test_a_failed_future_raises_in_the_task_that_it_became() -> None:
             await future
         log.append("caught")
 
-    Errand(steps(), ended.set).step()
+    EagerTask(steps(), ended.set).step()
     future.set_exception(ValueError("no"))
     await ended.wait()
     assert log == ["caught"]
@@ -102,14 +102,14 @@ async def test_a_timeout_applies_from_the_first_wait_and_ends_with_its_block() -
     log, ended, future = Log(), asyncio.Event(), asyncio.get_running_loop().create_future()
 
     async def steps() -> None:
-        async with within(10):
+        async with timeout_after(10):
             log.append("in time")
         with pytest.raises(TimeoutError):
-            async with within(0.001):
+            async with timeout_after(0.001):
                 await future
         log.append("too late")
 
-    Errand(steps(), ended.set).step()
+    EagerTask(steps(), ended.set).step()
     await ended.wait()
     assert log == ["in time", "too late"]
     assert future.cancelled()
@@ -125,11 +125,11 @@ async def test_cancelling_is_immediate_at_an_eager_future_and_delayed_as_a_task(
             log.append("cancelled")
             raise
 
-    log, awaited = Log(), landing(loop)
+    log, awaited = Log(), new_future(loop)
     log.run(steps(log, awaited)).cancel()
     assert log == ["cancelled", "ended"]
     assert awaited.cancelled()
-    awaited.land()
+    awaited.resolve()
 
     log = Log()
     log.run(steps(log, loop.create_future())).cancel()

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.http.aiohttp_connection import Lobby
+from gateway.http.aiohttp_connection import AiohttpConnection
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.disagg.scripted_engines import never_answers, prefills, split_gateway
 from tests.unit.gateway.http.connection_harness import (
@@ -57,9 +57,7 @@ async def test_an_ordinary_request_is_served_on_the_fast_path_as_aiohttp_would_r
 
 
 @pytest.mark.parametrize("odd", ODD + LAST)
-async def test_any_other_request_switches_to_aiohttp_with_the_same_outcome(
-    odd: bytes,
-) -> None:
+async def test_any_other_request_switches_to_aiohttp_with_the_same_outcome(odd: bytes) -> None:
     harness = Harness()
     outcome = await harness.deliver(harness.fast_connection(), [ORDINARY[1], odd])
     assert outcome.has_switched
@@ -171,7 +169,7 @@ async def test_closing_when_idle_waits_for_the_current_response() -> None:
     transport = FakeTransport(connection)
     connection.connection_made(transport)
     connection.data_received(request())
-    closed = connection.finish()
+    closed = connection.close_when_idle()
     assert not transport.closed
     await turns()
     assert transport.closed
@@ -192,8 +190,8 @@ async def test_a_client_that_does_not_read_stays_paused_after_the_switch() -> No
     connection.paused_at = since = 7.0
     connection.data_received(ODD[1])
     fallback = transport.protocol
-    assert isinstance(fallback, Lobby)
-    assert fallback.writing_paused
+    assert isinstance(fallback, AiohttpConnection)
+    assert fallback.is_writing_paused
     assert fallback.paused_at == since
     transport.close()
     await turns()
@@ -217,9 +215,11 @@ async def test_a_closing_connection_lets_a_slow_client_finish_reading() -> None:
     connection = harness.fast_connection()
     transport = SlowTransport(connection)
     connection.connection_made(transport)
-    connection.since = monotonic() - 100  # an old connection; only the time of closing matters
+    connection.phase_since = (
+        monotonic() - 100
+    )  # an old connection; only the time of closing matters
     connection.data_received(request())
-    connection.finish()
+    connection.close_when_idle()
     await turns()
     assert transport.closed
     patience_s = harness.limits.slow_reader
@@ -263,9 +263,7 @@ class SocketTransport(FakeTransport):
 
 
 @pytest.mark.parametrize("reset", [False, True])
-async def test_a_client_that_leaves_with_bytes_unread_is_noticed(
-    reset: bool,
-) -> None:
+async def test_a_client_that_leaves_with_bytes_unread_is_noticed(reset: bool) -> None:
     body = b'{"model":"demo","messages":[{"role":"user","content":"hi"}]}'
     async with split_gateway("vllm_nixl", [prefills()], [never_answers]) as running:
         url = urlsplit(running.app.url)
@@ -274,7 +272,7 @@ async def test_a_client_that_leaves_with_bytes_unread_is_noticed(
         received = await running.decode[0].wait_for_request()
         writer.write(request(b"x" * 100_000))
         async with asyncio.timeout(PATIENCE_S):
-            while not any(connection._reading_paused for connection in running.app.fronts):
+            while not any(connection._reading_paused for connection in running.app.connections):
                 await asyncio.sleep(0.001)
         if reset:
             writer.get_extra_info("socket").setsockopt(

@@ -15,7 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from gateway.http.listener_sockets import ActivationError, bind, bound_send_buffers, from_systemd
+from gateway.http.listener_sockets import (
+    ActivationError,
+    bind,
+    limit_send_buffers,
+    sockets_from_systemd,
+)
 from gateway.restart import notify
 
 ROOT = Path(__file__).parents[4]
@@ -81,7 +86,7 @@ def test_without_listener_names_the_order_decides(
 
 def test_sockets_of_another_process_are_ignored(two: tuple[socket.socket, socket.socket]) -> None:
     assert given("api", two[0], pid="1") == {}
-    assert from_systemd({}) == {}
+    assert sockets_from_systemd({}) == {}
 
 
 def test_a_socket_that_does_not_listen_is_an_error() -> None:
@@ -111,7 +116,7 @@ def test_a_port_in_use_leaves_nothing_bound(two: tuple[socket.socket, socket.soc
 
 def test_a_client_that_never_reads_fills_a_quarter_of_its_send_buffer() -> None:
     listener = bind("127.0.0.1", 0)[0]
-    bound_send_buffers([listener], 256 * 1024)
+    limit_send_buffers([listener], 256 * 1024)
     listener.setblocking(True)
     with listener, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -130,7 +135,7 @@ def test_a_client_that_never_reads_fills_a_quarter_of_its_send_buffer() -> None:
 def test_a_closed_listener_is_skipped_by_a_new_limit() -> None:
     listener = bind("127.0.0.1", 0)[0]
     listener.close()
-    bound_send_buffers([listener], 256 * 1024)
+    limit_send_buffers([listener], 256 * 1024)
 
 
 @pytest.mark.parametrize("abstract", [False, True])
@@ -138,12 +143,12 @@ def test_the_service_manager_is_notified_at_its_socket(tmp_path: Path, abstract:
     path = f"@penstock-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind("\0" + path[1:] if abstract else path)
-        assert notify.ready({"NOTIFY_SOCKET": path})
+        assert notify.report_ready({"NOTIFY_SOCKET": path})
         assert manager.recv(1000).startswith(b"READY=1\nSTATUS=serving")
-        assert notify.reloading({"NOTIFY_SOCKET": path})
+        assert notify.report_reloading({"NOTIFY_SOCKET": path})
         assert manager.recv(1000).startswith(b"RELOADING=1\nMONOTONIC_USEC=")
 
 
 def test_without_a_service_manager_notify_returns_false(tmp_path: Path) -> None:
-    assert not notify.ready({})
-    assert not notify.ready({"NOTIFY_SOCKET": str(tmp_path / "nobody")})
+    assert not notify.report_ready({})
+    assert not notify.report_ready({"NOTIFY_SOCKET": str(tmp_path / "nobody")})

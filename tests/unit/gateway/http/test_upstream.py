@@ -11,40 +11,46 @@ from time import monotonic
 import pytest
 import uvloop
 
-from gateway.http.upstream import IDLE_S, QUICKACK, Connection, Patience, Upstream
-from gateway.http.write_queue import Outbox
-from gateway.protocol.relay import Relay, State, UpstreamBroke
-from gateway.protocol.response_framing import chunk
-from gateway.protocol.stream_scan import FIRST_EVENT
+from gateway.http.upstream import (
+    MAX_IDLE_S,
+    QUICKACK,
+    ConnectionPool,
+    UpstreamConnection,
+    UpstreamTimeouts,
+)
+from gateway.http.write_queue import WriteQueue
+from gateway.protocol.relay import Relay, RelayState, UpstreamError
+from gateway.protocol.response_framing import encode_chunk
+from gateway.protocol.stream_scan import MAX_FIRST_EVENT
 from tests.fair_time import PATIENCE_S
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
-PATIENCE = Patience(connect_s=1.0, first_byte_s=5.0, stall_s=1.0)
+PATIENCE = UpstreamTimeouts(connect_s=1.0, first_byte_s=5.0, stall_s=1.0)
 
 
 class FakeClient:
     """A Downstream that records what is written to it, and can be slow."""
 
     def __init__(self) -> None:
-        self.writing_paused = False
+        self.is_writing_paused = False
         self.text = bytearray()
-        self.source: Connection | None = None
+        self.source: UpstreamConnection | None = None
 
     def write(self, data: bytes) -> None:
         self.text += data
 
-    def set_source(self, source: Connection | None) -> None:
+    def set_source(self, source: UpstreamConnection | None) -> None:
         self.source = source
-        if source is not None and self.writing_paused:
+        if source is not None and self.is_writing_paused:
             source.pause()
 
     def slow(self) -> None:
-        self.writing_paused = True
+        self.is_writing_paused = True
         if self.source is not None:
             self.source.pause()
 
     def ready(self) -> None:
-        self.writing_paused = False
+        self.is_writing_paused = False
         if self.source is not None:
             self.source.resume()
 
@@ -96,7 +102,7 @@ def silence(engine: FakeEngine) -> None:
 class FakeServer:
     """A listening server, and the connection pool that connects to it."""
 
-    def __init__(self, upstream: Upstream, accepted: asyncio.Queue[FakeEngine]) -> None:
+    def __init__(self, upstream: ConnectionPool, accepted: asyncio.Queue[FakeEngine]) -> None:
         self.upstream = upstream
         self.accepted = accepted
         self.react: Callable[[FakeEngine], None] = answer
@@ -111,13 +117,13 @@ class FakeServer:
 
     async def ask(self, client: FakeClient | None = None) -> Relay:
         relay = Relay(b"")
-        head = self.upstream.head("/v1/completions") + b"content-length: 2\r\n\r\n"
+        head = self.upstream.request_head("/v1/completions") + b"content-length: 2\r\n\r\n"
         await self.upstream.send(head, FakePayload(), relay, client or FakeClient())
         return relay
 
 
 @asynccontextmanager
-async def engines(patience: Patience = PATIENCE) -> AsyncIterator[FakeServer]:
+async def engines(patience: UpstreamTimeouts = PATIENCE) -> AsyncIterator[FakeServer]:
     loop = asyncio.get_running_loop()
     accepted: asyncio.Queue[FakeEngine] = asyncio.Queue()
     created: list[FakeServer] = []
@@ -125,7 +131,7 @@ async def engines(patience: Patience = PATIENCE) -> AsyncIterator[FakeServer]:
         lambda: FakeEngine(accepted, lambda e: created[0].react(e)), "127.0.0.1", 0
     )
     port = server.sockets[0].getsockname()[1]
-    upstream = Upstream(f"http://127.0.0.1:{port}", "the-engines-key", patience, Outbox(loop))
+    upstream = ConnectionPool(f"http://127.0.0.1:{port}", "the-engines-key", patience, WriteQueue(loop))
     created.append(FakeServer(upstream, accepted))
     try:
         yield created[0]
@@ -140,7 +146,7 @@ async def test_a_connection_is_reused_after_a_complete_response() -> None:
     async with engines() as fake:
         for _ in range(3):
             client = FakeClient()
-            assert (await fake.ask(client)).state is State.DONE
+            assert (await fake.ask(client)).state is RelayState.DONE
             assert client.text.endswith(b"\r\n\r\n{}")
             assert client.source is None
         assert fake.accepted.qsize() == 1
@@ -159,7 +165,7 @@ async def test_a_connection_that_has_been_idle_too_long_is_not_reused() -> None:
     async with engines() as fake:
         await fake.ask()
         (connection,) = fake.upstream.connections
-        connection.idle_since -= IDLE_S + 0.1
+        connection.idle_since -= MAX_IDLE_S + 0.1
         await fake.ask()
         assert fake.accepted.qsize() == 2
 
@@ -168,7 +174,7 @@ async def test_sweeping_closes_idle_connections_before_the_engine_does() -> None
     async with engines() as fake:
         await fake.ask()
         engine = await fake.accepted.get()
-        fake.upstream.sweep(monotonic() + IDLE_S + 0.1)
+        fake.upstream.sweep(monotonic() + MAX_IDLE_S + 0.1)
         async with asyncio.timeout(PATIENCE_S):
             await engine.gone.wait()
         assert not fake.upstream.connections
@@ -189,14 +195,14 @@ async def test_a_dead_pooled_connection_is_replaced_once(reset: bool) -> None:
                 engine.transport.close()
 
         fake.react = die
-        assert (await fake.ask()).state is State.DONE
+        assert (await fake.ask()).state is RelayState.DONE
         assert fake.accepted.qsize() == 1
 
 
 async def test_a_new_connection_that_dies_is_not_replaced() -> None:
     async with engines() as fake:
         fake.react = lambda engine: engine.transport.abort()
-        with pytest.raises(UpstreamBroke) as error_info:
+        with pytest.raises(UpstreamError) as error_info:
             await fake.ask()
         assert error_info.value.kind in ("reset", "no_answer")
         assert fake.accepted.qsize() == 1
@@ -211,7 +217,7 @@ async def test_a_pooled_connection_that_dies_within_a_response_is_not_replaced()
             engine.transport.close()
 
         fake.react = half
-        with pytest.raises(UpstreamBroke, match="before its response ended"):
+        with pytest.raises(UpstreamError, match="before its response ended"):
             await fake.ask()
         assert fake.accepted.qsize() == 1
 
@@ -237,8 +243,8 @@ async def test_a_refused_connection_is_reported_as_such() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        upstream = Upstream(url, None, PATIENCE, Outbox(asyncio.get_running_loop()))
-        with pytest.raises(UpstreamBroke) as error_info:
+        upstream = ConnectionPool(url, None, PATIENCE, WriteQueue(asyncio.get_running_loop()))
+        with pytest.raises(UpstreamError) as error_info:
             await upstream.send(b"", FakePayload(), Relay(b""), FakeClient())
     assert error_info.value.kind == "connect_failed"
 
@@ -252,10 +258,10 @@ async def test_a_half_closed_connection_does_not_return_to_the_pool() -> None:
         engine = await fake.asked()
         engine.eof_received = lambda: True  # type: ignore[attr-defined]  # ignore the half-close
         assert client.source is not None
-        client.source.call_off()
+        client.source.half_close()
         engine.transport.write(ANSWER)
-        assert (await asking).state is State.DONE
-        assert fake.upstream.pooled() is None
+        assert (await asking).state is RelayState.DONE
+        assert fake.upstream.take_idle() is None
 
 
 async def test_interim_responses_and_heads_do_not_extend_the_deadline() -> None:
@@ -265,19 +271,19 @@ async def test_interim_responses_and_heads_do_not_extend_the_deadline() -> None:
         asking = asyncio.create_task(fake.ask())
         engine = await fake.asked()
         (connection,) = fake.upstream.connections
-        asked_at = connection.heard_at
+        asked_at = connection.last_activity_at
         relay = connection._relay
         assert relay is not None
         engine.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n" * 3 + ANSWER[:-2])
         async with asyncio.timeout(PATIENCE_S):
             while relay.head is None:
                 await asyncio.sleep(0)
-        assert connection.heard_at == asked_at
+        assert connection.last_activity_at == asked_at
         fake.upstream.sweep(asked_at + 4.9)
         await asyncio.sleep(0)
         assert not asking.done()
         fake.upstream.sweep(asked_at + 5.1)
-        with pytest.raises(UpstreamBroke) as error_info:
+        with pytest.raises(UpstreamError) as error_info:
             await asking
         assert error_info.value.kind == "timeout"
 
@@ -292,13 +298,13 @@ async def test_the_first_byte_and_later_chunks_have_separate_timeouts() -> None:
         engine.transport.write(ANSWER[:-1])
         (connection,) = fake.upstream.connections
         async with asyncio.timeout(PATIENCE_S):
-            while connection.heard_at < now:
+            while connection.last_activity_at < now:
                 await asyncio.sleep(0)
         fake.upstream.sweep(monotonic() + 0.5)
         await asyncio.sleep(0)
         assert not asking.done()
         fake.upstream.sweep(monotonic() + 1.5)
-        with pytest.raises(UpstreamBroke) as error_info:
+        with pytest.raises(UpstreamError) as error_info:
             await asking
         assert error_info.value.kind == "timeout"
 
@@ -309,12 +315,12 @@ async def test_silence_is_measured_from_the_last_body_byte_of_any_response() -> 
         asking = asyncio.create_task(fake.ask())
         engine = await fake.asked()
         (connection,) = fake.upstream.connections
-        assert fake.upstream.heard_at == 0.0
-        assert fake.upstream.silence_s(connection.heard_at + 3.0) == pytest.approx(3.0, abs=0.2)
+        assert fake.upstream.last_body_at == 0.0
+        assert fake.upstream.silence_duration_s(connection.last_activity_at + 3.0) == pytest.approx(3.0, abs=0.2)
         engine.transport.write(b"{}")
         await asking
-        assert fake.upstream.heard_at > 0
-        assert fake.upstream.silence_s(monotonic() + 60) == 0.0
+        assert fake.upstream.last_body_at > 0
+        assert fake.upstream.silence_duration_s(monotonic() + 60) == 0.0
 
 
 async def test_a_slow_client_pauses_the_engine_and_does_not_count_as_its_silence() -> None:
@@ -341,7 +347,7 @@ async def test_a_slow_client_pauses_the_engine_and_does_not_count_as_its_silence
             await asyncio.sleep(0)
         assert len(client.text) < length // 2
         fake.upstream.sweep(monotonic() + 100)
-        assert fake.upstream.silence_s(monotonic() + 100) == 0.0
+        assert fake.upstream.silence_duration_s(monotonic() + 100) == 0.0
         client.ready()
         async with asyncio.timeout(PATIENCE_S):
             await asking
@@ -358,7 +364,7 @@ async def test_a_client_that_is_slow_until_the_end_leaves_no_paused_connection()
 
         await fake.ask(SlowAtLast())
         async with asyncio.timeout(PATIENCE_S):
-            assert (await fake.ask()).state is State.DONE
+            assert (await fake.ask()).state is RelayState.DONE
         assert fake.accepted.qsize() == 1
 
 
@@ -378,7 +384,7 @@ async def test_sockets_disable_nagle_and_requests_carry_the_engines_own_key() ->
         assert connection.transport is not None
         raw = connection.transport.get_extra_info("socket")
         assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        assert b"authorization: Bearer the-engines-key\r\n" in fake.upstream.head("/v1/completions")
+        assert b"authorization: Bearer the-engines-key\r\n" in fake.upstream.request_head("/v1/completions")
 
 
 async def test_all_requests_to_a_dead_engine_can_be_failed() -> None:
@@ -391,7 +397,7 @@ async def test_all_requests_to_a_dead_engine_can_be_failed() -> None:
                 await asyncio.sleep(0)
         fake.upstream.fail_all("ejected", "gone")
         found = await asyncio.gather(*asking, return_exceptions=True)
-        assert [error.kind for error in found if isinstance(error, UpstreamBroke)] == [
+        assert [error.kind for error in found if isinstance(error, UpstreamError)] == [
             "ejected"
         ] * 3
 
@@ -412,19 +418,19 @@ async def test_a_stream_in_the_middle_of_an_event_is_failed_after_that_event() -
                 await asyncio.sleep(0)
             for engine, event in zip(asked, (whole, half), strict=True):
                 engine.transport.write(
-                    head + chunk(event + b" " * FIRST_EVENT if event is half else event)
+                    head + encode_chunk(event + b" " * MAX_FIRST_EVENT if event is half else event)
                 )
             while not all(client.text for client in clients):
                 await asyncio.sleep(0)
-            assert fake.upstream.fail_at_seams("shutdown", "over") == 1
-            asked[1].transport.write(chunk(rest))
-            while fake.upstream.fail_at_seams("shutdown", "over"):
+            assert fake.upstream.fail_between_events("shutdown", "over") == 1
+            asked[1].transport.write(encode_chunk(rest))
+            while fake.upstream.fail_between_events("shutdown", "over"):
                 await asyncio.sleep(0)
             found = await asyncio.gather(*asking, return_exceptions=True)
-        assert [error.kind for error in found if isinstance(error, UpstreamBroke)] == [
+        assert [error.kind for error in found if isinstance(error, UpstreamError)] == [
             "shutdown"
         ] * 2
-        assert sum(client.text.endswith(chunk(rest)) for client in clients) == 1
+        assert sum(client.text.endswith(encode_chunk(rest)) for client in clients) == 1
 
 
 def test_a_connection_is_closed_if_its_request_is_cancelled_while_connecting() -> None:
@@ -434,7 +440,7 @@ def test_a_connection_is_closed_if_its_request_is_cancelled_while_connecting() -
         loop = asyncio.get_running_loop()
         server = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        upstream = Upstream(url, None, PATIENCE, Outbox(loop))
+        upstream = ConnectionPool(url, None, PATIENCE, WriteQueue(loop))
         standing = loop.create_future()
         upstream.connections = NotifyingSet(standing)
         sending = asyncio.ensure_future(upstream.send(b"", FakePayload(), Relay(b""), FakeClient()))
@@ -448,14 +454,14 @@ def test_a_connection_is_closed_if_its_request_is_cancelled_while_connecting() -
     uvloop.run(run())
 
 
-class NotifyingSet(set[Connection]):
+class NotifyingSet(set[UpstreamConnection]):
     """A set of connections that resolves a future when the first one is added."""
 
     def __init__(self, standing: asyncio.Future[None]) -> None:
         super().__init__()
         self._standing = standing
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: UpstreamConnection) -> None:
         super().add(connection)
         if not self._standing.done():
             self._standing.set_result(None)
@@ -465,7 +471,7 @@ class NotifyingSet(set[Connection]):
 async def test_a_running_stream_uses_delayed_acks_until_the_next_request() -> None:
     """The socket option reads 0 while the kernel delays acknowledgements."""
     assert QUICKACK is not None
-    event = chunk(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n')
+    event = encode_chunk(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n')
     quick: list[int] = []
 
     async with engines() as fake:
@@ -483,12 +489,12 @@ async def test_a_running_stream_uses_delayed_acks_until_the_next_request() -> No
                 quick.append(sock_of(client).getsockopt(socket.IPPROTO_TCP, QUICKACK))
                 client.text.clear()
                 engine.transport.write(event)
-            engine.transport.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+            engine.transport.write(encode_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
         fake.react = stream
         for _ in range(2):
             client = FakeClient()
-            assert (await fake.ask(client)).state is State.DONE
+            assert (await fake.ask(client)).state is RelayState.DONE
             assert quick == [1, 0, 0, 0]
             quick.clear()
 
@@ -509,12 +515,12 @@ async def until_read(client: FakeClient, event: bytes) -> None:
 async def test_a_kernel_without_quickack_does_not_break_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    event = chunk(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n')
+    event = encode_chunk(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n')
     head = (
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
     )
-    whole = head + 3 * event + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+    whole = head + 3 * event + encode_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
     monkeypatch.setattr("gateway.http.upstream.QUICKACK", 255)  # an option that no kernel has
     async with engines() as fake:
         fake.react = lambda engine: engine.transport.write(whole)
-        assert (await fake.ask()).state is State.DONE
+        assert (await fake.ask()).state is RelayState.DONE

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.http.upstream import Connection, Patience, Upstream
-from gateway.http.write_queue import MAX_DEFERRED_BYTES, MOST, TURN, Outbox
-from gateway.protocol.relay import Relay, State
-from gateway.protocol.response_framing import chunk
+from gateway.http.upstream import ConnectionPool, UpstreamConnection, UpstreamTimeouts
+from gateway.http.write_queue import MAX_DEFERRED, MAX_DEFERRED_BYTES, WRITES_PER_TURN, WriteQueue
+from gateway.protocol.relay import Relay, RelayState
+from gateway.protocol.response_framing import encode_chunk
 from tests.unit.gateway.http.test_upstream import FakeClient, FakePayload
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-EVENT = chunk(b'data: {"choices":[{"delta":{"content":"."}}]}\n\n')
-END = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+EVENT = encode_chunk(b'data: {"choices":[{"delta":{"content":"."}}]}\n\n')
+END = encode_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 RELAY = Relay(b"")
 
 
@@ -43,33 +43,33 @@ class FakeLoop:
 class FakeConnection:
     """An engine connection that passes its bytes on to a client unchanged."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: WriteQueue) -> None:
         self._outbox = outbox
         self._wire = Mock(is_closing=lambda: False, write=self._write)
         self.sent = b""
 
     def receive(self, data: bytes) -> None:
-        if self._outbox.full:
-            self._outbox.put_off(self, RELAY, data)
+        if self._outbox.budget_spent:
+            self._outbox.defer(self, RELAY, data)
         else:
             self.catch_up(RELAY, data)
 
     def catch_up(self, relay: Relay, data: bytes) -> None:
         assert relay is RELAY
-        self._outbox.post(self._wire, data)
+        self._outbox.enqueue(self._wire, data)
 
     def _write(self, data: bytes) -> None:
         self.sent += data
 
 
-def new_queue() -> tuple[Outbox, FakeLoop]:
+def new_queue() -> tuple[WriteQueue, FakeLoop]:
     loop = FakeLoop()
-    return Outbox(cast(asyncio.AbstractEventLoop, loop)), loop
+    return WriteQueue(cast(asyncio.AbstractEventLoop, loop)), loop
 
 
 def test_new_requests_are_answered_before_deferred_chunks() -> None:
     queue, loop = new_queue()
-    streams = [FakeConnection(queue) for _ in range(10 * TURN)]
+    streams = [FakeConnection(queue) for _ in range(10 * WRITES_PER_TURN)]
     for stream in streams:
         stream.receive(b".")
     loop.turn()
@@ -78,17 +78,17 @@ def test_new_requests_are_answered_before_deferred_chunks() -> None:
     refused.catch_up(RELAY, b"429")
     loop.turn()
     assert refused.sent == b"429"
-    assert behind == 8 * TURN
-    assert [stream.sent for stream in streams].count(b"") == 7 * TURN
+    assert behind == 8 * WRITES_PER_TURN
+    assert [stream.sent for stream in streams].count(b"") == 7 * WRITES_PER_TURN
     while loop.turn():
         pass
     assert all(stream.sent == b"." for stream in streams)
-    assert not queue.full
+    assert not queue.budget_spent
 
 
 def test_a_few_chunks_are_written_in_the_iteration_in_which_they_arrive() -> None:
     queue, loop = new_queue()
-    streams = [FakeConnection(queue) for _ in range(TURN)]
+    streams = [FakeConnection(queue) for _ in range(WRITES_PER_TURN)]
     for stream in streams:
         stream.receive(b".")
     loop.turn()
@@ -99,28 +99,28 @@ def test_a_few_chunks_are_written_in_the_iteration_in_which_they_arrive() -> Non
 def test_beyond_the_limit_of_deferred_chunks_they_are_relayed_at_once() -> None:
     queue, _ = new_queue()
     stream = FakeConnection(queue)
-    for _ in range(TURN + MOST):
+    for _ in range(WRITES_PER_TURN + MAX_DEFERRED):
         stream.receive(b".")
     assert not stream.sent
     for excess in range(1, 4):
         stream.receive(b".")
         queue.flush()
-        assert len(stream.sent) == TURN + excess
+        assert len(stream.sent) == WRITES_PER_TURN + excess
 
 
 def test_deferred_chunks_are_limited_in_bytes_too() -> None:
     """With a limit on their number alone, a few fast engines could take hundreds of MiB."""
     queue, loop = new_queue()
     stream, chunk_bytes = FakeConnection(queue), b"x" * (MAX_DEFERRED_BYTES // 16)
-    for _ in range(TURN):
+    for _ in range(WRITES_PER_TURN):
         stream.receive(b".")
     for _ in range(17):
         stream.receive(chunk_bytes)
     queue.flush()
-    assert len(stream.sent) == TURN + len(chunk_bytes)
+    assert len(stream.sent) == WRITES_PER_TURN + len(chunk_bytes)
     while loop.turn():
         pass
-    assert len(stream.sent) == TURN + 17 * len(chunk_bytes)
+    assert len(stream.sent) == WRITES_PER_TURN + 17 * len(chunk_bytes)
     assert queue._deferred_bytes == 0
 
 
@@ -128,11 +128,11 @@ def test_a_chunk_that_cannot_be_relayed_does_not_affect_the_others() -> None:
     queue, loop = new_queue()
     broken, streams = (
         Mock(catch_up=Mock(side_effect=ValueError("a bug"))),
-        [FakeConnection(queue) for _ in range(TURN)],
+        [FakeConnection(queue) for _ in range(WRITES_PER_TURN)],
     )
     for stream in streams:
         stream.receive(b".")
-    queue.put_off(broken, RELAY, b"?")
+    queue.defer(broken, RELAY, b"?")
     for stream in streams:
         stream.receive(b".")
     with pytest.raises(ValueError, match="a bug"):
@@ -151,9 +151,9 @@ def test_a_write_queued_by_a_failing_write_is_written(late: int) -> None:
         stream.receive(b".")
         raise OSError("gone")
 
-    queue.post(Mock(is_closing=lambda: False, write=fail), b"x")
+    queue.enqueue(Mock(is_closing=lambda: False, write=fail), b"x")
     for _ in range(late):
-        queue.put_off(behind, RELAY, b".")
+        queue.defer(behind, RELAY, b".")
     with pytest.raises(OSError, match="gone"):
         loop.turn()
     while loop.turn():
@@ -165,7 +165,7 @@ def test_a_transport_that_cannot_be_written_to_does_not_affect_the_others() -> N
     queue, loop = new_queue()
     gone = Mock(side_effect=RuntimeError("after write_eof()"))
     closed, stream = Mock(is_closing=lambda: False, write=gone), FakeConnection(queue)
-    queue.post(closed, b"x")
+    queue.enqueue(closed, b"x")
     stream.receive(b".")
     loop.turn()
     assert stream.sent == b"."
@@ -192,7 +192,7 @@ def test_deferring_neither_loses_nor_reorders_bytes_of_a_client(
                 received[index % 3] += data
         else:
             ending = int(step[-1])
-            queue.hurry(streams[ending])
+            queue.flush_connection(streams[ending])
             queue.flush()
             assert streams[ending].sent == received[ending]
     while loop.turn():
@@ -203,30 +203,30 @@ def test_deferring_neither_loses_nor_reorders_bytes_of_a_client(
 class Request:
     """A request in progress: the connection to its engine, and its client."""
 
-    def __init__(self, pool: Upstream) -> None:
-        self.connection, self.client, self.relay = Connection(pool), FakeClient(), Relay(b"")
+    def __init__(self, pool: ConnectionPool) -> None:
+        self.connection, self.client, self.relay = UpstreamConnection(pool), FakeClient(), Relay(b"")
         self.wire = Mock(is_closing=Mock(return_value=False))
         self.connection.connection_made(self.wire)
-        self.done = self.connection.carry(b"", FakePayload(), self.relay, self.client)
+        self.done = self.connection.start(b"", FakePayload(), self.relay, self.client)
         self.connection.data_received(HEAD)
 
 
 @pytest.fixture
-async def pool() -> Upstream:
+async def pool() -> ConnectionPool:
     """Connections to one engine."""
-    return Upstream(
-        "http://engine", None, Patience(1.0, 1.0, 1.0), Outbox(asyncio.get_running_loop())
+    return ConnectionPool(
+        "http://engine", None, UpstreamTimeouts(1.0, 1.0, 1.0), WriteQueue(asyncio.get_running_loop())
     )
 
 
-def spend_budget(pool: Upstream) -> None:
+def spend_budget(pool: ConnectionPool) -> None:
     """Spend the budget of this loop iteration."""
-    for _ in range(TURN):
-        pool.outbox.post(Mock(), b".")
+    for _ in range(WRITES_PER_TURN):
+        pool.outbox.enqueue(Mock(), b".")
 
 
 async def test_a_response_whose_end_was_deferred_is_complete_although_the_engine_closed(
-    pool: Upstream,
+    pool: ConnectionPool,
 ) -> None:
     request = Request(pool)
     spend_budget(pool)
@@ -235,11 +235,11 @@ async def test_a_response_whose_end_was_deferred_is_complete_although_the_engine
     assert EVENT not in request.client.text
     request.connection.connection_lost(None)
     await request.done
-    assert request.relay.state is State.DONE
+    assert request.relay.state is RelayState.DONE
     assert request.client.text.endswith(EVENT + END)
 
 
-async def test_deferred_chunks_of_an_aborted_response_are_dropped(pool: Upstream) -> None:
+async def test_deferred_chunks_of_an_aborted_response_are_dropped(pool: ConnectionPool) -> None:
     request = Request(pool)
     spend_budget(pool)
     request.connection.data_received(EVENT)
@@ -249,7 +249,7 @@ async def test_deferred_chunks_of_an_aborted_response_are_dropped(pool: Upstream
 
 
 async def test_deferred_bytes_after_the_end_of_a_response_close_the_connection(
-    pool: Upstream,
+    pool: ConnectionPool,
 ) -> None:
     request = Request(pool)
     spend_budget(pool)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from gateway.legs.hedge import CREDIT
-from policies.health.health import Event, State
-from policies.health.speed_record import Verdict
+from gateway.legs.hedge import INITIAL_REQUESTS
+from policies.health.health import HealthEvent, HealthState
+from policies.health.speed_record import SpeedVerdict
 from policies.health.stall import DOUBT_S, SUSPECT_CEILING
-from policies.load import NO_CEILING
+from policies.load import NO_SOFT_CAP
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
@@ -67,7 +67,9 @@ async def asked(running: SplitGateway, times: int) -> tuple[ScriptedEngine, Scri
         while sum(len(half.requests) for half in running.decode) < times:
             await asyncio.sleep(0.005)
     return tuple(
-        sorted(running.decode, key=lambda half: half.requests[0].received_at if half.requests else 1e18)
+        sorted(
+            running.decode, key=lambda half: half.requests[0].received_at if half.requests else 1e18
+        )
     )  # type: ignore[return-value]
 
 
@@ -147,7 +149,9 @@ async def test_a_second_endpoint_that_fails_leaves_the_first_one(script: Script)
 
 async def test_a_request_that_fails_at_both_is_refused_once() -> None:
     first_gate, second_gate = asyncio.Event(), asyncio.Event()
-    async with pool(when_open(first_gate, refuses(500)), when_open(second_gate, refuses(500))) as running:
+    async with pool(
+        when_open(first_gate, refuses(500)), when_open(second_gate, refuses(500))
+    ) as running:
         asking = asyncio.ensure_future(running.ask(stream=True))
         await asked(running, 2)
         first_gate.set()
@@ -226,7 +230,7 @@ async def test_late_requests_at_a_suspect_endpoint_are_moved_and_no_hedge_is_spe
         reply = await asking
         assert (reply.status, reply.text) == (200, WHOLE)
         live = running.app.gateway.endpoints.all()[running.decode.index(first)]
-        assert (live.speed.verdict, live.health.state) == (Verdict.SUSPECT, State.UP)
+        assert (live.speed.verdict, live.health.state) == (SpeedVerdict.SUSPECT, HealthState.UP)
         await running.at_rest()
         assert running.metric("penstock_retries_total", kind="slow") == 1
         assert counted(running)[:2] == (0, 1)
@@ -238,22 +242,22 @@ async def test_an_endpoint_that_was_overtaken_gets_few_requests_until_it_is_judg
         first, _ = await asked(running, 2)
         endpoints = running.app.gateway.endpoints
         load = endpoints.all()[running.decode.index(first)].load
-        assert load.ceiling == 0
+        assert load.soft_cap == 0
         ceilings = []
         for seconds in range(8):
             endpoints.sweep(monotonic() + DOUBT_S + seconds)
-            ceilings.append(load.ceiling)
-        assert ceilings == [2 * SUSPECT_CEILING, 4, 8, 16, 32, 64, NO_CEILING, NO_CEILING]
+            ceilings.append(load.soft_cap)
+        assert ceilings == [2 * SUSPECT_CEILING, 4, 8, 16, 32, 64, NO_SOFT_CAP, NO_SOFT_CAP]
 
 
 async def test_the_first_requests_of_a_gateway_may_be_hedged_and_later_ones_pay_for_it() -> None:
     async with pool(decodes, decodes, saved=None) as running:
         hedger = running.app.gateway.hedger
-        assert hedger.allowed == 0.05 * CREDIT
+        assert hedger.allowed == 0.05 * INITIAL_REQUESTS
         for _ in range(4):
             await running.ask(words=3)
         hedger.sweep(0.05, monotonic())
-        assert hedger.allowed == 0.05 * CREDIT
+        assert hedger.allowed == 0.05 * INITIAL_REQUESTS
 
 
 async def test_an_ended_request_leaves_the_hedger_before_the_next_sweep() -> None:
@@ -274,7 +278,7 @@ async def test_requests_that_wait_at_an_endpoint_ejected_as_slow_are_moved() -> 
         asking = asyncio.ensure_future(running.ask(stream=True))
         first, _ = await asked(running, 1)
         endpoints = running.app.gateway.endpoints
-        endpoints.happened(endpoints.all()[running.decode.index(first)], Event.SLOW)
+        endpoints.on_event(endpoints.all()[running.decode.index(first)], HealthEvent.SLOW)
         reply = await asking
         assert (reply.status, reply.text) == (200, WHOLE)
         await running.at_rest()

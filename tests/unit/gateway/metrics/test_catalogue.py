@@ -16,7 +16,14 @@ from prometheus_client.samples import Sample
 from gateway.metrics import exposition
 from gateway.metrics.catalogue import TTFT_BUCKETS_S, Metrics
 from gateway.metrics.labels import Row
-from gateway.metrics.metric_types import OTHER, Family, Histogram, Label, Merge, Meters
+from gateway.metrics.metric_types import (
+    OTHER_VALUES,
+    Histogram,
+    Label,
+    Merge,
+    MetricFamily,
+    MetricRegistry,
+)
 
 ROOT = Path(__file__).parents[4]
 
@@ -36,7 +43,7 @@ def test_a_scrape_shows_the_counted_values() -> None:
     metrics = Metrics()
     metrics.requests_total.labels("demo-8b", "200", "ok").inc(3)
     metrics.inflight.labels("127.0.0.1:9000").inc()
-    metrics.open_streams.follow(lambda: 7)
+    metrics.open_streams.set_function(lambda: 7)
     ttft = metrics.ttft_seconds.labels("demo-8b", "a")
     for value in (0.0005, 0.001, 0.0011, 5000.0):
         ttft.observe(value)
@@ -103,13 +110,13 @@ def test_a_bucket_counts_exactly_the_values_at_or_below_its_bound(values: list[f
     for value in values:
         histogram.observe(value)
     for bound, count in zip(
-        (*TTFT_BUCKETS_S, math.inf), accumulate(histogram.buckets().counts), strict=True
+        (*TTFT_BUCKETS_S, math.inf), accumulate(histogram.snapshot().counts), strict=True
     ):
         assert count == sum(value <= bound for value in values)
 
 
 def test_label_values_beyond_the_cap_become_other_and_old_ones_stay() -> None:
-    family = Meters().section("a row", "x.py").counter("x_total", "x", Label("model", 2))
+    family = MetricRegistry().section("a row", "x.py").counter("x_total", "x", Label("model", 2))
     first = family.labels("a")
     family.labels("b")
     family.labels("c").inc()
@@ -118,7 +125,7 @@ def test_label_values_beyond_the_cap_become_other_and_old_ones_stay() -> None:
     assert {values: meter.value for values, meter in family.children()} == {
         ("a",): 0,
         ("b",): 0,
-        (OTHER,): 2,
+        (OTHER_VALUES,): 2,
     }
 
 
@@ -126,12 +133,12 @@ def test_a_removed_endpoint_leaves_no_series_and_frees_its_place() -> None:
     metrics = Metrics()
     metrics.inflight.labels("a").set(3)
     metrics.ttft_seconds.labels("m", "a").observe(1)
-    metrics.forget_endpoint("a")
+    metrics.remove_endpoint("a")
     assert b'endpoint="a"' not in metrics.render()
 
 
 def test_a_wrong_number_of_label_values_is_rejected() -> None:
-    family: Family[object] = Metrics().ttft_seconds  # type: ignore[assignment, type-var]
+    family: MetricFamily[object] = Metrics().ttft_seconds  # type: ignore[assignment, type-var]
     with pytest.raises(ValueError, match="has 2 labels, not 1"):
         family.labels("m")
 
@@ -160,12 +167,12 @@ def test_every_family_has_an_owner_a_row_and_a_merge_rule() -> None:
         assert spec.kind == "gauge" or spec.merge is Merge.SUM, (
             f"{spec.name}: what is counted is added up"
         )
-        assert not spec.marked or spec.kind == "histogram"
+        assert not spec.has_exemplars or spec.kind == "histogram"
 
 
 def test_series_of_endpoints_and_models_have_a_pool_label() -> None:
     metrics = Metrics()
-    metrics.pools = lambda: {
+    metrics.pool_by_label = lambda: {
         ("endpoint", "a"): "chat",
         ("prefill", "p"): "split",
         ("model", "m"): "code",
@@ -188,8 +195,8 @@ def test_series_of_endpoints_and_models_have_a_pool_label() -> None:
 
 def test_a_gauge_whose_function_returns_none_is_not_exposed() -> None:
     metrics = Metrics()
-    metrics.inside.endpoint_kv_usage.labels("a").follow(lambda: None)
-    metrics.inside.endpoint_kv_usage.labels("b").follow(lambda: 0.25)
+    metrics.runtime_gauges.endpoint_kv_usage.labels("a").set_function(lambda: None)
+    metrics.runtime_gauges.endpoint_kv_usage.labels("b").set_function(lambda: 0.25)
     matches = [
         value
         for (name, _), value in samples(metrics.render()).items()
@@ -201,10 +208,10 @@ def test_a_gauge_whose_function_returns_none_is_not_exposed() -> None:
 def test_a_bucket_stores_its_newest_request_as_an_openmetrics_exemplar() -> None:
     metrics = Metrics()
     ttft = metrics.ttft_seconds.labels("m", "a")
-    ttft.mark((0.2, 10.0, "req_old", ""))
-    ttft.mark((0.21, 11.0, "req_new", "4bf92f3577b34da6a3ce929d0e0e4736"))
-    ttft.mark((9000.0, 12.0, "req_slow", ""))
-    text = exposition.page(metrics.readings(0.0), exemplars=True).decode()
+    ttft.observe_request((0.2, 10.0, "req_old", ""))
+    ttft.observe_request((0.21, 11.0, "req_new", "4bf92f3577b34da6a3ce929d0e0e4736"))
+    ttft.observe_request((9000.0, 12.0, "req_slow", ""))
+    text = exposition.render_page(metrics.collect(0.0), exemplars=True).decode()
     families = {family.name: family for family in openmetrics(text)}
     shown = {
         sample.labels["le"]: sample.exemplar
@@ -228,7 +235,7 @@ def test_a_bucket_stores_its_newest_request_as_an_openmetrics_exemplar() -> None
 def test_exemplars_are_one_per_bucket_and_counted_like_observations(values: list[float]) -> None:
     marked, observed = Histogram(TTFT_BUCKETS_S), Histogram(TTFT_BUCKETS_S)
     for value in values:
-        marked.mark((value, 0.0, "req", ""))
+        marked.observe_request((value, 0.0, "req", ""))
         observed.observe(value)
     assert (marked.counts, marked.sum) == (observed.counts, observed.sum)
-    assert len(marked.marks) == (len(TTFT_BUCKETS_S) + 1 if values else 0)
+    assert len(marked.exemplars) == (len(TTFT_BUCKETS_S) + 1 if values else 0)

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.metrics.quantile_sketch import (
-    LEAST,
-    MOST,
+    MAX_VALUE,
+    MIN_VALUE,
     RELATIVE_ERROR,
     bucket_of,
-    grown,
-    merged,
+    difference,
+    merge_counts,
     quantile,
     value_of,
 )
@@ -32,7 +32,7 @@ DISTRIBUTIONS: dict[str, Draw] = {
     "two modes": lambda rng: rng.gauss(0.03, 0.001) if rng.random() < 0.97 else rng.gauss(8.0, 0.5),
     "uniform": lambda rng: rng.uniform(0.001, 60.0),
 }
-seconds = st.floats(LEAST, MOST)
+seconds = st.floats(MIN_VALUE, MAX_VALUE)
 
 
 def sketch(values: list[float]) -> dict[int, int]:
@@ -46,7 +46,7 @@ def exact(values: list[float], share: float) -> float:
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_quantiles_of_100k_samples_are_within_2_percent(name: str) -> None:
     rng = Random(name)
-    values = [max(LEAST, DISTRIBUTIONS[name](rng)) for _ in range(SAMPLES)]
+    values = [max(MIN_VALUE, DISTRIBUTIONS[name](rng)) for _ in range(SAMPLES)]
     counts = sketch(values)
     for share in SHARES:
         assert quantile(counts, share) == pytest.approx(exact(values, share), rel=0.02)
@@ -70,24 +70,24 @@ def test_one_sample_is_every_quantile(value: float) -> None:
 
 @given(st.lists(st.lists(seconds, max_size=20), max_size=5))
 def test_merged_sketches_are_the_sketch_of_all_observations(parts: list[list[float]]) -> None:
-    assert merged(map(sketch, parts)) == sketch([value for part in parts for value in part])
+    assert merge_counts(map(sketch, parts)) == sketch([value for part in parts for value in part])
 
 
 @given(st.lists(seconds, max_size=20), st.lists(seconds, max_size=20))
 def test_the_difference_of_two_moments_is_the_sketch_of_the_observations_between(
     old: list[float], new: list[float]
 ) -> None:
-    assert grown(sketch(old + new), sketch(old)) == sketch(new)
+    assert difference(sketch(old + new), sketch(old)) == sketch(new)
 
 
 def test_a_reset_sketch_counts_from_zero() -> None:
-    assert grown({5: 1}, {5: 4, 6: 1}) == {5: 1}
+    assert difference({5: 1}, {5: 4, 6: 1}) == {5: 1}
 
 
 def test_values_out_of_range_are_counted_at_its_ends_and_memory_is_bounded() -> None:
-    assert [bucket_of(value) for value in (-1.0, 0.0, 1e-9)] == [bucket_of(LEAST)] * 3
-    assert bucket_of(1e9) == bucket_of(MOST)
-    assert bucket_of(MOST) - bucket_of(LEAST) < 1_300
+    assert [bucket_of(value) for value in (-1.0, 0.0, 1e-9)] == [bucket_of(MIN_VALUE)] * 3
+    assert bucket_of(1e9) == bucket_of(MAX_VALUE)
+    assert bucket_of(MAX_VALUE) - bucket_of(MIN_VALUE) < 1_300
 
 
 def test_without_observations_there_is_no_quantile() -> None:

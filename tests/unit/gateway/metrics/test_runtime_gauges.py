@@ -5,25 +5,25 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from gateway.metrics.catalogue import Metrics
-from policies.engine.peer_load import Share
-from policies.health.health import State
-from policies.ledger import foreign
+from policies.engine.peer_load import PeerShare
+from policies.health.health import HealthState
+from policies.ledger import set_peer_load
 from policies.load import EndpointLoad
 
 
 def test_gauges_leave_out_tokens_that_other_gateways_booked() -> None:
     load = EndpointLoad(slot=0)
     load.prefill_tokens, load.decode_tokens = 700, 50
-    assert foreign(
-        load, b"another", Share(in_flight=1, prefill_tokens=300, decode_tokens=20), now=1.0
+    assert set_peer_load(
+        load, b"another", PeerShare(in_flight=1, prefill_tokens=300, decode_tokens=20), now=1.0
     )
     assert (load.prefill_tokens, load.decode_tokens) == (1000, 70)
     metrics = Metrics()
-    metrics.inside.follow(
+    metrics.runtime_gauges.attach_endpoint(
         SimpleNamespace(  # type: ignore[arg-type]
             endpoint=SimpleNamespace(name="a"),
             load=load,
-            health=SimpleNamespace(state=State.UP),
+            health=SimpleNamespace(state=HealthState.UP),
             upstream=SimpleNamespace(silence_s=lambda now: 0.0),
         ),
         lambda: 2.0,

@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from random import Random
 
-from gateway.admission.controller import Gate
+from gateway.admission.controller import AdmissionController
 from gateway.config import Config
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.prefix_cache import Prefixes
-from gateway.http.write_queue import Outbox
+from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
-from gateway.peers.frame_auth import Seal
-from gateway.peers.view import Frame, View
-from gateway.reload.snapshot import build
-from policies.model import Ask, Candidate, Pick, Request
+from gateway.peers.frame_auth import FrameAuth
+from gateway.peers.view import Frame, PeerView
+from gateway.reload.snapshot import build_plan
+from policies.model import Candidate, Pick, Request, RoutingQuery
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 
 SECRET = b"a secret of sixteen bytes or more"
@@ -41,26 +41,26 @@ class Gateway:
             {"version": 1, "pools": {"main": pool}, "tenants": tenants}
         )
         self.metrics = Metrics()
-        self.seal = Seal(secret, bytes([me]) * 8)
-        self.prefixes = Prefixes(self.seal.fingerprint_secret, 1 << 24, BLOCK_BYTES)
-        self.gate = Gate(self.config)
-        outbox = Outbox(asyncio.get_running_loop())
+        self.seal = FrameAuth(secret, bytes([me]) * 8)
+        self.prefixes = PrefixCacheView(self.seal.fingerprint_secret, 1 << 24, BLOCK_BYTES)
+        self.gate = AdmissionController(self.config)
+        outbox = WriteQueue(asyncio.get_running_loop())
         self.table = EndpointTable(self.config, self.prefixes, self.metrics, Random(me), outbox)
-        plan = build(self.config, self.table, self.gate, {})
-        self.table.adopt(plan.adoption)
+        plan = build_plan(self.config, self.table, self.gate, {})
+        self.table.apply(plan.adoption)
         for pool_name, opening in plan.rooms.items():
-            self.gate.open(opening.room)
-            opening.room.govern(opening.admission, opening.shares)
+            self.gate.add_queue(opening.room)
+            opening.room.set_admission(opening.admission, opening.shares)
             opening.room.configure(self.config.pools[pool_name].waiting_room, opening.serving)
         self.candidates: Sequence[Candidate] = plan.adoption.pools["main"]
-        self.view = View(self.seal, self.table, self.gate, self.metrics, BLOCK_BYTES, 1 << 20)
-        self.table.news = self.view.news
+        self.view = PeerView(self.seal, self.table, self.gate, self.metrics, BLOCK_BYTES, 1 << 20)
+        self.table.updates = self.view.updates
         self.view.tenants = lambda: self.config.tenants
-        self.gate.tell(self.view.news)
+        self.gate.publish_to_peers(self.view.updates)
         self.hashes = Fingerprinter(self.seal.fingerprint_secret, BLOCK_BYTES)
 
     def fingerprint(self, prompt: bytes) -> Fingerprint:
-        return self.hashes.of(b"salt", prompt)
+        return self.hashes.fingerprint(b"salt", prompt)
 
     def book(self, prompt: bytes, slot: int):
         """Send a request with this prompt to the endpoint in that slot."""
@@ -71,20 +71,20 @@ class Gateway:
 
     def cached(self, prompt: bytes) -> list[int]:
         """Return the prompt tokens believed to be cached at each endpoint."""
-        matches = list(self.prefixes.cached(self.fingerprint(prompt), len(prompt) // 4))
+        matches = list(self.prefixes.cached_tokens(self.fingerprint(prompt), len(prompt) // 4))
         return matches + [0] * (len(self.candidates) - len(matches))
 
-    def ask(self, prompt: bytes) -> Ask:
-        return self.table.ask(
+    def ask(self, prompt: bytes) -> RoutingQuery:
+        return self.table.build_query(
             Request("r", "m", "", len(prompt) // 4, 10), self.fingerprint(prompt), ()
         )
 
     def take(self, frame: Frame, now: float, age_s: float = 0.0) -> None:
-        for _ in self.view.take(frame[1], age_s, now):
+        for _ in self.view.apply_frame(frame[1], age_s, now):
             pass
 
     def settle(self, now: float) -> None:
-        for _ in self.view.settle(now):
+        for _ in self.view.finish_warm_up(now):
             pass
 
     def dropped(self) -> dict[str, float]:
@@ -101,22 +101,22 @@ def turn(gateways: Sequence[Gateway], now: float) -> list[tuple[Gateway, Frame]]
     frames = [
         (gateway, frame)
         for gateway in gateways
-        for frame in gateway.view.flush(now, connected=True)
+        for frame in gateway.view.outgoing_frames(now, is_connected=True)
     ]
     for item, frame in frames:
         for other in gateways:
             if other is not item:
                 other.take(frame, now)
     for item in gateways:
-        askers, item.view.askers = item.view.askers, []
+        askers, item.view.newcomers = item.view.newcomers, []
         for asker in askers:
-            parts = [(item, frame) for frame in item.view.parts(asker, now)]
+            parts = [(item, frame) for frame in item.view.warm_up_frames(asker, now)]
             frames += parts
             for _, frame in parts:
                 for other in gateways:
                     if other is not item:
                         other.take(frame, now)
-        item.view.sweep(now)
+        item.view.expire_peers(now)
         item.settle(now)
     return frames
 
@@ -132,5 +132,5 @@ def run(gateways: Sequence[Gateway], start: float, seconds: float) -> float:
 
 def warm(*gateways: Gateway, now: float = 100.0) -> float:
     for gateway in gateways:
-        gateway.view.begin(now)
+        gateway.view.start(now)
     return run(gateways, now, 2.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.config import ConfigError, examine_text
-from gateway.config.diff import shown
+from gateway.config import ConfigError, load_text
+from gateway.config.diff import display
 
 POOLS = "version: 1\npools: {main: {endpoints: [{url: 'http://a:1'}]}}\n"
 ENV = {"KEY": "marmot-key-of-the-fleet", "PASSWORD": "marmot-password"}
@@ -13,7 +13,7 @@ ENV = {"KEY": "marmot-key-of-the-fleet", "PASSWORD": "marmot-password"}
 
 def refused(text: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        examine_text((POOLS + text).encode(), "g.yaml", ENV)
+        load_text((POOLS + text).encode(), "g.yaml", ENV)
     return "\n".join(map(str, caught.value.problems))
 
 
@@ -41,8 +41,8 @@ def test_a_short_or_missing_key_is_rejected() -> None:
 
 def test_neither_key_nor_password_is_shown() -> None:
     text = POOLS + "shared: {redis: {url: 'redis://a', password: '${PASSWORD}'}, key: '${KEY}'}\n"
-    loaded = examine_text(text.encode(), "g.yaml", ENV)
+    loaded = load_text(text.encode(), "g.yaml", ENV)
     assert loaded.config.shared is not None
     assert loaded.config.shared.redis.url == "redis://a:6379/0"
-    assert "marmot" not in f"{loaded.config!r} {shown(loaded)}"
-    assert not loaded.in_clear
+    assert "marmot" not in f"{loaded.config!r} {display(loaded)}"
+    assert not loaded.has_secret_in_text

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from gateway.peers.bus import BACKLOG_CAP_BYTES, FRAME_CAP_BYTES
-from gateway.peers.local_bus import Hub, LocalBus
+from gateway.peers.local_bus import LocalBus, LocalHub
 
 SLOW, QUICK, TELLER = (bytes([number]) * 8 for number in (1, 2, 3))
 FRAME = bytes(FRAME_CAP_BYTES)
@@ -19,7 +19,7 @@ async def test_a_client_that_does_not_read_loses_frames_and_the_others_get_all(
 ) -> None:
     dropped = Counter[str]()
     heard: asyncio.Queue[int] = asyncio.Queue()
-    hub = Hub(tmp_path / "hub", lambda reason: dropped.update([reason]))
+    hub = LocalHub(tmp_path / "hub", lambda reason: dropped.update([reason]))
     await hub.start()
     quick, teller = (
         LocalBus(tmp_path / "hub", lambda reason: dropped.update([reason])) for _ in range(2)

@@ -7,10 +7,10 @@ from time import monotonic
 
 import msgspec
 
-from gateway.peers.members import GONE_S
-from gateway.peers.usage_sync import MOST_ROWS
+from gateway.peers.members import EXPIRY_S
+from gateway.peers.usage_sync import MAX_ROWS
 from gateway.protocol.errors import GatewayError
-from policies.admission.admission import Outcome
+from policies.admission.admission import RequestOutcome
 from policies.model import Pick, Request
 from tests.unit.gateway.peers.peer_gateways import Gateway, run, turn, warm
 
@@ -40,16 +40,16 @@ def asks(gateway: Gateway, times: int = 1) -> int:
 
 def converse(gateway: Gateway, session: str, tokens: int, now: float) -> Callable[[float], None]:
     """Book a request of the session; returns a function that ends it with ten output tokens."""
-    (room,) = gateway.gate.rooms()
+    (room,) = gateway.gate.pool_queues()
     request = msgspec.structs.replace(REQUEST, session=session, prompt_tokens=tokens - 10)
     result = msgspec.structs.replace(gateway.ask(b""), request=request, now=now)
-    room.booked(result, Pick(gateway.candidates[0], 0, 0.0, 1, ""))
-    return lambda now: room.ended(request, lambda: Outcome(now, 0.1, None, 10))
+    room.on_booked(result, Pick(gateway.candidates[0], 0, 0.0, 1, ""))
+    return lambda now: room.on_finished(request, lambda: RequestOutcome(now, 0.1, None, 10))
 
 
 def inside(gateway: Gateway) -> tuple[int, int]:
     """Return the number of active sessions and their context tokens."""
-    (room,) = gateway.gate.rooms()
+    (room,) = gateway.gate.pool_queues()
     assert room.sessions is not None
     return len(room.sessions), room.sessions.tokens
 
@@ -82,12 +82,12 @@ async def test_use_during_a_disconnect_is_not_sent_afterwards() -> None:
     now = warm(one, two, now=monotonic())
     assert (asks(one, 20), asks(two, 20)) == (10, 10)
     for gateway in (one, two):
-        gateway.view.flush(now + 0.1, connected=False)
-        assert not gateway.view.news.taken
-        assert not gateway.view.news.charged
+        gateway.view.outgoing_frames(now + 0.1, is_connected=False)
+        assert not gateway.view.updates.quota_use
+        assert not gateway.view.updates.charges
     run([one, two], now + 0.2, 0.2)
     for gateway in (one, two):
-        left = gateway.gate.quotas.by_tenant["a"].spent(0, 0, now).requests_left
+        left = gateway.gate.quotas.by_tenant["a"].usage_message(0, 0, now).requests_left
         assert left is not None
         assert left >= 0.0
 
@@ -96,17 +96,17 @@ async def test_waiting_updates_are_bounded_during_a_disconnect() -> None:
     (one,) = gateways(1)
     now = warm(one, now=monotonic())
     live = one.table.all()[0]
-    one.view.news.confirmed += [(live.endpoint, 1.0, 0.5)] * (3 * MOST_ROWS)
-    one.view.flush(now + 0.1, connected=False)
-    assert len(one.view.news.confirmed) == MOST_ROWS
+    one.view.updates.cache_reports += [(live.endpoint, 1.0, 0.5)] * (3 * MAX_ROWS)
+    one.view.outgoing_frames(now + 0.1, is_connected=False)
+    assert len(one.view.updates.cache_reports) == MAX_ROWS
 
 
 async def test_late_quota_messages_are_dropped() -> None:
     one, two = gateways()
     now = warm(one, two, now=monotonic())
     asks(one, 10)
-    for frame in one.view.flush(now + 0.1, connected=True):
-        two.take(frame, now + GONE_S + 1.0, age_s=GONE_S + 0.9)
+    for frame in one.view.outgoing_frames(now + 0.1, is_connected=True):
+        two.take(frame, now + EXPIRY_S + 1.0, age_s=EXPIRY_S + 0.9)
     assert asks(two, 10) == 10
 
 
@@ -127,8 +127,8 @@ async def test_a_session_of_another_gateway_expires_like_an_own_one() -> None:
     now = warm(one, two, now=monotonic())
     converse(one, "talk", 1000, now)(now + 0.1)
     now = run([one, two], now + 0.1, 0.2)
-    one.view.bye()
-    for room in two.gate.rooms():
+    one.view.bye_frame()
+    for room in two.gate.pool_queues():
         room.tick(now + 170.0)
         assert inside(two) == (1, 1000)
         room.tick(now + 181.0)
@@ -139,7 +139,7 @@ async def test_sessions_served_during_a_disconnect_are_sent_afterwards() -> None
     one, two = gateways()
     now = warm(one, two, now=monotonic())
     converse(one, "talk", 1000, now)(now + 0.1)
-    one.view.flush(now + 0.2, connected=False)
+    one.view.outgoing_frames(now + 0.2, is_connected=False)
     run([one, two], now + 30.0, 0.2)
     assert inside(two) == (1, 1000)
 
@@ -147,14 +147,14 @@ async def test_sessions_served_during_a_disconnect_are_sent_afterwards() -> None
 async def test_a_new_gateway_receives_the_sessions_of_all_others() -> None:
     one, two = gateways()
     now = warm(one, two, now=monotonic())
-    for number in range(2 * MOST_ROWS):
+    for number in range(2 * MAX_ROWS):
         converse((one, two)[number % 2], f"talk {number}", 100, now)(now + 0.1)
     now = run([one, two], now + 0.1, 0.3)
     three = gateways(3)[2]
-    three.view.begin(now)
+    three.view.start(now)
     run([one, two, three], now, 1.5)
-    assert three.view.warming.warm
-    assert inside(one) == inside(three) == (2 * MOST_ROWS, 200_000 * MOST_ROWS // 1000)
+    assert three.view.warm_up.is_warm
+    assert inside(one) == inside(three) == (2 * MAX_ROWS, 200_000 * MAX_ROWS // 1000)
 
 
 async def test_no_name_of_a_tenant_or_session_is_sent_in_clear_text() -> None:

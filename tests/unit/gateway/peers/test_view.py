@@ -9,9 +9,9 @@ import pytest
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.peers import messages
 from gateway.peers.bus import FRAME_CAP_BYTES
-from policies.admission.admission import capacity
-from policies.health.health import Event
-from policies.ledger import own
+from policies.admission.admission import total_capacity
+from policies.health.health import HealthEvent
+from policies.ledger import own_load
 from tests.unit.gateway.peers.peer_gateways import SECRET, Gateway, run, turn, warm
 
 PROMPT = Random(1).randbytes(64 * 200)
@@ -26,15 +26,17 @@ async def test_a_prompt_sent_by_one_gateway_is_in_the_index_of_all() -> None:
     assert one.cached(PROMPT) == two.cached(PROMPT)
     assert two.cached(PROMPT)[0] == 0
     assert two.cached(PROMPT)[1] >= len(PROMPT) // 4 * 31 // 32
-    assert two.candidates[1].load.held_tokens == one.candidates[1].load.held_tokens > 0
+    assert (
+        two.candidates[1].load.prefix_cache_tokens == one.candidates[1].load.prefix_cache_tokens > 0
+    )
 
 
 async def test_prompts_of_a_removed_endpoint_are_not_recorded_for_its_slots_next_owner() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     with one.book(PROMPT, 1):
-        (frame,) = one.view.flush(now, connected=False)
-        two.table.all()[1].leaving = True
+        (frame,) = one.view.outgoing_frames(now, is_connected=False)
+        two.table.all()[1].is_leaving = True
         two.take(frame, now)
     assert two.cached(PROMPT)[1] == 0
     assert two.dropped() == {"unknown_endpoint": 1.0}
@@ -58,7 +60,7 @@ async def test_reported_cache_hits_correct_the_index_of_every_gateway() -> None:
         with one.book(prompt, 0) as booking:
             booking.first_token()
     for _ in range(30):
-        one.table.confirm(one.table.all()[0], 1.0, 0.1)
+        one.table.confirm_cached_share(one.table.all()[0], 1.0, 0.1)
     run([one, two], now, 0.3)
     trusts = [gateway.prefixes.index._holders[0].trust for gateway in (one, two)]
     assert trusts[0] == trusts[1] < 0.5
@@ -70,14 +72,14 @@ async def test_bookings_of_one_gateway_count_at_the_others_until_they_end() -> N
     with one.book(PROMPT, 0), one.book(PROMPT, 0):
         now = run([one, two], now, 0.2)
         load, idle = two.candidates[0].load, two.candidates[1].load
-        assert (load.in_flight, own(load).in_flight) == (2, 0)
+        assert (load.in_flight, own_load(load).in_flight) == (2, 0)
         assert load.prefill_tokens == 2 * (len(PROMPT) // 4)
-        assert load.ready_at > idle.ready_at
-        assert capacity(two.candidates) == 14
+        assert load.prefill_done_at > idle.prefill_done_at
+        assert total_capacity(two.candidates) == 14
     run([one, two], now, 0.3)
     assert two.candidates[0].load.in_flight == 0
-    assert own(one.candidates[0].load) == own(two.candidates[0].load)
-    assert capacity(two.candidates) == 16
+    assert own_load(one.candidates[0].load) == own_load(two.candidates[0].load)
+    assert total_capacity(two.candidates) == 16
 
 
 async def test_a_gateway_keeps_an_equal_share_of_capacity_whatever_the_others_book() -> None:
@@ -85,7 +87,7 @@ async def test_a_gateway_keeps_an_equal_share_of_capacity_whatever_the_others_bo
     now = warm(one, two)
     holdings = [one.book(PROMPT, slot) for slot in (0, 1) for _ in range(8)]
     run([one, two], now, 0.2)
-    assert capacity(two.candidates) == 8
+    assert total_capacity(two.candidates) == 8
     for booking in holdings:
         booking.__exit__(None, None, None)
 
@@ -108,7 +110,7 @@ async def test_a_gateway_that_stops_has_no_bookings() -> None:
     now = warm(one, two)
     with one.book(PROMPT, 0):
         now = run([one, two], now, 0.2)
-        two.take(one.view.bye(), now)
+        two.take(one.view.bye_frame(), now)
         assert two.candidates[0].load.in_flight == 0
 
 
@@ -116,13 +118,13 @@ async def test_an_ejection_by_another_gateway_leads_to_a_probe_only() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     suspected: list[LiveEndpoint] = []
-    two.view.suspect = suspected.append
+    two.view.on_suspect = suspected.append
     with two.book(PROMPT, 0) as booking:
         booking.first_token()
-    one.table.happened(one.table.all()[0], Event.CONNECT_FAILED)
+    one.table.on_event(one.table.all()[0], HealthEvent.CONNECT_FAILED)
     run([one, two], now, 0.2)
     assert [live.endpoint.url for live in suspected] == ["http://a:1"]
-    assert two.candidates[0].load.available
+    assert two.candidates[0].load.is_available
     assert two.cached(PROMPT)[0] > 0
 
 
@@ -135,19 +137,21 @@ async def test_a_new_gateway_is_warmed_up_by_the_oldest_within_a_second() -> Non
             booking.first_token()
     now = run([one, two], now, 0.3)
     three = Gateway(3)
-    three.view.begin(now)
+    three.view.start(now)
     tellers = set()
     for _ in range(10):
         now += 0.1
         frames = turn([one, two, three], now)
-        tellers |= {id(gateway) for gateway, (to, _) in frames if to == three.view.me}
+        tellers |= {id(gateway) for gateway, (to, _) in frames if to == three.view.own_id}
     assert tellers == {id(one)}
-    assert three.view.warming.warm
-    assert three.view.warming.took_s < 1.0
+    assert three.view.warm_up.is_warm
+    assert three.view.warm_up.took_s < 1.0
     assert [three.cached(prompt) for prompt in prompts] == [
         one.cached(prompt) for prompt in prompts
     ]
-    holdings = [[item.load.held_tokens for item in gateway.candidates] for gateway in (one, three)]
+    holdings = [
+        [item.load.prefix_cache_tokens for item in gateway.candidates] for gateway in (one, three)
+    ]
     assert holdings[0] == holdings[1]
 
 
@@ -158,12 +162,12 @@ async def test_a_warm_up_leaves_out_lost_caches() -> None:
         booking.first_token()
     now = run([one, two], now, 0.2)
     for gateway in (one, two):
-        gateway.table.happened(gateway.table.all()[0], Event.CONNECT_FAILED)
+        gateway.table.on_event(gateway.table.all()[0], HealthEvent.CONNECT_FAILED)
     now = run([one, two], now, 0.2)
     three = Gateway(3)
-    three.view.begin(now)
+    three.view.start(now)
     run([one, two, three], now, 1.0)
-    assert three.view.warming.told > 0
+    assert three.view.warm_up.received_messages > 0
     assert three.cached(PROMPT) == [0, 0]
 
 
@@ -174,13 +178,13 @@ async def test_a_new_gateway_asks_the_second_oldest_if_the_oldest_does_not_answe
         booking.first_token()
     now = run([one, two], now, 0.2)
     three = Gateway(3)
-    three.view.begin(now)
-    while not three.view.warming.warm:
+    three.view.start(now)
+    while not three.view.warm_up.is_warm:
         now += 0.1
-        one.view.askers.clear()
+        one.view.newcomers.clear()
         turn([one, two, three], now)
-        one.view.askers = []
-        frames = one.view.flush(now, connected=True)
+        one.view.newcomers = []
+        frames = one.view.outgoing_frames(now, is_connected=True)
         for frame in frames:
             two.take(frame, now)
             three.take(frame, now)
@@ -190,14 +194,14 @@ async def test_a_new_gateway_asks_the_second_oldest_if_the_oldest_does_not_answe
 
 async def test_picks_before_a_gateway_is_warm_are_counted_as_blind() -> None:
     one = Gateway(1)
-    one.view.begin(100.0)
+    one.view.start(100.0)
     with one.book(PROMPT, 0):
-        one.view.flush(100.1, connected=False)
+        one.view.outgoing_frames(100.1, is_connected=False)
     assert one.metrics.blind_picks_total.value == 1
     now = run([one], 100.0, 1.5)
-    assert one.view.warming.warm
+    assert one.view.warm_up.is_warm
     with one.book(PROMPT, 0):
-        one.view.flush(now, connected=True)
+        one.view.outgoing_frames(now, is_connected=True)
     assert one.metrics.blind_picks_total.value == 1
 
 
@@ -205,12 +209,12 @@ async def test_broadcasts_during_a_warm_up_are_applied_after_it() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     three = Gateway(3)
-    three.view.begin(now)
-    for frame in three.view.flush(now, connected=True):
+    three.view.start(now)
+    for frame in three.view.outgoing_frames(now, is_connected=True):
         one.take(frame, now)
     with one.book(PROMPT, 1) as booking:
         booking.first_token()
-    for frame in one.view.flush(now + 0.05, connected=True):
+    for frame in one.view.outgoing_frames(now + 0.05, is_connected=True):
         three.take(frame, now + 0.05)
     assert three.cached(PROMPT) == [0, 0]
     run([one, two, three], now + 0.1, 1.0)
@@ -221,7 +225,7 @@ async def test_during_a_disconnect_only_prompts_are_queued() -> None:
     one = Gateway(1)
     now = warm(one)
     with one.book(PROMPT, 0):
-        frames = one.view.flush(now + 1.0, connected=False)
+        frames = one.view.outgoing_frames(now + 1.0, is_connected=False)
     assert len(frames) == 1
 
 
@@ -239,8 +243,8 @@ async def test_replayed_frames_are_dropped() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     with one.book(PROMPT, 0):
-        frames = one.view.flush(now + 0.6, connected=True)
-    done = one.view.flush(now + 1.2, connected=True)
+        frames = one.view.outgoing_frames(now + 0.6, is_connected=True)
+    done = one.view.outgoing_frames(now + 1.2, is_connected=True)
     for frame in (*frames, *done, *frames):
         two.take(frame, now + 1.2)
     assert two.candidates[0].load.in_flight == 0
@@ -253,7 +257,7 @@ async def test_arbitrary_bytes_neither_raise_nor_change_anything(seed: int) -> N
     now = warm(one, two)
     rng = Random(seed)
     with one.book(PROMPT, 0):
-        frames = one.view.flush(now + 0.6, connected=True)
+        frames = one.view.outgoing_frames(now + 0.6, is_connected=True)
         for _, frame in frames:
             spoilt = bytearray(frame)
             for _ in range(rng.randint(1, 4)):
@@ -275,12 +279,12 @@ async def test_arbitrary_bytes_neither_raise_nor_change_anything(seed: int) -> N
 @pytest.mark.parametrize(
     "message",
     [
-        messages.Picks(64, [messages.Prompt(1, 3, 192, 40, bytes(24))]),
-        messages.Picks(64, [messages.Prompt(1, 2**40, 2**40, 40, bytes(24))]),
-        messages.Picks(64, [messages.Prompt(1, 0, 0, 0, b"")]),
-        messages.Picks(65536, [messages.Prompt(1, 3, 192, 40, bytes(24))]),
-        messages.Part(0, True, [b"junk", b"\x93\xa3odd\x01\x02"]),
-        messages.Part(0, True, [messages.encode(messages.Hello(0))]),
+        messages.SentPrompts(64, [messages.SentPrompt(1, 3, 192, 40, bytes(24))]),
+        messages.SentPrompts(64, [messages.SentPrompt(1, 2**40, 2**40, 40, bytes(24))]),
+        messages.SentPrompts(64, [messages.SentPrompt(1, 0, 0, 0, b"")]),
+        messages.SentPrompts(65536, [messages.SentPrompt(1, 3, 192, 40, bytes(24))]),
+        messages.WarmUpPart(0, True, [b"junk", b"\x93\xa3odd\x01\x02"]),
+        messages.WarmUpPart(0, True, [messages.encode(messages.Hello(0))]),
     ],
 )
 async def test_malformed_messages_with_a_valid_key_are_counted_and_change_nothing(
@@ -289,25 +293,29 @@ async def test_malformed_messages_with_a_valid_key_are_counted_and_change_nothin
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     digest = two.view._digest(two.candidates[0].endpoint)
-    if isinstance(message, messages.Picks):
-        odd = [messages.Prompt(1 if p.blocks == 3 else digest, *_rest(p)) for p in message.prompts]
-        message = messages.Picks(message.block_bytes, odd)
+    if isinstance(message, messages.SentPrompts):
+        odd = [
+            messages.SentPrompt(1 if p.blocks == 3 else digest, *_rest(p)) for p in message.prompts
+        ]
+        message = messages.SentPrompts(message.block_bytes, odd)
     before = two.prefixes.index.stats().blocks
-    two.take((b"", one.seal.close(messages.encode(message))), now)
+    two.take((b"", one.seal.seal(messages.encode(message))), now)
     assert two.prefixes.index.stats().blocks == before
-    assert isinstance(message, messages.Part) or sum(two.dropped().values()) == 1
+    assert isinstance(message, messages.WarmUpPart) or sum(two.dropped().values()) == 1
 
 
-def _rest(prompt: messages.Prompt) -> tuple[int, int, int, bytes]:
+def _rest(prompt: messages.SentPrompt) -> tuple[int, int, int, bytes]:
     return prompt.blocks, prompt.n_bytes, prompt.prompt_tokens, prompt.keys
 
 
 async def test_no_secret_or_name_is_sent_in_clear_text() -> None:
     one = Gateway(1)
     now = warm(one)
-    one.view.news.charge("main", "canary-tenant", 10.0)
+    one.view.updates.add_charge("main", "canary-tenant", 10.0)
     with one.book(PROMPT, 0):
-        frames = b"".join(frame for _, frame in one.view.flush(now + 1.0, connected=True))
+        frames = b"".join(
+            frame for _, frame in one.view.outgoing_frames(now + 1.0, is_connected=True)
+        )
     for secret in (
         SECRET,
         b"canary-tenant",

@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from gateway.protocol.stream_scan import FIRST_EVENT
+from gateway.protocol.stream_scan import MAX_FIRST_EVENT
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
@@ -22,9 +22,8 @@ from tests.unit.gateway.disagg.scripted_engines import (
 )
 
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-TOKEN = {
-    # So long that what follows does not count as the first event.
-    "id": "chatcmpl-" + "0" * FIRST_EVENT,
+TOKEN = {  # So long that what follows does not count as the first event.
+    "id": "chatcmpl-" + "0" * MAX_FIRST_EVENT,
     "model": MODEL,
     "prompt_token_ids": [1, 2],
     "choices": [{"index": 0, "delta": {"content": "half"}, "token_ids": [7]}],
@@ -106,7 +105,8 @@ async def test_a_chat_that_breaks_after_its_role_is_retried_and_the_client_sees_
         ]
         async with asyncio.timeout(PATIENCE_S):
             while all(
-                link._relay is None or link._relay.untouched for link in dead.upstream.connections
+                link._relay is None or link._relay.is_untouched
+                for link in dead.upstream.connections
             ):
                 await asyncio.sleep(0)
         if end is None:

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config import Config
-from gateway.fleet.prefix_cache import Prefixes
-from gateway.protocol.cache_salts import MAX_CLIENT_SALT, CacheSalts, cache_salts
+from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.protocol.cache_salts import MAX_CLIENT_SALT, CacheSalts, new_cache_salts
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.openai import Api, Call, Caller, parse
-from gateway.protocol.service_class import NOTHING
+from gateway.protocol.openai import Api, Call, CallContext, parse_call
+from gateway.protocol.service_class import NO_PREFERENCES
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     OBJECT,
@@ -41,60 +41,59 @@ POOLS = {"main": {"endpoints": [{"url": "http://127.0.0.1:9000"}]}}
 
 
 def salts(*tenants: Mapping[str, Any], **sections: Any) -> CacheSalts:
-    return cache_salts(
+    return new_cache_salts(
         Config.model_validate({"version": 1, "pools": POOLS, "tenants": tenants} | sections)
     )
 
 
 def call(body: Mapping[str, Any], result: CacheSalts | None, tenant: str = "a") -> Call:
-    caller = Caller("req_1", tenant, NOTHING, 0.0, None, result)
-    return parse(json.dumps(body).encode(), Api.CHAT, {"demo": Model()}, caller)
+    caller = CallContext("req_1", tenant, NO_PREFERENCES, 0.0, None, result)
+    return parse_call(json.dumps(body).encode(), Api.CHAT, {"demo": Model()}, caller)
 
-
-# Which requests share a salt
+    # Which requests share a salt
 
 
 @pytest.mark.parametrize("secret", [{"cache": SECRET}, {"shared": SHARED}, {}])
 def test_every_tenant_has_a_salt_that_is_equal_on_all_gateways(secret: dict[str, Any]) -> None:
-    usual = salts(A, B, **secret).usual
-    assert usual == salts(B, A, **secret).usual
+    usual = salts(A, B, **secret).defaults
+    assert usual == salts(B, A, **secret).defaults
     assert len(set(usual.values())) == 2
     assert all(HEX.fullmatch(salt.decode()) for salt in usual.values()), (
         "vLLM takes 128 characters, none of @ / \\ NUL"
     )
-    assert salts(A, B, C, **secret).usual["a"] == usual["a"], (
+    assert salts(A, B, C, **secret).defaults["a"] == usual["a"], (
         "a new tenant does not empty the cache of another"
     )
 
 
 def test_different_secrets_give_different_salts() -> None:
-    requests = [salts(A, **more).usual["a"] for more in ({}, {"shared": SHARED}, {"cache": SECRET})]
-    requests.append(salts(A, cache={"secret": "another-secret-of-theirs"}).usual["a"])
+    requests = [
+        salts(A, **more).defaults["a"] for more in ({}, {"shared": SHARED}, {"cache": SECRET})
+    ]
+    requests.append(salts(A, cache={"secret": "another-secret-of-theirs"}).defaults["a"])
     assert len(set(requests)) == 4
 
 
 def test_a_configured_secret_keeps_salts_when_a_tenants_key_changes() -> None:
     renewed = A | {"key": "sk-new"}
-    assert salts(renewed, cache=SECRET).usual == salts(A, cache=SECRET).usual
-    assert salts(renewed).usual != salts(A).usual
-    assert salts(A | {"keys": ["sk-new"]}).usual == salts(A).usual, (
+    assert salts(renewed, cache=SECRET).defaults == salts(A, cache=SECRET).defaults
+    assert salts(renewed).defaults != salts(A).defaults
+    assert salts(A | {"keys": ["sk-new"]}).defaults == salts(A).defaults, (
         "a further key does not change the salt"
     )
 
 
 @pytest.mark.parametrize("secret", [{"cache": SECRET}, {}])
-def test_tenants_of_one_group_share_a_salt_and_names_are_not_groups(
-    secret: dict[str, Any],
-) -> None:
-    usual = salts(A | {"cache_group": "c"}, B | {"cache_group": "c"}, C, **secret).usual
+def test_tenants_of_one_group_share_a_salt_and_names_are_not_groups(secret: dict[str, Any]) -> None:
+    usual = salts(A | {"cache_group": "c"}, B | {"cache_group": "c"}, C, **secret).defaults
     assert usual["a"] == usual["b"] != usual["c"]
 
 
 def test_without_isolation_tenants_get_no_salt() -> None:
     off = salts(A, B, cache={"isolate": "off"})
-    assert off.usual == {}
+    assert off.defaults == {}
     assert call(CHAT, off).salt == b""
-    assert off.salt("a", b"x") == off.salt("b", b"x"), (
+    assert off.client_salt("a", b"x") == off.client_salt("b", b"x"), (
         "a client's own salt still applies, equally for all tenants"
     )
 
@@ -104,25 +103,25 @@ def test_a_clients_salt_divides_its_own_cache_and_cannot_reach_another(
     one: bytes, other: bytes
 ) -> None:
     result = salts(A, B, cache=SECRET)
-    mine = result.salt("a", one)
-    assert (mine == result.salt("a", other)) == (one == other)
+    mine = result.client_salt("a", one)
+    assert (mine == result.client_salt("a", other)) == (one == other)
     assert mine not in (
-        result.salt("b", one),
-        result.salt("b", other),
-        result.usual["b"],
-        result.salt("", one),
+        result.client_salt("b", one),
+        result.client_salt("b", other),
+        result.defaults["b"],
+        result.client_salt("", one),
     )
 
 
 def test_the_prefix_index_shares_exactly_what_engines_share() -> None:
     result, prefixes = (
         salts(A, B, C | {"cache_group": "g"}, cache=SECRET),
-        Prefixes(b"0" * 16, 1 << 20, 64),
+        PrefixCacheView(b"0" * 16, 1 << 20, 64),
     )
     body = CHAT | {"messages": [{"role": "user", "content": "word " * 200}]}
 
     def keys(model: str = "demo", tenant: str = "a", **members: str) -> frozenset[int]:
-        return frozenset(prefixes.of(call(body | members, result, tenant), model).keys)
+        return frozenset(prefixes.fingerprint(call(body | members, result, tenant), model).keys)
 
     requests = [
         keys(),
@@ -135,8 +134,7 @@ def test_the_prefix_index_shares_exactly_what_engines_share() -> None:
     assert len(frozenset().union(*requests)) == sum(map(len, requests)) > 0
     assert keys() == requests[0]
 
-
-# Salts of clients
+    # Salts of clients
 
 
 @pytest.mark.parametrize("name", ["cache_salt", "extra_key"])
@@ -149,7 +147,7 @@ def test_a_salt_must_be_text_of_limited_length(name: str, value: object) -> None
 
 def test_a_clients_salt_is_never_sent_unchanged() -> None:
     result = salts(A, cache=SECRET)
-    hostile = result.usual["a"].decode()
+    hostile = result.defaults["a"].decode()
     requests = [
         call(CHAT | more, result, "") for more in ({"cache_salt": hostile}, {"extra_key": hostile})
     ]
@@ -157,19 +155,23 @@ def test_a_clients_salt_is_never_sent_unchanged() -> None:
     for request in requests:
         assert hostile.encode() not in request.body
         assert HEX.fullmatch(request.salt.decode())
-        assert request.salt != result.usual["a"]
+        assert request.salt != result.defaults["a"]
     assert len({request.salt for request in requests}) == 3
 
 
 def test_without_tenants_and_salts_a_request_passes_unchanged() -> None:
     raw = json.dumps(CHAT).encode()
-    sent = parse(raw, Api.CHAT, {"demo": Model()}, Caller("req_1", "", NOTHING, 0.0, None, salts()))
+    sent = parse_call(
+        raw,
+        Api.CHAT,
+        {"demo": Model()},
+        CallContext("req_1", "", NO_PREFERENCES, 0.0, None, salts()),
+    )
     assert sent.body is raw
     assert sent.salt == b""
     assert call(CHAT | {"cache_salt": None}, salts(), "").salt == b""
 
-
-# What engines receive
+    # What engines receive
 
 
 def house(
@@ -225,9 +227,11 @@ async def test_an_engine_gets_the_tenants_salt_in_the_member_it_supports(
         assert all(body.keys() == {"model", "max_tokens", "messages"} for body in bodies)
         usual = f.app.gateway.snapshot.salts
         assert usual is not None
-        mine = usual.salt("a", b'["x",null]').decode()
+        mine = usual.client_salt("a", b'["x",null]').decode()
         assert matches == (
-            [usual.usual["a"].decode(), usual.usual["b"].decode(), mine, mine] if member else []
+            [usual.defaults["a"].decode(), usual.defaults["b"].decode(), mine, mine]
+            if member
+            else []
         )
         assert not member or all(member.encode() in item.body for item in f.decode[0].requests)
 
@@ -313,8 +317,7 @@ async def test_all_keys_of_a_tenant_have_the_same_salt() -> None:
         ]
         assert len({item.json["cache_salt"] for item in f.decode[0].requests}) == 1
 
-
-# Engines reserved for tenants
+        # Engines reserved for tenants
 
 
 async def test_a_reserved_engine_serves_only_its_tenants() -> None:

@@ -13,12 +13,12 @@ import pytest
 from gateway.protocol.errors import (
     Failure,
     GatewayError,
-    body_of,
-    event_of,
-    headers_of,
-    new_id,
-    phrase_of,
-    reshaped,
+    error_body,
+    error_event,
+    new_request_id,
+    openai_error_body,
+    reason_phrase,
+    retry_headers,
 )
 from gateway.protocol.openai import ENGINE_INTERNAL
 
@@ -37,21 +37,21 @@ def parse_error(body: bytes) -> dict[str, Any]:
 def test_every_failure_is_an_openai_error_with_retry_advice_or_none(failure: Failure) -> None:
     row = failure.value
     error = GatewayError(failure, "why", param="n")
-    assert parse_error(body_of(error)) == {
+    assert parse_error(error_body(error)) == {
         "message": "why",
-        "type": row.type,
+        "type": row.error_type,
         "param": "n",
         "code": row.code,
     }
     assert error.status == row.status
     assert HTTPStatus(row.status).phrase
-    advice = dict(headers_of(error)).get("x-should-retry")
-    assert advice == (None if row.retry is None else "true" if row.retry else "false")
+    advice = dict(retry_headers(error)).get("x-should-retry")
+    assert advice == (None if row.should_retry is None else "true" if row.should_retry else "false")
     assert error.reason == failure.name.lower()
 
 
 def test_clients_may_retry_only_overload_and_engine_failures() -> None:
-    assert {failure.value.status for failure in Failure if failure.value.retry is not False} == {
+    assert {failure.value.status for failure in Failure if failure.value.should_retry is not False} == {
         429,
         502,
         503,
@@ -65,12 +65,12 @@ def test_clients_may_retry_only_overload_and_engine_failures() -> None:
 def test_retry_after_is_sent_in_milliseconds_and_in_whole_seconds(
     seconds: float, ms: str, whole: str
 ) -> None:
-    headers = dict(headers_of(GatewayError(Failure.OVERLOADED, "full", retry_after_s=seconds)))
+    headers = dict(retry_headers(GatewayError(Failure.OVERLOADED, "full", retry_after_s=seconds)))
     assert headers == {"retry-after-ms": ms, "retry-after": whole}
 
 
 def test_an_error_in_a_stream_is_one_event_with_an_error_in_it() -> None:
-    event = event_of(Failure.UPSTREAM_FAILED, "gone\n\nreally")
+    event = error_event(Failure.UPSTREAM_FAILED, "gone\n\nreally")
     assert event.startswith(b"data: ")
     assert event.endswith(b"\n\n")
     assert event.count(b"\n") == 2
@@ -109,7 +109,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_error_object_of_every_engine_is_converted_to_openais(shape: dict[str, Any]) -> None:
-    assert parse_error(reshaped(400, json.dumps(shape).encode())) == {
+    assert parse_error(openai_error_body(400, json.dumps(shape).encode())) == {
         "message": MESSAGE,
         "type": "invalid_request_error",
         "param": "prompt",
@@ -139,7 +139,7 @@ def test_the_error_object_of_every_engine_is_converted_to_openais(shape: dict[st
 def test_other_error_bodies_keep_their_message_or_get_the_reason_phrase(
     status: int, body: bytes, message: str
 ) -> None:
-    error = parse_error(reshaped(status, body))
+    error = parse_error(openai_error_body(status, body))
     assert message in error["message"]
     assert error["param"] is None
     assert error["code"] is None
@@ -154,7 +154,7 @@ def test_an_unknown_model_at_the_engine_has_the_code_model_not_found() -> None:
             "code": 404,
         }
     }
-    assert parse_error(reshaped(404, json.dumps(body).encode()))["code"] == "model_not_found"
+    assert parse_error(openai_error_body(404, json.dumps(body).encode()))["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize(
@@ -167,17 +167,17 @@ def test_an_unknown_model_at_the_engine_has_the_code_model_not_found() -> None:
     ],
 )
 def test_the_error_type_depends_on_the_status(status: int, kind: str) -> None:
-    assert parse_error(reshaped(status, b""))["type"] == kind
+    assert parse_error(openai_error_body(status, b""))["type"] == kind
 
 
 def test_unregistered_statuses_have_a_phrase_too() -> None:
-    assert phrase_of(404) == "Not Found"
-    assert phrase_of(499) == "Error"
+    assert reason_phrase(404) == "Not Found"
+    assert reason_phrase(499) == "Error"
 
 
 def test_request_ids_have_one_form() -> None:
-    assert re.fullmatch(r"req_[0-9a-f]{32}", new_id())
-    assert new_id() != new_id()
+    assert re.fullmatch(r"req_[0-9a-f]{32}", new_request_id())
+    assert new_request_id() != new_request_id()
 
 
 def test_the_api_page_has_exactly_the_rows_of_the_table() -> None:
@@ -185,7 +185,7 @@ def test_the_api_page_has_exactly_the_rows_of_the_table() -> None:
         r"^\| (\d{3}) \| `(\w+)` \| (?:`(\w+)`|–) \| (no|yes) \|", API_PAGE, re.MULTILINE
     )
     expected = [
-        (str(row.status), row.type, row.code or "", "no" if row.retry is False else "yes")
+        (str(row.status), row.error_type, row.code or "", "no" if row.should_retry is False else "yes")
         for row in (failure.value for failure in Failure)
     ]
     assert sorted(rows) == sorted(expected)

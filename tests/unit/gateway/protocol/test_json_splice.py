@@ -11,11 +11,19 @@ import pytest
 from gateway.protocol.json_splice import Members, edited, shape, shows_usage
 from gateway.protocol.openai import ENGINE_INTERNAL
 from kvtransfer import dialects
-from kvtransfer.dialects import Answer, Bootstrap, Edits, Handover, Identity, Terms, read_answer
-from policies.pricing.split import Shape
+from kvtransfer.dialects import (
+    BootstrapAddress,
+    DecodeRequest,
+    HandoffTerms,
+    PrefillIdentity,
+    PrefillResponse,
+    RequestEdits,
+    parse_response,
+)
+from policies.pricing.split import SplitShape
 
 NUMBER = 2**41
-WHO = Identity("engine-p", "10.0.0.7", 5600, 1, 1, 0)
+WHO = PrefillIdentity("engine-p", "10.0.0.7", 5600, 1, 1, 0)
 OBJECT = {
     "do_remote_prefill": True,
     "remote_block_ids": [[1]],
@@ -46,22 +54,22 @@ def read_once(body: bytes) -> dict[str, Any]:
     return read
 
 
-def prefill_answer() -> Answer:
+def prefill_answer() -> PrefillResponse:
     choice = {"index": 0, "text": "a", "finish_reason": "length", "disaggregated_params": CONTEXT}
-    result = read_answer(
+    result = parse_response(
         json.dumps(
             {"choices": [choice], "kv_transfer_params": OBJECT, "prompt_token_ids": [1, 2]}
         ).encode()
     )
-    assert isinstance(result, Answer)
+    assert isinstance(result, PrefillResponse)
     return result
 
 
-def both_legs(name: str, *, chat: bool) -> list[Edits]:
-    dialect = dialects.named(name)
-    terms = Terms("req_1", NUMBER, chat, "10.0.0.7", Bootstrap("10.0.0.7", 8998), WHO)
+def both_legs(name: str, *, chat: bool) -> list[RequestEdits]:
+    dialect = dialects.get_dialect(name)
+    terms = HandoffTerms("req_1", NUMBER, chat, "10.0.0.7", BootstrapAddress("10.0.0.7", 8998), WHO)
     handover = dialect.decode(terms, prefill_answer())
-    assert isinstance(handover, Handover), handover
+    assert isinstance(handover, DecodeRequest), handover
     return [dialect.prefill(terms), handover.edits]
 
 
@@ -87,7 +95,9 @@ def test_values_pass_as_they_came_and_only_the_models_name_is_another() -> None:
         "temperature": 1e-7,
     }
     changed = edited(
-        *body_of(body), Edits(b',"kv_transfer_params":{}', frozenset({"stream"})), 'an "engine\'s"'
+        *body_of(body),
+        RequestEdits(b',"kv_transfer_params":{}', frozenset({"stream"})),
+        'an "engine\'s"',
     )
     assert read_once(changed) == {**body, "model": 'an "engine\'s"', "kv_transfer_params": {}}
 
@@ -95,32 +105,32 @@ def test_values_pass_as_they_came_and_only_the_models_name_is_another() -> None:
 def test_what_is_only_added_is_spliced_in_behind_the_clients_own_bytes() -> None:
     body, members = body_of({"model": "demo", "prompt": "x"})
     assert (
-        edited(body, members, Edits(b',"bootstrap_room":1'), None)
+        edited(body, members, RequestEdits(b',"bootstrap_room":1'), None)
         == body[:-1] + b',"bootstrap_room":1}'
     )
-    assert edited(body, members, Edits(), None) == body
+    assert edited(body, members, RequestEdits(), None) == body
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"messages": []}, Shape()),
-        ({"max_tokens": 5}, Shape(max_tokens=5)),
-        ({"max_tokens": 5, "max_completion_tokens": 1}, Shape(max_tokens=1)),
-        ({"max_tokens": 5, "max_completion_tokens": None}, Shape(max_tokens=5)),
-        ({"n": 2, "best_of": None}, Shape(choices=2)),
-        ({"n": 1, "best_of": 3}, Shape(choices=3)),
-        ({"prompt": "a"}, Shape()),
-        ({"prompt": [1, 2]}, Shape()),
-        ({"prompt": ["a", "b"]}, Shape(prompts=2)),
-        ({"prompt": [[1], [2], [3]]}, Shape(prompts=3)),
-        ({"prompt": "a", "echo": True}, Shape(scores_prompt=True)),
-        ({"prompt": "a", "echo": False, "prompt_logprobs": None}, Shape()),
-        ({"prompt_logprobs": 0}, Shape(scores_prompt=True)),
+        ({"messages": []}, SplitShape()),
+        ({"max_tokens": 5}, SplitShape(max_tokens=5)),
+        ({"max_tokens": 5, "max_completion_tokens": 1}, SplitShape(max_tokens=1)),
+        ({"max_tokens": 5, "max_completion_tokens": None}, SplitShape(max_tokens=5)),
+        ({"n": 2, "best_of": None}, SplitShape(choices=2)),
+        ({"n": 1, "best_of": 3}, SplitShape(choices=3)),
+        ({"prompt": "a"}, SplitShape()),
+        ({"prompt": [1, 2]}, SplitShape()),
+        ({"prompt": ["a", "b"]}, SplitShape(prompts=2)),
+        ({"prompt": [[1], [2], [3]]}, SplitShape(prompts=3)),
+        ({"prompt": "a", "echo": True}, SplitShape(scores_prompt=True)),
+        ({"prompt": "a", "echo": False, "prompt_logprobs": None}, SplitShape()),
+        ({"prompt_logprobs": 0}, SplitShape(scores_prompt=True)),
     ],
 )
 def test_the_shape_of_a_request_is_what_can_make_it_unfit_to_be_split(
-    given: dict[str, Any], expected: Shape
+    given: dict[str, Any], expected: SplitShape
 ) -> None:
     assert shape(body_of(given)[1]) == expected
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from gateway.fleet.prefix_cache import Prefixes
-from gateway.protocol.media import MEDIA_TOKENS, may_hold_media, without_media
-from gateway.protocol.openai import Api, Call, Caller, parse
-from gateway.protocol.service_class import NOTHING
+from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.protocol.media import MEDIA_TOKENS, may_contain_media, replace_media
+from gateway.protocol.openai import Api, Call, CallContext, parse_call
+from gateway.protocol.service_class import NO_PREFERENCES
 from policies.admission.prompt_length import PromptLengths
 from tests.unit.gateway.protocol.test_openai import Model
 
@@ -40,7 +40,7 @@ def parsed(
 ) -> Call:
     body = {"model": "demo", "messages": [{"role": "user", "content": content}]}
     raw = json.dumps(body, separators=separators).encode()
-    return parse(raw, Api.CHAT, {"demo": Model()}, Caller("r", "", NOTHING, 0.0, prompts=prompts))
+    return parse_call(raw, Api.CHAT, {"demo": Model()}, CallContext("r", "", NO_PREFERENCES, 0.0, prompt_lengths=prompts))
 
 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
@@ -50,9 +50,9 @@ def test_a_base64_part_counts_as_one_medium_and_is_sent_unchanged(
 ) -> None:
     call = parsed([TEXT, part], separators)
     assert MEDIA_TOKENS < call.request.prompt_tokens < MEDIA_TOKENS + 100
-    assert call.media == 1
+    assert call.media_count == 1
     assert IMAGE.encode() in call.body
-    assert parsed([TEXT, part, part], separators).media == 2
+    assert parsed([TEXT, part, part], separators).media_count == 2
 
 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
@@ -62,9 +62,9 @@ def test_each_medium_of_a_list_counts_and_text_in_lists_is_text(
     call = parsed(
         [{"type": "x", "images": [IMAGE, f"data:image/png;base64,{OTHER}", IMAGE]}], separators
     )
-    assert call.media == 3
+    assert call.media_count == 3
     assert 3 * MEDIA_TOKENS < call.request.prompt_tokens < 3 * MEDIA_TOKENS + 100
-    assert parsed([IMAGE, IMAGE]).media == 0
+    assert parsed([IMAGE, IMAGE]).media_count == 0
 
 
 def test_media_in_the_result_of_a_tool_count_as_media() -> None:
@@ -73,22 +73,22 @@ def test_media_in_the_result_of_a_tool_count_as_media() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": [TEXT, PARTS[0], PARTS[4]]},
     ]
     body = json.dumps({"model": "demo", "messages": messages}).encode()
-    call = parse(body, Api.CHAT, {"demo": Model()}, Caller("r", "", NOTHING, 0.0))
-    assert (call.media, call.request.prompt_tokens < 2 * MEDIA_TOKENS + 200) == (2, True)
+    call = parse_call(body, Api.CHAT, {"demo": Model()}, CallContext("r", "", NO_PREFERENCES, 0.0))
+    assert (call.media_count, call.request.prompt_tokens < 2 * MEDIA_TOKENS + 200) == (2, True)
 
 
 def test_text_that_looks_like_base64_counts_as_text() -> None:
     for content in (IMAGE, [{"type": "text", "text": IMAGE}], json.dumps({"data": IMAGE})):
         call = parsed(content)
         assert call.request.prompt_tokens > len(IMAGE) // 4
-        assert call.media == 0
+        assert call.media_count == 0
 
 
 def test_small_media_and_plain_text_count_as_text() -> None:
     small = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + IMAGE[:3000]}}
-    assert parsed([TEXT, small]).media == 0
+    assert parsed([TEXT, small]).media_count == 0
     words = "It was the best of times, it was the worst of times. " * 10_000
-    assert not may_hold_media(json.dumps({"content": words}).encode())
+    assert not may_contain_media(json.dumps({"content": words}).encode())
 
 
 def test_prompts_with_different_images_share_only_the_blocks_before_the_image() -> None:
@@ -96,7 +96,7 @@ def test_prompts_with_different_images_share_only_the_blocks_before_the_image() 
         before = {"type": "text", "text": "Look. " * 300}
         part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
         call = parsed([before, part, {"type": "text", "text": "And now? " * 300}])
-        return list(Prefixes(b"s" * 32, 1 << 22, 512).of(call, "demo").keys)
+        return list(PrefixCacheView(b"s" * 32, 1 << 22, 512).fingerprint(call, "demo").keys)
 
     one, again, other = keys(IMAGE), keys(IMAGE), keys(OTHER)
     assert one == again
@@ -107,20 +107,20 @@ def test_prompts_with_different_images_share_only_the_blocks_before_the_image() 
 
 def test_lists_without_an_end_are_scanned_in_linear_time() -> None:
     blob = b'"x":["' + b"A" * 5000 + b'","'
-    assert without_media(b"[{" + blob * 200)[1] == 200
+    assert replace_media(b"[{" + blob * 200)[1] == 200
 
 
 def test_a_prompt_of_only_keys_and_blobs_is_scanned_in_linear_time() -> None:
     messages = b'[{"x":"' + b"A" * 5000 + b'"},' + b'{"data":"' * 100_000 + b"]"
-    assert without_media(messages)[1] == 1
+    assert replace_media(messages)[1] == 1
 
 
 def test_estimates_follow_the_counts_of_engines_for_similar_prompts() -> None:
     prompts, part = PromptLengths(), PARTS[0]
     plain = parsed("word " * 400).estimated_tokens
     for _ in range(8):
-        prompts.counted("demo", True, parsed([TEXT, part]).estimated_tokens, 300)
-        prompts.counted("demo", False, plain, plain // 2)
+        prompts.record("demo", True, parsed([TEXT, part]).estimated_tokens, 300)
+        prompts.record("demo", False, plain, plain // 2)
     assert parsed([TEXT, part], prompts=prompts).request.prompt_tokens == 300
     assert parsed("word " * 400, prompts=prompts).request.prompt_tokens == pytest.approx(
         plain / 2, abs=1

@@ -9,18 +9,18 @@ import pytest
 
 from gateway.protocol import json_members
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.json_members import MAX_DIGITS, MAX_MEMBERS, MAX_NAME, SMALL_BODY
+from gateway.protocol.json_members import MAX_DIGITS, MAX_MEMBERS, MAX_NAME_CHARS, SMALL_BODY_BYTES
 from gateway.protocol.openai import (
     DEFAULT_OUTPUT_TOKENS,
-    EXPECTED_CEILING,
-    LIMITS,
-    SIZES,
+    MAX_EXPECTED_TOKENS,
+    MAX_MEMBER_BYTES,
+    MAX_NUMBERS,
     Api,
     Call,
-    Caller,
-    parse,
+    CallContext,
+    parse_call,
 )
-from gateway.protocol.service_class import NOTHING
+from gateway.protocol.service_class import NO_PREFERENCES
 from policies.engine.output_length import OutputLengths
 from policies.model import STANDARD, Slo
 
@@ -40,8 +40,8 @@ def parsed(
     body: dict[str, Any] | bytes, api: Api = Api.CHAT, context_tokens: int | None = None
 ) -> Call:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return parse(
-        raw, api, {"demo": Model("demo", context_tokens)}, Caller("req_1", "acme", NOTHING, 0.0)
+    return parse_call(
+        raw, api, {"demo": Model("demo", context_tokens)}, CallContext("req_1", "acme", NO_PREFERENCES, 0.0)
     )
 
 
@@ -53,14 +53,14 @@ def refusal(
     return refused.value
 
 
-@pytest.mark.parametrize("name", sorted(LIMITS))
+@pytest.mark.parametrize("name", sorted(MAX_NUMBERS))
 def test_a_limited_number_is_accepted_up_to_its_limit(name: str) -> None:
-    for good in (1, LIMITS[name], None):
+    for good in (1, MAX_NUMBERS[name], None):
         parsed({**CHAT, name: good})
     wrong: tuple[Any, ...] = (
         0,
         -1,
-        LIMITS[name] + 1,
+        MAX_NUMBERS[name] + 1,
         2**31,
         2**63,
         2**64,
@@ -76,26 +76,26 @@ def test_a_limited_number_is_accepted_up_to_its_limit(name: str) -> None:
         assert (error.failure, error.param) == (Failure.BAD_REQUEST, name)
 
 
-@pytest.mark.parametrize("name", sorted(SIZES))
+@pytest.mark.parametrize("name", sorted(MAX_MEMBER_BYTES))
 def test_a_limited_member_is_accepted_up_to_its_size(name: str) -> None:
-    fits = "x" * (SIZES[name] - 2)
+    fits = "x" * (MAX_MEMBER_BYTES[name] - 2)
     parsed({**CHAT, name: fits})
     error = refusal({**CHAT, name: fits + "x"})
     assert (error.failure, error.param) == (Failure.BAD_REQUEST, name)
-    assert str(SIZES[name]) in error.message
+    assert str(MAX_MEMBER_BYTES[name]) in error.message
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["small body", "large body"])
 def test_the_number_of_members_and_the_length_of_names_are_limited(large: bool) -> None:
-    messages = [{"role": "user", "content": "x" * (SMALL_BODY if large else 1)}]
+    messages = [{"role": "user", "content": "x" * (SMALL_BODY_BYTES if large else 1)}]
     room = MAX_MEMBERS - 2
     parsed({**CHAT, "messages": messages} | {f"k{i}": 0 for i in range(room)})
     assert (
         "members"
         in refusal({**CHAT, "messages": messages} | {f"k{i}": 0 for i in range(room + 1)}).message
     )
-    parsed({**CHAT, "messages": messages, "k" * MAX_NAME: 0})
-    assert "name" in refusal({**CHAT, "messages": messages, "k" * (MAX_NAME + 1): 0}).message
+    parsed({**CHAT, "messages": messages, "k" * MAX_NAME_CHARS: 0})
+    assert "name" in refusal({**CHAT, "messages": messages, "k" * (MAX_NAME_CHARS + 1): 0}).message
 
 
 def test_a_huge_name_in_a_compact_body_passes() -> None:
@@ -115,7 +115,7 @@ def test_the_number_of_digits_is_limited() -> None:
 
 def test_a_huge_bound_is_forwarded_but_not_expected() -> None:
     call = parsed({**CHAT, "max_tokens": 1_000_000})
-    assert call.request.output_tokens == EXPECTED_CEILING
+    assert call.request.output_tokens == MAX_EXPECTED_TOKENS
     assert b"1000000" in call.body
 
 
@@ -262,17 +262,17 @@ def test_a_released_call_holds_no_bytes() -> None:
 
 def test_a_response_without_a_bound_is_expected_to_be_as_long_as_earlier_ones() -> None:
     lengths = OutputLengths()
-    caller = Caller("req_1", "acme", NOTHING, 0.0, lengths)
+    caller = CallContext("req_1", "acme", NO_PREFERENCES, 0.0, lengths)
 
     def expected(**more: Any) -> int:
-        return parse(
+        return parse_call(
             json.dumps(CHAT | more).encode(), Api.CHAT, {"demo": Model()}, caller
         ).request.output_tokens
 
     assert expected() == DEFAULT_OUTPUT_TOKENS
     for _ in range(20):
-        lengths.ended("demo", "acme", STANDARD.name, 700)
+        lengths.record("demo", "acme", STANDARD.name, 700)
     assert (expected(), expected(n=3), expected(max_tokens=40)) == (700, 2100, 40)
     for _ in range(2000):
-        lengths.ended("demo", "acme", STANDARD.name, 10**6)
-    assert expected() == EXPECTED_CEILING
+        lengths.record("demo", "acme", STANDARD.name, 10**6)
+    assert expected() == MAX_EXPECTED_TOKENS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.protocol.openai import Api, Call
-from gateway.protocol.resume_terms import telling, terms_of
+from gateway.protocol.resume_terms import call_with_token_ids, continuation_terms
 from tests.unit.gateway.protocol import test_openai
 
 CHAT = test_openai.CHAT | {"stream": True}
@@ -54,7 +54,7 @@ def call(body: dict[str, Any]) -> Call:
     ],
 )
 def test_what_depends_on_tokens_alone_can_be_continued(more: dict[str, Any]) -> None:
-    assert terms_of(call(CHAT | more)) is not None
+    assert continuation_terms(call(CHAT | more)) is not None
 
 
 @pytest.mark.parametrize(
@@ -91,16 +91,16 @@ def test_what_depends_on_tokens_alone_can_be_continued(more: dict[str, Any]) -> 
 def test_what_depends_on_more_than_tokens_or_is_unknown_cannot_be_continued(
     more: dict[str, Any],
 ) -> None:
-    assert terms_of(call(CHAT | more)) is None
+    assert continuation_terms(call(CHAT | more)) is None
 
 
 @pytest.mark.parametrize(
     ("prompt", "one"), [("hi", True), ([1, 2], True), (["a", "b"], False), ([[1], [2]], False)]
 )
 def test_a_completion_is_continued_if_it_is_one(prompt: object, one: bool) -> None:
-    assert (terms_of(call(TEXT | {"prompt": prompt})) is not None) == one
-    assert terms_of(call(TEXT | {"echo": True})) is None
-    assert terms_of(call(TEXT | {"suffix": "x"})) is None
+    assert (continuation_terms(call(TEXT | {"prompt": prompt})) is not None) == one
+    assert continuation_terms(call(TEXT | {"echo": True})) is None
+    assert continuation_terms(call(TEXT | {"suffix": "x"})) is None
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_completion_is_continued_if_it_is_one(prompt: object, one: bool) -> No
 def test_a_completion_that_wants_the_drawn_tokens_log_probability_alone_wants_one(
     logprobs: object, none: bool
 ) -> None:
-    assert (terms_of(call(TEXT | {"logprobs": logprobs})) is not None) == none
+    assert (continuation_terms(call(TEXT | {"logprobs": logprobs})) is not None) == none
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ def test_a_completion_that_wants_the_drawn_tokens_log_probability_alone_wants_on
 def test_the_rest_is_asked_for_with_what_is_left_of_its_bounds(
     body: dict[str, Any], left: int | None
 ) -> None:
-    terms = terms_of(call(body | {"min_tokens": 5, "temperature": 0.5, "seed": 9}))
+    terms = continuation_terms(call(body | {"min_tokens": 5, "temperature": 0.5, "seed": 9}))
     assert terms is not None
-    reply = json.loads(terms.rest("served", [1, 2], [3, 4, 5]))
+    reply = json.loads(terms.rest_body("served", [1, 2], [3, 4, 5]))
     assert (reply["model"], reply["prompt"], reply["max_tokens"]) == (
         "served",
         [1, 2, 3, 4, 5],
@@ -136,12 +136,12 @@ def test_the_rest_is_asked_for_with_what_is_left_of_its_bounds(
     )
     assert (reply["min_tokens"], reply["temperature"], reply["seed"]) == (2, 0.5, 9)
     assert reply["stream"] is reply["return_token_ids"] is True
-    assert "min_tokens" not in json.loads(terms.rest("served", [1, 2], range(5)))
+    assert "min_tokens" not in json.loads(terms.rest_body("served", [1, 2], range(5)))
 
 
 def test_the_engine_is_asked_to_tell_ids_and_to_count_them_and_nothing_else_changes() -> None:
     body = CHAT | {"stream_options": {"include_usage": False}, "temperature": 0.5}
-    sent = json.loads(telling(call(body), "served", "cache_salt").body)
+    sent = json.loads(call_with_token_ids(call(body), "served", "cache_salt").body)
     assert sent.pop("stream_options") == {"include_usage": True, "continuous_usage_stats": True}
     assert sent.pop("return_token_ids") is True
     assert sent == {name: value for name, value in body.items() if name != "stream_options"} | {

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.protocol.relay import UpstreamBroke
-from gateway.protocol.resume_terms import Terms
-from gateway.protocol.rewrite import HELD_EVENT, Corrector, Renamer
-from gateway.protocol.token_ledger import MOST_EVENT, Recorder
+from gateway.protocol.relay import UpstreamError
+from gateway.protocol.resume_terms import ContinuationTerms
+from gateway.protocol.rewrite import MAX_HELD_EVENT, CachedTokensRewriter, ModelNameRewriter
+from gateway.protocol.token_ledger import MAX_EVENT_BYTES, LedgerRecorder
 
 PARTS = st.lists(
     st.sampled_from(
@@ -28,17 +28,17 @@ PARTS = st.lists(
             b"\n\n",
             b"\r\n\r\n",
             b"x" * 300,
-            b"x" * HELD_EVENT,
+            b"x" * MAX_HELD_EVENT,
         ]
     ),
     max_size=12,
 )
 
 
-def in_pieces(renamer: Renamer, text: bytes, cuts: list[int], *, sse: bool) -> bytes:
+def in_pieces(renamer: ModelNameRewriter, text: bytes, cuts: list[int], *, sse: bool) -> bytes:
     ends = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    out = [renamer.feed(text[a:b], sse=sse, ended=False) for a, b in pairwise(ends)]
-    return b"".join([*out, renamer.feed(b"", sse=sse, ended=True)])
+    out = [renamer.feed(text[a:b], is_sse=sse, is_complete=False) for a, b in pairwise(ends)]
+    return b"".join([*out, renamer.feed(b"", is_sse=sse, is_complete=True)])
 
 
 @given(PARTS, st.lists(st.integers(0, 10**6), max_size=8), st.booleans())
@@ -48,8 +48,8 @@ def test_a_response_is_rewritten_the_same_however_it_is_cut(
     text = b"".join(parts)
     named = re.sub(rb'("model":\s*)"served"', rb'\1"mine"', text)
     counted = re.sub(rb'("cached_tokens":\s*)\d+', rb"\g<1>999", named)
-    assert in_pieces(Renamer("served", "mine"), text, cuts, sse=sse) == named
-    corrector = Corrector("served", "mine")
+    assert in_pieces(ModelNameRewriter("served", "mine"), text, cuts, sse=sse) == named
+    corrector = CachedTokensRewriter("served", "mine")
     corrector.cached_tokens = 999
     assert in_pieces(corrector, text, cuts, sse=sse) == counted
 
@@ -57,25 +57,27 @@ def test_a_response_is_rewritten_the_same_however_it_is_cut(
 @pytest.mark.parametrize("sse", [False, True])
 def test_little_of_a_long_response_is_held(sse: bool) -> None:
     """Holding all of it and copying it on every read would block the event loop for seconds."""
-    renamer, piece, out = Renamer("served", "mine"), b"x" * 50_000, 0
-    out += len(renamer.feed(b'data: {"model":"served",', sse=sse, ended=False))
+    renamer, piece, out = ModelNameRewriter("served", "mine"), b"x" * 50_000, 0
+    out += len(renamer.feed(b'data: {"model":"served",', is_sse=sse, is_complete=False))
     for _ in range(100):
-        out += len(renamer.feed(piece, sse=sse, ended=False))
-        assert len(renamer._pending) <= HELD_EVENT
-    assert out > 100 * len(piece) - HELD_EVENT
-    assert renamer.mid_event is sse
-    renamer.feed(b"}\n\n", sse=sse, ended=False)
-    assert not renamer.mid_event
+        out += len(renamer.feed(piece, is_sse=sse, is_complete=False))
+        assert len(renamer._pending) <= MAX_HELD_EVENT
+    assert out > 100 * len(piece) - MAX_HELD_EVENT
+    assert renamer.is_mid_event is sse
+    renamer.feed(b"}\n\n", is_sse=sse, is_complete=False)
+    assert not renamer.is_mid_event
 
 
 def test_whole_events_are_released_and_a_partial_one_is_held() -> None:
-    renamer = Renamer("served", "mine")
-    assert renamer.feed(b'data: {"model":"served"}\n\ndata: {"mod', sse=True, ended=False) == (
-        b'data: {"model":"mine"}\n\n'
+    renamer = ModelNameRewriter("served", "mine")
+    assert renamer.feed(
+        b'data: {"model":"served"}\n\ndata: {"mod', is_sse=True, is_complete=False
+    ) == (b'data: {"model":"mine"}\n\n')
+    assert not renamer.is_mid_event
+    assert renamer.feed(b'el":"served"}\r', is_sse=True, is_complete=False) == b""
+    assert (
+        renamer.feed(b"\n\r\n", is_sse=True, is_complete=False) == b'data: {"model":"mine"}\r\n\r\n'
     )
-    assert not renamer.mid_event
-    assert renamer.feed(b'el":"served"}\r', sse=True, ended=False) == b""
-    assert renamer.feed(b"\n\r\n", sse=True, ended=False) == b'data: {"model":"mine"}\r\n\r\n'
 
 
 class CountingLedger:
@@ -85,7 +87,7 @@ class CountingLedger:
     done = False
 
     def __init__(self) -> None:
-        self.terms: Terms | None = None
+        self.terms: ContinuationTerms | None = None
         self.back = 0
 
     def mark(self) -> None: ...
@@ -94,8 +96,10 @@ class CountingLedger:
         self.back += 1
 
 
-def recorder() -> Recorder:
-    return Recorder(CountingLedger(), lambda chunk: b"%d " % len(chunk["a"]), "served", "mine")  # type: ignore[arg-type]
+def recorder() -> LedgerRecorder:
+    return LedgerRecorder(
+        CountingLedger(), lambda chunk: b"%d " % len(chunk["a"]), "served", "mine"
+    )  # type: ignore[arg-type]
 
 
 @given(
@@ -115,15 +119,15 @@ def test_a_recorder_sees_whole_events_however_they_are_cut(
 def test_a_recorder_joins_the_pieces_of_a_long_event_once() -> None:
     rewriter, pieces = recorder(), [b'data: {"a":"', *[b"x" * 10_000] * 500, b'"}\n', b"\n"]
     for piece in pieces[:-1]:
-        assert rewriter.feed(piece, sse=True, ended=False) == b""
+        assert rewriter.feed(piece, is_sse=True, is_complete=False) == b""
         assert all(len(piece) <= 10_000 for piece in rewriter._unfinished)
-    assert rewriter.feed(pieces[-1], sse=True, ended=False) == b"5000000 "
+    assert rewriter.feed(pieces[-1], is_sse=True, is_complete=False) == b"5000000 "
     assert not rewriter._unfinished
 
 
 def test_an_event_that_is_too_long_to_record_breaks_the_response() -> None:
     rewriter = recorder()
-    for _ in range(MOST_EVENT // 100_000):
-        rewriter.feed(b"x" * 100_000, sse=True, ended=False)
-    with pytest.raises(UpstreamBroke, match="event of more than"):
-        rewriter.feed(b"x" * 100_000, sse=True, ended=False)
+    for _ in range(MAX_EVENT_BYTES // 100_000):
+        rewriter.feed(b"x" * 100_000, is_sse=True, is_complete=False)
+    with pytest.raises(UpstreamError, match="event of more than"):
+        rewriter.feed(b"x" * 100_000, is_sse=True, is_complete=False)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from gateway.admission.quotas import Quotas
 from gateway.config import Tenant
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.openai import Api, Call, Caller, parse
+from gateway.protocol.openai import Api, Call, CallContext, parse_call
 from gateway.protocol.sequences import SLICE, _count_strings
-from gateway.protocol.service_class import NOTHING
+from gateway.protocol.service_class import NO_PREFERENCES
 from policies.model import STANDARD, Slo
 from tests.fair_time import Stopwatch, pace
 
@@ -44,7 +44,7 @@ def parsed(prompt: Any, most: int = MOST, context_tokens: int | None = None, **o
         prompt if isinstance(prompt, bytes) else json.dumps(prompt).encode(), **others
     )
     model = Model(context_tokens=context_tokens, sequences=most)
-    return parse(body, Api.COMPLETIONS, {"demo": model}, Caller("req_1", "acme", NOTHING, 0.0))
+    return parse_call(body, Api.COMPLETIONS, {"demo": model}, CallContext("req_1", "acme", NO_PREFERENCES, 0.0))
 
 
 def refusal(prompt: Any, most: int = MOST, **others: Any) -> GatewayError:

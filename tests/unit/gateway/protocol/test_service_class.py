@@ -9,8 +9,14 @@ import pytest
 
 from gateway.config import Config
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.openai import Api, Call, Caller, parse
-from gateway.protocol.service_class import MAX_SESSION, NOTHING, Fields, Levels, Wish
+from gateway.protocol.openai import Api, Call, CallContext, parse_call
+from gateway.protocol.service_class import (
+    MAX_SESSION_CHARS,
+    NO_PREFERENCES,
+    HeaderFields,
+    RequestPreferences,
+    ServiceClasses,
+)
 from policies.model import Slo
 
 POOLS = {"main": {"endpoints": [{"url": "http://127.0.0.1:9000"}]}}
@@ -33,73 +39,82 @@ class Model:
         self.sequences = 256
 
 
-def levels(**sections: Any) -> Levels:
-    return Levels(Config.model_validate({"version": 1, "pools": POOLS} | sections))
+def levels(**sections: Any) -> ServiceClasses:
+    return ServiceClasses(Config.model_validate({"version": 1, "pools": POOLS} | sections))
 
 
 def call(
-    wish: Wish,
+    wish: RequestPreferences,
     body: bytes = b"",
     low_first: bool = True,
     arrived_s: float = 100.0,
     tenant: str = "",
 ) -> Call:
     raw = b'{"model":"demo","prompt":"hi"' + body + b"}"
-    usual = levels().named("standard")
-    return parse(
+    usual = levels().get_class("standard")
+    return parse_call(
         raw,
         Api.COMPLETIONS,
         {"demo": Model(usual, low_first)},
-        Caller("r", tenant, wish, arrived_s),
+        CallContext("r", tenant, wish, arrived_s),
     )
 
 
 def rejection(headers: Mapping[str, str]) -> GatewayError:
     with pytest.raises(GatewayError) as wrong:
-        levels().wish(headers, "")
+        levels().read_preferences(headers, "")
     assert wrong.value.failure is Failure.BAD_REQUEST
     return wrong.value
 
 
 def test_there_are_three_classes_by_default() -> None:
     classes = levels()
-    assert (classes.named("interactive").ttft_s, classes.named("interactive").weight) == (1.0, 4.0)
-    assert classes.named("batch").tpot_s == 0.5
-    assert classes.named(None) == Slo()
+    assert (classes.get_class("interactive").ttft_s, classes.get_class("interactive").weight) == (
+        1.0,
+        4.0,
+    )
+    assert classes.get_class("batch").tpot_s == 0.5
+    assert classes.get_class(None) == Slo()
 
 
 def test_configured_classes_replace_the_default_ones() -> None:
     classes = levels(
         slo={"default": "gold", "classes": {"gold": {"ttft": "2s", "tpot": "20ms", "weight": 9}}}
     )
-    assert classes.named(None) == Slo("gold", 2.0, 0.02, 9.0)
+    assert classes.get_class(None) == Slo("gold", 2.0, 0.02, 9.0)
     with pytest.raises(GatewayError, match="must be one of gold, not 'standard'"):
-        classes.wish({"x-slo-class": "standard"}, "")
+        classes.read_preferences({"x-slo-class": "standard"}, "")
 
 
 def test_unrelated_headers_give_no_preferences() -> None:
-    assert levels().wish({"host": "x", "user-agent": "y"}, "") is NOTHING
+    assert levels().read_preferences({"host": "x", "user-agent": "y"}, "") is NO_PREFERENCES
 
 
 def test_the_class_of_the_header_precedes_the_tenants_and_the_models() -> None:
-    classes, usual = levels(tenants=TENANTS), levels().named("standard")
-    assert classes.wish({}, "plain").of(usual).name == "standard"
-    assert classes.wish({}, "acme").of(usual).name == "batch"
-    assert classes.wish({"x-slo-class": "interactive"}, "acme").of(usual).name == "interactive"
+    classes, usual = levels(tenants=TENANTS), levels().get_class("standard")
+    assert classes.read_preferences({}, "plain").resolve_slo(usual).name == "standard"
+    assert classes.read_preferences({}, "acme").resolve_slo(usual).name == "batch"
+    assert (
+        classes.read_preferences({"x-slo-class": "interactive"}, "acme").resolve_slo(usual).name
+        == "interactive"
+    )
 
 
 @pytest.mark.parametrize("prefix", ["x-slo-", "x-llm-d-slo-"])
 def test_a_budget_in_a_header_replaces_only_that_of_the_class(prefix: str) -> None:
-    wish = levels().wish({f"{prefix}ttft-ms": "250", "x-slo-class": "interactive"}, "")
-    assert wish.of(Slo()) == Slo("interactive", 0.25, 0.05, 4.0)
-    wish = levels().wish({f"{prefix}tpot-ms": "12.5"}, "")
-    assert wish.of(Slo("x", 3.0, 1.0, 2.0)) == Slo("x", 3.0, 0.0125, 2.0)
+    wish = levels().read_preferences({f"{prefix}ttft-ms": "250", "x-slo-class": "interactive"}, "")
+    assert wish.resolve_slo(Slo()) == Slo("interactive", 0.25, 0.05, 4.0)
+    wish = levels().read_preferences({f"{prefix}tpot-ms": "12.5"}, "")
+    assert wish.resolve_slo(Slo("x", 3.0, 1.0, 2.0)) == Slo("x", 3.0, 0.0125, 2.0)
 
 
 @pytest.mark.parametrize("header", ["x-llm-d-inference-objective", "x-gateway-inference-objective"])
 def test_an_objective_selects_a_class_of_the_same_name(header: str) -> None:
-    assert levels().wish({header: "batch"}, "").of(Slo()).name == "batch"
-    assert levels().wish({header: "somebody-elses"}, "").of(Slo()).name == "standard"
+    assert levels().read_preferences({header: "batch"}, "").resolve_slo(Slo()).name == "batch"
+    assert (
+        levels().read_preferences({header: "somebody-elses"}, "").resolve_slo(Slo()).name
+        == "standard"
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +135,7 @@ def test_an_invalid_budget_is_rejected_by_header_name(header: str, value: str) -
 def test_a_budget_below_the_minimum_is_rejected_with_the_minimum(
     header: str, least: str, less: str
 ) -> None:
-    wish = levels().wish({header: least}, "")
+    wish = levels().read_preferences({header: least}, "")
     assert (wish.ttft_s or wish.tpot_s) == float(least) / 1000
     assert f"from {least} to 86400000, not '{less}'" in rejection({header: less}).message
 
@@ -137,39 +152,49 @@ def test_an_error_repeats_only_a_short_printable_part_of_a_header() -> None:
 
 
 def test_the_length_of_a_session_id_is_limited() -> None:
-    assert levels().wish({"x-session-id": "s" * MAX_SESSION}, "").session == "s" * MAX_SESSION
-    assert rejection({"x-session-id": "s" * (MAX_SESSION + 1)}).param == "x-session-id"
+    assert (
+        levels().read_preferences({"x-session-id": "s" * MAX_SESSION_CHARS}, "").session
+        == "s" * MAX_SESSION_CHARS
+    )
+    assert rejection({"x-session-id": "s" * (MAX_SESSION_CHARS + 1)}).param == "x-session-id"
 
 
 def test_sessions_of_different_tenants_differ() -> None:
     classes = levels(tenants=TENANTS)
     one, other = (
-        classes.wish({"x-session-id": "s"}, tenant).session for tenant in ("acme", "plain")
+        classes.read_preferences({"x-session-id": "s"}, tenant).session
+        for tenant in ("acme", "plain")
     )
     assert one != other
-    assert call(NOTHING, b',"prompt_cache_key":"s"', tenant="acme").request.session == one
+    assert call(NO_PREFERENCES, b',"prompt_cache_key":"s"', tenant="acme").request.session == one
 
 
 @pytest.mark.parametrize("value", ["", "soon", "-3", "0", "nan", "9" * 40])
 def test_an_invalid_sdk_timeout_is_ignored(value: str) -> None:
-    assert call(levels().wish({"x-stainless-read-timeout": value}, "")).request.deadline_s is None
+    assert (
+        call(levels().read_preferences({"x-stainless-read-timeout": value}, "")).request.deadline_s
+        is None
+    )
 
 
 @pytest.mark.parametrize("header", ["x-stainless-read-timeout", "x-stainless-timeout"])
 def test_a_deadline_is_measured_from_the_end_of_the_request(header: str) -> None:
-    request = call(levels().wish({header: "12.5"}, ""), arrived_s=100.0).request
+    request = call(levels().read_preferences({header: "12.5"}, ""), arrived_s=100.0).request
     assert (request.arrived_s, request.deadline_s) == (100.0, 112.5)
 
 
 def test_only_a_short_timeout_is_a_short_deadline() -> None:
-    assert levels().wish({"x-stainless-read-timeout": "2"}, "").hasty
-    assert not levels().wish({"x-stainless-read-timeout": "600"}, "").hasty
+    assert levels().read_preferences({"x-stainless-read-timeout": "2"}, "").has_short_deadline
+    assert not levels().read_preferences({"x-stainless-read-timeout": "600"}, "").has_short_deadline
 
 
 def test_a_tenants_priority_is_limited_from_above() -> None:
     classes = levels(tenants=TENANTS)
     claims = [("acme", "8"), ("acme", "-8"), ("plain", "1"), ("plain", "-1")]
-    ranks = [classes.wish({"x-priority": priority}, tenant).rank(0) for tenant, priority in claims]
+    ranks = [
+        classes.read_preferences({"x-priority": priority}, tenant).effective_priority(0)
+        for tenant, priority in claims
+    ]
     assert ranks == [3, -8, 0, -1]
 
 
@@ -188,29 +213,35 @@ def test_a_tenants_priority_is_limited_from_above() -> None:
 def test_the_bodys_priority_is_interpreted_like_the_engine_does(
     body: bytes, low_first: bool, expected: int
 ) -> None:
-    parsed = call(NOTHING, body, low_first)
+    parsed = call(NO_PREFERENCES, body, low_first)
     assert parsed.request.priority == expected
     assert b"priority" not in parsed.body
 
 
 def test_the_headers_priority_precedes_the_bodys() -> None:
-    assert call(levels().wish({"x-priority": "5"}, ""), b',"priority":2').request.priority == 5
+    assert (
+        call(levels().read_preferences({"x-priority": "5"}, ""), b',"priority":2').request.priority
+        == 5
+    )
 
 
 def test_the_headers_session_precedes_the_bodys() -> None:
     body = b',"prompt_cache_key":"conversation"'
-    assert call(NOTHING, body).request.session == "conversation"
-    assert call(levels().wish({"x-session-id": "mine"}, ""), body).request.session == "mine"
-    assert call(NOTHING, b',"prompt_cache_key":["x"]').request.session == ""
-    assert call(NOTHING, b',"user":"somebody"').request.session == ""
+    assert call(NO_PREFERENCES, body).request.session == "conversation"
+    assert (
+        call(levels().read_preferences({"x-session-id": "mine"}, ""), body).request.session
+        == "mine"
+    )
+    assert call(NO_PREFERENCES, b',"prompt_cache_key":["x"]').request.session == ""
+    assert call(NO_PREFERENCES, b',"user":"somebody"').request.session == ""
 
 
 def test_headers_are_read_once_per_configuration() -> None:
     fields, before, after = (
-        Fields([("x-slo-class", "batch")]),
+        HeaderFields([("x-slo-class", "batch")]),
         levels(),
         levels(slo={"default": "batch"}),
     )
-    wish = before.wish(fields, "")
-    assert before.wish(fields, "") is wish
-    assert after.wish(fields, "") is not wish
+    wish = before.read_preferences(fields, "")
+    assert before.read_preferences(fields, "") is wish
+    assert after.read_preferences(fields, "") is not wish

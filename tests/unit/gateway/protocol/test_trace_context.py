@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.protocol.trace_context import MOST_STATE, Trace, parent_of, passed_on
+from gateway.protocol.trace_context import MAX_STATE_CHARS, Trace, parse_parent, propagated_headers
 
 ID, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 GOOD = f"00-{ID}-{SPAN}-01"
@@ -16,23 +16,23 @@ CONTEXT = re.compile(r"(traceparent: [!-~]{1,128}\r\n(tracestate: [!-~][ \t!-~]{
 
 
 def test_a_clients_trace_context_is_parsed() -> None:
-    parent = parent_of({"traceparent": GOOD, "tracestate": "vendor=1,other=2"})
+    parent = parse_parent({"traceparent": GOOD, "tracestate": "vendor=1,other=2"})
     assert parent is not None
-    assert (parent.trace_id, parent.span_id, parent.state, parent.sampled) == (
+    assert (parent.trace_id, parent.span_id, parent.state, parent.is_sampled) == (
         ID,
         SPAN,
         "vendor=1,other=2",
         True,
     )
-    unsampled = parent_of({"traceparent": f"00-{ID}-{SPAN}-00"})
+    unsampled = parse_parent({"traceparent": f"00-{ID}-{SPAN}-00"})
     assert unsampled is not None
-    assert not unsampled.sampled
+    assert not unsampled.is_sampled
 
 
 def test_a_later_version_may_have_more_fields() -> None:
-    parent = parent_of({"traceparent": f"01-{ID}-{SPAN}-03-what-came-later"})
+    parent = parse_parent({"traceparent": f"01-{ID}-{SPAN}-03-what-came-later"})
     assert parent is not None
-    assert parent.sampled
+    assert parent.is_sampled
 
 
 @pytest.mark.parametrize(
@@ -53,39 +53,39 @@ def test_a_later_version_may_have_more_fields() -> None:
 )
 def test_an_invalid_context_is_ignored_and_not_propagated(text: str) -> None:
     headers = {"traceparent": text, "tracestate": "a=1"}
-    assert parent_of(headers) is None
-    assert passed_on(headers) == ""
+    assert parse_parent(headers) is None
+    assert propagated_headers(headers) == ""
 
 
 def test_a_context_is_propagated_unchanged_but_a_long_state_is_dropped() -> None:
-    assert passed_on({}) == ""
+    assert propagated_headers({}) == ""
     assert (
-        passed_on({"traceparent": GOOD, "tracestate": "a=1"})
+        propagated_headers({"traceparent": GOOD, "tracestate": "a=1"})
         == f"traceparent: {GOOD}\r\ntracestate: a=1\r\n"
     )
     assert (
-        passed_on({"traceparent": GOOD, "tracestate": "a" * (MOST_STATE + 1)})
+        propagated_headers({"traceparent": GOOD, "tracestate": "a" * (MAX_STATE_CHARS + 1)})
         == f"traceparent: {GOOD}\r\n"
     )
-    assert passed_on({"tracestate": "a=1"}) == ""
+    assert propagated_headers({"tracestate": "a=1"}) == ""
 
 
 @pytest.mark.parametrize("wrong", ["a" * 500 + "\xe9", "a=1, " * 100 + "\x7f", "a " * 250, " a=1"])
 def test_an_invalid_state_is_rejected_in_linear_time(wrong: str) -> None:
     """A pattern with nested repeats would try every way to divide the text."""
-    assert passed_on({"traceparent": GOOD, "tracestate": wrong}) == f"traceparent: {GOOD}\r\n"
+    assert propagated_headers({"traceparent": GOOD, "tracestate": wrong}) == f"traceparent: {GOOD}\r\n"
 
 
 @given(st.text(max_size=200), st.text(max_size=600))
 def test_any_headers_yield_one_valid_context_or_none(parent: str, state: str) -> None:
-    assert CONTEXT.fullmatch(passed_on({"traceparent": parent, "tracestate": state}))
-    assert CONTEXT.fullmatch(passed_on({"traceparent": GOOD, "tracestate": state}))
+    assert CONTEXT.fullmatch(propagated_headers({"traceparent": parent, "tracestate": state}))
+    assert CONTEXT.fullmatch(propagated_headers({"traceparent": GOOD, "tracestate": state}))
 
 
 def test_every_request_to_an_engine_has_its_own_span() -> None:
     trace = Trace(ID, SPAN, "", "a=1")
-    lines = [trace.leg("prefill", "p", 1.0), trace.leg("decode", "d", 2.0)]
+    lines = [trace.add_leg("prefill", "p", 1.0), trace.add_leg("decode", "d", 2.0)]
     spans = [leg.span_id for leg in trace.legs]
     assert lines == [f"traceparent: 00-{ID}-{span}-01\r\ntracestate: a=1\r\n" for span in spans]
     assert len({*spans, SPAN}) == 3
-    assert all(parent_of({"traceparent": line[13:68]}) is not None for line in lines)
+    assert all(parse_parent({"traceparent": line[13:68]}) is not None for line in lines)

@@ -10,11 +10,11 @@ import pytest
 
 from gateway.exchange import Exchange
 from gateway.protocol.openai import Api
-from gateway.protocol.relay import UpstreamBroke
+from gateway.protocol.relay import UpstreamError
 from gateway.proxy.attempts import attempts
 from gateway.route import Gateway
 from policies.model import Pick
-from policies.pricing.split import Pair
+from policies.pricing.split import EndpointPair
 from tests.replaced import stand_in
 from tests.unit.policies.builders import candidate
 
@@ -40,38 +40,38 @@ class Endpoints:
 class Plan:
     """Picks the first endpoint that is left; attempts fail as listed, and then succeed."""
 
-    def __init__(self, endpoints: Endpoints, *failures: UpstreamBroke) -> None:
+    def __init__(self, endpoints: Endpoints, *failures: UpstreamError) -> None:
         self.exchange = Exchange("req_1", Api.CHAT, "10.0.0.1", 0.0)
         self.gateway = stand_in(Gateway, SimpleNamespace(endpoints=endpoints))
         self.failures = list(failures)
         self.attempted: list[str] = []
         self.unavailable: set[str] = set()
         self.may = True
-        self.given_up: list[UpstreamBroke | None] = []
+        self.given_up: list[UpstreamError | None] = []
 
     def choose(self, left_out: Sequence[str]) -> Pick | None:
         left = [name for name in NAMES if name not in {*left_out, *self.unavailable}]
         return PICKS[left[0]] if left else None
 
-    async def attempt(self, choice: Pick) -> UpstreamBroke | None:
+    async def attempt(self, choice: Pick) -> UpstreamError | None:
         self.attempted.append(choice.candidate.endpoint.name)
         return self.failures.pop(0) if self.failures else None
 
-    async def may_retry(self, problem: UpstreamBroke) -> bool:
+    async def may_retry(self, problem: UpstreamError) -> bool:
         self.exchange.retries.append(self.attempted[-1])
-        self.exchange.unsent += not problem.sent
+        self.exchange.unsent_attempts += not problem.was_sent
         return self.may
 
-    def give_up(self, problem: UpstreamBroke | None) -> None:
+    def give_up(self, problem: UpstreamError | None) -> None:
         self.given_up.append(problem)
 
 
-def reset() -> UpstreamBroke:
-    return UpstreamBroke("reset", "as asked")
+def reset() -> UpstreamError:
+    return UpstreamError("reset", "as asked")
 
 
-def refused() -> UpstreamBroke:
-    return UpstreamBroke("connect_failed", "as asked", sent=False)
+def refused() -> UpstreamError:
+    return UpstreamError("connect_failed", "as asked", was_sent=False)
 
 
 async def test_an_answer_ends_the_loop_and_no_endpoint_is_checked_before_a_first_attempt() -> None:
@@ -99,7 +99,7 @@ async def test_an_endpoint_that_fails_its_check_is_recorded_and_costs_no_attempt
     plan = Plan(Endpoints(tp1=False), reset())
     assert await attempts(plan) is None
     assert plan.attempted == ["tp0", "tp2"]
-    assert (plan.exchange.retries, plan.exchange.attempts) == (["tp0", "tp1"], 1)
+    assert (plan.exchange.retries, plan.exchange.failed_attempts) == (["tp0", "tp1"], 1)
 
 
 async def test_a_silent_endpoint_is_attempted_only_if_there_is_no_other() -> None:
@@ -131,10 +131,10 @@ async def test_both_endpoints_of_a_pair_are_checked() -> None:
             first = super().choose(left_out)
             if first is None or self.exchange.retries == [] or {"tp1", "tp2"} & set(left_out):
                 return first
-            return Pair(PICKS["tp1"], PICKS["tp2"])
+            return EndpointPair(PICKS["tp1"], PICKS["tp2"])
 
-        async def attempt(self, choice: Any) -> UpstreamBroke | None:
-            decode = choice.decode if isinstance(choice, Pair) else choice
+        async def attempt(self, choice: Any) -> UpstreamError | None:
+            decode = choice.decode if isinstance(choice, EndpointPair) else choice
             return await super().attempt(decode)
 
     endpoints = Endpoints()
@@ -173,8 +173,8 @@ async def test_a_second_attempt_that_runs_decides_what_follows_the_first(served:
 
         def close(self) -> None: ...
 
-        async def finish(self, problem: UpstreamBroke) -> UpstreamBroke | None:
-            return None if served else UpstreamBroke("reset", "the second one")
+        async def finish(self, problem: UpstreamError) -> UpstreamError | None:
+            return None if served else UpstreamError("reset", "the second one")
 
     plan = Plan(Endpoints(), reset())
     plan.exchange.hedge = Race()

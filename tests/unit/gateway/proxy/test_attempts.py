@@ -24,7 +24,9 @@ SHORT, LONG = 64, 4096  # tokens of context
 def whole(engines: Sequence[Script], **options: Any) -> AbstractAsyncContextManager[SplitGateway]:
     """A gateway whose engines serve whole requests."""
     models = [{"name": MODEL, "pool": "main"}]
-    return split_gateway("vllm_nixl", [], list(engines), models=models, decode_role="both", **options)
+    return split_gateway(
+        "vllm_nixl", [], list(engines), models=models, decode_role="both", **options
+    )
 
 
 @pytest.mark.parametrize("engines", [1, 2])
@@ -51,29 +53,41 @@ async def test_a_prompt_that_fits_only_an_engine_that_failed_is_not_too_long() -
 async def test_a_prompt_that_fits_only_a_drained_engine_may_be_retried() -> None:
     async with whole([decodes, decodes], contexts=[SHORT, LONG]) as running:
         endpoints = running.app.gateway.endpoints
-        endpoints.drain(next(each for each in endpoints.all() if each.endpoint.context_tokens == LONG), wanted=True)
+        endpoints.set_drained(
+            next(each for each in endpoints.all() if each.endpoint.context_tokens == LONG),
+            is_drained=True,
+        )
         reply = await running.ask(words=400)
         assert (reply.status, reply.json["error"]["code"]) == (503, "no_capacity")
         assert (await running.ask(words=3)).status == 200
 
 
 async def test_a_split_request_that_fits_no_engine_is_too_long() -> None:
-    async with split_gateway("vllm_nixl", [], [decodes] * 2, decode_role="both", contexts=[SHORT, SHORT]) as running:
+    async with split_gateway(
+        "vllm_nixl", [], [decodes] * 2, decode_role="both", contexts=[SHORT, SHORT]
+    ) as running:
         assert (await running.ask(words=400)).status == 400
 
 
 def image(base64_bytes: int) -> dict[str, Any]:
     """A message with one image."""
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBORw0K" * (base64_bytes // 8)}}
+    part = {
+        "type": "image_url",
+        "image_url": {"url": "data:image/png;base64," + "iVBORw0K" * (base64_bytes // 8)},
+    }
     return {"role": "user", "content": [part]}
 
 
 @pytest.mark.parametrize("base64_bytes", [200_000, 3_000_000])
 @pytest.mark.parametrize("split", [False, True])
-async def test_an_image_goes_to_the_longest_context_and_its_engine_decides(base64_bytes: int, split: bool) -> None:
+async def test_an_image_goes_to_the_longest_context_and_its_engine_decides(
+    base64_bytes: int, split: bool
+) -> None:
     sections: dict[str, Any] = {} if split else {"models": [{"name": MODEL, "pool": "main"}]}
     sections["contexts"] = [SHORT, 2 * SHORT]
-    async with split_gateway("vllm_nixl", [], [decodes, decodes], decode_role="both", **sections) as running:
+    async with split_gateway(
+        "vllm_nixl", [], [decodes, decodes], decode_role="both", **sections
+    ) as running:
         reply = await running.ask(messages=[image(base64_bytes)])
         assert reply.status == 200
         short, long = running.decode
@@ -85,12 +99,16 @@ async def test_an_image_goes_to_the_longest_context_and_its_engine_decides(base6
 
 async def test_text_that_may_fit_by_its_tokenizer_is_sent_and_what_cannot_is_refused() -> None:
     async with whole([decodes], contexts=[SHORT]) as running:
-        assert (await running.ask(words=4 * SHORT // 5)).status == 200  # four times its estimate would fit
+        assert (
+            await running.ask(words=4 * SHORT // 5)
+        ).status == 200  # four times its estimate would fit
         assert (await running.ask(words=4 * SHORT)).status == 400
         assert (await running.ask(words=3, max_tokens=SHORT)).status == 400
         members: dict[str, Any] = {"path": "/v1/completions", "max_tokens": 8}
         assert (await running.ask(prompt=[7] * (SHORT - 8), **members)).status == 200
-        assert (await running.ask(prompt=[7] * SHORT, **members)).status == 400  # counted, not estimated
+        assert (
+            await running.ask(prompt=[7] * SHORT, **members)
+        ).status == 400  # counted, not estimated
 
 
 async def test_each_prompt_of_a_list_and_each_answer_has_a_context_of_its_own() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from policies.health.health import State
+from policies.health.health import HealthState
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     TEXT,
@@ -67,7 +67,7 @@ async def test_an_engine_that_fails_its_check_is_ejected_and_costs_no_attempt() 
         replies = [await running.ask(words=3) for _ in range(2)]
         assert [reply.status for reply in replies] == [200] * 2
         states = [live.health.state for live in running.app.gateway.endpoints.all()]
-        assert states.count(State.EJECTED) == 3
+        assert states.count(HealthState.EJECTED) == 3
         await running.at_rest()
 
 
@@ -81,9 +81,7 @@ async def test_an_engine_whose_check_times_out_is_used_when_there_is_no_other() 
 
 
 @pytest.mark.parametrize("half", ["prefill", "decode"])
-async def test_a_split_request_succeeds_when_most_engines_of_a_role_died_at_once(
-    half: str,
-) -> None:
+async def test_a_split_request_succeeds_when_most_engines_of_a_role_died_at_once(half: str) -> None:
     many, few = DEAD + ALIVE, ALIVE
     counts = (many, few) if half == "prefill" else (few, many)
     async with split_gateway(

@@ -8,37 +8,37 @@ from typing import Any, cast
 
 from msgspec.structs import replace
 
-from gateway.admission.controller import Room
+from gateway.admission.controller import PoolQueue
 from gateway.config import WaitingRoom
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.legs import forward
 from gateway.protocol.openai import Call
-from gateway.proxy.tier_fallback import into
+from gateway.proxy.tier_fallback import pick_tier
 from gateway.route import Route
 from policies import registry
-from policies.admission.admission import Cap, RoomView, Verdict
-from policies.model import Ask, Candidate
+from policies.admission.admission import CapAdmission, Verdict, WaitQueueView
+from policies.model import Candidate, RoutingQuery
 from tests.replaced import stand_in
 from tests.unit.policies.builders import ask, candidate
 
 
-class RecordingCap(Cap):
+class RecordingCap(CapAdmission):
     """A cap that records what it was asked."""
 
     __slots__ = ("asks",)
 
     def __init__(self) -> None:
         super().__init__()
-        self.asks: list[Ask] = []
+        self.asks: list[RoutingQuery] = []
 
-    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
+    def decide(self, ask: RoutingQuery, candidates: Sequence[Candidate], room: WaitQueueView) -> Verdict:
         self.asks.append(ask)
-        return super().judge(ask, candidates, room)
+        return super().decide(ask, candidates, room)
 
 
-def route(name: str, judge: Cap, **fields: Any) -> Route:
-    room, candidates = Room(name), (candidate(0, 1),)
-    room.govern(judge, {})
+def route(name: str, judge: CapAdmission, **fields: Any) -> Route:
+    room, candidates = PoolQueue(name), (candidate(0, 1),)
+    room.set_admission(judge, {})
     room.configure(WaitingRoom(), candidates)
     policy = registry.build("round_robin", {})
     return Route(name, name, None, policy, candidates, room, forward.prepare, **fields)
@@ -47,12 +47,12 @@ def route(name: str, judge: Cap, **fields: Any) -> Route:
 def test_a_smaller_model_is_asked_for_less_worth_and_without_a_client_that_returns() -> None:
     recording, question = RecordingCap(), ask()
     small = route("small", recording)
-    big = route("big", Cap(), overflow=(("small", 0.4),))
+    big = route("big", CapAdmission(), overflow=(("small", 0.4),))
     endpoints = stand_in(EndpointTable, SimpleNamespace(ask=lambda *_: question))
     call = cast(Call, SimpleNamespace(request=question.request))
-    assert into(endpoints, {"small": small, "big": big}, big, call) is small
-    assert into(endpoints, {"small": small, "big": big}, big, call) is None  # its one place is taken
+    assert pick_tier(endpoints, {"small": small, "big": big}, big, call) is small
+    assert pick_tier(endpoints, {"small": small, "big": big}, big, call) is None  # its one place is taken
     slo = replace(question.request.slo, weight=0.6)
-    expected = replace(question, request=replace(question.request, slo=slo), returns=False)
+    expected = replace(question, request=replace(question.request, slo=slo), can_return=False)
     assert [recording.asks[0], recording.asks[1]] == [expected, expected]
-    assert question.returns
+    assert question.can_return

@@ -14,10 +14,10 @@ from unittest.mock import patch
 import aiohttp
 
 from gateway.app import App
-from gateway.config import examine
+from gateway.config import load_with_warnings
 from gateway.reload import file_watcher
-from gateway.restart.start_options import Origin
-from mockgpu.fleet import Member, running_fleet
+from gateway.restart.start_options import StartOptions
+from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
 from mockgpu.model_shapes import model_named
@@ -45,7 +45,7 @@ timeouts: {{connect: 10s, stall: 60s}}
 class Running:
     """The gateway `app`, the `file` it watches, its mock engines, and its reports."""
 
-    def __init__(self, file: Path, members: list[Member], http: aiohttp.ClientSession) -> None:
+    def __init__(self, file: Path, members: list[FleetGroup], http: aiohttp.ClientSession) -> None:
         self.file = file
         self.members = members
         self.http = http
@@ -137,17 +137,17 @@ async def running(
     spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed)
     connector, patience = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=3 * PATIENCE_S)
     async with (
-        running_fleet([spec] * groups) as members,
+        run_fleet([spec] * groups) as members,
         aiohttp.ClientSession(connector=connector, timeout=patience) as http,
     ):
         harness = Running(folder / "gateway.yaml", members, http)
         harness.file.write_text(harness.text() + more)
-        loaded = examine(harness.file, ENV)
+        loaded = load_with_warnings(harness.file, ENV)
 
         def say(line: str, bad: bool) -> None:
             harness.said.append(line)
 
-        harness.app = App(loaded.config, Origin(loaded, harness.file, ENV, say))
+        harness.app = App(loaded.config, StartOptions(loaded, harness.file, ENV, say))
         if late is not None:
             harness.write((harness.text() + more).replace(*late))
         with patch.object(file_watcher, "POLL_S", poll_s):

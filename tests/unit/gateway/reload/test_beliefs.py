@@ -18,7 +18,7 @@ async def test_a_plain_policy_keeps_counters_and_predicts_nothing(tmp_path: Path
         loads = [live.load for live in harness.app.gateway.endpoints.all()]
         for number in range(4):
             assert await harness.ask(f"{number} words") == "ok"
-        assert not any(load.believed or load.in_flight for load in loads)
+        assert not any(load.is_modelled or load.in_flight for load in loads)
         assert all(load.timeline.prefill_steps == 0 for load in loads)
         async with harness.http.get(harness.app.admin_url + "/metrics") as page:
             assert "penstock_ttft_prediction_error_ratio_count 0" in await page.text()
@@ -32,7 +32,7 @@ async def test_after_a_reload_to_priced_the_latency_model_starts_from_its_prior_
         load = table.all()[0].load
         waits = ledger.book(load, Request("1", "demo-8b", "t", 8000, 100), 0, monotonic())
         decodes = ledger.book(load, Request("2", "demo-8b", "t", 3000, 100), 0, monotonic())
-        decodes.first_token(monotonic())
+        decodes.on_first_token(monotonic())
         assert (waits.predicted_ttft_s, waits.predicted_tpot_s) == (None, None)
         assert (await harness.put(harness.text().replace(PLAIN, PRICED)))[0] == 200
         belief, timeline = load.belief, load.timeline
@@ -42,14 +42,14 @@ async def test_after_a_reload_to_priced_the_latency_model_starts_from_its_prior_
             1.0,
         ]
         assert (list(timeline.queue), timeline.batch) == ([waits], 1)
-        assert load.ready_at > monotonic()
+        assert load.prefill_done_at > monotonic()
         assert waits.predicted_ttft_s is not None
         for number in range(4):
             assert await harness.ask(f"{number} words") == "ok"
-        waits.finished(monotonic(), 10)
-        decodes.finished(monotonic(), 10)
+        waits.finish(monotonic(), 10)
+        decodes.finish(monotonic(), 10)
         assert (await harness.put(harness.text()))[0] == 200
-        assert not load.believed
+        assert not load.is_modelled
         assert (load.in_flight, load.decoding, load.prefill_tokens, load.decode_tokens) == (
             0,
             0,
@@ -64,7 +64,7 @@ async def test_an_admission_that_reads_latency_models_has_them_updated_under_a_p
     async with running(tmp_path) as harness:
         text = harness.text().replace(CAPPED, CAPPED + "    admission: early_rejection\n")
         assert (await harness.put(text))[0] == 200
-        assert all(live.load.believed for live in harness.app.gateway.endpoints.all())
+        assert all(live.load.is_modelled for live in harness.app.gateway.endpoints.all())
 
 
 async def test_a_pool_that_serves_as_a_fallback_has_latency_predictions(tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ async def test_a_pool_that_serves_as_a_fallback_has_latency_predictions(tmp_path
         status, reply = await harness.put(text)
         assert status == 200, reply
         pools = {
-            live.endpoint.pool: live.load.believed
+            live.endpoint.pool: live.load.is_modelled
             for live in harness.app.gateway.endpoints.all()
-            if not live.leaving
+            if not live.is_leaving
         }
         assert pools == {"chat": False, "small": True}

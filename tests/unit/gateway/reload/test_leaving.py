@@ -12,7 +12,7 @@ import pytest
 
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from mockgpu.group import TpGroup
-from policies.health.health import Event, State
+from policies.health.health import HealthEvent, HealthState
 from tests.scraped import series, total
 from tests.unit.gateway.reload.running import Running, running
 
@@ -94,13 +94,11 @@ async def test_late_accounting_does_not_recreate_series_of_a_removed_endpoint(
         number = int(gone.candidate.endpoint.name[-1])
         assert (await harness.put(harness.text(1 - number)))[0] == 200
         await until(lambda: not harness.app.swap.retiring)
-        accounts.settle()
+        accounts.account_ended()
         assert f'endpoint="group-{number}"' not in page(harness)
 
 
-async def test_the_up_gauge_is_1_for_ejected_endpoints_beyond_half_a_pool(
-    tmp_path: Path,
-) -> None:
+async def test_the_up_gauge_is_1_for_ejected_endpoints_beyond_half_a_pool(tmp_path: Path) -> None:
     def up() -> list[str]:
         return sorted(
             line[-3:]
@@ -111,11 +109,14 @@ async def test_the_up_gauge_is_1_for_ejected_endpoints_beyond_half_a_pool(
     async with running(tmp_path, more="health: {backoff: 60s, slow_start: 10s}\n") as harness:
         table = harness.app.gateway.endpoints
         for live in table.all() * 3:
-            table.happened(live, Event.FAILED)
-        assert [live.health.state for live in table.all()] == [State.EJECTED, State.EJECTED]
+            table.on_event(live, HealthEvent.FAILED)
+        assert [live.health.state for live in table.all()] == [
+            HealthState.EJECTED,
+            HealthState.EJECTED,
+        ]
         assert up() == ["0.0", "1.0"]
         for live in table.all():
-            table.drain(live, wanted=True)
+            table.set_drained(live, is_drained=True)
         assert up() == ["0.0", "0.0"]
         (reply,) = [
             line
@@ -137,9 +138,9 @@ async def test_a_drain_by_name_applies_to_the_endpoint_with_that_name_now(tmp_pa
         status, _, reply = await harness.asked("POST", f"/endpoints/{name}/drain")
         assert (status, reply["in_flight"]) == (200, 0)
         assert [
-            live.drained for live in harness.app.gateway.endpoints.all() if not live.leaving
+            live.is_drained for live in harness.app.gateway.endpoints.all() if not live.is_leaving
         ] == [True]
-        assert not one.busy.drained
+        assert not one.busy.is_drained
         assert await one.let_go() == "ok"
 
 
@@ -156,8 +157,8 @@ async def test_a_freed_slot_serves_another_endpoint_with_an_empty_cache(tmp_path
         assert back is not gone
         assert back.load.slot == gone.load.slot
         assert back.load.in_flight == 0
-        assert table.prefixes.index.stats().held_tokens[back.load.slot] == 0
-        await until(lambda: back.load.available)
+        assert table.prefixes.index.stats().cached_tokens[back.load.slot] == 0
+        await until(lambda: back.load.is_available)
         assert await harness.ask() == "ok"
 
 
@@ -170,7 +171,7 @@ async def test_an_endpoint_re_added_before_its_last_response_keeps_its_state(
         await harness.put(harness.text(1 - int(busy.endpoint.name[-1])))
         await harness.put(harness.text())
         assert harness.app.gateway.endpoints.all() == before
-        assert not busy.leaving
+        assert not busy.is_leaving
         assert await one.let_go() == "ok"
         await until(lambda: not harness.app.swap.retiring)
         assert harness.app.gateway.endpoints.all() == before
@@ -195,10 +196,10 @@ async def test_an_attribute_that_changes_takes_effect_on_the_same_endpoint(tmp_p
         first, second = harness.app.gateway.endpoints.all()
         assert (first, second) == before
         assert (first.endpoint.max_concurrency, dict(first.endpoint.labels)) == (3, {"zone": "a"})
-        assert first.upstream.patience.stall_s == second.upstream.patience.stall_s == 7.0
+        assert first.upstream.timeouts.stall_s == second.upstream.timeouts.stall_s == 7.0
         (candidate, _) = harness.app.gateway.snapshot.routes["demo-8b"].candidates
         assert (candidate.endpoint.max_concurrency, candidate.load) == (3, first.load)
-        assert harness.app.gateway.gate.rooms()[0]._queue.capacity == 27
+        assert harness.app.gateway.gate.pool_queues()[0]._queue.capacity == 27
         assert status == 200
 
 
@@ -208,9 +209,9 @@ async def test_a_key_that_changes_is_sent_with_the_next_request(tmp_path: Path) 
             harness.text().replace("{name: group-0,", "{name: group-0, api_key: sk-engine,")
         )
         first, second = harness.app.gateway.endpoints.all()
-        assert b"authorization: Bearer sk-engine\r\n" in first.upstream.head("/v1")
+        assert b"authorization: Bearer sk-engine\r\n" in first.upstream.request_head("/v1")
         assert first.key_header == {"Authorization": "Bearer sk-engine"}
-        assert b"authorization" not in second.upstream.head("/v1")
+        assert b"authorization" not in second.upstream.request_head("/v1")
 
 
 async def test_a_renamed_endpoint_keeps_its_state_and_its_old_series_are_removed(
@@ -249,7 +250,9 @@ async def test_a_replaced_pool_serves_its_last_requests_and_is_removed(tmp_path:
         assert await harness.ask() == "ok"
         assert 'penstock_waiting{pool="chat"}' in page(harness)
         assert await one.let_go() == "ok"
-        await until(lambda: [room.name for room in harness.app.gateway.gate.rooms()] == ["talk"])
+        await until(
+            lambda: [room.name for room in harness.app.gateway.gate.pool_queues()] == ["talk"]
+        )
         await until(lambda: len(names(harness)) == 2)
         assert 'penstock_waiting{pool="chat"}' not in page(harness)
 
@@ -279,7 +282,9 @@ async def test_requests_that_wait_while_endpoints_are_replaced_are_served_by_the
         )
         one = await held(harness)
         waits = asyncio.create_task(harness.ask(tokens=1))
-        await until(lambda: any(room.waiting for room in harness.app.gateway.gate.rooms()))
+        await until(
+            lambda: any(room.queue_length for room in harness.app.gateway.gate.pool_queues())
+        )
         await harness.put(harness.text(1))
         assert await waits == "ok"
         assert await one.let_go() == "ok"
@@ -323,7 +328,7 @@ async def test_failed_and_cancelled_requests_keep_no_old_snapshot_alive(tmp_path
             assert answer.status == 400
         async with harness.http.get(f"{harness.app.url}/v1/models") as answer:
             assert answer.status == 200
-        harness.members[0].faults.set("5xx")
+        harness.members[0].faults.apply("5xx")
         for _ in range(3):
             await harness.ask()
         left = await held(harness)

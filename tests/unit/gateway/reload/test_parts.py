@@ -12,16 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.app import App
-from gateway.config import AutoRollback, Loaded, examine_text, from_engines
-from gateway.config.diff import changes, shown
+from gateway.config import AutoRollback, LoadedConfig, config_from_engines, load_text
+from gateway.config.diff import diff, display
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.service_class import Levels
+from gateway.protocol.service_class import ServiceClasses
 from gateway.reload import file_watcher
-from gateway.reload.auto_rollback import Tally, Trial, tallied, worse
-from gateway.reload.file_watcher import Follow
-from gateway.reload.history import KEEP, Versions, made
-from gateway.reload.snapshot_gc import Generations
-from gateway.restart.start_options import Local, Origin
+from gateway.reload.auto_rollback import (
+    AutoRollbackMonitor,
+    FailureCount,
+    count_failures,
+    regression,
+)
+from gateway.reload.file_watcher import FileWatcher
+from gateway.reload.history import MAX_VERSIONS, VersionHistory, create_version
+from gateway.reload.snapshot_gc import SnapshotGc
+from gateway.restart.start_options import StartOptions, WorkerSettings
 from gateway.route import Snapshot
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running
@@ -40,15 +45,15 @@ pools:
 OTHER = BASE.replace("prefix_aware", "least_loaded")
 
 
-def loaded(text: str, **env: str) -> Loaded:
-    return examine_text(text.encode(), "g.yaml", env)
+def loaded(text: str, **env: str) -> LoadedConfig:
+    return load_text(text.encode(), "g.yaml", env)
 
 
 def reply(
     old: str, new: str, env: dict[str, str] | None = None, after: dict[str, str] | None = None
 ) -> list[str]:
     before = loaded(old, **(env or {}))
-    return [str(change) for change in changes(before, loaded(new, **(after or env or {})))]
+    return [str(change) for change in diff(before, loaded(new, **(after or env or {})))]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +116,7 @@ def test_a_changed_secret_is_a_change_without_visible_values() -> None:
 
 
 def test_what_is_shown_has_every_default_and_no_resolved_reference() -> None:
-    result = shown(
+    result = display(
         loaded(
             BASE.replace("name: a", "name: '${WHO}'") + "admin: {key: '${KEY}'}\n",
             WHO="x",
@@ -124,21 +129,21 @@ def test_what_is_shown_has_every_default_and_no_resolved_reference() -> None:
 
 
 def test_engines_of_the_command_line_have_a_text_that_reads_back() -> None:
-    begun = from_engines(["http://h:1"], "least_loaded", "127.0.0.1", 0, 0)
-    assert changes(begun, examine_text(begun.text, "x", {})) == ()
+    begun = config_from_engines(["http://h:1"], "least_loaded", "127.0.0.1", 0, 0)
+    assert diff(begun, load_text(begun.text, "x", {})) == ()
 
 
 def test_the_last_twenty_versions_are_on_disk_readable_by_the_owner_only(tmp_path: Path) -> None:
     folder = tmp_path / "state"
-    versions = Versions(folder)
-    for number in range(1, KEEP + 6):
-        version = made(number, 1.0, "file", loaded(BASE + f"# {number}\n"), ())
+    versions = VersionHistory(folder)
+    for number in range(1, MAX_VERSIONS + 6):
+        version = create_version(number, 1.0, "file", loaded(BASE + f"# {number}\n"), ())
         versions.add(version)
-        versions.write(version, in_clear=number == KEEP)
-    again = Versions(folder)
-    assert [item.number for item in again.all()] == list(range(6, KEEP + 6))
+        versions.write(version, in_clear=number == MAX_VERSIONS)
+    again = VersionHistory(folder)
+    assert [item.number for item in again.all()] == list(range(6, MAX_VERSIONS + 6))
     assert again.all()[-1] == versions.all()[-1]
-    secret = again.find(KEEP)
+    secret = again.find(MAX_VERSIONS)
     assert secret is not None
     assert secret.text is None, "a text with a secret in it stays in memory"
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
@@ -146,10 +151,10 @@ def test_the_last_twenty_versions_are_on_disk_readable_by_the_owner_only(tmp_pat
 
 
 def test_a_damaged_version_is_ignored(tmp_path: Path) -> None:
-    versions = Versions(tmp_path)
-    versions.write(made(1, 1.0, "file", loaded(BASE), ()), in_clear=False)
+    versions = VersionHistory(tmp_path)
+    versions.write(create_version(1, 1.0, "file", loaded(BASE), ()), in_clear=False)
     (tmp_path / "v00000002.json").write_text("{")
-    assert [version.number for version in Versions(tmp_path).all()] == [1]
+    assert [version.number for version in VersionHistory(tmp_path).all()] == [1]
 
 
 async def test_version_numbers_continue_after_a_restart_and_can_be_rolled_back_to(
@@ -196,41 +201,52 @@ async def test_a_restarted_worker_uses_the_version_number_of_the_other_workers(
     state = tmp_path / "state"
     more = f"reload: {{state_dir: {state}}}\n"
     for number, text in kept:
-        Versions(state).write(made(number, 1.0, "file", loaded(text + more), ()), in_clear=False)
+        VersionHistory(state).write(
+            create_version(number, 1.0, "file", loaded(text + more), ()), in_clear=False
+        )
     running = loaded(BASE + more)
     workers = [
-        App(running.config, Origin(running, local=local(number, version=6))) for number in range(2)
+        App(running.config, StartOptions(running, local=local(number, version=6)))
+        for number in range(2)
     ]
     assert [worker.reloader.version.number for worker in workers] == [6, 6]
-    assert [worker.reloader.versions.next_number for worker in workers] == [7, 7]
-    assert [version.hash for version in Versions(state).all() if version.number == 6] == [
+    assert [worker.reloader.history.next_number for worker in workers] == [7, 7]
+    assert [version.hash for version in VersionHistory(state).all() if version.number == 6] == [
         workers[1].reloader.version.hash
     ]
 
 
 async def test_the_first_worker_continues_the_version_numbers_of_the_folder(tmp_path: Path) -> None:
     running = loaded(BASE + f"reload: {{state_dir: {tmp_path}}}\n")
-    Versions(tmp_path).write(made(4, 1.0, "file", loaded(OTHER), ()), in_clear=False)
-    assert App(running.config, Origin(running, local=local(0, None))).reloader.version.number == 5
-    assert App(running.config, Origin(running, local=local(0, None))).reloader.version.number == 5
+    VersionHistory(tmp_path).write(
+        create_version(4, 1.0, "file", loaded(OTHER), ()), in_clear=False
+    )
+    assert (
+        App(running.config, StartOptions(running, local=local(0, None))).reloader.version.number
+        == 5
+    )
+    assert (
+        App(running.config, StartOptions(running, local=local(0, None))).reloader.version.number
+        == 5
+    )
 
 
-def local(number: int, version: int | None) -> Local:
+def local(number: int, version: int | None) -> WorkerSettings:
     """Create a worker that is not started."""
-    return Local("hub", b"secret" * 6, number, "admin", version, ())
+    return WorkerSettings("hub", b"secret" * 6, number, "admin", version, ())
 
 
 def snapshot(generation: int) -> Snapshot:
     config = loaded(BASE).config
-    return Snapshot(generation, config, {}, {}, {}, Levels(config))
+    return Snapshot(generation, config, {}, {}, {}, ServiceClasses(config))
 
 
 def test_what_a_snapshot_needs_is_freed_once_it_and_all_older_ones_are_unused() -> None:
-    generations, done = Generations(), []
+    generations, done = SnapshotGc(), []
     first, second = snapshot(1), snapshot(2)
-    generations.replaced(first)
+    generations.track(first)
     generations.when_gone(1, lambda: done.append(1))
-    generations.replaced(second)
+    generations.track(second)
     generations.when_gone(2, lambda: done.append(2))
     generations.sweep()
     assert done == []
@@ -239,7 +255,7 @@ def test_what_a_snapshot_needs_is_freed_once_it_and_all_older_ones_are_unused() 
     assert done == [], "the first may still need what left with the second"
     del first
     generations.sweep()
-    assert (done, generations.waiting) == ([1, 2], 0)
+    assert (done, generations.pending_actions) == ([1, 2], 0)
 
 
 LIMITS = AutoRollback(window="60s", error_ratio=0.05, requests=20)
@@ -249,8 +265,8 @@ LIMITS = AutoRollback(window="60s", error_ratio=0.05, requests=20)
 def test_a_change_is_a_regression_only_if_enough_requests_fail_more_often(
     a: int, b: int, c: int, d: int
 ) -> None:
-    before, after = Tally(a + b, b), Tally(c + d, d)
-    reason = worse(before, after, LIMITS)
+    before, after = FailureCount(a + b, b), FailureCount(c + d, d)
+    reason = regression(before, after, LIMITS)
     assert (reason is not None) == (c + d >= 20 and after.ratio > before.ratio + 0.05)
 
 
@@ -264,17 +280,17 @@ def test_client_errors_and_sheds_are_no_failures() -> None:
     ):
         metrics.requests_total.labels("m", code, reason).inc(count)
     metrics.requests_total.labels("m", "499", "decode").inc(1)
-    assert tallied(metrics) == Tally(18, 5)
+    assert count_failures(metrics) == FailureCount(18, 5)
 
 
 async def look(harness: Running, now: float) -> bool:
-    return await harness.app._trial.look(now)
+    return await harness.app._trial.check(now)
 
 
 async def test_a_change_after_which_more_requests_fail_is_rolled_back(tmp_path: Path) -> None:
     more = "reload: {auto_rollback: {window: 60s, error_ratio: 0.1, requests: 10}}\n"
     async with running(tmp_path, more=more) as harness:
-        trial: Trial = harness.app._trial
+        trial: AutoRollbackMonitor = harness.app._trial
         good = harness.app.metrics.requests_total.labels("m", "200", "served")
         bad = harness.app.metrics.requests_total.labels("m", "502", "upstream_failed")
         await look(harness, 0.0)
@@ -319,8 +335,8 @@ async def test_a_failed_rollback_is_not_counted_as_a_rollback(tmp_path: Path) ->
         ] == 200
         begun = harness.app._trial._change
         assert begun is not None
-        harness.app.reloader.versions._versions[0] = msgspec.structs.replace(
-            harness.app.reloader.versions._versions[0], text=None
+        harness.app.reloader.history._versions[0] = msgspec.structs.replace(
+            harness.app.reloader.history._versions[0], text=None
         )
         harness.app.metrics.requests_total.labels("m", "502", "upstream_failed").inc(20)
         assert await look(harness, begun.applied_at + 1)
@@ -348,7 +364,7 @@ async def test_the_first_poll_counts_as_a_change_and_an_invalid_path_as_a_missin
 ) -> None:
     monkeypatch.setattr(file_watcher, "POLL_S", 0.01)
     followed = Touched(tmp_path / "gateway.yaml", Path("no\0name"))
-    following = Follow(followed)
+    following = FileWatcher(followed)
     await following.start()
     async with asyncio.timeout(PATIENCE_S):
         await followed.told.acquire()

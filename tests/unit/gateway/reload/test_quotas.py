@@ -9,7 +9,7 @@ import pytest
 
 from gateway.admission.quotas import Quotas
 from gateway.protocol.media import MEDIA_TOKENS
-from policies.admission.quota import Limits, Quota
+from policies.admission.quota import Quota, QuotaLimits
 from policies.model import Request
 from tests.unit.gateway.reload.running import Running, running
 
@@ -58,7 +58,7 @@ async def test_a_tenant_over_its_quota_gets_openais_rate_limit_error_and_others_
 async def test_requests_that_no_engine_served_are_refunded(tmp_path: Path) -> None:
     async with running(tmp_path, more=TENANTS.format("tokens_per_minute: 3000")) as harness:
         for member in harness.members:
-            member.faults.set("5xx")
+            member.faults.apply("5xx")
         for _ in range(4):
             assert (await post(harness, "sk-a", max_tokens=2000))[0] in (502, 503)
 
@@ -91,7 +91,7 @@ async def test_a_quota_is_charged_what_the_engine_counted_of_a_prompt(tmp_path: 
 
 def test_a_quota_keeps_the_estimate_where_the_engine_does_not_count() -> None:
     quotas, request = Quotas(), Request("r", "m", "a", 100, 20)
-    quota = quotas.by_tenant["a"] = Quota(Limits(None, 1000))
+    quota = quotas.by_tenant["a"] = Quota(QuotaLimits(None, 1000))
     for prompt_tokens, left in ((None, 890), (300, 580), (1, 569)):
         assert quotas.take(request) is quota
         quotas.settle(quota, request, 10, prompt_tokens)

@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 
 from gateway.admin.config_pages import _certificates
-from gateway.config import examine_text
-from gateway.config.diff import changes
+from gateway.config import load_text
+from gateway.config.diff import diff
 from gateway.config.references import unresolvable
 from tests.authority import Authority
 from tests.unit.gateway.reload import running as setting
@@ -72,10 +72,10 @@ def test_a_difference_shows_references_as_they_are_written(old: str, new: str) -
     env = ENV | {"POLICY": "least_loaded"}
     assert BASE.count(old) == 1
     before, after = (
-        examine_text(BASE.encode(), "g", env),
-        examine_text(BASE.replace(old, new).encode(), "g", env),
+        load_text(BASE.encode(), "g", env),
+        load_text(BASE.replace(old, new).encode(), "g", env),
     )
-    for found in (changes(before, after), changes(after, before)):
+    for found in (diff(before, after), diff(after, before)):
         assert found
         assert_silent([str(each) for each in found], found)
         if "POLICY" in new:
@@ -103,7 +103,7 @@ BAD = [
 @pytest.mark.parametrize("text", BAD)
 def test_no_error_message_shows_the_value_of_a_reference(text: str) -> None:
     with pytest.raises(Exception, match=r"g:\d+:\d+") as refused:
-        examine_text(f"version: 1\n{text}\n".encode(), "g", ENV)
+        load_text(f"version: 1\n{text}\n".encode(), "g", ENV)
     assert_silent(str(refused.value))
     assert "4711" not in str(refused.value)
 
@@ -212,12 +212,12 @@ async def test_pages_about_certificates_show_the_reference(tmp_path: Path) -> No
         "pools: {p: {endpoints: [{url: 'http://h:1'}]}}\n"
     )
     env = {"CERTIFICATE": str(pair.certificate), "KEY": str(pair.key)}
-    loaded = examine_text(f"version: 1\n{text}".encode(), "g", env)
+    loaded = load_text(f"version: 1\n{text}".encode(), "g", env)
     (shown,) = _certificates(loaded)
     assert shown["file"] == "${CERTIFICATE}"
     (tmp_path / CANARY / "gone").mkdir()
     with pytest.raises(Exception, match="certificate") as refused:
-        examine_text(
+        load_text(
             f"version: 1\n{text}".encode(), "g", env | {"CERTIFICATE": str(folder / "gone")}
         )
     assert_silent(str(refused.value))

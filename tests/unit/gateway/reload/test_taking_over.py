@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from gateway.app import App
-from gateway.config import from_engines
-from gateway.config.yaml_source import FILE_CAP_BYTES
+from gateway.config import config_from_engines
+from gateway.config.yaml_source import MAX_FILE_BYTES
 from gateway.reload import swap
 from gateway.reload.file_watcher import POLL_S
 from gateway.reload.reloader import ChangeOptions
-from gateway.restart.start_options import Origin
+from gateway.restart.start_options import StartOptions
 from tests.fair_time import PATIENCE_S, Stopwatch, at_most, pace
 from tests.unit.gateway.reload.running import Running, dumped, running
 
@@ -38,11 +38,12 @@ def learnt(harness: Running) -> dict[str, Any]:
             (live.load.in_flight, live.load.prefill_tokens, live.load.decode_tokens)
             for live in table.all()
         ],
-        "held": index.stats().held_tokens,
+        "held": index.stats().cached_tokens,
         "blocks": index.stats().blocks,
         "shards": [dict(shard) for shard in index._shards],
         "rooms": [
-            (id(room), room.in_flight, room.waiting) for room in harness.app.gateway.gate.rooms()
+            (id(room), room.in_flight, room.queue_length)
+            for room in harness.app.gateway.gate.pool_queues()
         ],
         "splitting": dict(harness.app.gateway.handoffs.splitting),
     }
@@ -319,7 +320,7 @@ async def test_no_secret_is_in_any_page_message_version_or_change(
 async def test_a_poll_of_the_files_does_not_restore_a_replaced_text(tmp_path: Path) -> None:
     async with running(tmp_path, poll_s=3600.0) as harness:
         await harness.put(harness.text(0))
-        looking = asyncio.create_task(harness.app.reloader.changed())
+        looking = asyncio.create_task(harness.app.reloader.reload_changed_files())
         await asyncio.sleep(0)  # the reload reads the file, and later ones wait for it
         assert (
             await harness.app.reloader.put(harness.text(1).encode(), "admin")
@@ -342,7 +343,7 @@ async def test_reloads_under_load_fail_no_request_and_block_the_loop_for_less_th
         ]
         took: list[float] = []
         worked: list[float] = []
-        carry_out = harness.app.swap.carry_out
+        carry_out = harness.app.swap.apply
 
         def timed(plan: Any) -> int:
             stood, busy = Stopwatch(), thread_time()
@@ -351,7 +352,7 @@ async def test_reloads_under_load_fail_no_request_and_block_the_loop_for_less_th
             worked.append(thread_time() - busy)
             return affected
 
-        harness.app.swap.carry_out = timed  # type: ignore[method-assign]
+        harness.app.swap.apply = timed  # type: ignore[method-assign]
         results = set()
         async with harness.load(users=8):
             for number in range(1, reloads + 1):
@@ -374,13 +375,13 @@ async def test_reloads_under_load_fail_no_request_and_block_the_loop_for_less_th
             harness.app.gateway.snapshot.config.pools["chat"].endpoints
         )
         assert all(live.load.in_flight == 0 for live in table.all())
-        assert len(table.prefixes.index.stats().held_tokens) <= 24, "slots are used again"
+        assert len(table.prefixes.index.stats().cached_tokens) <= 24, "slots are used again"
 
 
 async def test_a_gateway_without_a_file_can_be_changed_and_rolled_back(tmp_path: Path) -> None:
     lines: list[str] = []
-    begun = from_engines(["http://127.0.0.1:9"], "least_loaded", "127.0.0.1", 0, 0)
-    app = App(begun.config, Origin(begun, None, {}, lambda line, bad: lines.append(line)))
+    begun = config_from_engines(["http://127.0.0.1:9"], "least_loaded", "127.0.0.1", 0, 0)
+    app = App(begun.config, StartOptions(begun, None, {}, lambda line, bad: lines.append(line)))
     assert (await app.reloader.reload("signal")).result == "nothing"
     text = "version: 1\nlisteners: {api: {port: 0}, admin: {port: 0}}\npools: {engines: {endpoints: [{url: 'http://h:9'}]}}"
     outcome = await app.reloader.put(text.encode(), "admin", options=FORCE)
@@ -424,7 +425,7 @@ async def test_a_pool_may_have_another_name_where_the_engines_name_the_models(
             400,
             "the text is incomplete, or not encoded",
         ),
-        ({}, b"#" * (FILE_CAP_BYTES + 2), 413, "the text is larger than 1 MiB"),
+        ({}, b"#" * (MAX_FILE_BYTES + 2), 413, "the text is larger than 1 MiB"),
     ],
 )
 async def test_an_unreadable_text_is_rejected_in_the_shape_of_all_outcomes(
@@ -476,7 +477,7 @@ async def test_a_changed_secret_after_a_rollback_does_not_restore_the_files_text
         assert harness.app.gateway.snapshot.policies["chat"].name == "prefix_aware"
         assert (await harness.put("version: 2"))[0] == 400
         harness.write(text.replace(*LEAST))
-        touched = await harness.app.reloader.changed()
+        touched = await harness.app.reloader.reload_changed_files()
         assert touched is None or touched.result == "unchanged"
         assert harness.app.gateway.snapshot.policies["chat"].name == "prefix_aware"
         harness.write(text.replace(*LEAST) + "# edited\n")
@@ -491,5 +492,5 @@ async def test_a_rejected_file_stays_rejected_while_another_text_is_in_force(
         harness.write("version: 2\n")
         await harness.hears("rejected gateway.yaml")
         for _ in range(2):
-            await harness.app.reloader.changed()
+            await harness.app.reloader.reload_changed_files()
             assert harness.app.reloader.last_error is not None

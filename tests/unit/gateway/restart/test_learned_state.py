@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from gateway.restart import channel
-from gateway.restart.channel import LENGTH, BoundTo, Offer, pack
+from gateway.restart.channel import LENGTH, BoundListener, HandoverOffer, pack_message
 from policies import saved_state
-from policies.admission.priced import Priced, PricedAdmission
-from policies.admission.quota import Limits, Quota
+from policies.admission.priced import PricedAdmission, PricedAdmissionParams
+from policies.admission.quota import Quota, QuotaLimits
 from policies.engine.output_length import OutputLengths
-from policies.engine.step_time import FILLS, Belief, shape_for
+from policies.engine.step_time import FILLS, SpeedBelief, shape_for
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 from policies.prefix.prefix_index import PrefixIndex
 from policies.saved_state import AdmissionState, BeliefState, Blocks, SessionState
@@ -24,13 +24,13 @@ PROMPTS = Fingerprinter(b"secret" * 6, 64)
 
 def prompt(number: int, blocks: int = 40) -> Fingerprint:
     text = Random(number).randbytes(64 * blocks)
-    return PROMPTS.of(b"tenant", memoryview(text))
+    return PROMPTS.fingerprint(b"tenant", memoryview(text))
 
 
 def carried(index: PrefixIndex, into: PrefixIndex, slots: dict[int, int]) -> None:
     """Pass the index's state through the channel."""
     for blocks in saved_state.index_blocks(index):
-        assert len(pack(blocks)) < channel.CAP_BYTES
+        assert len(pack_message(blocks)) < channel.MAX_MESSAGE_BYTES
         saved_state.restore_blocks(
             into, msgspec.msgpack.decode(msgspec.msgpack.encode(blocks), type=Blocks), slots
         )
@@ -57,7 +57,7 @@ def test_a_restored_index_finds_every_prompt_at_its_new_slot(seed: int) -> None:
     for item in prompts:
         before_held, after_held = index.match(item, 640), after.match(item, 640)
         assert (after_held[2], after_held[0]) == (before_held[0], before_held[2])
-    assert after.held_tokens(2) == index.held_tokens(0)
+    assert after.cached_tokens(2) == index.cached_tokens(0)
     assert not any(after.match(item, 640)[1] for item in prompts)
 
 
@@ -91,13 +91,13 @@ def test_inconsistent_blocks_are_an_error() -> None:
         saved_state.restore_blocks(PrefixIndex(CAP_BYTES), Blocks(b"x" * 16, b"\1\0", b"y" * 8), {})
 
 
-def slow_endpoint() -> Belief:
-    belief = Belief()
+def slow_endpoint() -> SpeedBelief:
+    belief = SpeedBelief()
     for _ in range(40):
-        belief.prompted(1.5, [0.0] * FILLS + [1.0], 0.1, 0.01)
-        belief.layered(1.2, 0.01)
-        belief.decoded(3.0, 1.0, 0.2, 0.01)
-        belief.reached(0.05)
+        belief.observe_prefill(1.5, [0.0] * FILLS + [1.0], 0.1, 0.01)
+        belief.observe_step_overhead(1.2, 0.01)
+        belief.observe_decode(3.0, 1.0, 0.2, 0.01)
+        belief.observe_api_latency(0.05)
     return belief
 
 
@@ -106,7 +106,7 @@ def through_the_channel(state: BeliefState) -> BeliefState:
 
 
 def test_a_restored_belief_predicts_the_same() -> None:
-    belief, after = slow_endpoint(), Belief()
+    belief, after = slow_endpoint(), SpeedBelief()
     assert after.token_s != belief.token_s
     assert saved_state.restore_belief(after, through_the_channel(saved_state.belief_state(belief)))
     for name in (
@@ -120,26 +120,26 @@ def test_a_restored_belief_predicts_the_same() -> None:
         "paces",
     ):
         assert getattr(after, name) == getattr(belief, name), name
-    belief.prompted(0.8, [0.5] * (FILLS + 1), 0.1, 0.01)
-    after.prompted(0.8, [0.5] * (FILLS + 1), 0.1, 0.01)
+    belief.observe_prefill(0.8, [0.5] * (FILLS + 1), 0.1, 0.01)
+    after.observe_prefill(0.8, [0.5] * (FILLS + 1), 0.1, 0.01)
     assert after.token_s == belief.token_s
 
 
 def test_beliefs_of_other_hardware_and_invalid_numbers_are_ignored() -> None:
     state = saved_state.belief_state(slow_endpoint())
-    other, fresh = Belief(shape_for("a100")), Belief()
+    other, fresh = SpeedBelief(shape_for("a100")), SpeedBelief()
     assert not saved_state.restore_belief(other, state)
     assert not saved_state.restore_belief(
         fresh, msgspec.structs.replace(state, request_s=float("nan"))
     )
     far_off = msgspec.structs.replace(state.layers, logs=[99.0])
     assert not saved_state.restore_belief(fresh, msgspec.structs.replace(state, layers=far_off))
-    assert fresh.token_s == Belief().token_s
+    assert fresh.token_s == SpeedBelief().token_s
 
 
 def test_quota_usage_is_restored_unless_its_limits_have_changed() -> None:
-    limits = Limits(requests_per_minute=10, tokens_per_minute=1000)
-    quota, after, other = Quota(limits), Quota(limits), Quota(Limits(requests_per_minute=20))
+    limits = QuotaLimits(requests_per_minute=10, tokens_per_minute=1000)
+    quota, after, other = Quota(limits), Quota(limits), Quota(QuotaLimits(requests_per_minute=20))
     for _ in range(10):
         assert quota.take(50, 100.0) is None
     state = saved_state.quota_state(quota)
@@ -152,12 +152,12 @@ def test_quota_usage_is_restored_unless_its_limits_have_changed() -> None:
 
 
 def test_admission_means_and_sessions_are_restored() -> None:
-    after = PricedAdmission(Priced())
+    after = PricedAdmission(PricedAdmissionParams())
     rows = [SessionState("one", 700, 5.0), SessionState(17, 300, 6.0)]
     saved_state.restore_admission(
         after, AdmissionState((0.5, 20.0, 1.5, 1.0, 2.0), 0.8, 90.0, rows)
     )
-    assert (after.sessions.tokens, after.sessions.holds("one"), after.calm) == (1000, True, False)
+    assert (after.sessions.tokens, after.sessions.contains("one"), after.is_calm) == (1000, True, False)
     assert saved_state.admission_state(after) == AdmissionState(
         (0.5, 20.0, 1.5, 1.0, 2.0), 0.8, 90.0, rows
     )
@@ -166,14 +166,14 @@ def test_admission_means_and_sessions_are_restored() -> None:
 def test_expected_output_lengths_are_restored() -> None:
     before, after = OutputLengths(), OutputLengths()
     for tokens in (10, 20, 60):
-        before.ended("m", "t", "s", tokens)
+        before.record("m", "t", "s", tokens)
     saved_state.restore_lengths(after, saved_state.length_states(before))
-    assert after.expected("m", "t", "s") == before.expected("m", "t", "s") == 30
+    assert after.estimate("m", "t", "s") == before.estimate("m", "t", "s") == 30
 
 
 def test_an_offer_of_another_version_has_its_sockets() -> None:
-    bound = BoundTo("api", "127.0.0.1", 8080, activated=False)
+    bound = BoundListener("api", "127.0.0.1", 8080, is_activated=False)
     offer = msgspec.msgpack.encode([99, 1234, [bound], {"anything": "else"}, "more"])
-    assert channel._offer(offer) == Offer(99, 1234, [bound])
-    ours = pack(Offer(channel.VERSION, 1, [bound], b"s", 64))[LENGTH.size :]
-    assert channel._offer(ours) == Offer(channel.VERSION, 1, [bound], b"s", 64)
+    assert channel._offer(offer) == HandoverOffer(99, 1234, [bound])
+    ours = pack_message(HandoverOffer(channel.VERSION, 1, [bound], b"s", 64))[LENGTH.size :]
+    assert channel._offer(ours) == HandoverOffer(channel.VERSION, 1, [bound], b"s", 64)

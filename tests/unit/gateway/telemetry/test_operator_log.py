@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from gateway.config import OperatorLog
-from gateway.telemetry.operator_log import JsonFormatter, TextFormatter, configure
+from gateway.telemetry.operator_log import JsonFormatter, TextFormatter, configure_log
 
 HOSTILE = "endpoint a: said \x1b[2J\nERROR forged"
 
@@ -65,7 +65,7 @@ def test_the_configured_level_decides_what_is_written(
     root, ours = logging.getLogger(), logging.getLogger("penstock")
     before = root.handlers[:], root.level, ours.level
     try:
-        configure(OperatorLog.model_validate({"level": level, "format": "json"}))
+        configure_log(OperatorLog.model_validate({"level": level, "format": "json"}))
         ours.info("SIGTERM")
     finally:
         root.handlers[:] = before[0]

@@ -6,19 +6,22 @@ import os
 
 import pytest
 
-from gateway.telemetry.resource import attributes
-from gateway.util.version import own_version
+from gateway.telemetry.resource import resource_attributes
+from gateway.util.version import program_version
 
 
 def named(env: dict[str, str]) -> dict[str, object]:
-    return {attribute.key: next(iter(attribute.value.values())) for attribute in attributes(env)}
+    return {
+        attribute.key: next(iter(attribute.value.values()))
+        for attribute in resource_attributes(env)
+    }
 
 
 def test_each_process_has_its_own_instance_id() -> None:
     one, other = named({}), named({})
     assert one["service.instance.id"] != other["service.instance.id"]
-    assert (one["service.name"], one["service.version"]) == ("penstock", own_version())
-    assert attributes({})[-1].value == {"intValue": str(os.getpid())}
+    assert (one["service.name"], one["service.version"]) == ("penstock", program_version())
+    assert resource_attributes({})[-1].value == {"intValue": str(os.getpid())}
 
 
 def test_the_environment_adds_attributes_and_replaces_the_gateways_own() -> None:

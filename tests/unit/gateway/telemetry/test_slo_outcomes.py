@@ -12,17 +12,24 @@ from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.openai import Api, Call
 from gateway.protocol.relay import Relay
-from gateway.protocol.stream_scan import Usage
-from gateway.telemetry.accounting import AccessLog, Accounts
-from gateway.telemetry.explain import Explained, before, runner_up
-from gateway.telemetry.otlp import Tracer
-from gateway.telemetry.slo_outcomes import AT_ONCE, BATCH, Kept, judge, judge_whole, outcome_of
+from gateway.protocol.stream_scan import TokenUsage
+from gateway.telemetry.accounting import AccessLog, Accounting
+from gateway.telemetry.explain import RecentExchanges, runner_up, snapshot_pick
+from gateway.telemetry.otlp import SpanExporter
+from gateway.telemetry.slo_outcomes import (
+    LEARN_BATCH,
+    LEARN_SINGLY,
+    SloTracker,
+    admission_outcome,
+    stream_outcome,
+    whole_outcome,
+)
 from policies import run
 from policies.load import EndpointLoad
-from policies.model import Ask, Candidate, Endpoint, Pick, Request, Slo
+from policies.model import Candidate, Endpoint, Pick, Request, RoutingQuery, Slo
 from policies.prefix.fingerprint import Fingerprinter
 from policies.presets import LeastLoaded
-from policies.pricing.price import Priced
+from policies.pricing.price import PricedPolicy
 
 SLO = Slo("interactive", 1.0, 0.05, 4.0)
 
@@ -46,15 +53,15 @@ def exchange(number: int = 1, **request: object) -> Exchange:
 
 def answered(first_s: float, last_s: float, tokens: int, events: int | None = None) -> Relay:
     relay = Relay(b"")
-    relay.first_token_at, relay.last_at, relay.committed = first_s, last_s, True
-    relay.events = tokens + 2 if events is None else events
-    relay._counts = Usage(1000, tokens, 0)
+    relay.first_token_at, relay.last_data_at, relay.is_committed = first_s, last_s, True
+    relay.event_count = tokens + 2 if events is None else events
+    relay._usage_result = TokenUsage(1000, tokens, 0)
     return relay
 
 
 def count(x: Exchange, relay: Relay) -> dict[tuple[str, ...], float]:
     metrics = Metrics()
-    Kept(metrics).answered(x, relay, relay.usage, 0.0)
+    SloTracker(metrics).on_answered(x, relay, relay.usage, 0.0)
     return {labels: item.value for labels, item in metrics.goodput_total.children()}
 
 
@@ -71,13 +78,13 @@ def count(x: Exchange, relay: Relay) -> dict[tuple[str, ...], float]:
 def test_a_stream_is_judged_by_ttft_and_tpot(
     ttft_s: float, tpot_s: float | None, outcome: str
 ) -> None:
-    assert judge(SLO, ttft_s, tpot_s) == outcome
+    assert stream_outcome(SLO, ttft_s, tpot_s) == outcome
 
 
 def test_an_unstreamed_response_has_the_budget_of_all_its_tokens() -> None:
-    assert judge_whole(SLO, 1.0 + 9 * 0.05, 10) == "met"
-    assert judge_whole(SLO, 1.46, 10) == "ttft_missed"
-    assert judge_whole(SLO, 1.0, 0) == "met"
+    assert whole_outcome(SLO, 1.0 + 9 * 0.05, 10) == "met"
+    assert whole_outcome(SLO, 1.46, 10) == "ttft_missed"
+    assert whole_outcome(SLO, 1.0, 0) == "met"
 
 
 def test_slo_outcomes_are_counted_by_class_and_by_tenant_if_configured() -> None:
@@ -85,10 +92,10 @@ def test_slo_outcomes_are_counted_by_class_and_by_tenant_if_configured() -> None
     x.tenant = "acme"
     assert count(x, answered(0.5, 0.5 + 9 * 0.04, 10)) == {("interactive", "met", "", "demo"): 1}
     metrics = Metrics()
-    tracker = Kept(metrics)
-    tracker.tell_tenants(True)
+    tracker = SloTracker(metrics)
+    tracker.set_tenant_labels(True)
     relay = answered(0.5, 3.0, 10)
-    tracker.answered(x, relay, relay.usage, 0.0)
+    tracker.on_answered(x, relay, relay.usage, 0.0)
     assert [labels for labels, _ in metrics.goodput_total.children()] == [
         ("interactive", "tpot_missed", "acme", "demo")
     ]
@@ -96,21 +103,24 @@ def test_slo_outcomes_are_counted_by_class_and_by_tenant_if_configured() -> None
 
 def test_a_broken_response_is_failed_and_a_cancelled_one_is_ignored() -> None:
     broke, left = exchange(1), exchange(2)
-    broke.interrupted("stall")
+    broke.set_interrupted("stall")
     broke.relay = left.relay = answered(0.1, 0.2, 10)
-    left.gone()
+    left.set_client_gone()
     assert count(broke, broke.relay) == {("interactive", "failed", "", "demo"): 1}
     assert count(left, left.relay) == {}
-    assert (outcome_of(broke).ended, outcome_of(left).ended) == ("dropped", "ignored")
+    assert (admission_outcome(broke).status, admission_outcome(left).status) == (
+        "dropped",
+        "ignored",
+    )
 
 
 def test_a_refused_request_is_shed_or_failed_and_a_bad_one_is_neither() -> None:
     metrics = Metrics()
-    tracker = Kept(metrics)
+    tracker = SloTracker(metrics)
     for number, status in enumerate((429, 503, 502, 404, 499)):
         x = exchange(number)
         x.status = status
-        tracker.unanswered(x)
+        tracker.on_unanswered(x)
     assert {labels[1]: item.value for labels, item in metrics.goodput_total.children()} == {
         "shed": 1,
         "failed": 2,
@@ -120,8 +130,8 @@ def test_a_refused_request_is_shed_or_failed_and_a_bad_one_is_neither() -> None:
 def test_the_admission_outcome_has_the_latencies_that_the_client_saw() -> None:
     x = exchange()
     x.relay = answered(0.5, 0.5 + 9 * 0.04, 10)
-    observed = outcome_of(x)
-    assert (observed.ttft_s, observed.output_tokens, observed.cached_tokens, observed.ended) == (
+    observed = admission_outcome(x)
+    assert (observed.ttft_s, observed.output_tokens, observed.cached_tokens, observed.status) == (
         0.5,
         10,
         0,
@@ -134,40 +144,44 @@ def test_a_request_without_a_response_is_dropped_unless_its_engine_rejected_it()
     failed, refused = exchange(1), exchange(2)
     failed.status, failed.outcome, failed.reason = 502, "refused", "upstream_failed"
     refused.status, refused.outcome, refused.reason = 400, "refused", "engine"
-    assert (outcome_of(failed).ended, outcome_of(refused).ended) == ("dropped", "ignored")
+    assert (admission_outcome(failed).status, admission_outcome(refused).status) == (
+        "dropped",
+        "ignored",
+    )
 
 
 def test_computed_prompt_tokens_are_counted_by_cause() -> None:
     metrics, x, chosen = Metrics(), exchange(), candidate(1)
-    x.asked = Ask(Request("r", "demo", "", 1000, 100), 0.0, Random(1), (700, 400))
+    x.first_ask = RoutingQuery(Request("r", "demo", "", 1000, 100), 0.0, Random(1), (700, 400))
     x.pick = Pick(chosen, 400, 1.0, 2, "test")
     relay = answered(0.1, 0.2, 10)
-    Kept(metrics).answered(x, relay, Usage(1000, 10, 250), 0.0)
+    SloTracker(metrics).on_answered(x, relay, TokenUsage(1000, 10, 250), 0.0)
     causes = {labels[0]: item.value for labels, item in metrics.prefill_tokens_total.children()}
     assert causes == {"never_seen": 300, "spread": 300, "evicted": 150}
 
 
 def test_regret_is_the_predicted_ttft_minus_that_of_the_fastest_candidate() -> None:
     metrics, near, far = Metrics(), candidate(0), candidate(1)
-    far.load.ready_at = 13.0
-    ask = Ask(Request("r", "demo", "", 1000, 100), 10.0, Random(1))
-    Kept(metrics).compare(ask, Pick(far, 0, 1.0, 2, "test", (0.0, 1.0), (near, far)))
+    far.load.prefill_done_at = 13.0
+    ask = RoutingQuery(Request("r", "demo", "", 1000, 100), 10.0, Random(1))
+    SloTracker(metrics).observe_pick_regret(
+        ask, Pick(far, 0, 1.0, 2, "test", (0.0, 1.0), (near, far))
+    )
     observed = metrics.pick_regret_seconds
     assert (sum(observed.counts), observed.sum) == (1, pytest.approx(3.0))
 
-
-# Explaining
+    # Explaining
 
 
 def test_the_ring_holds_the_newest_requests_without_their_contents() -> None:
-    ring = Explained(3)
+    ring = RecentExchanges(3)
     for number in range(5):
         x = exchange(number)
         x.relay = answered(0.1, 0.2, 10)
-        ring.keep(x, Usage(), 0, 1.0)
+        ring.add(x, TokenUsage(), 0, 1.0)
         assert x.call is not None
         assert (x.relay, x.call.body, x.call.prompt) == (None, b"", ())
-    assert [ring.find(f"req_{number}") is not None for number in range(5)] == [
+    assert [ring.find_as_json(f"req_{number}") is not None for number in range(5)] == [
         False,
         False,
         True,
@@ -175,23 +189,23 @@ def test_the_ring_holds_the_newest_requests_without_their_contents() -> None:
         True,
     ]
     ring.resize(2)
-    assert ring.find("req_4") is None
+    assert ring.find_as_json("req_4") is None
 
 
 def test_a_page_lists_candidates_best_first_with_the_terms_at_the_pick() -> None:
-    policy, members = Priced().build(), [candidate(slot) for slot in range(3)]
+    policy, members = PricedPolicy().build(), [candidate(slot) for slot in range(3)]
     for member in members:
-        member.load.ready_at = float(3 - member.load.slot)
-    x, ring = exchange(stream=True), Explained(1)
+        member.load.prefill_done_at = float(3 - member.load.slot)
+    x, ring = exchange(stream=True), RecentExchanges(1)
     assert x.call is not None
-    x.asked = Ask(x.call.request, 0.0, Random(1), (0, 0, 0))
-    x.pick = run.pick(policy, x.asked, members)
+    x.first_ask = RoutingQuery(x.call.request, 0.0, Random(1), (0, 0, 0))
+    x.pick = run.pick(policy, x.first_ask, members)
     assert x.pick is not None
-    x.before = before(policy, x.pick)
+    x.pick_snapshot = snapshot_pick(policy, x.pick)
     x.parsed_at, x.admitted_at = 0.0, 0.5
-    members[2].load.ready_at = 99.0  # later changes have no effect
-    ring.keep(x, Usage(), 0, 1.0)
-    page = ring.find(x.id)
+    members[2].load.prefill_done_at = 99.0  # later changes have no effect
+    ring.add(x, TokenUsage(), 0, 1.0)
+    page = ring.find_as_json(x.id)
     assert page is not None
     assert page["admission"] == {"verdict": "admitted", "waited_s": 0.5}
     pick = page["pick"]
@@ -206,17 +220,17 @@ def test_a_page_lists_candidates_best_first_with_the_terms_at_the_pick() -> None
 
 def test_a_policy_without_terms_is_recorded_without_them() -> None:
     policy, members = LeastLoaded().build(), [candidate(0, 50), candidate(1)]
-    pick = run.pick(policy, Ask(Request("r", "demo", "", 10, 10), 0.0, Random(1)), members)
+    pick = run.pick(policy, RoutingQuery(Request("r", "demo", "", 10, 10), 0.0, Random(1)), members)
     assert pick is not None
-    assert before(policy, pick) is None
+    assert snapshot_pick(policy, pick) is None
     assert runner_up(pick) is members[0]
 
 
 def test_a_refusal_is_shown_with_its_numbers() -> None:
-    x, ring = exchange(), Explained(1)
+    x, ring = exchange(), RecentExchanges(1)
     x.status, x.outcome, x.reason, x.detail = 429, "refused", "price", "3.0 s are queued."
-    ring.keep(x, Usage(), 0, 1.0)
-    page = ring.find(x.id)
+    ring.add(x, TokenUsage(), 0, 1.0)
+    page = ring.find_as_json(x.id)
     assert page is not None
     assert page["admission"] == {
         "verdict": "refused",
@@ -231,84 +245,86 @@ def test_a_refusal_is_shown_with_its_numbers() -> None:
 def test_lengths_are_learned_from_responses_that_ended_naturally(
     reason: str | None, seen: float | None
 ) -> None:
-    tracker, x, relay = Kept(Metrics()), exchange(choices=2), answered(0.5, 1.0, 20)
-    relay._reason = b"" if reason is None else f'"finish_reason":"{reason}"'.encode()
-    tracker.answered(x, relay, relay.usage, 0.0)
-    assert tracker.lengths.expected("demo", "", SLO.name) == seen
+    tracker, x, relay = SloTracker(Metrics()), exchange(choices=2), answered(0.5, 1.0, 20)
+    relay._finish_payload = b"" if reason is None else f'"finish_reason":"{reason}"'.encode()
+    tracker.on_answered(x, relay, relay.usage, 0.0)
+    assert tracker.output_lengths.estimate("demo", "", SLO.name) == seen
 
 
 def test_no_length_is_learned_from_a_broken_response() -> None:
-    tracker, x, relay = Kept(Metrics()), exchange(), answered(0.5, 1.0, 20)
-    relay._reason = b'"finish_reason":"stop"'
-    x.interrupted("stall")
-    tracker.answered(x, relay, relay.usage, 0.0)
-    assert len(tracker.lengths) == 0
+    tracker, x, relay = SloTracker(Metrics()), exchange(), answered(0.5, 1.0, 20)
+    relay._finish_payload = b'"finish_reason":"stop"'
+    x.set_interrupted("stall")
+    tracker.on_answered(x, relay, relay.usage, 0.0)
+    assert len(tracker.output_lengths) == 0
 
 
 def test_the_first_responses_of_a_kind_are_learned_from_one_by_one_and_later_ones_in_batches() -> (
     None
 ):
-    tracker, observed = Kept(Metrics()), []
-    for number in range(AT_ONCE + 2 * BATCH):
-        x, relay = exchange(number), answered(0.5, 1.0, 10 if number < AT_ONCE else 30)
+    tracker, observed = SloTracker(Metrics()), []
+    for number in range(LEARN_SINGLY + 2 * LEARN_BATCH):
+        x, relay = exchange(number), answered(0.5, 1.0, 10 if number < LEARN_SINGLY else 30)
         assert x.call is not None
         x.call.estimated_tokens = 500
-        relay._reason = b'"finish_reason":"stop"'
-        tracker.answered(x, relay, relay.usage, 0.0)
-        observed.append(tracker.lengths.expected("demo", "", SLO.name))
-    assert observed[0] == observed[AT_ONCE + BATCH - 2] == 10
-    assert observed[AT_ONCE + BATCH - 1] == pytest.approx(
-        (AT_ONCE * 10 + BATCH * 30) / (AT_ONCE + BATCH)
+        relay._finish_payload = b'"finish_reason":"stop"'
+        tracker.on_answered(x, relay, relay.usage, 0.0)
+        observed.append(tracker.output_lengths.estimate("demo", "", SLO.name))
+    assert observed[0] == observed[LEARN_SINGLY + LEARN_BATCH - 2] == 10
+    assert observed[LEARN_SINGLY + LEARN_BATCH - 1] == pytest.approx(
+        (LEARN_SINGLY * 10 + LEARN_BATCH * 30) / (LEARN_SINGLY + LEARN_BATCH)
     )
     assert observed[-1] == pytest.approx(20)  # every response counts, as if learned one by one
-    assert tracker.prompts.corrected("demo", False, 500) == 1000
+    assert tracker.prompt_lengths.correct("demo", False, 500) == 1000
 
 
 def test_the_tokens_of_images_behind_urls_are_not_learned_as_those_of_text() -> None:
     """A URL is a few tokens of text to the gateway, and 1,000 tokens to the engine."""
-    tracker = Kept(Metrics())
-    for number in range(AT_ONCE + BATCH):
+    tracker = SloTracker(Metrics())
+    for number in range(LEARN_SINGLY + LEARN_BATCH):
         x, relay = exchange(number), answered(0.5, 1.0, 10)  # 1,000 tokens of prompt
         assert x.call is not None
         x.call.estimated_tokens = 80 if number % 2 else 500
-        tracker.answered(x, relay, relay.usage, 0.0)
-    assert tracker.prompts.corrected("demo", False, 500) == 1000
+        tracker.on_answered(x, relay, relay.usage, 0.0)
+    assert tracker.prompt_lengths.correct("demo", False, 500) == 1000
 
 
 def test_the_tenant_label_can_be_turned_on_at_run_time() -> None:
     metrics, x, relay = Metrics(), exchange(), answered(0.5, 3.0, 10)
-    tracker, x.tenant = Kept(metrics), "acme"
-    tracker.answered(x, relay, relay.usage, 0.0)
-    tracker.tell_tenants(True)
-    tracker.answered(x, relay, relay.usage, 0.0)
+    tracker, x.tenant = SloTracker(metrics), "acme"
+    tracker.on_answered(x, relay, relay.usage, 0.0)
+    tracker.set_tenant_labels(True)
+    tracker.on_answered(x, relay, relay.usage, 0.0)
     assert [labels[2] for labels, _ in metrics.goodput_total.children()] == ["", "acme"]
 
 
 def test_recent_exchanges_hold_no_fingerprint() -> None:
     x = exchange()
     assert x.call is not None
-    x.asked = Ask(
+    x.first_ask = RoutingQuery(
         x.call.request,
         0.0,
         Random(0),
         (),
         frozenset(),
-        Fingerprinter(bytes(16)).of(b"", bytes(10_000)),
+        Fingerprinter(bytes(16)).fingerprint(b"", bytes(10_000)),
     )
-    explained = Explained(2)
-    explained.keep(x, Usage(), 0, 1.0)
-    assert x.asked.fingerprint is None
+    explained = RecentExchanges(2)
+    explained.add(x, TokenUsage(), 0, 1.0)
+    assert x.first_ask.fingerprint is None
 
 
 async def test_requests_are_accounted_at_the_end_of_the_turn_and_an_error_loses_no_other() -> None:
     loop, metrics = asyncio.get_running_loop(), Metrics()
-    log = AccessLog(Observability(access_log="off"), loop, metrics.inside.log_lines_dropped_total)
-    accounts = Accounts(metrics, log, Tracer(metrics, Random(1), {}), loop)
+    log = AccessLog(
+        Observability(access_log="off"), loop, metrics.runtime_gauges.log_lines_dropped_total
+    )
+    accounts = Accounting(metrics, log, SpanExporter(metrics, Random(1), {}), loop)
     broken, refused = exchange(1), exchange(2)
     broken.relay = answered(0.5, 0.5, 1)  # its pick has no prediction
     refused.status, refused.outcome, refused.reason = 503, "refused", "no_capacity"
-    accounts.close(broken)
-    accounts.close(refused)
+    accounts.add_ended(broken)
+    accounts.add_ended(refused)
     assert not dict(metrics.requests_total.children())
     await asyncio.sleep(0)
     assert {labels: item.value for labels, item in metrics.requests_total.children()} == {
@@ -320,9 +336,9 @@ def test_a_response_without_token_counts_has_the_estimated_length() -> None:
     """Otherwise the quota would be refunded completely."""
     x = exchange()
     x.relay = answered(0.5, 0.5, 0, events=0)
-    x.relay._counts = Usage()
-    assert outcome_of(x).output_tokens == 100
-    x.relay.events = 12
-    assert outcome_of(x).output_tokens == 12
-    x.relay.events, x.relay._counts = 0, Usage(1000, 0, 0)
-    assert outcome_of(x).output_tokens == 0
+    x.relay._usage_result = TokenUsage()
+    assert admission_outcome(x).output_tokens == 100
+    x.relay.event_count = 12
+    assert admission_outcome(x).output_tokens == 12
+    x.relay.event_count, x.relay._usage_result = 0, TokenUsage(1000, 0, 0)
+    assert admission_outcome(x).output_tokens == 0

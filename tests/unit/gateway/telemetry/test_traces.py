@@ -13,12 +13,12 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
 from gateway.exchange import Exchange
-from gateway.http.upstream import Connection
+from gateway.http.upstream import UpstreamConnection
 from gateway.protocol.openai import Api
 from gateway.protocol.relay import Relay
-from gateway.protocol.trace_context import Trace, TraceLeg
+from gateway.protocol.trace_context import LegSpan, Trace
 from gateway.telemetry import otlp, semconv
-from gateway.telemetry.spans import tree
+from gateway.telemetry.spans import build_spans
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.e2e.split_fleet import SENTENCE, split_fleet
 from tests.fair_time import PATIENCE_S
@@ -38,13 +38,13 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the headers of all requests to engines."""
     heads: list[str] = []
-    carry = Connection.carry
+    carry = UpstreamConnection.start
 
-    def noted(self: Connection, head: bytes, *rest: Any) -> Any:
+    def noted(self: UpstreamConnection, head: bytes, *rest: Any) -> Any:
         heads.append(head.decode())
         return carry(self, head, *rest)
 
-    replace_method(monkeypatch, Connection, "carry", noted)
+    replace_method(monkeypatch, UpstreamConnection, "carry", noted)
     return heads
 
 
@@ -60,13 +60,20 @@ def seen(there: Collector, log: str = "off", **more: object) -> dict[str, object
 
 def test_spans_have_predicted_and_actual_times_and_unix_time_stamps() -> None:
     relay = Relay(b"")
-    relay.first_byte_at, relay.first_token_at, relay.last_at, relay.committed = 1.9, 2.0, 3.0, True
+    relay.first_byte_at, relay.first_token_at, relay.last_data_at, relay.is_committed = (
+        1.9,
+        2.0,
+        3.0,
+        True,
+    )
     x = Exchange("req_1", Api.CHAT, "client", 0.5)
     x.model, x.status, x.relay = "m", 200, relay
     x.received_at, x.parsed_at, x.admitted_at, x.picked_at, x.sent_at = 1.0, 1.1, 1.2, 1.3, 1.4
     x.ttft_s, x.tpot_s, x.predicted_ttft_s, x.predicted_tpot_s = 1.0, 0.1, 0.8, 0.09
-    trace = Trace(ID, SPAN, "", "", [TraceLeg("whole", "a", "e" * 16, 1.4)])
-    spans = {span.name.split()[0]: span for span in tree(x, trace, 3.5, unix_offset=1_000_000.0)}
+    trace = Trace(ID, SPAN, "", "", [LegSpan("whole", "a", "e" * 16, 1.4)])
+    spans = {
+        span.name.split()[0]: span for span in build_spans(x, trace, 3.5, unix_offset=1_000_000.0)
+    }
     shown = {span.key: span.value.get("doubleValue") for span in spans["chat"].attributes}
     names = (semconv.PREDICTED_TTFT, semconv.TTFT, semconv.PREDICTED_TPOT, semconv.TPOT)
     assert [shown[name] for name in names] == [0.8, 1.0, 0.09, 0.1]
@@ -141,7 +148,7 @@ async def test_a_split_request_shows_both_legs_and_each_engine_gets_its_own(
 
 async def test_a_retry_is_a_second_leg_and_the_first_one_is_marked_as_failed() -> None:
     async with collector() as there, gateway_fleet(2, observability=seen(there)) as fleet:
-        fleet.groups[0].faults.set("5xx")
+        fleet.groups[0].faults.apply("5xx")
         for _ in range(2):
             assert (await fleet.ask()).fate == "ok"
         await there.heard(15)
@@ -189,11 +196,7 @@ async def test_a_refusal_is_traced_with_its_reason() -> None:
             attributes[semconv.STATUS],
             attributes[semconv.OUTCOME],
             attributes[semconv.ERROR],
-        ) == (
-            404,
-            "refused",
-            "model_not_found",
-        )
+        ) == (404, "refused", "model_not_found")
 
 
 async def test_an_unreachable_collector_delays_no_request_and_gets_later_spans() -> None:
@@ -208,7 +211,7 @@ async def test_an_unreachable_collector_delays_no_request_and_gets_later_spans()
         fleet.app._tracer._pause_s = 0.0
         fleet.app._tracer._begin()
         await there.heard(35)
-    results = fleet.app.metrics.inside.trace_spans_total
+    results = fleet.app.metrics.runtime_gauges.trace_spans_total
     assert {values[0]: meter.value for values, meter in results.children()} == {
         "exported": 35,
         "dropped": 0,

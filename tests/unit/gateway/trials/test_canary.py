@@ -12,15 +12,15 @@ from gateway.config.policy_choice import Canary
 from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.openai import Api
-from gateway.trials.canary import Chosen, Sides, chosen
+from gateway.trials.canary import CanaryArms, CanarySampler, create_sampler
 from policies.model import Request
 from tests.unit.gateway.reload.running import running
 
 PLAIN = "    policy: prefix_aware\n"
 
 
-def canary(**given: object) -> Chosen:
-    return chosen("chat", Canary.model_validate({"policy": "round_robin", **given}))
+def canary(**given: object) -> CanarySampler:
+    return create_sampler("chat", Canary.model_validate({"policy": "round_robin", **given}))
 
 
 def request(number: int, session: str = "", tenant: str = "") -> Request:
@@ -30,19 +30,19 @@ def request(number: int, session: str = "", tenant: str = "") -> Request:
 @given(st.text(min_size=1, max_size=20), st.floats(0.1, 99.9))
 def test_all_requests_of_a_session_are_in_one_arm(session: str, percent: float) -> None:
     part = canary(percent=percent)
-    assert len({part.takes(request(number, session)) for number in range(5)}) == 1
+    assert len({part.selects(request(number, session)) for number in range(5)}) == 1
 
 
 @pytest.mark.parametrize("percent", [1, 5, 50, 95])
 def test_the_configured_percentage_of_sessions_is_selected(percent: float) -> None:
     part = canary(percent=percent)
-    share = sum(part.takes(request(0, f"session {number}")) for number in range(20_000)) / 20_000
+    share = sum(part.selects(request(0, f"session {number}")) for number in range(20_000)) / 20_000
     assert share == pytest.approx(percent / 100, abs=0.012)
 
 
 def test_a_request_without_a_session_is_sampled_by_its_id() -> None:
     part = canary(percent=20)
-    assert sum(part.takes(request(number)) for number in range(10_000)) == pytest.approx(
+    assert sum(part.selects(request(number)) for number in range(10_000)) == pytest.approx(
         2000, abs=150
     )
 
@@ -50,18 +50,18 @@ def test_a_request_without_a_session_is_sampled_by_its_id() -> None:
 def test_a_larger_percentage_keeps_the_selected_sessions() -> None:
     few, more = canary(percent=5), canary(percent=25)
     sessions = [request(0, f"session {number}") for number in range(5000)]
-    assert all(more.takes(session) for session in sessions if few.takes(session))
+    assert all(more.selects(session) for session in sessions if few.selects(session))
 
 
 def test_a_session_id_that_is_not_utf_8_is_sampled_too() -> None:
     part = canary(percent=50)
     sessions = [bytes([255, number]).decode("utf-8", "surrogateescape") for number in range(200)]
-    assert {part.takes(request(0, item)) for item in [*sessions, "\ud800"]} == {True, False}
+    assert {part.selects(request(0, item)) for item in [*sessions, "\ud800"]} == {True, False}
 
 
 def test_exactly_the_named_tenants_are_selected() -> None:
     part = canary(tenants=["a", "b"])
-    assert [part.takes(request(1, tenant=name)) for name in ("a", "b", "c", "")] == [
+    assert [part.selects(request(1, tenant=name)) for name in ("a", "b", "c", "")] == [
         True,
         True,
         False,
@@ -72,19 +72,19 @@ def test_exactly_the_named_tenants_are_selected() -> None:
 def test_a_request_that_outlives_its_canary_is_not_counted() -> None:
     metrics = Metrics()
     old, new = (
-        Sides("chat", Canary.model_validate({"policy": "round_robin", "percent": 50}), "it")
+        CanaryArms("chat", Canary.model_validate({"policy": "round_robin", "percent": 50}), "it")
         for _ in range(2)
     )
     x = Exchange("req_1", Api.CHAT, "127.0.0.1", 0.0)
-    x.kept, x.ttft_s = "met", 0.1
-    old.follow(metrics)
+    x.slo_outcome, x.ttft_s = "met", 0.1
+    old.count_in(metrics)
     old.canary.count(x)
-    old.leave(metrics)
-    new.follow(metrics)
+    old.remove_series(metrics)
+    new.count_in(metrics)
     old.canary.count(x)
-    assert not list(metrics.trials.requests.children())
+    assert not list(metrics.trial_metrics.requests.children())
     new.canary.count(x)
-    assert [values for values, _ in metrics.trials.requests.children()] == [
+    assert [values for values, _ in metrics.trial_metrics.requests.children()] == [
         ("chat", "canary", "met")
     ]
 
@@ -97,7 +97,7 @@ async def test_a_canary_serves_its_sessions_is_compared_and_promoted_by_a_reload
             PLAIN, PLAIN + "    canary: {policy: round_robin, percent: 50}\n"
         )
         assert (await harness.put(canaried))[0] == 200
-        before = harness.app.gateway.snapshot.tried["chat"]
+        before = harness.app.gateway.snapshot.trials["chat"]
         for number in range(24):
             assert await harness.ask(f"prompt {number}") == "ok"
         _, _, results = await harness.asked("GET", "/canary")
@@ -115,11 +115,11 @@ async def test_a_canary_serves_its_sessions_is_compared_and_promoted_by_a_reload
         assert primary["failed"] == other["shed"] == 0
         assert primary["ttft_p50_s"] > 0
         assert (await harness.put(canaried + "retries: {floor: 5}\n"))[0] == 200
-        assert harness.app.gateway.snapshot.tried["chat"] is before
+        assert harness.app.gateway.snapshot.trials["chat"] is before
         assert (await harness.put(harness.text().replace("prefix_aware", "round_robin")))[0] == 200
         assert harness.app.gateway.snapshot.policies["chat"] is before.canary
         assert (await harness.asked("GET", "/canary"))[2] == {"canaries": []}
-        assert not list(harness.app.metrics.trials.requests.children())
+        assert not list(harness.app.metrics.trial_metrics.requests.children())
 
 
 async def test_an_invalid_canary_is_rejected_with_its_place(tmp_path: Path) -> None:

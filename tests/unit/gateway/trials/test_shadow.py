@@ -16,12 +16,12 @@ from gateway.fleet.endpoint_table import EndpointTable
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.openai import Api, Call
 from gateway.trials import shadow
-from gateway.trials.shadow import MIN_COMPARED, Named, Shadows, judged, named
+from gateway.trials.shadow import MIN_COMPARED, NamedPolicy, Shadows, evaluate, name_policies
 from policies import ledger, registry, run
-from policies.contract import Policy, Weighted
+from policies.contract import Policy, WeightedScorer
 from policies.filters import available
 from policies.load import EndpointLoad
-from policies.model import Ask, Candidate, Endpoint, Pick, Request
+from policies.model import Candidate, Endpoint, Pick, Request, RoutingQuery
 from policies.pickers import best
 from policies.prefix.fingerprint import Fingerprinter
 from tests.replaced import stand_in
@@ -67,11 +67,13 @@ class Route:
         )  # no ties
 
 
-def asked(number: int = 0, cached: tuple[int, ...] = ()) -> Ask:
-    return Ask(Request(f"req_{number}", "demo", "", 1000, 100), monotonic(), Random(2), cached)
+def asked(number: int = 0, cached: tuple[int, ...] = ()) -> RoutingQuery:
+    return RoutingQuery(
+        Request(f"req_{number}", "demo", "", 1000, 100), monotonic(), Random(2), cached
+    )
 
 
-def exchange(ask: Ask, took_s: float) -> Exchange:
+def exchange(ask: RoutingQuery, took_s: float) -> Exchange:
     x = Exchange(ask.request.id, Api.CHAT, "127.0.0.1", ask.now)
     x.picked_at = ask.now + took_s
     x.call = Call(Api.CHAT, ask.request, "demo", b"{}", (b"[]",))  # type: ignore[arg-type]
@@ -79,19 +81,19 @@ def exchange(ask: Ask, took_s: float) -> Exchange:
 
 
 def made(*policies: Policy, primary: str = "least_loaded") -> tuple[Shadows, Metrics]:
-    matches = [Named(f"{each.name}-{index}", each) for index, each in enumerate(policies)]
+    matches = [NamedPolicy(f"{each.name}-{index}", each) for index, each in enumerate(policies)]
     shadows, metrics = (
         Shadows("main", matches, stand_in(EndpointTable, Table()), registry.build(primary, {})),
         Metrics(),
     )
-    shadows.follow(metrics)
+    shadows.count_in(metrics)
     return shadows, metrics
 
 
-def picked(shadows: Shadows, route: Route, ask: Ask, took_s: float = 1.0) -> Pick:
+def picked(shadows: Shadows, route: Route, ask: RoutingQuery, took_s: float = 1.0) -> Pick:
     pick = run.pick(registry.build("least_loaded", {}), ask, route.candidates)
     assert pick is not None
-    shadows.picked(exchange(ask, took_s), route, ask, pick)
+    shadows.on_pick(exchange(ask, took_s), route, ask, pick)
     return pick
 
 
@@ -101,10 +103,10 @@ async def turns(count: int = 4) -> None:
 
 
 def failing() -> Policy:
-    def fail(ask: Ask, candidates: Any) -> list[float]:
+    def fail(ask: RoutingQuery, candidates: Any) -> list[float]:
         raise RuntimeError("a policy that anybody wrote")
 
-    return Policy("broken", (available,), (Weighted(fail),), best)
+    return Policy("broken", (available,), (WeightedScorer(fail),), best)
 
 
 async def test_a_shadow_sees_the_load_as_it_was_before_the_booking_and_agrees_with_itself() -> None:
@@ -115,7 +117,7 @@ async def test_a_shadow_sees_the_load_as_it_was_before_the_booking_and_agrees_wi
         pick = picked(shadows, route, ask)
         ledger.book(pick.candidate.load, ask.request, 0, ask.now)
         await turns()
-    assert metrics.trials.picks.labels("main", "least_loaded-0", "agreed").value == 20
+    assert metrics.trial_metrics.picks.labels("main", "least_loaded-0", "agreed").value == 20
     assert [each.load.in_flight for each in route.candidates] == [10, 11]
 
 
@@ -125,9 +127,9 @@ async def test_records_of_a_removed_shadow_are_not_counted() -> None:
     picked(shadows, route, asked(1))
     await turns()
     picked(shadows, route, asked(2))
-    shadows.leave(metrics)
+    shadows.remove_series(metrics)
     await turns()
-    assert not list(metrics.trials.picks.children())
+    assert not list(metrics.trial_metrics.picks.children())
 
 
 async def test_the_gain_of_a_shadow_is_counted_in_seconds_and_tokens() -> None:
@@ -135,38 +137,38 @@ async def test_the_gain_of_a_shadow_is_counted_in_seconds_and_tokens() -> None:
     busy = route.candidates[0].load
     ledger.book(busy, Request("other", "demo", "", 4000, 100), 0, ask.now)
     pick = Pick(route.candidates[0], 0, 0.0, 2, "by hand")
-    verdict = judged(registry.build("prefix_aware", {}), ask, pick, route.candidates)
-    assert (verdict.result, verdict.more_tokens) == ("differed", 800)
-    assert verdict.sooner_s is not None
-    assert verdict.sooner_s > 0
-    back = judged(
+    verdict = evaluate(registry.build("prefix_aware", {}), ask, pick, route.candidates)
+    assert (verdict.result, verdict.extra_cached_tokens) == ("differed", 800)
+    assert verdict.ttft_gain_s is not None
+    assert verdict.ttft_gain_s > 0
+    back = evaluate(
         registry.build("round_robin", {}),
         ask,
         Pick(route.candidates[1], 800, 0.0, 2, "by hand"),
         route.candidates,
     )
-    assert back.more_tokens == -800
-    assert back.sooner_s == pytest.approx(-verdict.sooner_s)
+    assert back.extra_cached_tokens == -800
+    assert back.ttft_gain_s == pytest.approx(-verdict.ttft_gain_s)
 
 
 async def test_without_latency_models_there_is_no_gain_in_seconds() -> None:
     route, ask = Route(), asked(cached=(0, 800))
     for each in route.candidates:
-        ledger.believe(each.load, False, ask.now)
-    verdict = judged(
+        ledger.set_modelled(each.load, False, ask.now)
+    verdict = evaluate(
         registry.build("prefix_aware", {}),
         ask,
         Pick(route.candidates[0], 0, 0.0, 2, ""),
         route.candidates,
     )
-    assert (verdict.sooner_s, verdict.more_tokens) == (None, 800)
+    assert (verdict.ttft_gain_s, verdict.extra_cached_tokens) == (None, 800)
 
 
 async def test_a_failing_shadow_is_counted_and_the_next_one_is_evaluated() -> None:
     shadows, metrics = made(failing(), registry.build("round_robin", {}))
     picked(shadows, Route(), asked())
     await turns()
-    trials = metrics.trials
+    trials = metrics.trial_metrics
     assert trials.picks.labels("main", "broken-0", "failed").value == 1
     assert (
         sum(trials.picks.labels("main", "round_robin-1", result).value for result in shadow.RESULTS)
@@ -200,7 +202,7 @@ async def test_evaluations_take_a_tenth_of_the_time_of_picks(
     for number in range(3000):
         picked(shadows, route, asked(number), took_s=0.001)
         await turns(3)
-    results = shadows.told()
+    results = shadows.as_json()
     assert results["cost_share"] == pytest.approx(0.1, rel=0.02)
     assert results["scored"] == pytest.approx(3000 * 0.1 / 3, rel=0.03)
 
@@ -214,13 +216,13 @@ async def test_prompts_are_fingerprinted_for_shadows_if_the_serving_policy_reads
     assert shadows._endpoints.taught == []  # type: ignore[attr-defined]
     await turns()
     assert shadows._endpoints.taught == [pick.candidate.load.slot]  # type: ignore[attr-defined]
-    assert metrics.trials.tokens.labels("main", "prefix_aware-0", "more").value == 800
+    assert metrics.trial_metrics.tokens.labels("main", "prefix_aware-0", "more").value == 800
 
 
 async def test_a_prompt_is_fingerprinted_once() -> None:
     shadows, _ = made(registry.build("prefix_aware", {}), primary="least_loaded")
     ask = msgspec.structs.replace(
-        asked(), fingerprint=Fingerprinter(b"sixteen bytes or more").of(b"", b"a prompt")
+        asked(), fingerprint=Fingerprinter(b"sixteen bytes or more").fingerprint(b"", b"a prompt")
     )
     picked(shadows, Route(), ask)
     await turns()
@@ -236,14 +238,14 @@ async def test_a_shadow_with_too_few_evaluations_is_inconclusive(
         shadows._budget_s = 1.0
         picked(shadows, Route(), asked())
         await turns()
-    (policy,) = shadows.told()["policies"]  # type: ignore[misc]
+    (policy,) = shadows.as_json()["policies"]  # type: ignore[misc]
     assert policy["agreed"] + policy["differed"] == picks
     assert policy["conclusive"] is conclusive
 
 
 def test_two_shadows_with_one_policy_are_named_by_their_parameters() -> None:
     policy = registry.build("least_loaded", {})
-    result = named(
+    result = name_policies(
         [
             ("least_loaded", {}, policy),
             ("least_loaded", {"fresh_s": 1.0}, policy),
@@ -264,19 +266,19 @@ async def test_shadows_are_shown_survive_a_reload_and_are_removed_with_their_con
         text = app.text().replace(PLAIN, SHADOWED)
         assert (await app.put(text))[0] == 200
         table = app.app.gateway.endpoints
-        assert all(live.load.believed for live in table.all())
+        assert all(live.load.is_modelled for live in table.all())
         for number in range(8):
-            app.app.gateway.snapshot.tried["chat"].shadows._budget_s = 1.0  # type: ignore[union-attr]
+            app.app.gateway.snapshot.trials["chat"].shadows._budget_s = 1.0  # type: ignore[union-attr]
             assert await app.ask(f"prompt {number}") == "ok"
         _, _, results = await app.asked("GET", "/shadow")
         [pool] = results["shadows"]
         assert (pool["pool"], pool["picks"], pool["scored"]) == ("chat", 8, 8)
         assert [each["policy"] for each in pool["policies"]] == ["round_robin", "least_loaded"]
         assert all(each["agreed"] + each["differed"] == 8 for each in pool["policies"])
-        before = app.app.gateway.snapshot.tried["chat"].shadows
+        before = app.app.gateway.snapshot.trials["chat"].shadows
         assert (await app.put(text + "retries: {floor: 5}\n"))[0] == 200
-        assert app.app.gateway.snapshot.tried["chat"].shadows is before
+        assert app.app.gateway.snapshot.trials["chat"].shadows is before
         assert (await app.put(app.text()))[0] == 200
         assert (await app.asked("GET", "/shadow"))[2] == {"shadows": []}
-        assert not list(app.app.metrics.trials.picks.children())
-        assert not any(live.load.believed for live in table.all())
+        assert not list(app.app.metrics.trial_metrics.picks.children())
+        assert not any(live.load.is_modelled for live in table.all())

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from gateway.util.gc_control import AT_LATEST_S, CALM, EVERY_S, Litter
+from gateway.util.gc_control import INTERVAL_S, MAX_CALM_REQUESTS, MAX_INTERVAL_S, GcSchedule
 
 
 class Cycle:
@@ -18,22 +18,22 @@ class Cycle:
 
 
 def test_a_cycle_is_collected_after_an_interval_with_low_load() -> None:
-    schedule, cycle = Litter(100.0), weakref.ref(Cycle())
+    schedule, cycle = GcSchedule(100.0), weakref.ref(Cycle())
     gc.disable()
     try:
-        schedule.sweep(100.0 + EVERY_S - 1, 0)
+        schedule.collect_if_due(100.0 + INTERVAL_S - 1, 0)
         assert cycle() is not None
-        schedule.sweep(100.0 + EVERY_S, CALM)
+        schedule.collect_if_due(100.0 + INTERVAL_S, MAX_CALM_REQUESTS)
         assert cycle() is None
     finally:
         gc.enable()
 
 
-@pytest.mark.parametrize(("in_progress", "every_s"), [(CALM, EVERY_S), (CALM + 1, AT_LATEST_S)])
+@pytest.mark.parametrize(("in_progress", "every_s"), [(MAX_CALM_REQUESTS, INTERVAL_S), (MAX_CALM_REQUESTS + 1, MAX_INTERVAL_S)])
 def test_under_load_collections_are_rare(in_progress: int, every_s: float) -> None:
     collected_at: list[float] = []
-    schedule = Litter(0.0, lambda: collected_at.append(now))
+    schedule = GcSchedule(0.0, lambda: collected_at.append(now))
     for now in range(1, 3601):
-        schedule.sweep(float(now), in_progress)
+        schedule.collect_if_due(float(now), in_progress)
     assert collected_at == [every_s * number for number in range(1, len(collected_at) + 1)]
     assert len(collected_at) == 3600 // every_s

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from gateway.config import ConfigError, Loaded, examine
-from gateway.config.diff import changes
-from gateway.config.tls_files import certificates
+from gateway.config import ConfigError, LoadedConfig, load_with_warnings
+from gateway.config.diff import diff
+from gateway.config.tls_files import named_certificates
 from gateway.config.tls_sections import ListenerTls
 from gateway.http.tls_listener import TlsListener, TlsListeners
 from gateway.reload.reloader import _bound
@@ -55,7 +55,7 @@ def written(
 
 def problems(file: Path) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        examine(file, {})
+        load_with_warnings(file, {})
     return [
         f"{problem.line}:{problem.col} {problem.path} {problem.message}"
         for problem in caught.value.problems
@@ -65,7 +65,7 @@ def problems(file: Path) -> list[str]:
 def test_relative_paths_start_at_the_folder_of_the_configuration(
     tmp_path: Path, good: Files
 ) -> None:
-    section = examine(written(tmp_path), {}).config.listeners.api.tls
+    section = load_with_warnings(written(tmp_path), {}).config.listeners.api.tls
     assert section is not None
     assert (section.certificate, section.key) == (str(good.certificate), str(good.key))
 
@@ -88,7 +88,7 @@ def test_an_expired_certificate_is_a_warning_with_its_date(
     tmp_path: Path, authority: Authority
 ) -> None:
     authority.issue("server", "localhost", expired=True)
-    (warning,) = examine(written(tmp_path), {}).warnings
+    (warning,) = load_with_warnings(written(tmp_path), {}).warnings
     message = "expired on 2020-01-02 00:00 UTC; its peers refuse it"
     assert (warning.line, warning.col, warning.path) == (5, 20, "listeners.api.tls.certificate")
     assert warning.message == message
@@ -98,29 +98,29 @@ def test_certificates_are_listed_with_their_expiry_and_problems(
     tmp_path: Path, authority: Authority
 ) -> None:
     authority.issue("server", "localhost", expired=True)
-    config = examine(written(tmp_path), {}).config
-    (result,) = certificates(config, JANUARY_2020 + 60)
+    config = load_with_warnings(written(tmp_path), {}).config
+    (result,) = named_certificates(config, JANUARY_2020 + 60)
     assert (result.path, result.file) == (
         "listeners.api.tls.certificate",
         str(tmp_path / "server.pem"),
     )
-    assert (result.not_after, result.doubt) == (JANUARY_2020 + 86400, None)
-    (early,) = certificates(config, JANUARY_2020 - 1)
-    assert early.doubt == "is not valid before 2020-01-01 00:00 UTC; its peers refuse it"
-    (late,) = certificates(config, JANUARY_2020 + 86401)
-    assert late.doubt == "expired on 2020-01-02 00:00 UTC; its peers refuse it"
+    assert (result.not_after, result.refusal_reason) == (JANUARY_2020 + 86400, None)
+    (early,) = named_certificates(config, JANUARY_2020 - 1)
+    assert early.refusal_reason == "is not valid before 2020-01-01 00:00 UTC; its peers refuse it"
+    (late,) = named_certificates(config, JANUARY_2020 + 86401)
+    assert late.refusal_reason == "expired on 2020-01-02 00:00 UTC; its peers refuse it"
 
 
 def listener(file: Path) -> tuple[TlsListener, Callable[[], None]]:
     """Return a listener for the configuration, and a function that reloads the file."""
 
     def section() -> ListenerTls:
-        result = examine(file, {}).config.listeners.api.tls
+        result = load_with_warnings(file, {}).config.listeners.api.tls
         assert result is not None
         return result
 
     tls_listener = TlsListener(section(), asyncio.Protocol, 1.0, lambda: None)
-    return tls_listener, lambda: tls_listener.follow(section())
+    return tls_listener, lambda: tls_listener.update(section())
 
 
 def test_a_listener_starts_with_an_expired_certificate_and_logs_its_date(
@@ -170,11 +170,11 @@ def test_unknown_ciphers_are_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("good")
 def test_a_replaced_file_is_a_change_without_restart(tmp_path: Path, authority: Authority) -> None:
-    before = examine(written(tmp_path), {})
+    before = load_with_warnings(written(tmp_path), {})
     authority.issue("server", "localhost")
-    after = examine(written(tmp_path), {})
+    after = load_with_warnings(written(tmp_path), {})
     assert before.digest != after.digest
-    result = changes(before, after)
+    result = diff(before, after)
     assert [str(item) for item in result] == [
         "listeners.api.tls.certificate: server.pem has another value now",
         "listeners.api.tls.key: server.key has another value now",
@@ -184,16 +184,16 @@ def test_a_replaced_file_is_a_change_without_restart(tmp_path: Path, authority: 
 
 @pytest.mark.usefixtures("good")
 def test_enabling_or_disabling_tls_needs_a_restart(tmp_path: Path) -> None:
-    encrypted = examine(written(tmp_path), {})
+    encrypted = load_with_warnings(written(tmp_path), {})
     file = tmp_path / "plain.yaml"
     file.write_text("version: 1\npools: {main: {endpoints: [{url: 'http://a:1'}]}}\n")
-    assert _bound(changes(encrypted, examine(file, {}))) == ("listeners.api.tls",)
+    assert _bound(diff(encrypted, load_with_warnings(file, {}))) == ("listeners.api.tls",)
 
 
 def test_missing_files_are_watched_too(tmp_path: Path, good: Files) -> None:
-    assert {good.certificate, good.key} <= set(examine(written(tmp_path), {}).references)
+    assert {good.certificate, good.key} <= set(load_with_warnings(written(tmp_path), {}).references)
     with pytest.raises(ConfigError) as caught:
-        examine(written(tmp_path, key="none.key"), {})
+        load_with_warnings(written(tmp_path, key="none.key"), {})
     assert tmp_path / "none.key" in caught.value.references
 
 
@@ -203,14 +203,14 @@ def test_a_key_password_is_used_and_never_shown(tmp_path: Path, good: Files) -> 
     key = serialization.load_pem_private_key(good.key.read_bytes(), None)
     sealed = serialization.BestAvailableEncryption(b"open sesame")
     good.key.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, sealed),
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, sealed)
     )
     assert problems(written(tmp_path)) == [
         "6:12 listeners.api.tls.key is not a private key in PEM form, "
         "or key_password does not decrypt it"
     ]
     file = written(tmp_path, more="      key_password: ${WORD}\n")
-    loaded = examine(file, {"WORD": "open sesame"})
+    loaded = load_with_warnings(file, {"WORD": "open sesame"})
     assert "sesame" not in repr(loaded)
     assert "sesame" not in repr(
         loaded.config.listeners.api.tls and loaded.config.listeners.api.tls.settings
@@ -219,7 +219,7 @@ def test_a_key_password_is_used_and_never_shown(tmp_path: Path, good: Files) -> 
 
 def test_the_validity_period_is_that_of_the_certificate(authority: Authority) -> None:
     files = authority.issue("old", "old.example.org", "*.old.example.org", expired=True)
-    times = tls.valid_times(tls.KeyPair(str(files.certificate), str(files.key)))
+    times = tls.certificate_validity(tls.KeyPair(str(files.certificate), str(files.key)))
     assert times.not_after - times.not_before == 86400
     assert times.names == ("old.example.org", "*.old.example.org")
 
@@ -235,24 +235,19 @@ def test_a_listener_accepts_tls_1_2_and_later_with_forward_secrecy_only(good: Fi
 
 @pytest.mark.parametrize(
     ("tail", "path"),
-    [
-        (
-            "      - {url: 'https://a', tls: {verify: false}}\n",
-            "pools.main.endpoints[0].tls.verify",
-        ),
-    ],
+    [("      - {url: 'https://a', tls: {verify: false}}\n", "pools.main.endpoints[0].tls.verify")],
 )
 def test_disabled_verification_causes_a_warning(tmp_path: Path, tail: str, path: str) -> None:
     file = tmp_path / "penstock.yaml"
     file.write_text(f"version: 1\npools:\n  main:\n    endpoints:\n{tail}")
-    loaded: Loaded = examine(file, {})
+    loaded: LoadedConfig = load_with_warnings(file, {})
     assert [warning.path for warning in loaded.warnings] == [path]
 
 
 def test_a_plain_listener_uses_its_http_protocols_directly() -> None:
     nothing: Any = None
     assert (
-        TlsListeners(nothing, nothing, nothing).wrap("api", None, asyncio.Protocol)
+        TlsListeners(nothing, nothing, nothing).wrap_factory("api", None, asyncio.Protocol)
         is asyncio.Protocol
     )
 

@@ -25,7 +25,7 @@ from gateway.util import units
     ],
 )
 def test_a_duration_is_read_exactly(text: str, seconds: float) -> None:
-    assert units.duration_s(text) == seconds
+    assert units.parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize(
@@ -34,16 +34,16 @@ def test_a_duration_is_read_exactly(text: str, seconds: float) -> None:
 )
 def test_an_invalid_duration_is_rejected(text: str) -> None:
     with pytest.raises(units.UnitError):
-        units.duration_s(text)
+        units.parse_duration(text)
 
 
 def test_a_bare_number_is_rejected_with_both_ways_to_write_it() -> None:
     with pytest.raises(
         units.UnitError, match=r"'800' is not a duration; write 800s, or 800ms \(0\.8s\)"
     ):
-        units.duration_s("800")
+        units.parse_duration("800")
     with pytest.raises(units.UnitError, match="write 32B, or 32MiB"):
-        units.size_bytes("32")
+        units.parse_size("32")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_bare_number_is_rejected_with_both_ways_to_write_it() -> None:
     ],
 )
 def test_a_size_is_read_exactly(text: str, size: int) -> None:
-    assert units.size_bytes(text) == size
+    assert units.parse_size(text) == size
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_a_size_is_read_exactly(text: str, size: int) -> None:
 )
 def test_an_invalid_size_is_rejected(text: str) -> None:
     with pytest.raises(units.UnitError):
-        units.size_bytes(text)
+        units.parse_size(text)
 
 
 @given(st.text(max_size=40))
 def test_any_text_is_parsed_or_rejected_with_unit_error(text: str) -> None:
-    for parse in (units.duration_s, units.size_bytes):
+    for parse in (units.parse_duration, units.parse_size):
         with contextlib.suppress(units.UnitError):
             assert parse(text) >= 0

@@ -9,11 +9,11 @@ from typing import cast
 
 import pytest
 
-from gateway.config import ConfigError, examine, examine_text
-from gateway.reload.history import Versions, made
-from gateway.reload.reloader import SENT, ChangeOptions
-from gateway.workers.config_rollout import Configured
-from gateway.workers.worker_process import Answer, Worker
+from gateway.config import ConfigError, load_text, load_with_warnings
+from gateway.reload.history import VersionHistory, create_version
+from gateway.reload.reloader import PUT_NAME, ChangeOptions
+from gateway.workers.config_rollout import ConfigRollout
+from gateway.workers.worker_process import Worker, WorkerResponse
 
 TEXT = "version: 1\nadmin: {{key: '${{file:key}}'}}\npools: {{p: {{policy: {0}, endpoints: [{{url: 'http://h:1'}}]}}}}\n"
 OLD, NEW, BAD = TEXT.format("round_robin"), TEXT.format("least_loaded"), TEXT.format("least_laden")
@@ -26,14 +26,14 @@ class Stub:
         self.number = number
         self._file = file
         self.version = 1
-        self.text, self.digest = file.read_bytes(), examine(file, {}).digest
+        self.text, self.digest = file.read_bytes(), load_with_warnings(file, {}).digest
         self.asked: list[str] = []
         self.before: Callable[[], None] = lambda: None
         self.lost_at = self.refuses_at = ""
 
     async def ask(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str]
-    ) -> Answer:
+    ) -> WorkerResponse:
         self.before()
         self.asked.append(path)
         if path == self.lost_at:
@@ -42,7 +42,7 @@ class Stub:
             return self._answer("rejected", "not this time")
         text = self._file.read_bytes() if body is None else body
         try:
-            digest = examine_text(text, str(self._file), {}).digest
+            digest = load_text(text, str(self._file), {}).digest
         except ConfigError as error:
             return self._answer("rejected", str(error))
         if digest == self.digest:
@@ -53,9 +53,9 @@ class Stub:
         self.version += 1
         return self._answer("applied")
 
-    def _answer(self, result: str, message: str = "") -> Answer:
+    def _answer(self, result: str, message: str = "") -> WorkerResponse:
         body_out = {"result": result, "message": message, "version": self.version}
-        return Answer(200, {}, json.dumps(body_out).encode())
+        return WorkerResponse(200, {}, json.dumps(body_out).encode())
 
 
 class House:
@@ -68,15 +68,15 @@ class House:
         self.workers = [Stub(number, self.file) for number in range(2)]
         self.said: list[str] = []
         self.lost: list[Stub] = []
-        self.configured = Configured(
-            examine(self.file, {}),
+        self.configured = ConfigRollout(
+            load_with_warnings(self.file, {}),
             self.file,
             {},
             lambda: cast("list[Worker]", self.workers),
             lambda line, bad: self.said.append(line),
             lambda worker: self.lost.append(cast("Stub", worker)),
         )
-        self.configured.numbered(1)
+        self.configured.set_version_number(1)
 
     def agree(self, text: str) -> bool:
         """Return whether all workers and a new worker would run this text."""
@@ -92,27 +92,27 @@ def house(tmp_path: Path) -> House:
 
 async def test_a_touched_file_or_changed_secret_does_not_undo_a_rollback(house: House) -> None:
     house.file.write_text(NEW)
-    await house.configured.changed()
+    await house.configured.reload_changed_files()
     assert house.agree(NEW)
     await house.configured.rollback(None)
     assert house.agree(OLD)
-    await house.configured.changed()
+    await house.configured.reload_changed_files()
     house.key.write_text("sk-2")
-    await house.configured.changed()
+    await house.configured.reload_changed_files()
     assert house.agree(OLD)
     assert [each.digest for each in house.workers] == [house.configured.running.digest] * 2, (
         "the secret is the new one"
     )
     house.file.write_text(NEW + "# edited\n")
-    await house.configured.changed()
+    await house.configured.reload_changed_files()
     assert house.agree(NEW + "# edited\n")
 
 
 async def test_an_edit_during_a_reload_is_applied_by_the_next_check(house: House) -> None:
     house.file.write_text(NEW)
     house.workers[0].before = lambda: cast("None", house.file.write_text(NEW + "# more\n"))
-    await house.configured.changed()
-    await house.configured.changed()
+    await house.configured.reload_changed_files()
+    await house.configured.reload_changed_files()
     assert house.agree(NEW + "# more\n")
 
 
@@ -133,14 +133,14 @@ async def test_a_worker_that_does_not_respond_prevents_one_change_and_is_replace
 
 async def test_workers_record_a_rejection_until_the_file_is_valid_again(house: House) -> None:
     house.file.write_text(BAD)
-    await house.configured.changed()
-    await house.configured.changed()
+    await house.configured.reload_changed_files()
+    await house.configured.reload_changed_files()
     assert (len(house.said), house.agree(OLD)) == (1, True)
     assert set(house.workers[0].asked) == {"/config/reload?dry_run=1&noted=1"}
     house.file.write_text(OLD)
-    await house.configured.changed()
+    await house.configured.reload_changed_files()
     assert [each.asked[-1] for each in house.workers] == ["/config/reload?force=1"] * 2
-    await house.configured.changed()
+    await house.configured.reload_changed_files()
     assert house.workers[0].asked[-1] == "/config/reload?dry_run=1&noted=1", (
         "there is nothing to take back any more"
     )
@@ -156,12 +156,12 @@ async def test_a_dry_run_is_not_reported_to_the_operator(house: House) -> None:
 async def test_rollback_to_a_version_from_before_a_restart(tmp_path: Path) -> None:
     kept = f"reload: {{state_dir: {tmp_path / 'state'}}}\n"
     (tmp_path / "key").write_text("sk-1")
-    before = made(
-        6, 0.0, "start", examine_text((OLD + kept).encode(), str(tmp_path / "gateway.yaml"), {}), ()
+    before = create_version(
+        6, 0.0, "start", load_text((OLD + kept).encode(), str(tmp_path / "gateway.yaml"), {}), ()
     )
-    Versions(tmp_path / "state").write(before, in_clear=False)
+    VersionHistory(tmp_path / "state").write(before, in_clear=False)
     house = House(tmp_path, NEW + kept)
-    house.configured.numbered(7)
+    house.configured.set_version_number(7)
     for worker in house.workers:
         worker.version = 7
     assert house.configured.version == 7
@@ -188,8 +188,8 @@ async def test_a_worker_that_read_a_secret_early_is_replaced_to_keep_version_num
     house = House(tmp_path, OLD)
     house.key.write_text("sk-2")
     sooner = house.workers[number]
-    sooner.digest = examine(house.file, {}).digest  # it has begun anew in the meantime
-    await house.configured.changed()
+    sooner.digest = load_with_warnings(house.file, {}).digest  # it has begun anew in the meantime
+    await house.configured.reload_changed_files()
     assert sooner.version == 1
     assert (house.lost, house.configured.version) == ([sooner], 2)
 
@@ -211,4 +211,4 @@ async def test_a_rollback_uses_the_same_file_name_as_the_workers(house: House) -
         "/config?force=1&kept=1",
     ]  # its references need not be in force
     assert house.workers[0].asked[-2:] == kept
-    assert Path(house.configured.running.file).name == SENT
+    assert Path(house.configured.running.file).name == PUT_NAME

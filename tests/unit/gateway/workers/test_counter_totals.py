@@ -6,13 +6,13 @@ from typing import cast
 
 import msgspec
 
-from gateway.metrics.metric_types import Buckets, Reading, Spec
-from gateway.workers.counter_totals import Counted
-from gateway.workers.worker_process import Answer, Worker
+from gateway.metrics.metric_types import FamilyReading, FamilySpec, HistogramValue
+from gateway.workers.counter_totals import CounterTotals
+from gateway.workers.worker_process import Worker, WorkerResponse
 
-SERVED = Spec("served_total", "counter", "help")
-LAG = Spec("lag_seconds", "histogram", "help", marked=True)
-OPEN = Spec("open", "gauge", "help")
+SERVED = FamilySpec("served_total", "counter", "help")
+LAG = FamilySpec("lag_seconds", "histogram", "help", has_exemplars=True)
+OPEN = FamilySpec("open", "gauge", "help")
 
 
 class Stub:
@@ -22,45 +22,45 @@ class Stub:
         self.count: int | None = count
         self.body: bytes | None = None
 
-    async def ask(self, method: str, path: str, timeout_s: float) -> Answer:
+    async def ask(self, method: str, path: str, timeout_s: float) -> WorkerResponse:
         assert (method, path.partition("?")[0]) == ("GET", "/metrics/readings")
         if self.count is None:
             raise TimeoutError
         marks = [(0.1, 5.0, f"request-{self.count}", "")] if path.endswith("?exemplars") else []
-        lag = Buckets([self.count], 0.0, marks)  # type: ignore[arg-type]
+        lag = HistogramValue([self.count], 0.0, marks)  # type: ignore[arg-type]
         page = [
-            Reading(SERVED, {(): self.count}),
-            Reading(LAG, {(): lag}),
-            Reading(OPEN, {(): self.count}),
+            FamilyReading(SERVED, {(): self.count}),
+            FamilyReading(LAG, {(): lag}),
+            FamilyReading(OPEN, {(): self.count}),
         ]
-        return Answer(200, {}, msgspec.msgpack.encode(page) if self.body is None else self.body)
+        return WorkerResponse(200, {}, msgspec.msgpack.encode(page) if self.body is None else self.body)
 
 
-def counted(serving: list[Stub], ending: list[Stub]) -> Counted:
-    return Counted(
+def counted(serving: list[Stub], ending: list[Stub]) -> CounterTotals:
+    return CounterTotals(
         lambda: cast("list[Worker]", list(serving)), lambda: cast("list[Worker]", list(ending))
     )
 
 
 async def test_process_metrics_of_the_supervisor_are_summed_with_those_of_workers() -> None:
-    own = [Reading(OPEN, {(): 2.0}), Reading(Spec("mine", "gauge", "help"), {(): 1.0})]
-    page = (await counted([Stub(5), Stub(7)], []).page(own)).decode()
+    own = [FamilyReading(OPEN, {(): 2.0}), FamilyReading(FamilySpec("mine", "gauge", "help"), {(): 1.0})]
+    page = (await counted([Stub(5), Stub(7)], []).render_page(own)).decode()
     assert "open 14.0\n" in page
     assert "mine 1.0\n" in page
 
 
 async def test_an_openmetrics_scrape_has_exemplars_of_workers() -> None:
     workers = counted([Stub(5), Stub(7)], [])
-    page = (await workers.page(exemplars=True)).decode()
+    page = (await workers.render_page(exemplars=True)).decode()
     assert 'lag_seconds_bucket{le="+Inf"} 12.0 # {request_id="request-5"} 0.1 5.0\n' in page
     assert page.endswith("# EOF\n")
-    assert b"request-5" not in await workers.page()
+    assert b"request-5" not in await workers.render_page()
 
 
 async def test_a_worker_with_an_invalid_response_counts_as_unresponsive() -> None:
     workers = [Stub(5), Stub(7)]
     workers[1].body = b"no readings"
-    assert b"served_total 5.0\n" in await counted(workers, []).page()
+    assert b"served_total 5.0\n" in await counted(workers, []).render_page()
 
 
 async def test_counters_of_unresponsive_ending_and_ended_workers_still_count() -> None:
@@ -68,7 +68,7 @@ async def test_counters_of_unresponsive_ending_and_ended_workers_still_count() -
     workers = counted(serving, ending)
 
     async def says(count: int, now_open: int) -> None:
-        page = (await workers.page()).decode()
+        page = (await workers.render_page()).decode()
         assert f"served_total {count}.0\n" in page
         assert f"lag_seconds_count {count}.0\n" in page
         assert f"open {now_open}.0\n" in page

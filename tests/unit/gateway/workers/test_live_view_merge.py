@@ -8,30 +8,30 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from gateway.admin.fleet_status import Pair, Standing
-from gateway.admin.live_view import view
-from gateway.admin.metric_samples import Mark, Marks
-from gateway.workers.live_view_merge import Watch, together
-from gateway.workers.worker_process import Answer, Worker
+from gateway.admin.fleet_status import FleetStatus, PairStatus
+from gateway.admin.live_view import build_view
+from gateway.admin.metric_samples import MetricSample, SampleHistory
+from gateway.workers.live_view_merge import LiveViewMerger, merge_statuses
+from gateway.workers.worker_process import Worker, WorkerResponse
 from tests.unit.gateway.admin.empty import mark
 
 
 class Stub:
     """A worker with a given metric sample and status."""
 
-    def __init__(self, noted: Mark, standing: Standing) -> None:
+    def __init__(self, noted: MetricSample, standing: FleetStatus) -> None:
         self.noted, self.standing, self.lost = noted, standing, False
 
-    async def ask(self, method: str, path: str, timeout_s: float) -> Answer:
+    async def ask(self, method: str, path: str, timeout_s: float) -> WorkerResponse:
         assert (method, path) == ("GET", "/live/note")
         if self.lost:
             raise TimeoutError
-        return Answer(200, {}, msgspec.msgpack.encode((self.noted, self.standing)))
+        return WorkerResponse(200, {}, msgspec.msgpack.encode((self.noted, self.standing)))
 
 
-def watch(*stubs: Stub) -> tuple[Watch, list[Stub]]:
+def watch(*stubs: Stub) -> tuple[LiveViewMerger, list[Stub]]:
     serving = list(stubs)
-    return Watch(lambda: cast("list[Worker]", serving)), serving
+    return LiveViewMerger(lambda: cast("list[Worker]", serving)), serving
 
 
 def endpoint(in_flight: int, **more: Any) -> dict[str, Any]:
@@ -51,9 +51,9 @@ def endpoint(in_flight: int, **more: Any) -> dict[str, Any]:
     )
 
 
-def standing(in_flight: int = 0, **more: Any) -> Standing:
+def standing(in_flight: int = 0, **more: Any) -> FleetStatus:
     pool = {"name": "main", "in_flight": in_flight, "waiting": in_flight, "price": 0.5 * in_flight}
-    made = Standing(
+    made = FleetStatus(
         {"version": 1},
         {"standard": (5.0, 0.1)},
         "standard",
@@ -67,7 +67,7 @@ def standing(in_flight: int = 0, **more: Any) -> Standing:
     return replace(made, **more)
 
 
-def served(requests: float, bucket: int = 3, **more: Any) -> Mark:
+def served(requests: float, bucket: int = 3, **more: Any) -> MetricSample:
     responses = {("200", "served"): requests}
     ttft = {"a:1": {bucket: int(requests)}}
     return mark(
@@ -82,8 +82,8 @@ def served(requests: float, bucket: int = 3, **more: Any) -> Mark:
 
 async def test_counters_are_summed_and_percentiles_cover_all_observations() -> None:
     both, _ = watch(Stub(served(90, 3), standing(2)), Stub(served(10, 9), standing(3)))
-    noted, stands = await both.look(None)
-    shown = view(stands, Marks(), noted)
+    noted, stands = await both.take_sample(None)
+    shown = build_view(stands, SampleHistory(), noted)
     assert noted.responses == {("200", "served"): 100.0}
     assert noted.ttft == {"a:1": {3: 90, 9: 10}}
     assert (noted.tokens, noted.predicted_tokens) == (1000.0, {"a:1": (200, 100)})
@@ -97,18 +97,18 @@ async def test_values_that_every_worker_knows_in_full_are_not_summed() -> None:
         Stub(mark(in_flight={"a:1": 7}, received={"a:1": 100}), standing(7)),
         Stub(mark(in_flight={"a:1": 6}, received={"a:1": 90}), standing(6)),
     )
-    noted, stands = await both.look(None)
+    noted, stands = await both.take_sample(None)
     assert (noted.in_flight, noted.received) == ({"a:1": 7}, {"a:1": 100})
     assert [row["in_flight"] for row in stands.endpoints] == [7]
 
 
 async def test_no_total_falls_when_a_worker_ends_or_does_not_respond() -> None:
     both, serving = watch(Stub(served(90), standing()), Stub(served(10), standing()))
-    before, _ = await both.look(None)
+    before, _ = await both.take_sample(None)
     serving[0].lost = True
-    silent, _ = await both.look(before)
+    silent, _ = await both.take_sample(before)
     serving[:] = [serving[1], Stub(served(1), standing())]
-    after, _ = await both.look(silent)
+    after, _ = await both.take_sample(silent)
     assert [each.responses for each in (silent, after)] == [
         {("200", "served"): 100.0},
         {("200", "served"): 101.0},
@@ -119,7 +119,7 @@ async def test_no_total_falls_when_a_worker_ends_or_does_not_respond() -> None:
 async def test_no_worker_is_an_error() -> None:
     none, _ = watch()
     with pytest.raises(LookupError, match="no worker responds"):
-        await none.look(None)
+        await none.take_sample(None)
 
 
 def test_one_worker_suffices_to_report_an_endpoint_out_and_pairs_are_summed() -> None:
@@ -127,21 +127,21 @@ def test_one_worker_suffices_to_report_an_endpoint_out_and_pairs_are_summed() ->
         0, state="ejected", cause="connect_failed", since_s=3.0, available=False, silence_s=0.5
     )
     names = ("p", "d")
-    whole = together(
+    whole = merge_statuses(
         [
             standing(
-                pairs={names: Pair(3, 1, 0.1, (0.1,) * 30, "tcp")},
+                pairs={names: PairStatus(3, 1, 0.1, (0.1,) * 30, "tcp")},
                 handoffs_in_progress=1,
                 active_requests=4,
             ),
             standing(
                 endpoints=[out],
-                pairs={names: Pair(1, 0, 0.5, (0.5,), None)},
+                pairs={names: PairStatus(1, 0, 0.5, (0.5,), None)},
                 handoffs_in_progress=2,
                 active_requests=1,
                 config_problem="line 3",
             ),
-            standing(pairs={names: Pair(0, 0, None, (), None)}),
+            standing(pairs={names: PairStatus(0, 0, None, (), None)}),
         ]
     )
     (row,) = whole.endpoints
@@ -151,7 +151,7 @@ def test_one_worker_suffices_to_report_an_endpoint_out_and_pairs_are_summed() ->
         False,
         0.5,
     )
-    assert whole.pairs == {names: Pair(4, 1, pytest.approx(0.2), ((0.1,) * 30 + (0.5,)), "tcp")}
+    assert whole.pairs == {names: PairStatus(4, 1, pytest.approx(0.2), ((0.1,) * 30 + (0.5,)), "tcp")}
     assert whole.pairs[names].p95_s == 0.1, "of all handoffs, not the larger percentile"
     assert (whole.handoffs_in_progress, whole.active_requests, whole.config_problem) == (
         3,
@@ -175,5 +175,5 @@ def test_one_worker_suffices_to_report_an_endpoint_out_and_pairs_are_summed() ->
 )
 async def test_severity_of_an_endpoint(state: str, more: dict[str, Any], severity: int) -> None:
     both, _ = watch(Stub(served(1), standing(endpoints=[endpoint(0, state=state, **more)])))
-    noted, stands = await both.look(None)
-    assert view(stands, Marks(), noted)["endpoints"][0]["severity"] == severity
+    noted, stands = await both.take_sample(None)
+    assert build_view(stands, SampleHistory(), noted)["endpoints"][0]["severity"] == severity

@@ -8,24 +8,24 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from gateway.metrics import exposition
 from gateway.metrics.catalogue import Metrics
-from gateway.metrics.metric_types import Buckets, Merge, Reading, Spec
-from gateway.metrics.quantile_sketch import Counts, bucket_of
-from gateway.trials.canary import figures
+from gateway.metrics.metric_types import FamilyReading, FamilySpec, HistogramValue, Merge
+from gateway.metrics.quantile_sketch import BucketCounts, bucket_of
+from gateway.trials.canary import summarize_arm
 from gateway.workers import metrics_merge
 
 
-def page(requests: int, up: float, ttft_s: float) -> list[Reading]:
+def page(requests: int, up: float, ttft_s: float) -> list[FamilyReading]:
     metrics = Metrics()
-    metrics.pools = lambda: {("model", 'a "model"\\\n'): "main", ("endpoint", "a:1"): "chat"}
+    metrics.pool_by_label = lambda: {("model", 'a "model"\\\n'): "main", ("endpoint", "a:1"): "chat"}
     metrics.requests_total.labels('a "model"\\\n', "200", "served").inc(requests)
     metrics.endpoint_up.labels("a:1").set(up)
     metrics.shared_staleness_seconds.set(ttft_s)
     metrics.ttft_seconds.labels("m", "a:1").observe(ttft_s)
-    return list(metrics.readings())
+    return list(metrics.collect())
 
 
-def text(*pages: list[Reading], exemplars: bool = False) -> str:
-    return exposition.page(metrics_merge.readings(pages), exemplars=exemplars).decode()
+def text(*pages: list[FamilyReading], exemplars: bool = False) -> str:
+    return exposition.render_page(metrics_merge.merge_families(pages), exemplars=exemplars).decode()
 
 
 def test_counters_and_histograms_are_summed_and_gauges_follow_their_rules() -> None:
@@ -49,8 +49,8 @@ def test_counters_and_histograms_are_summed_and_gauges_follow_their_rules() -> N
 @pytest.mark.parametrize("exemplars", [False, True])
 def test_the_page_of_one_worker_is_the_page_of_a_gateway_without_workers(exemplars: bool) -> None:
     alone = page(3, 1.0, 0.002)
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(alone), type=list[Reading])
-    assert text(sent, exemplars=exemplars) == exposition.page(alone, exemplars=exemplars).decode()
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(alone), type=list[FamilyReading])
+    assert text(sent, exemplars=exemplars) == exposition.render_page(alone, exemplars=exemplars).decode()
 
 
 def test_each_bucket_has_the_newest_exemplar_of_all_workers() -> None:
@@ -60,8 +60,8 @@ def test_each_bucket_has_the_newest_exemplar_of_all_workers() -> None:
         (other, ((0.21, 12.0, "new", ""), (0.05, 9.0, "fast", ""))),
     ):
         for mark in marks:
-            metrics.ttft_seconds.labels("m", "a").mark(mark)
-    merged = text(*(list(each.readings(0.0)) for each in (one, other)), exemplars=True)
+            metrics.ttft_seconds.labels("m", "a").observe_request(mark)
+    merged = text(*(list(each.collect(0.0)) for each in (one, other)), exemplars=True)
     family = next(each for each in openmetrics(merged) if each.name == "penstock_ttft_seconds")
     marked = {each.labels["le"]: each.exemplar.labels for each in family.samples if each.exemplar}
     assert marked == {
@@ -69,11 +69,11 @@ def test_each_bucket_has_the_newest_exemplar_of_all_workers() -> None:
         "0.25": {"request_id": "new"},
         "+Inf": {"request_id": "slow", "trace_id": "4bf92f"},
     }
-    assert "request_id" not in text(list(one.readings()), list(other.readings()))
+    assert "request_id" not in text(list(one.collect()), list(other.collect()))
 
 
-def gauge(name: str, value: float, rule: Merge = Merge.SUM) -> list[Reading]:
-    return [Reading(Spec(name, "gauge", "help", merge=rule), {(): value})]
+def gauge(name: str, value: float, rule: Merge = Merge.SUM) -> list[FamilyReading]:
+    return [FamilyReading(FamilySpec(name, "gauge", "help", merge=rule), {(): value})]
 
 
 def test_the_last_value_wins_with_the_rule_last() -> None:
@@ -83,7 +83,7 @@ def test_the_last_value_wins_with_the_rule_last() -> None:
 
 def test_process_metrics_are_summed_and_the_earliest_start_time_wins() -> None:
     """File limits are summed too, so that the ratio of open files is the mean over processes."""
-    one, other = list(Metrics().readings()), list(Metrics().readings())
+    one, other = list(Metrics().collect()), list(Metrics().collect())
     for page, more in ((one, 1), (other, 3)):
         for reading in page:
             if reading.spec.name.startswith("process_"):
@@ -103,9 +103,9 @@ def test_process_metrics_are_summed_and_the_earliest_start_time_wins() -> None:
 def test_a_histogram_with_other_buckets_is_left_out() -> None:
     """Such a worker may run another version of the program."""
 
-    def lag(*bounds: float) -> list[Reading]:
-        spec = Spec("lag_seconds", "histogram", "help", buckets=bounds)
-        return [Reading(spec, {(): Buckets([1] * (len(bounds) + 1), 1.0)})]
+    def lag(*bounds: float) -> list[FamilyReading]:
+        spec = FamilySpec("lag_seconds", "histogram", "help", buckets=bounds)
+        return [FamilyReading(spec, {(): HistogramValue([1] * (len(bounds) + 1), 1.0)})]
 
     assert "lag_seconds_count 3.0" in text(lag(1.0, 2.0), lag(1.0))
     assert "lag_seconds_count 6.0" in text(lag(1.0, 2.0), lag(1.0, 2.0))
@@ -130,7 +130,7 @@ def endpoint(in_flight: int, *, available: bool) -> dict[str, object]:
 
 
 def test_an_endpoint_is_listed_once_with_sums_and_is_available_if_all_workers_agree() -> None:
-    merged = metrics_merge.endpoints(
+    merged = metrics_merge.merge_endpoints(
         [
             {"endpoints": [endpoint(2, available=True)], "pairs": []},
             {"endpoints": [endpoint(3, available=False)], "pairs": []},
@@ -166,7 +166,7 @@ def shadows(picks: int, agreed: int, differed: int, gain_s: float | None) -> dic
 
 
 def test_shadow_results_cover_the_requests_of_all_workers() -> None:
-    (merged,) = metrics_merge.shadows(
+    (merged,) = metrics_merge.merge_shadows(
         [shadows(100, 30, 10, 0.2), shadows(300, 10, 0, -0.2), shadows(0, 0, 0, None)]
     )["shadows"]
     assert (merged["picks"], merged["scored"], merged["pick_us"], merged["cost_share"]) == (
@@ -189,27 +189,27 @@ def test_shadow_results_cover_the_requests_of_all_workers() -> None:
             "cost_us": 8.0,
         }
     ]
-    assert metrics_merge.shadows([{"shadows": []}, {"shadows": []}]) == {"shadows": []}
+    assert metrics_merge.merge_shadows([{"shadows": []}, {"shadows": []}]) == {"shadows": []}
 
 
 def test_scores_of_all_workers_decide_whether_a_shadow_is_conclusive() -> None:
-    (merged,) = metrics_merge.shadows([shadows(100, 50, 10, 0.1), shadows(100, 30, 10, 0.1)])[
+    (merged,) = metrics_merge.merge_shadows([shadows(100, 50, 10, 0.1), shadows(100, 30, 10, 0.1)])[
         "shadows"
     ]
     assert merged["policies"][0]["conclusive"] is True
 
 
-def canary(met: int, late: int, ttft: Counts) -> dict[str, object]:
+def canary(met: int, late: int, ttft: BucketCounts) -> dict[str, object]:
     sides = [
-        figures("primary", "a", {"met": met, "ttft": late, "untold": 1}, ttft),
-        figures("canary", "b", {}, {}),
+        summarize_arm("primary", "a", {"met": met, "ttft": late, "untold": 1}, ttft),
+        summarize_arm("canary", "b", {}, {}),
     ]
     return {"canaries": [{"pool": "main", "share": "5 %", "sides": sides}]}
 
 
 def test_canary_arms_cover_the_requests_and_observations_of_all_workers() -> None:
     quick, slow = {bucket_of(0.1): 60}, {bucket_of(1.0): 100}
-    (merged,) = metrics_merge.canaries([canary(50, 10, quick), canary(70, 30, slow)])["canaries"]
+    (merged,) = metrics_merge.merge_canaries([canary(50, 10, quick), canary(70, 30, slow)])["canaries"]
     primary, other = merged["sides"]
     assert (primary["requests"], primary["goodput"]) == (162, 0.75)
     assert primary["ttft_p50_s"] == primary["ttft_p99_s"] == pytest.approx(1.0, rel=0.011)

@@ -10,22 +10,27 @@ import pytest
 
 from kvtransfer import dialects
 from kvtransfer.dialects import (
-    Answer,
-    Bootstrap,
-    Edits,
-    Finished,
-    Handover,
-    Identity,
-    Terms,
-    Unusable,
+    BootstrapAddress,
+    DecodeRequest,
+    FinishedResponse,
+    HandoffTerms,
+    PrefillIdentity,
+    PrefillResponse,
+    RequestEdits,
+    UnusableResponse,
     as_events,
-    read_answer,
+    parse_response,
     vllm_nixl,
 )
 
 ROOM = 6917529027641081856
-TERMS = Terms(
-    "req_1", ROOM, True, "10.0.0.7", Bootstrap("10.0.0.7", 8998), Identity("engine-p", rank=0)
+TERMS = HandoffTerms(
+    "req_1",
+    ROOM,
+    True,
+    "10.0.0.7",
+    BootstrapAddress("10.0.0.7", 8998),
+    PrefillIdentity("engine-p", rank=0),
 )
 OBJECT = {
     "do_remote_prefill": True,
@@ -42,21 +47,21 @@ OBJECT = {
 }
 
 
-def answer(**members: Any) -> Answer:
+def answer(**members: Any) -> PrefillResponse:
     body = {"id": "x", "choices": [{"index": 0, "text": "a", "finish_reason": "length"}], **members}
-    result = read_answer(json.dumps(body).encode())
-    assert isinstance(result, Answer)
+    result = parse_response(json.dumps(body).encode())
+    assert isinstance(result, PrefillResponse)
     return result
 
 
-def words(edits: Edits) -> dict[str, Any]:
+def words(edits: RequestEdits) -> dict[str, Any]:
     members: dict[str, Any] = json.loads(b"{" + edits.put[1:] + b"}")
     assert edits.put[:1] == b","
     return members
 
 
 def test_a_pulling_prefill_asks_for_one_token_and_keeps_its_kv() -> None:
-    edits = dialects.named("vllm_nixl").prefill(TERMS)
+    edits = dialects.get_dialect("vllm_nixl").prefill(TERMS)
     assert words(edits) == {
         "max_tokens": 1,
         "min_tokens": 1,
@@ -76,17 +81,17 @@ def test_a_pulling_prefill_asks_for_one_token_and_keeps_its_kv() -> None:
 
 
 def test_a_pulling_decoder_gets_the_object_as_it_came() -> None:
-    handover = dialects.named("vllm_nixl").decode(TERMS, answer(kv_transfer_params=OBJECT))
-    assert isinstance(handover, Handover)
-    assert handover.edits == Edits(b',"kv_transfer_params":' + json.dumps(OBJECT).encode())
+    handover = dialects.get_dialect("vllm_nixl").decode(TERMS, answer(kv_transfer_params=OBJECT))
+    assert isinstance(handover, DecodeRequest)
+    assert handover.edits == RequestEdits(b',"kv_transfer_params":' + json.dumps(OBJECT).encode())
     assert not handover.reports_own_cache
 
 
 def test_a_decoder_of_033_reports_what_the_prefiller_had_cached() -> None:
-    edits = dialects.named("vllm_nixl").decode(
+    edits = dialects.get_dialect("vllm_nixl").decode(
         TERMS, answer(kv_transfer_params=OBJECT | {"remote_prefill_cached_tokens": 16})
     )
-    assert isinstance(edits, Handover)
+    assert isinstance(edits, DecodeRequest)
     assert edits.reports_own_cache
 
 
@@ -104,10 +109,10 @@ def test_a_loopback_address_becomes_the_host_of_the_prefill_url_where_that_is_no
     told: str, prefill_host: str, given: str
 ) -> None:
     terms = msgspec.structs.replace(TERMS, prefill_host=prefill_host)
-    edits = dialects.named("vllm_nixl").decode(
+    edits = dialects.get_dialect("vllm_nixl").decode(
         terms, answer(kv_transfer_params=OBJECT | {"remote_host": told})
     )
-    assert isinstance(edits, Handover)
+    assert isinstance(edits, DecodeRequest)
     assert words(edits.edits)["kv_transfer_params"] == OBJECT | {"remote_host": given}
 
 
@@ -142,8 +147,10 @@ def test_a_loopback_address_becomes_the_host_of_the_prefill_url_where_that_is_no
 )
 def test_an_object_that_would_hurt_a_decoder_never_reaches_one(changes: dict[str, Any]) -> None:
     assert isinstance(
-        dialects.named("vllm_nixl").decode(TERMS, answer(kv_transfer_params=OBJECT | changes)),
-        Unusable,
+        dialects.get_dialect("vllm_nixl").decode(
+            TERMS, answer(kv_transfer_params=OBJECT | changes)
+        ),
+        UnusableResponse,
     )
 
 
@@ -154,7 +161,8 @@ def test_an_object_that_would_hurt_a_decoder_never_reaches_one(changes: dict[str
 def test_an_object_without_a_required_member_never_reaches_a_decoder(name: str) -> None:
     less = {key: value for key, value in OBJECT.items() if key != name}
     assert isinstance(
-        dialects.named("vllm_nixl").decode(TERMS, answer(kv_transfer_params=less)), Unusable
+        dialects.get_dialect("vllm_nixl").decode(TERMS, answer(kv_transfer_params=less)),
+        UnusableResponse,
     )
 
 
@@ -163,7 +171,7 @@ def test_an_object_without_a_required_member_never_reaches_a_decoder(name: str) 
     [b"", b"{", b"[]", b"null", b'"text"', b'{"choices":[]}', b'{"choices":[{},{}]}', b"[" * 9999],
 )
 def test_what_is_no_answer_is_unusable(raw: bytes) -> None:
-    assert isinstance(read_answer(raw), Unusable)
+    assert isinstance(parse_response(raw), UnusableResponse)
 
 
 @pytest.mark.parametrize(
@@ -179,12 +187,12 @@ def test_what_is_no_answer_is_unusable(raw: bytes) -> None:
 )
 def test_an_answer_with_invalid_text_or_counts_is_unusable(raw: bytes) -> None:
     """Its content would go into the decode request, into metrics and to the client."""
-    assert isinstance(read_answer(raw), Unusable)
+    assert isinstance(parse_response(raw), UnusableResponse)
 
 
 def test_an_answer_without_counts_is_an_answer() -> None:
-    edits = read_answer(b'{"choices":[{}],"usage":null}')
-    assert isinstance(edits, Answer)
+    edits = parse_response(b'{"choices":[{}],"usage":null}')
+    assert isinstance(edits, PrefillResponse)
     assert (edits.prompt_tokens, edits.cached_tokens) == (None, None)
 
 
@@ -197,18 +205,18 @@ def test_an_object_that_is_too_large_or_too_deep_never_reaches_a_decoder(unread:
         .encode()
         .replace(b'"deep"', b"[" * 9999 + b"]" * 9999)
     )
-    assert isinstance(vllm_nixl.validated(raw), Unusable)
+    assert isinstance(vllm_nixl.validate(raw), UnusableResponse)
 
 
 def test_block_ids_of_engines_before_018_are_a_flat_list() -> None:
-    edits = dialects.named("vllm_nixl").decode(
+    edits = dialects.get_dialect("vllm_nixl").decode(
         TERMS, answer(kv_transfer_params=OBJECT | {"remote_block_ids": [0]})
     )
-    assert isinstance(edits, Handover)
+    assert isinstance(edits, DecodeRequest)
 
 
 def test_a_push_pair_uses_the_identity_in_the_first_response() -> None:
-    push = dialects.named("vllm_push")
+    push = dialects.get_dialect("vllm_push")
     report = {
         "remote_engine_id": "e",
         "remote_host": "localhost",
@@ -221,9 +229,9 @@ def test_a_push_pair_uses_the_identity_in_the_first_response() -> None:
         "kv_transfer_params": report | {"transfer_mode": "push"},
     }
     (identity,) = push.identify(json.dumps(body).encode())
-    assert identity == Identity("e", "localhost", 5600, 2, 1)
+    assert identity == PrefillIdentity("e", "localhost", 5600, 2, 1)
     edits = push.decode(msgspec.structs.replace(TERMS, identity=identity), None)
-    assert isinstance(edits, Handover)
+    assert isinstance(edits, DecodeRequest)
     assert words(edits.edits) == {
         "kv_transfer_params": {
             "do_remote_prefill": True,
@@ -236,21 +244,21 @@ def test_a_push_pair_uses_the_identity_in_the_first_response() -> None:
             "remote_request_id": "req_1",
         }
     }
-    assert push.prefill(TERMS) == dialects.named("vllm_nixl").prefill(TERMS)
+    assert push.prefill(TERMS) == dialects.get_dialect("vllm_nixl").prefill(TERMS)
 
 
 @pytest.mark.parametrize(
     "told", [None, {}, {"remote_engine_id": "e"}, {**OBJECT, "transfer_mode": "pull"}]
 )
 def test_a_push_pair_needs_the_identity_of_the_prefill_engine(told: object) -> None:
-    push, unknown = dialects.named("vllm_push"), msgspec.structs.replace(TERMS, identity=None)
-    assert isinstance(push.decode(unknown, None), Unusable)
-    assert isinstance(push.decode(unknown, answer(kv_transfer_params=told)), Unusable)
+    push, unknown = dialects.get_dialect("vllm_push"), msgspec.structs.replace(TERMS, identity=None)
+    assert isinstance(push.decode(unknown, None), UnusableResponse)
+    assert isinstance(push.decode(unknown, answer(kv_transfer_params=told)), UnusableResponse)
     assert push.check(answer(kv_transfer_params=told)) is not None
 
 
 def test_mooncake_legs_share_a_transfer_id() -> None:
-    mooncake = dialects.named("mooncake")
+    mooncake = dialects.get_dialect("mooncake")
     assert words(mooncake.prefill(TERMS)) == {
         "max_tokens": 1,
         "min_tokens": 1,
@@ -263,7 +271,7 @@ def test_mooncake_legs_share_a_transfer_id() -> None:
     }
     assert mooncake.prefill(TERMS).headers == (("x-data-parallel-rank", "0"),)
     edits = mooncake.decode(TERMS, None)
-    assert isinstance(edits, Handover)
+    assert isinstance(edits, DecodeRequest)
     assert words(edits.edits) == {
         "kv_transfer_params": {
             "do_remote_prefill": True,
@@ -276,9 +284,9 @@ def test_mooncake_legs_share_a_transfer_id() -> None:
 
 
 def test_mooncake_bootstrap_addresses_of_ipv6_stand_in_brackets() -> None:
-    terms = msgspec.structs.replace(TERMS, bootstrap=Bootstrap("fd00::7", 8998))
-    edits = dialects.named("mooncake").decode(terms, None)
-    assert isinstance(edits, Handover)
+    terms = msgspec.structs.replace(TERMS, bootstrap=BootstrapAddress("fd00::7", 8998))
+    edits = dialects.get_dialect("mooncake").decode(terms, None)
+    assert isinstance(edits, DecodeRequest)
     assert (
         words(edits.edits)["kv_transfer_params"]["remote_bootstrap_addr"] == "http://[fd00::7]:8998"
     )
@@ -289,22 +297,25 @@ def test_mooncake_ranks_are_read_from_the_bootstrap_page_in_order() -> None:
         "1": {"engine_id": "b", "worker_addr": {}},
         "0": {"engine_id": "a", "worker_addr": {"0": {"0": "x"}}},
     }
-    identify = dialects.named("mooncake").identify
-    assert identify(json.dumps(page).encode()) == (Identity("a", rank=0), Identity("b", rank=1))
+    identify = dialects.get_dialect("mooncake").identify
+    assert identify(json.dumps(page).encode()) == (
+        PrefillIdentity("a", rank=0),
+        PrefillIdentity("b", rank=1),
+    )
     assert identify(b"{}") == identify(b"<html>") == identify(b'{"x":{"engine_id":"a"}}') == ()
 
 
 def test_a_mooncake_prefill_that_was_not_cut_off_by_length_sends_nothing() -> None:
-    check = dialects.named("mooncake").check
+    check = dialects.get_dialect("mooncake").check
     assert check(answer()) is None
     assert check(answer(choices=[{"finish_reason": "stop"}])) is not None
 
 
 def test_sglang_sends_the_same_to_both_and_names_a_room() -> None:
-    sglang = dialects.named("sglang")
+    sglang = dialects.get_dialect("sglang")
     expected = {"bootstrap_host": "10.0.0.7", "bootstrap_port": 8998, "bootstrap_room": ROOM}
     edits = sglang.decode(TERMS, None)
-    assert isinstance(edits, Handover)
+    assert isinstance(edits, DecodeRequest)
     assert words(sglang.prefill(TERMS)) == words(edits.edits) == expected
     assert edits.edits.drop == frozenset()
     assert edits.edits.keep is None
@@ -319,13 +330,13 @@ CONTEXT = {
 USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 2}}
 
 
-def context(**changes: Any) -> Answer:
+def context(**changes: Any) -> PrefillResponse:
     choice = {"index": 0, "text": "a", "finish_reason": "length", "disaggregated_params": CONTEXT}
     return answer(**{"choices": [choice], "prompt_token_ids": [1, 2, 3], "usage": USAGE} | changes)
 
 
 def test_trtllm_computes_the_context_of_what_it_knows_of_the_request() -> None:
-    edits = dialects.named("trtllm").prefill(TERMS)
+    edits = dialects.get_dialect("trtllm").prefill(TERMS)
     assert words(edits) == {
         "stream": False,
         "disaggregated_params": {"request_type": "context_only", "disagg_request_id": ROOM},
@@ -338,9 +349,9 @@ def test_trtllm_computes_the_context_of_what_it_knows_of_the_request() -> None:
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_no_client_chooses_trtllms_tokens_its_logits_or_its_files(chat: bool) -> None:
-    dialect, terms = dialects.named("trtllm"), msgspec.structs.replace(TERMS, chat=chat)
+    dialect, terms = dialects.get_dialect("trtllm"), msgspec.structs.replace(TERMS, chat=chat)
     generation = dialect.decode(terms, context())
-    assert isinstance(generation, Handover)
+    assert isinstance(generation, DecodeRequest)
     forbidden = {
         "prompt_token_ids",
         "return_context_logits",
@@ -366,8 +377,10 @@ def test_only_an_engine_that_refuses_what_it_does_not_know_has_its_requests_cut_
 
 @pytest.mark.parametrize(("chat", "prompt"), [(True, "prompt_token_ids"), (False, "prompt")])
 def test_trtllm_generation_goes_on_from_the_context_servers_tokens(chat: bool, prompt: str) -> None:
-    edits = dialects.named("trtllm").decode(msgspec.structs.replace(TERMS, chat=chat), context())
-    assert isinstance(edits, Handover)
+    edits = dialects.get_dialect("trtllm").decode(
+        msgspec.structs.replace(TERMS, chat=chat), context()
+    )
+    assert isinstance(edits, DecodeRequest)
     assert words(edits.edits) == {
         prompt: [1, 2, 3],
         "disaggregated_params": CONTEXT | {"request_type": "generation_only", "ctx_usage": USAGE},
@@ -376,8 +389,8 @@ def test_trtllm_generation_goes_on_from_the_context_servers_tokens(chat: bool, p
 
 def test_trtllm_context_that_ended_is_the_answer() -> None:
     choice = {"index": 0, "text": "a", "finish_reason": "stop", "disaggregated_params": CONTEXT}
-    edits = dialects.named("trtllm").decode(TERMS, context(choices=[choice]))
-    assert isinstance(edits, Finished)
+    edits = dialects.get_dialect("trtllm").decode(TERMS, context(choices=[choice]))
+    assert isinstance(edits, FinishedResponse)
     assert json.loads(edits.body) == {
         "id": "x",
         "choices": [{"index": 0, "text": "a", "finish_reason": "stop"}],
@@ -406,7 +419,9 @@ def test_trtllm_context_that_ended_is_the_answer() -> None:
     ids=str,
 )
 def test_a_context_answer_that_cannot_be_trusted_is_unusable(changes: dict[str, Any]) -> None:
-    assert isinstance(dialects.named("trtllm").decode(TERMS, context(**changes)), Unusable)
+    assert isinstance(
+        dialects.get_dialect("trtllm").decode(TERMS, context(**changes)), UnusableResponse
+    )
 
 
 def test_trtllm_whole_answers_become_streams_if_requested() -> None:
@@ -446,4 +461,6 @@ def test_tool_calls_of_a_whole_answer_are_numbered_in_its_stream() -> None:
 
 
 def test_every_dialect_is_found_by_its_name() -> None:
-    assert [dialects.named(name).name for name in dialects.DIALECTS] == list(dialects.DIALECTS)
+    assert [dialects.get_dialect(name).name for name in dialects.DIALECTS] == list(
+        dialects.DIALECTS
+    )

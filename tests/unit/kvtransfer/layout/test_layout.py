@@ -100,7 +100,7 @@ def test_impossible_shapes_are_refused(wrong: dict[str, int]) -> None:
 
 
 def test_a_layer_of_a_block_is_the_same_bytes_only_where_nothing_inside_it_differs() -> None:
-    assert LLAMA_70B.same_block(replace(LLAMA_70B, pp=2))
-    assert replace(LLAMA_70B, tp=8).same_block(replace(LLAMA_70B, tp=16))
+    assert LLAMA_70B.has_same_blocks(replace(LLAMA_70B, pp=2))
+    assert replace(LLAMA_70B, tp=8).has_same_blocks(replace(LLAMA_70B, tp=16))
     for change in ({"tp": 8}, {"block_tokens": 32}, {"order": KvOrder.NHD}):
-        assert not LLAMA_70B.same_block(replace(LLAMA_70B, **change))
+        assert not LLAMA_70B.has_same_blocks(replace(LLAMA_70B, **change))

@@ -101,9 +101,9 @@ def test_current_holds_until_one_of_the_blocks_changes_owner(region: Region) -> 
     blocks = np.array([7, 2, 5])
     promised = region.generations_of(blocks)
     region.bump([1, 3])
-    assert region.current(blocks, promised)
+    assert region.are_current(blocks, promised)
     region.bump([5])
-    assert not region.current(blocks, promised)
+    assert not region.are_current(blocks, promised)
 
 
 def test_a_block_listed_twice_is_bumped_once_and_generations_wrap_around(region: Region) -> None:

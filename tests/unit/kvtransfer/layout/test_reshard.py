@@ -12,16 +12,16 @@ import pytest
 from msgspec.structs import replace
 
 from kvtransfer.layout import reshard
-from kvtransfer.layout.block_mapping import Pair
+from kvtransfer.layout.block_mapping import RankPair
 from kvtransfer.layout.layout import KvDtype, KvLayout, KvOrder
 from kvtransfer.layout.reshard import (
-    MOST_RUNS,
+    MAX_RUNS,
     LayoutMismatch,
-    Plan,
-    Window,
+    PlannedWindow,
+    TransferPlan,
     layers_per_group,
-    most_pairs,
-    plan,
+    max_pairs,
+    plan_transfer,
 )
 from kvtransfer.protocol import messages
 
@@ -29,7 +29,7 @@ SMALL = KvLayout(layers=4, kv_heads=4, head_dim=8, dtype=KvDtype.BF16, block_tok
 BLOCK = SMALL.rank_block_bytes(0)
 
 
-def shape(transfer_plan: Plan, group: int = 0) -> list[tuple[Pair, list[int]]]:
+def shape(transfer_plan: TransferPlan, group: int = 0) -> list[tuple[RankPair, list[int]]]:
     """Return (pair, lengths) of a group."""
     return [
         (pair, transfer_plan.runs(group, i).length.tolist())
@@ -60,73 +60,79 @@ def test_how_many_pairs_a_plan_looks_at_is_known_beforehand(
 
     monkeypatch.setattr(reshard, "_overlap", counted)
     layouts = [replace(SMALL, tp=tp, pp=pp) for tp, pp in (src, dst)]
-    plan(*layouts, [0], [0], 16, group_layers=group_layers)
-    most = most_pairs(*layouts, group_layers)
+    plan_transfer(*layouts, [0], [0], 16, group_layers=group_layers)
+    most = max_pairs(*layouts, group_layers)
     assert looks[0] <= 2 * most
     assert most <= 2 * looks[0]
 
 
 def test_equal_layouts_move_one_run_per_scattered_block() -> None:
-    transfer_plan = plan(SMALL, SMALL, [5, 3, 8], [1, 7, 0], 48)
+    transfer_plan = plan_transfer(SMALL, SMALL, [5, 3, 8], [1, 7, 0], 48)
     assert transfer_plan.groups == 1
     assert transfer_plan.runs(0, 0).src.tolist() == [5 * BLOCK, 3 * BLOCK, 8 * BLOCK]
     assert transfer_plan.runs(0, 0).dst.tolist() == [1 * BLOCK, 7 * BLOCK, 0]
-    assert shape(transfer_plan) == [(Pair(0, 0), [BLOCK] * 3)]
+    assert shape(transfer_plan) == [(RankPair(0, 0), [BLOCK] * 3)]
 
 
 def test_neighbouring_blocks_become_one_run() -> None:
-    assert shape(plan(SMALL, SMALL, [5, 6, 7, 9], [1, 2, 3, 4], 64)) == [
-        (Pair(0, 0), [3 * BLOCK, BLOCK])
+    assert shape(plan_transfer(SMALL, SMALL, [5, 6, 7, 9], [1, 2, 3, 4], 64)) == [
+        (RankPair(0, 0), [3 * BLOCK, BLOCK])
     ]
 
 
 def test_a_group_of_layers_is_one_run_of_each_block() -> None:
-    transfer_plan = plan(SMALL, SMALL, [5, 6], [1, 2], 32, group_layers=3)
+    transfer_plan = plan_transfer(SMALL, SMALL, [5, 6], [1, 2], 32, group_layers=3)
     assert [shape(transfer_plan, group) for group in range(transfer_plan.groups)] == [
-        [(Pair(0, 0), [3 * BLOCK // 4] * 2)],
-        [(Pair(0, 0), [BLOCK // 4] * 2)],
+        [(RankPair(0, 0), [3 * BLOCK // 4] * 2)],
+        [(RankPair(0, 0), [BLOCK // 4] * 2)],
     ]
     assert (transfer_plan.group_bytes(0), transfer_plan.n_bytes) == (2 * 3 * BLOCK // 4, 2 * BLOCK)
 
 
 def test_a_long_run_is_cut() -> None:
-    transfer_plan = plan(SMALL, SMALL, [5, 6], [1, 2], 32, most_run_bytes=BLOCK - 1)
-    assert shape(transfer_plan) == [(Pair(0, 0), [BLOCK - 1, BLOCK - 1, 2])]
+    transfer_plan = plan_transfer(SMALL, SMALL, [5, 6], [1, 2], 32, max_run_bytes=BLOCK - 1)
+    assert shape(transfer_plan) == [(RankPair(0, 0), [BLOCK - 1, BLOCK - 1, 2])]
     assert transfer_plan.runs(0, 0).src.tolist() == [5 * BLOCK, 6 * BLOCK - 1, 7 * BLOCK - 2]
 
 
 def test_the_last_block_is_moved_whole_and_a_first_one_in_rows_of_a_head() -> None:
-    assert shape(plan(SMALL, SMALL, [5, 3], [1, 7], 17)) == [(Pair(0, 0), [BLOCK, BLOCK])]
-    ((_, lengths),) = shape(plan(SMALL, SMALL, [5, 3], [1, 7], 17, skip_tokens=14))
+    assert shape(plan_transfer(SMALL, SMALL, [5, 3], [1, 7], 17)) == [
+        (RankPair(0, 0), [BLOCK, BLOCK])
+    ]
+    ((_, lengths),) = shape(plan_transfer(SMALL, SMALL, [5, 3], [1, 7], 17, skip_tokens=14))
     assert lengths == [2 * SMALL.row_bytes] * (4 * 2 * 4) + [BLOCK]
 
 
 def test_half_the_ranks_each_take_from_two() -> None:
-    transfer_plan = plan(replace(SMALL, tp=4), replace(SMALL, tp=2), [0], [0], 16)
+    transfer_plan = plan_transfer(replace(SMALL, tp=4), replace(SMALL, tp=2), [0], [0], 16)
     assert transfer_plan.pairs(0) == ((0, 0), (1, 0), (2, 1), (3, 1))
-    assert shape(transfer_plan)[1] == (Pair(1, 0), [16 * SMALL.row_bytes] * (4 * 2))
+    assert shape(transfer_plan)[1] == (RankPair(1, 0), [16 * SMALL.row_bytes] * (4 * 2))
 
 
 def test_repeated_heads_are_taken_from_every_holder_in_turn() -> None:
     many = replace(SMALL, kv_heads=2, tp=8)
-    transfer_plan = plan(many, replace(many, tp=2), [0], [0], 16, group_layers=1)
+    transfer_plan = plan_transfer(many, replace(many, tp=2), [0], [0], 16, group_layers=1)
     assert [transfer_plan.pairs(group) for group in range(4)] == [
         ((0, 0), (4, 1)),
         ((1, 0), (5, 1)),
         ((2, 0), (6, 1)),
         ((3, 0), (7, 1)),
     ]
-    assert plan(many, many, [0], [0], 16).pairs(0) == tuple((rank, rank) for rank in range(8))
+    assert plan_transfer(many, many, [0], [0], 16).pairs(0) == tuple(
+        (rank, rank) for rank in range(8)
+    )
 
 
 def test_a_latent_goes_to_every_rank_from_one_each() -> None:
     latent = replace(SMALL, kv_heads=1, mla=True, tp=2)
-    transfer_plan = plan(latent, replace(latent, tp=4), [0], [0], 16)
+    transfer_plan = plan_transfer(latent, replace(latent, tp=4), [0], [0], 16)
     assert transfer_plan.pairs(0) == ((0, 0), (0, 1), (1, 2), (1, 3))
 
 
 def test_stages_meet_only_where_they_share_layers() -> None:
-    transfer_plan = plan(replace(SMALL, pp=2), replace(SMALL, pp=4), [0], [0], 16, group_layers=2)
+    transfer_plan = plan_transfer(
+        replace(SMALL, pp=2), replace(SMALL, pp=4), [0], [0], 16, group_layers=2
+    )
     assert [transfer_plan.pairs(group) for group in range(2)] == [
         ((0, 0), (0, 1)),
         ((1, 2), (1, 3)),
@@ -134,37 +140,41 @@ def test_stages_meet_only_where_they_share_layers() -> None:
 
 
 def test_another_order_is_cut_into_rows() -> None:
-    transfer_plan = plan(SMALL, replace(SMALL, order=KvOrder.NHD), [0], [0], 16)
-    assert shape(transfer_plan) == [(Pair(0, 0), [SMALL.row_bytes] * (4 * 2 * 4 * 16))], (
+    transfer_plan = plan_transfer(SMALL, replace(SMALL, order=KvOrder.NHD), [0], [0], 16)
+    assert shape(transfer_plan) == [(RankPair(0, 0), [SMALL.row_bytes] * (4 * 2 * 4 * 16))], (
         "few could be joined, so none is"
     )
     one_head = replace(SMALL, tp=4)
     assert (
-        len(plan(one_head, replace(one_head, order=KvOrder.NHD), [0], [0], 16).runs(0, 0).length)
+        len(
+            plan_transfer(one_head, replace(one_head, order=KvOrder.NHD), [0], [0], 16)
+            .runs(0, 0)
+            .length
+        )
         == 1
     )
 
 
 def test_windows_are_filled_to_the_limit_and_a_longer_run_stands_alone() -> None:
-    transfer_plan = plan(SMALL, SMALL, [5, 3, 8, 10, 12], [1, 3, 5, 7, 9], 80)
+    transfer_plan = plan_transfer(SMALL, SMALL, [5, 3, 8, 10, 12], [1, 3, 5, 7, 9], 80)
     assert list(transfer_plan.windows(0, 2 * BLOCK)) == [
         (0, 0, 2, 2 * BLOCK),
         (0, 2, 2, 2 * BLOCK),
         (0, 4, 1, BLOCK),
     ]
     assert list(transfer_plan.windows(0, 2 * BLOCK - 1)) == [
-        Window(0, i, 1, BLOCK) for i in range(5)
+        PlannedWindow(0, i, 1, BLOCK) for i in range(5)
     ]
-    assert list(transfer_plan.windows(0, 1)) == [Window(0, i, 1, BLOCK) for i in range(5)]
+    assert list(transfer_plan.windows(0, 1)) == [PlannedWindow(0, i, 1, BLOCK) for i in range(5)]
     cut = transfer_plan.runs(0, 0).cut(1, 2)
     assert (cut.src.tolist(), cut.count, cut.n_bytes) == ([3 * BLOCK, 8 * BLOCK], 2, 2 * BLOCK)
 
 
 def test_groups_are_ready_when_all_their_layers_are() -> None:
-    transfer_plan = plan(
+    transfer_plan = plan_transfer(
         replace(SMALL, layers=7), replace(SMALL, layers=7), [0], [0], 16, group_layers=3
     )
-    assert [transfer_plan.groups_ready(layers) for layers in range(9)] == [
+    assert [transfer_plan.ready_groups(layers) for layers in range(9)] == [
         0,
         0,
         0,
@@ -194,7 +204,7 @@ def test_a_group_is_large_enough_to_keep_a_link_busy() -> None:
 )
 def test_impossible_fetches_are_refused_with_a_reason(change: dict[str, int]) -> None:
     with pytest.raises(LayoutMismatch, match=f"{next(iter(change))} differs"):
-        plan(SMALL, replace(SMALL, **change), [0], [0], 16)
+        plan_transfer(SMALL, replace(SMALL, **change), [0], [0], 16)
 
 
 @pytest.mark.parametrize(
@@ -218,11 +228,11 @@ def test_blocks_that_cannot_hold_the_tokens_are_refused(
     with pytest.raises(
         ValueError, match=r"do not fit|not a valid range|invalid block|listed twice"
     ):
-        plan(SMALL, SMALL, src_blocks, dst_blocks, tokens, skip_tokens=skip)
+        plan_transfer(SMALL, SMALL, src_blocks, dst_blocks, tokens, skip_tokens=skip)
 
 
 def test_groups_and_pairs_outside_the_plan_are_index_errors() -> None:
-    transfer_plan = plan(SMALL, SMALL, [5, 3], [1, 7], 32)
+    transfer_plan = plan_transfer(SMALL, SMALL, [5, 3], [1, 7], 32)
     for ask in (
         lambda: transfer_plan.runs(1, 0),
         lambda: transfer_plan.runs(0, 1),
@@ -239,18 +249,18 @@ def test_groups_and_pairs_outside_the_plan_are_index_errors() -> None:
 def test_however_much_is_cut_again_a_group_has_few_runs_of_a_pair() -> None:
     """Runs are computed while other links wait, so there must not be too many."""
     other, blocks = replace(SMALL, order=KvOrder.NHD), list(range(0, 1600, 2))
-    transfer_plan = plan(SMALL, other, blocks, blocks, 800 * 16, group_layers=1)
+    transfer_plan = plan_transfer(SMALL, other, blocks, blocks, 800 * 16, group_layers=1)
     runs_of_block = 16 * 4 * 2
     assert transfer_plan.groups == 4 * 2, "layers, and tokens in two chunks each"
     counts = [transfer_plan.runs(group, 0).count for group in range(transfer_plan.groups)]
-    assert counts == [MOST_RUNS, 800 * runs_of_block - MOST_RUNS] * 4
+    assert counts == [MAX_RUNS, 800 * runs_of_block - MAX_RUNS] * 4
     assert [len(transfer_plan.layers(group)) for group in range(transfer_plan.groups)] == [1] * 8
     assert (
         sum(transfer_plan.group_bytes(group) for group in range(transfer_plan.groups))
         == 800 * BLOCK
     )
-    assert [transfer_plan.groups_ready(layers) for layers in range(6)] == [0, 2, 4, 6, 8, 8]
-    assert [transfer_plan.layers_there(groups) for groups in range(9)] == [
+    assert [transfer_plan.ready_groups(layers) for layers in range(6)] == [0, 2, 4, 6, 8, 8]
+    assert [transfer_plan.complete_layers(groups) for groups in range(9)] == [
         0,
         0,
         1,
@@ -266,7 +276,7 @@ def test_however_much_is_cut_again_a_group_has_few_runs_of_a_pair() -> None:
 def test_a_plan_goes_with_its_last_user() -> None:
     gc.disable()
     try:
-        transfer_plan = plan(SMALL, SMALL, [5], [1], 16)
+        transfer_plan = plan_transfer(SMALL, SMALL, [5], [1], 16)
         alive = weakref.ref(transfer_plan.runs(0, 0).src)
         assert alive() is not None
         del transfer_plan
@@ -276,8 +286,8 @@ def test_a_plan_goes_with_its_last_user() -> None:
 
 
 def test_spare_blocks_behind_the_tokens_are_left_alone() -> None:
-    transfer_plan = plan(SMALL, SMALL, np.array([5, 6, 7]), np.array([1, 2, 3]), 20)
-    assert shape(transfer_plan) == [(Pair(0, 0), [2 * BLOCK])]
+    transfer_plan = plan_transfer(SMALL, SMALL, np.array([5, 6, 7]), np.array([1, 2, 3]), 20)
+    assert shape(transfer_plan) == [(RankPair(0, 0), [2 * BLOCK])]
 
 
 def test_agents_of_one_version_make_the_same_plans() -> None:
@@ -294,7 +304,9 @@ def test_agents_of_one_version_make_the_same_plans() -> None:
     ):
         other = replace(SMALL, **change)
         for src, dst in ((SMALL, other), (other, SMALL)):
-            transfer_plan = plan(src, dst, range(9, 0, -1), range(9), 70, skip_tokens=3, **at_most)
+            transfer_plan = plan_transfer(
+                src, dst, range(9, 0, -1), range(9), 70, skip_tokens=3, **at_most
+            )
             for group in range(transfer_plan.groups):
                 digest.update(repr(list(transfer_plan.windows(group, 4000))).encode())
                 for number, pair in enumerate(transfer_plan.pairs(group)):
@@ -311,8 +323,8 @@ def test_agents_of_one_version_make_the_same_plans() -> None:
 def test_the_bytes_of_all_groups_are_those_of_each(most_runs: int) -> None:
     src = KvLayout(layers=5, kv_heads=4, head_dim=8, dtype=KvDtype.BF16, block_tokens=16, tp=2)
     dst = msgspec.structs.replace(src, tp=4, block_tokens=24)
-    transfer_plan = plan(
-        src, dst, range(9), range(6), 130, skip_tokens=7, group_layers=2, most_runs=most_runs
+    transfer_plan = plan_transfer(
+        src, dst, range(9), range(6), 130, skip_tokens=7, group_layers=2, max_runs=most_runs
     )
     pieces = [
         sum(

@@ -14,17 +14,17 @@ import pytest
 
 from kvtransfer.contract import Link, LinkOwner, TransportError
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.links.link_manager import Switchboard
-from kvtransfer.links.peer_link import Dialling, Line
-from kvtransfer.protocol.messages import Beat, Card, Message
-from kvtransfer.protocol.outcomes import Reason
-from kvtransfer.protocol.session import Session
-from kvtransfer.transfer.stats import Tally
+from kvtransfer.links.link_manager import LinkManager
+from kvtransfer.links.peer_link import DialRequest, PeerLink
+from kvtransfer.protocol.messages import AgentCard, Beat, Message
+from kvtransfer.protocol.outcomes import EndReason
+from kvtransfer.protocol.session import LinkSession
+from kvtransfer.transfer.stats import AgentStats
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
-from kvtransfer.util.agent_lock import Hold
+from kvtransfer.util.agent_lock import AgentLock
 from kvtransfer.util.clock import ThreadClock
-from kvtransfer.util.options import Options
+from kvtransfer.util.options import AgentOptions
 from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, group, groups, until
 from tests.contract.kvtransfer.links import PATIENCE_S
 
@@ -36,30 +36,39 @@ class FakeLink:
 
 
 def test_occasional_bytes_do_not_extend_the_time_for_the_proof() -> None:
-    link, options = FakeLink(), Options(handshake_s=2.0)
-    line = Line(
-        link, Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 10.0
+    link, options = FakeLink(), AgentOptions(handshake_s=2.0)
+    line = PeerLink(
+        link,
+        LinkSession(KEY, bytes(16), AgentCard("p", bytes(16), SMALL), is_dialler=False),
+        None,
+        10.0,
     )  # type: ignore[arg-type]
     for index in range(1, 19):
         link.received_bytes = index
-        assert not line.silent(10.0 + index / 10, 0.0, options)
-    assert line.silent(12.0, 0.0, options)
-    line.up = True
-    assert not line.silent(12.0, 0.0, options)
+        assert not line.is_silent(10.0 + index / 10, 0.0, options)
+    assert line.is_silent(12.0, 0.0, options)
+    line.is_proven = True
+    assert not line.is_silent(12.0, 0.0, options)
 
 
-def switchboard(transport: object) -> tuple[Switchboard, list[tuple[str, Reason, str]]]:
+def switchboard(transport: object) -> tuple[LinkManager, list[tuple[str, EndReason, str]]]:
     """Return a LinkManager whose sink records failed links."""
-    heard: list[tuple[str, Reason, str]] = []
+    heard: list[tuple[str, EndReason, str]] = []
     book = Mock()
-    book.unlinked = lambda address, reason, detail, now: (
+    book.on_link_failed = lambda address, reason, detail, now: (
         heard.append((address, reason, detail)) or []
     )
     clock = Mock(now=lambda: 0.0, aside=lambda work: work())
-    board = Switchboard(
-        KEY, {"tcp": transport}, clock, Options(), (book, Mock(), Tally()), Hold(), lambda _: None
+    board = LinkManager(
+        KEY,
+        {"tcp": transport},
+        clock,
+        AgentOptions(),
+        (book, Mock(), AgentStats()),
+        AgentLock(),
+        lambda _: None,
     )  # type: ignore[dict-item]
-    board.card = Card("d", bytes(16), SMALL)
+    board.card = AgentCard("d", bytes(16), SMALL)
     return board, heard
 
 
@@ -67,19 +76,19 @@ def test_a_link_that_ends_during_its_dial_is_reported_at_once() -> None:
     link = Mock(transport="tcp", lanes=1)
 
     def dial(where: str) -> object:
-        board.lose(link, Reason.LINK_LOST, "the peer closed the link")
+        board.drop_link(link, EndReason.LINK_LOST, "the peer closed the link")
         return link
 
     board, heard = switchboard(Mock(dial=dial))
     board.dial("h:1")
     dial_again(board)
-    assert heard == [("h:1", Reason.UNREACHABLE, "the peer closed the link")]
+    assert heard == [("h:1", EndReason.UNREACHABLE, "the peer closed the link")]
     assert len(board) == 0
     assert not board._ended_early
     assert link.close.call_count == 4
 
 
-def dial_again(board: Switchboard) -> int:
+def dial_again(board: LinkManager) -> int:
     """Run the postponed dials, and those that they postpone. Returns their number."""
     count, timers = 0, board._clock.call_at
     while timers.call_args_list:  # type: ignore[attr-defined]
@@ -98,9 +107,9 @@ def test_a_peer_that_closes_before_its_proof_is_dialled_four_times() -> None:
     board.dial("h:1")
     for link in links[:4]:
         assert not heard
-        board.lose(link, Reason.LINK_LOST, "closed")
+        board.drop_link(link, EndReason.LINK_LOST, "closed")
         dial_again(board)
-    assert heard == [("h:1", Reason.LINK_LOST, "closed")]
+    assert heard == [("h:1", EndReason.LINK_LOST, "closed")]
     assert transport.dial.call_count == 4
 
 
@@ -109,17 +118,17 @@ def test_a_peer_with_another_key_is_not_dialled_again() -> None:
     transport = Mock(dial=Mock(return_value=link))
     board, heard = switchboard(transport)
     board.dial("h:1")
-    board.lose(link, Reason.WRONG_KEY, "invalid seal")
-    assert heard == [("h:1", Reason.WRONG_KEY, "invalid seal")]
+    board.drop_link(link, EndReason.WRONG_KEY, "invalid seal")
+    assert heard == [("h:1", EndReason.WRONG_KEY, "invalid seal")]
     assert not dial_again(board)
 
 
 def test_a_lane_needs_its_links_transport_and_peer() -> None:
     board, _ = switchboard(Mock())
     stranger, first, lane = (
-        Line(
+        PeerLink(
             Mock(transport="tcp", lanes=1),
-            Session(KEY, bytes(16), board.card, dialled=False),
+            LinkSession(KEY, bytes(16), board.card, is_dialler=False),
             None,
             0.0,
         )
@@ -132,7 +141,7 @@ def test_a_lane_needs_its_links_transport_and_peer() -> None:
     assert board._lane_error(lane) is None
     assert len(board) == 2
     lane.link.transport = "rdma"
-    assert board._lane_error(lane) == (Reason.LINK_LOST, "a lane of an unknown link")
+    assert board._lane_error(lane) == (EndReason.LINK_LOST, "a lane of an unknown link")
 
 
 def test_a_peer_whose_lanes_come_and_go_does_not_fill_the_log(
@@ -142,24 +151,24 @@ def test_a_peer_whose_lanes_come_and_go_does_not_fill_the_log(
     first = up(board, proven(board.card))
     for _ in range(10):
         lane = up(board, proven(board.card, b"g" * 16))
-        lane.first = first
+        lane.lane_owner = first
         first.lanes.append(lane)
-        board.lose(lane.link, Reason.LINK_LOST, "gone")
+        board.drop_link(lane.link, EndReason.LINK_LOST, "gone")
         board._clock.call_at.call_args.args[1]()  # type: ignore[attr-defined]
     assert caplog.text.count("a lane to") == 3
 
 
-def up(board: Switchboard, session: Session, dialling: Dialling | None = None) -> Line:
-    line = Line(
+def up(board: LinkManager, session: LinkSession, dialling: DialRequest | None = None) -> PeerLink:
+    line = PeerLink(
         Mock(transport="tcp", lanes=3, received_bytes=0, used=False), session, dialling, 0.0
     )
-    line.up = line.linked = True
+    line.is_proven = line.is_in_use = True
     board._peer_links[line.link] = line
     return line
 
 
-def proven(peer: Card, lane_of: bytes = b"") -> Session:
-    session = Session(KEY, bytes(16), peer, dialled=True, lane_of=lane_of)
+def proven(peer: AgentCard, lane_of: bytes = b"") -> LinkSession:
+    session = LinkSession(KEY, bytes(16), peer, is_dialler=True, lane_of=lane_of)
     session.peer = peer
     return session
 
@@ -168,11 +177,11 @@ def test_lanes_are_dialled_only_for_a_link_that_is_in_use() -> None:
     """A link that may be replaced by a better one gets no lanes."""
     transport = Mock(dial=Mock(side_effect=TransportError("no")))
     board, _ = switchboard(transport)
-    line = up(board, proven(board.card), Dialling(transport, "h:1", "h:1"))
-    line.linked = False
+    line = up(board, proven(board.card), DialRequest(transport, "h:1", "h:1"))
+    line.is_in_use = False
     board._handle(line, Beat(), 0.0)
     transport.dial.assert_not_called()
-    line.linked = True
+    line.is_in_use = True
     board._handle(line, Beat(), 0.0)
     transport.dial.assert_called_once_with("h:1")
 
@@ -181,11 +190,11 @@ def test_only_one_lane_is_dialled_at_a_time() -> None:
     """The time to retry a lost lane may come while another is being dialled."""
     transport = Mock(dial=Mock(side_effect=TransportError("no")))
     board, _ = switchboard(transport)
-    line = up(board, proven(board.card), Dialling(transport, "h:1", "h:1"))
-    line.seeking = True
+    line = up(board, proven(board.card), DialRequest(transport, "h:1", "h:1"))
+    line.is_dialling_lane = True
     board._retry_lane(line, "lost")
     transport.dial.assert_not_called()
-    line.seeking = False
+    line.is_dialling_lane = False
     board._retry_lane(line, "lost")
     transport.dial.assert_called_once_with("h:1")
     del board._peer_links[line.link]
@@ -196,7 +205,7 @@ def test_only_one_lane_is_dialled_at_a_time() -> None:
 def test_lanes_that_cannot_be_dialled_are_given_up_in_the_end() -> None:
     transport = Mock(dial=Mock(side_effect=TransportError("no")))
     board, _ = switchboard(transport)
-    line = up(board, proven(board.card), Dialling(transport, "h:1", "h:1"))
+    line = up(board, proven(board.card), DialRequest(transport, "h:1", "h:1"))
     board._dial_lane(line)
     for _ in range(5):
         board._clock.call_at.call_args.args[1]()  # type: ignore[attr-defined]
@@ -204,14 +213,12 @@ def test_lanes_that_cannot_be_dialled_are_given_up_in_the_end() -> None:
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_a_silent_lane_is_lost_and_so_is_its_link_if_the_lane_was_used(
-    used: bool,
-) -> None:
+def test_a_silent_lane_is_lost_and_so_is_its_link_if_the_lane_was_used(used: bool) -> None:
     """A device in between may acknowledge bytes and drop them."""
     board, _ = switchboard(Mock())
     first, lane = up(board, proven(board.card)), up(board, proven(board.card, b"g" * 16))
-    lane.first, lane.link.used = first, used  # type: ignore[attr-defined]
-    lane.heard = first.seeking = True  # the next lane is being dialled
+    lane.lane_owner, lane.link.used = first, used  # type: ignore[attr-defined]
+    lane.has_received = first.is_dialling_lane = True  # the next lane is being dialled
     first.lanes.append(lane)
     first.link.received_bytes = 1
     board._beat(0.0)
@@ -222,8 +229,8 @@ def test_a_silent_lane_is_lost_and_so_is_its_link_if_the_lane_was_used(
     board._beat(0.75)
     lane.link.close.assert_called_once_with()  # type: ignore[attr-defined]
     assert list(board._peer_links) == [first.link]
-    assert first.seeking
-    assert board._sink.leave.call_count == used  # type: ignore[attr-defined]
+    assert first.is_dialling_lane
+    assert board._sink.retire_link.call_count == used  # type: ignore[attr-defined]
     (then, end), *_ = (call.args for call in board._clock.call_at.call_args_list)  # type: ignore[attr-defined]
     assert then == pytest.approx(0.75 + 0.75)
     end()
@@ -238,16 +245,16 @@ def test_a_lane_to_another_peer_or_of_a_lost_link_is_closed(astray: bool) -> Non
     lane = up(
         board,
         proven(board.card if astray else there, b"g" * 16),
-        Dialling(Mock(), "h:1", "h:1", lane_of=first),
+        DialRequest(Mock(), "h:1", "h:1", lane_of=first),
     )
     if not astray:
         del board._peer_links[first.link]
-    lane.up = lane.linked = False
+    lane.is_proven = lane.is_in_use = False
     board._prove(lane)
     lane.link.close.assert_called_once_with()  # type: ignore[attr-defined]
     first.link.widen.assert_not_called()  # type: ignore[attr-defined]
     assert lane.link not in board._peer_links
-    assert board._tally.refused == {Reason.UNREACHABLE if astray else Reason.LINK_LOST: 1}
+    assert board._tally.refused == {EndReason.UNREACHABLE if astray else EndReason.LINK_LOST: 1}
 
 
 def test_a_silent_peer_is_dropped_with_the_exceeded_limit_as_reason() -> None:
@@ -257,34 +264,40 @@ def test_a_silent_peer_is_dropped_with_the_exceeded_limit_as_reason() -> None:
     board.dial("h:1")
     board._clock.now = lambda: 2.5  # type: ignore[method-assign]
     board._beat(2.5)
-    assert heard == [("h:1", Reason.SILENT, "silent for 2.0 s")]
+    assert heard == [("h:1", EndReason.SILENT, "silent for 2.0 s")]
 
 
 def test_any_error_in_a_dial_is_reported() -> None:
     board, heard = switchboard(Mock(dial=Mock(side_effect=AttributeError("a bug"))))
     board.dial("h:1")
-    assert heard == [("h:1", Reason.UNREACHABLE, "a bug")]
+    assert heard == [("h:1", EndReason.UNREACHABLE, "a bug")]
 
 
 def test_a_peer_whose_message_waits_for_us_is_not_silent() -> None:
-    line = Line(
-        FakeLink(), Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 0.0
+    line = PeerLink(
+        FakeLink(),
+        LinkSession(KEY, bytes(16), AgentCard("p", bytes(16), SMALL), is_dialler=False),
+        None,
+        0.0,
     )  # type: ignore[arg-type]
-    line.up = line.hearing = True
-    assert not line.silent(100.0, 0.0, Options())
-    line.hearing = False
-    assert not line.silent(100.5, 0.0, Options())
-    assert line.silent(101.0, 0.0, Options())
+    line.is_proven = line.is_handling = True
+    assert not line.is_silent(100.0, 0.0, AgentOptions())
+    line.is_handling = False
+    assert not line.is_silent(100.5, 0.0, AgentOptions())
+    assert line.is_silent(101.0, 0.0, AgentOptions())
 
 
 def test_a_stall_of_our_own_does_not_excuse_later_silence() -> None:
     link = FakeLink()
-    line = Line(
-        link, Session(KEY, bytes(16), Card("p", bytes(16), SMALL), dialled=False), None, 0.0
+    line = PeerLink(
+        link,
+        LinkSession(KEY, bytes(16), AgentCard("p", bytes(16), SMALL), is_dialler=False),
+        None,
+        0.0,
     )  # type: ignore[arg-type]
-    line.up, link.received_bytes = True, 1
-    assert not line.silent(10.0, 9.0, Options())
-    assert line.silent(11.0, 0.0, Options())
+    line.is_proven, link.received_bytes = True, 1
+    assert not line.is_silent(10.0, 9.0, AgentOptions())
+    assert line.is_silent(11.0, 0.0, AgentOptions())
 
 
 class MisleadingShm(Shm):
@@ -313,11 +326,11 @@ async def test_a_better_link_to_another_agent_is_not_used() -> None:
     other.agent.offer("r", [1], 16, public=True)
     offer = meant.agent.offer("r", [1], 16, public=True)
     end = await asyncio.wait_for(
-        sink.agent.fetch(meant.agent.address, "r", [1], 16).ended(), PATIENCE_S
+        sink.agent.fetch(meant.agent.address, "r", [1], 16).wait_ended(), PATIENCE_S
     )
-    assert (end.landed, end.transport) == (True, "tcp")
-    assert (await asyncio.wait_for(offer.ended(), PATIENCE_S)).landed
-    assert sink.agent.figures()["faults"] == {"fallback": 1}
+    assert (end.has_landed, end.transport) == (True, "tcp")
+    assert (await asyncio.wait_for(offer.wait_ended(), PATIENCE_S)).has_landed
+    assert sink.agent.stats()["faults"] == {"fallback": 1}
     for member in (sink, meant, other):
         await member.agent.close()
 
@@ -347,13 +360,13 @@ async def test_a_better_link_is_closed_if_the_link_that_led_to_it_was_lost(fails
     landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
     assert await asyncio.to_thread(late.dialling.wait, PATIENCE_S)
     (lost,) = sink.agent._board._peer_links
-    sink.agent.lost(lost, "gone")
-    assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).reason is Reason.LINK_LOST
+    sink.agent.on_lost(lost, "gone")
+    assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).reason is EndReason.LINK_LOST
     again = sink.agent.fetch(source.agent.address, "r", [1], 16)
     late.go.set()
-    end = await asyncio.wait_for(again.ended(), PATIENCE_S)
-    assert (end.landed, end.transport) == (True, "shm")
-    await until(lambda: sink.agent.figures()["links"] == 1)
+    end = await asyncio.wait_for(again.wait_ended(), PATIENCE_S)
+    assert (end.has_landed, end.transport) == (True, "shm")
+    await until(lambda: sink.agent.stats()["links"] == 1)
     for member in (sink, source):
         await member.agent.close()
 
@@ -363,70 +376,67 @@ async def test_a_link_that_is_lost_while_its_peer_proves_itself_does_not_come_up
     sink_loses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The heartbeat finds it silent while its thread handles the last handshake message."""
-    answer, hit = Session.answer, threading.Event()
+    answer, hit = LinkSession.handle, threading.Event()
     async with groups("inproc", SMALL, SMALL, options=[PATIENT, PATIENT]) as (source, sink):
         here = (sink if sink_loses else source).agent
         source.agent.offer("r", [2], 16, public=True)
 
-        def loses(session: Session, data: bytes) -> tuple[Message | None, bytes | None]:
+        def loses(session: LinkSession, data: bytes) -> tuple[Message | None, bytes | None]:
             answered = answer(session, data)
-            if session.peer is not None and session.dialled is sink_loses and not hit.is_set():
+            if session.peer is not None and session.is_dialler is sink_loses and not hit.is_set():
                 hit.set()
                 (link,) = here._board._peer_links
-                here.lost(link, "silent")
+                here.on_lost(link, "silent")
             return answered
 
-        monkeypatch.setattr(Session, "answer", loses)
+        monkeypatch.setattr(LinkSession, "handle", loses)
         lost = sink.agent.fetch(source.agent.address, "r", [1], 16)
-        end = await asyncio.wait_for(lost.ended(), PATIENCE_S)
+        end = await asyncio.wait_for(lost.wait_ended(), PATIENCE_S)
         # The sink dials again while it has used no link for it.
-        assert end.landed if sink_loses else end.reason is Reason.LINK_LOST
+        assert end.has_landed if sink_loses else end.reason is EndReason.LINK_LOST
         source.agent.offer("s", [1], 16, public=True)
         landing = sink.agent.fetch(source.agent.address, "s", [1], 16)
-        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed
         assert list(source.agent._source._outlets) == list(source.agent._board._peer_links)
 
 
 async def test_dialled_links_do_not_count_as_unproven() -> None:
     async with groups(
-        "tcp", SMALL, SMALL, options=[Options(most_strangers=1, handshake_s=15.0), PATIENT]
-    ) as (
-        one,
-        two,
-    ):
+        "tcp", SMALL, SMALL, options=[AgentOptions(max_unproven_links=1, handshake_s=15.0), PATIENT]
+    ) as (one, two):
         with socket.create_server(("127.0.0.1", 0)) as mute:
             waits = one.agent.fetch(f"127.0.0.1:{mute.getsockname()[1]}", "r", [1], 16)
-            await until(lambda: bool(one.agent.figures()["links"]))
+            await until(lambda: bool(one.agent.stats()["links"]))
             one.agent.offer("r", [1], 16, public=True)
             assert (
                 await asyncio.wait_for(
-                    two.agent.fetch(one.agent.address, "r", [2], 16).ended(), PATIENCE_S
+                    two.agent.fetch(one.agent.address, "r", [2], 16).wait_ended(), PATIENCE_S
                 )
-            ).landed
+            ).has_landed
             waits.cancel()
 
 
 async def test_heartbeats_continue_after_a_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = threading.Event()
 
-    def fails(line: Line, *_: object) -> bool:
-        if line.dialling is not None or failed.is_set():
+    def fails(line: PeerLink, *_: object) -> bool:
+        if line.dial_request is not None or failed.is_set():
             return False
         failed.set()
         raise RuntimeError("once")
 
-    brisk = Options(beat_s=0.02, misses=500)
+    brisk = AgentOptions(beat_s=0.02, max_missed_beats=500)
     async with groups("tcp", SMALL, SMALL, options=[brisk, brisk]) as (source, sink):
         offer = source.agent.offer("r", [1], 16, ready_layers=0, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
-        await until(lambda: bool(source.agent.figures()["leases"]["claimed"]))
+        await until(lambda: bool(source.agent.stats()["leases"]["claimed"]))
         (link,) = sink.agent._board._peer_links
-        monkeypatch.setattr(Line, "silent", fails)
+        monkeypatch.setattr(PeerLink, "is_silent", fails)
         assert await asyncio.to_thread(failed.wait, PATIENCE_S)
         heard = link.received_bytes
         await until(lambda: link.received_bytes > heard + 100)
-        offer.ready(SMALL.layers)
-        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        offer.mark_ready(SMALL.layers)
+        assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed
 
 
 async def test_after_a_link_without_a_thread_the_next_is_accepted(
@@ -450,7 +460,7 @@ async def test_after_a_link_without_a_thread_the_next_is_accepted(
         monkeypatch.undo()
         source.agent.offer("r", [1], 16, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
-        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed
 
 
 async def test_without_a_thread_to_dial_a_landing_ends_and_the_next_one_dials(
@@ -462,14 +472,14 @@ async def test_without_a_thread_to_dial_a_landing_ends_and_the_next_one_dials(
         def aside(clock: ThreadClock, call: object) -> NoReturn:
             raise RuntimeError("can't start new thread")
 
-        monkeypatch.setattr(ThreadClock, "aside", aside)
+        monkeypatch.setattr(ThreadClock, "run_in_thread", aside)
         end = await asyncio.wait_for(
-            sink.agent.fetch(source.agent.address, "r", [2], 16).ended(), PATIENCE_S
+            sink.agent.fetch(source.agent.address, "r", [2], 16).wait_ended(), PATIENCE_S
         )
-        assert end.reason is Reason.UNREACHABLE
+        assert end.reason is EndReason.UNREACHABLE
         monkeypatch.undo()
         landing = sink.agent.fetch(source.agent.address, "r", [2], 16)
-        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed
 
 
 @pytest.mark.parametrize(
@@ -483,5 +493,5 @@ async def test_unencodable_text_ends_no_link(words: dict[str, str]) -> None:
             sink.agent.fetch(
                 source.agent.address, words.get("name", "n"), [3], 16, ticket=words.get("ticket")
             )
-        offer.ready(SMALL.layers)
-        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        offer.mark_ready(SMALL.layers)
+        assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed

@@ -12,13 +12,13 @@ import pytest
 
 from kvtransfer.contract import Link
 from kvtransfer.links import link_manager
-from kvtransfer.links.link_manager import Switchboard
-from kvtransfer.links.peer_link import Dialling, Line
-from kvtransfer.protocol.messages import Stop
-from kvtransfer.protocol.outcomes import Reason
-from kvtransfer.protocol.session import Session
+from kvtransfer.links.link_manager import LinkManager
+from kvtransfer.links.peer_link import DialRequest, PeerLink
+from kvtransfer.protocol.messages import StopTransfer
+from kvtransfer.protocol.outcomes import EndReason
+from kvtransfer.protocol.session import LinkSession
 from kvtransfer.transports.tcp import Tcp
-from kvtransfer.util.options import Options
+from kvtransfer.util.options import AgentOptions
 from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, groups, until
 from tests.contract.kvtransfer.links import LANES, PATIENCE_S
 from tests.unit.kvtransfer.transports.stream.lane_access import laned, lanes_of, standing
@@ -27,8 +27,8 @@ from tests.unit.kvtransfer.transports.stream.lane_access import laned, lanes_of,
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the times until failed lanes are retried and used ones end their link."""
-    later = Switchboard._later
-    monkeypatch.setattr(Switchboard, "_later", lambda self, _, call: later(self, 0.05, call))
+    later = LinkManager._later
+    monkeypatch.setattr(LinkManager, "_later", lambda self, _, call: later(self, 0.05, call))
 
 
 async def moved(source: Group, sink: Group, name: str) -> None:
@@ -37,19 +37,19 @@ async def moved(source: Group, sink: Group, name: str) -> None:
     cache.write(SMALL, source.regions, [1, 2, 3, 4])
     offer = source.agent.offer(name, [1, 2, 3, 4], 64)
     landing = sink.agent.fetch(source.agent.address, name, [7, 9, 11, 2], 64, ticket=offer.ticket)
-    end = await asyncio.wait_for(landing.ended(), PATIENCE_S)
-    assert end.landed, end
+    end = await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)
+    assert end.has_landed, end
     assert not cache.differs(SMALL, sink.regions, [7, 9, 11, 2])
-    assert (await asyncio.wait_for(offer.ended(), PATIENCE_S)).landed
+    assert (await asyncio.wait_for(offer.wait_ended(), PATIENCE_S)).has_landed
 
 
-def lines(group: Group) -> list[Line]:
+def lines(group: Group) -> list[PeerLink]:
     return list(group.agent._board._peer_links.values())
 
 
-def first_of(group: Group) -> Line:
+def first_of(group: Group) -> PeerLink:
     """Return the only link that is no lane."""
-    (open_lines,) = (line for line in lines(group) if line.first is None)
+    (open_lines,) = (line for line in lines(group) if line.lane_owner is None)
     return open_lines
 
 
@@ -60,20 +60,20 @@ async def until_lanes(group: Group, count: int) -> None:
     def there() -> bool:
         with board._lock:
             open_lines = lines(group)
-            links = [line for line in open_lines if line.first is None]
+            links = [line for line in open_lines if line.lane_owner is None]
             if len(links) != 1 or len(open_lines) != 1 + count or board._dials:
                 return False
-            (link,), lanes = links, {line for line in open_lines if line.first is not None}
+            (link,), lanes = links, {line for line in open_lines if line.lane_owner is not None}
             return lanes == set(link.lanes) and {line.link for line in lanes} == set(
                 lanes_of(link.link)
             )
 
     await until(there)
-    assert len(board) == group.agent.figures()["links"] == 1
+    assert len(board) == group.agent.stats()["links"] == 1
 
 
 @asynccontextmanager
-async def with_lanes(options: Options = PATIENT) -> AsyncIterator[list[Group]]:
+async def with_lanes(options: AgentOptions = PATIENT) -> AsyncIterator[list[Group]]:
     """Yield a source and a sink whose link has all its lanes, none used yet."""
     async with groups("lanes", SMALL, SMALL, options=(options, options)) as (source, sink):
         await moved(source, sink, "a")
@@ -81,20 +81,19 @@ async def with_lanes(options: Options = PATIENT) -> AsyncIterator[list[Group]]:
             await until_lanes(side, LANES - 1)
         yield [source, sink]
 
-
-# ---- opened
+        # ---- opened
 
 
 async def test_agents_open_as_many_as_the_sink_wants_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seek, under_way = Switchboard._start_dial, []
+    seek, under_way = LinkManager._start_dial, []
 
-    def counted(self: Switchboard, dialling: Dialling) -> None:
+    def counted(self: LinkManager, dialling: DialRequest) -> None:
         seek(self, dialling)
         under_way.append(self._dials)
 
-    monkeypatch.setattr(Switchboard, "_start_dial", counted)
+    monkeypatch.setattr(LinkManager, "_start_dial", counted)
     async with with_lanes() as (source, sink):
         assert under_way == [1] * LANES
         assert first_of(source).session.budget_bytes == LANES * sink.agent.options.budget_bytes
@@ -107,28 +106,28 @@ async def test_no_lane_is_dialled_before_the_source_has_sent_a_message() -> None
     async with groups("lanes", SMALL, SMALL, options=(silent, silent)) as (source, sink):
         landing = sink.agent.fetch(source.agent.address, "a", [7], 16)  # not offered yet
         board = sink.agent._board
-        await until(lambda: any(line.linked for line in board._peer_links.values()))
+        await until(lambda: any(line.is_in_use for line in board._peer_links.values()))
         await asyncio.sleep(0.1)
         assert (len(board), board._dials) == (1, 0)
         await until_lanes(sink, 0)
         source.agent.offer("a", [1], 16, public=True)
-        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed
         for side in (source, sink):
             await until_lanes(side, LANES - 1)
-        assert source.agent.figures()["refused"] == {}
+        assert source.agent.stats()["refused"] == {}
 
 
-def greets(monkeypatch: pytest.MonkeyPatch, lane_of: Callable[[Session], bytes]) -> None:
+def greets(monkeypatch: pytest.MonkeyPatch, lane_of: Callable[[LinkSession], bytes]) -> None:
     """Return the owners that the sinks' lanes name."""
-    greeting = Switchboard._greeting
+    greeting = LinkManager._greeting
 
-    def wrong(self: Switchboard, link: Link, dialling: Dialling) -> Session:
+    def wrong(self: LinkManager, link: Link, dialling: DialRequest) -> LinkSession:
         session = greeting(self, link, dialling)
         if session.lane_of:
             session.lane_of = lane_of(session)
         return session
 
-    monkeypatch.setattr(Switchboard, "_greeting", wrong)
+    monkeypatch.setattr(LinkManager, "_greeting", wrong)
 
 
 @pytest.mark.usefixtures("soon")
@@ -142,7 +141,7 @@ async def test_a_lane_of_an_unknown_link_is_refused_and_the_link_survives(
         await moved(source, sink, "a")
         await until(lambda: caplog.text.count("a lane to") == 3)
         await asyncio.sleep(0.2)
-        assert source.agent.figures()["refused"] == {Reason.LINK_LOST: 3}
+        assert source.agent.stats()["refused"] == {EndReason.LINK_LOST: 3}
         for side in (source, sink):
             await until_lanes(side, 0)
         await moved(source, sink, "b")
@@ -157,37 +156,34 @@ async def test_a_lane_of_another_members_link_is_refused(monkeypatch: pytest.Mon
         greets(monkeypatch, lambda session: theirs)
         offer = source.agent.offer("b", [1], 16)
         landing = thief.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
-        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
-        await until(lambda: bool(source.agent.figures()["refused"].get(Reason.LINK_LOST)))
+        assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed
+        await until(lambda: bool(source.agent.stats()["refused"].get(EndReason.LINK_LOST)))
         assert {
-            line.peer: len(line.lanes) for line in lines(source) if line.up and line.first is None
-        } == {
-            "p1": LANES - 1,
-            "p2": 0,
-        }
+            line.peer: len(line.lanes)
+            for line in lines(source)
+            if line.is_proven and line.lane_owner is None
+        } == {"p1": LANES - 1, "p2": 0}
 
 
 async def test_a_lane_of_a_lane_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    sessions: list[Session] = []
+    sessions: list[LinkSession] = []
 
-    def of_the_one_before(session: Session) -> bytes:
+    def of_the_one_before(session: LinkSession) -> bytes:
         sessions.append(session)
         return sessions[-2].greeting if len(sessions) > 1 else session.lane_of
 
     greets(monkeypatch, of_the_one_before)
     async with groups("lanes", SMALL, SMALL) as (source, sink):
         await moved(source, sink, "a")
-        await until(lambda: bool(source.agent.figures()["refused"].get(Reason.LINK_LOST)))
+        await until(lambda: bool(source.agent.stats()["refused"].get(EndReason.LINK_LOST)))
         assert len(first_of(source).lanes) == 1
 
 
-async def test_a_source_refuses_lanes_beyond_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(link_manager, "MOST_LANES", LANES - 1)
+async def test_a_source_refuses_lanes_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_manager, "MAX_LANES", LANES - 1)
     async with groups("lanes", SMALL, SMALL) as (source, sink):
         await moved(source, sink, "a")
-        await until(lambda: source.agent.figures()["refused"] == {Reason.PROTOCOL: 1})
+        await until(lambda: source.agent.stats()["refused"] == {EndReason.PROTOCOL: 1})
         for side in (source, sink):
             await until_lanes(side, LANES - 2)
         await moved(source, sink, "b")
@@ -210,13 +206,12 @@ async def test_a_lane_that_cannot_be_dialled_is_tried_again(
         assert len(dialled) == LANES + 1
         assert "failed: no route for once" in caplog.text
 
-
-# ---- alive
+        # ---- alive
 
 
 async def test_beats_go_by_lanes_as_by_links() -> None:
     """A device between two hosts may drop an idle connection."""
-    often = msgspec.structs.replace(PATIENT, beat_s=0.02, misses=1000)
+    often = msgspec.structs.replace(PATIENT, beat_s=0.02, max_missed_beats=1000)
     async with with_lanes(often) as (source, sink):
         for side in (source, sink):
             before = [line.link.received_bytes for line in lines(side)]
@@ -231,14 +226,13 @@ async def test_beats_go_by_lanes_as_by_links() -> None:
 @pytest.mark.usefixtures("soon")
 async def test_any_other_message_on_a_lane_closes_it(caplog: pytest.LogCaptureFixture) -> None:
     async with with_lanes() as (source, sink):
-        first_of(source).lanes[0].say(Stop(1, Reason.CANCELLED))
-        await until(lambda: sink.agent.figures()["faults"] == {"protocol": 1})
+        first_of(source).lanes[0].send(StopTransfer(1, EndReason.CANCELLED))
+        await until(lambda: sink.agent.stats()["faults"] == {"protocol": 1})
         await until(lambda: "failed: Stop on a lane" in caplog.text)
         await until_lanes(sink, LANES - 1)
         await moved(source, sink, "b")
 
-
-# ---- lost
+        # ---- lost
 
 
 @pytest.mark.usefixtures("soon")
@@ -255,8 +249,8 @@ async def test_an_unused_lane_that_is_lost_is_redialled_and_the_link_survives(
             await until(lambda side=side: gone not in lanes_of(first_of(side).link))
             await until_lanes(side, LANES - 1)
         await until(lambda: caplog.text.count("a lane to") == 2)  # at both ends
-        offer.ready(SMALL.layers)
-        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        offer.mark_ready(SMALL.layers)
+        assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed
 
 
 @pytest.mark.usefixtures("soon")
@@ -266,12 +260,12 @@ async def test_with_a_lane_that_was_used_the_link_is_lost(at_source: bool) -> No
     async with with_lanes() as (source, sink):
         offer = source.agent.offer("b", [1], 16, ready_layers=0)
         landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
-        await until(lambda: bool(source.agent.figures()["leases"]["claimed"]))
+        await until(lambda: bool(source.agent.stats()["leases"]["claimed"]))
         lane = lanes_of(first_of(source if at_source else sink).link)[0]
-        lane.used = True
+        lane.has_carried_windows = True
         lane._sock.shutdown(socket.SHUT_RDWR)
-        ends = [await asyncio.wait_for(side.ended(), PATIENCE_S) for side in (offer, landing)]
-        assert [end.reason for end in ends] == [Reason.LINK_LOST, Reason.LINK_LOST]
+        ends = [await asyncio.wait_for(side.wait_ended(), PATIENCE_S) for side in (offer, landing)]
+        assert [end.reason for end in ends] == [EndReason.LINK_LOST, EndReason.LINK_LOST]
         assert "a lane is lost" in ends[0 if at_source else 1].detail
         for side in (source, sink):
             await until(lambda side=side: not lines(side))
@@ -284,15 +278,15 @@ async def test_transfers_started_after_a_used_lane_is_lost_use_a_new_link() -> N
         old = first_of(sink)
         offer = source.agent.offer("b", [1], 16, ready_layers=0)
         landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
-        await until(lambda: bool(source.agent.figures()["leases"]["claimed"]))
+        await until(lambda: bool(source.agent.stats()["leases"]["claimed"]))
         for lane in lanes_of(old.link):
-            lane.used = True
+            lane.has_carried_windows = True
         lanes_of(old.link)[0]._sock.shutdown(socket.SHUT_RDWR)
         await until(lambda: len(old.lanes) < LANES - 1)
         await moved(source, sink, "c")
-        assert len([line for line in lines(sink) if line.linked]) == 2
-        offer.ready(SMALL.layers)
-        assert (await asyncio.wait_for(landing.ended(), PATIENCE_S)).landed
+        assert len([line for line in lines(sink) if line.is_in_use]) == 2
+        offer.mark_ready(SMALL.layers)
+        assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed
 
 
 @pytest.mark.usefixtures("soon")
@@ -300,8 +294,8 @@ async def test_a_lane_that_takes_its_first_window_while_closing_counts_as_used()
     async with with_lanes() as (source, sink):
         (line, *_), board = first_of(source).lanes, source.agent._board
         with board._lock:
-            source.agent.lost(line.link, "silent")
-            laned(line.link).used = True
+            source.agent.on_lost(line.link, "silent")
+            laned(line.link).has_carried_windows = True
         await until(lambda: not lines(source) and not lines(sink))
 
 
@@ -309,16 +303,16 @@ async def test_the_links_last_messages_count_after_its_lanes_have_ended() -> Non
     async with with_lanes() as (source, sink):
         offer = source.agent.offer("b", [1], 16, ready_layers=0)
         landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
-        await until(lambda: bool(source.agent.figures()["leases"]["claimed"]))
+        await until(lambda: bool(source.agent.stats()["leases"]["claimed"]))
         link = first_of(sink).link
         lanes = lanes_of(link)
         for lane in lanes:
-            lane.used = True
+            lane.has_carried_windows = True
         with standing(link):
             await source.agent.close()
             await until(lambda: not first_of(sink).lanes)
-        end = await asyncio.wait_for(landing.ended(), PATIENCE_S)
-        assert (end.reason, end.detail) == (Reason.CLOSED, "")
+        end = await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)
+        assert (end.reason, end.detail) == (EndReason.CLOSED, "")
 
 
 @pytest.mark.parametrize("at_source", [True, False])

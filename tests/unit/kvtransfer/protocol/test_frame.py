@@ -6,23 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.contract import Verdict, WindowHead
+from kvtransfer.contract import WindowHead, WindowVerdict
 from kvtransfer.protocol.frame import (
     PREAMBLE_BYTES,
     TRAILER_BYTES,
     WINDOW_HEADER_BYTES,
     FrameError,
+    FrameKind,
     FrameLimits,
-    Kind,
-    Proof,
-    frame,
-    opening,
+    PayloadProof,
+    decode_header,
+    decode_trailer,
+    encode_frame,
+    encode_trailer,
+    encode_window_frame,
     pack_head,
-    read_trailer,
-    trailer,
     unpack_head,
-    verify,
-    window_frame,
+    verify_header,
 )
 
 LIMITS = FrameLimits(header_bytes=1000, payload_bytes=1 << 20)
@@ -30,22 +30,22 @@ HEAD = WindowHead(1 << 61, 3, 2, 1000, 64, 1 << 22)
 u32 = st.integers(0, (1 << 32) - 1)
 
 
-def read(data: bytes, limits: FrameLimits = LIMITS) -> tuple[Kind, bytes, int]:
+def read(data: bytes, limits: FrameLimits = LIMITS) -> tuple[FrameKind, bytes, int]:
     view = memoryview(data)
-    announced = opening(view, limits)
+    announced = decode_header(view, limits)
     size = PREAMBLE_BYTES + announced.header_bytes
-    verify(view[:size], announced)
+    verify_header(view[:size], announced)
     return announced.kind, data[PREAMBLE_BYTES:size], announced.payload_bytes
 
 
-@given(st.sampled_from(Kind), st.binary(max_size=1000), st.integers(0, 1 << 20))
-def test_what_was_framed_is_read_back(kind: Kind, header: bytes, payload_bytes: int) -> None:
-    assert read(frame(kind, header, payload_bytes)) == (kind, header, payload_bytes)
+@given(st.sampled_from(FrameKind), st.binary(max_size=1000), st.integers(0, 1 << 20))
+def test_what_was_framed_is_read_back(kind: FrameKind, header: bytes, payload_bytes: int) -> None:
+    assert read(encode_frame(kind, header, payload_bytes)) == (kind, header, payload_bytes)
 
 
 @given(st.binary(max_size=100), st.data())
 def test_a_single_altered_byte_is_detected(header: bytes, data: st.DataObject) -> None:
-    whole = bytearray(frame(Kind.WINDOW, header, 77, Proof.XXH3))
+    whole = bytearray(encode_frame(FrameKind.WINDOW, header, 77, PayloadProof.XXH3))
     whole[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(FrameError):
         read(bytes(whole))
@@ -58,9 +58,9 @@ def test_noise_is_no_frame(noise: bytes) -> None:
 
 
 def test_a_header_or_payload_over_the_limit_is_refused_by_its_preamble_alone() -> None:
-    for data in (frame(Kind.MESSAGE, bytes(1001)), frame(Kind.WINDOW, b"", (1 << 20) + 1)):
+    for data in (encode_frame(FrameKind.MESSAGE, bytes(1001)), encode_frame(FrameKind.WINDOW, b"", (1 << 20) + 1)):
         with pytest.raises(FrameError, match="over the limit"):
-            opening(memoryview(data[:PREAMBLE_BYTES]), LIMITS)
+            decode_header(memoryview(data[:PREAMBLE_BYTES]), LIMITS)
 
 
 @given(st.integers(0, (1 << 62) - 1), u32, u32, u32, u32, st.integers(0, 1 << 48))
@@ -73,9 +73,9 @@ def test_a_window_head_decodes_to_the_same(
 
 
 def test_a_windows_frame_is_its_head_in_a_frame() -> None:
-    assert window_frame(HEAD, 9, Proof.XXH3) == frame(Kind.WINDOW, pack_head(HEAD), 9, Proof.XXH3)
+    assert encode_window_frame(HEAD, 9, PayloadProof.XXH3) == encode_frame(FrameKind.WINDOW, pack_head(HEAD), 9, PayloadProof.XXH3)
     with pytest.raises(FrameError, match="does not fit"):
-        window_frame(HEAD, -1, Proof.NONE)
+        encode_window_frame(HEAD, -1, PayloadProof.NONE)
 
 
 def test_a_head_that_does_not_fit_or_is_too_short_is_an_error() -> None:
@@ -85,13 +85,13 @@ def test_a_head_that_does_not_fit_or_is_too_short_is_an_error() -> None:
         unpack_head(pack_head(HEAD)[:-1])
 
 
-@pytest.mark.parametrize("verdict", Verdict)
-def test_a_trailer_carries_verdict_and_proof(verdict: Verdict) -> None:
-    assert len(trailer(verdict, 99)) == TRAILER_BYTES
-    assert read_trailer(memoryview(trailer(verdict, 99))) == (verdict, (99).to_bytes(16, "little"))
-    assert read_trailer(memoryview(trailer(verdict, b"t" * 16))) == (verdict, b"t" * 16)
+@pytest.mark.parametrize("verdict", WindowVerdict)
+def test_a_trailer_carries_verdict_and_proof(verdict: WindowVerdict) -> None:
+    assert len(encode_trailer(verdict, 99)) == TRAILER_BYTES
+    assert decode_trailer(memoryview(encode_trailer(verdict, 99))) == (verdict, (99).to_bytes(16, "little"))
+    assert decode_trailer(memoryview(encode_trailer(verdict, b"t" * 16))) == (verdict, b"t" * 16)
 
 
 def test_an_unknown_verdict_is_an_error() -> None:
     with pytest.raises(FrameError, match="verdict"):
-        read_trailer(memoryview(b"\x07" + bytes(TRAILER_BYTES - 1)))
+        decode_trailer(memoryview(b"\x07" + bytes(TRAILER_BYTES - 1)))

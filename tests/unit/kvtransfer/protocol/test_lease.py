@@ -80,8 +80,8 @@ def test_a_heartbeat_moves_the_deadline_forward_only() -> None:
 def test_an_ended_lease_records_the_state_it_ended_from(
     before: tuple[LeaseEvent, ...], left: LeaseState
 ) -> None:
-    assert advance(walked(*before), LeaseEvent.REVOKE, 1.0).left is left
-    assert advance(walked(*before), LeaseEvent.EXPIRE, 10.0).left is left
+    assert advance(walked(*before), LeaseEvent.REVOKE, 1.0).ended_from is left
+    assert advance(walked(*before), LeaseEvent.EXPIRE, 10.0).ended_from is left
 
 
 @given(st.lists(st.tuples(st.sampled_from(LeaseEvent), st.floats(0, 4)), max_size=20))

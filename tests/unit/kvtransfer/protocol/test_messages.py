@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 
 from kvtransfer.layout.layout import KvDtype, KvLayout
 from kvtransfer.protocol.messages import (
-    MOST_BLOCKS,
-    MOST_MESSAGE_BYTES,
+    MAX_BLOCKS,
+    MAX_MESSAGE_BYTES,
     Accept,
+    AgentCard,
     Beat,
-    Card,
     Credit,
-    Hello,
     Invite,
     Landed,
     Lane,
+    LinkHello,
+    LinkReady,
     Message,
     ProtocolError,
-    Ready,
-    Stop,
+    StopTransfer,
     Unwanted,
     Welcome,
     decode,
@@ -34,22 +34,22 @@ from kvtransfer.protocol.messages import (
     pack_blocks,
     unpack_blocks,
 )
-from kvtransfer.protocol.outcomes import Reason
+from kvtransfer.protocol.outcomes import EndReason
 
 LAYOUT = KvLayout(layers=32, kv_heads=8, head_dim=128, dtype=KvDtype.BF16, block_tokens=16, tp=4)
-CARD = Card("p-0", bytes(range(16)), LAYOUT, "llama", "host", {"tcp": "127.0.0.1:1"})
+CARD = AgentCard("p-0", bytes(range(16)), LAYOUT, "llama", "host", {"tcp": "127.0.0.1:1"})
 INVITE = Invite(
     7, "request", pack_blocks(range(50)), 800, 16, 30.0, 5.0, 0, 1 << 20, "ticket", b"grant"
 )
 EVERY: list[Message] = [
-    Hello(1, bytes(16), CARD, 16 << 20),
+    LinkHello(1, bytes(16), CARD, 16 << 20),
     Lane(1, bytes(16), CARD, bytes(16)),
     Welcome(1, bytes(16), CARD),
-    Ready(),
+    LinkReady(),
     Beat(),
     INVITE,
     Accept(7, pack_blocks([3, 1, 2]), 8, 1 << 20),
-    Stop(7, Reason.STALE, "why"),
+    StopTransfer(7, EndReason.STALE, "why"),
     Landed(7, 1 << 30),
     Credit(7, 1 << 20),
     Unwanted("request", "ticket"),
@@ -68,7 +68,7 @@ def test_a_message_decodes_to_the_same(message: Message) -> None:
         {"transfer": 1 << 62},
         {"name": ""},
         {"name": "x" * 257},
-        {"blocks": bytes(4 * MOST_BLOCKS + 4)},
+        {"blocks": bytes(4 * MAX_BLOCKS + 4)},
         {"tokens": -1},
         {"tokens": 1 << 32},
         {"wait_s": -1.0},
@@ -87,7 +87,7 @@ def test_what_is_out_of_bounds_is_no_message(changes: dict[str, object]) -> None
 
 
 def test_an_impossible_layout_is_not_a_valid_message() -> None:
-    data = bytearray(encode(Hello(1, bytes(16), CARD, 0)))
+    data = bytearray(encode(LinkHello(1, bytes(16), CARD, 0)))
     position = data.index(b"block_tokens") + len(b"block_tokens")
     assert data[position] == 16
     data[position] = 0
@@ -104,7 +104,7 @@ def test_nothing_may_be_added_to_a_message() -> None:
 
 def test_too_much_is_refused_unread() -> None:
     with pytest.raises(ProtocolError, match="limit"):
-        decode(bytes(MOST_MESSAGE_BYTES + 1))
+        decode(bytes(MAX_MESSAGE_BYTES + 1))
 
 
 def test_nesting_without_end_is_no_message() -> None:

@@ -12,48 +12,48 @@ from hypothesis import strategies as st
 from kvtransfer.layout.layout import KvDtype, KvLayout
 from kvtransfer.protocol.messages import (
     VERSION,
+    AgentCard,
     Beat,
-    Card,
     Credit,
-    Hello,
+    LinkHello,
+    LinkReady,
     Message,
     ProtocolError,
-    Ready,
     Welcome,
     encode,
 )
 from kvtransfer.protocol.session import (
     MOST_HELLO_BYTES,
-    Session,
-    Unproven,
+    LinkSession,
+    SealError,
     greeting_nonce,
     shows_key,
 )
 
 KEY = b"k" * 32
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, dtype=KvDtype.BF16, block_tokens=16)
-SINK, SOURCE = Card("sink", b"s" * 16, LAYOUT), Card("source", b"p" * 16, LAYOUT)
+SINK, SOURCE = AgentCard("sink", b"s" * 16, LAYOUT), AgentCard("source", b"p" * 16, LAYOUT)
 
 
 def pair(
     key: bytes = KEY, other: bytes = KEY, nonces: tuple[bytes, bytes] = (b"1" * 16, b"2" * 16)
-) -> tuple[Session, Session]:
-    sink = Session(key, nonces[0], SINK, dialled=True, budget_bytes=5)
-    return sink, Session(other, nonces[1], SOURCE, dialled=False)
+) -> tuple[LinkSession, LinkSession]:
+    sink = LinkSession(key, nonces[0], SINK, is_dialler=True, budget_bytes=5)
+    return sink, LinkSession(other, nonces[1], SOURCE, is_dialler=False)
 
 
-def shaken() -> tuple[Session, Session]:
+def shaken() -> tuple[LinkSession, LinkSession]:
     sink, source = pair()
-    _, welcome = source.answer(sink.hello())
+    _, welcome = source.handle(sink.hello())
     assert welcome is not None
-    _, ready = sink.answer(welcome)
+    _, ready = sink.handle(welcome)
     assert ready is not None
-    assert source.answer(ready) == (None, None)
+    assert source.handle(ready) == (None, None)
     return sink, source
 
 
-def heard(session: Session, data: bytes) -> Message | None:
-    return session.answer(data)[0]
+def heard(session: LinkSession, data: bytes) -> Message | None:
+    return session.handle(data)[0]
 
 
 def test_two_ends_with_the_key_prove_their_identity() -> None:
@@ -68,76 +68,78 @@ def test_two_ends_with_the_key_prove_their_identity() -> None:
 
 def test_no_peer_is_proven_before_the_last_step() -> None:
     sink, source = pair()
-    _, welcome = source.answer(sink.hello())
+    _, welcome = source.handle(sink.hello())
     assert source.peer is None
     assert welcome is not None
-    sink.answer(welcome)
+    sink.handle(welcome)
     assert source.peer is None
 
 
 def test_the_dialling_end_detects_another_key() -> None:
     sink, source = pair(KEY, b"q" * 32)
-    _, welcome = source.answer(sink.hello())
+    _, welcome = source.handle(sink.hello())
     assert welcome is not None
-    with pytest.raises(Unproven):
-        sink.answer(welcome)
+    with pytest.raises(SealError):
+        sink.handle(welcome)
 
 
 def test_a_ready_with_an_invalid_seal_is_refused() -> None:
     sink, source = pair()
-    source.answer(sink.hello())
-    with pytest.raises(Unproven):
-        source.answer(encode(Ready()) + bytes(16))
+    source.handle(sink.hello())
+    with pytest.raises(SealError):
+        source.handle(encode(LinkReady()) + bytes(16))
 
 
 def test_a_recorded_conversation_cannot_be_replayed() -> None:
     sink, source = pair()
     hello = sink.hello()
-    _, welcome = source.answer(hello)
+    _, welcome = source.handle(hello)
     assert welcome is not None
-    _, ready = sink.answer(welcome)
-    later = Session(KEY, b"3" * 16, SOURCE, dialled=False)
-    later.answer(hello)
+    _, ready = sink.handle(welcome)
+    later = LinkSession(KEY, b"3" * 16, SOURCE, is_dialler=False)
+    later.handle(hello)
     assert ready is not None
-    with pytest.raises(Unproven):
-        later.answer(ready)
-    again = Session(KEY, b"4" * 16, SINK, dialled=True)
+    with pytest.raises(SealError):
+        later.handle(ready)
+    again = LinkSession(KEY, b"4" * 16, SINK, is_dialler=True)
     again.hello()
-    with pytest.raises(Unproven):
-        again.answer(welcome)
+    with pytest.raises(SealError):
+        again.handle(welcome)
 
 
 def test_a_message_of_one_side_cannot_be_reflected() -> None:
     sink, _ = shaken()
-    with pytest.raises(Unproven):
-        sink.answer(sink.seal(Beat()))
+    with pytest.raises(SealError):
+        sink.handle(sink.seal(Beat()))
 
 
 def test_a_hello_in_answer_to_a_hello_is_refused() -> None:
     sink, _ = pair()
-    with pytest.raises(Unproven):
-        sink.answer(sink.hello())
+    with pytest.raises(SealError):
+        sink.handle(sink.hello())
 
 
 @pytest.mark.parametrize(
-    "first", [Ready(), Beat(), Welcome(VERSION, bytes(16), SINK), Credit(1, 1)]
+    "first", [LinkReady(), Beat(), Welcome(VERSION, bytes(16), SINK), Credit(1, 1)]
 )
 def test_hello_comes_first(first: Message) -> None:
     _, source = pair()
     with pytest.raises(ProtocolError):
-        source.answer(encode(first))
+        source.handle(encode(first))
 
 
 def test_a_hello_is_short() -> None:
     _, source = pair()
     with pytest.raises(ProtocolError):
-        source.answer(bytes(MOST_HELLO_BYTES + 1))
+        source.handle(bytes(MOST_HELLO_BYTES + 1))
 
 
 def test_another_version_is_reported_in_the_handshake() -> None:
     sink, source = pair()
-    hello = encode(msgspec.structs.replace(Hello(VERSION, b"1" * 16, SINK, 0), version=VERSION + 1))
-    source.answer(hello)
+    hello = encode(
+        msgspec.structs.replace(LinkHello(VERSION, b"1" * 16, SINK, 0), version=VERSION + 1)
+    )
+    source.handle(hello)
     assert source.version == VERSION + 1
     assert sink.version == VERSION
 
@@ -149,9 +151,9 @@ def test_a_hello_can_be_decoded_by_every_version() -> None:
 
 
 def test_a_lane_greets_with_its_links_nonce() -> None:
-    source = Session(KEY, b"2" * 16, SOURCE, dialled=False)
-    sink = Session(KEY, b"1" * 16, SINK, dialled=True, lane_of=b"g" * 16)
-    source.answer(sink.hello())
+    source = LinkSession(KEY, b"2" * 16, SOURCE, is_dialler=False)
+    sink = LinkSession(KEY, b"1" * 16, SINK, is_dialler=True, lane_of=b"g" * 16)
+    source.handle(sink.hello())
     assert (source.lane_of, source.greeting) == (b"g" * 16, b"1" * 16)
 
 
@@ -180,18 +182,18 @@ def test_any_change_of_the_stream_is_detected_at_the_first_message(kind: int, rn
         for data in [*harmed, frames[0]]:
             messages.append(heard(source, data))  # noqa: PERF401
 
-    with pytest.raises(Unproven):
+    with pytest.raises(SealError):
         take_all()
     assert messages == [Credit(number, number) for number in range(len(messages))]
 
 
 @given(st.binary(max_size=200), st.booleans())
 def test_any_bytes_are_refused_by_name_in_the_handshake(data: bytes, dialled: bool) -> None:
-    session = Session(KEY, b"1" * 16, SINK, dialled=dialled)
+    session = LinkSession(KEY, b"1" * 16, SINK, is_dialler=dialled)
     if dialled:
         session.hello()
-    with pytest.raises((ProtocolError, Unproven)):
-        session.answer(data)
+    with pytest.raises((ProtocolError, SealError)):
+        session.handle(data)
     assert session.peer is None
 
 

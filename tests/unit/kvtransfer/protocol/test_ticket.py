@@ -9,13 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from kvtransfer.protocol.ticket import (
-    MOST_CHARS,
-    Refusal,
-    Refused,
+    MAX_CHARS,
+    SpentTickets,
     Ticket,
-    Used,
+    TicketRefusal,
+    TicketRefused,
+    block_digest,
     check,
-    digest_of,
     mint,
 )
 
@@ -25,7 +25,7 @@ TICKET = Ticket(
     offer="req-1",
     agent="prefill-0",
     epoch=EPOCH,
-    digest=digest_of(BLOCKS, GENERATIONS),
+    digest=block_digest(BLOCKS, GENERATIONS),
     not_after=130.0,
     nonce=b"n" * 16,
 )
@@ -33,8 +33,8 @@ TICKET = Ticket(
 
 def refusal(
     text: str, now: float = 100.0, *, key: bytes = KEY, epoch: bytes = EPOCH, sink: str = "d"
-) -> Refusal:
-    with pytest.raises(Refused) as caught:
+) -> TicketRefusal:
+    with pytest.raises(TicketRefused) as caught:
         check(key, text, now, epoch=epoch, sink=sink)
     assert text not in str(caught.value) or not text
     return caught.value.reason
@@ -51,19 +51,19 @@ def test_a_minted_ticket_is_ascii_and_decodes_to_the_same() -> None:
 def test_a_ticket_for_one_sink_is_refused_to_others() -> None:
     text = mint(KEY, replace(TICKET, sink="decode-1"))
     assert check(KEY, text, 100.0, epoch=EPOCH, sink="decode-1").sink == "decode-1"
-    assert refusal(text, sink="decode-2") is Refusal.WRONG_SINK
+    assert refusal(text, sink="decode-2") is TicketRefusal.WRONG_SINK
 
 
 def test_a_ticket_ends_on_the_second() -> None:
     text = mint(KEY, TICKET)
     check(KEY, text, 129.999, epoch=EPOCH)
-    assert refusal(text, 130.0) is Refusal.EXPIRED
-    assert refusal(mint(KEY, replace(TICKET, not_after=float("nan")))) is Refusal.EXPIRED
+    assert refusal(text, 130.0) is TicketRefusal.EXPIRED
+    assert refusal(mint(KEY, replace(TICKET, not_after=float("nan")))) is TicketRefusal.EXPIRED
 
 
 def test_a_ticket_of_an_earlier_epoch_or_another_agent_is_refused() -> None:
-    assert refusal(mint(KEY, TICKET), epoch=b"f" * 16) is Refusal.WRONG_EPOCH
-    assert refusal(mint(KEY, TICKET), key=b"K" * 32) is Refusal.FORGED
+    assert refusal(mint(KEY, TICKET), epoch=b"f" * 16) is TicketRefusal.WRONG_EPOCH
+    assert refusal(mint(KEY, TICKET), key=b"K" * 32) is TicketRefusal.FORGED
 
 
 def test_no_bit_of_a_ticket_can_be_changed() -> None:
@@ -72,15 +72,18 @@ def test_no_bit_of_a_ticket_can_be_changed() -> None:
         for bit in range(8):
             forged = bytearray(data)
             forged[index] ^= 1 << bit
-            assert refusal(base64.urlsafe_b64encode(forged).rstrip(b"=").decode()) is Refusal.FORGED
+            assert (
+                refusal(base64.urlsafe_b64encode(forged).rstrip(b"=").decode())
+                is TicketRefusal.FORGED
+            )
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "A" * 43, "A" * (MOST_CHARS + 1), "A" * 200 + "=", "A" * 200 + "\n", "é" * 200, "A" * 101],
+    ["", "A" * 43, "A" * (MAX_CHARS + 1), "A" * 200 + "=", "A" * 200 + "\n", "é" * 200, "A" * 101],
 )
 def test_text_that_is_no_ticket_is_refused_before_it_is_read(text: str) -> None:
-    assert refusal(text) in (Refusal.MALFORMED, Refusal.FORGED)
+    assert refusal(text) in (TicketRefusal.MALFORMED, TicketRefusal.FORGED)
 
 
 @pytest.mark.parametrize("offer", ["r", "rr", "rrr"])
@@ -89,13 +92,13 @@ def test_a_ticket_has_one_spelling(offer: str) -> None:
     text = mint(KEY, replace(TICKET, offer=offer))
     alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
     for last in alphabet.replace(text[-1], ""):
-        assert refusal(text[:-1] + last) in (Refusal.MALFORMED, Refusal.FORGED)
-    assert refusal(text + "=" * (-len(text) % 4 or 1)) is Refusal.MALFORMED
+        assert refusal(text[:-1] + last) in (TicketRefusal.MALFORMED, TicketRefusal.FORGED)
+    assert refusal(text + "=" * (-len(text) % 4 or 1)) is TicketRefusal.MALFORMED
 
 
 def test_genuine_but_of_another_shape_is_refused() -> None:
     strange = replace(TICKET, offer="")
-    assert refusal(mint(KEY, strange)) is Refusal.MALFORMED
+    assert refusal(mint(KEY, strange)) is TicketRefusal.MALFORMED
 
 
 def test_names_that_are_too_long_are_not_minted_and_weak_keys_not_used() -> None:
@@ -108,31 +111,32 @@ def test_names_that_are_too_long_are_not_minted_and_weak_keys_not_used() -> None
 def test_a_digest_depends_on_blocks_their_order_and_their_generations() -> None:
     observations = {
         TICKET.digest,
-        digest_of(BLOCKS[::-1], GENERATIONS),
-        digest_of(BLOCKS, GENERATIONS + np.uint32(1)),
-        digest_of(BLOCKS[:2], GENERATIONS[:2]),
+        block_digest(BLOCKS[::-1], GENERATIONS),
+        block_digest(BLOCKS, GENERATIONS + np.uint32(1)),
+        block_digest(BLOCKS[:2], GENERATIONS[:2]),
     }
     assert len(observations) == 4
     assert (
-        digest_of(BLOCKS.copy(), GENERATIONS.astype(np.uint64).astype(np.uint32)) == TICKET.digest
+        block_digest(BLOCKS.copy(), GENERATIONS.astype(np.uint64).astype(np.uint32))
+        == TICKET.digest
     )
 
 
 def test_a_ticket_is_valid_once() -> None:
-    used = Used()
+    used = SpentTickets()
     used.spend(TICKET, 100.0)
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(TicketRefused) as caught:
         used.spend(TICKET, 129.0)
-    assert caught.value.reason is Refusal.SPENT
+    assert caught.value.reason is TicketRefusal.SPENT
 
 
 def test_spent_tickets_are_forgotten_when_they_would_have_expired_anyway() -> None:
-    used = Used(most=2)
+    used = SpentTickets(most=2)
     used.spend(TICKET, 100.0)
     used.spend(replace(TICKET, nonce=b"m" * 16, not_after=140.0), 100.0)
     third = replace(TICKET, nonce=b"o" * 16, not_after=150.0)
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(TicketRefused) as caught:
         used.spend(third, 129.9)
-    assert caught.value.reason is Refusal.TOO_MANY
+    assert caught.value.reason is TicketRefusal.TOO_MANY
     used.spend(third, 130.0)
     assert len(used) == 2

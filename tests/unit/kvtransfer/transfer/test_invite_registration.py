@@ -11,8 +11,8 @@ import numpy as np
 from kvtransfer.contract import TransportError
 from kvtransfer.protocol.messages import Invite
 from kvtransfer.transfer.commands import SendInvite
-from kvtransfer.transfer.invite_registration import Inviting
-from kvtransfer.util.agent_lock import Hold
+from kvtransfer.transfer.invite_registration import InviteRegistration
+from kvtransfer.util.agent_lock import AgentLock
 from kvtransfer.util.clock import ThreadClock
 
 
@@ -35,9 +35,9 @@ class SlowGrantLink:
 
 class Host:
     def __init__(self, clock: Any) -> None:
-        self.hold, self.said, self.link = Hold(), list[tuple[int, object]](), SlowGrantLink()
+        self.hold, self.said, self.link = AgentLock(), list[tuple[int, object]](), SlowGrantLink()
         self.all = threading.Event()
-        self.inviting = Inviting([], clock, self.hold, self.say, self.say)
+        self.inviting = InviteRegistration([], clock, self.hold, self.say, self.say)
 
     def say(self, command: SendInvite, what: object) -> None:
         self.said.append((command.invite.transfer, what))
@@ -47,7 +47,7 @@ class Host:
     def put(self, transfer: int) -> None:
         invite = Invite(transfer, "r", b"", 1, 0, 1.0, 1.0, 0, 1)
         with self.hold:
-            self.inviting.put(SendInvite(self.link, invite, np.zeros(0, np.int64)))  # type: ignore[arg-type]
+            self.inviting.add(SendInvite(self.link, invite, np.zeros(0, np.int64)))  # type: ignore[arg-type]
 
 
 def test_grants_run_without_the_lock_and_are_sent_in_order() -> None:

@@ -5,42 +5,42 @@ from __future__ import annotations
 import pytest
 
 from kvtransfer.layout.layout import KvDtype, KvLayout
-from kvtransfer.layout.reshard import plan
-from kvtransfer.transfer.receive_tracker import Arrivals, WindowError
+from kvtransfer.layout.reshard import plan_transfer
+from kvtransfer.transfer.receive_tracker import ReceiveTracker, WindowError
 
 LAYOUT = KvLayout(layers=5, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=4, tp=2)
-PLAN = plan(LAYOUT, LAYOUT, [0, 2, 4, 6], [9, 7, 5, 3], 16, group_layers=2)
+PLAN = plan_transfer(LAYOUT, LAYOUT, [0, 2, 4, 6], [9, 7, 5, 3], 16, group_layers=2)
 RUN = PLAN.runs(0, 0).n_bytes // 4
 
 
 def test_groups_complete_in_any_order_and_layers_are_counted_in_order() -> None:
-    arrivals, reports = Arrivals(PLAN), []
+    arrivals, reports = ReceiveTracker(PLAN), []
     for group in (2, 0, 1):
         for window in reversed(list(PLAN.windows(group, 1))):
             arrivals.begin(group, *window)
-            reports.append((arrivals.land(group, *window[:3]), arrivals.layers))
+            reports.append((arrivals.land(group, *window[:3]), arrivals.complete_layers))
     assert reports == [(False, 0)] * 7 + [(True, 0)] + [(False, 0)] * 7 + [(True, 2)] + [
         (False, 2)
     ] * 7 + [(True, 5)]
-    assert (arrivals.complete, arrivals.n_bytes) == (True, PLAN.n_bytes)
+    assert (arrivals.is_complete, arrivals.n_bytes) == (True, PLAN.n_bytes)
 
 
 def test_begun_is_not_landed() -> None:
-    arrivals = Arrivals(PLAN)
+    arrivals = ReceiveTracker(PLAN)
     for group in range(PLAN.groups):
         for window in PLAN.windows(group, 1 << 20):
             arrivals.begin(group, *window)
-    assert (arrivals.complete, arrivals.layers, arrivals.n_bytes) == (False, 0, 0)
+    assert (arrivals.is_complete, arrivals.complete_layers, arrivals.n_bytes) == (False, 0, 0)
 
 
 def test_the_runs_of_a_window_are_the_plans() -> None:
-    runs = Arrivals(PLAN).begin(0, 1, 1, 2, 2 * RUN)
+    runs = ReceiveTracker(PLAN).begin(0, 1, 1, 2, 2 * RUN)
     assert runs.dst.tolist() == PLAN.runs(0, 1).dst[1:3].tolist()
 
 
 @pytest.mark.parametrize("again", [(0, 2), (0, 1), (1, 1), (1, 2), (0, 4), (1, 3)])
 def test_no_run_is_written_twice(again: tuple[int, int]) -> None:
-    arrivals = Arrivals(PLAN)
+    arrivals = ReceiveTracker(PLAN)
     arrivals.begin(0, 0, 0, 2, 2 * RUN)
     arrivals.land(0, 0, 0, 2)
     with pytest.raises(WindowError, match="came before"):
@@ -63,16 +63,16 @@ def test_a_window_that_is_not_in_the_plan_is_refused(
     window: tuple[int, int, int, int, int],
 ) -> None:
     with pytest.raises(WindowError, match="no such window"):
-        Arrivals(PLAN).begin(*window)
+        ReceiveTracker(PLAN).begin(*window)
 
 
 def test_a_window_of_another_size_is_refused() -> None:
     with pytest.raises(WindowError, match="but the plan"):
-        Arrivals(PLAN).begin(0, 0, 0, 1, RUN - 1)
+        ReceiveTracker(PLAN).begin(0, 0, 0, 1, RUN - 1)
 
 
 def test_only_what_has_begun_can_land_and_only_once() -> None:
-    arrivals = Arrivals(PLAN)
+    arrivals = ReceiveTracker(PLAN)
     with pytest.raises(WindowError, match="was not begun"):
         arrivals.land(0, 0, 0, 1)
     arrivals.begin(0, 0, 0, 1, RUN)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from kvtransfer.transfer.flow_control import Bandwidth
-from kvtransfer.transfer.stats import Tally
+from kvtransfer.transfer.flow_control import BandwidthMeter
+from kvtransfer.transfer.stats import AgentStats
 
 
 def test_the_least_recently_used_pair_is_dropped() -> None:
-    tally, bandwidth = Tally(), Bandwidth()
+    tally, bandwidth = AgentStats(), BandwidthMeter()
     for index in range(1500):
         for peer in ("steady", f"d{index}"):
-            tally.sent((peer, "tcp"), 10, 0.5)
-            tally.moved((peer, "tcp"), 20, 0.25)
-            bandwidth.seen(peer, "tcp", 10, 0.5)
-    figures = tally.figures()
+            tally.count_sent((peer, "tcp"), 10, 0.5)
+            tally.count_received((peer, "tcp"), 20, 0.25)
+            bandwidth.record(peer, "tcp", 10, 0.5)
+    figures = tally.as_dict()
     for ways in (
         *(figures[name] for name in ("sent_bytes", "sent_s", "moved_bytes", "moved_s")),
         bandwidth.all(),

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtransfer.contract import Slice, Verdict, WindowHead
-from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.contract import WindowHead, WindowSlice, WindowVerdict
+from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.protocol.frame import FrameLimits, Kind
+from kvtransfer.protocol.frame import FrameKind, FrameLimits
 from kvtransfer.transports.stream.inbound import Inbound
 from kvtransfer.transports.stream.outbound import Outbound
 
@@ -24,20 +24,20 @@ KEY = bytes(range(32))
 
 
 @dataclass
-class Ear:
+class RecordingInboundListener:
     """Records what an Inbound reports; `places` says where windows go."""
 
-    places: dict[WindowHead, Slice] = field(default_factory=dict)
+    places: dict[WindowHead, WindowSlice] = field(default_factory=dict)
     heard: list[tuple[object, object]] = field(default_factory=list)
     received_bytes: int = 0
 
-    def framed(self, kind: Kind, header: bytes) -> None:
+    def on_frame(self, kind: FrameKind, header: bytes) -> None:
         self.heard.append((kind, header))
 
-    def incoming(self, head: WindowHead) -> Slice | None:
+    def place_window(self, head: WindowHead) -> WindowSlice | None:
         return self.places.get(head)
 
-    def landed(self, head: WindowHead, verdict: Verdict) -> None:
+    def on_landed(self, head: WindowHead, verdict: WindowVerdict) -> None:
         self.heard.append((head, verdict))
 
 
@@ -45,7 +45,7 @@ class Ear:
 class Pipe:
     out: Outbound
     inn: Inbound
-    ear: Ear
+    ear: RecordingInboundListener
     near: socket.socket
     far: socket.socket
     source: Region
@@ -54,29 +54,29 @@ class Pipe:
 
     def put(
         self,
-        runs: Runs,
+        runs: ByteRuns,
         transfer: int = 1,
         first: int = 0,
         current: Callable[[], bool] | None = None,
     ) -> WindowHead:
         """Queue a window that the sink expects."""
         head = WindowHead(transfer, 0, 0, first, runs.count, runs.n_bytes)
-        self.ear.places[head] = Slice(runs, self.sink, 0, 0)
-        self.out.queue((head, Slice(runs, self.source, 0, 0, current)))
+        self.ear.places[head] = WindowSlice(runs, self.sink, 0, 0)
+        self.out.enqueue((head, WindowSlice(runs, self.source, 0, 0, current)))
         return head
 
     def receive(self) -> None:
-        while self.inn.pump():
+        while self.inn.receive_available():
             pass
 
     def flow(self) -> None:
         """Move bytes until everything has arrived."""
-        while not self.out.idle:
-            self.out.pump()
+        while not self.out.is_idle:
+            self.out.send_available()
             self.receive()
         self.receive()
 
-    def expected(self, *moves: Runs) -> np.ndarray:
+    def expected(self, *moves: ByteRuns) -> np.ndarray:
         memory = np.zeros(SIZE, np.uint8)
         for runs in moves:
             for src, dst, length in zip(runs.src, runs.dst, runs.length, strict=True):
@@ -90,7 +90,7 @@ def pipe(*, checked: bool = True) -> Iterator[Pipe]:
     for sock in (near, far):
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32 << 10)
-    ear, sent = Ear(), list[WindowHead]()
+    ear, sent = RecordingInboundListener(), list[WindowHead]()
     source = MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="source")
     source.bytes[:] = np.random.default_rng(1).integers(1, 256, SIZE, dtype=np.uint8)
     sink = MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="sink")
@@ -105,8 +105,8 @@ def pipe(*, checked: bool = True) -> Iterator[Pipe]:
         sink.close()
 
 
-def scattered(seed: int, count: int, longest: int) -> Runs:
+def scattered(seed: int, count: int, longest: int) -> ByteRuns:
     """Return runs of 1 to `longest` bytes at random places, disjoint at the sink."""
     rng = np.random.default_rng(seed)
     slots = rng.permutation(SIZE // longest)[:count] * longest
-    return Runs(rng.integers(0, SIZE - longest, count), slots, rng.integers(1, longest + 1, count))
+    return ByteRuns(rng.integers(0, SIZE - longest, count), slots, rng.integers(1, longest + 1, count))

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.layout.layout import KvDtype, KvLayout
-from kvtransfer.protocol.messages import Card
-from kvtransfer.transports.choose import better, this_host
+from kvtransfer.protocol.messages import AgentCard
+from kvtransfer.transports.choose import better_transport, host_id
 
 LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=8, dtype=KvDtype.BF16, block_tokens=16)
 
 
-def card(host: str, *transports: str) -> Card:
-    return Card("a", bytes(16), LAYOUT, host=host, addresses=dict.fromkeys(transports, "somewhere"))
+def card(host: str, *transports: str) -> AgentCard:
+    return AgentCard("a", bytes(16), LAYOUT, host=host, addresses=dict.fromkeys(transports, "somewhere"))
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,12 @@ def card(host: str, *transports: str) -> Card:
     ],
 )
 def test_shared_memory_on_one_host_then_rdma_then_what_they_met_by(mine, theirs, way) -> None:  # type: ignore[no-untyped-def]
-    assert better(card(*mine), card(*theirs), mine[1:], "tcp") == way
+    assert better_transport(card(*mine), card(*theirs), mine[1:], "tcp") == way
 
 
 def test_agents_that_met_by_the_best_transport_stay_with_it() -> None:
     assert (
-        better(
+        better_transport(
             card("h", "shm", "rdma", "tcp"),
             card("h", "shm", "rdma", "tcp"),
             ["shm", "rdma", "tcp"],
@@ -55,7 +55,7 @@ def test_another_process_of_this_host_has_the_same_host_id() -> None:
     ]
     assert (
         subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        == this_host()
+        == host_id()
     )
 
 
@@ -64,4 +64,4 @@ def test_where_proc_is_masked_nothing_is_shared(monkeypatch: pytest.MonkeyPatch)
         raise PermissionError(path)
 
     monkeypatch.setattr(Path, "read_text", masked)
-    assert this_host() == ""
+    assert host_id() == ""

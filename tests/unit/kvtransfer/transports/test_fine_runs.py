@@ -10,11 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.contract import Slice, Verdict, WindowHead
-from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.contract import WindowHead, WindowSlice, WindowVerdict
+from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.protocol.frame import Kind, Proof, frame, pack_head, trailer
-from kvtransfer.transports.copy_runs import fine, gather, scatter
+from kvtransfer.protocol.frame import (
+    FrameKind,
+    PayloadProof,
+    encode_frame,
+    encode_trailer,
+    pack_head,
+)
+from kvtransfer.transports.copy_runs import gather, is_fine_grained, scatter
 from tests.contract.kvtransfer.links import (
     BLOCK_BYTES,
     BLOCKS,
@@ -31,13 +37,13 @@ CELL = 256
 SLOTS = BLOCKS * BLOCK_BYTES // CELL
 
 
-def cells(count: int = 512, seed: int = 5) -> Runs:
+def cells(count: int = 512, seed: int = 5) -> ByteRuns:
     """Return rows of one size anywhere in both regions, as another order of heads and tokens
     has.
     """
     rng = np.random.default_rng(seed)
     src, dst = (rng.permutation(SLOTS)[:count] * CELL for _ in range(2))
-    return Runs(src, dst, np.full(count, CELL, np.int64))
+    return ByteRuns(src, dst, np.full(count, CELL, np.int64))
 
 
 @given(st.data(), st.sampled_from([1, 4, 8, 12, 64]))
@@ -70,8 +76,12 @@ def test_runs_come_together_and_apart_as_they_were(data: st.DataObject, unit: in
 
 
 def test_only_many_and_short_runs_are_fine() -> None:
-    few, long = cells(64), Runs(*(np.arange(100) * 4096,) * 2, np.full(100, 4096))
-    assert [fine(runs, runs.n_bytes) for runs in (cells(65), few, long)] == [True, False, False]
+    few, long = cells(64), ByteRuns(*(np.arange(100) * 4096,) * 2, np.full(100, 4096))
+    assert [is_fine_grained(runs, runs.n_bytes) for runs in (cells(65), few, long)] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_window_of_many_short_runs_arrives_as_planned() -> None:
@@ -80,7 +90,7 @@ def test_a_window_of_many_short_runs_arrives_as_planned() -> None:
         head = window(1, moves)
         pair.expect({head: moves})
         pair.put(head, moves)
-        assert pair.sink_owner.wait("landed") == [(head, Verdict.OK)]
+        assert pair.sink_owner.wait("landed") == [(head, WindowVerdict.OK)]
         assert pair.source_owner.wait("sent") == [head]
         assert np.array_equal(pair.sink_region.bytes, expected(pair, moves))
 
@@ -94,19 +104,20 @@ def test_of_many_short_runs_read_too_late_not_one_byte_is_sent(answers: list[boo
         head = window(1, moves)
         pair.expect({head: moves})
         pair.put(head, moves, current=lambda: next(replies))
-        assert pair.sink_owner.wait("landed") == [(head, Verdict.STALE)]
+        assert pair.sink_owner.wait("landed") == [(head, WindowVerdict.STALE)]
         assert not pair.sink_region.bytes.any()
         assert pair.sink.received_bytes < 4096
 
 
-def begun(owner: Owner, region: Region, sock: socket.socket) -> tuple[Runs, WindowHead]:
+def begun(owner: Owner, region: Region, sock: socket.socket) -> tuple[ByteRuns, WindowHead]:
     """Yield a window of many short runs of which only the end is missing."""
     moves = cells()
     head = window(1, moves)
-    owner.place = lambda head: Slice(moves, region, 0, 0)
+    owner.place = lambda head: WindowSlice(moves, region, 0, 0)
     link_of(owner).secure(bytes(32))
     sock.sendall(
-        frame(Kind.WINDOW, pack_head(head), moves.n_bytes, Proof.XXH3) + b"\1" * (moves.n_bytes - 1)
+        encode_frame(FrameKind.WINDOW, pack_head(head), moves.n_bytes, PayloadProof.XXH3)
+        + b"\1" * (moves.n_bytes - 1)
     )
     owner.wait("incoming")
     return moves, head
@@ -117,8 +128,8 @@ def test_short_runs_that_are_not_what_was_sent_are_not_put_into_place(
 ) -> None:
     sock, owner, region = stranger
     _, head = begun(owner, region, sock)
-    sock.sendall(b"\1" + trailer(Verdict.OK, 12345))
-    assert owner.wait("landed") == [(head, Verdict.CORRUPT)]
+    sock.sendall(b"\1" + encode_trailer(WindowVerdict.OK, 12345))
+    assert owner.wait("landed") == [(head, WindowVerdict.CORRUPT)]
     assert not region.bytes.any()
 
 
@@ -129,7 +140,9 @@ def test_short_runs_in_flight_are_discarded_after_a_fence(
     begun(owner, region, sock)
     link_of(owner).fence(1)
     assert owner.wait("fenced") == [1]
-    sock.sendall(b"\1" + trailer(Verdict.OK) + frame(Kind.MESSAGE, b"after"))
+    sock.sendall(
+        b"\1" + encode_trailer(WindowVerdict.OK) + encode_frame(FrameKind.MESSAGE, b"after")
+    )
     owner.wait("message")
     assert not region.bytes.any()
     assert not owner.all("landed")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.transports.iovec import IN_CACHE, NOTHING, Iovecs, Pieces, readv, writev
+from kvtransfer.transports.iovec import IN_CACHE, NOTHING, Iovecs, MemoryPieces, readv, writev
 
 SIZE = 4 << 20
 REGION = Region.over(
@@ -30,7 +30,7 @@ def test_pieces_are_the_bytes_of_their_runs_however_they_are_cut_for_a_digest(
 ) -> None:
     runs = [(first, last - first) for first, last in list(pairwise(ends))[::2]]
     offsets, lengths = (np.array(column) for column in zip(*runs, strict=True))
-    pieces = Pieces.of_window(REGION, offsets, lengths, Iovecs(), fed=fed)
+    pieces = MemoryPieces.of_window(REGION, offsets, lengths, Iovecs(), fed=fed)
     whole = b"".join(REGION.bytes[index : index + length].tobytes() for index, length in runs)
     assert b"".join(pieces.parts()) == whole
     assert pieces.size == len(whole)
@@ -45,9 +45,9 @@ def test_pieces_are_the_bytes_of_their_runs_however_they_are_cut_for_a_digest(
 def test_a_call_for_bytes_that_a_digest_takes_moves_no_more_than_a_cache_holds() -> None:
     offsets, lengths = np.arange(0, SIZE, 64 << 10), np.full(SIZE >> 16, 64 << 10)
     with open("/dev/null", "wb") as nowhere:
-        pieces = Pieces.of_window(REGION, offsets, lengths, Iovecs(), fed=True)
+        pieces = MemoryPieces.of_window(REGION, offsets, lengths, Iovecs(), fed=True)
         assert pieces.call(writev, nowhere.fileno(), NOTHING, NOTHING) == IN_CACHE
-        pieces = Pieces.of_window(REGION, offsets, lengths, Iovecs())
+        pieces = MemoryPieces.of_window(REGION, offsets, lengths, Iovecs())
         assert pieces.call(writev, nowhere.fileno(), NOTHING, NOTHING) == SIZE
 
 
@@ -55,11 +55,11 @@ def test_calls_for_a_digest_are_full_whatever_the_pieces() -> None:
     small, large = np.full(1000, 4 << 10), np.full(3, 513 << 10)
     lengths = np.concatenate([small, large])
     with open("/dev/null", "wb") as nowhere:
-        pieces = Pieces.of_window(
+        pieces = MemoryPieces.of_window(
             REGION, np.zeros(len(lengths), np.int64), lengths, Iovecs(), fed=True
         )
         counts = []
-        while pieces.left:
+        while pieces.remaining:
             count = pieces.call(writev, nowhere.fileno(), NOTHING, NOTHING)
             assert count is not None
             pieces.advance(count)
@@ -72,14 +72,14 @@ def test_a_short_call_is_reported_as_short() -> None:
     near, far = socket.socketpair()
     with near, far:
         near.setblocking(False)
-        pieces = Pieces.over(np.zeros(SIZE, np.uint8), SIZE, Iovecs())
+        pieces = MemoryPieces.over(np.zeros(SIZE, np.uint8), SIZE, Iovecs())
         count = pieces.call(writev, near.fileno(), NOTHING, NOTHING)
         assert count is not None
         assert 0 < count < SIZE
-        assert pieces.short
-        pieces = Pieces.over(np.zeros(1000, np.uint8), 1000, Iovecs())
+        assert pieces.was_short
+        pieces = MemoryPieces.over(np.zeros(1000, np.uint8), 1000, Iovecs())
         assert pieces.call(readv, far.fileno(), NOTHING, NOTHING) == 1000
-        assert not pieces.short
+        assert not pieces.was_short
 
 
 def test_what_goes_along_is_asked_for_too() -> None:
@@ -87,10 +87,10 @@ def test_what_goes_along_is_asked_for_too() -> None:
     try:
         os.write(sink, bytes(1500))
         stage = np.zeros(1000, np.uint8)
-        pieces = Pieces.over(np.zeros(1000, np.uint8), 1000, Iovecs())
+        pieces = MemoryPieces.over(np.zeros(1000, np.uint8), 1000, Iovecs())
         behind = (int(stage.__array_interface__["data"][0]), stage.size)
         assert pieces.call(readv, source, NOTHING, behind) == 1500
-        assert pieces.short
+        assert pieces.was_short
     finally:
         os.close(source)
         os.close(sink)

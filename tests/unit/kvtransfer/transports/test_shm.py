@@ -15,17 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.contract import Slice, TransportError, Verdict, WindowHead
-from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
+from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.protocol.frame import Kind, frame, pack_head
-from kvtransfer.transports.copy_runs import copy_runs, in_steps, within
+from kvtransfer.protocol.frame import FrameKind, encode_frame, pack_head
+from kvtransfer.transports.copy_runs import are_within, copy_runs, split_by_bytes
 from kvtransfer.transports.shm import Shm, generation_mark
 from tests.contract.kvtransfer.links import BLOCK_BYTES, BLOCKS, Owner
 
 SIZE = BLOCKS * BLOCK_BYTES
-RUNS = Runs(np.array([0, BLOCK_BYTES + 10]), np.array([5, 3 * BLOCK_BYTES]), np.array([100, 3000]))
+RUNS = ByteRuns(
+    np.array([0, BLOCK_BYTES + 10]), np.array([5, 3 * BLOCK_BYTES]), np.array([100, 3000])
+)
 HEAD = WindowHead(1, 0, 0, 0, 2, 3100)
 
 
@@ -42,11 +44,13 @@ class Source:
     ) -> None:
         sizes = (blocks.to_bytes(8, "little") + block_bytes.to_bytes(8, "little")) * regions
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        self.sock.sendmsg([frame(Kind.REGIONS, sizes)], rights)
+        self.sock.sendmsg([encode_frame(FrameKind.REGIONS, sizes)], rights)
 
     def announce(self, mark: int, *, current: bool = True, head: WindowHead = HEAD) -> None:
         self.sock.sendall(
-            frame(Kind.SHARED, pack_head(head) + bytes([current]) + mark.to_bytes(8, "little"))
+            encode_frame(
+                FrameKind.SHARED, pack_head(head) + bytes([current]) + mark.to_bytes(8, "little")
+            )
         )
 
     def lost(self) -> str:
@@ -68,7 +72,7 @@ def dialled(*, proven: bool) -> Iterator[Source]:
         sock, _ = listener.accept()
         if proven:
             link.secure(bytes(32))
-        sink_owner.place = lambda head: Slice(RUNS, sink_region, 0, 0)
+        sink_owner.place = lambda head: WindowSlice(RUNS, sink_region, 0, 0)
         with sock:
             yield Source(sock, sink_owner, sink_region)
     end.close()
@@ -80,7 +84,7 @@ def source() -> Iterator[Source]:
         yield result
 
 
-def naive(runs: Runs, memory: np.ndarray) -> np.ndarray:
+def naive(runs: ByteRuns, memory: np.ndarray) -> np.ndarray:
     sink_region = np.zeros(SIZE, np.uint8)
     for src, dst, length in zip(runs.src, runs.dst, runs.length, strict=True):
         sink_region[dst : dst + length] = memory[src : src + length]
@@ -90,7 +94,7 @@ def naive(runs: Runs, memory: np.ndarray) -> np.ndarray:
 def test_a_sink_fetches_what_was_announced(source: Source) -> None:
     source.share(source.memory.fd or 0)
     source.announce(0)
-    assert source.sink_owner.wait("landed") == [(HEAD, Verdict.OK)]
+    assert source.sink_owner.wait("landed") == [(HEAD, WindowVerdict.OK)]
     assert np.array_equal(source.sink_region.bytes, naive(RUNS, source.memory.bytes))
 
 
@@ -100,7 +104,7 @@ def test_the_sink_detects_blocks_that_changed_owner_by_itself(source: Source, bl
     mark = generation_mark(source.memory, RUNS)
     source.memory.bump([block])
     source.announce(mark)
-    assert source.sink_owner.wait("landed") == [(HEAD, Verdict.STALE)]
+    assert source.sink_owner.wait("landed") == [(HEAD, WindowVerdict.STALE)]
 
 
 def test_other_blocks_may_change_hands_meanwhile(source: Source) -> None:
@@ -108,13 +112,13 @@ def test_other_blocks_may_change_hands_meanwhile(source: Source) -> None:
     mark = generation_mark(source.memory, RUNS)
     source.memory.bump(range(2, BLOCKS))
     source.announce(mark)
-    assert source.sink_owner.wait("landed") == [(HEAD, Verdict.OK)]
+    assert source.sink_owner.wait("landed") == [(HEAD, WindowVerdict.OK)]
 
 
 def test_a_window_announced_as_stale_is_not_read(source: Source) -> None:
     source.share(source.memory.fd or 0)
     source.announce(0, current=False)
-    assert source.sink_owner.wait("landed") == [(HEAD, Verdict.STALE)]
+    assert source.sink_owner.wait("landed") == [(HEAD, WindowVerdict.STALE)]
     assert not source.sink_region.bytes.any()
 
 
@@ -146,11 +150,11 @@ def test_data_before_the_proof_ends_the_link(says: str) -> None:
     with dialled(proven=False) as stranger:
         match says:
             case "regions":
-                stranger.sock.sendall(frame(Kind.REGIONS, bytes(16)))
+                stranger.sock.sendall(encode_frame(FrameKind.REGIONS, bytes(16)))
             case "window":
                 stranger.announce(0)
             case "taken":
-                stranger.sock.sendall(frame(Kind.TAKEN, pack_head(HEAD)))
+                stranger.sock.sendall(encode_frame(FrameKind.TAKEN, pack_head(HEAD)))
         assert "before its proof" in stranger.lost()
         assert not stranger.sink_owner.all("incoming") + stranger.sink_owner.all("sent")
 
@@ -185,7 +189,9 @@ def test_runs_beyond_either_region_are_never_followed(
     source: Source, runs: tuple[int, int, int]
 ) -> None:
     src, dst, length = (np.array([number]) for number in runs)
-    source.sink_owner.place = lambda head: Slice(Runs(src, dst, length), source.sink_region, 0, 0)
+    source.sink_owner.place = lambda head: WindowSlice(
+        ByteRuns(src, dst, length), source.sink_region, 0, 0
+    )
     source.share(source.memory.fd or 0)
     source.announce(0, head=WindowHead(1, 0, 0, 0, 1, 6))
     assert "exceeds its region" in source.lost()
@@ -223,7 +229,7 @@ def test_a_mark_changes_exactly_with_the_blocks_that_are_read(
     region = MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="x")
     pieces = [(src, min(length, SIZE - src)) for src, length in pieces]
     src, length = (np.array(column) for column in zip(*pieces, strict=True))
-    runs = Runs(src, src, length)
+    runs = ByteRuns(src, src, length)
     read = {
         block
         for index, size in pieces
@@ -250,11 +256,11 @@ def test_runs_are_copied_whatever_their_shape(
     slots = rng.permutation(SIZE // length)[:count]
     lengths = np.full(len(slots), length) if even else rng.integers(1, length + 1, len(slots))
     sources = rng.permutation(SIZE // length)[: len(slots)] * length
-    runs = Runs(
+    runs = ByteRuns(
         sources if even else rng.integers(0, SIZE - length, len(slots)), slots * length, lengths
     )
     memory, sink_region = rng.integers(0, 256, SIZE, dtype=np.uint8), np.zeros(SIZE, np.uint8)
-    steps = list(in_steps(runs, 10_000))
+    steps = list(split_by_bytes(runs, 10_000))
     assert sum(step.count for step in steps) == runs.count
     for step in steps:
         copy_runs(memory, sink_region, step)
@@ -263,13 +269,13 @@ def test_runs_are_copied_whatever_their_shape(
 
 def test_what_lies_within_a_region() -> None:
     region = MemoryFileRegion.create(2, 4096, name="x")
-    one = lambda at, size: within(region, np.array([at]), np.array([size]))  # noqa: E731
+    one = lambda at, size: are_within(region, np.array([at]), np.array([size]))  # noqa: E731
     assert one(0, 8192)
     assert one(8191, 1)
     assert not one(8191, 2)
     assert not one(-1, 2)
     assert not one(0, 0)
-    assert not within(region, np.array([], np.int64), np.array([], np.int64))
+    assert not are_within(region, np.array([], np.int64), np.array([], np.int64))
     region.close()
 
 

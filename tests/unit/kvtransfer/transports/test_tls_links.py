@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvtransfer.contract import Link, Slice, TransportError, Verdict
-from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.contract import Link, TransportError, WindowSlice, WindowVerdict
+from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.transports import tcp as tcp_module
 from kvtransfer.transports.tcp import Tcp
@@ -34,7 +34,7 @@ from tests.contract.kvtransfer.links import (
 )
 
 SIZE = BLOCKS * BLOCK_BYTES
-WHOLE = Runs(np.array([0]), np.array([0]), np.array([SIZE]))
+WHOLE = ByteRuns(np.array([0]), np.array([0]), np.array([SIZE]))
 
 
 @pytest.fixture(scope="module")
@@ -299,10 +299,10 @@ def test_no_byte_of_a_window_or_message_is_seen_on_the_wire(agent: TlsFiles) -> 
         far = source_owner.heard[0].link
         for end in (link, far):
             end.secure(bytes(32))
-        sink_owner.place = lambda head: Slice(WHOLE, sink_region, 0, 0)
+        sink_owner.place = lambda head: WindowSlice(WHOLE, sink_region, 0, 0)
         link.send(pattern)
-        far.put(window(1, WHOLE), Slice(WHOLE, source_region, 0, 0, lambda: True))
-        assert sink_owner.wait("landed") == [(window(1, WHOLE), Verdict.OK)]
+        far.put(window(1, WHOLE), WindowSlice(WHOLE, source_region, 0, 0, lambda: True))
+        assert sink_owner.wait("landed") == [(window(1, WHOLE), WindowVerdict.OK)]
         source_owner.wait("message")
         assert bytes(sink_region.bytes) == bytes(source_region.bytes)
     assert len(received) > SIZE
@@ -354,20 +354,20 @@ def test_windows_dropped_before_a_slow_reader_end_as_stale_and_the_link_goes_on(
     """
     count = SIZE // runs_of
     starts = np.arange(count) * runs_of
-    runs = Runs(starts, starts, np.full(count, runs_of))
+    runs = ByteRuns(starts, starts, np.full(count, runs_of))
     with linked_pair("tls") as pair:
         is_held, go_on = threading.Event(), threading.Event()
 
-        def slow(head: object) -> Slice:
+        def slow(head: object) -> WindowSlice:
             is_held.set()
             assert go_on.wait(PATIENCE_S)
-            return Slice(runs, pair.sink_region, 0, 0)
+            return WindowSlice(runs, pair.sink_region, 0, 0)
 
         pair.sink_owner.place = slow  # type: ignore[assignment]
         for transfer in range(1, 9):
             pair.put(window(transfer, runs), runs)
         assert is_held.wait(PATIENCE_S)
-        until(lambda: pair.source._out.blocked)  # type: ignore[attr-defined]
+        until(lambda: pair.source._out.is_blocked)  # type: ignore[attr-defined]
         sent = len(pair.source_owner.all("sent"))
         for transfer in range(1, 9):
             pair.source.drop(transfer)
@@ -376,6 +376,6 @@ def test_windows_dropped_before_a_slow_reader_end_as_stale_and_the_link_goes_on(
         pair.source.send(b"after")
         assert pair.sink_owner.wait("message") == [b"after"]
         verdicts = [verdict for _, verdict in pair.sink_owner.all("landed")]  # type: ignore[misc]
-        assert verdicts[:sent] == [Verdict.OK] * sent
-        assert verdicts[sent:] == [Verdict.STALE]
+        assert verdicts[:sent] == [WindowVerdict.OK] * sent
+        assert verdicts[sent:] == [WindowVerdict.STALE]
         assert not pair.sink_owner.all("lost")

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from kvtransfer.util.agent_lock import Hold
+from kvtransfer.util.agent_lock import AgentLock
 
 
-def free(hold: Hold) -> bool:
+def free(hold: AgentLock) -> bool:
     """Return whether another thread can take the lock."""
     acquired = threading.Event()
 
@@ -23,28 +23,28 @@ def free(hold: Hold) -> bool:
 
 
 def test_what_is_put_aside_is_done_by_its_holder_after_the_last_letting_go() -> None:
-    hold, done = Hold(), list[tuple[int, bool, threading.Thread]]()
+    hold, done = AgentLock(), list[tuple[int, bool, threading.Thread]]()
 
     def work(number: int) -> None:
         done.append((number, free(hold), threading.current_thread()))
         if number == 1:
             with hold:
-                hold.aside(lambda: work(3))
+                hold.defer(lambda: work(3))
 
     with hold:
         with hold:
-            hold.aside(lambda: work(1))
-            hold.aside(lambda: work(2))
+            hold.defer(lambda: work(1))
+            hold.defer(lambda: work(2))
         assert not done
     assert done == [(number, True, threading.current_thread()) for number in (1, 3, 2)]
 
 
 def test_the_lock_is_released_after_an_exception() -> None:
-    hold, done = Hold(), list[int]()
+    hold, done = AgentLock(), list[int]()
 
     def fail() -> None:
         with hold:
-            hold.aside(lambda: done.append(1))
+            hold.defer(lambda: done.append(1))
             raise KeyError
 
     with pytest.raises(KeyError):

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from planner.bench import BenchError, Plan, PlanError, Progress, Report, run
+from planner.bench import BenchError, BenchPlan, BenchReport, PlanError, RunProgress, run
 
 GOOD = (
     b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
@@ -63,9 +63,9 @@ async def good(body: dict[str, Any]) -> bytes | int:
     return GOOD
 
 
-async def bench(answer: Answer, **options: Any) -> tuple[Stub, Report]:
+async def bench(answer: Answer, **options: Any) -> tuple[Stub, BenchReport]:
     async with serving(answer) as (stub, url):
-        return stub, await run(Plan(url=url, **options))
+        return stub, await run(BenchPlan(url=url, **options))
 
 
 async def test_an_open_loop_sends_on_while_no_answer_comes() -> None:
@@ -170,11 +170,11 @@ async def test_a_run_cut_short_reports_what_was_done() -> None:
     async with serving(good) as (_, url):
         event = asyncio.Event()
 
-        def watch(progress: Progress) -> None:
+        def watch(progress: RunProgress) -> None:
             if progress.sent > progress.in_flight:
                 event.set()
 
-        task = asyncio.create_task(run(Plan(url=url, concurrency=2), watch))
+        task = asyncio.create_task(run(BenchPlan(url=url, concurrency=2), watch))
         await event.wait()
         task.cancel()
         report = await task
@@ -185,7 +185,7 @@ async def test_a_run_cut_short_reports_what_was_done() -> None:
 
 async def test_a_missing_server_is_reported() -> None:
     with pytest.raises(BenchError, match="cannot connect"):
-        await run(Plan(url="http://127.0.0.1:1"))
+        await run(BenchPlan(url="http://127.0.0.1:1"))
 
 
 @pytest.mark.parametrize(
@@ -201,9 +201,9 @@ async def test_a_plan_that_makes_no_sense_is_refused_with_the_option(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
-        await run(Plan(url="http://127.0.0.1:1", **options))
+        await run(BenchPlan(url="http://127.0.0.1:1", **options))
 
 
 async def test_a_url_without_a_scheme_is_refused() -> None:
     with pytest.raises(PlanError, match="http://"):
-        await run(Plan(url="localhost:8080"))
+        await run(BenchPlan(url="localhost:8080"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.bench import Plan, Record, Report, Slo, is_good
+from planner.bench import BenchPlan, BenchRecord, BenchReport, BenchSlo, is_good
 
 
 def record(
@@ -12,10 +12,10 @@ def record(
     ttft_s: float = 0.1,
     gaps: tuple[float, ...] = (0.02, 0.04),
     **fields: object,
-) -> Record:
+) -> BenchRecord:
     first_s = due_s + ttft_s
     last_s = first_s + sum(gaps)
-    filled = Record(
+    filled = BenchRecord(
         0, 0, due_s, due_s, last_s, first_s, last_s, list(gaps), 100, len(gaps) + 1, 25, 200
     )
     for name, value in fields.items():
@@ -23,9 +23,9 @@ def record(
     return filled
 
 
-def report(*records: Record, slo: Slo | None = None) -> Report:
-    return Report(
-        Plan(url="http://x", model="m", concurrency=1, slo=slo or Slo(), api_key="sk-1"),
+def report(*records: BenchRecord, slo: BenchSlo | None = None) -> BenchReport:
+    return BenchReport(
+        BenchPlan(url="http://x", model="m", concurrency=1, slo=slo or BenchSlo(), api_key="sk-1"),
         records,
         peak=2,
     )
@@ -44,12 +44,14 @@ def test_tpot_is_the_time_per_token_after_the_first() -> None:
 
 
 def test_a_request_is_good_within_every_bound_given_and_never_with_an_error() -> None:
-    assert is_good(record(), Slo())
-    assert is_good(record(), Slo(0.2, 0.05))
-    assert not is_good(record(), Slo(ttft_s=0.05))
-    assert not is_good(record(), Slo(tpot_s=0.02))
-    assert is_good(record(gaps=()), Slo(tpot_s=0.001)), "one token has no time per further token"
-    assert not is_good(record(error="disconnected"), Slo())
+    assert is_good(record(), BenchSlo())
+    assert is_good(record(), BenchSlo(0.2, 0.05))
+    assert not is_good(record(), BenchSlo(ttft_s=0.05))
+    assert not is_good(record(), BenchSlo(tpot_s=0.02))
+    assert is_good(record(gaps=()), BenchSlo(tpot_s=0.001)), (
+        "one token has no time per further token"
+    )
+    assert not is_good(record(error="disconnected"), BenchSlo())
 
 
 def test_goodput_counts_failures_against_the_fraction_and_errors_by_kind() -> None:
@@ -58,7 +60,7 @@ def test_goodput_counts_failures_against_the_fraction_and_errors_by_kind() -> No
         record(due_s=1.0),
         record(error="http_429"),
         record(error="http_429"),
-        slo=Slo(ttft_s=1.0),
+        slo=BenchSlo(ttft_s=1.0),
     )
     assert summary.errors == {"http_429": 2}
     assert summary.good_fraction == 0.5

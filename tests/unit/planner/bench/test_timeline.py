@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from planner.bench.timeline import Timeline
+from planner.bench.timeline import AnswerTimeline
 
 
-def fed(*events: str) -> Timeline:
+def fed(*events: str) -> AnswerTimeline:
     """Feed one event per second, starting at second 1."""
-    timeline = Timeline()
+    timeline = AnswerTimeline()
     for second, event in enumerate(events, 1):
         timeline.feed(f"data: {event}\n\n".encode(), float(second))
     return timeline
@@ -77,19 +77,19 @@ def test_an_event_that_is_no_json_marks_the_stream_as_broken() -> None:
     ],
 )
 def test_an_event_that_cannot_be_read_breaks_the_stream_and_nothing_else(data: bytes) -> None:
-    timeline = Timeline()
+    timeline = AnswerTimeline()
     timeline.feed(b"data: " + data + b"\n\ndata: [DONE]\n\n", 1.0)
     assert (timeline.broken, timeline.done, timeline.error) == (True, True, None)
 
 
 def test_an_error_may_be_a_word() -> None:
-    timeline = Timeline()
+    timeline = AnswerTimeline()
     timeline.feed(b'data: {"error":"overloaded"}\n\n', 1.0)
     assert (timeline.error, timeline.broken) == ("overloaded", False)
 
 
 def test_a_line_without_end_is_dropped_and_breaks_the_stream() -> None:
-    timeline = Timeline()
+    timeline = AnswerTimeline()
     for _ in range(17):
         timeline.feed(b"x" * (1 << 20), 1.0)
     timeline.feed(b"\n\ndata: [DONE]\n\n", 2.0)

@@ -7,11 +7,11 @@ from statistics import mean, median
 
 import pytest
 
-from planner.bench.workloads import Session, open_loop, poisson, shapes
+from planner.bench.workloads import WorkloadSession, open_loop, poisson, shapes
 from planner.text_generator import BYTES_PER_TOKEN, text
 
 
-def first(name: str, count: int, seed: int = 1) -> list[Session]:
+def first(name: str, count: int, seed: int = 1) -> list[WorkloadSession]:
     return list(islice(shapes()[name].sessions(seed), count))
 
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway.cli.main import app
-from planner.plan import CaseError, Taken, cases, recent
+from planner.plan import Assumptions, PoolCaseError, cases, recent
 from planner.traces import TraceError
 
 CONFIG = """\
@@ -207,7 +207,7 @@ def test_a_value_by_reference_is_reported_as_missing() -> None:
         "pools": {"chat": pool},
         "slo": {"default": "s", "classes": {"s": {"ttft": 1.0, "tpot": 0.1}}},
     }
-    with pytest.raises(CaseError, match="--running"):
+    with pytest.raises(PoolCaseError, match="--running"):
         cases(result)
     pool["endpoints"] = [{}]  # type: ignore[dict-item]
     assert len(cases(result)["chat"].assumed) == 2
@@ -220,7 +220,7 @@ def test_a_value_by_reference_is_reported_as_missing() -> None:
         "chat": ("a",),
         "idle": (),
     }
-    assert cases(result, Taken("qwen3-32b", "h200"))["chat"].assumed == ()
-    for wrong in (Taken(model="gpt-9"), Taken(gpu="abacus")):
-        with pytest.raises(CaseError, match="unknown"):
+    assert cases(result, Assumptions("qwen3-32b", "h200"))["chat"].assumed == ()
+    for wrong in (Assumptions(model="gpt-9"), Assumptions(gpu="abacus")):
+        with pytest.raises(PoolCaseError, match="unknown"):
             cases(result, wrong)

@@ -6,28 +6,42 @@ from pathlib import Path
 
 import pytest
 
-from planner.replay import Fault, FleetError, Options, Trouble, View, preset, read_fleet
-from planner.replay.arguments import ArgumentError, classes, loads, seconds, troubled
+from planner.replay import (
+    CacheView,
+    FleetError,
+    GroupFault,
+    GroupFaultKind,
+    ReplayOptions,
+    preset,
+    read_fleet,
+)
+from planner.replay.arguments import (
+    ArgumentError,
+    apply_faults,
+    parse_classes,
+    parse_loads,
+    parse_seconds,
+)
 from policies.model import STANDARD, Role, Slo
 
 
 def test_times_and_loads() -> None:
-    assert [seconds(text) for text in ("250ms", "30s", "5m", "1.5h", "7")] == [
+    assert [parse_seconds(text) for text in ("250ms", "30s", "5m", "1.5h", "7")] == [
         0.25,
         30.0,
         300.0,
         5400.0,
         7.0,
     ]
-    assert loads("0.5,1, 2") == [0.5, 1.0, 2.0]
+    assert parse_loads("0.5,1, 2") == [0.5, 1.0, 2.0]
 
 
 def test_an_slo_is_two_budgets_or_a_file_of_classes(tmp_path: Path) -> None:
-    assert classes("ttft=2s,tpot=50ms") == (Slo("standard", 2.0, 0.05), {})
-    assert classes("tpot=50ms")[0].ttft_s == STANDARD.ttft_s
+    assert parse_classes("ttft=2s,tpot=50ms") == (Slo("standard", 2.0, 0.05), {})
+    assert parse_classes("tpot=50ms")[0].ttft_s == STANDARD.ttft_s
     file = tmp_path / "classes.yaml"
     file.write_text("chat: {ttft: 1s, tpot: 50ms, weight: 4}\nbatch: {ttft: 60s, tpot: 1s}\n")
-    standard, named = classes(str(file))
+    standard, named = parse_classes(str(file))
     assert (standard, named["chat"]) == (STANDARD, Slo("chat", 1.0, 0.05, 4.0))
 
 
@@ -35,11 +49,11 @@ def test_faults_change_the_fleet_and_the_view_of_it() -> None:
     text = (
         "lose=0@5m+60s, slow=1@30+10sx3, drain=2@1m, cold=7@10m, stale=5s, events=0.3, view=exact"
     )
-    spec, options = troubled(text, preset("F1"), Options())
+    spec, options = apply_faults(text, preset("F1"), ReplayOptions())
     lost, slow, drained = (
-        Fault(300.0, 0, for_s=60.0),
-        Fault(30.0, 1, Trouble.SLOW, 10.0, 3.0),
-        Fault(60.0, 2, Trouble.DRAIN),
+        GroupFault(300.0, 0, for_s=60.0),
+        GroupFault(30.0, 1, GroupFaultKind.SLOW, 10.0, 3.0),
+        GroupFault(60.0, 2, GroupFaultKind.DRAIN),
     )
     assert options.faults == (lost, slow, drained)
     assert [kind.up_at_s for kind in spec.groups] == [0.0] * 7 + [600.0]
@@ -47,9 +61,9 @@ def test_faults_change_the_fleet_and_the_view_of_it() -> None:
         5.0,
         5.0,
         0.3,
-        View.EXACT,
+        CacheView.EXACT,
     )
-    assert troubled("", preset("F1"), Options())[0].groups == preset("F1").groups
+    assert apply_faults("", preset("F1"), ReplayOptions())[0].groups == preset("F1").groups
 
 
 @pytest.mark.parametrize(
@@ -61,13 +75,13 @@ def test_faults_change_the_fleet_and_the_view_of_it() -> None:
 )
 def test_a_fault_that_cannot_be_is_named(text: str) -> None:
     with pytest.raises(ArgumentError):
-        troubled(text, preset("F1"), Options())
+        apply_faults(text, preset("F1"), ReplayOptions())
 
 
 @pytest.mark.parametrize("text", ["tpt=3s", "ttft=soon", "nowhere.yaml"])
 def test_a_budget_that_cannot_be_is_named(text: str) -> None:
     with pytest.raises(ArgumentError):
-        classes(text)
+        parse_classes(text)
 
 
 @pytest.mark.parametrize("name", ["F1", "f2", "F3", "F4", "F5", "F6", "F5:3p5d@10"])

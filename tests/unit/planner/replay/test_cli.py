@@ -15,7 +15,7 @@ from gateway.cli import main
 from planner.replay import preset
 from planner.replay.capacity import Capacity
 from planner.replay.report import _shares
-from planner.replay.sweep import Contest, NothingCountedError, _capacity
+from planner.replay.sweep import Comparison, NoCountedRequestError, _capacity
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_a_number_of_users_is_replayed_once_however_closely_capacity_is_looked_f
 ) -> None:
     replayed: list[float] = []
 
-    def replay(contest: Contest, policy: str, load: float, watch: object) -> float:
+    def replay(contest: Comparison, policy: str, load: float, watch: object) -> float:
         replayed.append(load)
         return load
 
@@ -170,7 +170,7 @@ def test_a_number_of_users_is_replayed_once_however_closely_capacity_is_looked_f
         lambda run, from_s: SimpleNamespace(attainment=attained.get(run, 0.0), offered=1),
     )
     capacity = _capacity(
-        Contest(preset("F1"), (), ("any",), loads=(1.0,), by_users=True), "any", 0.9, None
+        Comparison(preset("F1"), (), ("any",), loads=(1.0,), by_users=True), "any", 0.9, None
     )
     assert 2 <= capacity.load < 3
     assert len(capacity.tried) > len(replayed) == len(set(replayed))
@@ -196,7 +196,7 @@ def test_capacity_is_looked_for_far_above_and_below_the_first_load(
         "planner.replay.sweep.figures",
         lambda run, from_s: SimpleNamespace(attainment=1.0 if run <= truth else 0.0, offered=1),
     )
-    contest = Contest(preset("F1"), (), ("any",), loads=(start,), by_users=by_users)
+    contest = Comparison(preset("F1"), (), ("any",), loads=(start,), by_users=by_users)
     capacity = _capacity(contest, "any", 0.9, None)
     assert truth * 0.95 <= capacity.load <= (truth + 1 if by_users else truth * 1.05)
     assert not by_users or min(load for load, _ in capacity.tried) > 0.5
@@ -217,9 +217,9 @@ def test_no_capacity_is_reported_when_no_request_follows_the_warm_up(trace: Path
 def test_an_unknown_capacity_keeps_the_results_of_other_policies(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def capacity(contest: Contest, policy: str, target: float, tell: object) -> Capacity:
+    def capacity(contest: Comparison, policy: str, target: float, tell: object) -> Capacity:
         if policy == "least_loaded":
-            raise NothingCountedError("at load 7.59 nothing counts", ((1.0, 0.95),))
+            raise NoCountedRequestError("at load 7.59 nothing counts", ((1.0, 0.95),))
         return Capacity(2.5, target, ((1.0, 1.0),))
 
     monkeypatch.setattr("planner.replay.sweep._capacity", capacity)

@@ -8,26 +8,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.replay import (
-    Clients,
-    End,
-    Fault,
+    CacheView,
+    ClientBehaviour,
     FleetSpec,
-    Kind,
-    Options,
-    Run,
+    GroupFault,
+    GroupFaultKind,
+    GroupKind,
+    ReplayOptions,
+    ReplayRun,
+    RequestEnd,
     Traffic,
-    Trouble,
-    View,
     replay,
     traffic,
 )
 from planner.traces import TraceRequest
 from policies import registry
-from policies.admission.admission import WaitingRoom
+from policies.admission.admission import WaitQueueLimits
 from policies.admission_registry import build_admission
 from policies.model import Role
 
-H100 = Kind("llama-3.1-70b-fp8", "h100", 4, kv_tokens=100_000)
+H100 = GroupKind("llama-3.1-70b-fp8", "h100", 4, kv_tokens=100_000)
 TWO = FleetSpec("two", (msgspec.structs.replace(H100, count=2),))
 
 
@@ -51,15 +51,15 @@ def ran(
     spec: FleetSpec = TWO,
     policy: str = "prefix_aware",
     admission: str | None = None,
-    limits: WaitingRoom | None = None,
+    limits: WaitQueueLimits | None = None,
     **options: object,
-) -> Run:
+) -> ReplayRun:
     load = requests if isinstance(requests, Traffic) else traffic(requests)
     gate = None if admission is None else build_admission(admission, {})
-    return replay(spec, load, registry.build(policy, {}), gate, Options(**options), limits)  # type: ignore[arg-type]
+    return replay(spec, load, registry.build(policy, {}), gate, ReplayOptions(**options), limits)  # type: ignore[arg-type]
 
 
-def told(run: Run) -> list[tuple[object, ...]]:
+def told(run: ReplayRun) -> list[tuple[object, ...]]:
     return [
         (
             record.group,
@@ -111,20 +111,20 @@ def test_every_arrival_ends_exactly_once_and_everything_is_given_back(
     faults = (
         ()
         if lost_at_s is None
-        else tuple(Fault(lost_at_s, group, for_s=back_s) for group in (0, len(kinds)))
+        else tuple(GroupFault(lost_at_s, group, for_s=back_s) for group in (0, len(kinds)))
     )
     run = ran(
         some(30, 1 / rate, output=output),
         FleetSpec("some", kinds),
         admission=admission,
-        limits=WaitingRoom(size=5, timeout_s=2.0),
-        clients=Clients(retries, obey, patience_s),
+        limits=WaitQueueLimits(size=5, timeout_s=2.0),
+        clients=ClientBehaviour(retries, obey, patience_s),
         faults=faults,
     )
     assert len(run.records) == 30
     for record in run.records:
-        assert record.end in (End.SERVED, End.SHED, End.LOST, End.LEFT)
-        assert (record.done_s is not None) == (record.end is End.SERVED)
+        assert record.end in (RequestEnd.SERVED, RequestEnd.SHED, RequestEnd.LOST, RequestEnd.LEFT)
+        assert (record.done_s is not None) == (record.end is RequestEnd.SERVED)
         assert (
             record.first_s is None
             or record.done_s is None
@@ -150,7 +150,7 @@ def test_leaping_and_stepping_give_the_same_run_within_a_thousandth() -> None:
 def test_loads_are_back_at_nothing_when_all_is_over() -> None:
     from planner.replay.fleet import Fleet
 
-    fleet = Fleet(TWO, traffic(some()), registry.build("prefix_aware", {}), None, Options())
+    fleet = Fleet(TWO, traffic(some()), registry.build("prefix_aware", {}), None, ReplayOptions())
     fleet.run()
     for group in fleet.groups:
         load = group.load
@@ -160,24 +160,26 @@ def test_loads_are_back_at_nothing_when_all_is_over() -> None:
             0,
             0,
         )
-        assert not group.coming
+        assert not group.expected_keys
         assert group.engine.scheduler.pool.usage == 0
 
 
 def test_a_lost_group_breaks_answers_and_sends_those_without_a_token_elsewhere() -> None:
-    run = ran(some(30, 0.02, output=400), faults=(Fault(0.5, 0, for_s=5.0),))
+    run = ran(some(30, 0.02, output=400), faults=(GroupFault(0.5, 0, for_s=5.0),))
     ends = {record.end for record in run.records}
-    assert ends == {End.SERVED, End.LOST}
+    assert ends == {RequestEnd.SERVED, RequestEnd.LOST}
     assert any(
-        record.moved and record.end is End.SERVED and record.group == "tp1"
+        record.retries and record.end is RequestEnd.SERVED and record.group == "tp1"
         for record in run.records
     )
-    assert all(record.first_s is not None for record in run.records if record.end is End.LOST)
+    assert all(
+        record.first_s is not None for record in run.records if record.end is RequestEnd.LOST
+    )
 
 
 def test_a_drained_group_gets_nothing_new_ends_what_it_has_and_comes_back_with_its_cache() -> None:
-    run = ran(some(60, 0.2, output=400), faults=(Fault(3.0, 0, Trouble.DRAIN, 4.0),))
-    assert {record.end for record in run.records} == {End.SERVED}
+    run = ran(some(60, 0.2, output=400), faults=(GroupFault(3.0, 0, GroupFaultKind.DRAIN, 4.0),))
+    assert {record.end for record in run.records} == {RequestEnd.SERVED}
     mine = [record for record in run.records if record.group == "tp0"]
     assert any(record.arrived_s < 3.0 < (record.done_s or 0.0) for record in mine)
     assert not [record for record in mine if 3.0 <= record.arrived_s < 7.0]
@@ -194,21 +196,28 @@ def test_a_cold_group_gets_nothing_before_it_joins_and_its_share_after() -> None
 
 def test_a_slow_fault_lasts_as_long_as_configured() -> None:
     quick = ran(some(10, 2.0), policy="round_robin")
-    slow = ran(some(10, 2.0), policy="round_robin", faults=(Fault(0.0, 0, Trouble.SLOW, 9.9, 3.0),))
+    slow = ran(
+        some(10, 2.0),
+        policy="round_robin",
+        faults=(GroupFault(0.0, 0, GroupFaultKind.SLOW, 9.9, 3.0),),
+    )
     stretch = [b.tpot_s / a.tpot_s for a, b in zip(quick.records, slow.records, strict=True)]  # type: ignore[operator]
     assert stretch == pytest.approx([3, 1, 3, 1, 3, 1, 1, 1, 1, 1], rel=1e-6)
 
 
 def test_a_slowness_ends_without_ending_another_that_began_meanwhile() -> None:
     spec = FleetSpec("one", (H100,))
-    slow = Fault(0.0, 0, Trouble.SLOW, 25.0, 3.0), Fault(15.0, 0, Trouble.SLOW, 34.0, 5.0)
+    slow = (
+        GroupFault(0.0, 0, GroupFaultKind.SLOW, 25.0, 3.0),
+        GroupFault(15.0, 0, GroupFaultKind.SLOW, 34.0, 5.0),
+    )
     quick, slowed = ran(some(6, 10.0), spec), ran(some(6, 10.0), spec, faults=slow)
     stretch = [b.tpot_s / a.tpot_s for a, b in zip(quick.records, slowed.records, strict=True)]  # type: ignore[operator]
     assert stretch == pytest.approx([3, 3, 5, 5, 5, 1], rel=1e-6)
 
 
 def test_the_exact_view_believes_what_the_engine_finds() -> None:
-    run = ran(some(40, 1.0), view=View.EXACT)
+    run = ran(some(40, 1.0), view=CacheView.EXACT)
     assert [record.believed_tokens for record in run.records] == [
         record.cached_tokens for record in run.records
     ]
@@ -225,13 +234,17 @@ def test_an_index_without_updates_matches_nothing() -> None:
 
 def test_obedient_clients_retry_after_the_given_time() -> None:
     spec = FleetSpec("one", (msgspec.structs.replace(H100, max_concurrency=2),))
-    room = WaitingRoom(size=1, timeout_s=0.5)
+    room = WaitQueueLimits(size=1, timeout_s=0.5)
     refused = ran(some(12, 0.01), spec, admission="cap", limits=room)
-    patient = ran(some(12, 0.01), spec, admission="cap", limits=room, clients=Clients(retries=5))
-    served = [sum(record.end is End.SERVED for record in run.records) for run in (refused, patient)]
+    patient = ran(
+        some(12, 0.01), spec, admission="cap", limits=room, clients=ClientBehaviour(retries=5)
+    )
+    served = [
+        sum(record.end is RequestEnd.SERVED for record in run.records) for run in (refused, patient)
+    ]
     assert served[0] < served[1]
     assert any(
-        record.refusals and record.end is End.SERVED and record.ttft_s > 0.4
+        record.refusals and record.end is RequestEnd.SERVED and record.ttft_s > 0.4
         for record in patient.records
     )  # type: ignore[operator]
 
@@ -242,8 +255,8 @@ def test_what_fits_nowhere_is_refused_and_what_fits_somewhere_goes_there() -> No
         [TraceRequest(0.0, 50_000, 10), TraceRequest(0.0, 200_000, 10)], spec, policy="round_robin"
     )
     assert [(record.end, record.group, record.reason) for record in run.records] == [
-        (End.SERVED, "tp1", ""),
-        (End.SHED, "", "too_long"),
+        (RequestEnd.SERVED, "tp1", ""),
+        (RequestEnd.SHED, "", "too_long"),
     ]
 
 
@@ -275,10 +288,12 @@ def test_halves_go_to_groups_whose_kv_can_hold_them_and_what_no_pair_can_hold_is
     long = [TraceRequest(number * 0.1, 50_000, 10) for number in range(4)]
     run = ran(long, FleetSpec("unequal", (large, *decodes)))
     assert {(record.end, record.prefilled_by, record.group) for record in run.records} == {
-        (End.SERVED, "tp0", "tp2")
+        (RequestEnd.SERVED, "tp0", "tp2")
     }
     run = ran(long, FleetSpec("small", (large, decodes[0])))
-    assert {(record.end, record.reason) for record in run.records} == {(End.SHED, "too_long")}
+    assert {(record.end, record.reason) for record in run.records} == {
+        (RequestEnd.SHED, "too_long")
+    }
 
 
 def test_groups_that_do_halves_for_each_other_prefill_no_more_than_they_can_hold() -> None:
@@ -286,7 +301,7 @@ def test_groups_that_do_halves_for_each_other_prefill_no_more_than_they_can_hold
     long = [TraceRequest(number * 0.1, 50_000, 10) for number in range(4)]
     run = ran(long, FleetSpec("both", (small, H100), pairs=True))
     assert {(record.end, record.prefilled_by, record.group) for record in run.records} == {
-        (End.SERVED, "", "tp1")
+        (RequestEnd.SERVED, "", "tp1")
     }
 
 
@@ -300,8 +315,10 @@ def test_a_link_carries_one_prompt_after_another() -> None:
 
 def test_a_decoder_whose_prefiller_died_computes_the_prompt_itself() -> None:
     quick = ran([TraceRequest(0.0, 8000, 5)], split_fleet(0.5)).records[0]
-    dying = ran([TraceRequest(0.0, 8000, 5)], split_fleet(0.5), faults=(Fault(2.0, 0),)).records[0]
-    assert dying.end is End.SERVED
+    dying = ran(
+        [TraceRequest(0.0, 8000, 5)], split_fleet(0.5), faults=(GroupFault(2.0, 0),)
+    ).records[0]
+    assert dying.end is RequestEnd.SERVED
     assert dying.ttft_s > quick.ttft_s  # type: ignore[operator]
 
 
@@ -317,5 +334,5 @@ def test_a_closed_loop_sends_after_the_answer_and_the_think_time() -> None:
 
 def test_what_is_not_over_at_the_horizon_is_cut() -> None:
     run = ran(some(100, 0.2, output=200), horizon_s=10.0)
-    assert {record.end for record in run.records} == {End.SERVED, End.CUT}
+    assert {record.end for record in run.records} == {RequestEnd.SERVED, RequestEnd.CUT}
     assert max(record.arrived_s for record in run.records) <= 10.0

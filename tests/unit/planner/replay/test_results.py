@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.replay import End, Record, Run
+from planner.replay import ReplayRecord, ReplayRun, RequestEnd
 from planner.replay.capacity import capacity
 from planner.replay.record import GroupTotals
 from planner.replay.results import figures, jain, regret
@@ -13,26 +13,28 @@ from policies.model import Slo
 FAST = Slo("fast", 1.0, 0.1)
 
 
-def record(at: float, ttft: float | None = 0.5, tpot: float = 0.05, **other: object) -> Record:
-    one = Record(0, at, 1000, 11, FAST)
+def record(
+    at: float, ttft: float | None = 0.5, tpot: float = 0.05, **other: object
+) -> ReplayRecord:
+    one = ReplayRecord(0, at, 1000, 11, FAST)
     if ttft is not None:
-        one.entered_s, one.first_s, one.end = at, at + ttft, End.SERVED
+        one.entered_s, one.first_s, one.end = at, at + ttft, RequestEnd.SERVED
         one.done_s = one.first_s + 10 * tpot
     for name, value in other.items():
         setattr(one, name, value)
     return one
 
 
-def run(*records: Record, **other: object) -> Run:
-    return Run("p", "f", list(records), ended_s=100.0, **other)  # type: ignore[arg-type]
+def run(*records: ReplayRecord, **other: object) -> ReplayRun:
+    return ReplayRun("p", "f", list(records), ended_s=100.0, **other)  # type: ignore[arg-type]
 
 
 def test_a_good_request_keeps_both_budgets() -> None:
-    assert record(0.0).good
-    assert not record(0.0, ttft=1.1).good
-    assert not record(0.0, tpot=0.11).good
-    assert not record(0.0, ttft=None).good
-    assert record(0.0, tpot=9.0, output_tokens=1).good
+    assert record(0.0).is_good
+    assert not record(0.0, ttft=1.1).is_good
+    assert not record(0.0, tpot=0.11).is_good
+    assert not record(0.0, ttft=None).is_good
+    assert record(0.0, tpot=9.0, output_tokens=1).is_good
 
 
 def test_rates_are_of_the_span_in_which_requests_came() -> None:
@@ -49,8 +51,8 @@ def test_refused_and_lost_requests_are_offered_ones_that_were_not_good() -> None
     summary = figures(
         run(
             record(0.0),
-            record(1.0, None, end=End.SHED, reason="price"),
-            record(2.0, None, end=End.LOST),
+            record(1.0, None, end=RequestEnd.SHED, reason="price"),
+            record(2.0, None, end=RequestEnd.LOST),
         )
     )
     assert summary.attainment == pytest.approx(1 / 3)
@@ -59,7 +61,7 @@ def test_refused_and_lost_requests_are_offered_ones_that_were_not_good() -> None
 
 
 def test_what_the_horizon_cut_is_a_miss_only_when_it_was_late_already() -> None:
-    early, late = record(99.9, None, end=End.CUT), record(50.0, None, end=End.CUT)
+    early, late = record(99.9, None, end=RequestEnd.CUT), record(50.0, None, end=RequestEnd.CUT)
     assert figures(run(record(0.0), early)).attainment == 1.0
     assert figures(run(record(0.0), late)).attainment == 0.5
 
@@ -83,7 +85,7 @@ def test_hits_are_reported_of_all_prompts_and_of_an_unlimited_cache() -> None:
 
 
 def test_waste_is_prefill_of_unserved_requests() -> None:
-    summary = figures(run(record(0.0), record(1.0, None, end=End.LEFT, wasted_tokens=250)))
+    summary = figures(run(record(0.0), record(1.0, None, end=RequestEnd.LEFT, wasted_tokens=250)))
     assert summary.wasted == 0.2
 
 
@@ -119,7 +121,7 @@ def test_first_retries_count_returning_clients() -> None:
         run(
             returned,
             record(1.0, refusals=2),
-            record(2.0, None, refusals=1, end=End.SHED),
+            record(2.0, None, refusals=1, end=RequestEnd.SHED),
             record(3.0),
         )
     )

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from planner.replay import traffic, users
-from planner.traces import Part, TraceError, TraceRequest, mixed, read_trace, scaled, sliced
+from planner.traces import (
+    MixPart,
+    TraceError,
+    TraceRequest,
+    mix_parts,
+    read_trace,
+    scale_rate,
+    slice_span,
+)
 from planner.traces.shape import PRIVATE
 
 
@@ -30,22 +38,22 @@ def turns(session: str, count: int) -> list[TraceRequest]:
 
 
 def test_a_rate_brings_moments_closer_and_a_slice_begins_at_nought() -> None:
-    assert [request.arrival_s for request in scaled(every(1.0, 3), 4.0)] == [0.0, 0.25, 0.5]
-    assert [request.arrival_s for request in sliced(every(1.0), 2.0, 5.0)] == [0.0, 1.0, 2.0]
+    assert [request.arrival_s for request in scale_rate(every(1.0, 3), 4.0)] == [0.0, 0.25, 0.5]
+    assert [request.arrival_s for request in slice_span(every(1.0), 2.0, 5.0)] == [0.0, 1.0, 2.0]
 
 
 def test_a_slice_keeps_or_leaves_whole_sessions() -> None:
     early, late = turns("early", 3), turns("late", 3)
     late[0] = TraceRequest(9.0, 1024, 5, session="late")
-    assert {request.session for request in sliced(early + late, 0.0, 5.0)} == {"early"}
-    assert [request.session for request in sliced(early + late, 5.0)] == ["late"] * 3
+    assert {request.session for request in slice_span(early + late, 0.0, 5.0)} == {"early"}
+    assert [request.session for request in slice_span(early + late, 5.0)] == ["late"] * 3
 
 
 def test_parts_of_a_mix_come_together_and_share_nothing() -> None:
-    requests = mixed(
+    requests = mix_parts(
         [
-            Part(every(1.0), slo="fast", tenant="a"),
-            Part(every(1.0), rate=2.0, tenant="b", priority=1),
+            MixPart(every(1.0), slo="fast", tenant="a"),
+            MixPart(every(1.0), rate=2.0, tenant="b", priority=1),
         ]
     )
     assert [request.arrival_s for request in requests] == sorted(
@@ -98,7 +106,7 @@ def test_a_mix_that_is_a_part_of_itself_is_refused(tmp_path: Path) -> None:
 
 def test_no_more_parts_are_mixed_than_block_ids_can_tell_apart() -> None:
     with pytest.raises(ValueError, match="at most 256 parts"):
-        mixed([Part([])] * 257)
+        mix_parts([MixPart([])] * 257)
 
 
 def test_sessions_with_think_times_are_closed_loops_and_all_else_comes_whatever_happens() -> None:

@@ -7,33 +7,33 @@ from msgspec.structs import replace
 
 from policies.admission.admission import (
     Admit,
-    Cap,
+    CapAdmission,
     DrainRate,
-    Open,
+    UncappedAdmission,
     Verdict,
     Wait,
-    capacity,
-    full,
-    timed_out,
+    shed_queue_full,
+    shed_timed_out,
+    total_capacity,
 )
 from policies.admission_registry import build_admission, names
-from policies.model import Ask
+from policies.model import RoutingQuery
 from policies.registry import PolicyConfigError
 from tests.unit.policies.builders import View, ask, candidate, draining, shed
 
 
-def asking(now: float, deadline_s: float | None = None) -> Ask:
+def asking(now: float, deadline_s: float | None = None) -> RoutingQuery:
     question = ask(now=now)
     return replace(question, request=replace(question.request, deadline_s=deadline_s))
 
 
 def admit(busy: int, room_for: int, waiting: int, drain: DrainRate, now: float) -> Verdict:
-    return Cap().judge(asking(now), (), View(busy, room_for, waiting, drain))
+    return CapAdmission().decide(asking(now), (), View(busy, room_for, waiting, drain))
 
 
 def test_capacity_is_the_sum_of_the_available_endpoints_caps() -> None:
     assert (
-        capacity([candidate(0, cap=24), candidate(1, cap=8), candidate(2, cap=24, available=False)])
+        total_capacity([candidate(0, cap=24), candidate(1, cap=8), candidate(2, cap=24, available=False)])
         == 32
     )
 
@@ -50,13 +50,13 @@ def test_no_new_request_overtakes_waiting_ones() -> None:
 def test_the_head_of_the_line_enters_as_soon_as_there_is_a_place_and_waits_until_then() -> None:
     view = View(24, 24, 3, draining(0.01))
     view.at_door = False
-    assert Cap().judge(asking(60.0), (), view) == Wait(10.0)
+    assert CapAdmission().decide(asking(60.0), (), view) == Wait(10.0)
     view.busy = 23
-    assert Cap().judge(asking(60.0), (), view) == Admit()
+    assert CapAdmission().decide(asking(60.0), (), view) == Admit()
 
 
 def test_a_full_waiting_room_sheds_without_a_guess_before_anything_was_measured() -> None:
-    verdict = full(View(24, 24, 3), 0.0)
+    verdict = shed_queue_full(View(24, 24, 3), 0.0)
     assert (verdict.reason, verdict.retry_after_s) == ("waiting_room_full", None)
     assert (
         verdict.detail == "The waiting room is full. 24 of 24 places are taken and 3 requests wait."
@@ -64,7 +64,7 @@ def test_a_full_waiting_room_sheds_without_a_guess_before_anything_was_measured(
 
 
 def test_a_full_wait_queue_returns_a_retry_after() -> None:
-    verdict = full(View(24, 24, 3, draining(2.0)), 60.0)
+    verdict = shed_queue_full(View(24, 24, 3, draining(2.0)), 60.0)
     assert verdict.retry_after_s == pytest.approx(2.0, rel=0.1)
     assert verdict.detail.endswith("3 requests wait; a place is expected in 2.0 s.")
 
@@ -77,7 +77,7 @@ def test_a_request_that_would_time_out_is_refused_at_once() -> None:
 
 
 def test_a_request_past_its_deadline_is_refused_at_once_with_both_times() -> None:
-    verdict = shed(Cap().judge(asking(60.0, deadline_s=61.5), (), View(24, 24, 2, draining(1.0))))
+    verdict = shed(CapAdmission().decide(asking(60.0, deadline_s=61.5), (), View(24, 24, 2, draining(1.0))))
     assert verdict.reason == "deadline"
     assert verdict.detail.startswith(
         "The client gives up in 1.5 s and the first token is expected in 2.9 s."
@@ -89,14 +89,14 @@ def test_no_request_waits_without_an_endpoint() -> None:
 
 
 def test_a_timed_out_request_gets_the_drain_time_of_the_queue() -> None:
-    verdict = timed_out(View(24, 24, 4, draining(1.0)), 60.0)
+    verdict = shed_timed_out(View(24, 24, 4, draining(1.0)), 60.0)
     assert verdict.reason == "waited_too_long"
     assert verdict.retry_after_s == pytest.approx(5.0, rel=0.1)
 
 
 def test_no_admission_admits_everything_while_an_endpoint_is_available() -> None:
-    assert Open().judge(asking(0.0), (), View(1000, 24, 0)) == Admit()
-    assert shed(Open().judge(asking(0.0), (), View(0, 0, 0))).reason == "no_capacity"
+    assert UncappedAdmission().decide(asking(0.0), (), View(1000, 24, 0)) == Admit()
+    assert shed(UncappedAdmission().decide(asking(0.0), (), View(0, 0, 0))).reason == "no_capacity"
 
 
 @pytest.mark.parametrize("name", names())
@@ -116,17 +116,17 @@ def test_a_wrong_name_or_parameter_is_refused_with_what_was_near() -> None:
 def test_a_drain_rate_is_unbiased_from_the_first_seconds() -> None:
     drain = DrainRate(tau_s=10.0)
     assert drain.per_s(0.0) is None
-    drain.completed(0.0)
+    drain.record(0.0)
     assert drain.per_s(0.0) is None
     for number in range(1, 41):
-        drain.completed(number / 20)
+        drain.record(number / 20)
     assert drain.per_s(2.0) == pytest.approx(20.0, rel=0.1)
 
 
 def test_a_drain_rate_follows_a_change_and_forgets_a_burst() -> None:
     drain = draining(10.0)
     for number in range(1, 61):
-        drain.completed(60.0 + number)
+        drain.record(60.0 + number)
     assert drain.per_s(120.0) == pytest.approx(1.0, rel=0.15)
     assert drain.per_s(500.0) is None
     assert drain.seconds_for(3, 500.0) is None

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from policies.admission.admission import Admit, DrainRate, Outcome, Shed, Wait
-from policies.admission.priced import Priced, PricedAdmission
+from policies.admission.admission import Admit, DrainRate, RequestOutcome, Shed, Wait
+from policies.admission.priced import PricedAdmission, PricedAdmissionParams
 from policies.admission_registry import build_admission
-from policies.model import STANDARD, Ask, Candidate, Pick, Slo
-from policies.prefix.fingerprint import of_chain
+from policies.model import STANDARD, Candidate, Pick, RoutingQuery, Slo
+from policies.prefix.fingerprint import fingerprint_of_chain
 from policies.registry import PolicyConfigError
 from tests.unit.policies.builders import View, ask, candidate, draining, shed
 
@@ -25,15 +25,15 @@ def measured() -> DrainRate:
 
 
 def admission(**params: Any) -> PricedAdmission:
-    return PricedAdmission(Priced(**params))
+    return PricedAdmission(PricedAdmissionParams(**params))
 
 
 def asking(
     prompt_tokens: int = 1000, now: float = NOW, seed: int = 1, prompt: int = 0, **request: Any
-) -> Ask:
+) -> RoutingQuery:
     """Return a query; a `prompt` other than 0 identifies its content."""
     question = ask(prompt_tokens, now=now, seed=seed)
-    print_ = of_chain((prompt,), 2048, 4 * prompt_tokens) if prompt else None
+    print_ = fingerprint_of_chain((prompt,), 2048, 4 * prompt_tokens) if prompt else None
     return replace(
         question, request=replace(question.request, arrived_s=now, **request), fingerprint=print_
     )
@@ -56,7 +56,7 @@ def refused(
 ) -> float:
     """Return the share of equal queries that is refused by price."""
     verdicts = [
-        priced.judge(asking(seed=seed, **request), candidates, view) for seed in range(tries)
+        priced.decide(asking(seed=seed, **request), candidates, view) for seed in range(tries)
     ]
     return sum(isinstance(verdict, Shed) for verdict in verdicts) / tries
 
@@ -71,7 +71,7 @@ def overload(
     """Let a tenant request, and get, more than the endpoints can do."""
     for number in range(requests):
         question = asking(prompt_tokens, tenant=tenant)
-        priced.booked(question, Pick(candidates[number % len(candidates)], 0, 0.0, 2, "test"))
+        priced.on_booked(question, Pick(candidates[number % len(candidates)], 0, 0.0, 2, "test"))
     priced.tick(NOW, candidates)
 
 
@@ -93,15 +93,15 @@ def test_beyond_it_the_more_is_refused_the_longer_the_queue_is() -> None:
 def test_an_impossible_budget_sets_no_price_for_others(before: int) -> None:
     priced, fleet = admission(), queued(0.2)
     for _ in range(before):
-        priced.judge(asking(), fleet, View())
-    priced.judge(asking(slo=Slo(ttft_s=0.001)), fleet, View())
+        priced.decide(asking(), fleet, View())
+    priced.decide(asking(slo=Slo(ttft_s=0.001)), fleet, View())
     assert refused(priced, fleet, View()) == 0
 
 
 def test_an_impossible_tpot_budget_slows_no_prompts_of_others() -> None:
     priced, fleet, view = admission(), answering(0.03), View(waiting=20, waiting_s=4.0)
     for slo in (*(STANDARD for _ in range(50)), Slo(tpot_s=0.0001)):
-        priced.booked(asking(slo=slo), Pick(fleet[0], 0, 0.0, 2, "test"))
+        priced.on_booked(asking(slo=slo), Pick(fleet[0], 0, 0.0, 2, "test"))
     priced.tick(NOW, fleet)
     assert refused(priced, fleet, view) == 0
 
@@ -109,7 +109,7 @@ def test_an_impossible_tpot_budget_slows_no_prompts_of_others() -> None:
 def test_budgets_up_to_ten_times_as_tight_as_the_typical_one_count_in_full() -> None:
     priced, fleet, mean = admission(), queued(0.0), 0.2
     for ttft_s in (5.0, 60.0, 2.0, 0.5, 86_400.0, 1.0):
-        priced.judge(asking(slo=Slo(ttft_s=ttft_s)), fleet, View())
+        priced.decide(asking(slo=Slo(ttft_s=ttft_s)), fleet, View())
         mean += 0.02 * (1.0 / ttft_s - mean)
     assert priced._budget == pytest.approx(mean, rel=1e-12)
 
@@ -167,7 +167,7 @@ def test_waiting_requests_count_at_the_pace_of_the_endpoints() -> None:
 def test_what_is_left_for_prompts_follows_the_budget_per_token_that_requests_have() -> None:
     priced, fleet, view = admission(), answering(0.06), View(waiting=20, waiting_s=6.0)
     relaxed = asking(slo=Slo(tpot_s=1.0))
-    priced.booked(relaxed, Pick(fleet[0], 0, 0.0, 2, "test"))
+    priced.on_booked(relaxed, Pick(fleet[0], 0, 0.0, 2, "test"))
     priced.tick(NOW, fleet)
     assert refused(priced, fleet, view) == 0
 
@@ -176,10 +176,10 @@ def test_in_overload_endpoints_that_were_given_too_much_hold_requests_back_from_
     None
 ):
     priced, fleet = admission(), answering(0.01, count=4)
-    assert priced.judge(asking(), fleet, View()) == Admit()
+    assert priced.decide(asking(), fleet, View()) == Admit()
     for _ in range(40):
-        priced.booked(asking(20_000), Pick(fleet[0], 0, 0.0, 4, "test"))
-    assert isinstance(priced.judge(asking(), fleet, View()), Wait)
+        priced.on_booked(asking(20_000), Pick(fleet[0], 0, 0.0, 4, "test"))
+    assert isinstance(priced.decide(asking(), fleet, View()), Wait)
 
 
 def test_long_prompts_pay_more_and_still_have_their_chance() -> None:
@@ -189,7 +189,7 @@ def test_long_prompts_pay_more_and_still_have_their_chance() -> None:
     for seed in range(600):
         for prompt_tokens, verdicts_of_size in verdicts.items():
             verdicts_of_size.append(
-                isinstance(priced.judge(asking(prompt_tokens, seed=seed), fleet, View()), Shed)
+                isinstance(priced.decide(asking(prompt_tokens, seed=seed), fleet, View()), Shed)
             )
     short, middle, long = (sum(shares) / len(shares) for shares in verdicts.values())
     assert short < middle < 0.2 < long < 0.9
@@ -247,15 +247,15 @@ def test_weight_priority_and_a_conversation_under_way_are_worth_more() -> None:
     plain = refused(priced, fleet, View())
     assert refused(priced, fleet, View(), tries=50, priority=3) < plain - 0.2
     assert refused(priced, fleet, View(), tries=50, slo=Slo(weight=10.0)) < plain - 0.2
-    warm = [replace(asking(seed=seed), cached=(600, 0)) for seed in range(400)]
+    warm = [replace(asking(seed=seed), cached_by_slot=(600, 0)) for seed in range(400)]
     assert (
-        sum(isinstance(priced.judge(candidate_, fleet, View()), Shed) for candidate_ in warm) / 400
+        sum(isinstance(priced.decide(candidate_, fleet, View()), Shed) for candidate_ in warm) / 400
         < plain
     )
 
 
 def test_a_price_refusal_reports_queue_work_and_odds() -> None:
-    verdict = shed(admission().judge(asking(), queued(12.0), View(drain=measured())))
+    verdict = shed(admission().decide(asking(), queued(12.0), View(drain=measured())))
     assert verdict.reason == "price"
     # nothing was booked yet, so the completed work per second is unknown
     assert verdict.retry_after_s is None
@@ -272,7 +272,7 @@ def test_retry_after_follows_the_measured_drain_and_spreads_returns() -> None:
         verdict.retry_after_s
         for seed in range(60)
         if isinstance(
-            verdict := priced.judge(asking(seed=seed, prompt=seed + 1), fleet, view), Shed
+            verdict := priced.decide(asking(seed=seed, prompt=seed + 1), fleet, view), Shed
         )
     ]
     assert all(seconds is not None and 1.0 <= seconds <= 60.0 for seconds in back)
@@ -283,28 +283,28 @@ def test_a_scheduled_retry_is_admitted_and_an_early_one_gets_the_same_time_again
     priced, fleet = admission(), queued(12.0)
     overload(priced, fleet, requests=50)
     view = View(drain=measured())
-    first = shed(priced.judge(asking(prompt=7), fleet, view))
+    first = shed(priced.decide(asking(prompt=7), fleet, view))
     assert first.retry_after_s is not None
-    early = shed(priced.judge(asking(prompt=7, now=NOW + 0.2), fleet, view))
+    early = shed(priced.decide(asking(prompt=7, now=NOW + 0.2), fleet, view))
     assert early.reason == "early"
     assert early.retry_after_s == pytest.approx(first.retry_after_s - 0.2)
     assert f"which is in {early.retry_after_s:.1f} s" in early.detail
     for candidate_ in fleet:
-        candidate_.load.ready_at += first.retry_after_s
+        candidate_.load.prefill_done_at += first.retry_after_s
     due = asking(prompt=7, now=NOW + first.retry_after_s)
     # there is a queue, but its share of the capacity is reserved
-    assert priced.judge(due, fleet, view) == Admit()
-    assert priced.judge(asking(prompt=8, now=due.now), fleet, view) != Admit()
+    assert priced.decide(due, fleet, view) == Admit()
+    assert priced.decide(asking(prompt=8, now=due.now), fleet, view) != Admit()
 
 
 def test_no_retry_is_early_after_the_load_has_gone() -> None:
     priced, fleet = admission(), queued(12.0)
     overload(priced, fleet, requests=50)
     view = View(drain=measured())
-    assert shed(priced.judge(asking(prompt=7), fleet, view)).retry_after_s is not None
-    assert not isinstance(priced.judge(asking(prompt=7, now=NOW + 0.2), queued(0.0), view), Shed)
+    assert shed(priced.decide(asking(prompt=7), fleet, view)).retry_after_s is not None
+    assert not isinstance(priced.decide(asking(prompt=7, now=NOW + 0.2), queued(0.0), view), Shed)
     # its reservation is used up
-    assert shed(priced.judge(asking(prompt=7, now=NOW + 0.3), fleet, view)).reason == "price"
+    assert shed(priced.decide(asking(prompt=7, now=NOW + 0.3), fleet, view)).reason == "price"
 
 
 def test_a_request_that_cannot_return_gets_no_retry_after_and_no_reservation() -> None:
@@ -313,9 +313,9 @@ def test_a_request_that_cannot_return_gets_no_retry_after_and_no_reservation() -
         overload(priced, fleet)
         view = View(drain=measured())
         for seed in range(probes):
-            probe = replace(asking(40_000, seed=seed), returns=False)
-            assert shed(priced.judge(probe, fleet, view)).retry_after_s is None
-        return shed(priced.judge(asking(prompt=7), fleet, view)).retry_after_s
+            probe = replace(asking(40_000, seed=seed), can_return=False)
+            assert shed(priced.decide(probe, fleet, view)).retry_after_s is None
+        return shed(priced.decide(asking(prompt=7), fleet, view)).retry_after_s
 
     assert told(0) is not None
     assert told(50) == told(0)
@@ -323,7 +323,9 @@ def test_a_request_that_cannot_return_gets_no_retry_after_and_no_reservation() -
 
 def test_a_request_past_its_deadline_is_refused_with_both_times() -> None:
     verdict = shed(
-        admission().judge(asking(deadline_s=NOW + 1.0), queued(3.0), View(busy=8, drain=measured()))
+        admission().decide(
+            asking(deadline_s=NOW + 1.0), queued(3.0), View(busy=8, drain=measured())
+        )
     )
     assert verdict.reason == "deadline"
     assert verdict.detail.startswith(
@@ -335,47 +337,47 @@ def test_a_late_waiting_request_is_refused_only_while_there_is_a_price() -> None
     priced = admission()
     view = View(busy=8, waiting=3, waiting_s=30.0, at_door=False)
     late = replace(asking(now=NOW - 4.0), now=NOW)
-    verdict = shed(priced.judge(late, queued(2.0), view))
+    verdict = shed(priced.decide(late, queued(2.0), view))
     assert verdict.reason == "ttft"
     assert verdict.detail.startswith("The first token was due in 1.0 s and is expected in 2.")
     view.waiting_s = 0.1
-    assert isinstance(priced.judge(late, queued(2.0), view), Wait)
+    assert isinstance(priced.decide(late, queued(2.0), view), Wait)
 
 
 def test_requests_wait_while_no_endpoint_would_begin_them_soon() -> None:
     priced = admission()
-    assert isinstance(priced.judge(asking(), queued(2.0), View()), Wait)
+    assert isinstance(priced.decide(asking(), queued(2.0), View()), Wait)
     one_free = [*queued(2.0), candidate(2, ready_at=NOW)]
-    assert isinstance(priced.judge(asking(), one_free, View()), Admit)
+    assert isinstance(priced.decide(asking(), one_free, View()), Admit)
 
 
 def test_requests_wait_while_every_endpoint_is_ahead_of_its_pace() -> None:
     priced, fleet = admission(), queued(0.0, count=1)
-    assert isinstance(priced.judge(asking(), fleet, View()), Admit)
-    priced.booked(asking(60_000), Pick(fleet[0], 0, 0.0, 1, "test"))
-    assert not priced.calm
-    assert isinstance(priced.judge(asking(), fleet, View()), Wait)
-    assert isinstance(priced.judge(asking(now=NOW + 30.0), fleet, View()), Admit)
+    assert isinstance(priced.decide(asking(), fleet, View()), Admit)
+    priced.on_booked(asking(60_000), Pick(fleet[0], 0, 0.0, 1, "test"))
+    assert not priced.is_calm
+    assert isinstance(priced.decide(asking(), fleet, View()), Wait)
+    assert isinstance(priced.decide(asking(now=NOW + 30.0), fleet, View()), Admit)
 
 
 def test_a_new_session_enters_only_while_all_contexts_fit() -> None:
     priced, fleet = admission(), queued(0.0)  # 1.2 M tokens of KV
     for number in range(8):
         question = asking(100_000, session=f"s{number}")
-        assert not isinstance(priced.judge(question, fleet, View()), Shed)
-        priced.booked(question, Pick(fleet[0], 0, 0.0, 2, "test"))
-    verdict = shed(priced.judge(asking(100_000, session="new"), fleet, View()))
+        assert not isinstance(priced.decide(question, fleet, View()), Shed)
+        priced.on_booked(question, Pick(fleet[0], 0, 0.0, 2, "test"))
+    verdict = shed(priced.decide(asking(100_000, session="new"), fleet, View()))
     assert verdict.reason == "session_memory"
     assert "8 active sessions use 800000 tokens" in verdict.detail
     assert "below 840000, 70% of the fleet's KV cache" in verdict.detail
-    assert not isinstance(priced.judge(asking(100_000, session="s3"), fleet, View()), Shed)
-    assert not isinstance(priced.judge(asking(100_000), fleet, View()), Shed)
+    assert not isinstance(priced.decide(asking(100_000, session="s3"), fleet, View()), Shed)
+    assert not isinstance(priced.decide(asking(100_000), fleet, View()), Shed)
 
 
 def test_a_tenant_within_its_share_pays_no_price_for_others() -> None:
     priced, fleet = admission(), queued(6.0)
     overload(priced, fleet, "loud")
-    priced.booked(asking(tenant="quiet"), Pick(fleet[0], 0, 0.0, 2, "test"))
+    priced.on_booked(asking(tenant="quiet"), Pick(fleet[0], 0, 0.0, 2, "test"))
     priced.tick(NOW, fleet)
     assert refused(priced, fleet, View(), tenant="loud") > 0.5
     assert refused(priced, fleet, View(), tenant="quiet") == 0
@@ -384,30 +386,30 @@ def test_a_tenant_within_its_share_pays_no_price_for_others() -> None:
 def test_the_fast_path_is_open_only_while_the_admission_is_calm() -> None:
     priced, idle = admission(), queued(0.0)
     priced.tick(NOW, idle)
-    assert priced.calm
+    assert priced.is_calm
     priced.tick(NOW, queued(2.0))
-    assert not priced.calm
+    assert not priced.is_calm
     priced.tick(NOW + 60, idle)
-    assert priced.calm
+    assert priced.is_calm
     priced.booked(asking(session="s"), Pick(idle[0], 0, 0.0, 2, "test"))
-    assert not priced.calm
-    priced.ended(asking(session="s").request, Outcome(NOW + 1, 0.1, 0.01, 100, 0))
+    assert not priced.is_calm
+    priced.ended(asking(session="s").request, RequestOutcome(NOW + 1, 0.1, 0.01, 100, 0))
     priced.tick(NOW + 61, idle)
-    assert not priced.calm  # it may come back
+    assert not priced.is_calm  # it may come back
     priced.tick(NOW + 400, idle)
-    assert priced.calm
+    assert priced.is_calm
 
 
 def test_no_request_waits_without_an_endpoint() -> None:
-    assert shed(admission().judge(asking(), [], View(capacity=0))).reason == "no_capacity"
+    assert shed(admission().decide(asking(), [], View(capacity=0))).reason == "no_capacity"
     down = [candidate(0, available=False)]
-    assert shed(admission().judge(asking(), down, View(capacity=24))).reason == "no_capacity"
+    assert shed(admission().decide(asking(), down, View(capacity=24))).reason == "no_capacity"
 
 
 def test_equal_questions_get_equal_answers_from_an_equal_seed() -> None:
     rng, other = Random(3), Random(3)
     verdicts = [
-        admission().judge(replace(asking(), rng=candidate_), queued(5.5), View(drain=measured()))
+        admission().decide(replace(asking(), rng=candidate_), queued(5.5), View(drain=measured()))
         for candidate_ in (rng, other)
     ]
     assert verdicts[0] == verdicts[1]

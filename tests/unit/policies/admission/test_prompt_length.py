@@ -11,25 +11,25 @@ from policies.admission.prompt_length import HIGHEST, LEAST_ANSWERS, LOWEST, Pro
 def test_an_estimate_stands_until_enough_answers_were_seen() -> None:
     prompts = PromptLengths()
     for _ in range(LEAST_ANSWERS - 1):
-        prompts.counted("m", False, 100, 50)
-    assert prompts.corrected("m", False, 100) == 100
-    prompts.counted("m", False, 100, 50)
-    assert prompts.corrected("m", False, 100) == 50
-    assert prompts.corrected("m", True, 100) == prompts.corrected("n", False, 100) == 100
+        prompts.record("m", False, 100, 50)
+    assert prompts.correct("m", False, 100) == 100
+    prompts.record("m", False, 100, 50)
+    assert prompts.correct("m", False, 100) == 50
+    assert prompts.correct("m", True, 100) == prompts.correct("n", False, 100) == 100
 
 
 def test_a_model_that_counts_otherwise_from_now_on_is_believed_soon() -> None:
     prompts = PromptLengths()
     for counted in [1000] * 3000 + [250] * 8000:
-        prompts.counted("m", False, 1000, counted)
-    assert 240 < prompts.corrected("m", False, 1000) < 260
+        prompts.record("m", False, 1000, counted)
+    assert 240 < prompts.correct("m", False, 1000) < 260
 
 
 def test_an_estimate_that_is_close_stands_so_that_gateways_agree() -> None:
     prompts = PromptLengths()
     for _ in range(LEAST_ANSWERS):
-        prompts.counted("m", False, 1000, 1080)
-    assert prompts.corrected("m", False, 1000) == 1000
+        prompts.record("m", False, 1000, 1080)
+    assert prompts.correct("m", False, 1000) == 1000
 
 
 @given(
@@ -41,9 +41,9 @@ def test_a_correction_is_bounded_whatever_engines_report(
 ) -> None:
     prompts = PromptLengths()
     for prompt, counted in seen:
-        prompts.counted("m", True, prompt, counted)
+        prompts.record("m", True, prompt, counted)
     assert (
         max(1, int(estimated * LOWEST))
-        <= prompts.corrected("m", True, estimated)
+        <= prompts.correct("m", True, estimated)
         <= estimated * HIGHEST + 1
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policies.admission.sessions import SessionGate, WorkingSet, continuing, fleet_kv_tokens
+from policies.admission.sessions import SessionGate, WorkingSet, fleet_kv_tokens, is_continuation
 from tests.unit.policies.builders import candidate
 
 
@@ -12,54 +12,54 @@ def full(now: float = 0.0, sessions: int = 7) -> WorkingSet:
     """Enter sessions of 100 tokens each, one second apart."""
     inside = WorkingSet()
     for number in range(sessions):
-        inside.began(f"s{number}", 90, 0, 0, now + number)
-        inside.ended(f"s{number}", 100, 0, now + number + 0.5)
+        inside.on_booked(f"s{number}", 90, 0, 0, now + number)
+        inside.on_ended(f"s{number}", 100, 0, now + number + 0.5)
     return inside
 
 
 def test_a_new_session_enters_while_contexts_fit_and_an_active_one_always() -> None:
     inside = full(sessions=6)
     assert inside.tokens == 600
-    assert inside.admits("new", 100, 1000.0)
-    assert not inside.admits("new", 101, 1000.0)
-    assert inside.admits("s3", 500, 1000.0)
+    assert inside.can_admit("new", 100, 1000.0)
+    assert not inside.can_admit("new", 101, 1000.0)
+    assert inside.can_admit("s3", 500, 1000.0)
 
 
 def test_nothing_is_refused_with_unknown_memory_or_without_sessions() -> None:
-    assert full().admits("new", 10_000, None)
-    assert WorkingSet().admits("new", 10_000, 1000.0)
-    assert full().admits("", 10_000, 1000.0)
+    assert full().can_admit("new", 10_000, None)
+    assert WorkingSet().can_admit("new", 10_000, 1000.0)
+    assert full().can_admit("", 10_000, 1000.0)
 
 
 def test_a_session_counts_as_long_as_its_context_is_and_until_it_was_silent_for_long() -> None:
     inside = full(sessions=2)
-    inside.began("s0", 150, 100, 100, 10.0)
-    inside.ended("s0", 170, 100, 12.0)
+    inside.on_booked("s0", 150, 100, 100, 10.0)
+    inside.on_ended("s0", 170, 100, 12.0)
     assert inside.tokens == 270
     inside.tick(1.5 + 180.0)
-    assert (inside.tokens, inside.holds("s0"), inside.holds("s1")) == (170, True, False)
+    assert (inside.tokens, inside.contains("s0"), inside.contains("s1")) == (170, True, False)
     inside.tick(12.0 + 180.0)
     assert (inside.tokens, len(inside)) == (0, 0)
 
 
 def test_a_session_with_an_answer_under_way_is_not_forgotten() -> None:
     inside = WorkingSet()
-    inside.began("long", 100, 0, 0, 0.0)
+    inside.on_booked("long", 100, 0, 0, 0.0)
     inside.tick(1000.0)
-    assert inside.holds("long")
-    inside.ended("long", None, None, 1001.0)
+    assert inside.contains("long")
+    inside.on_ended("long", None, None, 1001.0)
     inside.tick(1181.5)
-    assert not inside.holds("long")
+    assert not inside.contains("long")
 
 
 def test_memory_follows_the_times_after_which_sessions_return() -> None:
     slow, quick = WorkingSet(), WorkingSet()
     for turn in range(200):
-        slow.began("s", 100, 100, 100, turn * 400.0)
-        slow.ended("s", 100, 100, turn * 400.0 + 1)
+        slow.on_booked("s", 100, 100, 100, turn * 400.0)
+        slow.on_ended("s", 100, 100, turn * 400.0 + 1)
         slow.tick(turn * 400.0 + 390)
-        quick.began("s", 100, 100, 100, turn * 5.0)
-        quick.ended("s", 100, 100, turn * 5.0 + 1)
+        quick.on_booked("s", 100, 100, 100, turn * 5.0)
+        quick.on_ended("s", 100, 100, turn * 5.0 + 1)
     assert 390 < slow.memory_s <= 600
     assert 60 <= quick.memory_s < 180
 
@@ -71,36 +71,36 @@ def test_what_continuing_sessions_find_evicted_makes_the_share_smaller_and_findi
     for turn in range(20):
         now = 20.0 + 20 * turn
         for number in range(7):
-            lost.began(f"s{number}", 100, 50, 50, now)
-            lost.ended(f"s{number}", 100, 50, now + 1)
+            lost.on_booked(f"s{number}", 100, 50, 50, now)
+            lost.on_ended(f"s{number}", 100, 50, now + 1)
         lost.tick(now + 2)
-    assert lost.phi == 0.5
+    assert lost.memory_share == 0.5
     result = full()
     for turn in range(60):
         now = 20.0 + 20 * turn
         for number in range(7):
-            result.began(f"s{number}", 100, 100, 100, now)
-            result.ended(f"s{number}", 100, 100, now + 1)
-        result.admits("new", 1000, 1000.0)  # another session was refused
+            result.on_booked(f"s{number}", 100, 100, 100, now)
+            result.on_ended(f"s{number}", 100, 100, now + 1)
+        result.can_admit("new", 1000, 1000.0)  # another session was refused
         result.tick(now + 2)
-    assert result.phi == pytest.approx(0.9)
+    assert result.memory_share == pytest.approx(0.9)
 
 
 def test_an_engine_that_found_less_than_was_believed_has_evicted_it() -> None:
     inside = full()
     for turn in range(20):
         now = 20.0 + 20 * turn
-        inside.began("s0", 100, 100, 100, now)
-        inside.ended("s0", 100, 20, now + 1)
+        inside.on_booked("s0", 100, 100, 100, now)
+        inside.on_ended("s0", 100, 20, now + 1)
         inside.tick(now + 2)
-    assert inside.phi == 0.5
+    assert inside.memory_share == 0.5
 
 
 def test_how_long_until_a_session_may_enter_comes_from_those_that_have_left() -> None:
     inside = full(sessions=20)
-    assert inside.room_in_s(100, 1000.0, 30.0) is None
+    assert inside.seconds_until_room(100, 1000.0, 30.0) is None
     inside.tick(190.5)  # ten have expired
-    seconds = inside.room_in_s(100, 1000.0, 191.0)
+    seconds = inside.seconds_until_room(100, 1000.0, 191.0)
     assert seconds is not None
     assert seconds > 0
 
@@ -108,17 +108,17 @@ def test_how_long_until_a_session_may_enter_comes_from_those_that_have_left() ->
 def test_memory_is_bounded_whatever_comes() -> None:
     inside = WorkingSet(SessionGate(remembered=100))
     for number in range(1000):
-        inside.began(f"s{number}", 10, 0, 0, float(number) / 100)
+        inside.on_booked(f"s{number}", 10, 0, 0, float(number) / 100)
         inside.tick(number / 100)
     assert len(inside) <= 50
     assert inside.tokens == 10 * len(inside)
-    inside.ended("s1", 20, 0, 11.0)  # expired in the meantime
+    inside.on_ended("s1", 20, 0, 11.0)  # expired in the meantime
     assert inside.tokens == 10 * len(inside)
 
 
 def test_a_conversation_without_a_key_is_recognized_by_its_cache() -> None:
-    assert continuing(1000, 500)
-    assert not continuing(1000, 499)
+    assert is_continuation(1000, 500)
+    assert not is_continuation(1000, 499)
 
 
 def test_the_fleets_memory_is_known_when_everybodys_is() -> None:

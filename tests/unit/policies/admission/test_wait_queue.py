@@ -10,27 +10,31 @@ from msgspec.structs import replace
 from policies.admission.admission import (
     ADMIT,
     Admit,
-    Cap,
-    RoomView,
+    CapAdmission,
     Shed,
     Verdict,
     Wait,
-    WaitingRoom,
+    WaitQueueLimits,
+    WaitQueueView,
 )
 from policies.admission.fairness import FairShares
-from policies.admission.wait_queue import LOOK_AGAIN_S, Room
-from policies.model import Ask, Candidate
+from policies.admission.wait_queue import LOOK_AGAIN_S, WaitQueue
+from policies.model import Candidate, RoutingQuery
 from tests.unit.policies.builders import ask, candidate
 
 
-def question(number: int, tenant: str = "a", now: float = 0.0, cached: Sequence[int] = ()) -> Ask:
+def question(
+    number: int, tenant: str = "a", now: float = 0.0, cached: Sequence[int] = ()
+) -> RoutingQuery:
     request = ask(cached=cached, now=now)
     return replace(request, request=replace(request.request, id=f"r{number}", tenant=tenant))
 
 
-def room(*caps: int, size: int = 8) -> tuple[Room[int], list[Candidate]]:
+def room(*caps: int, size: int = 8) -> tuple[WaitQueue[int], list[Candidate]]:
     candidates = [candidate(slot, cap) for slot, cap in enumerate(caps)]
-    waiting_room: Room[int] = Room(Cap(), WaitingRoom(size=size), FairShares({"a": 1.0, "b": 1.0}))
+    waiting_room: WaitQueue[int] = WaitQueue(
+        CapAdmission(), WaitQueueLimits(size=size), FairShares({"a": 1.0, "b": 1.0})
+    )
     waiting_room.refresh(candidates)
     return waiting_room, candidates
 
@@ -39,46 +43,52 @@ def test_deciding_without_queueing_takes_no_place_in_the_queue() -> None:
     waiting_room, candidates = room(1, size=2)
     assert isinstance(waiting_room.arrive(question(0), candidates, 0), Admit)
     assert all(isinstance(waiting_room.arrive(question(n), candidates, n), Wait) for n in (1, 2))
-    assert isinstance(waiting_room.knock(question(3, "b"), candidates), Wait)
-    assert (waiting_room.waiting, waiting_room.in_flight, waiting_room.settle(0.1)) == (2, 1, [])
+    assert isinstance(waiting_room.decide_without_queueing(question(3, "b"), candidates), Wait)
+    assert (waiting_room.waiting, waiting_room.in_flight, waiting_room.take_verdicts(0.1)) == (
+        2,
+        1,
+        [],
+    )
 
 
 def test_a_tenant_is_not_charged_for_an_admitted_request_without_an_endpoint() -> None:
     waiting_room, candidates = room(1)
     waiting_room.arrive(question(0), candidates, 0)
     waiting_room.arrive(question(1, "a"), candidates, 1)
-    waiting_room.gone(1.0)
-    assert waiting_room.settle(1.0) == [(1, ADMIT)]
-    waiting_room.unbooked(question(1, "a").request)
-    waiting_room.unbooked(question(1, "a").request)
+    waiting_room.free_place(1.0)
+    assert waiting_room.take_verdicts(1.0) == [(1, ADMIT)]
+    waiting_room.on_not_routed(question(1, "a").request)
+    waiting_room.on_not_routed(question(1, "a").request)
     waiting_room.arrive(question(2, "b"), candidates, 2)
     waiting_room.arrive(question(3, "a"), candidates, 3)
-    assert not waiting_room.first("b")
-    waiting_room.gone(2.0)
+    assert not waiting_room.is_next("b")
+    waiting_room.free_place(2.0)
     waiting_room.cancel(2)
     waiting_room.arrive(question(4, "b"), candidates, 4)
-    assert waiting_room.settle(2.0) == [(3, ADMIT)]
+    assert waiting_room.take_verdicts(2.0) == [(3, ADMIT)]
 
 
 def test_an_unused_permit_does_not_change_the_drain_rate() -> None:
     waiting_room, candidates = room(2)
     waiting_room.arrive(question(0), candidates, 0)
     for _ in range(5):
-        assert isinstance(waiting_room.knock(question(1), candidates), Admit)
-        waiting_room.withdraw()
-    assert (waiting_room.in_flight, waiting_room.drain.per_s(1.0)) == (1, None)
+        assert isinstance(waiting_room.decide_without_queueing(question(1), candidates), Admit)
+        waiting_room.undo_admit()
+    assert (waiting_room.in_flight, waiting_room.drain_rate.per_s(1.0)) == (1, None)
 
 
-class Stumbling(Cap):
+class Stumbling(CapAdmission):
     """An admission that raises once."""
 
     __slots__ = ("stumbled",)
 
-    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
+    def decide(
+        self, ask: RoutingQuery, candidates: Sequence[Candidate], room: WaitQueueView
+    ) -> Verdict:
         if not hasattr(self, "stumbled"):
             self.stumbled = True
             raise ZeroDivisionError
-        return super().judge(ask, candidates, room)
+        return super().decide(ask, candidates, room)
 
 
 def test_an_exception_in_the_admission_resets_the_new_arrival_flag() -> None:
@@ -86,16 +96,18 @@ def test_an_exception_in_the_admission_resets_the_new_arrival_flag() -> None:
     waiting_room.admission = Stumbling()
     with pytest.raises(ZeroDivisionError):
         waiting_room.arrive(question(0), candidates, 0)
-    assert (waiting_room.at_door, waiting_room.in_flight) == (False, 0)
+    assert (waiting_room.is_new_arrival, waiting_room.in_flight) == (False, 0)
 
 
-class Warm(Cap):
+class Warm(CapAdmission):
     """Admits only prompts with a cached prefix; others wait."""
 
     __slots__ = ()
 
-    def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
-        return ADMIT if max(ask.cached, default=0) else Wait(30.0)
+    def decide(
+        self, ask: RoutingQuery, candidates: Sequence[Candidate], room: WaitQueueView
+    ) -> Verdict:
+        return ADMIT if max(ask.cached_by_slot, default=0) else Wait(30.0)
 
 
 def test_a_waiting_request_is_decided_by_the_present_cache() -> None:
@@ -103,31 +115,35 @@ def test_a_waiting_request_is_decided_by_the_present_cache() -> None:
     waiting_room.admission = Warm()
     permits, looks = [0], 0
 
-    def again(now: float) -> Ask:
+    def again(now: float) -> RoutingQuery:
         nonlocal looks
         looks += 1
         return question(1, now=now, cached=tuple(permits))
 
     assert isinstance(waiting_room.arrive(question(1, cached=(0,)), candidates, 1, again), Wait)
-    assert waiting_room.settle(1.0) == []
+    assert waiting_room.take_verdicts(1.0) == []
     permits[0] = 500
-    assert waiting_room.settle(1.0 + 0.5 * LOOK_AGAIN_S) == []
+    assert waiting_room.take_verdicts(1.0 + 0.5 * LOOK_AGAIN_S) == []
     assert looks == 1
-    assert waiting_room.settle(1.0 + LOOK_AGAIN_S) == [(1, ADMIT)]
+    assert waiting_room.take_verdicts(1.0 + LOOK_AGAIN_S) == [(1, ADMIT)]
 
 
 def test_a_waiting_request_is_decided_by_the_present_endpoints() -> None:
-    class OnlyNew(Cap):
+    class OnlyNew(CapAdmission):
         __slots__ = ()
 
-        def judge(self, ask: Ask, candidates: Sequence[Candidate], room: RoomView) -> Verdict:
-            if not room.at_door and not any(candidate.load.slot == 7 for candidate in candidates):
+        def decide(
+            self, ask: RoutingQuery, candidates: Sequence[Candidate], room: WaitQueueView
+        ) -> Verdict:
+            if not room.is_new_arrival and not any(
+                candidate.load.slot == 7 for candidate in candidates
+            ):
                 return Shed("test", None)
-            return super().judge(ask, candidates, room)
+            return super().decide(ask, candidates, room)
 
     waiting_room, candidates = room(1)
     waiting_room.admission = OnlyNew()
     waiting_room.arrive(question(0), waiting_room._candidates, 0)
     waiting_room.arrive(question(1), waiting_room._candidates, 1)
     waiting_room.refresh([candidate(7, 2)], [candidate.load for candidate in candidates])
-    assert waiting_room.settle(0.5) == [(1, ADMIT)]
+    assert waiting_room.take_verdicts(0.5) == [(1, ADMIT)]

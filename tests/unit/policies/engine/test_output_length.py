@@ -9,32 +9,32 @@ from policies.engine.output_length import OutputLengths
 
 def test_nothing_is_expected_of_a_model_never_seen() -> None:
     lengths = OutputLengths()
-    lengths.ended("small", "a", "chat", 100)
-    assert lengths.expected("large", "a", "chat") is None
+    lengths.record("small", "a", "chat", 100)
+    assert lengths.estimate("large", "a", "chat") is None
 
 
 def test_a_new_tenant_is_expected_to_be_like_the_model() -> None:
     lengths = OutputLengths()
     for _ in range(50):
-        lengths.ended("m", "a", "chat", 300)
-    assert lengths.expected("m", "newcomer", "batch") == 300
+        lengths.record("m", "a", "chat", 300)
+    assert lengths.estimate("m", "newcomer", "batch") == 300
 
 
 def test_a_tenants_classes_are_distinguished_after_a_few_answers() -> None:
     lengths = OutputLengths()
     for _ in range(20):
-        lengths.ended("m", "a", "chat", 100)
-        lengths.ended("m", "a", "batch", 2000)
-    assert lengths.expected("m", "a", "chat") == pytest.approx(100)
-    assert lengths.expected("m", "a", "batch") == pytest.approx(2000)
+        lengths.record("m", "a", "chat", 100)
+        lengths.record("m", "a", "batch", 2000)
+    assert lengths.estimate("m", "a", "chat") == pytest.approx(100)
+    assert lengths.estimate("m", "a", "batch") == pytest.approx(2000)
 
 
 def test_one_answer_of_a_tenant_moves_its_expectation_only_in_part() -> None:
     lengths = OutputLengths()
     for _ in range(100):
-        lengths.ended("m", "a", "chat", 100)
-    lengths.ended("m", "b", "chat", 1100)
-    result = lengths.expected("m", "b", "chat")
+        lengths.record("m", "a", "chat", 100)
+    lengths.record("m", "b", "chat", 1100)
+    result = lengths.estimate("m", "b", "chat")
     assert result is not None
     assert 110 < result < 600
 
@@ -42,32 +42,32 @@ def test_one_answer_of_a_tenant_moves_its_expectation_only_in_part() -> None:
 def test_a_change_of_habit_is_followed() -> None:
     lengths = OutputLengths()
     for _ in range(500):
-        lengths.ended("m", "a", "chat", 100)
+        lengths.record("m", "a", "chat", 100)
     for _ in range(400):
-        lengths.ended("m", "a", "chat", 900)
-    assert lengths.expected("m", "a", "chat") == pytest.approx(900, rel=0.05)
+        lengths.record("m", "a", "chat", 900)
+    assert lengths.estimate("m", "a", "chat") == pytest.approx(900, rel=0.05)
 
 
 def test_answers_recorded_together_count_like_single_ones() -> None:
     together, apart = OutputLengths(), OutputLengths()
     for tokens in ([100, 300], [500, 500, 200], [40]):
-        together.ended("m", "a", "chat", sum(tokens) / len(tokens), len(tokens))
+        together.record("m", "a", "chat", sum(tokens) / len(tokens), len(tokens))
         for token in tokens:
-            apart.ended("m", "a", "chat", token)
-    assert together.expected("m", "a", "chat") == pytest.approx(apart.expected("m", "a", "chat"))
+            apart.record("m", "a", "chat", token)
+    assert together.estimate("m", "a", "chat") == pytest.approx(apart.estimate("m", "a", "chat"))
 
 
 def test_the_clients_bound_is_never_exceeded() -> None:
     lengths = OutputLengths()
-    lengths.ended("m", "a", "chat", 500)
-    assert lengths.expected("m", "a", "chat", bound=64) == 64
+    lengths.record("m", "a", "chat", 500)
+    assert lengths.estimate("m", "a", "chat", bound=64) == 64
 
 
 def test_memory_is_bounded_and_the_least_recent_is_dropped_first() -> None:
     lengths = OutputLengths(most=30)
     for number in range(1000):
-        lengths.ended("m", f"tenant{number}", "chat", number)
+        lengths.record("m", f"tenant{number}", "chat", number)
     assert len(lengths) == 30
-    assert lengths.expected("m", "tenant999", "chat") is not None
+    assert lengths.estimate("m", "tenant999", "chat") is not None
     with pytest.raises(ValueError, match="at least 3"):
         OutputLengths(most=2)

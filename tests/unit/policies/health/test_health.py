@@ -8,15 +8,15 @@ from random import Random
 import pytest
 
 from policies.health.health import (
-    Event,
     Health,
+    HealthEvent,
     HealthLimits,
-    State,
-    advance,
-    available,
+    HealthState,
+    available_endpoints,
+    is_probe_due,
     is_proven,
     is_unreachable,
-    probe_due,
+    next_health,
 )
 
 LIMITS = HealthLimits(jitter=0.0)
@@ -24,113 +24,113 @@ UP = Health()
 
 
 def after(
-    health: Health, *events: Event, now: float = 0.0, limits: HealthLimits = LIMITS
+    health: Health, *events: HealthEvent, now: float = 0.0, limits: HealthLimits = LIMITS
 ) -> Health:
     for event in events:
-        health = advance(health, event, now, Random(1), limits)
+        health = next_health(health, event, now, Random(1), limits)
     return health
 
 
 def test_three_failures_in_a_row_eject() -> None:
-    assert after(UP, Event.FAILED, Event.TIMED_OUT).state is State.UP
-    assert after(UP, Event.FAILED, Event.TIMED_OUT, Event.FAILED).state is State.EJECTED
+    assert after(UP, HealthEvent.FAILED, HealthEvent.TIMED_OUT).state is HealthState.UP
+    assert after(UP, HealthEvent.FAILED, HealthEvent.TIMED_OUT, HealthEvent.FAILED).state is HealthState.EJECTED
 
 
 def test_a_success_between_failures_resets_the_count() -> None:
     assert (
-        after(UP, Event.FAILED, Event.FAILED, Event.SUCCEEDED, Event.FAILED, Event.FAILED).state
-        is State.UP
+        after(UP, HealthEvent.FAILED, HealthEvent.FAILED, HealthEvent.SUCCEEDED, HealthEvent.FAILED, HealthEvent.FAILED).state
+        is HealthState.UP
     )
 
 
 def test_a_refused_connection_ejects_at_once() -> None:
-    ejected = after(UP, Event.CONNECT_FAILED, now=10.0)
+    ejected = after(UP, HealthEvent.CONNECT_FAILED, now=10.0)
     assert (ejected.state, ejected.until, ejected.cause) == (
-        State.EJECTED,
+        HealthState.EJECTED,
         11.0,
-        Event.CONNECT_FAILED,
+        HealthEvent.CONNECT_FAILED,
     )
 
 
 def test_a_thousand_malformed_requests_move_nothing() -> None:
-    assert after(UP, *[Event.IGNORED] * 1000) is UP
+    assert after(UP, *[HealthEvent.IGNORED] * 1000) is UP
 
 
-@pytest.mark.parametrize("state", State)
-def test_ignored_is_ignored_everywhere(state: State) -> None:
+@pytest.mark.parametrize("state", HealthState)
+def test_ignored_is_ignored_everywhere(state: HealthState) -> None:
     health = Health(state, failures=2, ejections=1)
-    assert after(health, Event.IGNORED) is health
+    assert after(health, HealthEvent.IGNORED) is health
 
 
 def test_what_dies_together_counts_once() -> None:
-    ejected = after(UP, Event.CONNECT_FAILED)
-    assert after(ejected, *[Event.FAILED] * 50) is ejected
+    ejected = after(UP, HealthEvent.CONNECT_FAILED)
+    assert after(ejected, *[HealthEvent.FAILED] * 50) is ejected
 
 
 def test_a_good_probe_after_the_backoff_leads_back_through_three_good_answers() -> None:
-    ejected = after(UP, Event.CONNECT_FAILED)
-    assert not probe_due(ejected, 0.5)
-    assert after(ejected, Event.PROBE_OK, now=0.5) is ejected
-    assert probe_due(ejected, 1.0)
-    returning = after(ejected, Event.PROBE_OK, now=1.0)
-    assert returning.state is State.RETURNING
-    assert after(returning, Event.SUCCEEDED, Event.SUCCEEDED).state is State.RETURNING
-    assert after(returning, *[Event.SUCCEEDED] * 3).state is State.UP
+    ejected = after(UP, HealthEvent.CONNECT_FAILED)
+    assert not is_probe_due(ejected, 0.5)
+    assert after(ejected, HealthEvent.PROBE_OK, now=0.5) is ejected
+    assert is_probe_due(ejected, 1.0)
+    returning = after(ejected, HealthEvent.PROBE_OK, now=1.0)
+    assert returning.state is HealthState.RETURNING
+    assert after(returning, HealthEvent.SUCCEEDED, HealthEvent.SUCCEEDED).state is HealthState.RETURNING
+    assert after(returning, *[HealthEvent.SUCCEEDED] * 3).state is HealthState.UP
 
 
 def test_one_failure_while_returning_doubles_the_backoff() -> None:
-    returning = after(after(UP, Event.CONNECT_FAILED), Event.PROBE_OK, now=1.0)
-    again = after(returning, Event.FAILED, now=2.0)
-    assert (again.state, again.until) == (State.EJECTED, 4.0)
+    returning = after(after(UP, HealthEvent.CONNECT_FAILED), HealthEvent.PROBE_OK, now=1.0)
+    again = after(returning, HealthEvent.FAILED, now=2.0)
+    assert (again.state, again.until) == (HealthState.EJECTED, 4.0)
 
 
 def test_the_backoff_doubles_with_each_return_that_ends_badly_up_to_five_minutes() -> None:
     health, lengths = UP, []
     for _ in range(12):
         now = health.until
-        health = after(after(health, Event.PROBE_OK, now=now), Event.CONNECT_FAILED, now=now)
+        health = after(after(health, HealthEvent.PROBE_OK, now=now), HealthEvent.CONNECT_FAILED, now=now)
         lengths.append(health.until - now)
     assert lengths == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300]
 
 
 def test_failed_probes_lengthen_no_ejection_and_change_no_cause() -> None:
-    ejected = after(UP, Event.CONNECT_FAILED, now=7.0)
+    ejected = after(UP, HealthEvent.CONNECT_FAILED, now=7.0)
     for now in range(8, 600):
-        assert after(ejected, Event.PROBE_FAILED, now=now) is ejected
-    assert after(ejected, Event.PROBE_OK, now=600.0).state is State.RETURNING
+        assert after(ejected, HealthEvent.PROBE_FAILED, now=now) is ejected
+    assert after(ejected, HealthEvent.PROBE_OK, now=600.0).state is HealthState.RETURNING
 
 
 def test_a_probe_that_goes_well_ends_a_long_backoff_where_no_other_endpoint_is_available() -> None:
-    for state in (State.EJECTED, State.DEAD):
+    for state in (HealthState.EJECTED, HealthState.DEAD):
         out = Health(state, since=10.0, until=70.0, ejections=7)
-        assert after(out, Event.PROBE_OK, now=11.0) is out
-        assert after(out, Event.PROBE_OK_NEEDED, now=10.9) is out, "it flaps: a second at least"
-        assert after(out, Event.PROBE_OK_NEEDED, now=11.0).state is State.RETURNING
-    first = after(UP, Event.CONNECT_FAILED)
-    assert after(first, Event.PROBE_OK_NEEDED).state is State.RETURNING
+        assert after(out, HealthEvent.PROBE_OK, now=11.0) is out
+        assert after(out, HealthEvent.PROBE_OK_NEEDED, now=10.9) is out, "it flaps: a second at least"
+        assert after(out, HealthEvent.PROBE_OK_NEEDED, now=11.0).state is HealthState.RETURNING
+    first = after(UP, HealthEvent.CONNECT_FAILED)
+    assert after(first, HealthEvent.PROBE_OK_NEEDED).state is HealthState.RETURNING
 
 
 def test_an_ejected_endpoint_whose_connections_fail_is_unreachable_from_then_on() -> None:
-    ejected = after(UP, *[Event.FAILED] * 3)
+    ejected = after(UP, *[HealthEvent.FAILED] * 3)
     assert not is_unreachable(ejected)
-    lost = after(ejected, Event.CONNECT_FAILED, now=0.5)
+    lost = after(ejected, HealthEvent.CONNECT_FAILED, now=0.5)
     assert is_unreachable(lost)
     assert (lost.since, lost.until, lost.ejections) == (ejected.since, ejected.until, 1)
-    assert after(lost, Event.CONNECT_FAILED) is lost
+    assert after(lost, HealthEvent.CONNECT_FAILED) is lost
 
 
 def test_an_endpoint_is_proven_until_a_failure_and_again_after_a_success() -> None:
     assert is_proven(UP)
-    assert not is_proven(after(UP, Event.FAILED))
-    assert is_proven(after(UP, Event.FAILED, Event.SUCCEEDED))
-    returning = after(after(UP, Event.CONNECT_FAILED), Event.PROBE_OK, now=1.0)
+    assert not is_proven(after(UP, HealthEvent.FAILED))
+    assert is_proven(after(UP, HealthEvent.FAILED, HealthEvent.SUCCEEDED))
+    returning = after(after(UP, HealthEvent.CONNECT_FAILED), HealthEvent.PROBE_OK, now=1.0)
     assert not is_proven(returning), "a probe is no answer"
-    assert is_proven(after(returning, Event.SUCCEEDED))
+    assert is_proven(after(returning, HealthEvent.SUCCEEDED))
 
 
 def test_a_newcomer_that_never_answered_a_probe_says_so() -> None:
-    newcomer = Health(State.EJECTED, 3.0, until=3.0)
-    assert after(newcomer, Event.PROBE_FAILED, now=3.0).cause is Event.PROBE_FAILED
+    newcomer = Health(HealthState.EJECTED, 3.0, until=3.0)
+    assert after(newcomer, HealthEvent.PROBE_FAILED, now=3.0).cause is HealthEvent.PROBE_FAILED
 
 
 def test_a_flapping_endpoint_is_ejected_less_than_once_a_minute_in_the_long_run() -> None:
@@ -139,11 +139,11 @@ def test_a_flapping_endpoint_is_ejected_less_than_once_a_minute_in_the_long_run(
     for now in range(3600):
         down = now % 4 >= 2
         before = health.state
-        if probe_due(health, now):
-            health = after(health, Event.PROBE_FAILED if down else Event.PROBE_OK, now=now)
-        if health.state in (State.UP, State.RETURNING):
-            health = after(health, Event.CONNECT_FAILED if down else Event.SUCCEEDED, now=now)
-        if health.state is State.EJECTED and before is not State.EJECTED:
+        if is_probe_due(health, now):
+            health = after(health, HealthEvent.PROBE_FAILED if down else HealthEvent.PROBE_OK, now=now)
+        if health.state in (HealthState.UP, HealthState.RETURNING):
+            health = after(health, HealthEvent.CONNECT_FAILED if down else HealthEvent.SUCCEEDED, now=now)
+        if health.state is HealthState.EJECTED and before is not HealthState.EJECTED:
             ejections.append(now)
     late = [moment for moment in ejections if moment > 300]
     assert len(late) <= 3300 / 60
@@ -152,17 +152,17 @@ def test_a_flapping_endpoint_is_ejected_less_than_once_a_minute_in_the_long_run(
 
 def test_a_minute_without_an_ejection_is_forgiven() -> None:
     returned = after(
-        after(after(UP, Event.CONNECT_FAILED), Event.PROBE_OK, now=1.0),
-        *[Event.SUCCEEDED] * 3,
+        after(after(UP, HealthEvent.CONNECT_FAILED), HealthEvent.PROBE_OK, now=1.0),
+        *[HealthEvent.SUCCEEDED] * 3,
         now=2.0,
     )
-    assert after(returned, Event.SUCCEEDED, now=61.0).ejections == 1
-    assert after(returned, Event.SUCCEEDED, now=62.0).ejections == 0
+    assert after(returned, HealthEvent.SUCCEEDED, now=61.0).ejections == 1
+    assert after(returned, HealthEvent.SUCCEEDED, now=62.0).ejections == 0
 
 
 def test_jitter_spreads_returns() -> None:
     lengths = {
-        advance(UP, Event.CONNECT_FAILED, 0.0, Random(seed), HealthLimits()).until
+        next_health(UP, HealthEvent.CONNECT_FAILED, 0.0, Random(seed), HealthLimits()).until
         for seed in range(50)
     }
     assert len(lengths) == 50
@@ -170,37 +170,37 @@ def test_jitter_spreads_returns() -> None:
 
 
 def test_an_engine_that_reports_dead_is_dead_in_any_state() -> None:
-    for state in (State.UP, State.RETURNING, State.EJECTED):
-        assert after(Health(state), Event.ENGINE_DEAD).state is State.DEAD
-    assert after(Health(State.DEAD, until=5.0), Event.PROBE_OK, now=5.0).state is State.RETURNING
+    for state in (HealthState.UP, HealthState.RETURNING, HealthState.EJECTED):
+        assert after(Health(state), HealthEvent.ENGINE_DEAD).state is HealthState.DEAD
+    assert after(Health(HealthState.DEAD, until=5.0), HealthEvent.PROBE_OK, now=5.0).state is HealthState.RETURNING
 
 
 def test_passive_evidence_ejects_half_a_pool_at_most() -> None:
-    out = [Health(State.EJECTED, until=float(number)) for number in range(4)]
-    assert available(out, LIMITS) == [True, True, False, False]
-    assert available([*out, UP, UP, UP, UP], LIMITS) == [False] * 4 + [True] * 4
+    out = [Health(HealthState.EJECTED, until=float(number)) for number in range(4)]
+    assert available_endpoints(out, LIMITS) == [True, True, False, False]
+    assert available_endpoints([*out, UP, UP, UP, UP], LIMITS) == [False] * 4 + [True] * 4
 
 
 def test_the_last_living_endpoint_is_never_ejected() -> None:
-    out = Health(State.EJECTED, until=9.0)
-    assert available([out], LIMITS) == [True]
-    assert available([out, Health(State.DEAD), Health(State.DEAD)], LIMITS) == [True, False, False]
-    assert available([out, out], LIMITS).count(True) == 1
+    out = Health(HealthState.EJECTED, until=9.0)
+    assert available_endpoints([out], LIMITS) == [True]
+    assert available_endpoints([out, Health(HealthState.DEAD), Health(HealthState.DEAD)], LIMITS) == [True, False, False]
+    assert available_endpoints([out, out], LIMITS).count(True) == 1
 
 
 def test_no_rule_of_a_pool_brings_back_an_endpoint_that_refuses_connections() -> None:
-    refused = after(UP, Event.CONNECT_FAILED)
-    assert available([refused] * 7 + [UP], LIMITS) == [False] * 7 + [True]
-    assert available([refused] * 3, LIMITS) == [False] * 3
-    failing = Health(State.EJECTED, until=9.0, cause=Event.FAILED)
-    assert available([refused, refused, failing], LIMITS) == [False, False, True]
+    refused = after(UP, HealthEvent.CONNECT_FAILED)
+    assert available_endpoints([refused] * 7 + [UP], LIMITS) == [False] * 7 + [True]
+    assert available_endpoints([refused] * 3, LIMITS) == [False] * 3
+    failing = Health(HealthState.EJECTED, until=9.0, cause=HealthEvent.FAILED)
+    assert available_endpoints([refused, refused, failing], LIMITS) == [False, False, True]
 
 
 def test_all_dead_is_all_dead() -> None:
-    assert available([Health(State.DEAD)] * 3, LIMITS) == [False] * 3
-    assert available([], LIMITS) == []
+    assert available_endpoints([Health(HealthState.DEAD)] * 3, LIMITS) == [False] * 3
+    assert available_endpoints([], LIMITS) == []
 
 
 def test_every_state_answers_every_event() -> None:
-    for state, event in product(State, Event):
-        assert after(Health(state), event).state in State
+    for state, event in product(HealthState, HealthEvent):
+        assert after(Health(state), event).state in HealthState

@@ -23,10 +23,10 @@ def test_what_is_given_back_can_be_taken_again() -> None:
     budget = RetryBudget(RetryLimits(share=0.0, floor=1))
     assert budget.try_take(10)
     assert not budget.try_take(10)
-    budget.give_back()
+    budget.release()
     assert budget.try_take(10)
 
 
 def test_giving_back_more_than_was_taken_is_a_mistake() -> None:
     with pytest.raises(RuntimeError, match="without a running retry"):
-        RetryBudget(RetryLimits()).give_back()
+        RetryBudget(RetryLimits()).release()

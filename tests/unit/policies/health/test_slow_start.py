@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.filters import below_cap
-from policies.health.slow_start import ceiling
-from policies.load import NO_CEILING
+from policies.health.slow_start import soft_cap
+from policies.load import NO_SOFT_CAP
 from tests.unit.policies.builders import ask, candidate
 
 CAP = 24
@@ -17,10 +17,10 @@ CAP = 24
 def test_the_ceiling_only_grows_and_never_is_below_one_or_above_the_cap_before_it_is_gone(
     cap: int, one_s: float, other_s: float, ramp_s: float
 ) -> None:
-    early, late = (ceiling(cap, now_s, ramp_s) for now_s in sorted((one_s, other_s)))
+    early, late = (soft_cap(cap, now_s, ramp_s) for now_s in sorted((one_s, other_s)))
     assert 1 <= early <= late
-    assert early <= cap or early == NO_CEILING
-    assert ceiling(cap, ramp_s, ramp_s) == NO_CEILING
+    assert early <= cap or early == NO_SOFT_CAP
+    assert soft_cap(cap, ramp_s, ramp_s) == NO_SOFT_CAP
 
 
 def test_an_endpoint_in_slow_start_is_skipped_at_its_soft_cap_while_others_have_room() -> None:

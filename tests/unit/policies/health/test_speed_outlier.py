@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from policies.engine.step_time import shape_for
-from policies.health.speed_outlier import Member, SlowLimits, review
-from policies.health.speed_record import MOST_UNCOUNTED, Measure, SpeedRecord, Verdict
+from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits, review
+from policies.health.speed_record import MOST_UNCOUNTED, Measure, SpeedRecord, SpeedVerdict
 
 LIMITS = SlowLimits()
 H100, L40S = shape_for("h100", 4), shape_for("l40s", 2)
@@ -30,10 +30,10 @@ class Engine:
     free_at: float = 0.0
     due: list[tuple[float, int]] = field(default_factory=list)
 
-    def member(self) -> Member:
+    def member(self) -> ReviewedEndpoint:
         shape = H100 if self.kind == "h100" else L40S
         tokens = self.record.step_tokens(1 << 20, shape.budget_tokens, 0)
-        return Member(self.record, self.kind, shape, tokens if self.record.waiting else 0)
+        return ReviewedEndpoint(self.record, self.kind, shape, tokens if self.record.waiting else 0)
 
 
 def prompts(rng: Random) -> int:
@@ -58,11 +58,11 @@ def second(
             engine.due += [(now_s, -tokens), (engine.free_at, tokens)]
         for now_s, tokens in sorted(event for event in engine.due if event[0] < now + 1.0):
             if tokens > 0:
-                engine.record.first_token(tokens, now_s)
+                engine.record.on_first_token(tokens, now_s)
             else:
-                engine.record.sent(-tokens, now_s)
+                engine.record.on_sent(-tokens, now_s)
         engine.due = [event for event in engine.due if event[0] >= now + 1.0]
-        engine.record.streamed(
+        engine.record.record_streams(
             8, round(8 / (0.012 * engine.decode) * rng.uniform(0.9, 1.1)), 1.0, now + 1.0
         )
     review([engine.member() for engine in engines], now + 1.0, LIMITS)
@@ -75,14 +75,16 @@ def seconds_until_slow(
     engines[at].prefill = engines[at].decode = 1.0
     for now in range(healthy_s):
         second(engines, rng, float(now))
-        assert all(engine.record.verdict is Verdict.NORMAL for engine in engines)
+        assert all(engine.record.verdict is SpeedVerdict.NORMAL for engine in engines)
     engines[at].prefill, engines[at].decode = factors
     for now in range(healthy_s, healthy_s + most_s):
         second(engines, rng, float(now))
         assert all(
-            other.record.verdict is Verdict.NORMAL for other in engines if other is not engines[at]
+            other.record.verdict is SpeedVerdict.NORMAL
+            for other in engines
+            if other is not engines[at]
         )
-        if engines[at].record.verdict is Verdict.SLOW:
+        if engines[at].record.verdict is SpeedVerdict.SLOW:
             return now + 1 - healthy_s
     return None
 
@@ -127,20 +129,20 @@ def test_endpoints_with_different_declarations_are_no_outliers(kinds: tuple[str,
     rng = Random(11)
     for now in range(120):
         second(engines, rng, float(now))
-        assert all(engine.record.verdict is Verdict.NORMAL for engine in engines), now
+        assert all(engine.record.verdict is SpeedVerdict.NORMAL for engine in engines), now
 
 
 def test_an_endpoint_without_a_peer_of_its_kind_is_judged_by_what_is_usual() -> None:
     engines, rng = [Engine(), Engine(), Engine(), Engine(4.0, 4.0, "l40s")], Random(5)
     for now in range(60):
         second(engines, rng, float(now), per_s=2.0)
-    assert engines[3].record.verdict is Verdict.NORMAL
+    assert engines[3].record.verdict is SpeedVerdict.NORMAL
     engines[3].prefill = engines[3].decode = 24.0
     verdicts = []
     for now in range(60, 75):
         second(engines, rng, float(now), per_s=2.0)
         verdicts.append(engines[3].record.verdict)
-    assert Verdict.SLOW in verdicts
+    assert SpeedVerdict.SLOW in verdicts
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -148,7 +150,7 @@ def test_an_endpoint_that_always_takes_twice_as_long_is_no_outlier(seed: int) ->
     engines, rng = [Engine(2.0, 2.0), Engine(), Engine(), Engine()], Random(seed)
     for now in range(120):
         second(engines, rng, float(now), per_s=2.0)
-        assert engines[0].record.verdict is not Verdict.SLOW, now
+        assert engines[0].record.verdict is not SpeedVerdict.SLOW, now
 
 
 def test_long_prompts_at_one_endpoint_and_short_ones_at_the_others_are_no_slowness() -> None:
@@ -158,11 +160,11 @@ def test_long_prompts_at_one_endpoint_and_short_ones_at_the_others_are_no_slowne
             for _ in range(4):
                 tokens = 12_000 if not number else 50
                 now_s = max(engine.free_at, now + rng.random())
-                engine.record.sent(tokens, now_s)
+                engine.record.on_sent(tokens, now_s)
                 engine.free_at = now_s + 0.02 + 2e-5 * tokens
-                engine.record.first_token(tokens, engine.free_at)
+                engine.record.on_first_token(tokens, engine.free_at)
         review([engine.member() for engine in engines], now + 1.0, LIMITS)
-        assert all(engine.record.verdict is not Verdict.SLOW for engine in engines)
+        assert all(engine.record.verdict is not SpeedVerdict.SLOW for engine in engines)
 
 
 def test_a_queue_of_prompts_is_no_slowness() -> None:
@@ -172,11 +174,11 @@ def test_a_queue_of_prompts_is_no_slowness() -> None:
         for number, engine in enumerate(engines):
             line = 20 if not number else 1
             for _ in range(line):
-                engine.record.sent(1000, float(now))
+                engine.record.on_sent(1000, float(now))
             for place in range(line):
-                engine.record.first_token(1000, now + 0.04 * (place + 1))
+                engine.record.on_first_token(1000, now + 0.04 * (place + 1))
         review([engine.member() for engine in engines], now + 1.0, LIMITS)
-        assert all(engine.record.verdict is Verdict.NORMAL for engine in engines)
+        assert all(engine.record.verdict is SpeedVerdict.NORMAL for engine in engines)
 
 
 def test_prompts_in_between_do_not_make_streams_slow() -> None:
@@ -188,11 +190,11 @@ def test_prompts_in_between_do_not_make_streams_slow() -> None:
         for number, engine in enumerate(engines):
             busy_s = 0.7 if not number else 0.0
             if busy_s:
-                engine.record.sent(8000, float(now))
-                engine.record.first_token(8000, now + busy_s)
-            engine.record.streamed(8, round(8 * (1.0 - busy_s) / 0.012), 1.0, now + 1.0)
+                engine.record.on_sent(8000, float(now))
+                engine.record.on_first_token(8000, now + busy_s)
+            engine.record.record_streams(8, round(8 * (1.0 - busy_s) / 0.012), 1.0, now + 1.0)
         review([engine.member() for engine in engines], now + 1.0, LIMITS)
-        assert all(engine.record.verdict is Verdict.NORMAL for engine in engines)
+        assert all(engine.record.verdict is SpeedVerdict.NORMAL for engine in engines)
 
 
 @pytest.mark.parametrize("stall_s", [0.5, 2.0])
@@ -203,18 +205,18 @@ def test_one_prompt_that_takes_long_is_no_slowness(stall_s: float) -> None:
         if now == 20:
             engines[0].free_at = now + stall_s
         second(engines, rng, float(now))
-        assert engines[0].record.verdict is not Verdict.SLOW
+        assert engines[0].record.verdict is not SpeedVerdict.SLOW
 
 
 def test_an_endpoint_that_has_become_fast_again_is_normal() -> None:
     engines, rng = [Engine(4.0, 4.0), Engine(), Engine()], Random(1)
-    while engines[0].record.verdict is Verdict.NORMAL:
+    while engines[0].record.verdict is SpeedVerdict.NORMAL:
         second(engines, rng, 0.0)
     engines[0].prefill = engines[0].decode = 1.0
     engines[0].record.accept()
     for now in range(1, 20):
         second(engines, rng, float(now))
-        assert engines[0].record.verdict is Verdict.NORMAL
+        assert engines[0].record.verdict is SpeedVerdict.NORMAL
     assert engines[0].record.slowness is None
 
 
@@ -225,18 +227,18 @@ def test_a_first_token_that_never_comes_is_evidence_too() -> None:
         for number, engine in enumerate(engines):
             if not number and now >= 8:
                 if now == 8:
-                    engine.record.sent(4000, float(now))
+                    engine.record.on_sent(4000, float(now))
                 continue
-            engine.record.sent(4000, float(now))
-            engine.record.first_token(4000, now + 0.1)
+            engine.record.on_sent(4000, float(now))
+            engine.record.on_first_token(4000, now + 0.1)
         review(
-            [Member(engine.record, engine.kind, H100, 4000) for engine in engines],
+            [ReviewedEndpoint(engine.record, engine.kind, H100, 4000) for engine in engines],
             now + 1.0,
             LIMITS,
         )
-        if engines[0].record.verdict is Verdict.SLOW:
+        if engines[0].record.verdict is SpeedVerdict.SLOW:
             break
-    assert engines[0].record.verdict is Verdict.SLOW
+    assert engines[0].record.verdict is SpeedVerdict.SLOW
     assert now <= 8 + 10
 
 
@@ -246,9 +248,9 @@ def test_answers_that_come_whole_are_compared_by_their_length() -> None:
         for number, engine in enumerate(engines):
             for _ in range(3):
                 tokens = rng.choice((20, 100, 400))
-                engine.record.answered(tokens, tokens * (0.1 if not number else 0.01))
+                engine.record.record_answer(tokens, tokens * (0.1 if not number else 0.01))
         review([engine.member() for engine in engines], now + 1.0, LIMITS)
-        if engines[0].record.verdict is Verdict.SLOW:
+        if engines[0].record.verdict is SpeedVerdict.SLOW:
             break
     assert now < 10
     assert engines[0].record.slowness is not None
@@ -260,9 +262,9 @@ def test_whole_answers_of_a_busier_endpoint_may_take_longer() -> None:
     for now in range(20):
         for number, engine in enumerate(engines):
             for _ in range(12 if not number else 3):
-                engine.record.answered(100, 4.0 if not number else 1.0)
+                engine.record.record_answer(100, 4.0 if not number else 1.0)
         review([engine.member() for engine in engines], now + 1.0, LIMITS)
-        assert engines[0].record.verdict is Verdict.NORMAL
+        assert engines[0].record.verdict is SpeedVerdict.NORMAL
 
 
 def test_a_factor_of_zero_marks_no_endpoint_slow() -> None:
@@ -273,9 +275,9 @@ def test_a_factor_of_zero_marks_no_endpoint_slow() -> None:
         engine.record.restart()
     for now in range(20):
         for engine in engines:
-            engine.record.answered(100, 1.0 if engine is not engines[0] else 50.0)
+            engine.record.record_answer(100, 1.0 if engine is not engines[0] else 50.0)
         review([engine.member() for engine in engines], now + 1.0, SlowLimits(factor=0.0))
-    assert engines[0].record.verdict is Verdict.NORMAL
+    assert engines[0].record.verdict is SpeedVerdict.NORMAL
 
 
 def test_answers_of_a_busy_endpoint_are_sampled_and_all_of_its_tokens_are_counted() -> None:
@@ -283,12 +285,15 @@ def test_answers_of_a_busy_endpoint_are_sampled_and_all_of_its_tokens_are_counte
     for now in range(1, 5):
         for engine in engines:
             for _ in range(10 * MOST_UNCOUNTED):
-                engine.record.answered(100, 5.0 if engine is engines[0] else 1.0)
+                engine.record.record_answer(100, 5.0 if engine is engines[0] else 1.0)
         review([engine.member() for engine in engines], float(now), LIMITS)
         for engine in engines:
             assert engine.record.tracks[2].reference.total <= now * MOST_UNCOUNTED
             assert engine.record.output > 100 * 5 * MOST_UNCOUNTED
-    assert [engine.record.verdict for engine in engines] == [Verdict.SLOW, *[Verdict.NORMAL] * 3]
+    assert [engine.record.verdict for engine in engines] == [
+        SpeedVerdict.SLOW,
+        *[SpeedVerdict.NORMAL] * 3,
+    ]
 
 
 def test_probes_of_an_ejected_endpoint_grow_rarer() -> None:

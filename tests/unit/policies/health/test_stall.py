@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from policies.health.speed_outlier import Member, SlowLimits, review
-from policies.health.speed_record import Measure, Slowness, SpeedRecord, Verdict
+from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits, review
+from policies.health.speed_record import Measure, Slowness, SpeedRecord, SpeedVerdict
 from policies.health.stall import (
     LEAST_LATE_S,
     SUSPECT_CEILING,
@@ -25,8 +25,8 @@ SHAPE = shape_for("h200", 4)
 STEP_S = 0.08
 
 
-def member(record: SpeedRecord, kind: str = "h200") -> Member:
-    return Member(
+def member(record: SpeedRecord, kind: str = "h200") -> ReviewedEndpoint:
+    return ReviewedEndpoint(
         record, kind, SHAPE, record.step_tokens(1500 * record.waiting, SHAPE.budget_tokens, 0)
     )
 
@@ -35,14 +35,14 @@ def computed(times: int = 1, seconds: float = STEP_S) -> SpeedRecord:
     """An endpoint that has completed prompts of 1,500 tokens, the last one at 0 s."""
     record = SpeedRecord()
     for number in range(times):
-        record.sent(1500, (number - times) * 2.0)
-        record.first_token(1500, (number - times) * 2.0 + seconds)
+        record.on_sent(1500, (number - times) * 2.0)
+        record.on_first_token(1500, (number - times) * 2.0 + seconds)
     return record
 
 
 def waiting(record: SpeedRecord, prompts: int = 1) -> SpeedRecord:
     for number in range(prompts):
-        record.sent(1500, 0.1 * number)
+        record.on_sent(1500, 0.1 * number)
     return record
 
 
@@ -68,7 +68,7 @@ def test_prompts_that_came_after_the_step_began_do_not_excuse_it() -> None:
 def test_prompts_that_came_together_are_one_step() -> None:
     record = SpeedRecord()
     for _ in range(4):
-        record.sent(1500, 0.0)
+        record.on_sent(1500, 0.0)
     assert Expectations().stalled([member(record), member(computed())], 2.1 * STEP_S) == []
 
 
@@ -113,7 +113,7 @@ def kept_pace() -> SpeedRecord:
 def test_an_endpoint_is_proven_by_a_review_and_no_longer_when_it_restarts() -> None:
     record = kept_pace()
     assert is_proven(record)
-    record.verdict = Verdict.SUSPECT
+    record.verdict = SpeedVerdict.SUSPECT
     assert not is_proven(record)
     record.restart()
     assert not is_proven(record)
@@ -143,7 +143,7 @@ def test_the_ratio_that_a_review_found_counts() -> None:
 def test_an_endpoint_that_usually_takes_twice_as_long_is_no_stall_at_twice_the_time() -> None:
     record = waiting(computed())
     for _ in range(30):
-        record.tracks[0].learn(2.0)
+        record.tracks[0].update_usual_ratio(2.0)
     members = [member(record), member(computed()), member(computed())]
     assert Expectations().stalled(members, 3.0 * STEP_S) == []
 
@@ -168,8 +168,8 @@ def test_a_delay_at_an_endpoint_in_doubt_is_expected_to_double() -> None:
 
 def test_an_overtaken_prompt_behind_others_leaves_the_step_under_way() -> None:
     record = SpeedRecord()
-    record.sent(1000, 0.0)
-    record.sent(2000, 0.2)
+    record.on_sent(1000, 0.0)
+    record.on_sent(2000, 0.2)
     record.overtaken(2000, 1000, 0.4, is_doubted=False)
     assert (record.waiting, record.since) == (1, 0.0)
 
@@ -186,9 +186,9 @@ def test_an_endpoint_that_answers_by_itself_is_expected_to_take_its_own_time() -
 def test_after_a_doubt_the_ceiling_grows_step_by_step() -> None:
     load = EndpointLoad(0)
     assert not is_doubted(load)
-    load.ceiling, ceilings = SUSPECT_CEILING, []
+    load.soft_cap, ceilings = SUSPECT_CEILING, []
     assert is_doubted(load)
-    while load.ceiling != NO_CEILING:
-        load.ceiling = raised_ceiling(load.ceiling)
-        ceilings.append(load.ceiling)
+    while load.soft_cap != NO_CEILING:
+        load.soft_cap = raised_ceiling(load.soft_cap)
+        ceilings.append(load.soft_cap)
     assert ceilings == [2, 4, 8, 16, 32, 64, NO_CEILING]

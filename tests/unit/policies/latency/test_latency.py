@@ -12,18 +12,18 @@ import pytest
 
 from policies import ledger
 from policies.engine.calibration import SHORT_S
-from policies.engine.peer_load import Share
-from policies.engine.step_time import NEUTRAL, Belief, Shape, shape_for
+from policies.engine.peer_load import PeerShare
+from policies.engine.step_time import NEUTRAL, SpeedBelief, StepCosts, shape_for
 from policies.latency.latency import backlog_s, tpot_s, ttft_s, ttfts
-from policies.ledger import Entry, foreign
+from policies.ledger import LoadBooking, set_peer_load
 from policies.load import EndpointLoad
 from policies.model import Candidate, Endpoint, Request
 
 SHAPE = shape_for("h100", 4, params_b=70.6, weight_bytes=1, request_s=0.0)
 
 
-def load_of(shape: Shape = SHAPE) -> EndpointLoad:
-    return EndpointLoad(0, Belief(shape))
+def load_of(shape: StepCosts = SHAPE) -> EndpointLoad:
+    return EndpointLoad(0, SpeedBelief(shape))
 
 
 def request(prompt: int = 8000, output: int = 100) -> Request:
@@ -42,15 +42,15 @@ def serve(
 
     `attention` is an additional factor on the computation of attention.
     """
-    entry: Entry = ledger.book(load, request(prompt), 0, now)
+    entry: LoadBooking = ledger.book(load, request(prompt), 0, now)
     tokens_s, pairs_s = (
         (SHAPE.token_s + SHAPE.wire_s) * prompt,
         attention * SHAPE.pair_s * prompt * prompt / 2,
     )
     now += slowness * (tokens_s + pairs_s + SHAPE.step_s * ceil(prompt / SHAPE.budget_tokens))
-    entry.first_token(now)
+    entry.on_first_token(now)
     now += slowness * (tokens - 1) * (SHAPE.weights_s + SHAPE.step_s + SHAPE.context_s * prompt)
-    entry.finished(now, tokens)
+    entry.finish(now, tokens)
     return now
 
 
@@ -136,12 +136,12 @@ def test_a_reservation_whose_answer_comes_whole_decodes_from_the_handover_and_te
     None
 ):
     load = load_of()
-    entry = ledger.reserve(load, request(), 8000, 1.0, told=False)
+    entry = ledger.reserve(load, request(), 8000, 1.0, sees_first_token=False)
     assert (load.decoding, load.timeline.batch) == (0, 0)
-    entry.handed_over(2.0)
-    entry.handed_over(2.5)
+    entry.on_kv_arrived(2.0)
+    entry.on_kv_arrived(2.5)
     assert (load.decoding, load.timeline.batch) == (1, 1)
-    entry.finished(60.0, 100)
+    entry.finish(60.0, 100)
     assert (load.decoding, load.timeline.batch, load.decode_tokens) == (0, 0, 0)
     assert load.belief.step.factor == 1.0
 
@@ -152,7 +152,7 @@ def test_a_queue_is_waited_for_and_given_back_token_by_token() -> None:
     first = ledger.book(load, request(), 0, 0.0)
     ledger.book(load, request(), 0, 0.0)
     assert ttft_s(load, 8000, 0, 0.0) == pytest.approx(3 * alone, rel=0.1)
-    first.first_token(alone)
+    first.on_first_token(alone)
     assert ttft_s(load, 8000, 0, alone) == pytest.approx(2 * alone, rel=0.1)
 
 
@@ -161,18 +161,18 @@ def test_a_first_token_that_is_late_is_expected_to_be_as_late_again() -> None:
     entry = ledger.book(load, request(), 0, 0.0)
     predicted = entry.predicted_ttft_s
     assert predicted is not None
-    assert load.due_at == pytest.approx(predicted, rel=0.1)
+    assert load.next_first_token_at == pytest.approx(predicted, rel=0.1)
     late = predicted + 5.0
-    assert backlog_s(load, late) == pytest.approx(late - load.due_at, abs=0.1)
-    entry.first_token(late)
-    assert load.due_at == inf
+    assert backlog_s(load, late) == pytest.approx(late - load.next_first_token_at, abs=0.1)
+    entry.on_first_token(late)
+    assert load.next_first_token_at == inf
 
 
 def test_a_prompt_without_free_kv_waits_for_answers_to_end() -> None:
     load, now = load_of(), 0.0
-    ledger.scraped(load, None, None, None, 50_000, 0.0)
+    ledger.record_scrape(load, None, None, None, 50_000, 0.0)
     for _ in range(5):
-        ledger.book(load, request(), 0, now).first_token(now + 0.4)
+        ledger.book(load, request(), 0, now).on_first_token(now + 0.4)
         now += 0.4
     calm = ttft_s(load, 1000, 0, now)
     assert ttft_s(load, 9000, 0, now) < 20 * calm
@@ -181,16 +181,16 @@ def test_a_prompt_without_free_kv_waits_for_answers_to_end() -> None:
 
 def test_shared_prefixes_need_no_wait_once_a_scrape_shows_free_kv() -> None:
     load, now = load_of(), 0.0
-    ledger.scraped(load, None, None, None, 50_000, now)
+    ledger.record_scrape(load, None, None, None, 50_000, now)
     for _ in range(6):
-        ledger.book(load, request(output=1000), 6000, now).first_token(now + 0.2)
+        ledger.book(load, request(output=1000), 6000, now).on_first_token(now + 0.2)
         now += 0.2
     entry = ledger.book(load, request(output=1000), 6000, now)
     before = entry.predicted_ttft_s
-    entry.first_token(now + 0.2)
+    entry.on_first_token(now + 0.2)
     for _ in range(40):
         now += 0.05
-        ledger.scraped(load, None, None, 0.4, None, now)
+        ledger.record_scrape(load, None, None, 0.4, None, now)
     after = ledger.book(load, request(output=1000), 6000, now).predicted_ttft_s
     assert before is not None
     assert after is not None
@@ -199,15 +199,15 @@ def test_shared_prefixes_need_no_wait_once_a_scrape_shows_free_kv() -> None:
 
 def test_kv_that_another_endpoint_still_computes_does_not_make_an_engine_look_roomy() -> None:
     load = load_of()
-    ledger.scraped(load, None, None, None, 50_000, 0.0)
-    ledger.book(load, request(20_000), 0, 0.0).first_token(1.5)
+    ledger.record_scrape(load, None, None, None, 50_000, 0.0)
+    ledger.book(load, request(20_000), 0, 0.0).on_first_token(1.5)
     for _ in range(3):
         ledger.reserve(load, request(10_000), 0, 1.5)
-    free = load.kv_free
+    free = load.free_kv_tokens
     for step in range(40):
-        ledger.scraped(load, 1, 0, 0.4, None, 1.5 + 0.05 * step)
+        ledger.record_scrape(load, 1, 0, 0.4, None, 1.5 + 0.05 * step)
     assert load.timeline.kv_ratio == pytest.approx(1.0, abs=0.01)
-    assert load.kv_free == pytest.approx(free, abs=500)
+    assert load.free_kv_tokens == pytest.approx(free, abs=500)
 
 
 def test_simultaneous_first_tokens_belong_to_one_step() -> None:
@@ -215,13 +215,13 @@ def test_simultaneous_first_tokens_belong_to_one_step() -> None:
     first = [ledger.book(load, request(2000), 0, 0.0) for _ in range(3)]
     second = [ledger.book(load, request(2000), 0, 0.01) for _ in range(2)]
     for entry in first:
-        entry.first_token(0.33)
+        entry.on_first_token(0.33)
     assert (load.timeline.batch, load.timeline.queued_tokens) == (3, 4000)
     third = ledger.book(load, request(2000), 0, 0.34)
     alone = ttft_s(load_of(), 2000, 0, 0.0)
     assert third.predicted_ttft_s == pytest.approx(3 * alone, rel=0.15)
     for entry in second:
-        entry.first_token(0.55)
+        entry.on_first_token(0.55)
     assert (load.timeline.batch, load.timeline.queued_tokens) == (5, 2000)
 
 
@@ -231,8 +231,8 @@ def test_api_latency_is_learned_from_first_tokens_of_an_idle_engine() -> None:
         now += 5.0
         entry = ledger.book(load, request(500), 0, now)
         assert entry.predicted_ttft_s is not None
-        entry.first_token(now + late_s + ttft_s(load_of(), 500, 0, 0.0))
-        entry.dropped(now + 1.0)
+        entry.on_first_token(now + late_s + ttft_s(load_of(), 500, 0, 0.0))
+        entry.drop(now + 1.0)
     assert load.belief.request_s == pytest.approx(late_s, rel=0.1)
     assert load.belief.layers.factors == [1.0]
 
@@ -243,7 +243,7 @@ def test_what_the_way_costs_is_learnt_from_long_steps_too_where_others_decode() 
     Slow steps of this size would look nearly the same.
     """
     load, late_s, boundary = load_of(), 0.02, 0.1
-    ledger.book(load, request(500, 10_000), 0, 0.0).first_token(boundary)
+    ledger.book(load, request(500, 10_000), 0, 0.0).on_first_token(boundary)
     step_s = tpot_s(load, 500)
     for number in range(160):
         prompt = (2400, 2400, 2400, 16_000)[number % 4]
@@ -254,34 +254,34 @@ def test_what_the_way_costs_is_learnt_from_long_steps_too_where_others_decode() 
         assert boundary - begins > SHORT_S
         if number > 40:
             assert entry.predicted_ttft_s == pytest.approx(boundary - now, rel=0.1)
-        entry.first_token(boundary)
-        entry.dropped(boundary)
+        entry.on_first_token(boundary)
+        entry.drop(boundary)
     assert 0.2 * late_s < load.belief.request_s < late_s
 
 
 def test_external_requests_slow_every_step() -> None:
     load = load_of()
-    before = load.step_s
-    ledger.scraped(load, 40, 0, None, None, 1.0)
-    ledger.scraped(load, 40, 0, None, None, 2.0)
-    assert load.strangers == 40
-    assert load.step_s > before
+    before = load.decode_s_per_token
+    ledger.record_scrape(load, 40, 0, None, None, 1.0)
+    ledger.record_scrape(load, 40, 0, None, None, 2.0)
+    assert load.external_requests == 40
+    assert load.decode_s_per_token > before
 
 
 def test_a_request_scraped_before_its_gateway_announces_it_is_not_external() -> None:
     load = load_of()
-    ledger.scraped(load, 3, 0, None, None, 1.0)
-    assert load.strangers == 0
-    ledger.scraped(load, 1, 1, None, None, 2.0)
-    assert load.strangers == 2
-    ledger.scraped(load, 0, 0, None, None, 3.0)
-    assert load.strangers == 0
+    ledger.record_scrape(load, 3, 0, None, None, 1.0)
+    assert load.external_requests == 0
+    ledger.record_scrape(load, 1, 1, None, None, 2.0)
+    assert load.external_requests == 2
+    ledger.record_scrape(load, 0, 0, None, None, 3.0)
+    assert load.external_requests == 0
 
 
 def test_an_unreported_first_token_does_not_block_other_prompts() -> None:
     load = load_of()
-    ledger.book(load, request(), 0, 0.0, told=False)
-    ledger.scraped(load, 1, 0, None, None, 10.0)
+    ledger.book(load, request(), 0, 0.0, sees_first_token=False)
+    ledger.record_scrape(load, 1, 0, None, None, 10.0)
     assert (load.prefill_tokens, load.decode_tokens, load.decoding) == (0, 8000, 1)
     assert backlog_s(load, 10.0) == 0.0
 
@@ -305,11 +305,11 @@ def test_an_engine_shared_with_other_gateways_is_learned_more_slowly() -> None:
     alone, shared, now = load_of(), load_of(), 0.0
     for number in range(200):
         now += 10.0
-        foreign(shared, b"peer", Share(prefill_tokens=6000), now)
+        set_peer_load(shared, b"peer", PeerShare(prefill_tokens=6000), now)
         for load, more in ((alone, 1.0), (shared, 2.0 if number % 2 else 1.0)):
             entry = ledger.book(load, request(6000), 0, now)
-            entry.first_token(now + more * ttft_s(load_of(), 6000, 0, 0.0) * 2.0)
-            entry.dropped(now + 5.0)
+            entry.on_first_token(now + more * ttft_s(load_of(), 6000, 0, 0.0) * 2.0)
+            entry.drop(now + 5.0)
         if number == 3:
             assert shared.belief.prefill.var > 2 * alone.belief.prefill.var
     assert alone.belief.prefill.factor == pytest.approx(2.0, rel=0.1)
@@ -318,8 +318,8 @@ def test_an_engine_shared_with_other_gateways_is_learned_more_slowly() -> None:
 
 def test_undone_steps_under_load_of_other_gateways_do_not_change_the_context_factor() -> None:
     """Early first tokens undo decode steps at their present, higher cost."""
-    rng, load, now = Random(53), EndpointLoad(0, Belief(shape_for("h100", 4, 1, 70))), 1.0
-    waiting, decoding = list[Entry](), list[tuple[Entry, float]]()
+    rng, load, now = Random(53), EndpointLoad(0, SpeedBelief(shape_for("h100", 4, 1, 70))), 1.0
+    waiting, decoding = list[LoadBooking](), list[tuple[LoadBooking, float]]()
     for _ in range(300):
         now += rng.expovariate(5.0)
         what = rng.random()
@@ -327,12 +327,12 @@ def test_undone_steps_under_load_of_other_gateways_do_not_change_the_context_fac
             waiting.append(ledger.book(load, request(rng.choice((200, 4000, 60_000)), 300), 0, now))
         elif what < 0.45:
             context = rng.choice((0, 10_000, 1_000_000, 4_000_000))
-            foreign(load, b"peer", Share(10, 10, 0, context, 1000, 1000, 10), now)
+            set_peer_load(load, b"peer", PeerShare(10, 10, 0, context, 1000, 1000, 10), now)
         elif what < 0.75 and waiting:
             entry = waiting.pop(rng.randrange(len(waiting)))
-            entry.first_token(now)
+            entry.on_first_token(now)
             decoding.append((entry, now))
         elif decoding:
             entry, began = decoding.pop(rng.randrange(len(decoding)))
-            entry.finished(now, max(1, int((now - began) / 0.03)))
+            entry.finish(now, max(1, int((now - began) / 0.03)))
         assert 0.0 < load.belief.step.factor < 10.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from policies import ledger
-from policies.engine.output_length import Lately
-from policies.engine.running_averages import Arrivals
-from policies.engine.shared_prefix_kv import Prefixes
-from policies.engine.step_time import Belief, shape_for
+from policies.engine.output_length import RecentLengths
+from policies.engine.running_averages import ArrivalAverages
+from policies.engine.shared_prefix_kv import SharedPrefixKv
+from policies.engine.step_time import SpeedBelief, shape_for
 from policies.latency.ttft_simulation import MOST_STEPS
 from policies.load import EndpointLoad
 from policies.model import Request
@@ -17,9 +17,9 @@ SHAPE = shape_for("h100", 4, params_b=70.6, weight_bytes=1, request_s=0.0)
 
 
 def load_of(kv_tokens: int | None = None) -> EndpointLoad:
-    load = EndpointLoad(0, Belief(SHAPE))
+    load = EndpointLoad(0, SpeedBelief(SHAPE))
     if kv_tokens is not None:
-        ledger.scraped(load, None, None, None, kv_tokens, 0.0)
+        ledger.record_scrape(load, None, None, None, kv_tokens, 0.0)
     return load
 
 
@@ -31,7 +31,7 @@ def foreseen(load: EndpointLoad, prompt: int, now: float, cached: int = 0) -> fl
     """Return the prediction for a request that is removed again at once."""
     entry = ledger.book(load, request(prompt), cached, now)
     assert entry.predicted_ttft_s is not None
-    entry.dropped(now)
+    entry.drop(now)
     return entry.predicted_ttft_s
 
 
@@ -48,7 +48,7 @@ def test_a_prompt_that_fits_one_step_takes_that_step() -> None:
 def test_a_prompt_that_comes_during_a_step_waits_for_its_end_and_not_for_those_behind() -> None:
     load = load_of()
     ledger.book(load, request(5000), 0, 0.0)
-    ledger.scraped(load, None, None, None, None, 0.001)  # the first step is running
+    ledger.record_scrape(load, None, None, None, None, 0.001)  # the first step is running
     assert foreseen(load, 2000, 0.01) == pytest.approx(step_s(5000) - 0.01 + step_s(2000), rel=0.01)
 
 
@@ -56,36 +56,36 @@ def test_prompts_that_usually_arrive_are_expected_in_the_step_that_completes_one
     busy, calm = load_of(), load_of()
     for number in range(200):
         now = 0.05 * number
-        ledger.book(busy, request(500), 0, now).dropped(now)
+        ledger.book(busy, request(500), 0, now).drop(now)
     for load in (busy, calm):
         ledger.book(load, request(8000), 0, 10.0)
-        ledger.scraped(load, None, None, None, None, 10.001)
+        ledger.record_scrape(load, None, None, None, None, 10.001)
     assert foreseen(busy, 1000, 10.01) > 1.2 * foreseen(calm, 1000, 10.01)
 
 
 def test_few_arrivals_are_not_expected_within_a_time_in_which_most_prompts_meet_none() -> None:
-    arrivals = Arrivals(0.0)
+    arrivals = ArrivalAverages(0.0)
     for number in range(20):
-        arrivals.came(1000, 2.0 * number)
-    assert arrivals.behind(1.0) == 0.0
-    assert 3000.0 < arrivals.behind(12.0) < 6000.0
+        arrivals.record(1000, 2.0 * number)
+    assert arrivals.expected_tokens_behind(1.0) == 0.0
+    assert 3000.0 < arrivals.expected_tokens_behind(12.0) < 6000.0
 
 
 def test_a_burst_at_the_beginning_is_no_rate() -> None:
-    arrivals = Arrivals(0.0)
+    arrivals = ArrivalAverages(0.0)
     for _ in range(10):
-        arrivals.came(1000, 0.01)
-    assert arrivals.behind(5.0) == 0.0
+        arrivals.record(1000, 0.01)
+    assert arrivals.expected_tokens_behind(5.0) == 0.0
 
 
 def test_a_wait_for_kv_ends_with_an_answer_of_usual_length() -> None:
     load, now = load_of(50_000), 0.0
     for _ in range(100):  # answers of 200 tokens where 100 were expected
         entry = ledger.book(load, request(100), 0, now)
-        entry.first_token(now + 0.03)
+        entry.on_first_token(now + 0.03)
         now += 3.0
-        entry.finished(now, 200)
-    ledger.book(load, request(40_000), 0, now).first_token(now + 3.0)
+        entry.finish(now, 200)
+    ledger.book(load, request(40_000), 0, now).on_first_token(now + 3.0)
     told_s = foreseen(load, 20_000, now + 3.0)
     assert told_s == pytest.approx(
         200 * load.timeline.decode_s + foreseen(load_of(), 20_000, 0.0), rel=0.15
@@ -95,10 +95,10 @@ def test_a_wait_for_kv_ends_with_an_answer_of_usual_length() -> None:
 def test_a_prompt_with_a_shared_prefix_needs_kv_for_the_rest_only() -> None:
     load, now = load_of(50_000), 0.0
     for _ in range(6):
-        ledger.book(load, request(8000), 7500, now).first_token(now + 0.1)
+        ledger.book(load, request(8000), 7500, now).on_first_token(now + 0.1)
         now += 0.1
     crowded = foreseen(load, 8000, now, 7500)
-    ledger.scraped(load, None, None, (7500 + 6 * 500) / 50_000, None, now)
+    ledger.record_scrape(load, None, None, (7500 + 6 * 500) / 50_000, None, now)
     assert crowded > 5 * foreseen(load, 8000, now, 7500)
 
 
@@ -107,23 +107,23 @@ def test_a_first_token_that_does_not_come_where_kv_is_full_is_taken_to_wait_for_
 ):
     load = load_of(50_000)
     answer = ledger.book(load, request(41_000), 0, 0.0)
-    answer.first_token(3.0)
+    answer.on_first_token(3.0)
     ledger.book(load, request(8000), 0, 3.0)
     timeline = load.timeline
     timeline.advance(load, 3.1)
-    assert (timeline.busy, len(timeline.queue)) == (True, 0)
-    ticks = timeline.tick
+    assert (timeline.is_busy, len(timeline.queue)) == (True, 0)
+    ticks = timeline.steps
     timeline.advance(load, 5.0)
-    assert (timeline.busy, len(timeline.queue), timeline.queued_tokens) == (False, 1, 8000)
-    assert timeline.tick - ticks == pytest.approx(2.0 / timeline.decode_s, rel=0.02)
-    answer.finished(5.0, 100)
+    assert (timeline.is_busy, len(timeline.queue), timeline.queued_tokens) == (False, 1, 8000)
+    assert timeline.steps - ticks == pytest.approx(2.0 / timeline.decode_s, rel=0.02)
+    answer.finish(5.0, 100)
     timeline.advance(load, 5.1)
-    assert timeline.busy
+    assert timeline.is_busy
 
 
 def test_a_prompt_that_lacks_less_kv_than_the_models_error_does_not_wait() -> None:
     load = load_of(50_000)
-    ledger.book(load, request(42_000), 0, 0.0).first_token(3.0)
+    ledger.book(load, request(42_000), 0, 0.0).on_first_token(3.0)
     alone_s = foreseen(load_of(), 8000, 0.0)
     assert foreseen(load, 8500, 3.0) == pytest.approx(alone_s, rel=0.15)
     assert foreseen(load, 8900, 3.0) > 5 * alone_s
@@ -132,38 +132,38 @@ def test_a_prompt_that_lacks_less_kv_than_the_models_error_does_not_wait() -> No
 def test_a_first_token_despite_full_modelled_kv_corrects_kv_and_steps() -> None:
     load, now = load_of(50_000), 0.0
     for _ in range(6):  # all share one prefix, which no scrape has shown yet
-        ledger.book(load, request(8000), 7500, now).first_token(now + 0.1)
+        ledger.book(load, request(8000), 7500, now).on_first_token(now + 0.1)
         now += 0.1
     entry = ledger.book(load, request(8000), 7500, now)
     timeline = load.timeline
     timeline.advance(load, now + 0.05)
-    steps, lacking = timeline.prefill_steps, timeline.needs(entry) - timeline.kv_free(load)
-    assert (timeline.busy, lacking > 5000) == (False, True)
-    entry.first_token(now + 0.1)
+    steps, lacking = timeline.prefill_steps, timeline.needed_kv_tokens(entry) - timeline.free_kv_tokens(load)
+    assert (timeline.is_busy, lacking > 5000) == (False, True)
+    entry.on_first_token(now + 0.1)
     assert (timeline.prefill_steps, timeline.queued_tokens) == (steps + 1, 0)
-    assert 0.0 <= timeline.kv_free(load) < lacking
+    assert 0.0 <= timeline.free_kv_tokens(load) < lacking
 
 
 def test_what_a_prefix_takes_is_held_once_by_all_and_gone_with_the_last() -> None:
-    prefixes = Prefixes()
-    prefixes.hold(1000)
-    assert (prefixes.tokens, prefixes.distinct, prefixes.alone()) == (1000, 1000.0, 1.0)
+    prefixes = SharedPrefixKv()
+    prefixes.add(1000)
+    assert (prefixes.tokens, prefixes.distinct, prefixes.exclusive_share()) == (1000, 1000.0, 1.0)
     prefixes.tokens, prefixes.distinct = 10_000, 1000.0
-    prefixes.hold(1000)
+    prefixes.add(1000)
     assert prefixes.distinct == pytest.approx(1010.0)
     for _ in range(11):
-        prefixes.release(1000)
+        prefixes.remove(1000)
     assert (prefixes.tokens, prefixes.distinct) == (0, 0.0)
 
 
 def test_what_is_left_of_an_answer_is_as_of_those_that_came_as_far() -> None:
-    lately = Lately()
+    lately = RecentLengths()
     for number in range(100):
-        lately.ended(100 + number, 50)
-    assert lately.left(0, 50, 0.0) == pytest.approx(100)
-    assert lately.left(0, 50, 0.5) == pytest.approx(150, abs=2)
-    assert lately.left(180, 50, 0.5) == pytest.approx(10, abs=2)
-    assert lately.left(500, 50, 0.5) == 500
+        lately.record(100 + number, 50)
+    assert lately.remaining_tokens(0, 50, 0.0) == pytest.approx(100)
+    assert lately.remaining_tokens(0, 50, 0.5) == pytest.approx(150, abs=2)
+    assert lately.remaining_tokens(180, 50, 0.5) == pytest.approx(10, abs=2)
+    assert lately.remaining_tokens(500, 50, 0.5) == 500
 
 
 def test_steps_that_are_not_full_have_a_pace_of_their_own() -> None:
@@ -172,8 +172,8 @@ def test_steps_that_are_not_full_have_a_pace_of_their_own() -> None:
         tokens, slower = (8192, 1.0) if number % 2 else (2048, 1.15)
         entry = ledger.book(load, request(tokens), 0, now)
         prompts_s = slower * (step_s(tokens) - SHAPE.step_s) + SHAPE.step_s
-        entry.first_token(now + prompts_s)
-        entry.dropped(now + 1.0)
+        entry.on_first_token(now + prompts_s)
+        entry.drop(now + 1.0)
         now += 2.0
     belief = load.belief
     assert belief.pace(8192) == pytest.approx(1.0, abs=0.03)
@@ -192,8 +192,8 @@ def test_behind_a_very_long_queue_the_formula_is_close_to_the_simulation() -> No
 def test_a_prompt_that_fills_all_kv_alone_waits_for_no_other() -> None:
     load = load_of(kv_tokens=5000)
     entry = ledger.book(load, request(5000), 0, 0.0)
-    ledger.scraped(load, None, None, None, None, 0.001)
-    entry.dropped(500.0)
+    ledger.record_scrape(load, None, None, None, None, 0.001)
+    entry.drop(500.0)
     assert load.timeline.kv_prompts == 0
     assert foreseen(load, 5000, 501.0) == pytest.approx(step_s(5000), rel=0.01)
 
@@ -203,8 +203,8 @@ def test_kv_computed_elsewhere_blocks_no_prompt_before_it_arrives() -> None:
     coming = ledger.reserve(load, request(9000), 0, 0.0)
     assert foreseen(load, 3000, 0.0) == pytest.approx(step_s(3000), rel=0.01)
     whole = ledger.book(load, request(3000), 0, 0.0)
-    whole.first_token(step_s(3000))
-    assert load.timeline.kv_free(load) == 7000
-    assert load.kv_free < 0  # the forecast for picks includes what is expected
-    coming.first_token(1.0)
+    whole.on_first_token(step_s(3000))
+    assert load.timeline.free_kv_tokens(load) == 7000
+    assert load.free_kv_tokens < 0  # the forecast for picks includes what is expected
+    coming.on_first_token(1.0)
     assert foreseen(load, 3000, 1.0) > 2 * step_s(3000)

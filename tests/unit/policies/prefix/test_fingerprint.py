@@ -24,7 +24,7 @@ def test_a_block_that_is_no_multiple_of_a_word_is_refused(size: int) -> None:
 
 
 def test_a_prompt_shorter_than_a_block_has_no_keys() -> None:
-    fingerprint = Fingerprinter(SECRET).of(b"", b"hello")
+    fingerprint = Fingerprinter(SECRET).fingerprint(b"", b"hello")
     assert (len(fingerprint.keys), fingerprint.n_bytes) == (0, 5)
     assert repr(fingerprint) == "Fingerprint(0 blocks of 512, 5 bytes)"
 
@@ -32,8 +32,11 @@ def test_a_prompt_shorter_than_a_block_has_no_keys() -> None:
 def test_work_is_bounded_for_an_endless_prompt() -> None:
     prints = Fingerprinter(SECRET, 8)
     prompt = bytes(8 * MAX_BLOCKS)
-    assert len(prints.of(b"", prompt + bytes(800)).keys) == MAX_BLOCKS
-    assert prints.of(b"", prompt + bytes(800)).keys.tolist() == prints.of(b"", prompt).keys.tolist()
+    assert len(prints.fingerprint(b"", prompt + bytes(800)).keys) == MAX_BLOCKS
+    assert (
+        prints.fingerprint(b"", prompt + bytes(800)).keys.tolist()
+        == prints.fingerprint(b"", prompt).keys.tolist()
+    )
 
 
 def test_a_chat_turn_continues_the_keys_of_the_turn_before() -> None:
@@ -41,8 +44,8 @@ def test_a_chat_turn_continues_the_keys_of_the_turn_before() -> None:
     second = b'{"role":"assistant","content":"' + b"b" * 700 + b'"}'
     prints = Fingerprinter(SECRET, 256)
     before, after = (
-        prints.of(b"", b"[" + first + b"]"),
-        prints.of(b"", b"[" + first + b"," + second + b"]"),
+        prints.fingerprint(b"", b"[" + first + b"]"),
+        prints.fingerprint(b"", b"[" + first + b"," + second + b"]"),
     )
     assert len(before.keys) == 2
     assert after.keys.tolist()[:2] == before.keys.tolist()
@@ -61,10 +64,12 @@ def test_the_same_bit_turned_in_the_top_byte_of_two_words_always_shows(bit: int)
         turned[other] ^= bit
         observations.add(bytes(turned))
     prints = Fingerprinter(SECRET, 256)
-    assert len({prints.of(b"", text).keys[0] for text in observations}) == len(observations)
+    assert len({prints.fingerprint(b"", text).keys[0] for text in observations}) == len(
+        observations
+    )
 
 
 def test_blocks_in_another_order_are_another_prompt() -> None:
     prints = Fingerprinter(SECRET, 256)
     a, b = b"a" * 256, b"b" * 256
-    assert prints.of(b"", a + b).keys[1] != prints.of(b"", b + a).keys[1]
+    assert prints.fingerprint(b"", a + b).keys[1] != prints.fingerprint(b"", b + a).keys[1]

@@ -17,7 +17,7 @@ BLOCK = PRINTS.block_bytes
 
 
 def prompt_of(name: int, blocks: int) -> Fingerprint:
-    return PRINTS.of(b"salt", Random(name).randbytes(blocks * BLOCK))
+    return PRINTS.fingerprint(b"salt", Random(name).randbytes(blocks * BLOCK))
 
 
 def test_an_empty_index_believes_nothing() -> None:
@@ -27,9 +27,9 @@ def test_an_empty_index_believes_nothing() -> None:
 def test_belief_is_scaled_from_bytes_to_tokens() -> None:
     index = PrefixIndex(1 << 20)
     text = Random(1).randbytes(4 * BLOCK)
-    index.insert(PRINTS.of(b"", text[: 3 * BLOCK]), 1, 192)
-    assert index.match(PRINTS.of(b"", text), 256) == [0, 192]
-    assert index.match(PRINTS.of(b"", text), 1024) == [0, 768]
+    index.insert(PRINTS.fingerprint(b"", text[: 3 * BLOCK]), 1, 192)
+    assert index.match(PRINTS.fingerprint(b"", text), 256) == [0, 192]
+    assert index.match(PRINTS.fingerprint(b"", text), 1024) == [0, 768]
 
 
 def test_a_long_prompt_is_believed_to_within_a_hundredth_and_has_entries_for_a_quarter_of_its_blocks() -> (
@@ -37,10 +37,10 @@ def test_a_long_prompt_is_believed_to_within_a_hundredth_and_has_entries_for_a_q
 ):
     index = PrefixIndex(1 << 20)
     text = Random(1).randbytes(3000 * BLOCK)
-    index.insert(PRINTS.of(b"", text), 0, 3000)
+    index.insert(PRINTS.fingerprint(b"", text), 0, 3000)
     assert index.stats().blocks < 750
     for blocks in (64, 256, 257, 700, 1777, 2999):
-        believed = index.match(PRINTS.of(b"", text[: blocks * BLOCK] + bytes(BLOCK)), blocks + 1)[0]
+        believed = index.match(PRINTS.fingerprint(b"", text[: blocks * BLOCK] + bytes(BLOCK)), blocks + 1)[0]
         assert blocks * 127 / 128 - 1 <= believed <= blocks
 
 
@@ -49,8 +49,8 @@ def test_each_slot_is_believed_as_far_as_its_own_prompts_went() -> None:
     text = Random(1).randbytes(60 * BLOCK)
     depths = [60, 1, 17, 0, 42, 42]
     for slot in Random(2).sample(range(6), 6):
-        index.insert(PRINTS.of(b"", text[: depths[slot] * BLOCK]), slot, depths[slot])
-    assert index.match(PRINTS.of(b"", text), 60) == depths
+        index.insert(PRINTS.fingerprint(b"", text[: depths[slot] * BLOCK]), slot, depths[slot])
+    assert index.match(PRINTS.fingerprint(b"", text), 60) == depths
 
 
 def test_ageing_follows_an_exact_lru_to_within_a_generation() -> None:
@@ -88,18 +88,18 @@ def test_a_slot_keeps_its_capacity_when_its_content_is_forgotten() -> None:
     index.forget(0)
     for name in range(100):
         index.insert(prompt_of(name, 10), 0, 100)
-    assert index.stats().held_tokens[0] <= 1000
+    assert index.stats().cached_tokens[0] <= 1000
 
 
 def test_a_prompt_that_never_got_its_first_token_is_believed_no_further_than_before() -> None:
     index = PrefixIndex(1 << 20)
     text = Random(1).randbytes(8 * BLOCK)
-    index.insert(PRINTS.of(b"", text[: 2 * BLOCK]), 0, 2)
-    index.insert(PRINTS.of(b"", text), 0, 8)
-    index.trim(PRINTS.of(b"", text), 0, kept_tokens=2, prompt_tokens=8)
-    index.trim(PRINTS.of(b"", text), 9, kept_tokens=2, prompt_tokens=8)
-    assert index.match(PRINTS.of(b"", text), 8) == [2]
-    assert index.stats().held_tokens == (2,)
+    index.insert(PRINTS.fingerprint(b"", text[: 2 * BLOCK]), 0, 2)
+    index.insert(PRINTS.fingerprint(b"", text), 0, 8)
+    index.trim(PRINTS.fingerprint(b"", text), 0, kept_tokens=2, prompt_tokens=8)
+    index.trim(PRINTS.fingerprint(b"", text), 9, kept_tokens=2, prompt_tokens=8)
+    assert index.match(PRINTS.fingerprint(b"", text), 8) == [2]
+    assert index.stats().cached_tokens == (2,)
 
 
 def test_answers_that_find_less_than_believed_shrink_the_believed_capacity() -> None:
@@ -107,16 +107,16 @@ def test_answers_that_find_less_than_believed_shrink_the_believed_capacity() -> 
     index.set_capacity(0, 1000)
     for name in range(10):
         index.insert(prompt_of(name, 10), 0, 100)
-    before = index.stats().held_tokens[0]
+    before = index.stats().cached_tokens[0]
     for _ in range(20):
         index.confirm(0, believed_share=0.9, cached_share=0.0)
-    after = index.stats().held_tokens[0]
+    after = index.stats().cached_tokens[0]
     assert after < before / 2
     for _ in range(100):
         index.confirm(0, believed_share=0.9, cached_share=0.9)
     for name in range(10):
         index.insert(prompt_of(name, 10), 0, 100)
-    assert index.stats().held_tokens[0] > 900
+    assert index.stats().cached_tokens[0] > 900
 
 
 def test_an_unknown_capacity_is_first_estimated_when_a_belief_fails() -> None:
@@ -126,7 +126,7 @@ def test_an_unknown_capacity_is_first_estimated_when_a_belief_fails() -> None:
     index.confirm(0, believed_share=1.0, cached_share=0.0)
     for name in range(100, 200):
         index.insert(prompt_of(name, 10), 0, 100)
-    assert index.stats().held_tokens[0] <= 10_000
+    assert index.stats().cached_tokens[0] <= 10_000
 
 
 def test_small_disagreements_teach_nothing() -> None:
@@ -178,10 +178,10 @@ def test_impossible_arguments_are_refused() -> None:
 def test_cached_tokens_of_a_slot_are_read_in_constant_time() -> None:
     index, prompt = PrefixIndex(1 << 20), prompt_of(1, 20)
     index.insert(prompt, 3, 2000)
-    assert index.held_tokens(3) == pytest.approx(2000)
-    assert index.held_tokens(0) == index.held_tokens(99) == 0.0
+    assert index.cached_tokens(3) == pytest.approx(2000)
+    assert index.cached_tokens(0) == index.cached_tokens(99) == 0.0
     index.forget(3)
-    assert index.held_tokens(3) == 0.0
+    assert index.cached_tokens(3) == 0.0
 
 
 def asked_in_turn(index: PrefixIndex, documents: range, rounds: int, slot: int = 0) -> None:
@@ -195,18 +195,18 @@ def test_evictions_of_blocks_not_requested_again_are_not_regretted() -> None:
     index = PrefixIndex(8 << 20)
     index.set_capacity(0, 512 * 32)
     asked_in_turn(index, range(400), 1)
-    assert index.held_tokens(0) <= 512 * 32
-    assert index.regret(0) == 0.0
-    assert index.regret(7) == 0.0
+    assert index.cached_tokens(0) <= 512 * 32
+    assert index.eviction_regret(0) == 0.0
+    assert index.eviction_regret(7) == 0.0
 
 
 def test_evictions_of_blocks_requested_again_are_regretted_until_they_decay() -> None:
     index = PrefixIndex(8 << 20)
     index.set_capacity(0, 512 * 32)
     asked_in_turn(index, range(48), 8)
-    assert index.regret(0) > 0.7
+    assert index.eviction_regret(0) > 0.7
     asked_in_turn(index, range(1000, 1400), 1)
-    assert index.regret(0) < 0.01
+    assert index.eviction_regret(0) < 0.01
 
 
 def test_an_eviction_is_not_regretted_while_another_slot_has_the_block() -> None:
@@ -215,7 +215,7 @@ def test_an_eviction_is_not_regretted_while_another_slot_has_the_block() -> None
     asked_in_turn(index, range(48), 2, slot=1)
     asked_in_turn(index, range(48), 1)
     asked_in_turn(index, range(48), 3, slot=1)
-    assert index.regret(0) == 0.0
+    assert index.eviction_regret(0) == 0.0
 
 
 def test_a_restarted_endpoint_regrets_nothing() -> None:
@@ -224,7 +224,7 @@ def test_a_restarted_endpoint_regrets_nothing() -> None:
     asked_in_turn(index, range(20), 1)
     index.forget(0)
     asked_in_turn(index, range(20), 1)
-    assert index.regret(0) == 0.0
+    assert index.eviction_regret(0) == 0.0
 
 
 def test_a_prompt_that_comes_again_and_again_leaves_nothing_behind_in_the_books() -> None:
@@ -234,7 +234,7 @@ def test_a_prompt_that_comes_again_and_again_leaves_nothing_behind_in_the_books(
     for _ in range(200):
         index.insert(prompt, 0, 100)
     assert len(index._holders[0].tokens) <= 3
-    assert index.held_tokens(0) == pytest.approx(105)
+    assert index.cached_tokens(0) == pytest.approx(105)
     assert index.match(prompt, 100) == [100]
     assert index.match(prompt_of(2, 1), 5) == [5]
 

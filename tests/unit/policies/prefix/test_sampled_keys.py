@@ -10,7 +10,7 @@ import pytest
 
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 from policies.prefix.prefix_index import PrefixIndex
-from policies.prefix.sampled_keys import packed, unpacked
+from policies.prefix.sampled_keys import pack, unpack
 
 PRINTS = Fingerprinter(b"sixteen bytes at least", block_bytes=64)
 CAPACITY_TOKENS = 4_000
@@ -18,7 +18,7 @@ CAPACITY_TOKENS = 4_000
 
 def prompt_of(rng: Random, trunk: bytes) -> Fingerprint:
     """Return a prompt of up to 300 blocks that shares a prefix with others."""
-    return PRINTS.of(
+    return PRINTS.fingerprint(
         b"salt", trunk[: rng.randrange(len(trunk))] + rng.randbytes(rng.randrange(64 * 100))
     )
 
@@ -34,14 +34,14 @@ def test_an_index_fed_with_keys_matches_one_fed_with_prompts() -> None:
         if not len(prompt.keys):
             continue
         tokens = prompt.n_bytes // 4
-        keys = unpacked(packed(prompt.rungs), len(prompt.keys), 64, prompt.n_bytes)
+        keys = unpack(pack(prompt.sampled_keys), len(prompt.keys), 64, prompt.n_bytes)
         per_block = tokens * 64 / prompt.n_bytes
         if rng.random() < 0.1:
             direct.trim(prompt, slot, tokens // 2, tokens)
-            reported.trim_rungs(keys, slot, tokens // 2, per_block)
+            reported.trim_keys(keys, slot, tokens // 2, per_block)
         else:
             direct.insert(prompt, slot, tokens)
-            reported.insert_rungs(keys, slot, per_block)
+            reported.insert_keys(keys, slot, per_block)
         other = prompt_of(rng, rng.choice(trunks))
         if len(other.keys):
             assert direct.match(other, tokens) == reported.match(other, tokens)
@@ -53,6 +53,6 @@ def test_an_index_fed_with_keys_matches_one_fed_with_prompts() -> None:
     [(0, 640, 0), (10, 639, 0), (10, 1 << 40, 0), (10, 640, 8), (11, 704, 0)],
 )
 def test_keys_that_are_no_chain_are_refused(blocks: int, n_bytes: int, cut: int) -> None:
-    keys = packed(PRINTS.of(b"salt", bytes(640)).rungs)
+    keys = pack(PRINTS.fingerprint(b"salt", bytes(640)).sampled_keys)
     with pytest.raises(ValueError, match=r"cannot be|do not hold"):
-        unpacked(keys[cut:], blocks, 64, n_bytes)
+        unpack(keys[cut:], blocks, 64, n_bytes)

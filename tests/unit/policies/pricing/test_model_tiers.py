@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from policies.filters import fits_context, serves_tenant, telling
+from policies.filters import applicable, fits_context, serves_tenant
 from policies.model import Candidate, Slo
-from policies.presets import ORDINARY
-from policies.pricing.model_tiers import Tier, alternatives
+from policies.presets import DEFAULT_FILTERS
+from policies.pricing.model_tiers import ModelTier, alternatives
 from tests.unit.policies.builders import ask, candidate
 
 
@@ -25,16 +25,16 @@ def test_endpoints_for_short_contexts_are_kept_from_long_prompts() -> None:
 
 
 def test_contexts_are_looked_at_only_where_some_endpoint_has_a_limit() -> None:
-    always = tuple(keep for keep in ORDINARY if keep not in (fits_context, serves_tenant))
-    assert telling(ORDINARY, [sized(0, None)]) == always
-    limited = tuple(keep for keep in ORDINARY if keep is not serves_tenant)
-    assert telling(ORDINARY, [sized(0, None), sized(1, 8192)]) == limited
+    always = tuple(keep for keep in DEFAULT_FILTERS if keep not in (fits_context, serves_tenant))
+    assert applicable(DEFAULT_FILTERS, [sized(0, None)]) == always
+    limited = tuple(keep for keep in DEFAULT_FILTERS if keep is not serves_tenant)
+    assert applicable(DEFAULT_FILTERS, [sized(0, None), sized(1, 8192)]) == limited
 
 
 def test_the_cheapest_tier_comes_first() -> None:
     question = ask(1000, 100, now=100.0)
-    near = Tier("13b", (candidate(0),), 0.3)
-    small = Tier("8b", (candidate(1),), 0.5)
+    near = ModelTier("13b", (candidate(0),), 0.3)
+    small = ModelTier("8b", (candidate(1),), 0.5)
     result = alternatives(question, [small, near])
     assert [tier.name for tier, _ in result] == ["13b", "8b"]
     assert result[0][1] == pytest.approx(0.3, abs=0.05)
@@ -45,15 +45,15 @@ def test_a_busy_tier_costs_more_and_a_late_tier_is_left_out() -> None:
     question = replace(
         question, request=replace(question.request, arrived_s=98.0, slo=Slo(ttft_s=5.0))
     )
-    busy = Tier("busy", (candidate(0, ready_at=102.0),), 0.1)
-    idle = Tier("idle", (candidate(1),), 0.3)
-    late = Tier("late", (candidate(2, ready_at=103.5),), 0.0)
+    busy = ModelTier("busy", (candidate(0, ready_at=102.0),), 0.1)
+    idle = ModelTier("idle", (candidate(1),), 0.3)
+    late = ModelTier("late", (candidate(2, ready_at=103.5),), 0.0)
     assert [tier.name for tier, _ in alternatives(question, [busy, idle, late])] == ["idle", "busy"]
 
 
 def test_a_tier_without_endpoints_or_context_is_left_out() -> None:
-    down = Tier("down", (candidate(0, available=False),))
-    small = Tier("small", (sized(1, 512),))
+    down = ModelTier("down", (candidate(0, available=False),))
+    small = ModelTier("small", (sized(1, 512),))
     assert alternatives(ask(1000, 100), [down, small]) == []
 
 
@@ -63,4 +63,4 @@ def test_a_budget_that_is_used_up_leaves_no_tier() -> None:
         question, request=replace(question.request, arrived_s=100.0, slo=Slo(ttft_s=5.0))
     )
     free = candidate(0, ready_at=0.0, fixed_s=0.0, token_s=0.0, pair_s=0.0)
-    assert alternatives(question, [Tier("free", (free,))]) == []
+    assert alternatives(question, [ModelTier("free", (free,))]) == []

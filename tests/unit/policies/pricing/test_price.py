@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from policies import registry
-from policies.contract import DECODE, WHOLE, Part
-from policies.engine.step_time import PRIOR_VAR, Speed
-from policies.model import Ask, Candidate, Request, Slo
-from policies.pricing.price import Priced, Prices, level, patience_s
+from policies.contract import DECODE_PHASE, WHOLE_REQUEST, PhaseShare
+from policies.engine.step_time import PRIOR_VAR, SpeedFactor
+from policies.model import Candidate, Request, RoutingQuery, Slo
+from policies.pricing.price import PricedPolicy, PriceScorer, equalize_speeds, patience_s
 from policies.run import pick
 from tests.unit.policies.builders import ask, candidate
 
-PRICES = Prices(Priced())
+PRICES = PriceScorer(PricedPolicy())
 
 
 def outlook(slot: int, **numbers: object) -> Candidate:
@@ -38,17 +38,19 @@ def outlook(slot: int, **numbers: object) -> Candidate:
     return candidate(slot, cap=1000, **(usual | numbers))
 
 
-def term(question: Ask, one: Candidate, name: str) -> float:
+def term(question: RoutingQuery, one: Candidate, name: str) -> float:
     (parts,) = PRICES.terms(question, [one])
     return parts[name]
 
 
 def levelled(factors: Sequence[float], unknown: Sequence[int] = ()) -> list[float]:
     """Return the factors as the price sees them; unknown ones belong to unobserved endpoints."""
-    speeds = [Speed(PRIOR_VAR if place in unknown else 0.0) for place in range(len(factors))]
+    speeds = [SpeedFactor(PRIOR_VAR if place in unknown else 0.0) for place in range(len(factors))]
     for speed, factor in zip(speeds, factors, strict=True):
         speed.factor = factor
-    return [factor * times for factor, times in zip(factors, level(speeds, 1.5), strict=True)]
+    return [
+        factor * times for factor, times in zip(factors, equalize_speeds(speeds, 1.5), strict=True)
+    ]
 
 
 def test_the_parts_of_a_price_add_up_to_minus_its_score() -> None:
@@ -115,7 +117,7 @@ def test_a_request_that_is_lost_anyway_loses_little_more_by_waiting() -> None:
     steps = [
         term(question, outlook(0, ready_at=100.0 + 5.0 * waits), "ttft") for waits in (1, 2, 3)
     ]
-    assert 0.0 < steps[2] - steps[1] == pytest.approx(Priced().overdue)
+    assert 0.0 < steps[2] - steps[1] == pytest.approx(PricedPolicy().overdue)
     assert steps[1] - steps[0] > steps[2] - steps[1]
 
 
@@ -176,8 +178,8 @@ def test_a_slow_endpoint_is_passed_over_and_noise_decides_nothing() -> None:
     fleet = [outlook(slot) for slot in range(3)]
     for item, factor in zip(fleet, (1.1, 1.0, 3.0), strict=True):
         item.load.belief.prefill.factor, item.load.belief.prefill.var = factor, 0.0
-        item.load.token_s *= factor
-        item.load.pair_s *= factor
+        item.load.prefill_s_per_token *= factor
+        item.load.attention_s_per_pair *= factor
     prices = PRICES.prices(ask(8000, 300), fleet)
     assert prices[0] == pytest.approx(prices[1])
     assert prices[2] > 1.2 * prices[0]
@@ -185,18 +187,18 @@ def test_a_slow_endpoint_is_passed_over_and_noise_decides_nothing() -> None:
 
 def test_the_halves_of_a_split_request_pay_for_what_they_do() -> None:
     question, one = ask(8000, 300), [outlook(0, expected_tokens=5000)]
-    prefill = PRICES.explain(question, one, 0, Part(decodes=0.0, transfer_s=0.2))
+    prefill = PRICES.explain(question, one, 0, PhaseShare(decodes=0.0, transfer_s=0.2))
     decode, whole = (
-        PRICES.explain(question, one, 0, DECODE),
-        PRICES.explain(question, one, 0, WHOLE),
+        PRICES.explain(question, one, 0, DECODE_PHASE),
+        PRICES.explain(question, one, 0, WHOLE_REQUEST),
     )
     assert prefill.tpot == 0.0
     assert prefill.ttft > whole.ttft
     assert prefill.work == pytest.approx(whole.work)
     assert decode.ttft < whole.ttft
     assert decode.work == 0.0
-    one[0].load.regret = 0.5
-    assert PRICES.explain(question, one, 0, DECODE).work == pytest.approx(1.5 * prefill.work)
+    one[0].load.eviction_regret = 0.5
+    assert PRICES.explain(question, one, 0, DECODE_PHASE).work == pytest.approx(1.5 * prefill.work)
     assert decode.tpot == pytest.approx(whole.tpot)
     assert decode.others < whole.others
 
@@ -204,8 +206,8 @@ def test_the_halves_of_a_split_request_pay_for_what_they_do() -> None:
 def test_decoding_pays_for_the_prompts_queued_before_its_kv() -> None:
     question, idle, busy = ask(8000, 300), [outlook(0)], [outlook(0, ready_at=103.0)]
     free, queued = (
-        PRICES.explain(question, idle, 0, DECODE),
-        PRICES.explain(question, busy, 0, DECODE),
+        PRICES.explain(question, idle, 0, DECODE_PHASE),
+        PRICES.explain(question, busy, 0, DECODE_PHASE),
     )
     assert free.ttft < 1e-4
     assert queued.ttft > 0.1
@@ -214,8 +216,8 @@ def test_decoding_pays_for_the_prompts_queued_before_its_kv() -> None:
 def test_pace_lost_to_prefills_counts_more_than_pace_lost_to_a_large_batch() -> None:
     question = ask(8000, 300)
     crowded, among_prompts = outlook(0, step_s=0.03), outlook(1, step_s=0.03)
-    among_prompts.load.context_s = 1.5 * among_prompts.load.belief.context_s
-    crowded.load.context_s = crowded.load.belief.context_s
+    among_prompts.load.decode_s_per_context_token = 1.5 * among_prompts.load.belief.context_s
+    crowded.load.decode_s_per_context_token = crowded.load.belief.context_s
     assert term(question, among_prompts, "tpot") > 2 * term(question, crowded, "tpot")
     assert PRICES.prices(question, [among_prompts])[0] > PRICES.prices(question, [crowded])[0]
 
@@ -232,7 +234,7 @@ def test_halves_add_up_in_the_unrolled_form_as_well() -> None:
         for slot in range(4)
     ]
     question = ask(9000, 300, cached=[512, 4096])
-    for part in (WHOLE, DECODE, Part(decodes=0.0, transfer_s=0.7)):
+    for part in (WHOLE_REQUEST, DECODE_PHASE, PhaseShare(decodes=0.0, transfer_s=0.7)):
         totals = [PRICES.explain(question, fleet, index, part).total for index in range(4)]
         assert PRICES.prices(question, fleet, part) == pytest.approx(totals)
 
@@ -288,8 +290,11 @@ def test_equal_endpoints_price_a_long_prompt_equally_after_learning_from_differe
     ):
         belief = item.load.belief
         belief.prompts.factors[0], belief.prompts.factors[-1] = prefill, pairs
-        belief.settle()
-        item.load.token_s, item.load.pair_s = belief.token_s, belief.pair_s
+        belief.apply_factors()
+        item.load.prefill_s_per_token, item.load.attention_s_per_pair = (
+            belief.token_s,
+            belief.pair_s,
+        )
     scores = PRICES.scores(ask(90_000, 100), fleet)
     assert max(scores) / min(scores) == pytest.approx(1.0, abs=0.02)
 

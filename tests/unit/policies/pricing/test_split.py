@@ -9,30 +9,30 @@ import pytest
 
 from policies.model import Candidate, Pick, Slo
 from policies.presets import LeastLoaded, PrefixAware
-from policies.pricing.price import Priced
+from policies.pricing.price import PricedPolicy
 from policies.pricing.split import (
-    Group,
-    Pools,
-    Reason,
-    Shape,
+    PairGroup,
+    SplitPools,
+    SplitReason,
     SplitRule,
+    SplitShape,
     after_prefill_s,
-    compat,
-    splitter,
-    unsplittable,
+    build_splitter,
+    kv_compatibility_key,
+    unsplittable_reason,
 )
 from tests.unit.policies.builders import ask, candidate
 
-SPLITTER = splitter(SplitRule(2000, 0.25), PrefixAware().build())
+SPLITTER = build_splitter(SplitRule(2000, 0.25), PrefixAware().build())
 
 
 def pools(
     prefills: Sequence[Candidate],
     decodes: Sequence[Candidate],
     alone: Sequence[Candidate] | None = None,
-) -> Pools:
-    group = Group("g", tuple(prefills), tuple(decodes))
-    return Pools((group,), tuple(decodes if alone is None else alone))
+) -> SplitPools:
+    group = PairGroup("g", tuple(prefills), tuple(decodes))
+    return SplitPools((group,), tuple(decodes if alone is None else alone))
 
 
 FOUR = pools([candidate(0), candidate(1)], [candidate(2), candidate(3)])
@@ -41,17 +41,17 @@ FOUR = pools([candidate(0), candidate(1)], [candidate(2), candidate(3)])
 @pytest.mark.parametrize(
     ("shape", "why"),
     [
-        (Shape(), None),
-        (Shape(max_tokens=1), None),
-        (Shape(choices=2), Reason.CHOICES),
-        (Shape(prompts=2), Reason.PROMPTS),
-        (Shape(scores_prompt=True), Reason.PROMPT_SCORES),
+        (SplitShape(), None),
+        (SplitShape(max_tokens=1), None),
+        (SplitShape(choices=2), SplitReason.CHOICES),
+        (SplitShape(prompts=2), SplitReason.PROMPTS),
+        (SplitShape(scores_prompt=True), SplitReason.PROMPT_SCORES),
     ],
 )
 def test_what_a_handoff_would_break_is_not_split_however_long(
-    shape: Shape, why: Reason | None
+    shape: SplitShape, why: SplitReason | None
 ) -> None:
-    assert unsplittable(shape) is why
+    assert unsplittable_reason(shape) is why
     decision = SPLITTER.decide(FOUR, ask(100_000), shape, splitting=True)
     assert (decision.pair is None) == (why is not None or shape.max_tokens == 1)
 
@@ -59,35 +59,38 @@ def test_what_a_handoff_would_break_is_not_split_however_long(
 @pytest.mark.parametrize(
     ("prompt", "cached", "splitting", "reason", "after"),
     [
-        (1499, (), True, Reason.SHORT, False),
-        (1500, (), True, Reason.LONG, True),
-        (2499, (), False, Reason.SHORT, False),
-        (2500, (), False, Reason.LONG, True),
-        (9000, (0, 0, 8000, 8000), True, Reason.CACHED, False),
-        (9000, (0, 0, 8000, 0), True, Reason.CACHED, False),
+        (1499, (), True, SplitReason.SHORT, False),
+        (1500, (), True, SplitReason.LONG, True),
+        (2499, (), False, SplitReason.SHORT, False),
+        (2500, (), False, SplitReason.LONG, True),
+        (9000, (0, 0, 8000, 8000), True, SplitReason.CACHED, False),
+        (9000, (0, 0, 8000, 0), True, SplitReason.CACHED, False),
     ],
 )
 def test_the_uncached_tokens_at_the_decoder_decide_within_a_band(
-    prompt: int, cached: Sequence[int], splitting: bool, reason: Reason, after: bool
+    prompt: int, cached: Sequence[int], splitting: bool, reason: SplitReason, after: bool
 ) -> None:
-    decision = SPLITTER.decide(FOUR, ask(prompt, cached=cached), Shape(), splitting)
+    decision = SPLITTER.decide(FOUR, ask(prompt, cached=cached), SplitShape(), splitting)
     assert (decision.reason, decision.splitting) == (reason, after)
 
 
 def test_one_token_is_not_worth_a_handoff() -> None:
-    assert SPLITTER.decide(FOUR, ask(9000), Shape(max_tokens=1), False).reason is Reason.ONE_TOKEN
+    assert (
+        SPLITTER.decide(FOUR, ask(9000), SplitShape(max_tokens=1), False).reason
+        is SplitReason.ONE_TOKEN
+    )
 
 
 def test_a_short_request_without_a_whole_endpoint_is_split() -> None:
     nobody = msgspec.structs.replace(FOUR, alone=())
-    decision = SPLITTER.decide(nobody, ask(10), Shape(max_tokens=1), False)
+    decision = SPLITTER.decide(nobody, ask(10), SplitShape(max_tokens=1), False)
     assert decision.pair is not None
-    assert decision.reason is Reason.NOBODY_ALONE
+    assert decision.reason is SplitReason.NOBODY_ALONE
 
 
 def test_the_least_loaded_decodes_and_the_prefix_holder_prefills() -> None:
     choice = pools([candidate(0), candidate(1)], [candidate(2, decode_tokens=50_000), candidate(3)])
-    decision = SPLITTER.decide(choice, ask(8000, cached=(0, 6000)), Shape(), False)
+    decision = SPLITTER.decide(choice, ask(8000, cached=(0, 6000)), SplitShape(), False)
     assert decision.pair is not None
     assert decision.pair.prefill.candidate.load.slot == 1
     assert decision.pair.prefill.cached_tokens == 6000
@@ -96,15 +99,15 @@ def test_the_least_loaded_decodes_and_the_prefix_holder_prefills() -> None:
 
 def test_an_endpoint_is_never_paired_with_itself() -> None:
     both = [candidate(0), candidate(1)]
-    decision = SPLITTER.decide(pools(both, both), ask(8000), Shape(), False)
+    decision = SPLITTER.decide(pools(both, both), ask(8000), SplitShape(), False)
     assert decision.pair is not None
     assert decision.pair.prefill.candidate is not decision.pair.decode.candidate
 
 
 def test_pairs_are_formed_inside_one_group() -> None:
-    old = Group("old", (candidate(0),), (candidate(1),))
-    new = Group("new", (candidate(2),), (candidate(3, decode_tokens=10**6),))
-    decision = SPLITTER.decide(Pools((old, new), ()), ask(8000), Shape(), False)
+    old = PairGroup("old", (candidate(0),), (candidate(1),))
+    new = PairGroup("new", (candidate(2),), (candidate(3, decode_tokens=10**6),))
+    decision = SPLITTER.decide(SplitPools((old, new), ()), ask(8000), SplitShape(), False)
     assert decision.pair is not None
     assert [
         decision.pair.prefill.candidate.load.slot,
@@ -113,45 +116,47 @@ def test_pairs_are_formed_inside_one_group() -> None:
 
 
 def test_a_decoder_whose_prefillers_are_all_away_is_not_chosen() -> None:
-    old = Group("old", (candidate(0, available=False),), (candidate(1),))
-    new = Group("new", (candidate(2),), (candidate(3, decode_tokens=10**6),))
-    decision = SPLITTER.decide(Pools((old, new), ()), ask(8000), Shape(), False)
+    old = PairGroup("old", (candidate(0, available=False),), (candidate(1),))
+    new = PairGroup("new", (candidate(2),), (candidate(3, decode_tokens=10**6),))
+    decision = SPLITTER.decide(SplitPools((old, new), ()), ask(8000), SplitShape(), False)
     assert decision.pair is not None
     assert decision.pair.decode.candidate.load.slot == 3
 
 
 @pytest.mark.parametrize("tried", [("tp0", "tp1"), ("tp2", "tp3")])
 def test_without_a_pair_the_request_is_served_whole(tried: Sequence[str]) -> None:
-    decision = SPLITTER.decide(FOUR, ask(8000, tried=tried), Shape(), True)
-    assert (decision.pair, decision.reason, decision.splitting) == (None, Reason.NO_PAIR, True)
+    decision = SPLITTER.decide(FOUR, ask(8000, tried=tried), SplitShape(), True)
+    assert (decision.pair, decision.reason, decision.splitting) == (None, SplitReason.NO_PAIR, True)
 
 
 def test_full_prefillers_lead_to_whole_requests_or_a_queue() -> None:
     full = [candidate(0, cap=1, in_flight=1), candidate(1, cap=1, in_flight=2)]
     assert (
-        SPLITTER.decide(pools(full, [candidate(2)]), ask(8000), Shape(), False).reason
-        is Reason.NO_PAIR
+        SPLITTER.decide(pools(full, [candidate(2)]), ask(8000), SplitShape(), False).reason
+        is SplitReason.NO_PAIR
     )
-    queued = SPLITTER.decide(pools(full, [candidate(2)], alone=()), ask(8000), Shape(), False)
+    queued = SPLITTER.decide(pools(full, [candidate(2)], alone=()), ask(8000), SplitShape(), False)
     assert queued.pair is not None
     full_decoder = pools([candidate(0)], [candidate(2, cap=1, in_flight=1)], alone=())
-    assert SPLITTER.decide(full_decoder, ask(8000), Shape(), False).pair is None
+    assert SPLITTER.decide(full_decoder, ask(8000), SplitShape(), False).pair is None
 
 
 def test_endpoints_fit_by_engine_model_version_and_dtype() -> None:
-    assert compat("vllm", "m", {"zone": "a"}) == compat("vllm", "m", {"zone": "b"})
+    assert kv_compatibility_key("vllm", "m", {"zone": "a"}) == kv_compatibility_key(
+        "vllm", "m", {"zone": "b"}
+    )
     groups = {
-        compat("vllm", "m", {}),
-        compat("sglang", "m", {}),
-        compat("vllm", "n", {}),
-        compat("vllm", "m", {"version": "0.33"}),
-        compat("vllm", "m", {"kv_dtype": "0.33"}),
+        kv_compatibility_key("vllm", "m", {}),
+        kv_compatibility_key("sglang", "m", {}),
+        kv_compatibility_key("vllm", "n", {}),
+        kv_compatibility_key("vllm", "m", {"version": "0.33"}),
+        kv_compatibility_key("vllm", "m", {"kv_dtype": "0.33"}),
     }
     assert len(groups) == 5
 
 
 def test_the_pools_policy_chooses_the_prefill_endpoint() -> None:
-    least = splitter(SplitRule(), LeastLoaded().build())
+    least = build_splitter(SplitRule(), LeastLoaded().build())
     assert (least.prefill.name, least.decode.name) == ("least_loaded", "decode_load")
 
 
@@ -178,7 +183,7 @@ def busy(slot: int, **load: object) -> Candidate:
     return candidate(slot, 1000, **(usual | load))
 
 
-PRICED = splitter(SplitRule(), Priced().build())
+PRICED = build_splitter(SplitRule(), PricedPolicy().build())
 ANSWERING = {
     "decoding": 40,
     "in_flight": 40,
@@ -191,10 +196,14 @@ ANSWERING = {
 def test_a_price_splits_a_long_prompt_off_from_many_answers_and_not_from_an_idle_endpoint() -> None:
     spare = busy(1)
     busy_here, idle_here = busy(0, **ANSWERING), busy(0)
-    split = PRICED.decide(pools([spare], [busy_here]), ask(30_000, 300), Shape(), splitting=False)
-    assert (split.reason, split.pair is not None) == (Reason.PAIR_CHEAPER, True)
-    whole = PRICED.decide(pools([spare], [idle_here]), ask(30_000, 300), Shape(), splitting=True)
-    assert (whole.reason, whole.pair) == (Reason.WHOLE_CHEAPER, None)
+    split = PRICED.decide(
+        pools([spare], [busy_here]), ask(30_000, 300), SplitShape(), splitting=False
+    )
+    assert (split.reason, split.pair is not None) == (SplitReason.PAIR_CHEAPER, True)
+    whole = PRICED.decide(
+        pools([spare], [idle_here]), ask(30_000, 300), SplitShape(), splitting=True
+    )
+    assert (whole.reason, whole.pair) == (SplitReason.WHOLE_CHEAPER, None)
 
 
 def test_a_price_stops_splitting_when_the_prefiller_is_the_one_with_the_queue() -> None:
@@ -202,12 +211,15 @@ def test_a_price_stops_splitting_when_the_prefiller_is_the_one_with_the_queue() 
         PRICED.decide(
             pools([busy(1, ready_at=100.0 + queue_s)], [busy(0, **ANSWERING)]),
             ask(8000, 300),
-            Shape(),
+            SplitShape(),
             False,
         )
         for queue_s in (0.0, 8.0)
     ]
-    assert [decide.reason for decide in decides] == [Reason.PAIR_CHEAPER, Reason.WHOLE_CHEAPER]
+    assert [decide.reason for decide in decides] == [
+        SplitReason.PAIR_CHEAPER,
+        SplitReason.WHOLE_CHEAPER,
+    ]
 
 
 def test_a_price_keeps_whole_what_would_wait_for_memory_at_its_decoder() -> None:
@@ -218,11 +230,14 @@ def test_a_price_keeps_whole_what_would_wait_for_memory_at_its_decoder() -> None
                 [busy(0, kv_free=free, kv_s=1e-4, **ANSWERING)],
                 alone=[busy(2, **ANSWERING)],
             ),
-            *(ask(30_000, 300), Shape(), False),
+            *(ask(30_000, 300), SplitShape(), False),
         )
         for free in (50_000.0, -20_000.0)
     ]
-    assert [decide.reason for decide in decides] == [Reason.PAIR_CHEAPER, Reason.WHOLE_CHEAPER]
+    assert [decide.reason for decide in decides] == [
+        SplitReason.PAIR_CHEAPER,
+        SplitReason.WHOLE_CHEAPER,
+    ]
 
 
 def test_the_time_after_prefill_is_the_transfer_plus_the_longer_of_queue_and_memory_wait() -> None:
@@ -239,9 +254,9 @@ def test_the_time_after_prefill_is_the_transfer_plus_the_longer_of_queue_and_mem
 
 def test_a_priced_pair_is_of_two_endpoints_and_inside_one_group() -> None:
     one, other, apart = busy(0), busy(1), busy(2)
-    both = Group("g", (one, other), (one, other))
-    alone = Group("h", (apart,), (apart,))
-    pair = PRICED.pair(Pools((alone, both), ()), ask(8000, 300))
+    both = PairGroup("g", (one, other), (one, other))
+    alone = PairGroup("h", (apart,), (apart,))
+    pair = PRICED.choose_pair(SplitPools((alone, both), ()), ask(8000, 300))
     assert pair is not None
     assert {pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name} == {
         "tp0",
@@ -251,17 +266,22 @@ def test_a_priced_pair_is_of_two_endpoints_and_inside_one_group() -> None:
 
 def test_a_priced_request_without_a_whole_endpoint_is_split_and_queues_at_full_prefillers() -> None:
     full = candidate(0, 1, in_flight=1)
-    decision = PRICED.decide(pools([full], [busy(1)], alone=[]), ask(100, 300), Shape(), False)
-    assert decision.reason is Reason.NOBODY_ALONE
+    decision = PRICED.decide(pools([full], [busy(1)], alone=[]), ask(100, 300), SplitShape(), False)
+    assert decision.reason is SplitReason.NOBODY_ALONE
     assert decision.pair is not None
     assert decision.pair.prefill.candidate is full
 
 
 @pytest.mark.parametrize(
     ("shape", "why"),
-    [(Shape(choices=2), Reason.CHOICES), (Shape(max_tokens=1), Reason.ONE_TOKEN)],
+    [
+        (SplitShape(choices=2), SplitReason.CHOICES),
+        (SplitShape(max_tokens=1), SplitReason.ONE_TOKEN),
+    ],
 )
-def test_what_cannot_or_need_not_be_split_is_not_priced(shape: Shape, why: Reason) -> None:
+def test_what_cannot_or_need_not_be_split_is_not_priced(
+    shape: SplitShape, why: SplitReason
+) -> None:
     decision = PRICED.decide(
         pools([busy(1)], [busy(0, **ANSWERING)]), ask(30_000, 300), shape, splitting=False
     )
@@ -274,7 +294,7 @@ def test_endpoints_that_answer_go_on_answering_and_the_others_go_on_prefilling()
     """
     fleet = [busy(0, **ANSWERING), busy(1, **ANSWERING), busy(2), busy(3)]
     tight = msgspec.structs.replace(ask(20_000, 300).request, slo=Slo("tight", 5.0, 0.03))
-    pair = PRICED.pair(
+    pair = PRICED.choose_pair(
         pools(fleet, fleet), msgspec.structs.replace(ask(20_000, 300), request=tight)
     )
     assert pair is not None

@@ -10,17 +10,17 @@ import pytest
 
 from policies import registry
 from policies.contract import Policy
-from policies.engine.step_time import Belief, Shape
-from policies.model import Ask, Candidate, Request, Slo
+from policies.engine.step_time import SpeedBelief, StepCosts
+from policies.model import Candidate, Request, RoutingQuery, Slo
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 from policies.run import pick
 from tests.unit.policies.builders import ask, candidate
 
 PRINTS = Fingerprinter(b"sixteen bytes at least")
 # A token takes 0.1 ms at any context: 10,000 tokens are a second.
-SHAPE = Shape(0.0, 1e-4, 0.0, 0.0, 0.0, 0.0, 0.0, request_s=0.0)
+SHAPE = StepCosts(0.0, 1e-4, 0.0, 0.0, 0.0, 0.0, 0.0, request_s=0.0)
 PACE = {
-    "belief": Belief(SHAPE),
+    "belief": SpeedBelief(SHAPE),
     "token_s": 1e-4,
     "pair_s": 0.0,
     "fixed_s": 0.0,
@@ -36,7 +36,7 @@ def chosen(
     return answer(policy, ask(seed=seed, **question), candidates)  # type: ignore[arg-type]
 
 
-def answer(policy: str | Policy, question: Ask, fleet: list[Candidate]) -> str:
+def answer(policy: str | Policy, question: RoutingQuery, fleet: list[Candidate]) -> str:
     value = registry.build(policy, {}) if isinstance(policy, str) else policy
     picked = pick(value, question, fleet)
     assert picked is not None
@@ -48,8 +48,7 @@ def choices(
 ) -> set[str]:
     return {chosen(policy, candidates, seed, **question) for seed in range(times)}
 
-
-# Power of two
+    # Power of two
 
 
 def test_power_of_two_never_takes_the_fullest_and_not_always_the_emptiest() -> None:
@@ -63,8 +62,7 @@ def test_power_of_two_counts_external_requests_of_a_fresh_scrape() -> None:
     fleet[0].load.scraped_at = 90.0
     assert choices("power_of_two", fleet) == {"tp0"}
 
-
-# SGLang
+    # SGLang
 
 
 def test_sglang_follows_the_longest_prefix_above_its_share_of_the_prompt() -> None:
@@ -95,8 +93,7 @@ def test_sglang_breaks_a_tie_of_prefixes_by_load_then_by_tree() -> None:
     ]
     assert choices("sglang_cache_aware", fleet, cached=[900, 900, 900]) == {"tp2"}
 
-
-# Dynamo
+    # Dynamo
 
 
 def test_dynamo_trades_a_cached_block_for_a_block_in_use() -> None:
@@ -139,8 +136,7 @@ def test_dynamo_draws_at_a_temperature_and_prefers_the_cheaper() -> None:
     assert drawn["tp2"] / drawn["tp0"] == pytest.approx(0.135, abs=0.06)  # e to the minus two
     assert choices("dynamo_kv", fleet) == {"tp0"}
 
-
-# llm-d's blend
+    # llm-d's blend
 
 
 def test_llmd_blend_gives_a_whole_hit_more_than_an_empty_queue() -> None:
@@ -173,8 +169,7 @@ def test_llmd_blend_takes_no_turn_for_a_cached_prompt() -> None:
         assert chosen(policy, fleet, seed, cached=[900, 0]) == "tp0"
     assert chosen(policy, fleet) != first
 
-
-# llm-d's token-aware router
+    # llm-d's token-aware router
 
 
 def test_llmd_token_stays_with_the_warm_until_their_queue_is_eighteen_seconds_longer() -> None:
@@ -200,23 +195,22 @@ def test_llmd_token_takes_the_fewest_tokens_or_the_fewest_requests() -> None:
     assert chosen("llmd_token", fleet) == "tp0"
     assert chosen(registry.build("llmd_token", {"bound": "decode"}), fleet) == "tp1"
 
-
-# llm-d's predictor
+    # llm-d's predictor
 
 
 def asked(
     slo: Slo | None = None, id: str = "an id", cached: tuple[int, ...] = (), seed: int = 1
-) -> Ask:
+) -> RoutingQuery:
     request = Request(id, "model", "tenant", 1000, 100)
     if slo is not None:
         request = msgspec.structs.replace(request, slo=slo)
-    return Ask(request, 100.0, Random(seed), cached)
+    return RoutingQuery(request, 100.0, Random(seed), cached)
 
 
 def test_llmd_predictor_breaks_with_the_warm_beyond_five_seconds() -> None:
     cold, warm = candidate(0, **PACE), candidate(1, ready_at=104.9, **PACE)
     assert answer("llmd_predictor", asked(cached=(0, 900)), [cold, warm]) == "tp1"
-    warm.load.ready_at = 105.2  # 5.2 + 0.01 s against 0.1 s
+    warm.load.prefill_done_at = 105.2  # 5.2 + 0.01 s against 0.1 s
     assert answer("llmd_predictor", asked(cached=(0, 900)), [cold, warm]) == "tp0"
 
 
@@ -231,7 +225,7 @@ def test_llmd_predictor_lets_one_request_in_a_hundred_explore() -> None:
 
 def test_llmd_predictor_weighs_the_first_token_four_times_the_others() -> None:
     slow_start, slow_steps = candidate(0, ready_at=101.0, **PACE), candidate(1, **PACE)
-    slow_steps.load.step_s = 0.2
+    slow_steps.load.decode_s_per_token = 0.2
     assert answer("llmd_predictor", asked(), [slow_start, slow_steps]) == "tp1"
     even = registry.build("llmd_predictor", {"ttft_weight": 0.2, "tpot_weight": 0.8})
     assert answer(even, asked(), [slow_start, slow_steps]) == "tp0"
@@ -255,13 +249,12 @@ def test_llmd_predictor_prefers_a_high_tpot_to_a_late_start_when_no_endpoint_mee
         candidate(1, **PACE),
         candidate(2, **PACE),
     )
-    slow.load.step_s = both.load.step_s = 0.5
-    both.load.ready_at = 103.0
+    slow.load.decode_s_per_token = both.load.decode_s_per_token = 0.5
+    both.load.prefill_done_at = 103.0
     assert answer("llmd_predictor", asked(Slo("chat", 2.0, 0.1)), [late, slow, both]) == "tp1"
     assert answer("llmd_predictor", asked(Slo("chat", 2.0, 0.1)), [late, both]) == "tp0"
 
-
-# Preble
+    # Preble
 
 
 def test_preble_exploits_a_prefix_longer_than_the_rest_of_the_prompt() -> None:
@@ -269,21 +262,21 @@ def test_preble_exploits_a_prefix_longer_than_the_rest_of_the_prompt() -> None:
     policy = registry.build("preble", {})
     for number in range(5):
         assert answer(policy, asked(id=f"{number}", cached=(0, 501)), fleet) == "tp1"
-    # tp1 has got much work by now
+        # tp1 has got much work by now
     assert answer(policy, asked(id="half", cached=(0, 500)), fleet) == "tp0"
 
 
 def test_preble_explores_by_what_was_given_in_the_last_three_minutes() -> None:
     policy, fleet = registry.build("preble", {}), [candidate(0, **PACE), candidate(1, **PACE)]
     big = Request("big", "model", "tenant", 50_000, 0)
-    first = answer(policy, Ask(big, 100.0, Random(1)), fleet)
+    first = answer(policy, RoutingQuery(big, 100.0, Random(1)), fleet)
     other = {"tp0": "tp1", "tp1": "tp0"}[first]
     for number in range(10):
         request = Request(f"{number}", "model", "tenant", 1000, 0)
-        assert answer(policy, Ask(request, 101.0, Random(number)), fleet) == other
+        assert answer(policy, RoutingQuery(request, 101.0, Random(number)), fleet) == other
     small = Request("later", "model", "tenant", 1000, 0)
     assert (
-        answer(policy, Ask(small, 280.5, Random(1)), fleet) == first
+        answer(policy, RoutingQuery(small, 280.5, Random(1)), fleet) == first
     )  # the big one is 180.5 s ago, the small 179.5
 
 
@@ -293,7 +286,7 @@ def test_preble_counts_what_a_prefill_would_evict_by_how_often_it_is_hit() -> No
         slot = number % 2
         warm = tuple(1000 if index == slot else 0 for index in range(2))
         assert answer(policy, asked(id=f"{number}", cached=warm), fleet) == f"tp{slot}"
-    fleet[0].load.kv_tokens, fleet[0].load.held_tokens = 10_000.0, 9_900.0
+    fleet[0].load.kv_tokens, fleet[0].load.prefix_cache_tokens = 10_000.0, 9_900.0
     assert {answer(policy, asked(id="same", seed=seed), fleet) for seed in range(20)} == {"tp1"}
 
 
@@ -311,7 +304,9 @@ def test_preble_counts_a_request_as_much_at_a_busy_endpoint_as_at_an_idle_one() 
         [candidate(0, decoding=40, **PACE), candidate(1, **PACE)],
     )
     requests = [Request(f"{number}", "model", "tenant", 1000, 500) for number in range(20)]
-    took = Counter(answer(policy, Ask(request, 100.0, Random(1)), fleet) for request in requests)
+    took = Counter(
+        answer(policy, RoutingQuery(request, 100.0, Random(1)), fleet) for request in requests
+    )
     assert took == {"tp0": 10, "tp1": 10}
 
 
@@ -320,33 +315,36 @@ def test_preble_moves_a_request_that_is_picked_again() -> None:
     for _ in range(40):
         assert answer(policy, asked(cached=(0, 900)), fleet) == "tp1"
     other = Request("other", "model", "tenant", 1000, 1000)
-    assert answer(policy, Ask(other, 100.0, Random(1), (900, 0)), fleet) == "tp0"
+    assert answer(policy, RoutingQuery(other, 100.0, Random(1), (900, 0)), fleet) == "tp0"
     assert (
-        answer(policy, Ask(Request("third", "model", "tenant", 1000, 1), 100.0, Random(1)), fleet)
+        answer(
+            policy,
+            RoutingQuery(Request("third", "model", "tenant", 1000, 1), 100.0, Random(1)),
+            fleet,
+        )
         == "tp1"
     )
 
-
-# Mooncake, LMetric, Llumnix
+    # Mooncake, LMetric, Llumnix
 
 
 def test_mooncake_waits_for_a_prefix_as_long_as_computing_it_takes_and_no_longer() -> None:
     fleet = [candidate(0, **PACE), candidate(1, ready_at=100.079, prefill_tokens=99_999, **PACE)]
     assert chosen("mooncake", fleet, cached=[0, 800]) == "tp1"
-    fleet[1].load.ready_at = 100.081
+    fleet[1].load.prefill_done_at = 100.081
     assert chosen("mooncake", fleet, cached=[0, 800]) == "tp0"
 
 
 def test_mooncake_knows_slow_endpoints_where_token_counters_do_not() -> None:
     slow, fast = candidate(0, **PACE), candidate(1, prefill_tokens=2000, ready_at=100.1, **PACE)
-    slow.load.belief = Belief(msgspec.structs.replace(SHAPE, token_s=1e-3))
+    slow.load.belief = SpeedBelief(msgspec.structs.replace(SHAPE, token_s=1e-3))
     assert chosen("mooncake", [slow, fast]) == "tp1"
     assert chosen("llmd_token", [slow, fast]) == "tp0"
 
 
 def test_predictors_made_offline_ignore_what_was_learnt_of_one_of_equals() -> None:
     fleet = [candidate(0, **PACE), candidate(1, **PACE)]
-    fleet[1].load.token_s = 0.9e-4
+    fleet[1].load.prefill_s_per_token = 0.9e-4
     for policy in ("mooncake", "llmd_predictor", "dualmap"):
         assert choices(policy, fleet) == {"tp0", "tp1"}
 
@@ -368,11 +366,10 @@ def test_llumnix_counts_what_is_left_of_a_queue_by_now() -> None:
         candidate(0, prefill_tokens=5000, ready_at=100.05, **PACE),
         candidate(1, prefill_tokens=1000, **PACE),
     ]
-    fleet[1].load.ready_at = 100.1
+    fleet[1].load.prefill_done_at = 100.1
     assert chosen("llumnix", fleet) == "tp0"  # 500 tokens left of 5000
 
-
-# DualMap
+    # DualMap
 
 
 def prompt(number: int, blocks: int = 4, system: int = 0) -> Fingerprint:
@@ -380,7 +377,7 @@ def prompt(number: int, blocks: int = 4, system: int = 0) -> Fingerprint:
         Random(0).randbytes(system * PRINTS.block_bytes),
         Random(number + 1).randbytes((blocks - system) * PRINTS.block_bytes),
     )
-    return PRINTS.of(b"salt", common + own)
+    return PRINTS.fingerprint(b"salt", common + own)
 
 
 def dual(
@@ -391,7 +388,9 @@ def dual(
     seed: int = 1,
 ) -> str:
     request = Request("id", "model", "tenant", 1000, 100, slo=Slo("chat", 2.0, 0.1))
-    return answer(policy, Ask(request, 100.0, Random(seed), cached, frozenset(), prints), fleet)
+    return answer(
+        policy, RoutingQuery(request, 100.0, Random(seed), cached, frozenset(), prints), fleet
+    )
 
 
 def pair_of(policy: Policy, fleet: list[Candidate], prints: Fingerprint) -> list[int]:
@@ -399,9 +398,9 @@ def pair_of(policy: Policy, fleet: list[Candidate], prints: Fingerprint) -> list
     slots = []
     for _ in range(2):
         slots.append(int(dual(policy, fleet, prints)[2:]))
-        fleet[slots[-1]].load.ready_at = 150.0
+        fleet[slots[-1]].load.prefill_done_at = 150.0
     for slot in slots:
-        fleet[slot].load.ready_at = 0.0
+        fleet[slot].load.prefill_done_at = 0.0
     return slots
 
 
@@ -424,11 +423,11 @@ def test_dualmap_takes_the_more_cached_unless_it_is_late_and_the_other_less_so()
     cached = tuple(
         900 if slot == one else 1000 if slot not in (one, other) else 0 for slot in range(8)
     )
-    fleet[one].load.ready_at = 101.9
+    fleet[one].load.prefill_done_at = 101.9
     assert dual(policy, fleet, prints, cached) == f"tp{one}"
-    fleet[one].load.ready_at = 102.1
+    fleet[one].load.prefill_done_at = 102.1
     assert dual(policy, fleet, prints, cached) == f"tp{other}"
-    fleet[other].load.ready_at = 103.0
+    fleet[other].load.prefill_done_at = 103.0
     assert dual(policy, fleet, prints, cached) == f"tp{one}"
 
 

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from policies.admission.admission import Admission, Admit, Outcome, Shed, Verdict, Wait
+from policies.admission.admission import Admission, Admit, RequestOutcome, Shed, Verdict, Wait
 from policies.admission_registry import build_admission
-from policies.model import Ask, Candidate, Pick, Request, Slo
+from policies.model import Candidate, Pick, Request, RoutingQuery, Slo
 from policies.registry import PolicyConfigError
 from tests.unit.policies.builders import View, ask, candidate, shed
 from tests.unit.policies.published.test_published import PACE
@@ -22,7 +22,7 @@ def judge(
 ) -> Verdict:
     seed = int(fields.pop("seed", 1))  # type: ignore[call-overload]
     question = ask(seed=seed, now=float(fields.pop("now", 100.0)))  # type: ignore[arg-type]
-    return admission.judge(
+    return admission.decide(
         replace(question, request=replace(question.request, **fields)),
         candidates,
         view or View(0, 24, 0),
@@ -43,7 +43,7 @@ def test_a_calm_pool_admits_a_full_pool_queues_and_an_empty_pool_refuses(name: s
         refused(judge(admission, [candidate(0, available=False)], View(0, 0, 0))).reason
         == "no_capacity"
     )
-    assert not admission.calm
+    assert not admission.is_calm
 
 
 def test_early_rejection_refuses_requests_with_a_late_first_token() -> None:
@@ -52,7 +52,7 @@ def test_early_rejection_refuses_requests_with_a_late_first_token() -> None:
         [candidate(0, ready_at=104.8, **PACE)],
     )
     assert judge(admission, fleet) == Admit()  # 4.8 + 0.1 s of 5
-    fleet[0].load.ready_at = 105.4
+    fleet[0].load.prefill_done_at = 105.4
     late = refused(judge(admission, fleet))
     assert late.reason == "ttft"
     assert late.retry_after_s == pytest.approx(0.5)
@@ -71,7 +71,7 @@ def test_early_rejection_takes_its_margin_of_the_slo() -> None:
 
 def test_early_rejection_refuses_requests_with_a_high_tpot() -> None:
     admission, fleet = build_admission("early_rejection", {}), [candidate(0, **PACE)]
-    fleet[0].load.step_s = 0.11
+    fleet[0].load.decode_s_per_token = 0.11
     assert refused(judge(admission, fleet)).reason == "tpot"
     assert judge(admission, fleet, slo=Slo("batch", 5.0, 0.2)) == Admit()
 
@@ -122,8 +122,7 @@ def test_the_probabilistic_admitter_sheds_along_a_ramp_of_the_fifth_power() -> N
     assert shed_of(0.33, -1) == 400
     assert shed_of(2.0, 0) == 0
 
-
-# Sessions: an engine with room for 10,000 tokens
+    # Sessions: an engine with room for 10,000 tokens
 
 
 class Agents:
@@ -133,7 +132,7 @@ class Agents:
         self.admission = build_admission("session_pause", params)
         self.fleet = [candidate(slot, kv_tokens=10_000.0, **PACE) for slot in range(engines)]
 
-    def ask(self, session: str, tokens: int, now: float) -> Ask:
+    def ask(self, session: str, tokens: int, now: float) -> RoutingQuery:
         question = ask(now=now)
         return replace(
             question, request=replace(question.request, session=session, prompt_tokens=tokens)
@@ -141,16 +140,16 @@ class Agents:
 
     def comes(self, session: str, tokens: int, now: float, slot: int = 0) -> Verdict:
         question = self.ask(session, tokens, now)
-        verdict = self.admission.judge(question, self.fleet, View(0, 24, 0))
+        verdict = self.admission.decide(question, self.fleet, View(0, 24, 0))
         if isinstance(verdict, Admit):
-            self.admission.booked(question, Pick(self.fleet[slot], 0, 0.0, 1, "test"))
+            self.admission.on_booked(question, Pick(self.fleet[slot], 0, 0.0, 1, "test"))
         return verdict
 
     def ends(
         self, session: str, tokens: int, now: float, output: int = 0, ended: str = "served"
     ) -> None:
         request: Request = self.ask(session, tokens, now).request
-        self.admission.ended(request, Outcome(now, output_tokens=output, ended=ended))
+        self.admission.on_ended(request, RequestOutcome(now, output_tokens=output, status=ended))
 
     def turn(self, session: str, tokens: int, now: float, slot: int = 0) -> None:
         assert self.comes(session, tokens, now, slot) == Admit()

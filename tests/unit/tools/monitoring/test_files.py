@@ -47,7 +47,7 @@ def test_every_row_is_on_one_board_and_every_family_in_some_query() -> None:
 
 
 def test_every_series_of_a_query_is_in_the_catalogue() -> None:
-    labels = {spec.name: set(spec.exposed) for spec in Metrics().catalogue()}
+    labels = {spec.name: set(spec.exposed_labels) for spec in Metrics().catalogue()}
     process = {"up", *(name for name in known() if name.startswith("process_"))}
     for where, query in queries().items():
         allowed: set[str] = {"instance", "job", "namespace"}
@@ -94,7 +94,7 @@ def test_a_board_has_the_shape_that_grafana_reads(path: str) -> None:
             )
 
 
-@pytest.mark.parametrize("alert", rules.names())
+@pytest.mark.parametrize("alert", rules.alert_names())
 def test_every_alert_has_a_runbook(alert: str) -> None:
     text = (RUNBOOKS / f"{alert}.md").read_text()
     assert text.startswith(f"# {alert}\n")
@@ -104,7 +104,7 @@ def test_every_alert_has_a_runbook(alert: str) -> None:
 
 
 def test_every_runbook_belongs_to_an_alert_and_names_existing_metrics() -> None:
-    assert {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"} == set(rules.names())
+    assert {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"} == set(rules.alert_names())
     for path in RUNBOOKS.glob("*.md"):
         for each in find_selectors(
             " ".join(
@@ -112,13 +112,13 @@ def test_every_runbook_belongs_to_an_alert_and_names_existing_metrics() -> None:
             )
         ):
             if alert.name.startswith("penstock_"):
-                assert family_of(alert.name) in families() | known(), f"{path.name}: {alert.name}"
+                assert family_name(alert.name) in families() | known(), f"{path.name}: {alert.name}"
 
 
 def test_the_rules_pair_every_burn_with_its_short_window_and_point_to_the_runbook() -> None:
-    result = YAML(typ="safe").load(rules.rules("https://runbooks.example/penstock"))
+    result = YAML(typ="safe").load(rules.rules_yaml("https://runbooks.example/penstock"))
     alerts = [rule for group in result["groups"] for rule in group["rules"] if "alert" in rule]
-    assert {rule["alert"] for rule in alerts} == set(rules.names())
+    assert {rule["alert"] for rule in alerts} == set(rules.alert_names())
     assert len([rule for rule in alerts if "window" in rule["labels"]]) == 9
     for rule in alerts:
         assert (
@@ -140,7 +140,7 @@ def test_every_alert_has_a_test_that_fires_and_one_that_does_not() -> None:
         fired[test["alert_rule_test"][0]["alertname"]].append(
             bool(test["alert_rule_test"][0]["exp_alerts"])
         )
-    assert set(fired) == set(rules.names())
+    assert set(fired) == set(rules.alert_names())
     assert all({True, False} == set(both) for both in fired.values())
     assert len({alert.name for alert in ALERTS}) == len(ALERTS)
 
@@ -192,7 +192,7 @@ def variables(query: str) -> dict[str, set[str]]:
 @pytest.mark.parametrize("path", BOARD_FILES)
 def test_every_series_of_a_board_is_filtered_by_its_variables(path: str) -> None:
     board: dict[str, Any] = json.loads(files()[path])
-    exposed = {spec.name: set(spec.exposed) for spec in Metrics().catalogue()}
+    exposed = {spec.name: set(spec.exposed_labels) for spec in Metrics().catalogue()}
     chosen = {"job", "namespace", "pool", "model"}
     assert {metric["name"] for metric in board["templating"]["list"]} == {"datasource", *chosen}
     for panel in board["panels"]:

@@ -14,7 +14,7 @@ from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.e2e.split_fleet import SENTENCE, SplitFleet, split_fleet
 from tests.fair_time import PATIENCE_S
 from tools.monitoring import rules
-from tools.monitoring.dashboards import BOARDS, family_of
+from tools.monitoring.dashboards import BOARDS, family_name
 from tools.monitoring.files import queries
 from tools.monitoring.promql import find_selectors, grouping_labels
 

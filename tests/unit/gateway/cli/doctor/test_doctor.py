@@ -14,10 +14,10 @@ from redis import Redis
 from typer.testing import CliRunner
 
 from gateway.cli import main
-from gateway.cli.doctor.checklist import Fleet, Member, points
-from gateway.cli.doctor.engine import judge, kind_of
-from gateway.cli.doctor.findings import Verdict, bad, good, group_findings
-from gateway.cli.doctor.probe import EngineConnection, Probed, Said
+from gateway.cli.doctor.checklist import CheckedEndpoint, CheckedFleet, run_checklist
+from gateway.cli.doctor.engine import check_engine, engine_kind_of
+from gateway.cli.doctor.findings import CheckVerdict, fail_finding, group_findings, pass_finding
+from gateway.cli.doctor.probe import EngineConnection, ProbeResponse, ProbeResult
 from gateway.config import Config
 from policies.model import Endpoint, EngineKind, Layout
 from tests.chaos.gateway_fleet import gateway_fleet
@@ -30,11 +30,11 @@ vllm:cache_config_info{block_size="16",num_gpu_blocks="1000"} 1.0
 """
 
 
-def response(value: Any = None, status: int = 200, text: bytes = b"") -> Said:
-    return Said(status, value, text, 0.01)
+def response(value: Any = None, status: int = 200, text: bytes = b"") -> ProbeResponse:
+    return ProbeResponse(status, value, text, 0.01)
 
 
-def schema(*chat: str, completion: tuple[str, ...] | None = None) -> Said:
+def schema(*chat: str, completion: tuple[str, ...] | None = None) -> ProbeResponse:
     known = {
         "ChatCompletionRequest": chat,
         "CompletionRequest": chat if completion is None else completion,
@@ -48,7 +48,7 @@ def schema(*chat: str, completion: tuple[str, ...] | None = None) -> Said:
     )
 
 
-def well(**more: Any) -> Probed:
+def well(**more: Any) -> ProbeResult:
     usage = {"prompt_tokens_details": {"cached_tokens": 0}}
     facts = {
         "health": response(),
@@ -60,7 +60,7 @@ def well(**more: Any) -> Probed:
         "connections": 1,
         "skew_s": 0.4,
     }
-    return Probed("http://gpu1:8000", **(facts | more))
+    return ProbeResult("http://gpu1:8000", **(facts | more))
 
 
 def endpoint(**more: Any) -> Endpoint:
@@ -75,65 +75,71 @@ def endpoint(**more: Any) -> Endpoint:
 
 
 def judged(
-    responses: Probed, of: Endpoint | None = None, split: bool = False
-) -> dict[str, Verdict]:
+    responses: ProbeResult, of: Endpoint | None = None, split: bool = False
+) -> dict[str, CheckVerdict]:
     return {
         finding.check: finding.verdict
-        for finding in judge(responses, of or endpoint(), {"m": "m"}, split=split)
+        for finding in check_engine(responses, of or endpoint(), {"m": "m"}, split=split)
     }
 
 
 def test_a_healthy_engine_passes_every_check() -> None:
-    assert set(judged(well()).values()) == {Verdict.PASS}
+    assert set(judged(well()).values()) == {CheckVerdict.PASS}
 
 
 @pytest.mark.parametrize(
     ("changes", "check", "verdict"),
     [
-        ({"problem": "ConnectionRefusedError"}, "reachable", Verdict.FAIL),
-        ({"health": response(status=401)}, "reachable", Verdict.FAIL),
-        ({"health": response(status=503)}, "reachable", Verdict.FAIL),
-        ({"version": response(status=404)}, "version", Verdict.UNKNOWN),
-        ({"models": response({"data": [{"id": "other"}]})}, "models", Verdict.FAIL),
-        ({"models": response([1])}, "models", Verdict.FAIL),
-        ({"metrics": response(status=404)}, "metrics", Verdict.WARN),
-        ({"metrics": response(text=b"vllm:num_requests_running 1\n")}, "metrics", Verdict.WARN),
-        ({"metrics": response(text=b"sglang:num_running_reqs 1\n")}, "metrics", Verdict.FAIL),
-        ({"token": response(status=500)}, "one token", Verdict.FAIL),
-        ({"token": response({"usage": {}, "choices": [{}]})}, "usage details", Verdict.WARN),
-        ({"token": response({"usage": None, "choices": None})}, "token ids", Verdict.UNKNOWN),
-        ({"schema": response(status=404)}, "cache salt", Verdict.UNKNOWN),
-        ({"schema": response({"components": [1]})}, "cache salt", Verdict.UNKNOWN),
-        ({"schema": schema("model")}, "cache salt", Verdict.FAIL),
-        ({"schema": schema("cache_salt", completion=())}, "cache salt", Verdict.FAIL),
-        ({"connections": 4}, "keep-alive", Verdict.WARN),
-        ({"skew_s": -7.0}, "clock", Verdict.WARN),
-        ({"skew_s": 3600.0}, "clock", Verdict.FAIL),
-        ({"skew_s": None}, "clock", Verdict.UNKNOWN),
+        ({"problem": "ConnectionRefusedError"}, "reachable", CheckVerdict.FAIL),
+        ({"health": response(status=401)}, "reachable", CheckVerdict.FAIL),
+        ({"health": response(status=503)}, "reachable", CheckVerdict.FAIL),
+        ({"version": response(status=404)}, "version", CheckVerdict.UNKNOWN),
+        ({"models": response({"data": [{"id": "other"}]})}, "models", CheckVerdict.FAIL),
+        ({"models": response([1])}, "models", CheckVerdict.FAIL),
+        ({"metrics": response(status=404)}, "metrics", CheckVerdict.WARN),
+        (
+            {"metrics": response(text=b"vllm:num_requests_running 1\n")},
+            "metrics",
+            CheckVerdict.WARN,
+        ),
+        ({"metrics": response(text=b"sglang:num_running_reqs 1\n")}, "metrics", CheckVerdict.FAIL),
+        ({"token": response(status=500)}, "one token", CheckVerdict.FAIL),
+        ({"token": response({"usage": {}, "choices": [{}]})}, "usage details", CheckVerdict.WARN),
+        ({"token": response({"usage": None, "choices": None})}, "token ids", CheckVerdict.UNKNOWN),
+        ({"schema": response(status=404)}, "cache salt", CheckVerdict.UNKNOWN),
+        ({"schema": response({"components": [1]})}, "cache salt", CheckVerdict.UNKNOWN),
+        ({"schema": schema("model")}, "cache salt", CheckVerdict.FAIL),
+        ({"schema": schema("cache_salt", completion=())}, "cache salt", CheckVerdict.FAIL),
+        ({"connections": 4}, "keep-alive", CheckVerdict.WARN),
+        ({"skew_s": -7.0}, "clock", CheckVerdict.WARN),
+        ({"skew_s": 3600.0}, "clock", CheckVerdict.FAIL),
+        ({"skew_s": None}, "clock", CheckVerdict.UNKNOWN),
     ],
 )
-def test_every_problem_has_a_fix(changes: dict[str, Any], check: str, verdict: Verdict) -> None:
-    findings = judge(well(**changes), endpoint(), {"m": "m"}, split=False)
+def test_every_problem_has_a_fix(
+    changes: dict[str, Any], check: str, verdict: CheckVerdict
+) -> None:
+    findings = check_engine(well(**changes), endpoint(), {"m": "m"}, split=False)
     match = next(finding for finding in findings if finding.check == check)
     assert (match.verdict, bool(match.fix)) == (verdict, True)
 
 
 def test_the_kv_connector_is_checked_where_requests_are_split() -> None:
     assert "KV connector" not in judged(well())
-    assert judged(well(), split=True)["KV connector"] is Verdict.UNKNOWN
+    assert judged(well(), split=True)["KV connector"] is CheckVerdict.UNKNOWN
     with_one = well(metrics=response(text=METRICS + b"vllm:nixl_xfer_time_seconds_count 0\n"))
-    assert judged(with_one, split=True)["KV connector"] is Verdict.PASS
+    assert judged(with_one, split=True)["KV connector"] is CheckVerdict.PASS
 
 
 def test_engines_are_identified_by_their_metrics() -> None:
-    assert kind_of(METRICS) is EngineKind.VLLM
-    assert kind_of(b"sglang:token_usage 0.1\n") is EngineKind.SGLANG
-    assert kind_of(b"trtllm_num_requests_running 1\n") is EngineKind.TRTLLM
-    assert kind_of(b"go_goroutines 1\n") is None
+    assert engine_kind_of(METRICS) is EngineKind.VLLM
+    assert engine_kind_of(b"sglang:token_usage 0.1\n") is EngineKind.SGLANG
+    assert engine_kind_of(b"trtllm_num_requests_running 1\n") is EngineKind.TRTLLM
+    assert engine_kind_of(b"go_goroutines 1\n") is None
 
 
-def listed(fleet: Fleet) -> dict[str, Verdict]:
-    return {finding.check: finding.verdict for finding in points(fleet)}
+def listed(fleet: CheckedFleet) -> dict[str, CheckVerdict]:
+    return {finding.check: finding.verdict for finding in run_checklist(fleet)}
 
 
 def config(**more: Any) -> Config:
@@ -148,24 +154,26 @@ def config(**more: Any) -> Config:
 
 def test_the_checklist_has_twelve_checks() -> None:
     verdicts = listed(
-        Fleet([Member(endpoint(layout=Layout(tp=4)), well())], config(), {"g": (0.01, 0.02)})
+        CheckedFleet(
+            [CheckedEndpoint(endpoint(layout=Layout(tp=4)), well())], config(), {"g": (0.01, 0.02)}
+        )
     )
     assert len(verdicts) == 12
-    unseen = {check for check, verdict in verdicts.items() if verdict is Verdict.UNKNOWN}
+    unseen = {check for check, verdict in verdicts.items() if verdict is CheckVerdict.UNKNOWN}
     assert (
         len(unseen) == 4
     )  # links, collectives, quality, cost: not visible from outside the engines
-    assert verdicts["TP degree fits weights and KV"] is Verdict.PASS
-    assert verdicts["decode speed at batch 1 and 16"] is Verdict.PASS
-    assert verdicts["TP size configured"] is Verdict.PASS
-    assert verdicts["fallback to a smaller model"] is Verdict.WARN
+    assert verdicts["TP degree fits weights and KV"] is CheckVerdict.PASS
+    assert verdicts["decode speed at batch 1 and 16"] is CheckVerdict.PASS
+    assert verdicts["TP size configured"] is CheckVerdict.PASS
+    assert verdicts["fallback to a smaller model"] is CheckVerdict.WARN
 
 
 def test_an_engine_without_cache_salt_warns_unless_reserved_for_a_tenant() -> None:
-    assert judged(well(), endpoint(salt_member=""))["cache salt"] is Verdict.WARN
+    assert judged(well(), endpoint(salt_member=""))["cache salt"] is CheckVerdict.WARN
     assert (
         judged(well(), endpoint(salt_member="", tenants=frozenset({"a"})))["cache salt"]
-        is Verdict.PASS
+        is CheckVerdict.PASS
     )
 
 
@@ -173,22 +181,26 @@ def test_the_checklist_fails_unsafe_settings() -> None:
     small = well(models=response({"data": [{"id": "m", "max_model_len": 15_000}]}))
     wide = endpoint(layout=Layout(tp=16), context_tokens=32_768)
     verdicts = listed(
-        Fleet([Member(wide, small)], config(health={"progress": "60s"}), {"g": (0.01, 0.09)})
+        CheckedFleet(
+            [CheckedEndpoint(wide, small)], config(health={"progress": "60s"}), {"g": (0.01, 0.09)}
+        )
     )
-    assert verdicts["TP degree fits weights and KV"] is Verdict.FAIL
-    assert verdicts["TP within one fast domain"] is Verdict.FAIL
-    assert verdicts["context length as configured"] is Verdict.FAIL
-    assert verdicts["decode speed at batch 1 and 16"] is Verdict.WARN
-    assert verdicts["a lost GPU fails fast"] is Verdict.WARN
-    blind = listed(Fleet([Member(endpoint(), well(metrics=response(status=404)))]))
-    assert blind["KV memory monitored"] is Verdict.FAIL
+    assert verdicts["TP degree fits weights and KV"] is CheckVerdict.FAIL
+    assert verdicts["TP within one fast domain"] is CheckVerdict.FAIL
+    assert verdicts["context length as configured"] is CheckVerdict.FAIL
+    assert verdicts["decode speed at batch 1 and 16"] is CheckVerdict.WARN
+    assert verdicts["a lost GPU fails fast"] is CheckVerdict.WARN
+    blind = listed(CheckedFleet([CheckedEndpoint(endpoint(), well(metrics=response(status=404)))]))
+    assert blind["KV memory monitored"] is CheckVerdict.FAIL
 
 
 def test_the_link_domain_size_comes_from_the_configuration() -> None:
-    member = Member(endpoint(layout=Layout(tp=72)), well())
-    nvl72 = listed(Fleet([member], config(hardware={"link_domain_gpus": 72})))
-    assert nvl72["TP within one fast domain"] is Verdict.UNKNOWN
-    assert listed(Fleet([member], config()))["TP within one fast domain"] is Verdict.FAIL
+    member = CheckedEndpoint(endpoint(layout=Layout(tp=72)), well())
+    nvl72 = listed(CheckedFleet([member], config(hardware={"link_domain_gpus": 72})))
+    assert nvl72["TP within one fast domain"] is CheckVerdict.UNKNOWN
+    assert (
+        listed(CheckedFleet([member], config()))["TP within one fast domain"] is CheckVerdict.FAIL
+    )
 
 
 async def test_probes_report_an_unreachable_engine() -> None:
@@ -246,18 +258,18 @@ async def test_an_invalid_file_is_reported_with_line_and_column(tmp_path: Path) 
 
 
 def test_findings_of_48_engines_are_grouped_with_the_worst_first() -> None:
-    findings = [good(f"gpu-{n}", "health", f"answered in {n} ms") for n in range(48)]
-    findings += [bad(f"gpu-{n}", "metrics", "404", "start with metrics") for n in (3, 9)]
+    findings = [pass_finding(f"gpu-{n}", "health", f"answered in {n} ms") for n in range(48)]
+    findings += [fail_finding(f"gpu-{n}", "metrics", "404", "start with metrics") for n in (3, 9)]
     grouped = group_findings(findings)
     assert [(finding.verdict, finding.subject) for finding in grouped] == [
-        (Verdict.FAIL, "gpu-3, gpu-9"),
-        (Verdict.PASS, "gpu-0, gpu-1, gpu-2 and 45 more"),
+        (CheckVerdict.FAIL, "gpu-3, gpu-9"),
+        (CheckVerdict.PASS, "gpu-0, gpu-1, gpu-2 and 45 more"),
     ]
     assert [finding.seen for finding in grouped] == ["404", "for example: answered in 0 ms"]
 
 
 def test_findings_of_few_engines_are_not_grouped() -> None:
-    findings = [good(f"gpu-{n}", "health", "well") for n in range(8)]
+    findings = [pass_finding(f"gpu-{n}", "health", "well") for n in range(8)]
     assert group_findings(findings) == findings
 
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gateway.cli import main
-from gateway.cli.admin_client import NoAnswerError
-from gateway.cli.top.render import COLUMNS, board, spark, volume
+from gateway.cli.admin_client import AdminServerError
+from gateway.cli.top.render import COLUMNS, bytes_text, render_view, sparkline
 from tests.chaos.gateway_fleet import gateway_fleet
 from tests.fair_time import PATIENCE_S
 
@@ -84,7 +84,7 @@ WHY = {"grade": "bad", "text": "d-1 is out for 14 s.", "endpoint": "d-1"}
 
 def printed(frame: dict[str, Any]) -> str:
     console = Console(width=140, record=True, file=StringIO())
-    console.print(board(frame))
+    console.print(render_view(frame))
     return console.export_text()
 
 
@@ -114,14 +114,14 @@ def test_an_idle_gateway_has_no_problems() -> None:
 
 
 def test_bytes_have_three_digits() -> None:
-    assert [volume(count) for count in (0.0, 512.4, 999.6, 31e6, 12.345e9)] == [
+    assert [bytes_text(count) for count in (0.0, 512.4, 999.6, 31e6, 12.345e9)] == [
         *("0 B", "512 B", "1 kB", "31 MB", "12.35 GB")
     ]
 
 
 def test_a_sparkline_shows_the_largest_value_of_each_interval() -> None:
-    assert spark([0] * 40 + [0, 0, 4] * 6 + [0, 0]) == "▁" * 14 + "▇" * 6
-    assert spark([]) == ""
+    assert sparkline([0] * 40 + [0, 0, 4] * 6 + [0, 0]) == "▁" * 14 + "▇" * 6
+    assert sparkline([]) == ""
 
 
 async def test_once_and_json_need_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ class FakeSource:
     def try_ask(self, method: str, path: str) -> Any:
         self.asked.append((method, path))
         if self.refuses:
-            raise NoAnswerError("only with the admin key")
+            raise AdminServerError("only with the admin key")
         return (
             {"message": "no such request"}
             if method == "GET"
@@ -179,11 +179,11 @@ async def test_a_refused_request_shows_a_message_and_the_view_continues() -> Non
     pytest.importorskip("textual", reason="the extra `top` is not installed")
     from textual.widgets import DataTable
 
-    from gateway.cli.top.tui import Top
+    from gateway.cli.top.tui import TopApp
 
     source = FakeSource()
     source.refuses = True
-    screen = Top(source)
+    screen = TopApp(source)
     async with screen.run_test(size=(150, 40), notifications=True) as pilot:
         source.frames.put(view(endpoint("d-0")))
         for key in ("d", "enter"):
@@ -205,10 +205,10 @@ async def test_a_removed_and_a_new_endpoint_of_the_same_name_have_a_row_each() -
     pytest.importorskip("textual", reason="the extra `top` is not installed")
     from textual.widgets import DataTable
 
-    from gateway.cli.top.tui import Top
+    from gateway.cli.top.tui import TopApp
 
     source = FakeSource()
-    screen = Top(source)
+    screen = TopApp(source)
     async with screen.run_test(size=(150, 40)) as pilot:
         source.frames.put(view(endpoint("d-0", state="leaving"), endpoint("d-0", url="http://e:2")))
         source.frames.put(None)
@@ -222,11 +222,11 @@ async def test_keys_drain_explain_filter_and_pause() -> None:
     from textual.coordinate import Coordinate
     from textual.widgets import DataTable
 
-    from gateway.cli.top.tui import ConfirmDialog, DetailPage, Top
+    from gateway.cli.top.tui import ConfirmDialog, DetailPage, TopApp
 
     source = FakeSource()
     frame = view(endpoint("d-0"), OUT, why=(WHY,))
-    screen = Top(source)
+    screen = TopApp(source)
     async with screen.run_test(size=(150, 40)) as pilot:
 
         async def until(true: Any) -> None:
@@ -269,10 +269,10 @@ async def test_keys_drain_explain_filter_and_pause() -> None:
         source.frames.put(copy.deepcopy(frame))
         await until(source.frames.empty)
         await pilot.pause()
-        assert screen.shown["config"]["version"] == 4
+        assert screen.current_view["config"]["version"] == 4
         await pilot.press("p")
         frame["config"]["version"] = 100
         source.frames.put(copy.deepcopy(frame))
         source.frames.put(None)
-        await until(lambda: screen.shown["config"]["version"] == 100)
+        await until(lambda: screen.current_view["config"]["version"] == 100)
         await pilot.press("q")

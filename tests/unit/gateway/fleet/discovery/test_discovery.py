@@ -9,10 +9,10 @@ import pytest
 
 from gateway.config import Config
 from gateway.config.tree import Discover, EndpointSpec
-from gateway.fleet.discovery.file_list import Listed
-from gateway.fleet.discovery.source import specs
-from gateway.fleet.endpoint_registry import Roster, described
-from gateway.http.write_queue import Outbox
+from gateway.fleet.discovery.file_list import FileSource
+from gateway.fleet.discovery.source import specs_for
+from gateway.fleet.endpoint_registry import EndpointRegistry, to_endpoint
+from gateway.http.write_queue import WriteQueue
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running
 
@@ -33,7 +33,7 @@ async def serving(harness: Running, *names: str) -> None:
         while sorted(
             live.endpoint.name
             for live in harness.app.gateway.endpoints.all()
-            if not live.leaving and live.load.available
+            if not live.is_leaving and live.load.is_available
         ) != sorted(names):
             await asyncio.sleep(0.02)
 
@@ -54,13 +54,13 @@ async def test_endpoints_of_a_file_are_added_and_removed_under_load(tmp_path: Pa
             await serving(harness, "group-0", "found-1", "found-2")
             listing(harness, file, 2)
             await serving(harness, "group-0", "found-2")
-        first = harness.app.gateway.endpoints.found["chat"]
+        first = harness.app.gateway.endpoints.discovered["chat"]
         assert (await harness.put(text + "retries: {floor: 5}\n"))[0] == 200
-        assert harness.app.gateway.endpoints.found["chat"] is first
+        assert harness.app.gateway.endpoints.discovered["chat"] is first
         await serving(harness, "group-0", "found-2")
         assert (await harness.put(harness.text(0)))[0] == 200
         await serving(harness, "group-0")
-        assert harness.app.gateway.endpoints.found == {}
+        assert harness.app.gateway.endpoints.discovered == {}
 
 
 async def test_a_pool_may_consist_of_discovered_endpoints_only(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ async def test_a_pool_may_consist_of_discovered_endpoints_only(tmp_path: Path) -
         assert {
             live.endpoint.max_concurrency
             for live in harness.app.gateway.endpoints.all()
-            if not live.leaving
+            if not live.is_leaving
         } == {5}
 
 
@@ -121,30 +121,30 @@ def test_each_discovered_endpoint_has_its_bootstrap_server_on_its_own_host(tmp_p
     like = Discover.model_validate(
         {"dns": "engines:8000", "endpoint": {"bootstrap": ":8998"}}
     ).endpoint
-    result = specs([("10.0.0.1", 8000), ("10.0.0.2", 8000), ("fd00::1", 8000)], like)
-    assert [described("p", spec).bootstrap for spec in result] == [
+    result = specs_for([("10.0.0.1", 8000), ("10.0.0.2", 8000), ("fd00::1", 8000)], like)
+    assert [to_endpoint("p", spec).bootstrap for spec in result] == [
         "10.0.0.1:8998",
         "10.0.0.2:8998",
         "[fd00::1]:8998",
     ]
-    listed = Listed(tmp_path, like)._parse(
+    listed = FileSource(tmp_path, like)._parse(
         b"- http://h:1\n- {url: http://h:2, bootstrap: 'other:9000'}\n"
     )
     assert listed is not None
-    assert [described("p", spec).bootstrap for spec in listed] == ["h:8998", "other:9000"]
+    assert [to_endpoint("p", spec).bootstrap for spec in listed] == ["h:8998", "other:9000"]
 
 
-def names(roster: Roster, config: Config) -> list[tuple[str, str]]:
+def names(roster: EndpointRegistry, config: Config) -> list[tuple[str, str]]:
     """Return the names and URLs of the endpoints after the configuration is applied."""
     adoption = roster.plan(config)
-    roster.take(adoption)
+    roster.apply(adoption)
     return [(member.endpoint.name, member.endpoint.url) for member in adoption.members]
 
 
 async def test_a_discovered_endpoint_is_ignored_while_another_has_its_name(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    roster = Roster(Outbox(asyncio.get_running_loop()))
+    roster = EndpointRegistry(WriteQueue(asyncio.get_running_loop()))
     result = {"discover": {"file": "engines.yaml"}, "endpoints": []}
     named = {"endpoints": [{"url": "http://h:1", "name": "a"}]}
     config = Config.model_validate({"version": 1, "pools": {"x": result, "y": result, "z": named}})
@@ -152,14 +152,14 @@ async def test_a_discovered_endpoint_is_ignored_while_another_has_its_name(
         EndpointSpec(url=f"http://h:{port}", name=name)
         for port, name in ((2, "a"), (3, "b"), (4, "b"))
     )
-    roster.found = {"x": (one, two), "y": (three,)}
+    roster.discovered = {"x": (one, two), "y": (three,)}
     for _ in range(2):
         assert names(roster, config) == [("b", "http://h:3"), ("a", "http://h:1")]
     assert [spec.getMessage() for spec in caplog.records] == [
         "pool x: http://h:2 is ignored: another endpoint is already named a",
         "pool y: http://h:4 is ignored: another endpoint is already named b",
     ]
-    roster.found["x"] = (one,)
+    roster.discovered["x"] = (one,)
     assert names(roster, config) == [("b", "http://h:4"), ("a", "http://h:1")], (
         "its source does not tell of it again"
     )

@@ -9,14 +9,14 @@ from random import Random
 
 import pytest
 
-from gateway.config import examine_text
+from gateway.config import load_text
 from gateway.config.discovery_sections import Kubernetes
 from gateway.config.tree import EndpointTraits
 from gateway.fleet.discovery import discovery
 from gateway.fleet.discovery.discovery import Discovery
-from gateway.fleet.discovery.file_list import Listed
-from gateway.fleet.discovery.kubernetes import Account, Slices
-from gateway.fleet.discovery.source import Found, specs
+from gateway.fleet.discovery.file_list import FileSource
+from gateway.fleet.discovery.kubernetes import KubernetesSource, ServiceAccount
+from gateway.fleet.discovery.source import DiscoveredEndpoints, specs_for
 
 CONFIG = "version: 1\npools: {chat: {discover: {dns: 'engines:8000'}}}\n"
 TRAITS = EndpointTraits()
@@ -27,15 +27,15 @@ class Failing:
 
     begun = 0
 
-    async def watch(self) -> AsyncIterator[Found]:
+    async def watch(self) -> AsyncIterator[DiscoveredEndpoints]:
         Failing.begun += 1
-        yield specs([(f"10.0.0.{index}", 8000) for index in range(Failing.begun)], TRAITS)
+        yield specs_for([(f"10.0.0.{index}", 8000) for index in range(Failing.begun)], TRAITS)
         raise KeyError("metadata")
 
 
 async def test_a_source_that_raises_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "AGAIN_S", 0.0)
-    specs_by_pool: dict[str, Found] = {}
+    specs_by_pool: dict[str, DiscoveredEndpoints] = {}
     thrice = asyncio.Event()
 
     def changed() -> None:
@@ -43,7 +43,7 @@ async def test_a_source_that_raises_is_started_again(monkeypatch: pytest.MonkeyP
             thrice.set()
 
     running = Discovery(specs_by_pool, changed, Random(1), lambda spec, rng: Failing())
-    await running.start(examine_text(CONFIG.encode(), "gateway.yaml", {}).config)
+    await running.start(load_text(CONFIG.encode(), "gateway.yaml", {}).config)
     async with asyncio.timeout(5):
         await thrice.wait()
     await running.stop()
@@ -56,19 +56,18 @@ def slices(kind: str, *addresses: str) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("kinds", "expected"),
-    [
-        (("IPv4", "IPv6"), ["http://10.0.0.1:8000"]),
-        (("IPv6",), ["http://[fd00::1]:8000"]),
-    ],
+    [(("IPv4", "IPv6"), ["http://10.0.0.1:8000"]), (("IPv6",), ["http://[fd00::1]:8000"])],
 )
 def test_a_pod_with_addresses_of_both_families_is_one_endpoint(
     kinds: tuple[str, ...], expected: list[str]
 ) -> None:
-    source = Slices(Kubernetes(service="engines"), TRAITS, Random(1), Account("https://api"))
+    source = KubernetesSource(
+        Kubernetes(service="engines"), TRAITS, Random(1), ServiceAccount("https://api")
+    )
     known = {"IPv4": slices("IPv4", "10.0.0.1"), "IPv6": slices("IPv6", "fd00::1")}
     source._slices = {kind: known[kind] for kind in kinds}
     assert [endpoint.url for endpoint in source._endpoints()] == expected
 
 
 def test_an_invalid_path_counts_as_a_missing_file() -> None:
-    assert Listed(Path("a\0b"), TRAITS)._read() is None
+    assert FileSource(Path("a\0b"), TRAITS)._read() is None

@@ -15,10 +15,10 @@ from aiohttp import web
 
 from gateway.config.discovery_sections import Kubernetes
 from gateway.config.tree import EndpointTraits
-from gateway.fleet.discovery.dns import Dns
-from gateway.fleet.discovery.file_list import Listed
-from gateway.fleet.discovery.kubernetes import Account, Slices
-from gateway.fleet.discovery.source import Found, Source, specs
+from gateway.fleet.discovery.dns import DnsSource
+from gateway.fleet.discovery.file_list import FileSource
+from gateway.fleet.discovery.kubernetes import KubernetesSource, ServiceAccount
+from gateway.fleet.discovery.source import DiscoveredEndpoints, Source, specs_for
 from tests.fair_time import PATIENCE_S
 
 TRAITS = EndpointTraits(max_concurrency=7, labels={"gpu": "h100"})
@@ -35,7 +35,7 @@ class Naps:
         await asyncio.sleep(0)
 
 
-def urls(specs: Found) -> list[str]:
+def urls(specs: DiscoveredEndpoints) -> list[str]:
     return [spec.url for spec in specs]
 
 
@@ -51,7 +51,7 @@ async def first(source: Source, count: int) -> list[list[str]]:
 
 
 def test_addresses_become_sorted_endpoints_with_the_shared_traits() -> None:
-    listing = specs(
+    listing = specs_for(
         [("10.0.0.2", 8000), ("10.0.0.1", 8000), ("fd00::1", 8000), ("10.0.0.2", 8000)], TRAITS
     )
     assert urls(listing) == [
@@ -82,7 +82,7 @@ async def test_the_last_known_endpoints_stay_while_a_name_cannot_be_resolved() -
 
     naps = Naps()
     listings = await first(
-        Dns("engines.default.svc:8000", 10.0, TRAITS, Random(1), resolve, naps), 2
+        DnsSource("engines.default.svc:8000", 10.0, TRAITS, Random(1), resolve, naps), 2
     )
     assert listings == [["http://10.0.0.1:8000"], ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]]
     assert len(naps.asked_s) == 4
@@ -91,7 +91,7 @@ async def test_the_last_known_endpoints_stay_while_a_name_cannot_be_resolved() -
 
 
 async def test_the_systems_resolver_is_the_default() -> None:
-    assert await first(Dns("127.0.0.1:9009", 1.0, TRAITS, Random(1)), 1) == [
+    assert await first(DnsSource("127.0.0.1:9009", 1.0, TRAITS, Random(1)), 1) == [
         ["http://127.0.0.1:9009"]
     ]
 
@@ -120,7 +120,7 @@ async def test_a_changed_file_is_read_and_an_invalid_one_changes_nothing(tmp_pat
 
     listings = []
     async with asyncio.timeout(PATIENCE_S):
-        async for listing in Listed(file, TRAITS, nap).watch():
+        async for listing in FileSource(file, TRAITS, nap).watch():
             listings.append([(item.url, item.max_concurrency, item.name) for item in listing])
             if len(listings) == 2:
                 break
@@ -147,7 +147,7 @@ async def test_the_last_known_endpoints_stay_when_the_file_is_deleted(
 
     listings = []
     with suppress(asyncio.CancelledError):
-        async for listing in Listed(file, TRAITS, nap).watch():
+        async for listing in FileSource(file, TRAITS, nap).watch():
             listings.append(urls(listing))  # noqa: PERF401  # what was said before the end counts
     assert listings == [["http://127.0.0.1:9001"]]
     assert [
@@ -194,7 +194,7 @@ class Server:
 
 
 @asynccontextmanager
-async def api(folder: Path) -> AsyncIterator[tuple[Server, Slices, Naps]]:
+async def api(folder: Path) -> AsyncIterator[tuple[Server, KubernetesSource, Naps]]:
     server, naps = Server(), Naps()
     app = web.Application()
     app.router.add_get("/{path:.*}", server.answer)
@@ -204,11 +204,13 @@ async def api(folder: Path) -> AsyncIterator[tuple[Server, Slices, Naps]]:
     await site.start()
     (folder / "token").write_text("the-token\n")
     (folder / "namespace").write_text("models\n")
-    account = Account(f"http://127.0.0.1:{runner.addresses[0][1]}", folder)
+    account = ServiceAccount(f"http://127.0.0.1:{runner.addresses[0][1]}", folder)
     try:
         yield (
             server,
-            Slices(Kubernetes(service="engines", port="http"), TRAITS, Random(1), account, naps),
+            KubernetesSource(
+                Kubernetes(service="engines", port="http"), TRAITS, Random(1), account, naps
+            ),
             naps,
         )
     finally:

@@ -18,14 +18,21 @@ from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.transports.rdma import link as rdma_link
 from kvtransfer.transports.rdma import transport
-from kvtransfer.transports.rdma.control import Control, Ready, Saying, Setup, Trailer, encode
+from kvtransfer.transports.rdma.control import (
+    ControlMessage,
+    OwnerMessage,
+    QueuePairReady,
+    QueuePairSetup,
+    RdmaTrailer,
+    encode,
+)
 from kvtransfer.transports.rdma.link import RdmaLink, RdmaOptions
 from kvtransfer.transports.rdma.transport import Rdma
-from kvtransfer.transports.rdma.verbs import Card
+from kvtransfer.transports.rdma.verbs import QueuePairAddress
 from tests.contract.kvtransfer.links import Owner, until
 from tests.unit.kvtransfer.transports.rdma.test_sender_and_receiver import Key, Registry, trailer
 
-CARD = Card(1, 2, "::1", 0, 5)
+CARD = QueuePairAddress(1, 2, "::1", 0, 5)
 
 
 class Completions:
@@ -49,15 +56,15 @@ class Pairs:
         self.domain, self.completions, self.pair = domain, Completions(), None
         self.epoch, self.writable = -1, False
 
-    def renew(self) -> Setup:
+    def renew(self) -> QueuePairSetup:
         self.epoch += 1
         self.domain.pairs += 1
-        return Setup(self.epoch, CARD)
+        return QueuePairSetup(self.epoch, CARD)
 
-    def join(self, setup: Setup) -> Ready | None:
-        return Ready(self.epoch)
+    def join(self, setup: QueuePairSetup) -> QueuePairReady | None:
+        return QueuePairReady(self.epoch)
 
-    def ready(self, message: Ready) -> None:
+    def ready(self, message: QueuePairReady) -> None:
         self.writable = True
 
     def end(self) -> None:
@@ -87,9 +94,9 @@ class Domain(Registry):
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rdma_link, "Pairs", Pairs)
+    monkeypatch.setattr(rdma_link, "QueuePairEpochs", Pairs)
     monkeypatch.setattr(transport, "Device", Domain)
-    monkeypatch.setattr(transport, "Domain", Domain)
+    monkeypatch.setattr(transport, "ProtectionDomain", Domain)
 
 
 class Door:
@@ -123,7 +130,7 @@ def door() -> Iterator[Door]:
     fake_door.close()
 
 
-def say_all(caller: socket.socket, sayings: Iterable[Saying]) -> None:
+def say_all(caller: socket.socket, sayings: Iterable[ControlMessage]) -> None:
     """Send until the other end closes."""
     with suppress(OSError):
         for saying in sayings:
@@ -140,23 +147,21 @@ def hung_up(caller: socket.socket) -> bool:
     return True
 
 
-def test_a_dialling_peer_counts_as_unproven_from_the_start(
-    door: Door,
-) -> None:
+def test_a_dialling_peer_counts_as_unproven_from_the_start(door: Door) -> None:
     door.knock()
     door.owner.wait("linked")
 
 
 def test_a_refused_unproven_peer_gets_no_queue_pair(door: Door) -> None:
-    door.owner.linked = lambda link: link.close()  # type: ignore[method-assign]
+    door.owner.on_linked = lambda link: link.close()  # type: ignore[method-assign]
     assert hung_up(door.knock())
     assert door.pairs == 0
 
 
-STRANGE: dict[str, Saying | bytes] = {
-    "more than 24 KiB at a time": encode(Control(bytes(24 << 10))),
+STRANGE: dict[str, ControlMessage | bytes] = {
+    "more than 24 KiB at a time": encode(OwnerMessage(bytes(24 << 10))),
     "a length alone": (8 << 20).to_bytes(4, "little"),
-    "another queue pair": Setup(1, CARD),
+    "another queue pair": QueuePairSetup(1, CARD),
     "a window": trailer(0),
 }
 
@@ -176,11 +181,11 @@ def test_a_proven_peer_may_send_it(door: Door) -> None:
     door.owner.wait("linked")
     door.owner.heard[0].link.secure(bytes(32))
     for saying in (
-        Setup(0, CARD),
-        Ready(0),
-        Control(bytes(1 << 20)),
-        Setup(1, CARD),
-        Trailer(0, trailer(0).head, trailer(0).verdict),
+        QueuePairSetup(0, CARD),
+        QueuePairReady(0),
+        OwnerMessage(bytes(1 << 20)),
+        QueuePairSetup(1, CARD),
+        RdmaTrailer(0, trailer(0).head, trailer(0).verdict),
     ):
         caller.sendall(encode(saying))
     assert door.owner.wait("message") == [bytes(1 << 20)]
@@ -191,7 +196,7 @@ def test_slow_bytes_do_not_extend_the_time_for_a_queue_pair() -> None:
     door = Door(setup_s=0.2)
     caller = door.knock()
     door.owner.wait("linked")
-    say_all(caller, repeat(Control(b"still here"), 1 << 22))
+    say_all(caller, repeat(OwnerMessage(b"still here"), 1 << 22))
     assert "no queue pair" in str(door.owner.wait("lost")[0])
     door.close()
 
@@ -201,7 +206,7 @@ def test_new_queue_pairs_do_not_extend_the_time_either() -> None:
     caller = door.knock()
     door.owner.wait("linked")
     door.owner.heard[0].link.secure(bytes(32))
-    say_all(caller, (Setup(epoch, CARD) for epoch in range(1, 1 << 22)))
+    say_all(caller, (QueuePairSetup(epoch, CARD) for epoch in range(1, 1 << 22)))
     assert "no queue pair" in str(door.owner.wait("lost")[0])
     door.close()
 
@@ -235,8 +240,8 @@ class Dialled:
             ours, self.domain, self.owner, RdmaOptions(), lambda link: self.gone.set()
         )  # type: ignore[arg-type]
         self.link.begin(threading.Event(), dialled=True)
-        self.theirs.sendall(encode(Setup(0, CARD)) + encode(Ready(0)))
-        self.link.settled()
+        self.theirs.sendall(encode(QueuePairSetup(0, CARD)) + encode(QueuePairReady(0)))
+        self.link.wait_connected()
         self.link.secure(bytes(32))
         self.memory = MemoryFileRegion.create(8, 4096, name="sink")
         assert self.link.grant(1, [self.memory], [1, 3])
@@ -270,7 +275,7 @@ def test_a_link_that_fails_to_open_leaves_neither_queue_nor_descriptor(
         queues.append(domain)
         return Mock()
 
-    monkeypatch.setattr(rdma_link, "Pairs", pairs)
+    monkeypatch.setattr(rdma_link, "QueuePairEpochs", pairs)
     monkeypatch.setattr(os, "eventfd", wake)
     ours, theirs = socket.socketpair()
     peered = type("Side", (), {"getpeername": lambda self: ("h", 1), "fileno": ours.fileno})()

@@ -9,23 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.contract import Slice, TransportError, Verdict, WindowHead
-from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
+from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.transports.rdma.control import (
-    Control,
-    Ear,
-    Ready,
-    Saying,
-    Setup,
-    Trailer,
-    Withdrawn,
+    ControlDecoder,
+    ControlMessage,
+    GrantWithdrawn,
+    OwnerMessage,
+    QueuePairReady,
+    QueuePairSetup,
+    RdmaTrailer,
     encode,
 )
-from kvtransfer.transports.rdma.memory_grants import Grant, Opening, digest_of, stretches
-from kvtransfer.transports.rdma.receiver import Arrivals
-from kvtransfer.transports.rdma.sender import Departure, Departures
-from kvtransfer.transports.rdma.verbs import Card, Piece
+from kvtransfer.transports.rdma.memory_grants import (
+    GrantedMemory,
+    RemoteGrant,
+    digest_of,
+    rank_ranges,
+)
+from kvtransfer.transports.rdma.receiver import RdmaReceiver
+from kvtransfer.transports.rdma.sender import OutgoingWindow, RdmaSender
+from kvtransfer.transports.rdma.verbs import LocalRange, QueuePairAddress
 
 BLOCK, BLOCKS = 64, 32
 
@@ -64,12 +69,12 @@ class Wire:
     """A queue pair that writes at once to what the registry's keys cover."""
 
     def __init__(self) -> None:
-        self.posted: list[tuple[int, list[Piece], tuple[int, int], bool, int | None]] = []
+        self.posted: list[tuple[int, list[LocalRange], tuple[int, int], bool, int | None]] = []
 
     def write(
         self,
         number: int,
-        pieces: list[Piece],
+        pieces: list[LocalRange],
         target: tuple[int, int],
         *,
         tell: bool,
@@ -84,12 +89,12 @@ def region(name: str = "r") -> Region:
     )
 
 
-def runs(src: Sequence[int], dst: Sequence[int], length: int = BLOCK) -> Runs:
+def runs(src: Sequence[int], dst: Sequence[int], length: int = BLOCK) -> ByteRuns:
     offsets = [np.asarray(blocks, np.int64) * BLOCK for blocks in (src, dst)]
-    return Runs(offsets[0], offsets[1], np.full(offsets[0].size, length, np.int64))
+    return ByteRuns(offsets[0], offsets[1], np.full(offsets[0].size, length, np.int64))
 
 
-def head(transfer: int, moves: Runs, first: int = 0) -> WindowHead:
+def head(transfer: int, moves: ByteRuns, first: int = 0) -> WindowHead:
     return WindowHead(transfer, 0, 0, first, moves.count, moves.n_bytes)
 
 
@@ -99,18 +104,18 @@ def test_keys_cover_the_reserved_blocks_of_every_rank_and_not_one_byte_more(
 ) -> None:
     ranks = [region("0"), region("1")]
     result = np.zeros((2, BLOCK * BLOCKS), int)
-    for rank, first, length in stretches(ranks, blocks):
+    for rank, first, length in rank_ranges(ranks, blocks):
         result[rank, first : first + length] += 1
     wanted = np.zeros(BLOCKS, int)
     wanted[blocks] = 1
     assert (result == np.repeat(wanted, BLOCK)).all()
     joined = np.flatnonzero(np.diff(np.sort(blocks)) > 1).size + 1
-    assert len(stretches(ranks, blocks)) == 2 * joined
+    assert len(rank_ranges(ranks, blocks)) == 2 * joined
 
 
 def test_a_block_outside_the_region_cannot_be_granted() -> None:
     with pytest.raises(ValueError, match="not all of this region"):
-        stretches([region()], [BLOCKS])
+        rank_ranges([region()], [BLOCKS])
 
 
 @given(st.data(), st.integers(1, 8))
@@ -119,8 +124,8 @@ def test_work_requests_write_every_byte_as_planned(data: st.DataObject, gather: 
     most_keys = data.draw(st.sampled_from([1, 100]))
     into, out_of = region("into"), region("out")
     into.bytes[:] = 0
-    opening = Opening(Registry(), [into], blocks, most_keys)
-    grant = Grant(opening.grant)
+    opening = GrantedMemory(Registry(), [into], blocks, most_keys)
+    grant = RemoteGrant(opening.grant)
     moves = runs(data.draw(st.permutations(range(len(blocks)))), blocks)
     offset = grant.claim(moves.n_bytes)
     assert (offset is None) == (opening.arena is None)
@@ -131,14 +136,14 @@ def test_work_requests_write_every_byte_as_planned(data: st.DataObject, gather: 
         for start, length in write.pieces:
             base.bytes[cursor : cursor + length] = out_of.bytes[start : start + length]
             cursor += length
-    assert opening.landed(moves, into, offset, digest_of(out_of, moves.src, moves.length))
+    assert opening.check_arrival(moves, into, offset, digest_of(out_of, moves.src, moves.length))
     for src, dst in zip(moves.src.tolist(), moves.dst.tolist(), strict=True):
         assert (into.bytes[dst : dst + BLOCK] == out_of.bytes[src : src + BLOCK]).all()
 
 
 def test_what_the_grant_does_not_cover_cannot_be_written() -> None:
-    opening = Opening(Registry(), [region()], [4, 5, 8], 100)
-    grant = Grant(opening.grant)
+    opening = GrantedMemory(Registry(), [region()], [4, 5, 8], 100)
+    grant = RemoteGrant(opening.grant)
     assert len(grant.writes(runs([0, 1], [4, 5]), 0, None, 16)) == 1
     for outside in (
         runs([0], [3]),
@@ -150,7 +155,7 @@ def test_what_the_grant_does_not_cover_cannot_be_written() -> None:
             grant.writes(outside, 0, None, 16)
     with pytest.raises(TransportError, match="granted"):
         grant.writes(runs([0], [4]), 1, None, 16)
-    staged = Grant(Opening(Registry(), [region()], [4, 5, 8], 1).grant)
+    staged = RemoteGrant(GrantedMemory(Registry(), [region()], [4, 5, 8], 1).grant)
     staged.claim(2 * BLOCK)
     with pytest.raises(TransportError, match="granted"):
         staged.writes(runs([0, 1], [4, 5]), 0, staged.claim(2 * BLOCK), 16)
@@ -159,7 +164,7 @@ def test_what_the_grant_does_not_cover_cannot_be_written() -> None:
 @given(st.binary(max_size=80))
 def test_invalid_grant_bytes_are_refused(data: bytes) -> None:
     try:
-        Grant(data)
+        RemoteGrant(data)
     except TransportError:
         return
     assert data[:1] in (b"\0", b"\1")
@@ -168,17 +173,17 @@ def test_invalid_grant_bytes_are_refused(data: bytes) -> None:
 
 def test_a_full_device_leaves_nothing_registered_and_the_peer_can_write_nothing() -> None:
     registry = Registry(room=2)
-    arrivals = Arrivals(registry, 100)
+    arrivals = RdmaReceiver(registry, 100)
     assert arrivals.grant(1, [region()], [1, 3, 5]) == b""
     assert [key.open for key in registry.keys] == [False, False]
-    assert arrivals.expected(1)
+    assert arrivals.is_granted(1)
     arrivals.fence(1)
-    assert not arrivals.expected(1)
+    assert not arrivals.is_granted(1)
 
 
 def test_a_fence_closes_every_key_and_so_does_the_end() -> None:
     registry = Registry()
-    arrivals = Arrivals(registry, 100)
+    arrivals = RdmaReceiver(registry, 100)
     one, two = (arrivals.grant(transfer, [region()], [1, 3]) for transfer in (1, 2))
     assert one
     assert two
@@ -191,20 +196,20 @@ def test_a_fence_closes_every_key_and_so_does_the_end() -> None:
 
 def test_a_key_that_the_device_holds_on_to_keeps_its_fence_open_and_no_other_key() -> None:
     registry = Registry()
-    arrivals = Arrivals(registry, 100)
+    arrivals = RdmaReceiver(registry, 100)
     arrivals.grant(1, [region()], [1, 3])
     registry.keys[0].stuck = 1
     with pytest.raises(TransportError, match="deregistered"):
         arrivals.fence(1)
     assert [key.open for key in registry.keys] == [True, False]
-    assert arrivals.expected(1)
+    assert arrivals.is_granted(1)
     assert arrivals.fence(1)
     assert not registry.keys[0].open
 
 
 def test_closing_releases_all_keys_that_the_device_lets_it() -> None:
     registry = Registry()
-    arrivals = Arrivals(registry, 100)
+    arrivals = RdmaReceiver(registry, 100)
     for transfer in (1, 2, 3):
         arrivals.grant(transfer, [region()], [1, 3])
     registry.keys[2].stuck = 9
@@ -215,11 +220,11 @@ def test_closing_releases_all_keys_that_the_device_lets_it() -> None:
 
 def test_a_fence_waits_for_a_running_grant_without_blocking_the_link() -> None:
     registry = Registry()
-    arrivals = Arrivals(registry, 100)
+    arrivals = RdmaReceiver(registry, 100)
     register, calls = registry.register, list[object]()
 
     def meanwhile(address: int, length: int, *, writable_by_peer: bool) -> Key:
-        calls.extend((arrivals.fence(1), arrivals.expected(2)))  # both at once: no lock is held
+        calls.extend((arrivals.fence(1), arrivals.is_granted(2)))  # both at once: no lock is held
         return register(address, length, writable_by_peer=writable_by_peer)
 
     registry.register = meanwhile  # type: ignore[method-assign]
@@ -231,32 +236,36 @@ def test_a_fence_waits_for_a_running_grant_without_blocking_the_link() -> None:
 
 def test_what_was_fenced_before_it_was_granted_is_not_granted() -> None:
     registry = Registry()
-    arrivals = Arrivals(registry, 100)
+    arrivals = RdmaReceiver(registry, 100)
     assert arrivals.fence(1)
     assert arrivals.grant(1, [region()], [1]) == b""
     assert not registry.keys
 
 
-def trailer(number: int, verdict: Verdict = Verdict.OK) -> Trailer:
-    return Trailer(number, WindowHead(1, 0, 0, number, 1, BLOCK), verdict)
+def trailer(number: int, verdict: WindowVerdict = WindowVerdict.OK) -> RdmaTrailer:
+    return RdmaTrailer(number, WindowHead(1, 0, 0, number, 1, BLOCK), verdict)
 
 
 def test_a_window_is_complete_with_its_last_write_and_its_trailer_in_either_order() -> None:
-    arrivals = Arrivals(Registry(), 100)
-    assert arrivals.written(0) is None
-    assert arrivals.told(trailer(0)) == trailer(0)
-    assert arrivals.told(trailer(1)) is None
-    assert arrivals.written(1) == trailer(1)
-    assert arrivals.written(1) is None  # written again on a new pair, without effect
-    assert arrivals.told(trailer(2, Verdict.STALE)) == trailer(2, Verdict.STALE)
-    assert arrivals.written(2) is None
-    assert arrivals.told(trailer(3)) is None
+    arrivals = RdmaReceiver(Registry(), 100)
+    assert arrivals.on_written(0) is None
+    assert arrivals.on_trailer(trailer(0)) == trailer(0)
+    assert arrivals.on_trailer(trailer(1)) is None
+    assert arrivals.on_written(1) == trailer(1)
+    assert arrivals.on_written(1) is None  # written again on a new pair, without effect
+    assert arrivals.on_trailer(trailer(2, WindowVerdict.STALE)) == trailer(2, WindowVerdict.STALE)
+    assert arrivals.on_written(2) is None
+    assert arrivals.on_trailer(trailer(3)) is None
 
 
 @pytest.mark.parametrize("half", ["written", "told"])
 def test_incomplete_windows_are_limited(half: str) -> None:
-    arrivals = Arrivals(Registry(), 100)
-    take = arrivals.written if half == "written" else lambda number: arrivals.told(trailer(number))
+    arrivals = RdmaReceiver(Registry(), 100)
+    take = (
+        arrivals.on_written
+        if half == "written"
+        else lambda number: arrivals.on_trailer(trailer(number))
+    )
     assert [take(number) for number in range(1024)] == [None] * 1024
     with pytest.raises(TransportError, match="incomplete"):
         take(1024)
@@ -266,15 +275,15 @@ class Source:
     """An RdmaSender over a Wire, with one region and a grant for transfer 1."""
 
     def __init__(self, blocks: Sequence[int] = range(8)) -> None:
-        self.memory, self.ended = region("out"), list[Departure]()
+        self.memory, self.ended = region("out"), list[OutgoingWindow]()
         self.wire = Wire()
-        self.out = Departures(lambda _: 9, self.ended.append, gather=4, checksums=True)
-        self.out.accept(1, Opening(Registry(), [region("into")], blocks, 100).grant)
+        self.out = RdmaSender(lambda _: 9, self.ended.append, gather=4, checksums=True)
+        self.out.accept(1, GrantedMemory(Registry(), [region("into")], blocks, 100).grant)
 
-    def put(self, transfer: int = 1, count: int = 2, first: int = 0) -> Departure:
+    def put(self, transfer: int = 1, count: int = 2, first: int = 0) -> OutgoingWindow:
         moves = runs(range(first, first + count), range(first, first + count))
         return self.out.put(
-            head(transfer, moves, first), Slice(moves, self.memory, 0, 0, lambda: self.holds)
+            head(transfer, moves, first), WindowSlice(moves, self.memory, 0, 0, lambda: self.holds)
         )
 
     holds = True
@@ -289,9 +298,9 @@ def test_the_last_write_of_a_window_carries_its_number_and_the_verdict_comes_aft
         3 << 32,
     ]  # 8 adjacent pieces, combined by 4
     assert [posted[3:] for posted in source.wire.posted] == [(False, None), (True, 0)]
-    assert not window.done
-    source.out.complete()
-    assert (window.done, window.verdict, source.ended) == (True, Verdict.OK, [window])
+    assert not window.is_done
+    source.out.on_completion()
+    assert (window.is_done, window.verdict, source.ended) == (True, WindowVerdict.OK, [window])
 
 
 def test_blocks_that_change_owner_while_they_are_read_make_a_stale_window() -> None:
@@ -299,22 +308,22 @@ def test_blocks_that_change_owner_while_they_are_read_make_a_stale_window() -> N
     window = source.put()
     source.out.post(source.wire, 0)
     source.holds = False
-    source.out.complete()
-    assert window.verdict is Verdict.STALE
+    source.out.on_completion()
+    assert window.verdict is WindowVerdict.STALE
     late = source.put()
     assert not source.out.post(source.wire, 0)
-    assert (late.done, late.verdict) == (True, Verdict.STALE)
+    assert (late.is_done, late.verdict) == (True, WindowVerdict.STALE)
 
 
 def test_a_new_queue_pair_rewrites_windows_in_flight_except_refused_ones() -> None:
     source = Source()
-    source.out.accept(2, Opening(Registry(), [region("into")], range(8), 100).grant)
+    source.out.accept(2, GrantedMemory(Registry(), [region("into")], range(8), 100).grant)
     refused, other, dropped = source.put(1), source.put(2), source.put(2)
     source.out.post(source.wire, 0)
-    source.out.refuse(refused.number)
-    assert not refused.done  # the device may still read until its pair is gone
-    source.out.again()
-    assert (refused.done, refused.verdict) == (True, Verdict.STALE)
+    source.out.on_refused(refused.number)
+    assert not refused.is_done  # the device may still read until its pair is gone
+    source.out.restart()
+    assert (refused.is_done, refused.verdict) == (True, WindowVerdict.STALE)
     source.wire.posted.clear()
     later = source.put(1)
     source.out.post(source.wire, 1)
@@ -322,10 +331,10 @@ def test_a_new_queue_pair_rewrites_windows_in_flight_except_refused_ones() -> No
         1 << 32 | other.number,
         1 << 32 | dropped.number,
     ]
-    assert later.verdict is Verdict.STALE
-    source.out.complete()
-    source.out.complete()
-    assert [other.verdict, dropped.verdict] == [Verdict.OK, Verdict.OK]
+    assert later.verdict is WindowVerdict.STALE
+    source.out.on_completion()
+    source.out.on_completion()
+    assert [other.verdict, dropped.verdict] == [WindowVerdict.OK, WindowVerdict.OK]
 
 
 def test_dropped_windows_are_forgotten_or_end_stale() -> None:
@@ -334,10 +343,10 @@ def test_dropped_windows_are_forgotten_or_end_stale() -> None:
     source.out.post(source.wire, 0)
     queued = source.put()
     source.out.drop(1)
-    assert queued.forgotten
+    assert queued.is_dropped
     assert not source.out.post(source.wire, 0)
-    source.out.complete()
-    assert begun.verdict is Verdict.STALE
+    source.out.on_completion()
+    assert begun.verdict is WindowVerdict.STALE
     assert source.ended == [begun]
 
 
@@ -347,50 +356,48 @@ def test_only_so_much_is_handed_to_the_device_at_once_and_all_in_the_end() -> No
     source.out.post(source.wire, 0)
     assert len(source.wire.posted) == 16
     for window in windows:
-        source.out.complete()
+        source.out.on_completion()
         source.out.post(source.wire, 0)
-        assert window.done
+        assert window.is_done
     assert len(source.wire.posted) == 100
 
 
-SAYINGS: list[Saying] = [
-    Setup(0, Card(1, 2, "::1", 0, 5)), Ready(0), Control(b"x" * 300), trailer(7), Withdrawn(5), Control(b""),
-]  # fmt: skip
+SAYINGS : list [ ControlMessage ] = [ QueuePairSetup ( 0 , QueuePairAddress ( 1 , 2 , "::1" , 0 , 5 ) ) , QueuePairReady ( 0 ) , OwnerMessage ( b"x" * 300 ) , trailer ( 7 ) , GrantWithdrawn ( 5 ) , OwnerMessage ( b"" ) ]  # fmt: skip
 
 
 @given(st.lists(st.integers(1, 50), max_size=40))
 def test_control_messages_decode_from_any_fragmentation(cuts: list[int]) -> None:
-    data, ear, heard = b"".join(map(encode, SAYINGS)), Ear(), []
+    data, ear, heard = b"".join(map(encode, SAYINGS)), ControlDecoder(), []
     for cut in [*cuts, len(data)]:
         heard += ear.feed(data[:cut])
         data = data[cut:]
     assert heard == SAYINGS
-    assert ear.room == ear.most_bytes + 4
+    assert ear.room_bytes == ear.most_bytes + 4
 
 
 @given(st.binary(max_size=200))
 def test_noise_is_a_transport_error_or_waits_for_more(data: bytes) -> None:
     try:
-        list(Ear().feed(data))
+        list(ControlDecoder().feed(data))
     except TransportError:
         return
 
 
 def test_a_message_that_is_too_long_is_refused_before_it_is_read() -> None:
     with pytest.raises(TransportError, match="announces"):
-        list(Ear().feed((1 << 30).to_bytes(4, "little")))
+        list(ControlDecoder().feed((1 << 30).to_bytes(4, "little")))
 
 
 def test_an_unproven_peer_may_send_24_kib_at_a_time_and_a_proven_one_more() -> None:
-    ear = Ear()
-    ear.feed(encode(Control(bytes(23 << 10))))
-    assert 0 < ear.room < 2 << 10
-    long = encode(Control(bytes(1 << 20)))
+    ear = ControlDecoder()
+    ear.feed(encode(OwnerMessage(bytes(23 << 10))))
+    assert 0 < ear.room_bytes < 2 << 10
+    long = encode(OwnerMessage(bytes(1 << 20)))
     with pytest.raises(TransportError, match="announces"):
-        list(Ear().feed(long[:4]))
-    known, heard = Ear(), list[Saying]()
-    for saying in known.feed(encode(Control(b"it is me")) + long[:100]):
+        list(ControlDecoder().feed(long[:4]))
+    known, heard = ControlDecoder(), list[ControlMessage]()
+    for saying in known.feed(encode(OwnerMessage(b"it is me")) + long[:100]):
         heard.append(saying)
-        known.trust()  # a proof applies to the next message, even in the same read
+        known.raise_limit()  # a proof applies to the next message, even in the same read
     heard += known.feed(long[100:])
-    assert heard == [Control(b"it is me"), Control(bytes(1 << 20))]
+    assert heard == [OwnerMessage(b"it is me"), OwnerMessage(bytes(1 << 20))]

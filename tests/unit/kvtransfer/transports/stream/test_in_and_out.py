@@ -9,29 +9,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.contract import Slice, TransportError, Verdict, WindowHead
-from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
+from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.protocol.frame import (
     PREAMBLE_BYTES,
     TRAILER_BYTES,
     FrameError,
+    FrameKind,
     FrameLimits,
-    Kind,
-    Proof,
-    frame,
+    PayloadProof,
+    encode_frame,
+    encode_trailer,
     pack_head,
-    trailer,
 )
-from kvtransfer.transports.stream.seal import Seal, SealBroken
+from kvtransfer.transports.stream.seal import WindowSeal, WindowSealError
 from tests.unit.kvtransfer.transports.pipes import BLOCK_BYTES, KEY, SIZE, Pipe, pipe, scattered
 
 PROOFS = ["none", "xxh3", "gcm"]
-WHOLE = Runs(np.array([0]), np.array([0]), np.array([SIZE]))
+WHOLE = ByteRuns(np.array([0]), np.array([0]), np.array([SIZE]))
 
 
 def seal(channel: Pipe) -> None:
     pytest.importorskip("cryptography")
-    channel.out.seal, channel.inn.seal = Seal(KEY), Seal(KEY)
+    channel.out.seal, channel.inn.seal = WindowSeal(KEY), WindowSeal(KEY)
 
 
 @contextlib.contextmanager
@@ -45,8 +45,8 @@ def piped(proof: str):
 def wire(channel: Pipe) -> bytearray:
     """Return everything that the source sends."""
     data = bytearray()
-    while not channel.out.idle:
-        channel.out.pump()
+    while not channel.out.is_idle:
+        channel.out.send_available()
         with contextlib.suppress(BlockingIOError):
             while part := channel.far.recv(1 << 20):
                 data += part
@@ -80,13 +80,13 @@ def test_runs_land_in_their_places_and_messages_keep_their_order(
         parts = [runs.cut(first, min(7, runs.count - first)) for first in range(0, runs.count, 7)]
         heads = []
         for index, part in enumerate(parts):
-            channel.out.queue(frame(Kind.MESSAGE, bytes([index]) * (1 + index * 9000)))
+            channel.out.queue(encode_frame(FrameKind.MESSAGE, bytes([index]) * (1 + index * 9000)))
             heads.append(channel.put(part, first=index))
         channel.flow()
-        said = [header for kind, header in channel.ear.heard if kind is Kind.MESSAGE]
+        said = [header for kind, header in channel.ear.heard if kind is FrameKind.MESSAGE]
         assert said == [bytes([index]) * (1 + index * 9000) for index in range(len(parts))]
         assert [item for item in channel.ear.heard if isinstance(item[0], WindowHead)] == [
-            (h, Verdict.OK) for h in heads
+            (h, WindowVerdict.OK) for h in heads
         ]
         assert channel.sent == heads
         assert np.array_equal(channel.sink.bytes, channel.expected(runs))
@@ -101,7 +101,7 @@ def test_small_windows_arrive_whole_whether_they_are_copied_first_or_not(
         runs = scattered(7, count, longest)
         heads = [channel.put(runs, first=index) for index in range(5)]
         channel.flow()
-        assert channel.ear.heard == [(head, Verdict.OK) for head in heads]
+        assert channel.ear.heard == [(head, WindowVerdict.OK) for head in heads]
         assert channel.sent == heads
         assert np.array_equal(channel.sink.bytes, channel.expected(runs))
 
@@ -111,13 +111,13 @@ def test_a_message_of_megabytes_between_windows_arrives_whole(proof: str) -> Non
     with piped(proof) as channel:
         large = np.random.default_rng(2).bytes(3 << 20)
         first = channel.put(scattered(1, 30, 8000), first=1)
-        channel.out.queue(frame(Kind.MESSAGE, large))
+        channel.out.queue(encode_frame(FrameKind.MESSAGE, large))
         second = channel.put(scattered(1, 30, 8000), first=2)
         channel.flow()
         assert channel.ear.heard == [
-            (first, Verdict.OK),
-            (Kind.MESSAGE, large),
-            (second, Verdict.OK),
+            (first, WindowVerdict.OK),
+            (FrameKind.MESSAGE, large),
+            (second, WindowVerdict.OK),
         ]
 
 
@@ -127,7 +127,7 @@ def test_an_altered_byte_of_a_window_is_corrupt() -> None:
         data = wire(channel)
         data[len(data) // 2] ^= 4
         feed(channel, data)
-        assert channel.ear.heard == [(head, Verdict.CORRUPT)]
+        assert channel.ear.heard == [(head, WindowVerdict.CORRUPT)]
 
 
 @pytest.mark.parametrize("where", ["header", "bytes", "tag"])
@@ -140,16 +140,16 @@ def test_a_sealed_window_that_was_touched_breaks_the_link_before_anything_is_wri
         data = wire(channel)
         if where == "header":  # with a valid checksum: only the seal detects it
             forged = WindowHead(1, 0, 0, 1, 5, channel.ear.places.popitem()[0].n_bytes)
-            channel.ear.places[forged] = Slice(scattered(4, 5, 3000), channel.sink, 0, 0)
+            channel.ear.places[forged] = WindowSlice(scattered(4, 5, 3000), channel.sink, 0, 0)
             size = forged.n_bytes
-            channel.ear.places[forged] = Slice(
-                Runs(np.array([0]), np.array([0]), np.array([size])), channel.sink, 0, 0
+            channel.ear.places[forged] = WindowSlice(
+                ByteRuns(np.array([0]), np.array([0]), np.array([size])), channel.sink, 0, 0
             )
-            opening = frame(Kind.WINDOW, pack_head(forged), size, Proof.GCM)
+            opening = encode_frame(FrameKind.WINDOW, pack_head(forged), size, PayloadProof.GCM)
             data[: len(opening)] = opening
         else:
             data[len(data) // 2 if where == "bytes" else -1] ^= 1
-        with pytest.raises(SealBroken):
+        with pytest.raises(WindowSealError):
             feed(channel, data)
         assert not channel.sink.bytes.any()
         assert not channel.ear.heard
@@ -165,7 +165,7 @@ def test_sealed_windows_arrive_once_each_and_in_order(order: tuple[int, ...]) ->
         for index in range(2):
             channel.put(scattered(index, 5, 3000), first=index)
             recorded.append(wire(channel))
-        with pytest.raises(SealBroken):
+        with pytest.raises(WindowSealError):
             feed(channel, b"".join(recorded[index] for index in order))
 
 
@@ -174,9 +174,9 @@ def test_a_plain_window_on_a_sealed_link_is_refused_and_vice_versa() -> None:
     for sender in (True, False):
         with pipe() as channel:
             if sender:
-                channel.out.seal = Seal(KEY)
+                channel.out.seal = WindowSeal(KEY)
             else:
-                channel.inn.seal = Seal(KEY)
+                channel.inn.seal = WindowSeal(KEY)
             channel.put(scattered(1, 3, 100))
             with pytest.raises(FrameError, match="at both ends"):
                 channel.flow()
@@ -193,7 +193,7 @@ def test_blocks_that_changed_owner_make_a_window_stale(
         head = channel.put(scattered(1, 20, longest), current=lambda: next(said))
         after = channel.put(scattered(2, 3, 50), first=9)
         channel.flow()
-        assert channel.ear.heard == [(head, Verdict.STALE), (after, Verdict.OK)]
+        assert channel.ear.heard == [(head, WindowVerdict.STALE), (after, WindowVerdict.OK)]
         if not answers[0]:
             assert np.array_equal(channel.sink.bytes, channel.expected(scattered(2, 3, 50))), (
                 "nothing was read"
@@ -209,21 +209,21 @@ def test_one_broken_bit_does_not_make_a_stale_window_a_good_one(longest: int) ->
         assert data[-TRAILER_BYTES] == 1
         data[-TRAILER_BYTES] ^= 1
         feed(channel, data)
-        assert channel.ear.heard == [(head, Verdict.CORRUPT)]
+        assert channel.ear.heard == [(head, WindowVerdict.CORRUPT)]
 
 
 def test_of_a_window_dropped_midway_only_zeros_follow_and_the_stream_goes_on() -> None:
     with pipe() as channel:
         head = channel.put(WHOLE)
         other = channel.put(scattered(2, 3, 50), transfer=1, first=5)
-        channel.out.pump()
+        channel.out.send_available()
         channel.receive()
         arrived = int(np.count_nonzero(channel.sink.bytes))
         assert 0 < arrived < SIZE
         channel.out.drop(1)
         channel.put(scattered(2, 3, 50), transfer=2)
         channel.flow()
-        assert channel.ear.heard[0] == (head, Verdict.STALE)
+        assert channel.ear.heard[0] == (head, WindowVerdict.STALE)
         assert len(channel.ear.heard) == 2
         assert other not in channel.sent
         assert np.count_nonzero(channel.sink.bytes[arrived + 200_000 :]) < 200, (
@@ -237,37 +237,37 @@ def test_after_a_fence_in_the_middle_of_a_window_nothing_more_is_written(proof: 
         channel.put(WHOLE)
         channel.out.pump()
         channel.receive()
-        channel.inn.divert(1)
+        channel.inn.discard_transfer(1)
         channel.sink.bytes[:] = 0
         after = channel.put(scattered(2, 3, 50), transfer=2)
         channel.flow()
-        assert channel.ear.heard == [(after, Verdict.OK)]
+        assert channel.ear.heard == [(after, WindowVerdict.OK)]
         assert np.array_equal(channel.sink.bytes, channel.expected(scattered(2, 3, 50)))
 
 
 def test_a_fence_of_another_transfer_leaves_a_window_alone() -> None:
     with pipe() as channel:
         head = channel.put(WHOLE)
-        channel.out.pump()
+        channel.out.send_available()
         channel.receive()
-        channel.inn.divert(2)
+        channel.inn.discard_transfer(2)
         channel.flow()
-        assert channel.ear.heard == [(head, Verdict.OK)]
+        assert channel.ear.heard == [(head, WindowVerdict.OK)]
 
 
 @pytest.mark.parametrize("size", [1, 5000])
-def test_a_window_of_another_size_than_planned_is_refused_before_it_is_read(
-    size: int,
-) -> None:
+def test_a_window_of_another_size_than_planned_is_refused_before_it_is_read(size: int) -> None:
     with pipe() as channel:
         head = WindowHead(1, 0, 0, 0, 1, size)
-        channel.ear.places[head] = Slice(
-            Runs(np.array([0]), np.array([0]), np.array([size + 1])), channel.sink, 0, 0
+        channel.ear.places[head] = WindowSlice(
+            ByteRuns(np.array([0]), np.array([0]), np.array([size + 1])), channel.sink, 0, 0
         )
         with pytest.raises(FrameError, match="but the plan has"):
             feed(
                 channel,
-                frame(Kind.WINDOW, pack_head(head), size) + b"x" * size + trailer(Verdict.OK),
+                encode_frame(FrameKind.WINDOW, pack_head(head), size)
+                + b"x" * size
+                + encode_trailer(WindowVerdict.OK),
             )
         assert not channel.sink.bytes.any()
 
@@ -276,33 +276,33 @@ def test_a_window_whose_header_and_payload_disagree_is_refused() -> None:
     with pipe() as channel, pytest.raises(FrameError, match="bytes of payload"):
         feed(
             channel,
-            frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 5)), 4)
+            encode_frame(FrameKind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 5)), 4)
             + b"xxxx"
-            + trailer(Verdict.OK),
+            + encode_trailer(WindowVerdict.OK),
         )
 
 
 @pytest.mark.parametrize(("dst", "length"), [(SIZE - 5, 6), (-1, 3), (0, 0), (SIZE, 1)])
 def test_runs_beyond_the_region_are_never_followed(dst: int, length: int) -> None:
     with pipe() as channel:
-        runs = Runs(np.array([dst]), np.array([dst]), np.array([length]))
+        runs = ByteRuns(np.array([dst]), np.array([dst]), np.array([length]))
         head = channel.put(runs)
         with pytest.raises(TransportError):
-            channel.out.pump()
+            channel.out.send_available()
         if length:
             with pytest.raises(TransportError):
                 feed(
                     channel,
-                    frame(Kind.WINDOW, pack_head(head), length)
+                    encode_frame(FrameKind.WINDOW, pack_head(head), length)
                     + b"x" * length
-                    + trailer(Verdict.OK),
+                    + encode_trailer(WindowVerdict.OK),
                 )
 
 
 def test_an_unproven_peer_may_send_little_and_write_nothing() -> None:
     for data in (
-        frame(Kind.MESSAGE, bytes(30_000)),
-        frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 5)), 5),
+        encode_frame(FrameKind.MESSAGE, bytes(30_000)),
+        encode_frame(FrameKind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 5)), 5),
     ):
         with pipe() as channel:
             channel.inn.limits = FrameLimits(header_bytes=24 << 10, payload_bytes=0)
@@ -316,7 +316,7 @@ def test_an_unexpected_window_is_discarded() -> None:
         channel.ear.places.clear()
         after = channel.put(scattered(2, 3, 50), first=1)
         channel.flow()
-        assert channel.ear.heard == [(after, Verdict.OK)]
+        assert channel.ear.heard == [(after, WindowVerdict.OK)]
 
 
 @given(data=st.data())
@@ -325,14 +325,14 @@ def test_fuzzed_streams_end_in_a_frame_error_or_in_what_was_sent_and_never_write
     data: st.DataObject,
 ) -> None:
     with pipe() as channel:
-        runs = Runs(
+        runs = ByteRuns(
             np.array([0, BLOCK_BYTES]),
             np.array([BLOCK_BYTES, 3 * BLOCK_BYTES]),
             np.array([700, 5000]),
         )
-        channel.out.queue(frame(Kind.MESSAGE, b"hello"))
+        channel.out.enqueue(encode_frame(FrameKind.MESSAGE, b"hello"))
         head = channel.put(runs)
-        channel.out.queue(frame(Kind.MESSAGE, b"m" * 6000))
+        channel.out.enqueue(encode_frame(FrameKind.MESSAGE, b"m" * 6000))
         stream = wire(channel)
         for _ in range(data.draw(st.integers(1, 3))):
             if not stream:
@@ -355,11 +355,11 @@ def test_fuzzed_streams_end_in_a_frame_error_or_in_what_was_sent_and_never_write
         assert not channel.sink.bytes[untouched].any()
         right = np.array_equal(channel.sink.bytes, channel.expected(runs))
         assert all(
-            verdict is not Verdict.OK or (what == head and right)
+            verdict is not WindowVerdict.OK or (what == head and right)
             for what, verdict in channel.ear.heard
         )
-        assert {what for what, _ in channel.ear.heard} <= {head, Kind.MESSAGE}
-        assert {said for what, said in channel.ear.heard if what is Kind.MESSAGE} <= {
+        assert {what for what, _ in channel.ear.heard} <= {head, FrameKind.MESSAGE}
+        assert {said for what, said in channel.ear.heard if what is FrameKind.MESSAGE} <= {
             b"hello",
             b"m" * 6000,
         }

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvtransfer.contract import Link, Slice, TransportError, Verdict, WindowHead
-from kvtransfer.layout.block_mapping import Runs
+from kvtransfer.contract import Link, TransportError, WindowHead, WindowSlice, WindowVerdict
+from kvtransfer.layout.block_mapping import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.protocol.frame import Kind, Proof, frame, pack_head
-from kvtransfer.transports.stream.link import Manner, StreamLink
+from kvtransfer.protocol.frame import FrameKind, PayloadProof, encode_frame, pack_head
+from kvtransfer.transports.stream.link import LinkOptions, StreamLink
 from kvtransfer.transports.tcp import Tcp
 from tests.contract.kvtransfer.links import (
     BLOCK_BYTES,
@@ -30,7 +30,7 @@ from tests.contract.kvtransfer.links import (
 )
 
 SIZE = BLOCKS * BLOCK_BYTES
-WHOLE = Runs(np.array([0]), np.array([0]), np.array([SIZE]))
+WHOLE = ByteRuns(np.array([0]), np.array([0]), np.array([SIZE]))
 
 
 @pytest.fixture(params=["tcp", "shm"])
@@ -74,7 +74,7 @@ def test_a_waiting_thread_may_drive_the_link(pair: Pair) -> None:
         )
     pair.put(head, moves)
     assert driven(pair.source).drive(lambda: bool(pair.source_owner.all("sent")), 10.0)
-    assert pair.sink_owner.wait("landed") == [(head, Verdict.OK)]
+    assert pair.sink_owner.wait("landed") == [(head, WindowVerdict.OK)]
 
 
 def test_after_the_last_drive_the_links_own_thread_takes_over(pair: Pair) -> None:
@@ -125,7 +125,7 @@ def test_a_fence_during_a_drive_is_answered(pair: Pair) -> None:
 def test_an_owner_that_fails_loses_its_link_and_not_its_silence(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(head: WindowHead) -> Slice | None:
+    def fail(head: WindowHead) -> WindowSlice | None:
         raise RuntimeError("no such plan")
 
     pair.sink_owner.place = fail
@@ -153,16 +153,19 @@ def test_a_fence_does_not_wait_for_a_source_that_halts_in_the_middle_of_a_window
 ) -> None:
     sock, owner, region = stranger
     link, head = link_of(owner), WindowHead(1, 0, 0, 0, 1, SIZE)
-    owner.place = lambda head: Slice(WHOLE, region, 0, 0)
+    owner.place = lambda head: WindowSlice(WHOLE, region, 0, 0)
     link.secure(bytes(32))
-    sock.sendall(frame(Kind.WINDOW, pack_head(head), SIZE, Proof.NONE) + b"\1" * (SIZE // 2))
+    sock.sendall(
+        encode_frame(FrameKind.WINDOW, pack_head(head), SIZE, PayloadProof.NONE)
+        + b"\1" * (SIZE // 2)
+    )
     owner.wait("incoming")
     while not region.bytes[SIZE // 2 - 1]:
         threading.Event().wait(0.002)
     link.fence(1)
     assert owner.wait("fenced") == [1]
     region.bytes[:] = 0
-    sock.sendall(b"\2" * (SIZE // 2) + bytes(24) + frame(Kind.MESSAGE, b"after"))
+    sock.sendall(b"\2" * (SIZE // 2) + bytes(24) + encode_frame(FrameKind.MESSAGE, b"after"))
     owner.wait("message")
     assert not region.bytes.any()
     assert not owner.all("landed")
@@ -174,9 +177,11 @@ def test_bytes_of_a_large_window_that_trickle_in_show_that_the_peer_lives(
     sock, owner, region = stranger
     link, opening = (
         link_of(owner),
-        frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, SIZE)), SIZE, Proof.NONE),
+        encode_frame(
+            FrameKind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, SIZE)), SIZE, PayloadProof.NONE
+        ),
     )
-    owner.place = lambda head: Slice(WHOLE, region, 0, 0)
+    owner.place = lambda head: WindowSlice(WHOLE, region, 0, 0)
     link.secure(bytes(32))
     sock.sendall(opening + b"\1" * 1000)
     owner.wait("incoming")
@@ -192,7 +197,7 @@ def test_bytes_of_a_large_window_that_trickle_in_show_that_the_peer_lives(
     "said",
     [
         b"GET / HTTP/1.1\r\nHost: me\r\n\r\n",
-        frame(Kind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 8)), 8) + bytes(8),
+        encode_frame(FrameKind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, 8)), 8) + bytes(8),
     ],
     ids=["another protocol", "a window without proof of identity"],
 )
@@ -208,13 +213,13 @@ def test_an_unproven_peer_that_sends_anything_else_is_disconnected(
     assert not owner.all("incoming")
 
 
-@pytest.mark.parametrize("kind", [Kind.SHARED, Kind.REGIONS, Kind.TAKEN])
+@pytest.mark.parametrize("kind", [FrameKind.SHARED, FrameKind.REGIONS, FrameKind.TAKEN])
 def test_frames_of_shared_memory_have_no_place_on_tcp(
-    stranger: tuple[socket.socket, Owner, Region], kind: Kind
+    stranger: tuple[socket.socket, Owner, Region], kind: FrameKind
 ) -> None:
     sock, owner, _ = stranger
     link_of(owner).secure(bytes(32))
-    sock.sendall(frame(kind, bytes(41)))
+    sock.sendall(encode_frame(kind, bytes(41)))
     assert "not allowed on tcp" in str(owner.wait("lost")[0])
 
 
@@ -255,7 +260,7 @@ def test_a_port_that_is_taken_is_a_transport_error() -> None:
 def test_the_two_directions_of_a_link_are_sealed_under_two_keys() -> None:
     pytest.importorskip("cryptography")
     sink_owner, source_owner = Owner(), Owner()
-    one, other = Tcp(manner=Manner(sealed=True)), Tcp(manner=Manner(sealed=True))
+    one, other = Tcp(manner=LinkOptions(sealed=True)), Tcp(manner=LinkOptions(sealed=True))
     one.start(sink_owner, [])
     link = one.dial(other.start(source_owner, []))
     source_owner.wait("linked")
@@ -270,9 +275,15 @@ def test_the_two_directions_of_a_link_are_sealed_under_two_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    "manner", [Manner(checked=False), Manner(checked=True), Manner(sealed=True), Manner(spin_s=0)]
+    "manner",
+    [
+        LinkOptions(checked=False),
+        LinkOptions(checked=True),
+        LinkOptions(sealed=True),
+        LinkOptions(spin_s=0),
+    ],
 )
-def test_windows_arrive_in_every_manner(manner: Manner) -> None:
+def test_windows_arrive_in_every_manner(manner: LinkOptions) -> None:
     if manner.sealed:
         pytest.importorskip("cryptography")
     sink_region, source_region = (
@@ -286,12 +297,13 @@ def test_windows_arrive_in_every_manner(manner: Manner) -> None:
     source_owner.wait("linked")
     for end in (link, source_owner.heard[0].link):
         end.secure(bytes(range(32)))
-    sink_owner.place = lambda head: Slice(WHOLE, sink_region, 0, 0)
+    sink_owner.place = lambda head: WindowSlice(WHOLE, sink_region, 0, 0)
     for index in range(5):
         source_owner.heard[0].link.put(
-            WindowHead(1, 0, 0, index, 1, SIZE), Slice(WHOLE, source_region, 0, 0, lambda: True)
+            WindowHead(1, 0, 0, index, 1, SIZE),
+            WindowSlice(WHOLE, source_region, 0, 0, lambda: True),
         )
-    assert {verdict for _, verdict in sink_owner.wait("landed", 5)} == {Verdict.OK}  # type: ignore[misc]
+    assert {verdict for _, verdict in sink_owner.wait("landed", 5)} == {WindowVerdict.OK}  # type: ignore[misc]
     assert np.array_equal(sink_region.bytes, source_region.bytes)
     one.close()
     other.close()

@@ -14,9 +14,15 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from kvtransfer.contract import Slice, Verdict, WindowHead
-from kvtransfer.layout.block_mapping import Runs
-from kvtransfer.protocol.frame import Kind, Proof, frame, trailer, window_frame
+from kvtransfer.contract import WindowHead, WindowSlice, WindowVerdict
+from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.protocol.frame import (
+    FrameKind,
+    PayloadProof,
+    encode_frame,
+    encode_trailer,
+    encode_window_frame,
+)
 from tests.contract.kvtransfer.links import BLOCK_BYTES, Pair, expected, linked_pair, until, window
 from tests.unit.kvtransfer.transports.stream.lane_access import laned, lanes_of, standing
 
@@ -29,16 +35,17 @@ def pair() -> Iterator[Pair]:
         yield connected
 
 
-def blocks(count: int, first: int = 0) -> dict[WindowHead, Runs]:
+def blocks(count: int, first: int = 0) -> dict[WindowHead, ByteRuns]:
     """Return this many windows of one block each, of transfer 1."""
     offsets = np.arange(first, first + count) * BLOCK_BYTES
     runs = [
-        Runs(offsets[i : i + 1], offsets[i : i + 1], np.array([BLOCK_BYTES])) for i in range(count)
+        ByteRuns(offsets[i : i + 1], offsets[i : i + 1], np.array([BLOCK_BYTES]))
+        for i in range(count)
     ]
     return {window(1, run, first=first + i): run for i, run in enumerate(runs)}
 
 
-def begun(pair: Pair, more: int) -> dict[WindowHead, Runs]:
+def begun(pair: Pair, more: int) -> dict[WindowHead, ByteRuns]:
     """Return a transfer whose first window the sink has acknowledged, with more to come."""
     windows = blocks(more + 1)
     pair.expect(windows)
@@ -49,8 +56,7 @@ def begun(pair: Pair, more: int) -> dict[WindowHead, Runs]:
     until(lambda: 1 in laned(pair.source)._out._shared)
     return dict(rest)
 
-
-# ---- which link carries windows
+    # ---- which link carries windows
 
 
 def test_windows_go_by_the_lanes_while_the_first_link_is_busy(pair: Pair) -> None:
@@ -64,7 +70,7 @@ def test_windows_go_by_the_lanes_while_the_first_link_is_busy(pair: Pair) -> Non
             len(pair.sink_owner.all("landed")) == 9
         )  # all but the window that the link sends next
     heard = pair.sink_owner.wait("landed", 10)
-    assert {verdict for _, verdict in heard} == {Verdict.OK}  # type: ignore[misc]
+    assert {verdict for _, verdict in heard} == {WindowVerdict.OK}  # type: ignore[misc]
     assert {
         event.link for event in pair.sink_owner.heard if event.kind in ("landed", "incoming")
     } == {pair.sink}
@@ -75,9 +81,9 @@ def test_windows_go_by_the_lanes_while_the_first_link_is_busy(pair: Pair) -> Non
     assert np.array_equal(pair.sink_region.bytes, expected(pair, *blocks(10).values()))
     went = [lane.received_bytes > BLOCK_BYTES for lane in lanes_of(pair.sink)]
     assert any(went)
-    assert [lane.used for lane in lanes_of(pair.sink)] == went
-    assert [lane.used for lane in lanes_of(pair.source)] == went
-    assert not laned(pair.sink).used
+    assert [lane.has_carried_windows for lane in lanes_of(pair.sink)] == went
+    assert [lane.has_carried_windows for lane in lanes_of(pair.source)] == went
+    assert not laned(pair.sink).has_carried_windows
 
 
 def test_no_window_overtakes_an_earlier_message(pair: Pair) -> None:
@@ -88,7 +94,7 @@ def test_no_window_overtakes_an_earlier_message(pair: Pair) -> None:
         pair.source.send(b"the announcement")
         for event in windows.items():
             pair.put(*event)
-        assert not laned(pair.source)._out.crowded  # lanes find no window
+        assert not laned(pair.source)._out.has_spare  # lanes find no window
     pair.sink_owner.wait("landed", 10)
     order = [event.kind for event in pair.sink_owner.heard if event.kind in ("message", "incoming")]
     assert order[0] == "message"
@@ -98,7 +104,7 @@ def test_the_sink_sends_spread_before_it_reads_the_first_window(pair: Pair) -> N
     (head,) = blocks(1)
     pair.expect(blocks(1))
     with standing(pair.sink):
-        laned(pair.sink).incoming(head)
+        laned(pair.sink).place_window(head)
         until(lambda: 1 in laned(pair.source)._out._shared)
 
 
@@ -109,7 +115,7 @@ def test_sleeping_lanes_are_woken_when_windows_may_spread(pair: Pair) -> None:
     with standing(pair.source):
         for event in windows.items():
             pair.put(*event)
-        laned(pair.source).framed(Kind.SPREAD, struct.pack("<Q", 1))
+        laned(pair.source).on_frame(FrameKind.SPREAD, struct.pack("<Q", 1))
         pair.sink_owner.wait("landed", 9)
 
 
@@ -117,7 +123,7 @@ def test_a_lane_is_called_also_while_it_goes_to_sleep(pair: Pair) -> None:
     """The caller cannot know whether the lane checks its queue once more."""
     lanes = lanes_of(pair.source)
     with standing(pair.source, *lanes):
-        laned(pair.source)._out.share(1)
+        laned(pair.source)._out.allow_lanes(1)
         for event in blocks(2).items():
             pair.put(*event)
         assert all(lane._has_lane_work for lane in lanes)
@@ -147,9 +153,9 @@ def test_queueing_a_window_checks_only_the_front_of_the_queue(
     with standing(pair.source, *lanes_of(pair.source)):
         for _ in range(before):
             pair.put(head, runs)
-        out.share(2)
+        out.allow_lanes(2)
         pair.put(window(2, runs), runs)
-        assert out.crowded is found
+        assert out.has_spare is found
         for transfer in (1, 2):
             out.drop(transfer)
 
@@ -170,7 +176,7 @@ def test_a_window_just_taken_by_a_lane_is_not_lost(pair: Pair) -> None:
 
     with standing(pair.source):
         queue, out._queue = out._queue, Taken()  # type: ignore[assignment]
-        assert not out.pump()
+        assert not out.send_available()
         out._queue = queue
 
 
@@ -181,7 +187,7 @@ def test_a_spread_frame_must_be_valid_and_from_the_sink(
     pair: Pair, by_sink: bool, header: bytes
 ) -> None:
     speaker, hearer = (pair.sink, pair.source_owner) if by_sink else (pair.source, pair.sink_owner)
-    laned(speaker)._out.queue(frame(Kind.SPREAD, header))
+    laned(speaker)._out.enqueue(encode_frame(FrameKind.SPREAD, header))
     laned(speaker)._wake(always=True)
     assert "invalid SPREAD" in str(hearer.wait("lost")[0])
 
@@ -189,12 +195,11 @@ def test_a_spread_frame_must_be_valid_and_from_the_sink(
 def test_a_source_remembers_the_newest_transfers_that_may_spread(pair: Pair) -> None:
     out = laned(pair.source)._out
     for transfer in range(1000):
-        out.share(transfer)
+        out.allow_lanes(transfer)
     assert len(out._shared) == 256
     assert 999 in out._shared
 
-
-# ---- dropped
+    # ---- dropped
 
 
 def test_of_a_dropped_transfer_no_lane_takes_a_window(pair: Pair) -> None:
@@ -203,11 +208,11 @@ def test_of_a_dropped_transfer_no_lane_takes_a_window(pair: Pair) -> None:
     with standing(source, *lanes_of(source)):
         for head, runs in rest.items():
             pair.put(head, runs)
-        assert source._out.crowded
+        assert source._out.has_spare
         pair.source.drop(1)
-        source._out.share(1)  # the SPREAD frame arrives late
-        assert not source._out.crowded
-        assert source._out.spare() is None
+        source._out.allow_lanes(1)  # the SPREAD frame arrives late
+        assert not source._out.has_spare
+        assert source._out.take_spare() is None
 
 
 def test_dropping_a_transfer_does_not_search_the_queue(pair: Pair) -> None:
@@ -219,7 +224,7 @@ def test_dropping_a_transfer_does_not_search_the_queue(pair: Pair) -> None:
 
     out = laned(pair.source)._out
     with standing(pair.source, *lanes_of(pair.source)):
-        out.share(1)
+        out.allow_lanes(1)
         out._queue = Waiting()  # type: ignore[assignment]
         pair.source.drop(1)
         assert out._shared == {}
@@ -232,15 +237,14 @@ def test_of_a_dropped_transfer_no_lane_sends_what_it_has_taken(pair: Pair) -> No
     lane = lanes_of(pair.source)[0]
     with standing(lane):
         ((head, runs),) = rest.items()
-        lane._out.queue((head, Slice(runs, pair.source_region, 0, 0, lambda: True)))
+        lane._out.enqueue((head, WindowSlice(runs, pair.source_region, 0, 0, lambda: True)))
         pair.source.drop(1)
-    until(lambda: lane._out.idle)
+    until(lambda: lane._out.is_idle)
     pair.source.send(b"after it")
     pair.sink_owner.wait("message")
     assert len(pair.sink_owner.all("incoming")) == 1
 
-
-# ---- fenced
+    # ---- fenced
 
 
 def test_the_fence_is_reported_when_no_lane_writes_any_more(pair: Pair) -> None:
@@ -285,7 +289,10 @@ def test_a_lane_writes_no_more_into_what_is_fenced(pair: Pair) -> None:
     ((head, runs),) = blocks(1).items()
     pair.expect({head: runs})
     data = pair.source_region.bytes[:BLOCK_BYTES].tobytes()
-    opening, closing = window_frame(head, BLOCK_BYTES, Proof.NONE), trailer(Verdict.OK)
+    opening, closing = (
+        encode_window_frame(head, BLOCK_BYTES, PayloadProof.NONE),
+        encode_trailer(WindowVerdict.OK),
+    )
     far = lanes_of(pair.source)[0]
     with standing(far):
         far._sock.sendall(opening + data[: BLOCK_BYTES // 2])
@@ -307,8 +314,7 @@ def test_a_sink_forgets_with_the_fence_that_a_transfer_may_spread(pair: Pair) ->
     pair.sink_owner.wait("fenced")
     assert laned(pair.sink)._spread == set()
 
-
-# ---- a lane's own events
+    # ---- a lane's own events
 
 
 def test_messages_and_the_end_of_a_lane_are_its_own(pair: Pair) -> None:
