@@ -37,8 +37,8 @@ def main() -> None:
             family.labels("demo-8b", f"10.0.0.{number}:8000").observe(0.1)
     longest, total = 0.0, 0.0
     started = time.perf_counter()
-    for reading in metrics.readings():
-        text(reading, exemplars=False)
+    for reading in metrics.collect():
+        render_family(reading, exemplars=False)
         now = time.perf_counter()
         longest, total, started = max(longest, now - started), total + now - started, now
     print(f"{'scrape, 64 endpoints':20} {total * 1e3:.1f} ms, longest slice {longest * 1e3:.1f} ms")

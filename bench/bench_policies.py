@@ -69,7 +69,7 @@ class Bench:
         load = EndpointLoad(slot)
         load.in_flight, load.prefill_tokens = self.rng.randrange(20), self.rng.randrange(20_000)
         load.decoding, load.decode_tokens = load.in_flight // 2, self.rng.randrange(100_000)
-        load.kv_tokens, load.kv_booked, load.ready_at = (
+        load.kv_tokens, load.kv_booked, load.prefill_done_at = (
             600_000.0,
             self.rng.randrange(500_000),
             2 * self.rng.random(),
@@ -84,7 +84,9 @@ class Bench:
         ]
 
     def ask(self, cached: list[int]) -> RoutingQuery:
-        return RoutingQuery(Request("id", "model", "tenant", self.tokens, 300), 1.0, self.rng, cached)
+        return RoutingQuery(
+            Request("id", "model", "tenant", self.tokens, 300), 1.0, self.rng, cached
+        )
 
     def decide(self, fingerprint: Fingerprint) -> None:
         cached = self.index.match(fingerprint, self.tokens)
@@ -95,11 +97,11 @@ class Bench:
     def measure_round(self) -> list[float]:
         texts, further_texts = self.texts(), self.texts()
         fingerprints: list[Fingerprint] = []
-        new = median_us(lambda n: self.decide(self.prints.of(b"salt", texts[n])), texts)
+        new = median_us(lambda n: self.decide(self.prints.fingerprint(b"salt", texts[n])), texts)
         turns = [text[:-8] for text in texts]
         return [
             median_us(
-                lambda n: fingerprints.append(self.prints.of(b"salt", further_texts[n])),
+                lambda n: fingerprints.append(self.prints.fingerprint(b"salt", further_texts[n])),
                 further_texts,
             ),
             median_us(lambda n: self.index.match(fingerprints[n], self.tokens)),
@@ -115,7 +117,7 @@ class Bench:
                 )
             ),
             new,
-            median_us(lambda n: self.decide(self.prints.of(b"salt", turns[n])), turns),
+            median_us(lambda n: self.decide(self.prints.fingerprint(b"salt", turns[n])), turns),
         ]
 
 
@@ -132,7 +134,9 @@ def print_picks(endpoints: int) -> None:
 
     def ask(number: int, cached: list[int]) -> RoutingQuery:
         request = Request(f"{number}", "model", "tenant", 8_000, 300, slo=slo)
-        return RoutingQuery(request, 1.0 + number / 1000, bench.rng, cached, frozenset(), prints[number])
+        return RoutingQuery(
+            request, 1.0 + number / 1000, bench.rng, cached, frozenset(), prints[number]
+        )
 
     for name in registry.names():
         costs = []
@@ -146,7 +150,10 @@ def print_picks(endpoints: int) -> None:
 
 
 def decide(
-    one: Callable[..., object], asks: Sequence[Ask], fleet: Sequence[Candidate], number: int
+    one: Callable[..., object],
+    asks: Sequence[RoutingQuery],
+    fleet: Sequence[Candidate],
+    number: int,
 ) -> object:
     return one(asks[number], fleet)
 

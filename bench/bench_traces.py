@@ -29,13 +29,18 @@ PARENT = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-0
 
 def main() -> None:
     """Print the lowest of seven runs of each call."""
-    tracer = Tracer(Metrics(), Random(1), {})
-    off = tracer.on
-    tracer.follow(
+    tracer = SpanExporter(Metrics(), Random(1), {})
+    off = tracer.active
+    tracer.configure(
         Traces.model_validate({"endpoint": "http://127.0.0.1:4318/v1/traces", "ratio": 0.01})
     )
     relay = Relay(b"")
-    relay.first_byte_at, relay.first_token_at, relay.last_at, relay.committed = 1.9, 2.0, 3.0, True
+    relay.first_byte_at, relay.first_token_at, relay.last_data_at, relay.is_committed = (
+        1.9,
+        2.0,
+        3.0,
+        True,
+    )
     exchange = Exchange("req_1", Api.CHAT, "client", 0.5)
     exchange.model, exchange.status, exchange.relay = "m", 200, relay
     exchange.received_at, exchange.parsed_at, exchange.admitted_at = 1.0, 1.1, 1.2
@@ -45,14 +50,14 @@ def main() -> None:
         "00f067aa0ba902b7",
         "",
         "",
-        [TraceLeg("whole", "a", "e" * 16, 1)],
+        [LegSpan("whole", "a", "e" * 16, 1)],
     )
-    spans, encode = tree(exchange, trace, 3.5, 1e9), msgspec.json.Encoder().encode
+    spans, encode = build_spans(exchange, trace, 3.5, 1e9), msgspec.json.Encoder().encode
     for name, call in {
         "off: compare with None": lambda: off is not None,
-        "off, client sent a context": lambda: passed_on(PARENT),
-        "on, 1 in 100 sampled": lambda: tracer.begin({}),
-        "a tree of six spans": lambda: tree(exchange, trace, 3.5, 1e9),
+        "off, client sent a context": lambda: propagated_headers(PARENT),
+        "on, 1 in 100 sampled": lambda: tracer.start_trace({}),
+        "a tree of six spans": lambda: build_spans(exchange, trace, 3.5, 1e9),
         "its JSON": lambda: encode(spans),
     }.items():
         runs = sorted(timeit.repeat(call, number=ROUNDS, repeat=7))

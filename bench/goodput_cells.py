@@ -45,9 +45,9 @@ RELATIVE = 0.95
 """Targets above this are relative to the attainment of an idle fleet."""
 
 TROUBLES = {
-    "": Options(),
-    "stale": Options(scrape_s=5.0, scrape_age_s=5.0),
-    "lost": Options(lost_events=0.33),
+    "": ReplayOptions(),
+    "stale": ReplayOptions(scrape_s=5.0, scrape_age_s=5.0),
+    "lost": ReplayOptions(lost_events=0.33),
 }
 TENANT_RATE = 0.8
 
@@ -102,7 +102,7 @@ class TraceFolder(msgspec.Struct, frozen=True):
 
 def measure(cell: Cell, traces: TraceFolder) -> Measurement:
     """Measure a cell. The result is deterministic except for wall times."""
-    started, by_load = perf_counter(), dict[float, Figures]()
+    started, by_load = perf_counter(), dict[float, ReplayFigures]()
 
     def attainment(load: float) -> float:
         if load not in by_load:
@@ -124,13 +124,15 @@ def measure(cell: Cell, traces: TraceFolder) -> Measurement:
     return Measurement(cell, capacities, summarize(by_load[best], best), len(by_load), wall_s)
 
 
-def simulate(cell: Cell, load: float, traces: TraceFolder) -> Figures:
+def simulate(cell: Cell, load: float, traces: TraceFolder) -> ReplayFigures:
     """Run one replay and return its figures."""
     run, from_s, to_s = run_replay(cell, load, traces)
     return figures(run, from_s, to_s)
 
 
-def run_replay(cell: Cell, load: float, traces: TraceFolder) -> tuple[Run, float, float | None]:
+def run_replay(
+    cell: Cell, load: float, traces: TraceFolder
+) -> tuple[ReplayRun, float, float | None]:
     """Run one replay; return it with the start and end of the period whose requests count."""
     requests, span_s, horizon_s = build_traffic(cell, load, traces)
     standard = AGENT if cell.workload == "agents" else STANDARD
@@ -177,7 +179,11 @@ def build_traffic(
     if cell.workload == "b2b":
         return traffic(b2b(load, B2B_S * share, cell.seed)), B2B_S * share, None
     if cell.workload == "mix":
-        return traffic(scaled(mix(traces.folder, cell.seed, share), load)), 900 * share / load, None
+        return (
+            traffic(scale_rate(mix(traces.folder, cell.seed, share), load)),
+            900 * share / load,
+            None,
+        )
     if cell.workload == "tenants":
         return (
             traffic(tenants(traces.folder, cell.seed, share, load)),
@@ -185,7 +191,7 @@ def build_traffic(
             None,
         )
     requests, span_s = recorded_slice(cell.workload, traces.folder, cell.seed, share)
-    return traffic(scaled(requests, load)), span_s / load, None
+    return traffic(scale_rate(requests, load)), span_s / load, None
 
 
 def sessions(folder: str) -> tuple[TraceRequest, ...]:
@@ -222,7 +228,7 @@ def recorded_slice(
             item,
             arrival_s=min(span_s, max(0.0, item.arrival_s + rng.uniform(-grid_s / 2, grid_s / 2))),
         )
-        for item in sliced(_trace(folder, file), from_s, to_s)
+        for item in slice_span(_trace(folder, file), from_s, to_s)
     ]
     return sorted(moved, key=lambda item: item.arrival_s), span_s
 
@@ -231,11 +237,11 @@ def mix(folder: str, seed: int, share: float) -> list[TraceRequest]:
     """Mix conversation, B2B and Azure's chat: three service classes, two tenants."""
     chat, _ = recorded_slice("azure", folder, seed, share)
     conversation, _ = recorded_slice("conversation", folder, seed, 0.75 * share)
-    return mixed(
+    return mix_parts(
         [
-            Part(conversation, 0.6, slo="standard", tenant="a"),
-            Part(list(b2b(MIX_B2B_RATE, 900 * share, seed)), 1.0, slo="batch", tenant="b"),
-            Part(chat, 1.0, slo="interactive", tenant="a"),
+            MixPart(conversation, 0.6, slo="standard", tenant="a"),
+            MixPart(list(b2b(MIX_B2B_RATE, 900 * share, seed)), 1.0, slo="batch", tenant="b"),
+            MixPart(chat, 1.0, slo="interactive", tenant="a"),
         ]
     )
 
@@ -246,13 +252,16 @@ def tenants(folder: str, seed: int, share: float, greed: float) -> list[TraceReq
     The second ends early if the trace is too short.
     """
     mine, span_s = recorded_slice("conversation", folder, seed, share)
-    other = sliced(_trace(folder, SLICES["conversation"][0]), 0.0, span_s * greed)
-    return mixed(
-        [Part(mine, TENANT_RATE, tenant="a"), Part(other, TENANT_RATE * greed, tenant="greedy")]
+    other = slice_span(_trace(folder, SLICES["conversation"][0]), 0.0, span_s * greed)
+    return mix_parts(
+        [
+            MixPart(mine, TENANT_RATE, tenant="a"),
+            MixPart(other, TENANT_RATE * greed, tenant="greedy"),
+        ]
     )
 
 
-def summarize(figures: Figures, load: float) -> dict[str, Any]:
+def summarize(figures: ReplayFigures, load: float) -> dict[str, Any]:
     """Return the figures of a run that the results include."""
     return {
         "load": load,

@@ -29,19 +29,19 @@ from systems import ROOT, SOURCES, all_systems, backend, build_tools, free_base
 sys.path.insert(0, str(ROOT))
 
 from gateway.app import App
-from gateway.config import load
-from gateway.http.fast_connection import Front
-from gateway.http.upstream import Connection
-from gateway.http.write_queue import Outbox
-from gateway.telemetry.accounting import Accounts
+from gateway.config import load_config
+from gateway.http.fast_connection import FastConnection
+from gateway.http.upstream import UpstreamConnection
+from gateway.http.write_queue import WriteQueue
+from gateway.telemetry.accounting import Accounting
 
 CALLBACKS = frozenset(
     function.__qualname__
     for function in (
-        Front.data_received,
-        Connection.data_received,
-        Outbox._run,
-        Accounts.settle,
+        FastConnection.data_received,
+        UpstreamConnection.data_received,
+        WriteQueue._run,
+        Accounting.account_ended,
     )
 )
 """Qualified names of the event loop's callbacks whose instructions count."""
@@ -140,7 +140,7 @@ async def count_kind(kind: Kind, base: int, work: Path) -> Call:
 
 async def median_call(config: Path, port: int, bodies: list[bytes]) -> Call:
     """Send these bodies in turn to a gateway in this process; return the median request's calls."""
-    app = App(load(config, {}))
+    app = App(load_config(config, {}))
     await app.start()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

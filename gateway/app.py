@@ -90,7 +90,9 @@ class App:
         auth = _frame_auth(config, origin.local)
         self._predecessor, self._has_retired = origin.predecessor, False
         self.secret = _fingerprint_secret(auth, origin.predecessor)
-        self._prefixes = PrefixCacheView(self.secret, config.prefix.index, config.prefix.block_bytes)
+        self._prefixes = PrefixCacheView(
+            self.secret, config.prefix.index, config.prefix.block_bytes
+        )
         self._admission = AdmissionController(config)
         trusted = Networks(config.listeners.api.trusted_proxies)
         refused = self.metrics.runtime_gauges.connections_refused_total
@@ -128,7 +130,9 @@ class App:
         self.sockets, self._activated = dict(origin.sockets), origin.activated
         self._servers: dict[str, list[asyncio.Server]] = {}
         self._tls = TlsListeners(
-            self.metrics.runtime_gauges, self.connections, lambda: self.gateway.snapshot.config.limits
+            self.metrics.runtime_gauges,
+            self.connections,
+            lambda: self.gateway.snapshot.config.limits,
         )
         self._gc_schedule = GcSchedule(monotonic())
         self._sweep_task: asyncio.Task[None] | None = None
@@ -138,7 +142,10 @@ class App:
 
     def _create_health_checker(self, config: Config) -> HealthChecker:
         checker = HealthChecker(config, self._endpoints, self._on_models_changed)
-        self._endpoints.on_ejected, self._endpoints.probe_health = checker.probe_until_recovered, checker.check
+        self._endpoints.on_ejected, self._endpoints.probe_health = (
+            checker.probe_until_recovered,
+            checker.check,
+        )
         self._endpoints.on_model_gone = checker.relist
         return checker
 
@@ -155,7 +162,9 @@ class App:
             origin.loaded, origin.file, self.swap, self.metrics, origin.env, origin.say, history
         )
         self._file_watcher = FileWatcher(self.reloader)
-        self._trial = AutoRollbackMonitor(GatewayRollbackTarget(self.reloader, self.metrics), origin.say)
+        self._trial = AutoRollbackMonitor(
+            GatewayRollbackTarget(self.reloader, self.metrics), origin.say
+        )
         self.reloader.on_applied = self._applied
 
     async def _applied(self, trigger: str) -> None:
@@ -187,7 +196,9 @@ class App:
             self.admin_url = await self._listen_admin(listeners.admin)
         self._gc_schedule.freeze()
         if self._predecessor is not None:
-            await self._predecessor.report_ready(self.gateway if self.config.shared is None else None)
+            await self._predecessor.report_ready(
+                self.gateway if self.config.shared is None else None
+            )
 
     @property
     def bound(self) -> list[tuple[BoundListener, socket.socket]]:
@@ -213,7 +224,10 @@ class App:
         Returns after timeouts.handover at the latest. An idle connection gets one more request.
         """
         self.is_draining = self._has_retired = True
-        limit_s, active = self.gateway.snapshot.config.timeouts.handover, self._admission.active_requests
+        limit_s, active = (
+            self.gateway.snapshot.config.timeouts.handover,
+            self._admission.active_requests,
+        )
         ends = monotonic() + limit_s
         log.info(
             "drain begins: %d connections, %d requests, at most %g s",
@@ -254,12 +268,15 @@ class App:
             await asyncio.sleep(SETTLE_S)
         shutdown_s = self.gateway.snapshot.config.timeouts.shutdown
         ends = monotonic() + shutdown_s
-        log.info("drain begins: %d requests, at most %g s", self._admission.active_requests, shutdown_s)
+        log.info(
+            "drain begins: %d requests, at most %g s", self._admission.active_requests, shutdown_s
+        )
         closing = [connection.close_when_idle() for connection in self._fast_connections()]
         await self._wait_until_idle(closing, ends)
         if monotonic() >= ends:
             log.warning(
-                "drain: %d requests have not ended and are failed now", self._admission.active_requests
+                "drain: %d requests have not ended and are failed now",
+                self._admission.active_requests,
             )
             ends = monotonic() + FAIL_S
             await self._fail_requests()
@@ -368,7 +385,9 @@ class App:
 
     def _fast_connections(self) -> list[FastConnection]:
         """Return the client connections that are not handled by aiohttp's server."""
-        return [connection for connection in self.connections if isinstance(connection, FastConnection)]
+        return [
+            connection for connection in self.connections if isinstance(connection, FastConnection)
+        ]
 
     async def _connection_factory(self) -> Callable[[], FastConnection]:
         """Return the factory of protocols for client connections."""

@@ -128,11 +128,40 @@ class Exchange:
     """
 
     __slots__ = (
-        *("accepted_at", "admitted_at", "api", "first_ask", "pick_snapshot", "body_bytes", "booking", "call"),
-        *("client", "detail", "fingerprint", "gaps", "hedge", "memory_gate", "id", "slo_outcome", "ledger"),
+        *(
+            "accepted_at",
+            "admitted_at",
+            "api",
+            "first_ask",
+            "pick_snapshot",
+            "body_bytes",
+            "booking",
+            "call",
+        ),
+        *(
+            "client",
+            "detail",
+            "fingerprint",
+            "gaps",
+            "hedge",
+            "memory_gate",
+            "id",
+            "slo_outcome",
+            "ledger",
+        ),
         *("model", "outcome", "parsed_at", "pick", "picked_at", "predicted_tpot_s"),
         *("predicted_ttft_s", "proxy_request_id", "quota", "reason", "received_at", "relay"),
-        *("retries", "holds_retry_turn", "room", "sent_request", "sent_at", "canary_arm", "split", "status", "tenant"),
+        *(
+            "retries",
+            "holds_retry_turn",
+            "room",
+            "sent_request",
+            "sent_at",
+            "canary_arm",
+            "split",
+            "status",
+            "tenant",
+        ),
         *("tier", "tpot_s", "trace", "ttft_s", "unsent_attempts"),
     )
 

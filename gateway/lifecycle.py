@@ -42,7 +42,9 @@ def run_gateway(
     return uvloop.run(_run(origin, ready, hangup_reloads=hangup_reloads))
 
 
-async def _run(origin: StartOptions, ready: Callable[[App], None] | None, *, hangup_reloads: bool) -> int:
+async def _run(
+    origin: StartOptions, ready: Callable[[App], None] | None, *, hangup_reloads: bool
+) -> int:
     try:
         app = App(origin.loaded.config, origin)
     except OSError as error:
@@ -154,7 +156,9 @@ class _Process:
         log.info("SIGUSR2: starting a successor")
         successor = Successor(self._env, app.bound, app.secret)
         try:
-            await successor.start(app.config.prefix.block_bytes, partial(collect_state, app.gateway))
+            await successor.start(
+                app.config.prefix.block_bytes, partial(collect_state, app.gateway)
+            )
         except HandoverError as error:
             log.error("restart failed: %s. This process goes on.", error)
             return

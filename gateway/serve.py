@@ -124,9 +124,17 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     exchange.take_memory(gate, len(body))
     kept = gateway.accounts.slo_tracker
     caller = CallContext(
-        exchange.id, exchange.tenant, wish, received_at, kept.output_lengths, snapshot.salts, kept.prompt_lengths
+        exchange.id,
+        exchange.tenant,
+        wish,
+        received_at,
+        kept.output_lengths,
+        snapshot.salts,
+        kept.prompt_lengths,
     )
-    call = exchange.call = parse_call(body, exchange.api, snapshot.routes, caller, snapshot.unlisted)
+    call = exchange.call = parse_call(
+        body, exchange.api, snapshot.routes, caller, snapshot.unlisted
+    )
     del body  # the call owns the bytes, and releases them when no retry can need them
     if gate.quotas.by_tenant:
         exchange.quota = gate.quotas.take(call.request)

@@ -178,7 +178,9 @@ class Agent:
         When this returns, all blocks belong to the engine again.
         """
         self.begin_close()
-        ends = [asyncio.ensure_future(handle.wait_ended()) for handle in list(self._handles.values())]
+        ends = [
+            asyncio.ensure_future(handle.wait_ended()) for handle in list(self._handles.values())
+        ]
         if ends:
             await asyncio.wait(ends, timeout=_FENCES_S)
         await asyncio.to_thread(self.finish_close)
@@ -276,7 +278,12 @@ class Agent:
             # Convert numpy scalars, which cannot be encoded in a message.
         )
         request = FetchRequest(
-            str(address), name, np.array(blocks, np.int64), *span, Priority.from_name(priority), ticket
+            str(address),
+            name,
+            np.array(blocks, np.int64),
+            *span,
+            Priority.from_name(priority),
+            ticket,
         )
         self._sink.check(request)
         with self._lock:
@@ -335,7 +342,9 @@ class Agent:
             try:
                 return self._sink.place_window(link, head)
             except WindowError as error:
-                self._do(self._sink.on_bad_window(link, head.transfer, str(error), self._clock.now()))
+                self._do(
+                    self._sink.on_bad_window(link, head.transfer, str(error), self._clock.now())
+                )
                 return None
 
     def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
@@ -361,7 +370,11 @@ class Agent:
             self._do(self._sink.tick(now) + self._source.tick(now))
 
     def _set_alarm(self) -> None:
-        dues = [due for due in (self._sink.next_deadline(), self._source.next_deadline()) if due is not None]
+        dues = [
+            due
+            for due in (self._sink.next_deadline(), self._source.next_deadline())
+            if due is not None
+        ]
         if dues and (self._alarm is None or min(dues) < self._alarm.when):
             if self._alarm is not None:
                 self._alarm.cancel()

@@ -108,12 +108,18 @@ def _choice(
         ask.leg.if_ended or not (stop is not None or speech.has_ended)
     )
     job = Job(
-        token_count(prompt), token_count(tokens), salt_keys(speech.keys, salt), leg=ask.leg, keeps_blocks=keep
+        token_count(prompt),
+        token_count(tokens),
+        salt_keys(speech.keys, salt),
+        leg=ask.leg,
+        keeps_blocks=keep,
     )
     return Choice(index, prompt, tokens, text, reason, stop, job, speech.keys, vary, salt)
 
 
-def _generate(ask: ParsedRequest, prompt: bytes, prompt_keys: Sequence[int], vary: int) -> GeneratedText:
+def _generate(
+    ask: ParsedRequest, prompt: bytes, prompt_keys: Sequence[int], vary: int
+) -> GeneratedText:
     """Generate what follows the prompt and the tokens that another group has already made."""
     given_bytes = ask.leg.first if isinstance(ask.leg, DecodeLeg) else b""
     if not given_bytes:

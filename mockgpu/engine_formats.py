@@ -38,7 +38,9 @@ def error_body(error: ApiError, engine: EngineFormat, streaming: bool = False) -
         "param": error.param,
         "code": error.status,
     }
-    return msgspec.json.encode({"error": flat} if streaming and engine is EngineFormat.SGLANG else flat)
+    return msgspec.json.encode(
+        {"error": flat} if streaming and engine is EngineFormat.SGLANG else flat
+    )
 
 
 def with_extra_key(ask: ParsedRequest) -> ParsedRequest:
@@ -51,8 +53,12 @@ def with_extra_key(ask: ParsedRequest) -> ParsedRequest:
 
 def request_schemas(engine: EngineFormat) -> dict[str, Any]:
     """Return the two request schemas of an engine's OpenAPI page, with member names only."""
-    own = frozenset(RequestBody.__struct_fields__) - (set() if engine is EngineFormat.SGLANG else {"extra_key"})
-    chat, completion = (CHAT_FIELDS, COMPLETION_FIELDS) if engine is EngineFormat.TRTLLM else (own, own)
+    own = frozenset(RequestBody.__struct_fields__) - (
+        set() if engine is EngineFormat.SGLANG else {"extra_key"}
+    )
+    chat, completion = (
+        (CHAT_FIELDS, COMPLETION_FIELDS) if engine is EngineFormat.TRTLLM else (own, own)
+    )
     members_by_schema = {"ChatCompletionRequest": chat, "CompletionRequest": completion}
     return {
         name: {"type": "object", "properties": {member: {} for member in sorted(members)}}

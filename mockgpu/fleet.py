@@ -82,7 +82,9 @@ class FleetGroup:
         self.host = host
         self.listener = GroupListener(host, port)
         self.group = TpGroup(spec, loop)
-        self.pd_role = None if spec.transfer is None else _half(self.group, spec.transfer, host, wire)
+        self.pd_role = (
+            None if spec.transfer is None else _half(self.group, spec.transfer, host, wire)
+        )
         self.faults = GroupFaults(self.group, self.listener, loop, rng, self.pd_role)
         self.server = MockServer(self.group, self.faults, self.pd_role)
 

@@ -63,7 +63,10 @@ class GroupMetrics:
         self.queue_s = BucketHistogram(REQUEST_BUCKETS)
 
     def render(
-        self, scheduler: Scheduler, desk: KvHandoff | None = None, engine: EngineFormat = EngineFormat.VLLM
+        self,
+        scheduler: Scheduler,
+        desk: KvHandoff | None = None,
+        engine: EngineFormat = EngineFormat.VLLM,
     ) -> str:
         """Render the page: vLLM's names, transfers if there are any, and another engine's names."""
         lines = [*self._gauges(scheduler), *self._counters(scheduler), *self._latencies()]

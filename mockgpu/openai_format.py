@@ -94,7 +94,11 @@ NO_EXTRAS = ResponseExtras()
 
 
 def full_response(
-    ask: ParsedRequest, choices: list[Choice], created: int, cached: int | None, extras: ResponseExtras = NO_EXTRAS
+    ask: ParsedRequest,
+    choices: list[Choice],
+    created: int,
+    cached: int | None,
+    extras: ResponseExtras = NO_EXTRAS,
 ) -> bytes:
     """Return the body of a non-streaming response."""
     output_tokens = sum(choice.output_tokens for choice in choices)
@@ -286,7 +290,9 @@ def chunk(ask: ParsedRequest, created: int, choices: list[dict[str, Any]]) -> di
     }
 
 
-def stream_end(ask: ParsedRequest, choices: list[Choice], created: int, cached: int | None) -> bytes:
+def stream_end(
+    ask: ParsedRequest, choices: list[Choice], created: int, cached: int | None
+) -> bytes:
     """Return the end of a successful stream as HTTP chunks: usage if requested, then [DONE]."""
     options = ask.body.stream_options
     if options is None or not options.include_usage:

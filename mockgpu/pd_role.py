@@ -155,7 +155,8 @@ class PdRole:
                 None,
             ),
             options=AgentOptions(
-                invite_wait_s=self._wait_s, family=_family(self.group.spec.model.name, self.transfer)
+                invite_wait_s=self._wait_s,
+                family=_family(self.group.spec.model.name, self.transfer),
             ),
         )
         try:
@@ -188,7 +189,9 @@ class PdRole:
         await self._resolver.close()
         self.memory.close()
 
-    def read(self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str) -> ParsedHandoff:
+    def read(
+        self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str
+    ) -> ParsedHandoff:
         """Return the leg of a request.
 
         A malformed one is counted, and kills the engine if it would.
@@ -238,7 +241,9 @@ class PdRole:
             "engine_id": self.identity.engine_id,
             "agent": self.identity.address,
             "bootstrap": self.bootstrap_url,
-            "transfers": self.group.kv_handoff.running_tasks if self.group.kv_handoff is not None else 0,
+            "transfers": self.group.kv_handoff.running_tasks
+            if self.group.kv_handoff is not None
+            else 0,
             "leases": stats.get("leases"),
             "reservations": stats.get("reservations"),
         }

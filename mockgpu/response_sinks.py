@@ -63,7 +63,12 @@ class StreamSink:
     __slots__ = ("_answer", "_cached", "_chunks", "_job", "_transport", "on_failure")
 
     def __init__(
-        self, answer: PendingResponse, chunks: StreamChunks, job: Job, transport: asyncio.Transport, cached: bool
+        self,
+        answer: PendingResponse,
+        chunks: StreamChunks,
+        job: Job,
+        transport: asyncio.Transport,
+        cached: bool,
     ) -> None:
         self._answer = answer
         self._chunks = chunks

@@ -171,7 +171,9 @@ class Scheduler:
         self._context += decoded
         ended = list(self._ends.pop(self.tick, ()))
         first_token_jobs = [
-            chunk.job for chunk in plan.chunks if chunk.is_last and chunk.job.state is JobState.PREFILL
+            chunk.job
+            for chunk in plan.chunks
+            if chunk.is_last and chunk.job.state is JobState.PREFILL
         ]
         for job in first_token_jobs:
             self._begin(job)
@@ -231,7 +233,9 @@ class Scheduler:
         size = self.pool.block_tokens
         # The last token is always computed, because the first output token depends on its logits.
         hits = self.pool.count_hits(job.keys, (job.known_tokens - 1) // size)
-        needed = blocks_for(job.known_tokens, size) - hits + self.pool.count_free_hits(job.keys, hits)
+        needed = (
+            blocks_for(job.known_tokens, size) - hits + self.pool.count_free_hits(job.keys, hits)
+        )
         if needed > self.pool.free - self._reserved_blocks():
             return False
         job.blocks = self.pool.acquire_cached(job.keys, hits)

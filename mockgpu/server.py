@@ -228,7 +228,9 @@ class MockServer:
                 self.group.kv_handoff.decline(reading.leg)
             raise
 
-    def _reading(self, raw: bytes, body: RequestBody, request: web.Request, request_id: str) -> ParsedHandoff:
+    def _reading(
+        self, raw: bytes, body: RequestBody, request: web.Request, request_id: str
+    ) -> ParsedHandoff:
         """Read the request's leg. A group without a role in split requests accepts none."""
         if self.pd_role is not None:
             return self.pd_role.read(raw, body, request.headers, request_id)
@@ -245,7 +247,9 @@ class MockServer:
             return openai_format.NO_EXTRAS
         offered, speaks, here = choice.job.offered, self.pd_role.dialect, self.pd_role.identity
         inside = speaks.choice_members(ask, offered, choice.tokens, here)
-        return openai_format.ResponseExtras(speaks.response_members(ask, ask.leg, offered, here), inside)
+        return openai_format.ResponseExtras(
+            speaks.response_members(ask, ask.leg, offered, here), inside
+        )
 
     async def _stream(
         self,
@@ -269,9 +273,13 @@ class MockServer:
         if transport.is_closing():
             raise asyncio.CancelledError
         if error is None:
-            transport.write(openai_format.stream_end(ask, choices, created, self._cached(ask, choices)))
+            transport.write(
+                openai_format.stream_end(ask, choices, created, self._cached(ask, choices))
+            )
         else:
-            transport.write(openai_format.stream_error(error_body(error, self._engine, streaming=True)))
+            transport.write(
+                openai_format.stream_error(error_body(error, self._engine, streaming=True))
+            )
         await response.write_eof()
         return response
 
@@ -292,7 +300,9 @@ class MockServer:
 
     def _cached(self, ask: ParsedRequest, choices: list[Choice]) -> int | None:
         """Return the cached prompt tokens for usage; None if the engine does not report them."""
-        return openai_format.cached_tokens(choices, ask.n) if self.group.spec.cached_details else None
+        return (
+            openai_format.cached_tokens(choices, ask.n) if self.group.spec.cached_details else None
+        )
 
     async def models(self, _: web.Request) -> web.Response:
         """GET /v1/models."""
@@ -360,7 +370,9 @@ class MockServer:
         """
         renewal = decode_body(await request.read(), RenewRequest)
         ticket = (
-            None if self.group.kv_handoff is None else self.group.kv_handoff.renew(renewal.name, renewal.ticket)
+            None
+            if self.group.kv_handoff is None
+            else self.group.kv_handoff.renew(renewal.name, renewal.ticket)
         )
         if ticket is None:
             raise ApiError(404, "no such lease")

@@ -20,7 +20,11 @@ def available(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[
 @RetryFilter
 def untried(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep endpoints on which this request has not failed yet."""
-    return [candidate for candidate in candidates if candidate.endpoint.name not in query.failed_endpoints]
+    return [
+        candidate
+        for candidate in candidates
+        if candidate.endpoint.name not in query.failed_endpoints
+    ]
 
 
 def below_cap(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:

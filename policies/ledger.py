@@ -107,12 +107,16 @@ class LoadBooking(QueuedPrompt):
         self._booked_at = now
         if handed:
             self._first_s: float | None = None
-            self._token_s = load_forecast.predict_tpot_s(timeline, load, prompt, request.output_tokens, 0.0)
+            self._token_s = load_forecast.predict_tpot_s(
+                timeline, load, prompt, request.output_tokens, 0.0
+            )
             timeline.expect_kv(load, self)
         else:
             self._place()
             self._first_s = first_s = ttft_simulation.simulate_ttft_s(timeline, load, self, now)
-            self._token_s = load_forecast.predict_tpot_s(timeline, load, prompt, request.output_tokens, first_s)
+            self._token_s = load_forecast.predict_tpot_s(
+                timeline, load, prompt, request.output_tokens, first_s
+            )
             self._compute(now)
 
     def _place(self) -> None:
@@ -206,7 +210,11 @@ An alias saves a call per request.
 
 
 def reserve(
-    load: EndpointLoad, request: Request, cached_tokens: int, now: float, sees_first_token: bool = True
+    load: EndpointLoad,
+    request: Request,
+    cached_tokens: int,
+    now: float,
+    sees_first_token: bool = True,
 ) -> LoadBooking:
     """Take a decode place for a split request: KV for all of its prompt from the start, and nothing
     to prefill.
@@ -248,7 +256,10 @@ def record_scrape(
     their way, is not external. Only requests in excess at two scrapes in a row therefore count.
     """
     beyond = max(0, (running or 0) + (waiting or 0) - load.in_flight)
-    load.external_requests, load.unexplained_requests = min(beyond, load.unexplained_requests), beyond
+    load.external_requests, load.unexplained_requests = (
+        min(beyond, load.unexplained_requests),
+        beyond,
+    )
     load.running, load.waiting, load.kv_usage = running, waiting, kv_usage
     load.scraped_at = now
     if kv_tokens is not None:

@@ -41,7 +41,9 @@ def best_with_tie_breakers(*costs: Callable[[EndpointLoad], float]) -> Picker:
     return pick
 
 
-def better_of_two(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+def better_of_two(
+    query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]
+) -> int:
     """Choose the better of two random candidates (Mitzenmacher 2001); the first on a tie."""
     first = int(query.rng.random() * len(scores))
     if len(scores) == 1:
@@ -92,7 +94,9 @@ class Rotation:
         self._turn = 0.0
         self._last_turn: dict[int, float] = {}
 
-    def __call__(self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def __call__(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]
+    ) -> int:
         last, top = self._last_turn, scores[0]
         try:
             turns = [last[candidate.load.slot] for candidate in candidates]

@@ -91,7 +91,8 @@ def parse_params(name: str, kind: type[T], params: Mapping[str, object]) -> T:
         if param not in fields:
             hint = f"it takes {', '.join(fields)}" if fields else "it takes none"
             raise PolicyConfigError(
-                f"{name} has no parameter {param!r}{did_you_mean(param, tuple(fields))}; {hint}", param
+                f"{name} has no parameter {param!r}{did_you_mean(param, tuple(fields))}; {hint}",
+                param,
             )
         try:
             msgspec.convert(value, fields[param])

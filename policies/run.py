@@ -38,7 +38,11 @@ def repick(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
     """Return the same decision for another one of its candidates."""
     slot = candidate.load.slot
     score = next(
-        (score for other, score in zip(pick.candidates, pick.scores, strict=False) if other is candidate),
+        (
+            score
+            for other, score in zip(pick.candidates, pick.scores, strict=False)
+            if other is candidate
+        ),
         pick.score,
     )
     return Pick(

@@ -87,7 +87,8 @@ def _row(row: Row, specs: Sequence[FamilySpec]) -> str:
     rows = [
         (
             f"`{spec.name}`",
-            f"{spec.kind}, {spec.unit}".rstrip(", ") + (", exemplars" if spec.has_exemplars else ""),
+            f"{spec.kind}, {spec.unit}".rstrip(", ")
+            + (", exemplars" if spec.has_exemplars else ""),
             ", ".join(f"`{name}`" for name in spec.exposed_labels),
             spec.help,
             spec.merge,

@@ -91,7 +91,7 @@ class Agents:
         """Wait until the source may reuse its blocks."""
         if self.role == "source":
             for offer in self.offers:
-                _check_landed(self._run_on_loop(offer.ended()))
+                _check_landed(self._run_on_loop(offer.wait_ended()))
 
     def run(self) -> None:
         assert self.drawn is not None
@@ -104,9 +104,11 @@ class Agents:
     def _fetch(self, index: int, blocks: Any) -> None:
         _check_landed(self._run_on_loop(self._await_fetch(f"{self.pass_number}/{index}", blocks)))
 
-    async def _await_fetch(self, name: str, blocks: Any) -> End:
+    async def _await_fetch(self, name: str, blocks: Any) -> TransferOutcome:
         tokens = len(blocks) * self.LAYOUT.block_tokens
-        return await self.agent.fetch(self.peer, name, blocks, tokens, timeout_s=PATIENCE_S).wait_ended()
+        return await self.agent.fetch(
+            self.peer, name, blocks, tokens, timeout_s=PATIENCE_S
+        ).wait_ended()
 
 
 class Layers(Agents):
@@ -156,14 +158,14 @@ class Layers(Agents):
         for layer in range(layers if prefill_s else 0):
             await asyncio.sleep(started + prefill_s * (layer + 1) / layers - time.perf_counter())
             last = time.perf_counter()
-            offer.ready(layer + 1)
-        _check_landed(await offer.ended())
+            offer.mark_ready(layer + 1)
+        _check_landed(await offer.wait_ended())
         return time.perf_counter() - last
 
 
-def _check_landed(end: End) -> None:
-    if end.how is not How.LANDED:
-        raise RuntimeError(f"the transfer ended {end.how}: {end.reason}")
+def _check_landed(end: TransferOutcome) -> None:
+    if end.kind is not OutcomeKind.LANDED:
+        raise RuntimeError(f"the transfer ended {end.kind}: {end.reason}")
 
 
 def _transport(kind: str) -> Transport:

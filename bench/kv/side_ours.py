@@ -78,7 +78,7 @@ class LinkSide:
         self.transfer += 1
         self.each, self.replies = each, 0
         assert self.role == "sink" or self.joined.wait(PATIENCE_S)
-        window_bytes = min(self.link.window_bytes, Options().window_bytes)  # type: ignore[union-attr]
+        window_bytes = min(self.link.window_bytes, AgentOptions().window_bytes)  # type: ignore[union-attr]
         self.windows = self._windows(
             drawn, 1 if each else max(1, window_bytes // drawn.block_bytes)
         )
@@ -92,7 +92,7 @@ class LinkSide:
             raise RuntimeError("the sink has not granted write access")
         self.granted.clear()
 
-    def _windows(self, drawn: Draw, blocks_per_window: int) -> list[tuple[WindowHead, Slice]]:
+    def _windows(self, drawn: Draw, blocks_per_window: int) -> list[tuple[WindowHead, WindowSlice]]:
         size = drawn.block_bytes
         windows = []
         for first in range(0, len(drawn.src), blocks_per_window):
@@ -101,9 +101,9 @@ class LinkSide:
                 drawn.dst[first : first + blocks_per_window],
             )
             head = WindowHead(self.transfer, 0, 0, first, len(src), len(src) * size)
-            runs = Runs(src * size, dst * size, np.full(len(src), size, np.int64))
+            runs = ByteRuns(src * size, dst * size, np.full(len(src), size, np.int64))
             windows.append(
-                (head, Slice(runs, self.region, 0, 0, self._generation_check(src, size)))
+                (head, WindowSlice(runs, self.region, 0, 0, self._generation_check(src, size)))
             )
         return windows
 
@@ -155,18 +155,18 @@ class LinkSide:
         if not self.lanes_left:
             self.joined.set()
 
-    def on_message(self, link: Link, data: bytes) -> None:
+    def message(self, link: Link, data: bytes) -> None:
         if data.startswith(GRANT):
             link.accept(self.transfer, data[len(GRANT) :])
             self.granted.set()
         else:
             self.replies += 1
 
-    def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
+    def incoming(self, link: Link, head: WindowHead) -> WindowSlice | None:
         return self.expected.get(head.first)
 
-    def landed(self, link: Link, head: WindowHead, verdict: Verdict) -> None:
-        if verdict is not Verdict.OK:
+    def landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
+        if verdict is not WindowVerdict.OK:
             self.wrong = f"a window arrived with verdict {verdict}"
         with self.counting:  # each lane calls on its own thread
             self.left -= 1
@@ -176,12 +176,12 @@ class LinkSide:
         elif last:
             link.send(ALL)
 
-    def on_sent(self, link: Link, head: WindowHead) -> None: ...
+    def sent(self, link: Link, head: WindowHead) -> None: ...
 
-    def on_fenced(self, link: Link, transfer: int) -> None:
+    def fenced(self, link: Link, transfer: int) -> None:
         self.free.set()
 
-    def on_lost(self, link: Link, reason: str) -> None:
+    def lost(self, link: Link, reason: str) -> None:
         self.wrong = f"the link is lost: {reason}"
 
 
@@ -200,7 +200,7 @@ def _laned(link: Link) -> MultiLaneLink:
 def _transport(
     transport: str, checked: bool = False, sealed: bool = False, lanes: int = 1
 ) -> Transport:
-    manner = Manner(checked=checked, sealed=sealed, lanes=lanes)
+    manner = LinkOptions(checked=checked, sealed=sealed, lanes=lanes)
     if transport == "tcp":
         from kvtransfer.transports.tcp import Tcp
 

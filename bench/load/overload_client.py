@@ -125,10 +125,10 @@ class TimedConnection:
                 return
             facts = parse_head(head + b"\r\n")
             timed.read_head(head, facts.status)
-            self._body = body_for(facts)
+            self._body = new_body(facts)
         if data:
             timed.timeline.feed(self._body.feed(data), now)
-        if self._body.ended:
+        if self._body.is_complete:
             self._finish(timed)
 
     def _finish(self, timed: TimedRequest) -> None:

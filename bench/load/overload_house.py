@@ -56,7 +56,7 @@ class OverloadFleet:
 
     def __init__(
         self,
-        gateway: Gateway,
+        gateway: GatewayProcess,
         engines: list[str],
         null_url: str,
         log: Path,

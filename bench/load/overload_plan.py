@@ -25,7 +25,7 @@ STREAM_PROMPT, STREAM_OUTPUT = 200, 3000  # longer than the run
 OPENED_S, OPENED_WITHIN_S = 20.0, 12.0  # by then the gateway knows the engines' speed
 
 SPEED = 0.2
-GROUP = Kind("llama-3.1-70b-fp8", "h100", 4, count=8, slowness=1 / SPEED)
+GROUP = GroupKind("llama-3.1-70b-fp8", "h100", 4, count=8, slowness=1 / SPEED)
 """600 streams of this fleet make about 8,000 tokens/s, which two cores can send, relay and read."""
 
 SLO = Slo("standard", ttft_s=5.0, tpot_s=0.25)

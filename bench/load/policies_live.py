@@ -39,7 +39,7 @@ def main() -> int:
     for number in range(options.runs):
         for policy in options.policy:
             with fleet(policy, options.speed) as url:
-                plan = Plan(
+                plan = BenchPlan(
                     url=url,
                     trace=TRACE,
                     speed=options.speed,
@@ -72,7 +72,7 @@ def _mean_ttft_s(report: BenchReport) -> float:
     return fmean(record.ttft_s for record in report.completed if record.ttft_s is not None)
 
 
-def _format_run(report: Report, ideal: float, speed: float) -> str:
+def _format_run(report: BenchReport, ideal: float, speed: float) -> str:
     ratio, tokens = report.cached_ratio or 0.0, report.prompt_tokens / max(1, len(report.completed))
     worst = max((record.lag_s for record in report.records), default=0.0)
     return (

@@ -63,7 +63,7 @@ GOOD = {"streams answered", "requests answered"}
 
 
 @contextmanager
-def activated(folder: Path, config: str, patience: str) -> Iterator[Gateway]:
+def activated(folder: Path, config: str, patience: str) -> Iterator[GatewayProcess]:
     """Run a gateway on sockets of systemd-socket-activate, which starts it on a connection."""
     file, ports = folder / "gateway.yaml", (free_port(), free_port())
     file.write_text(complete_config(config) + patience)
@@ -71,9 +71,11 @@ def activated(folder: Path, config: str, patience: str) -> Iterator[Gateway]:
     passed = [word for name in ENV for word in ("-E", name)]
     serve = [sys.executable, "-m", "gateway", "serve", "--config", str(file)]
     command = [ACTIVATE, *listen, "--fdname=api:admin", *passed, *serve]
-    with run_process(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV) as process:
+    with run_process(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV
+    ) as process:
         assert process.stderr
-        running_gateway = Gateway(process)
+        running_gateway = GatewayProcess(process)
         threading.Timer(1.0, _connect, ports[:1]).start()
         running_gateway.hear(process.stderr)
         yield running_gateway
@@ -85,16 +87,16 @@ def _connect(port: int) -> None:
 
 
 async def restart_by_successors(
-    running_gateway: Gateway, restarts: int, streams: int, shorts: int
+    running_gateway: GatewayProcess, restarts: int, streams: int, shorts: int
 ) -> Counter[str]:
     """Restart by SIGUSR2: each process hands its sockets over to its successor."""
     pids = [running_gateway.pid]
     async with traffic(running_gateway.url, streams, shorts, tokens=200) as load:
         await asyncio.sleep(3.0)
         for number in range(restarts):
-            before = learned(running_gateway)
+            before = learned_state(running_gateway)
             pids.append(await restart(running_gateway, pids[-1]))
-            after = learned(running_gateway)
+            after = learned_state(running_gateway)
             _print_restart(number, f"pid {pids[-1]}", before, after, load.counts)
             await asyncio.sleep(1.0)
     for problem in load.problems[:10]:
@@ -107,20 +109,20 @@ async def restart_by_successors(
 
 
 async def restart_workers(
-    running_gateway: Gateway, restarts: int, streams: int, shorts: int
+    running_gateway: GatewayProcess, restarts: int, streams: int, shorts: int
 ) -> Counter[str]:
     """Restart by SIGUSR2 to a supervisor, which replaces its workers."""
     async with traffic(running_gateway.url, streams, shorts, tokens=200) as load:
         await asyncio.sleep(3.0)
         for number in range(restarts):
-            before, text = learned(running_gateway), "replaced all"
+            before, text = learned_state(running_gateway), "replaced all"
             known = running_gateway.said.count(text)
             os.kill(running_gateway.pid, signal.SIGUSR2)
             async with asyncio.timeout(120):
                 while running_gateway.said.count(text) == known:
                     await asyncio.sleep(0.05)
             _print_restart(
-                number, "workers replaced", before, learned(running_gateway), load.counts
+                number, "workers replaced", before, learned_state(running_gateway), load.counts
             )
     for problem in load.problems[:10]:
         print("  ", problem)
@@ -155,14 +157,19 @@ def run_mode(mode: str, options: argparse.Namespace) -> bool:
         f"{mode}: {options.restarts} restarts, {options.streams} streams on keep-alive connections",
         flush=True,
     )
-    open_gateway: Callable[[Path, str, str], object] = activated if mode == "socket" else gateway
+    open_gateway: Callable[[Path, str, str], object] = (
+        activated if mode == "socket" else gateway_process
+    )
     work = restart_workers if mode == "workers" else restart_by_successors
     with (
         tempfile.TemporaryDirectory(prefix="penstock-restarts-") as folder,
         mock_fleet("--speed", "4") as urls,
     ):
         config = CONFIG.format(*urls, dead=free_port(), workers=2 if mode == "workers" else 1)
-        with open_gateway(Path(folder), config, "") as running_gateway, ended(running_gateway):  # type: ignore[attr-defined]
+        with (
+            open_gateway(Path(folder), config, "") as running_gateway,
+            killing_successors(running_gateway),
+        ):  # type: ignore[attr-defined]
             counts = asyncio.run(
                 work(running_gateway, options.restarts, options.streams, options.shorts)
             )

@@ -54,7 +54,7 @@ def main() -> int:
 
 def _start_gateways(
     stack: ExitStack, count: int, redis_url: str | None, speed: float
-) -> list[Gateway]:
+) -> list[GatewayProcess]:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     engines = [
         url
@@ -62,7 +62,7 @@ def _start_gateways(
         for url in stack.enter_context(mock_fleet(*MODEL, "--speed", str(speed)))
     ]
     return [
-        stack.enter_context(sharing(folder, f"g{number}", engines, redis_url))
+        stack.enter_context(shared_gateway(folder, f"g{number}", engines, redis_url))
         for number in range(count)
     ]
 
@@ -72,7 +72,9 @@ def _measure_hits(name: str, count: int, is_shared: bool, requests: int, speed: 
         gateways = _start_gateways(
             stack, count, stack.enter_context(redis_server()).url if is_shared else None, speed
         )
-        report = asyncio.run(converse([gateway.url for gateway in gateways], requests, speed))
+        report = asyncio.run(
+            replay_conversation([gateway.url for gateway in gateways], requests, speed)
+        )
         blind = sum(metric(gateway, "penstock_blind_picks_total") for gateway in gateways)
     ratio = report.cached_ratio or 0.0
     print(
@@ -88,7 +90,7 @@ def _measure_outage(seconds: float, speed: float) -> bool:
         redis = stack.enter_context(redis_server())
         gateways = _start_gateways(stack, 2, redis.url, speed)
         urls = [gateway.url for gateway in gateways]
-        asyncio.run(converse(urls, 100, speed))
+        asyncio.run(replay_conversation(urls, 100, speed))
         before = [gateway.resident_bytes for gateway in gateways]
         redis.stop()
         ends, errors, requests = time.monotonic() + seconds, 0, 0
@@ -100,7 +102,7 @@ def _measure_outage(seconds: float, speed: float) -> bool:
             gateway.resident_bytes - size for gateway, size in zip(gateways, before, strict=True)
         ]
         redis.start()
-        back_s = until(
+        back_s = wait_until(
             lambda: all(
                 metric(gateway, "penstock_shared_staleness_seconds") == 0.0 for gateway in gateways
             ),

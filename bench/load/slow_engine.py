@@ -132,7 +132,7 @@ def run_case(policy: str, options: argparse.Namespace, groups: int, case: Case) 
         for url in urls[: case.slow] if options.at > 0 else []:
             _inject_fault(url, case, options.at)
         started = time.time()
-        plan = Plan(
+        plan = BenchPlan(
             url=f"http://127.0.0.1:{port}",
             rate=options.rate,
             duration_s=options.seconds,

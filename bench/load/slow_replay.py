@@ -44,10 +44,10 @@ def _run_case(
     policy: str, seed: int, seconds: float, three_s: float, factor: float, only: str
 ) -> bool:
     run, fleet = ran(
-        policy, 4, seed, seconds, Fault(0.0, 0, Trouble.SLOW, factor=factor, only=only)
+        policy, 4, seed, seconds, GroupFault(0.0, 0, GroupFaultKind.SLOW, factor=factor, only=only)
     )
-    slow = [f"{time_s:.0f}" for time_s, group in fleet.speeds.ejected if group == 0]
-    healthy = [f"{time_s:.0f}" for time_s, group in fleet.speeds.ejected if group]
+    slow = [f"{time_s:.0f}" for time_s, group in fleet.speed_monitor.ejected if group == 0]
+    healthy = [f"{time_s:.0f}" for time_s, group in fleet.speed_monitor.ejected if group]
     slow_share, p99 = share(run, KEPT_S), p99_s(run)
     hedges = len(fleet.hedges.sent) / len(run.records)
     is_met = slow_share <= 0.01 and p99 <= 2 * three_s and hedges <= HEDGES and not healthy

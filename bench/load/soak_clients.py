@@ -113,7 +113,7 @@ class Clients:
         body, started, timeline, heads = (
             self._body(kind, rng),
             time.monotonic(),
-            Timeline(),
+            AnswerTimeline(),
             dict[str, str](),
         )
         headers = {
@@ -144,7 +144,7 @@ class Clients:
         body: dict[str, Any],
         headers: dict[str, str],
         kind: Kind,
-        timeline: Timeline,
+        timeline: AnswerTimeline,
         heads: dict[str, str],
     ) -> str:
         """Send a request and return ok, left, refused, or a description of the wrong answer."""

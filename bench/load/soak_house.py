@@ -69,7 +69,7 @@ class SoakFleet:
     """The running gateway, the groups of its configuration file, and the owner of that file."""
 
     def __init__(
-        self, groups: list[Group], running: Gateway, file: Path, http: aiohttp.ClientSession
+        self, groups: list[Group], running: GatewayProcess, file: Path, http: aiohttp.ClientSession
     ) -> None:
         self.groups = groups
         self.gateway = running
@@ -101,7 +101,9 @@ class SoakFleet:
         reply = await self._json(f"{self.gateway.admin_url}/endpoints")
         return next((item for item in reply["endpoints"] if item["name"] == group.name), None)
 
-    async def until(self, group: Group, holds: Callable[[dict[str, Any] | None], bool]) -> None:
+    async def wait_until(
+        self, group: Group, holds: Callable[[dict[str, Any] | None], bool]
+    ) -> None:
         """Wait until a condition holds for the gateway's status of a group."""
 
         async def is_reached() -> bool:
@@ -179,7 +181,7 @@ def configuration(groups: list[Group], policy: str) -> str:
 def start_group(name: str, role: str, speed: float) -> Group:
     """Start a group. The caller must await its readiness and end it."""
     options = next(options for known, _, options in ROLES if known == role)
-    return Group(name, role, Mock(speed, *options, "--role", role))
+    return Group(name, role, MockProcess(speed, *options, "--role", role))
 
 
 @asynccontextmanager
@@ -197,7 +199,7 @@ async def run_fleet(speed: float, longest_s: float) -> AsyncIterator[SoakFleet]:
             group.mock.wait_until_ready()
         folder = Path(stack.enter_context(TemporaryDirectory()))
         running = stack.enter_context(
-            gateway(folder, configuration(groups, "prefix_aware"), patience="")
+            gateway_process(folder, configuration(groups, "prefix_aware"), patience="")
         )
         async with aiohttp.ClientSession(
             timeout=timeout, connector=aiohttp.TCPConnector(limit=0)

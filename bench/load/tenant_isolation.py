@@ -170,7 +170,7 @@ async def measure_mode(
     rng = random.Random(f"{options.seed} {isolate}")
     with (
         tempfile.TemporaryDirectory() as folder,
-        gateway(Path(folder), config(engines, isolate)) as running,
+        gateway_process(Path(folder), config(engines, isolate)) as running,
     ):
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(timeout=timeout) as http:

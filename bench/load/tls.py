@@ -180,7 +180,7 @@ def read_expected_text(url: str, trust: ssl.SSLContext) -> str:
 
 
 def run(
-    server: Gateway, authority: Authority, clients: Mapping[str, Client], requests: int
+    server: GatewayProcess, authority: Authority, clients: Mapping[str, Client], requests: int
 ) -> bool:
     """Run all clients, print a row for each, and return whether no request failed."""
     text = read_expected_text(server.url, ssl.create_default_context(cafile=str(authority.ca)))
@@ -229,7 +229,7 @@ def run(
     return not total["failed"] and rotation.problem is None
 
 
-def count_failed_handshakes(server: Gateway) -> float:
+def count_failed_handshakes(server: GatewayProcess) -> float:
     """Return the number of failed TLS handshakes from the gateway's metrics."""
     with urllib.request.urlopen(f"{server.admin_url}/metrics") as answer:
         page = answer.read().decode()
@@ -257,7 +257,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="penstock-tls-") as folder, mock_fleet() as urls:
         authority = Authority(Path(folder) / "tls")
         authority.issue("server", "localhost", "127.0.0.1")
-        with gateway(Path(folder), CONFIG.format(*urls), complete=False) as server:
+        with gateway_process(Path(folder), CONFIG.format(*urls), complete=False) as server:
             good = run(server, authority, clients, options.requests)
             failures = count_failed_handshakes(server)
     print(f"failed handshakes at the gateway: {failures:g}")

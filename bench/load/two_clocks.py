@@ -95,7 +95,7 @@ def run_virtual(
     spec = FleetSpec(
         "live's twin", (msgspec.structs.replace(GROUP, max_concurrency=256),), block_tokens=16
     )
-    options = Options(expected_output=None, scrape_s=speed)
+    options = ReplayOptions(expected_output=None, scrape_s=speed)
     result = figures(replay(spec, traffic(requests), registry.build(policy, {}), options=options))
     assert result.ttft is not None
     assert result.tpot is not None

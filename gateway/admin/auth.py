@@ -88,7 +88,9 @@ def check_credentials(request: web.Request, config: Config) -> web.Response | No
         token_digest, key_digest = _digest(token.strip()), _digest(key.reveal())
         if scheme.lower() == "bearer" and hmac.compare_digest(token_digest, key_digest):
             return None
-        return error_response(401, "changes need the key of admin.key: send 'Authorization: Bearer <key>'")
+        return error_response(
+            401, "changes need the key of admin.key: send 'Authorization: Bearer <key>'"
+        )
     peer = request.transport.get_extra_info("peername") if request.transport is not None else None
     address = _address(peer[0]) if isinstance(peer, tuple) else None
     if (

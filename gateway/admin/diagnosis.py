@@ -185,7 +185,9 @@ def _out(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[DiagnosisLine]:
         elif state == "returning":
             yield DiagnosisLine("note", f"{name} is back{ago}, on trial.", name)
         elif state in ("draining", "drained"):
-            yield DiagnosisLine("note", f"{name} receives no new requests: an operator drained it.", name)
+            yield DiagnosisLine(
+                "note", f"{name} receives no new requests: an operator drained it.", name
+            )
         elif row.get("slow"):
             yield DiagnosisLine("warn", f"{name} receives few requests: it is {row['slow']}.", name)
         elif row["silence_s"] > SILENCE_S:
@@ -285,7 +287,9 @@ def _whole(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
     for reason, count in sorted(minute.whole_reasons.items(), key=lambda item: -item[1])[:1]:
         if count >= 0.1 * total:
             text = WHOLE_TEXTS.get(reason, reason)
-            yield DiagnosisLine("note", f"{count / total:.0%} of the requests were not split: {text}.")
+            yield DiagnosisLine(
+                "note", f"{count / total:.0%} of the requests were not split: {text}."
+            )
 
 
 def duration_text(seconds: float) -> str:

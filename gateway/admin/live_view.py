@@ -42,7 +42,10 @@ IMPAIRED = 4
 
 def build_view(standing: FleetStatus, marks: SampleHistory, now: MetricSample) -> dict[str, Any]:
     """Return the complete view as of the sample `now`."""
-    recent, minute = marks.find_before(now.at, RATES_S) or now, marks.find_before(now.at, SHARES_S) or now
+    recent, minute = (
+        marks.find_before(now.at, RATES_S) or now,
+        marks.find_before(now.at, SHARES_S) or now,
+    )
     rows = _endpoints(standing, marks, now, minute)
     findings = diagnosis.diagnose(_minute(standing, now, minute, rows))
     impaired = {finding.endpoint for finding in findings if finding.grade == "warn"}
@@ -53,7 +56,8 @@ def build_view(standing: FleetStatus, marks: SampleHistory, now: MetricSample) -
         "totals": _totals(standing, now, recent, minute),
         "pools": standing.pools,
         "endpoints": [
-            row | {"severity": endpoint_severity(row["state"], row["name"] in impaired)} for row in rows
+            row | {"severity": endpoint_severity(row["state"], row["name"] in impaired)}
+            for row in rows
         ],
         "flow": kv_flow(standing, now, recent),
         "why": [_reason(finding) for finding in diagnosis.shorten(findings)],
@@ -73,7 +77,9 @@ def _reason(reason: diagnosis.DiagnosisLine) -> dict[str, Any]:
     return {"grade": reason.grade, "text": reason.text, "endpoint": reason.endpoint}
 
 
-def _totals(standing: FleetStatus, now: MetricSample, recent: MetricSample, minute: MetricSample) -> dict[str, Any]:
+def _totals(
+    standing: FleetStatus, now: MetricSample, recent: MetricSample, minute: MetricSample
+) -> dict[str, Any]:
     ttft_s, tpot_s = standing.slo_by_class[standing.default_class]
     responses, per_s = counter_growth(now.responses, recent.responses), rate_function(now, recent)
     sent, hit = _believed(now, minute, now.predicted_tokens)
@@ -83,7 +89,8 @@ def _totals(standing: FleetStatus, now: MetricSample, recent: MetricSample, minu
         "errors_per_s": per_s(count_failed(responses)),
         "tokens_per_s": per_s(now.tokens - recent.tokens),
         "shed_per_s": {
-            reason: per_s(count) for reason, count in counter_growth(now.shed, recent.shed).most_common()
+            reason: per_s(count)
+            for reason, count in counter_growth(now.shed, recent.shed).most_common()
         },
         "streams": standing.active_requests,
         "waiting": sum(pool["waiting"] for pool in standing.pools),
@@ -102,7 +109,9 @@ def _totals(standing: FleetStatus, now: MetricSample, recent: MetricSample, minu
     }
 
 
-def _goodput(standing: FleetStatus, now: MetricSample, minute: MetricSample) -> list[dict[str, Any]]:
+def _goodput(
+    standing: FleetStatus, now: MetricSample, minute: MetricSample
+) -> list[dict[str, Any]]:
     """Return the SLO outcomes by service class, without classes that had no request."""
     ended = counter_growth(now.slo_outcomes, minute.slo_outcomes)
     rows = []
@@ -123,7 +132,9 @@ def _goodput(standing: FleetStatus, now: MetricSample, minute: MetricSample) -> 
     return rows
 
 
-def _endpoints(standing: FleetStatus, marks: SampleHistory, now: MetricSample, minute: MetricSample) -> list[dict[str, Any]]:
+def _endpoints(
+    standing: FleetStatus, marks: SampleHistory, now: MetricSample, minute: MetricSample
+) -> list[dict[str, Any]]:
     sparks = _sparks([*marks, now], now.at)
     return [
         row | _latency_of(row["name"], now, minute) | {"spark": sparks.get(row["name"], [])}
@@ -165,7 +176,10 @@ def _sparks(marks: Sequence[MetricSample], now: float) -> dict[str, list[int]]:
 
 
 def _minute(
-    standing: FleetStatus, now: MetricSample, minute: MetricSample, endpoints: Sequence[Mapping[str, Any]]
+    standing: FleetStatus,
+    now: MetricSample,
+    minute: MetricSample,
+    endpoints: Sequence[Mapping[str, Any]],
 ) -> diagnosis.MinuteCounts:
     ended, decisions = (
         counter_growth(now.slo_outcomes, minute.slo_outcomes),
@@ -209,14 +223,18 @@ def _history(steps: Sequence[SampleDifference], now: float) -> dict[str, list[fl
 def _percentiles(
     now: Mapping[str, BucketCounts], before: Mapping[str, BucketCounts], budget_s: float
 ) -> dict[str, Any]:
-    counts = merge_counts([difference(counts_now, before.get(name, EMPTY)) for name, counts_now in now.items()])
+    counts = merge_counts(
+        [difference(counts_now, before.get(name, EMPTY)) for name, counts_now in now.items()]
+    )
     shown: dict[str, Any] = {
         f"p{share}_s": round_seconds(quantile(counts, share / 100)) for share in (50, 95, 99)
     }
     return shown | {"budget_s": budget_s, "count": sum(counts.values())}
 
 
-def _believed(now: MetricSample, minute: MetricSample, names: Sequence[str] | Mapping[str, Any]) -> tuple[int, int]:
+def _believed(
+    now: MetricSample, minute: MetricSample, names: Sequence[str] | Mapping[str, Any]
+) -> tuple[int, int]:
     """Return the prompt tokens sent to these endpoints, and those predicted to be cached."""
     sent = hit = 0
     for name in names:

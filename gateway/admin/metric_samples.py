@@ -61,7 +61,9 @@ class MetricSample(msgspec.Struct, frozen=True, eq=False):
     received: Mapping[str, int]
 
 
-def take_sample(target: AdminTarget, now: float, before: MetricSample | None = None) -> MetricSample:
+def take_sample(
+    target: AdminTarget, now: float, before: MetricSample | None = None
+) -> MetricSample:
     """Sample the metrics now.
 
     A sketch that has not changed shares its counts with the sample `before`, to save memory and
@@ -216,7 +218,9 @@ def _total(family: MetricFamily[Count]) -> float:
     return sum(child.value for _, child in family.children())
 
 
-def _sketches(family: MetricFamily[Histogram], before: Mapping[str, BucketCounts]) -> dict[str, BucketCounts]:
+def _sketches(
+    family: MetricFamily[Histogram], before: Mapping[str, BucketCounts]
+) -> dict[str, BucketCounts]:
     """Return the counts by endpoint, summed over models."""
     parts: dict[str, list[BucketCounts]] = {}
     for labels, child in family.children():

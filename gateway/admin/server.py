@@ -115,7 +115,11 @@ def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
 
     async def explain(request: web.Request) -> web.Response:
         request_id, explained = request.match_info["id"], target.gateway.accounts.recent_exchanges
-        page = explained.newest_as_json() if request_id == "last" else explained.find_as_json(request_id)
+        page = (
+            explained.newest_as_json()
+            if request_id == "last"
+            else explained.find_as_json(request_id)
+        )
         if page is None:
             return web.json_response(
                 {"message": "no such request among the most recently finished ones"}, status=404

@@ -196,7 +196,9 @@ class PoolQueue:
         """Permits of requests at available endpoints, not at ejected or leaving ones."""
         return self._queue.busy_permits
 
-    async def enter(self, query: RoutingQuery, query_at: Callable[[float], RoutingQuery] | None = None) -> PoolQueue:
+    async def enter(
+        self, query: RoutingQuery, query_at: Callable[[float], RoutingQuery] | None = None
+    ) -> PoolQueue:
         """Take a permit, after waiting if necessary. Raises GatewayError when the request is shed.
 
         query_at  rebuilds the routing query for a later moment: cached prefixes change during a
@@ -430,4 +432,6 @@ class AdmissionController:
         limits = self._retries.limits
         if not limits.floor and not limits.share:
             return None
-        return max(0, ceil(limits.floor + limits.share * self.active_requests) - self._retries.running)
+        return max(
+            0, ceil(limits.floor + limits.share * self.active_requests) - self._retries.running
+        )

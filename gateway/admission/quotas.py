@@ -36,7 +36,9 @@ class Quotas:
         A tenant whose limits changed starts with a full minute's allowance.
         """
         limits = {
-            tenant.name: QuotaLimits(tenant.limits.requests_per_minute, tenant.limits.tokens_per_minute)
+            tenant.name: QuotaLimits(
+                tenant.limits.requests_per_minute, tenant.limits.tokens_per_minute
+            )
             for tenant in tenants
         }
         unchanged = {

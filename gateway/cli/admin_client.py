@@ -232,7 +232,9 @@ def _split(url: str) -> SplitResult:
     except ValueError:
         host = ""
     if not host or parts.scheme not in ("http", "https"):
-        raise typer.BadParameter(f"{url!r} is not a URL like {DEFAULT_ADMIN_URL}", param_hint="--admin")
+        raise typer.BadParameter(
+            f"{url!r} is not a URL like {DEFAULT_ADMIN_URL}", param_hint="--admin"
+        )
     return parts
 
 

@@ -143,7 +143,9 @@ def _slow_fault(factor: float, only: Only | None) -> str:
     return f"slow:x={factor:g}" + (f":{only}" if only is not None else "")
 
 
-def _fault_spec(action: ChaosAction, slow: str, rank: int, hang: bool, lasting_s: float | None) -> str:
+def _fault_spec(
+    action: ChaosAction, slow: str, rank: int, hang: bool, lasting_s: float | None
+) -> str:
     """Return the faults in the grammar of mockgpu.
 
     A killed group also loses its cache, as a process that ends does.
@@ -250,7 +252,9 @@ def _post(
     finally:
         connection.close()
     if response.status != 200:
-        exit_with_error(f"the mock of {name} refused the fault: {reply.get('error', response.status)}")
+        exit_with_error(
+            f"the mock of {name} refused the fault: {reply.get('error', response.status)}"
+        )
     return reply
 
 
@@ -269,7 +273,9 @@ def _print_results(
 
 
 def _print_result(result: Mapping[str, Any], action: ChaosAction) -> None:
-    requests = f"; it had {result['requests']} requests" if action is not ChaosAction.RESTORE else ""
+    requests = (
+        f"; it had {result['requests']} requests" if action is not ChaosAction.RESTORE else ""
+    )
     print_line(
         f"{ACTION_VERBS[action]} {result['name']} ({result['url']}){requests}",
         style="yellow" if requests else "green",

@@ -25,7 +25,10 @@ ForceOption = Annotated[
 def status(admin: AdminAddress, as_json: JsonOption = False) -> None:
     """Show a running gateway's configuration, its last error, and its endpoints."""
     server = AdminClient(admin, None)
-    config, fleet = server.request("GET", "/config"), server.request("GET", "/endpoints")["endpoints"]
+    config, fleet = (
+        server.request("GET", "/config"),
+        server.request("GET", "/endpoints")["endpoints"],
+    )
     shadows, canaries = (
         server.request("GET", "/shadow")["shadows"],
         server.request("GET", "/canary")["canaries"],
@@ -62,7 +65,9 @@ def status(admin: AdminAddress, as_json: JsonOption = False) -> None:
             style="yellow",
         )
     if config["needs_restart"]:
-        print_line(f"takes effect after a restart: {', '.join(config['needs_restart'])}", style="yellow")
+        print_line(
+            f"takes effect after a restart: {', '.join(config['needs_restart'])}", style="yellow"
+        )
     for row in config["certificates"]:
         if row["problem"] is not None:
             print_line(f"{row['path']}: {row['file']} {row['problem']}", style="red")
@@ -78,14 +83,18 @@ def status(admin: AdminAddress, as_json: JsonOption = False) -> None:
 
 @with_admin_options
 def reload(
-    admin: AdminAddress, force: ForceOption = False, key_file: KeyFileOption = None, as_json: JsonOption = False
+    admin: AdminAddress,
+    force: ForceOption = False,
+    key_file: KeyFileOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Make a running gateway reload its configuration file now.
 
     The gateway also reloads the file when it changes, unless reload.watch is false.
     """
     _print_outcome(
-        AdminClient(admin, key_file).request("POST", f"/config/reload?force={force:d}"), as_json=as_json
+        AdminClient(admin, key_file).request("POST", f"/config/reload?force={force:d}"),
+        as_json=as_json,
     )
 
 

@@ -212,7 +212,9 @@ def _mock_options(demo: DemoOptions, first: int) -> list[list[str]]:
     """Return the `penstock mock` options of each process: one for all groups, or one per role."""
     if demo.dialect is None:
         fault_port = str(_fault_port(demo, first, 0))
-        return [[*_port_options(first, demo.groups), "--tp", str(DEMO_TP), "--chaos-port", fault_port]]
+        return [
+            [*_port_options(first, demo.groups), "--tp", str(DEMO_TP), "--chaos-port", fault_port]
+        ]
     shared = ["--dialect", demo.dialect]
     bootstrap = ["--bootstrap-port", str(first + demo.groups)]
     decode_groups, fault_ports = (

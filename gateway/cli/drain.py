@@ -47,7 +47,9 @@ def drain(
     else:
         print_line(f"{endpoint} is drained; {reply['in_flight']} requests in flight")
     if wait and reply["in_flight"]:
-        exit_with_error(f"{endpoint} still has {reply['in_flight']} requests in flight after {timeout:g} s")
+        exit_with_error(
+            f"{endpoint} still has {reply['in_flight']} requests in flight after {timeout:g} s"
+        )
 
 
 @with_admin_options

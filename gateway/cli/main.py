@@ -194,7 +194,11 @@ def demo(
 
     try:
         raise typer.Exit(
-            run_demo(DemoOptions(groups, policy, port, admin_port, model, speed, dialect if split else None))
+            run_demo(
+                DemoOptions(
+                    groups, policy, port, admin_port, model, speed, dialect if split else None
+                )
+            )
         )
     except DemoError as error:
         exit_with_error(str(error))
@@ -400,7 +404,11 @@ def _serve(loaded: LoadedConfig, file: Path | None, workers: int) -> int:
     config = loaded.config
     try:
         predecessor = find_predecessor(os.environ)
-        sockets = sockets_from_systemd(os.environ) if predecessor is None else predecessor.take_sockets(config)
+        sockets = (
+            sockets_from_systemd(os.environ)
+            if predecessor is None
+            else predecessor.take_sockets(config)
+        )
     except (ActivationError, ChannelError) as error:
         exit_with_error(f"cannot use the inherited listening sockets: {error}")
     activated = frozenset(sockets) if predecessor is None else predecessor.activated_listeners

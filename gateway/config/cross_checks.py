@@ -52,7 +52,10 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
             "127.0.0.1 keeps it local"
         )
         yield RuleFinding(("listeners", "admin", "host"), text)
-    used = {get_member(model, "pool") for _, model in iter_mappings(get_member(data, "models"), ("models",))}
+    used = {
+        get_member(model, "pool")
+        for _, model in iter_mappings(get_member(data, "models"), ("models",))
+    }
     for path, _ in iter_mappings(get_member(data, "pools"), ("pools",)):
         if used and path[-1] not in used:
             yield RuleFinding(path, "no model uses this pool", is_on_key=True)
@@ -68,7 +71,10 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
 def tls_sections(data: Any) -> Iterator[tuple[Path, Any]]:
     """Yield every section named tls, as plain data."""
     for name in ("api", "admin"):
-        yield ("listeners", name, "tls"), get_member(get_member(get_member(data, "listeners"), name), "tls")
+        yield (
+            ("listeners", name, "tls"),
+            get_member(get_member(get_member(data, "listeners"), name), "tls"),
+        )
     for path, spec in _specs(data):
         yield (*path, "tls"), get_member(spec, "tls")
     for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
@@ -76,7 +82,10 @@ def tls_sections(data: Any) -> Iterator[tuple[Path, Any]]:
             (*path, "discover", "endpoint", "tls"),
             get_member(get_member(get_member(pool, "discover"), "endpoint"), "tls"),
         )
-    yield ("shared", "redis", "tls"), get_member(get_member(get_member(data, "shared"), "redis"), "tls")
+    yield (
+        ("shared", "redis", "tls"),
+        get_member(get_member(get_member(data, "shared"), "redis"), "tls"),
+    )
 
 
 def _unverified(data: Any) -> Iterator[RuleFinding]:
@@ -144,11 +153,18 @@ def _further_keys(data: Any) -> Iterator[tuple[Path, Any]]:
 def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
     yield (("admin",), get_member(data, "admin"), "key")
     yield (("cache",), get_member(data, "cache"), "secret")
-    yield (("observability", "traces"), get_member(get_member(data, "observability"), "traces"), "key")
+    yield (
+        ("observability", "traces"),
+        get_member(get_member(data, "observability"), "traces"),
+        "key",
+    )
     shared = get_member(data, "shared")
     yield (("shared",), shared, "key")
     yield (("shared", "redis"), get_member(shared, "redis"), "password")
-    yield from ((path, tenant, "key") for path, tenant in iter_mappings(get_member(data, "tenants"), ("tenants",)))
+    yield from (
+        (path, tenant, "key")
+        for path, tenant in iter_mappings(get_member(data, "tenants"), ("tenants",))
+    )
     yield from ((path, spec, "api_key") for path, spec in _specs(data))
     for path, section in tls_sections(data):
         yield (path, section, "key_password")
@@ -157,7 +173,11 @@ def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
             for inner, pair in iter_mappings(get_member(section, "more"), (*path, "more"))
         )
     for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
-        yield ((*path, "discover", "endpoint"), get_member(get_member(pool, "discover"), "endpoint"), "api_key")
+        yield (
+            (*path, "discover", "endpoint"),
+            get_member(get_member(pool, "discover"), "endpoint"),
+            "api_key",
+        )
 
 
 def _rotation(data: Any) -> Iterator[RuleFinding]:
@@ -199,9 +219,13 @@ def _model_pools(data: Any) -> Iterator[RuleFinding]:
     for path, model in iter_mappings(get_member(data, "models"), ("models",)):
         pool = get_member(model, "pool")
         if isinstance(pool, str) and pool not in pools:
-            yield RuleFinding((*path, "pool"), f"there is no pool {pool!r}{did_you_mean(pool, pools)}")
+            yield RuleFinding(
+                (*path, "pool"), f"there is no pool {pool!r}{did_you_mean(pool, pools)}"
+            )
     if not get_member(data, "models") and len(pools) > 1:
-        yield RuleFinding(("pools",), "several pools need models that say which pool serves which name")
+        yield RuleFinding(
+            ("pools",), "several pools need models that say which pool serves which name"
+        )
 
 
 def _served_models(data: Any) -> Iterator[RuleFinding]:
@@ -254,7 +278,9 @@ def _endpoints(data: Any) -> Iterator[RuleFinding]:
             yield RuleFinding((*path, "endpoints"), "is missing: The TP groups.")
         elif get_member(pool, "endpoints") == [] and get_member(pool, "discover") is None:
             yield RuleFinding((*path, "endpoints"), "is empty; it needs at least one item")
-    specs = [(path, spec) for path, spec in _specs(data) if isinstance(get_member(spec, "url"), str)]
+    specs = [
+        (path, spec) for path, spec in _specs(data) if isinstance(get_member(spec, "url"), str)
+    ]
     urls = [((*path, "url"), _normalized(spec["url"])) for path, spec in specs]
     yield from _unique(iter(urls), "this url")
     given = [
@@ -336,7 +362,10 @@ def _tenants(data: Any) -> Iterator[RuleFinding]:
 
 def _overflows(data: Any) -> Iterator[RuleFinding]:
     """Yield overflow models that are unknown, the model itself, or given twice."""
-    values = [get_member(model, "name") for _, model in iter_mappings(get_member(data, "models"), ("models",))]
+    values = [
+        get_member(model, "name")
+        for _, model in iter_mappings(get_member(data, "models"), ("models",))
+    ]
     names = [name for name in values if isinstance(name, str)]
     for path, model in iter_mappings(get_member(data, "models"), ("models",)):
         own = get_member(model, "name")
@@ -419,7 +448,10 @@ def _trials(data: Any, pool: Any, path: Path) -> Iterator[RuleFinding]:
         yield from _registered(_POLICIES, spec, (*path, "shadow", index))
     canary = get_member(pool, "canary")
     yield from _registered(_POLICIES, get_member(canary, "policy"), (*path, "canary", "policy"))
-    names = [get_member(tenant, "name") for _, tenant in iter_mappings(get_member(data, "tenants"), ("tenants",))]
+    names = [
+        get_member(tenant, "name")
+        for _, tenant in iter_mappings(get_member(data, "tenants"), ("tenants",))
+    ]
     known = [name for name in names if isinstance(name, str)]
     tenants = get_member(canary, "tenants")
     for index, name in enumerate(tenants if isinstance(tenants, list) else ()):

@@ -70,7 +70,9 @@ def load_text(
     return _build(parse_yaml(text, file, env, read_file, refused), text)
 
 
-def config_from_engines(urls: Sequence[str], policy: str, host: str, port: int, admin_port: int) -> LoadedConfig:
+def config_from_engines(
+    urls: Sequence[str], policy: str, host: str, port: int, admin_port: int
+) -> LoadedConfig:
     """Build the configuration of `serve --engine URL ...`: one pool, models as engines list them.
 
     Raises ConfigError.

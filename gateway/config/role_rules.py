@@ -81,7 +81,10 @@ def _endpoints(data: Any, pool: Any) -> Specs:
     if not isinstance(pool, str):
         return []
     return list(
-        iter_mappings(get_member(get_member(get_member(data, "pools"), pool), "endpoints"), ("pools", pool, "endpoints"))
+        iter_mappings(
+            get_member(get_member(get_member(data, "pools"), pool), "endpoints"),
+            ("pools", pool, "endpoints"),
+        )
     )
 
 
@@ -101,15 +104,23 @@ def _dialect_errors(dialect: Dialect, specs: Specs) -> Iterator[RuleFinding]:
         elif (
             dialect.needs in NEED_BOOTSTRAP and _role(spec) == "prefill" and "bootstrap" not in spec
         ):
-            yield RuleFinding(path, f"a prefill endpoint in {dialect.name} needs bootstrap: host:port")
+            yield RuleFinding(
+                path, f"a prefill endpoint in {dialect.name} needs bootstrap: host:port"
+            )
 
 
 def unnamed_models(data: Any, pool: object) -> list[str]:
     """Return the names of a pool's models without a served_model of their own."""
     models = (
-        model for _, model in iter_mappings(get_member(data, "models"), ("models",)) if get_member(model, "pool") == pool
+        model
+        for _, model in iter_mappings(get_member(data, "models"), ("models",))
+        if get_member(model, "pool") == pool
     )
-    return [str(get_member(model, "name")) for model in models if get_member(model, "served_model") is None]
+    return [
+        str(get_member(model, "name"))
+        for model in models
+        if get_member(model, "served_model") is None
+    ]
 
 
 def _pair_errors(

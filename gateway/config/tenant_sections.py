@@ -77,5 +77,7 @@ class Cache(Section):
     @classmethod
     def _long_enough(cls, secret: Secret | None) -> Secret | None:
         if secret is not None and len(secret.reveal()) < MIN_SECRET_CHARS:
-            raise ValueError(f"is shorter than {MIN_SECRET_CHARS} characters, so it could be guessed")
+            raise ValueError(
+                f"is shorter than {MIN_SECRET_CHARS} characters, so it could be guessed"
+            )
         return secret

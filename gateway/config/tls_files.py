@@ -52,7 +52,10 @@ def named_certificates(config: Config, now: float) -> Iterator[NamedCertificate]
         except (OSError, ValueError):
             continue  # check_files() reports it
         yield NamedCertificate(
-            show_path((*path, "certificate")), pair.certificate, times.not_after, times.refusal_reason(now)
+            show_path((*path, "certificate")),
+            pair.certificate,
+            times.not_after,
+            times.refusal_reason(now),
         )
 
 

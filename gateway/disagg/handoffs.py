@@ -197,7 +197,9 @@ class Handoffs:
 
     # What outlives a request
 
-    def send_release_request(self, upstream: ConnectionPool, words: tuple[bytes, bytes], reason: str) -> None:
+    def send_release_request(
+        self, upstream: ConnectionPool, words: tuple[bytes, bytes], reason: str
+    ) -> None:
         """Send a release request, so that a prefiller frees KV that no request needs.
 
         Only a decoder that fetches the KV, or declines to, can have it freed.

@@ -226,7 +226,12 @@ class LegRequests:
                 ledger.cached_tokens = record.cached_tokens
             recorder = LedgerRecorder(ledger, ledger.render_first, served, asked)
             return RecordedRelay(
-                headers, None, client.is_http_1_0, recorder, hold_until_token=True, chunk_gaps=exchange.gaps
+                headers,
+                None,
+                client.is_http_1_0,
+                recorder,
+                hold_until_token=True,
+                chunk_gaps=exchange.gaps,
             )
         renamer: ModelNameRewriter | None = None
         if corrects and shows_usage(self._members):
@@ -234,7 +239,9 @@ class LegRequests:
             corrector.cached_tokens = record.cached_tokens
         elif served != asked:
             renamer = ModelNameRewriter(served, asked)
-        return Relay(headers, None, client.is_http_1_0, renamer, handover is not None, exchange.gaps)
+        return Relay(
+            headers, None, client.is_http_1_0, renamer, handover is not None, exchange.gaps
+        )
 
     def note_usage(self, usage: TokenUsage) -> None:
         """Note the prefill engine's count of cached tokens.
@@ -265,7 +272,9 @@ class LegRequests:
                 self.set_identity(identities)
             elif identities and expected not in identities:
                 self.set_identity(identities)
-                return UnusableResponse("the prefill engine is not the one that its decoder was told of")
+                return UnusableResponse(
+                    "the prefill engine is not the one that its decoder was told of"
+                )
         if not alone:
             return dialect.check(answer)
         handover = dialect.decode(self.terms, answer)

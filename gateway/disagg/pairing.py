@@ -98,12 +98,16 @@ def _with_applicable_filters(splitter: Splitter, candidates: Sequence[Candidate]
     )
 
 
-def _groups(model: Model, dialect: Dialect, candidates: Sequence[Candidate]) -> tuple[PairGroup, ...]:
+def _groups(
+    model: Model, dialect: Dialect, candidates: Sequence[Candidate]
+) -> tuple[PairGroup, ...]:
     by_compat: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         endpoint = candidate.endpoint
         if endpoint.engine == dialect.engine:
-            key = kv_compatibility_key(endpoint.engine, engine_name(model, endpoint), endpoint.labels)
+            key = kv_compatibility_key(
+                endpoint.engine, engine_name(model, endpoint), endpoint.labels
+            )
             by_compat.setdefault(key, []).append(candidate)
     groups = []
     for key, members in by_compat.items():

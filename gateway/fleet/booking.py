@@ -32,7 +32,9 @@ class EvidenceSink(Protocol):
     def on_event(self, live: LiveEndpoint, event: HealthEvent, /) -> None: ...
     def on_failure(self, live: LiveEndpoint, broke: UpstreamError, /) -> None: ...
     def throttle(self, live: LiveEndpoint, /) -> None: ...
-    def confirm_cached_share(self, live: LiveEndpoint, believed: float, found: float, /) -> None: ...
+    def confirm_cached_share(
+        self, live: LiveEndpoint, believed: float, found: float, /
+    ) -> None: ...
     def forget_prompt(
         self, fingerprint: Fingerprint, live: LiveEndpoint, kept_tokens: int, prompt_tokens: int, /
     ) -> None: ...
@@ -52,7 +54,9 @@ class Booking:
         *("_awaited", "_booked_at", "_fingerprint", "_is_computed", "_is_reported", "_table"),
         *("_tells", "_usage", "queued_tokens", "endpoint", "live", "entry", "request", "upstream"),
     )
-    _take: Callable[[EndpointLoad, Request, int, float, bool], LoadBooking] = staticmethod(ledger.book)
+    _take: Callable[[EndpointLoad, Request, int, float, bool], LoadBooking] = staticmethod(
+        ledger.book
+    )
     _prefills = True
 
     def __init__(
@@ -101,7 +105,9 @@ class Booking:
         """
         if self._awaited:
             live, now = self.live, monotonic()
-            live.speed.overtaken(self._awaited, step_tokens(live), now, is_doubted=is_doubted(live.load))
+            live.speed.overtaken(
+                self._awaited, step_tokens(live), now, is_doubted=is_doubted(live.load)
+            )
             self._awaited = 0
 
     def throttle_endpoint(self) -> None:

@@ -58,8 +58,24 @@ class LiveEndpoint:
 
     __slots__ = (
         *("backlog_tokens", "throttled_until", "is_drained", "encryption", "endpoint", "has_list"),
-        *("health", "hit_tokens", "key_header", "kv_received_bytes", "is_leaving", "load", "models"),
-        *("models_at", "generated_tokens", "sent_tokens", "spec", "speed", "is_stalled", "upstream"),
+        *(
+            "health",
+            "hit_tokens",
+            "key_header",
+            "kv_received_bytes",
+            "is_leaving",
+            "load",
+            "models",
+        ),
+        *(
+            "models_at",
+            "generated_tokens",
+            "sent_tokens",
+            "spec",
+            "speed",
+            "is_stalled",
+            "upstream",
+        ),
         "slow_start_at",
     )
 
@@ -131,7 +147,9 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
     pools: Mapping[str, tuple[Candidate, ...]]
     name_conflicts: tuple[tuple[str, EndpointSpec], ...] = ()
 
-    def filter_by_model(self, model: str, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    def filter_by_model(
+        self, model: str, candidates: tuple[Candidate, ...]
+    ) -> tuple[Candidate, ...]:
         """Return the candidates whose engine lists the name."""
         listing = {id(member.live.load) for member in self.members if model in member.live.models}
         return tuple(candidate for candidate in candidates if id(candidate.load) in listing)
@@ -227,7 +245,9 @@ class EndpointRegistry:
         conflicting endpoint joins once its name is free, without waiting for a new report of its
         source.
         """
-        used_names = {spec.display_name for pool in config.pools.values() for spec in pool.endpoints}
+        used_names = {
+            spec.display_name for pool in config.pools.values() for spec in pool.endpoints
+        }
         usable: dict[str, list[EndpointSpec]] = {}
         conflicts = []
         for pool, pool_spec in config.pools.items():

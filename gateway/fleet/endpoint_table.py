@@ -67,7 +67,12 @@ class EndpointTable:
     )
 
     def __init__(
-        self, config: Config, prefixes: PrefixCacheView, metrics: Metrics, rng: Random, write_queue: WriteQueue
+        self,
+        config: Config,
+        prefixes: PrefixCacheView,
+        metrics: Metrics,
+        rng: Random,
+        write_queue: WriteQueue,
     ) -> None:
         self.prefixes = prefixes
         self.rng = rng
@@ -117,7 +122,9 @@ class EndpointTable:
 
     def _attach_gauges(self, live: LiveEndpoint) -> None:
         load, name, metrics = live.load, live.endpoint.name, self._metrics
-        metrics.inflight.labels(name).set_function(lambda: float(load.in_flight - load.peer_load.in_flight))
+        metrics.inflight.labels(name).set_function(
+            lambda: float(load.in_flight - load.peer_load.in_flight)
+        )
         metrics.endpoint_up.labels(name).set_function(lambda: float(load.is_available))
         metrics.endpoint_slowness.labels(name).set_function(
             lambda: 0.0 if live.speed.slowness is None else live.speed.slowness.ratio
@@ -158,7 +165,9 @@ class EndpointTable:
 
     # Routing
 
-    def build_query(self, request: Request, fingerprint: Fingerprint | None, tried: Sequence[str]) -> RoutingQuery:
+    def build_query(
+        self, request: Request, fingerprint: Fingerprint | None, tried: Sequence[str]
+    ) -> RoutingQuery:
         """Build the routing query of a request, with the believed cached tokens per endpoint."""
         cached: Sequence[int] = ()
         if fingerprint is not None:
@@ -190,14 +199,19 @@ class EndpointTable:
             prompt = (fingerprint, candidate.endpoint, request.prompt_tokens, None)
             self.updates.prompts.append(prompt)
 
-    def learn_prompt(self, fingerprint: Fingerprint, load: EndpointLoad, prompt_tokens: int) -> None:
+    def learn_prompt(
+        self, fingerprint: Fingerprint, load: EndpointLoad, prompt_tokens: int
+    ) -> None:
         """Record in the prefix index that a prompt was sent to the endpoint."""
         self.prefixes.index.insert(fingerprint, load.slot, prompt_tokens)
         self._update_index_figures(load)
 
     def _update_index_figures(self, load: EndpointLoad) -> None:
         index = self.prefixes.index
-        load.prefix_cache_tokens, load.eviction_regret = index.cached_tokens(load.slot), index.eviction_regret(load.slot)
+        load.prefix_cache_tokens, load.eviction_regret = (
+            index.cached_tokens(load.slot),
+            index.eviction_regret(load.slot),
+        )
 
     def learn_from_peer(
         self, keys: Keys, load: EndpointLoad, tokens_per_block: float, cached_tokens: int | None
@@ -288,7 +302,9 @@ class EndpointTable:
     def find_peer(self, live: LiveEndpoint) -> LiveEndpoint | None:
         """Find a healthy endpoint of the same pool and role, preferably of the same hardware."""
         candidates = self._pools.get(live.endpoint.pool, ())
-        return find_healthy_peer(live, [self._by_slot[candidate.load.slot] for candidate in candidates])
+        return find_healthy_peer(
+            live, [self._by_slot[candidate.load.slot] for candidate in candidates]
+        )
 
     def on_stall(self, live: LiveEndpoint) -> None:
         """Mark a silent endpoint as dead after a probe for one token failed (faults.md F09)."""
@@ -300,7 +316,10 @@ class EndpointTable:
         load, now = live.load, monotonic()
         running, waiting = reading.running, reading.waiting
         ledger.record_scrape(load, running, waiting, reading.kv_usage, reading.kv_tokens, now)
-        if reading.generated_tokens is not None and reading.generated_tokens != live.generated_tokens:
+        if (
+            reading.generated_tokens is not None
+            and reading.generated_tokens != live.generated_tokens
+        ):
             live.generated_tokens = reading.generated_tokens
             live.upstream.last_body_at = now
         live.kv_received_bytes = reading.kv_received_bytes
@@ -325,7 +344,9 @@ class EndpointTable:
         name, cause = live.endpoint.name, after.cause or "new"
         log.warning("endpoint %s: %s -> %s (%s)", name, before.state, after.state, cause)
         if self.updates is not None:
-            self.updates.health_changes.append((live.endpoint, str(after.state), str(after.cause or "")))
+            self.updates.health_changes.append(
+                (live.endpoint, str(after.state), str(after.cause or ""))
+            )
         if after.state in OUT_OF_ROTATION:
             self._metrics.ejections_total.labels(name, str(after.cause)).inc()
             self.prefixes.index.forget(live.load.slot)
@@ -337,7 +358,10 @@ class EndpointTable:
             self._begin_slow_start(live, monotonic())
         if live.is_leaving:
             # It is probed no longer, and it belongs to no pool whose last endpoint it could be.
-            live.load.is_available = after.state in (health.HealthState.UP, health.HealthState.RETURNING)
+            live.load.is_available = after.state in (
+                health.HealthState.UP,
+                health.HealthState.RETURNING,
+            )
         else:
             self._update_availability(live.endpoint.pool)
         self.on_change()

@@ -24,7 +24,14 @@ class OutgoingUpdates:
     session_digest  maps a session to the number that all gateways use for it
     """
 
-    __slots__ = ("charges", "cache_reports", "health_changes", "session_digest", "prompts", "quota_use")
+    __slots__ = (
+        "charges",
+        "cache_reports",
+        "health_changes",
+        "session_digest",
+        "prompts",
+        "quota_use",
+    )
 
     def __init__(self, session_digest: Callable[[str], int]) -> None:
         self.session_digest = session_digest

@@ -90,7 +90,9 @@ class SpeedMonitor:
                 doubtful += [rated[index] for index in stall.choose_doubted(stalled, doubted)]
         return late, doubtful
 
-    def predict_first_byte_s(self, live: LiveEndpoint, request: Request, tokens: int) -> float | None:
+    def predict_first_byte_s(
+        self, live: LiveEndpoint, request: Request, tokens: int
+    ) -> float | None:
         """Predict the seconds to the first byte behind `tokens` prompt tokens; None if unknown."""
         expectations = self._expectations_of(live.endpoint.pool)
         return expectations.first_byte_s(_member(live), *_work(request, tokens))
@@ -129,7 +131,9 @@ def _has_waited(live: LiveEndpoint, now: float) -> bool:
 
 
 def _member(live: LiveEndpoint) -> ReviewedEndpoint:
-    return ReviewedEndpoint(live.speed, hardware_key(live.endpoint), live.load.belief.shape, step_tokens(live))
+    return ReviewedEndpoint(
+        live.speed, hardware_key(live.endpoint), live.load.belief.shape, step_tokens(live)
+    )
 
 
 def hardware_key(endpoint: Endpoint) -> Hashable:

@@ -42,7 +42,9 @@ MAX_FIELD_BYTES = 8192
 MAX_HEADERS = 128
 MAX_HEAD_BYTES = 64 * 1024  # bytes of one request's head
 MAX_UNREAD = 64 * 1024  # bytes that may wait for the parser; the rest stays in the socket
-PARSER_SLICE = 16 * 1024  # bytes fed to the parser at once; its objects take several times their size
+PARSER_SLICE = (
+    16 * 1024
+)  # bytes fed to the parser at once; its objects take several times their size
 MAX_QUEUED = 2**30  # disables aiohttp's own limit on queued requests; here at most one is queued
 
 # Like SLICE, for chunked bodies: the parser creates an object per chunk, which may hold one byte.

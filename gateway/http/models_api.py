@@ -87,7 +87,9 @@ def _model_card(name: str, model: ListedModel, created: int) -> dict[str, object
 
 
 def _ok(body: dict[str, object]) -> web.Response:
-    return web.json_response(body, headers={"server": SERVER_NAME, "x-request-id": new_request_id()})
+    return web.json_response(
+        body, headers={"server": SERVER_NAME, "x-request-id": new_request_id()}
+    )
 
 
 @web.middleware
@@ -118,5 +120,9 @@ def _error(error: GatewayError) -> web.Response:
         status=error.status,
         body=error_body(error),
         content_type="application/json",
-        headers=[("server", SERVER_NAME), ("x-request-id", new_request_id()), *retry_headers(error)],
+        headers=[
+            ("server", SERVER_NAME),
+            ("x-request-id", new_request_id()),
+            *retry_headers(error),
+        ],
     )

@@ -44,7 +44,11 @@ class ClientContexts:
             return last[1]
         try:
             context = tls.client_context(settings)
-            doubt = None if settings.key_pair is None else tls.certificate_validity(settings.key_pair).refusal_reason(time())
+            doubt = (
+                None
+                if settings.key_pair is None
+                else tls.certificate_validity(settings.key_pair).refusal_reason(time())
+            )
             if settings.key_pair is not None and doubt is not None:
                 path = settings.key_pair.certificate
                 log.warning("TLS to engines: the certificate %s %s", path, doubt)

@@ -155,7 +155,9 @@ class TlsListeners:
         self._limits = limits
         self._listeners: dict[str, TlsListener] = {}
 
-    def wrap_factory(self, name: str, section: ListenerTls | None, new_protocol: ProtocolFactory) -> ProtocolFactory:
+    def wrap_factory(
+        self, name: str, section: ListenerTls | None, new_protocol: ProtocolFactory
+    ) -> ProtocolFactory:
         """Return the protocol factory for a listener: `new_protocol` itself without TLS.
 
         Raises OSError or ValueError when a file cannot be used.
@@ -164,7 +166,9 @@ class TlsListeners:
             return new_protocol
         failures = self._metrics.tls_handshake_failures_total.labels(name)
         counter = self if name == API else None
-        listener = TlsListener(section, new_protocol, self._limits().slow_reader, failures.inc, counter)
+        listener = TlsListener(
+            section, new_protocol, self._limits().slow_reader, failures.inc, counter
+        )
         self._metrics.tls_not_after.labels(name).set_function(lambda: listener.not_after)
         self._listeners[name] = listener
         return listener.new_handshake

@@ -122,7 +122,9 @@ class UpstreamConnection:
     def is_open(self) -> bool:
         return self.transport is not None and not self.transport.is_closing()
 
-    def start(self, head: bytes, payload: RequestPayload, relay: Relay, downstream: Downstream) -> EagerFuture:
+    def start(
+        self, head: bytes, payload: RequestPayload, relay: Relay, downstream: Downstream
+    ) -> EagerFuture:
         """Send a request; the returned future resolves when its response has been relayed.
 
         The future raises UpstreamError when the response fails.
@@ -171,7 +173,9 @@ class UpstreamConnection:
     @property
     def is_mid_event(self) -> bool:
         """Whether the client has part of an event or body that only the engine can complete."""
-        return self._relay is not None and self._relay.is_committed and not self._relay.is_at_boundary
+        return (
+            self._relay is not None and self._relay.is_committed and not self._relay.is_at_boundary
+        )
 
     def fail(self, kind: str, message: str) -> None:
         """End the current response from outside, as after a deadline or an ejected endpoint."""
@@ -376,7 +380,9 @@ class ConnectionPool:
         self.connections: set[UpstreamConnection] = set()
         self._idle: list[UpstreamConnection] = []
 
-    def reconfigure(self, key: str | None, timeouts: UpstreamTimeouts, encryption: Encryption | None) -> None:
+    def reconfigure(
+        self, key: str | None, timeouts: UpstreamTimeouts, encryption: Encryption | None
+    ) -> None:
         """Use other settings from the next request on; responses in progress are not affected.
 
         `encryption` applies to new connections.
@@ -507,7 +513,9 @@ class ConnectionPool:
 
         Response heads do not count: API servers send them before their engine sees the request.
         """
-        waiting_since = [connection.last_activity_at for connection in self.connections if connection.is_awaited]
+        waiting_since = [
+            connection.last_activity_at for connection in self.connections if connection.is_awaited
+        ]
         return max(0.0, now - max(min(waiting_since), self.last_body_at)) if waiting_since else 0.0
 
     def fail_all(self, kind: str, message: str) -> None:

@@ -244,7 +244,11 @@ class Hedger:
     )
 
     def __init__(
-        self, endpoints: EndpointTable, gate: AdmissionController, accounts: Accounting, share: float
+        self,
+        endpoints: EndpointTable,
+        gate: AdmissionController,
+        accounts: Accounting,
+        share: float,
     ) -> None:
         """`share`: hedges as a share of all requests."""
         self._endpoints, self._gate, self._accounts = endpoints, gate, accounts

@@ -329,7 +329,9 @@ class MetricRegistry:
         """Return a factory for the families that `owner`, a module path, updates."""
         return FamilyFactory(self.families, row, owner)
 
-    def collect(self, pools: PoolByLabel, unix_offset: float | None = None) -> Iterator[FamilyReading]:
+    def collect(
+        self, pools: PoolByLabel, unix_offset: float | None = None
+    ) -> Iterator[FamilyReading]:
         """Yield the values of each family.
 
         pools        the pool of each endpoint and model, for the pool label

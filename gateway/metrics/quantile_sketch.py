@@ -29,7 +29,9 @@ def bucket_of(value: float) -> int:
 
     metric_types.py repeats this to save a call per request.
     """
-    return ceil(log(MIN_VALUE if value < MIN_VALUE else value if value < MAX_VALUE else MAX_VALUE) * PER_LOG)
+    return ceil(
+        log(MIN_VALUE if value < MIN_VALUE else value if value < MAX_VALUE else MAX_VALUE) * PER_LOG
+    )
 
 
 def value_of(bucket: int) -> float:

@@ -62,7 +62,9 @@ class PooledModel(Protocol):
     def pool(self) -> str: ...
 
 
-def pool_by_label(models: Iterable[PooledModel], endpoints: Iterable[ObservedEndpoint]) -> PoolByLabel:
+def pool_by_label(
+    models: Iterable[PooledModel], endpoints: Iterable[ObservedEndpoint]
+) -> PoolByLabel:
     """Return the pool of every endpoint and model, for the pool label of a scrape."""
     by_label = {("model", model.name): model.pool for model in models}
     for live in endpoints:
@@ -103,7 +105,9 @@ class RuntimeGauges:
         name, load, others = live.endpoint.name, live.load, live.load.peer_load
         for state in HealthState:
             self.endpoint_state.labels(name, state).set_function(_state_function(live, state))
-        self.endpoint_progress_age.labels(name).set_function(lambda: live.upstream.silence_duration_s(clock()))
+        self.endpoint_progress_age.labels(name).set_function(
+            lambda: live.upstream.silence_duration_s(clock())
+        )
         self.endpoint_running.labels(name).set_function(lambda: load.running)
         self.endpoint_waiting.labels(name).set_function(lambda: load.waiting)
         self.endpoint_kv_usage.labels(name).set_function(lambda: load.kv_usage)

@@ -120,7 +120,17 @@ class WarmUpPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
 
 
 Message = (
-    SentPrompts | CacheLoss | CacheReports | PeerLoads | HealthChanges | TenantCharges | QuotaUse | ActiveSessions | Hello | Bye | WarmUpPart
+    SentPrompts
+    | CacheLoss
+    | CacheReports
+    | PeerLoads
+    | HealthChanges
+    | TenantCharges
+    | QuotaUse
+    | ActiveSessions
+    | Hello
+    | Bye
+    | WarmUpPart
 )
 
 _encoder = msgspec.msgpack.Encoder()

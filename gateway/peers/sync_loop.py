@@ -32,7 +32,9 @@ class SyncLoop:
     Updates are collected for `flush_s` and sent together.
     """
 
-    def __init__(self, view: PeerView, bus: Bus, flush_s: float, metrics: Metrics, rng: Random) -> None:
+    def __init__(
+        self, view: PeerView, bus: Bus, flush_s: float, metrics: Metrics, rng: Random
+    ) -> None:
         self._view = view
         self._bus = bus
         self._flush_s = flush_s

@@ -25,7 +25,9 @@ T = TypeVar("T")
 class UsageSync:
     """Converts use to messages and back. Tenants, pools and sessions are named by `digest`."""
 
-    def __init__(self, gate: AdmissionController, updates: OutgoingUpdates, digest: Callable[[str], int]) -> None:
+    def __init__(
+        self, gate: AdmissionController, updates: OutgoingUpdates, digest: Callable[[str], int]
+    ) -> None:
         self._admission = gate
         self._updates = updates
         self._digest = digest
@@ -37,7 +39,9 @@ class UsageSync:
 
     # Outgoing
 
-    def outgoing(self, now: float) -> Iterator[messages.TenantCharges | messages.QuotaUse | messages.ActiveSessions]:
+    def outgoing(
+        self, now: float
+    ) -> Iterator[messages.TenantCharges | messages.QuotaUse | messages.ActiveSessions]:
         """Yield the use since the last call."""
         digest, updates = self._digest, self._updates
         charges, updates.charges = updates.charges, {}
@@ -71,7 +75,9 @@ class UsageSync:
         self._updates.charges.clear()
         self._updates.quota_use.clear()
 
-    def _session_messages(self, pool: str, members: Iterable[SessionUpdate]) -> Iterator[messages.ActiveSessions]:
+    def _session_messages(
+        self, pool: str, members: Iterable[SessionUpdate]
+    ) -> Iterator[messages.ActiveSessions]:
         for part in batches(members):
             yield messages.ActiveSessions(self._digest(pool), part)
 

@@ -113,7 +113,9 @@ class PeerView:
 
     def warm_up_frames(self, newcomer: bytes, now: float) -> Iterator[Frame]:
         """Yield the frames that warm up another gateway: the stored state as of the first step."""
-        bodies = chain(self.replay_buffer.messages(), map(messages.encode, self._use.all_sessions(now)))
+        bodies = chain(
+            self.replay_buffer.messages(), map(messages.encode, self._use.all_sessions(now))
+        )
         for number, part in enumerate(split_into_parts(bodies)):
             yield self._frame(messages.WarmUpPart(number, is_last=False, messages=part), newcomer)
         yield self._frame(messages.WarmUpPart(number + 1, is_last=True, messages=[]), newcomer)
@@ -159,7 +161,8 @@ class PeerView:
             updates.cache_reports = []
         if updates.health_changes:
             rows = [
-                (self._digest(endpoint), state, cause) for endpoint, state, cause in updates.health_changes
+                (self._digest(endpoint), state, cause)
+                for endpoint, state, cause in updates.health_changes
             ]
             frames.append(self._frame(messages.HealthChanges(rows[-MAX_ROWS:])))
             for digest, state, _ in rows:
@@ -170,7 +173,9 @@ class PeerView:
 
     def _shares(self) -> dict[int, PeerShare]:
         shares = {
-            digest: own_load(live.load) for digest, live in self._live.items() if live.load.in_flight
+            digest: own_load(live.load)
+            for digest, live in self._live.items()
+            if live.load.in_flight
         }
         return {digest: share for digest, share in shares.items() if share != NOTHING}
 
@@ -278,7 +283,9 @@ class PeerView:
             self.count_drop("malformed")
 
     def _learn(
-        self, body: bytes, message: messages.SentPrompts | messages.CacheReports | messages.CacheLoss
+        self,
+        body: bytes,
+        message: messages.SentPrompts | messages.CacheReports | messages.CacheLoss,
     ) -> Iterator[None]:
         index = self._endpoints.prefixes.index
         if isinstance(message, messages.CacheReports):
@@ -341,7 +348,9 @@ class PeerView:
         """Update the digests of tenants and endpoints, which change with configurations."""
         self._use.set_tenants(self.tenants())
         self._live = {
-            self._digest(live.endpoint): live for live in self._endpoints.all() if not live.is_leaving
+            self._digest(live.endpoint): live
+            for live in self._endpoints.all()
+            if not live.is_leaving
         }
 
     def _current(self, digest: int) -> LiveEndpoint | None:

@@ -35,7 +35,15 @@ class WarmUp:
     """
 
     __slots__ = (
-        *("_attempt", "_buffer", "_buffer_bytes", "_deadline", "started_at", "state", "received_messages"),
+        *(
+            "_attempt",
+            "_buffer",
+            "_buffer_bytes",
+            "_deadline",
+            "started_at",
+            "state",
+            "received_messages",
+        ),
         *("took_s", "is_warm"),
     )
 
@@ -55,7 +63,9 @@ class WarmUp:
 
         has_no_peers  no warm gateway is known that could answer
         """
-        if self.state is WarmUpState.WARM or (self.state is not WarmUpState.DISCONNECTED and now < self._deadline):
+        if self.state is WarmUpState.WARM or (
+            self.state is not WarmUpState.DISCONNECTED and now < self._deadline
+        ):
             return None
         if self.state is WarmUpState.DISCONNECTED:
             self.state, self._attempt, self.started_at = WarmUpState.ASKING, 0, now
@@ -95,7 +105,11 @@ class WarmUp:
         If an answer was received, broadcasts sent before the hello are left out: the answer has
         them.
         """
-        if self.state is WarmUpState.WARM or self.state is WarmUpState.DISCONNECTED or now < self._deadline:
+        if (
+            self.state is WarmUpState.WARM
+            or self.state is WarmUpState.DISCONNECTED
+            or now < self._deadline
+        ):
             return None
         self.state, self.is_warm = WarmUpState.WARM, True
         self.took_s = now - self.started_at

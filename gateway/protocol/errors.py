@@ -47,17 +47,25 @@ class Failure(Enum):
     UNSUPPORTED_MEDIA = ErrorRow(415, "invalid_request_error", "unsupported_media_type")
     EXPECTATION_FAILED = ErrorRow(417, "invalid_request_error", "expectation_failed")
     HEADERS_TOO_LARGE = ErrorRow(431, "invalid_request_error", "headers_too_large")
-    TENANT_RATE_LIMITED = ErrorRow(429, "rate_limit_error", "tenant_rate_limited", should_retry=None)
+    TENANT_RATE_LIMITED = ErrorRow(
+        429, "rate_limit_error", "tenant_rate_limited", should_retry=None
+    )
     OVERLOADED = ErrorRow(429, "overloaded_error", "overloaded", should_retry=None)
     SHED = ErrorRow(429, "overloaded_error", "slo_shed", should_retry=None)
-    DEADLINE_UNREACHABLE = ErrorRow(429, "overloaded_error", "deadline_unreachable", should_retry=None)
+    DEADLINE_UNREACHABLE = ErrorRow(
+        429, "overloaded_error", "deadline_unreachable", should_retry=None
+    )
     QUEUE_TIMEOUT = ErrorRow(429, "overloaded_error", "queue_timeout", should_retry=None)
     INTERNAL = ErrorRow(500, "server_error", "internal_error")
     NOT_IMPLEMENTED = ErrorRow(501, "invalid_request_error", "not_implemented")
     UPSTREAM_FAILED = ErrorRow(502, "upstream_error", "upstream_failed", should_retry=None)
     NO_CAPACITY = ErrorRow(503, "service_unavailable_error", "no_capacity", should_retry=True)
     SHUTTING_DOWN = ErrorRow(
-        503, "service_unavailable_error", "shutting_down", should_retry=True, in_stream_code="shutting_down"
+        503,
+        "service_unavailable_error",
+        "shutting_down",
+        should_retry=True,
+        in_stream_code="shutting_down",
     )
     UPSTREAM_TIMEOUT = ErrorRow(504, "upstream_error", "upstream_timeout", should_retry=None)
 
@@ -98,7 +106,11 @@ def error_body(error: GatewayError) -> bytes:
 
 def error_event(failure: Failure, message: str) -> bytes:
     """Return the error as an SSE event, on which SDKs raise. [DONE] must not follow it."""
-    return b"data: " + _encode(message, failure.value.error_type, None, failure.value.in_stream_code) + b"\n\n"
+    return (
+        b"data: "
+        + _encode(message, failure.value.error_type, None, failure.value.in_stream_code)
+        + b"\n\n"
+    )
 
 
 def shutting_down() -> GatewayError:

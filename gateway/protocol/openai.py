@@ -82,7 +82,9 @@ ENGINE_INTERNAL = frozenset(
 )
 # Dropped as well, but their values become part of the salt that the gateway sends.
 CLIENT_SALT_MEMBERS = ("cache_salt", "extra_key")
-EXTRA_ARGS = "vllm_xargs"  # vLLM merges it into its extra arguments, so it can contain the same names
+EXTRA_ARGS = (
+    "vllm_xargs"  # vLLM merges it into its extra arguments, so it can contain the same names
+)
 
 # The parts of the rendered prompt, in rendering order (for prefix identity).
 PROMPT_MEMBERS: Mapping[Api, tuple[str, ...]] = {
@@ -245,7 +247,11 @@ def parse_call(
         _check_context(longest, output_tokens or 0, model.context_tokens)
     if ids is None:
         estimated, ids = _estimate(prompt, context, served, media)
-    choices, prompts = (1, 1) if SEQUENCE_MEMBERS.isdisjoint(numbers) else count_sequences(numbers, model.sequences)
+    choices, prompts = (
+        (1, 1)
+        if SEQUENCE_MEMBERS.isdisjoint(numbers)
+        else count_sequences(numbers, model.sequences)
+    )
     wish, arrived_s = context.preferences, context.arrived_s
     slo = model.slo if wish.is_default else wish.resolve_slo(model.slo)
     request = Request(
@@ -256,15 +262,22 @@ def parse_call(
         min(output_tokens or _expected_tokens(context, served, slo), MAX_EXPECTED_TOKENS) * choices,
         "stream" in members and bytes(members["stream"]) == b"true",
         slo,
-        wish.effective_priority(_priority(members, model.is_low_first)) if "priority" in members else wish.default_priority,
+        wish.effective_priority(_priority(members, model.is_low_first))
+        if "priority" in members
+        else wish.default_priority,
         arrived_s,
         None if wish.patience_s is None else arrived_s + wish.patience_s,
-        wish.session or (_session(members, context.tenant) if "prompt_cache_key" in members else ""),
+        wish.session
+        or (_session(members, context.tenant) if "prompt_cache_key" in members else ""),
         choices,
         prompts,
     )
     internal = ENGINE_INTERNAL.intersection(members)
-    salt = b"" if context.cache_salts is None else _salt(context.cache_salts, context.tenant, members, internal)
+    salt = (
+        b""
+        if context.cache_salts is None
+        else _salt(context.cache_salts, context.tenant, members, internal)
+    )
     if internal or requested != served or EXTRA_ARGS in members:
         body, members = _outbound(body, members, internal, requested, served)
     return Call(api, request, requested, body, prompt, members, salt, estimated, media)
@@ -285,7 +298,9 @@ def _salt(
 ) -> bytes:
     """Return the cache salt of a request, in which a salt of the client's takes part."""
     client_salt = _client_salt(members) if internal else b""
-    return salts.client_salt(tenant, client_salt) if client_salt else salts.defaults.get(tenant, b"")
+    return (
+        salts.client_salt(tenant, client_salt) if client_salt else salts.defaults.get(tenant, b"")
+    )
 
 
 def _client_salt(members: Mapping[str, msgspec.Raw]) -> bytes:
@@ -313,7 +328,9 @@ def _replace_media(prompt: tuple[msgspec.Raw, ...]) -> tuple[tuple[msgspec.Raw, 
 def _expected_tokens(caller: CallContext, model: str, slo: Slo) -> int:
     """Return the length of similar responses so far, or a default if there were none."""
     expected = (
-        None if caller.output_lengths is None else caller.output_lengths.estimate(model, caller.tenant, slo.name)
+        None
+        if caller.output_lengths is None
+        else caller.output_lengths.estimate(model, caller.tenant, slo.name)
     )
     return DEFAULT_OUTPUT_TOKENS if expected is None else max(1, round(expected))
 
@@ -413,7 +430,9 @@ def _without_internal(value: msgspec.Raw) -> msgspec.Raw | None:
     try:
         members = decode_object(value)
     except TooManyMembersError:
-        raise bad_request(f"'{EXTRA_ARGS}' has more than {MAX_MEMBERS} members.", EXTRA_ARGS) from None
+        raise bad_request(
+            f"'{EXTRA_ARGS}' has more than {MAX_MEMBERS} members.", EXTRA_ARGS
+        ) from None
     except msgspec.ValidationError:
         return None
     if ENGINE_INTERNAL.isdisjoint(members):

@@ -231,7 +231,9 @@ class Relay:
             or not (self._must_reframe or self._body.at_chunk_boundary)
         ):
             return False
-        return not self._partial_event or (self.rewriter is not None and not self.rewriter.is_mid_event)
+        return not self._partial_event or (
+            self.rewriter is not None and not self.rewriter.is_mid_event
+        )
 
     def end_with_error(self, failure: Failure, message: str) -> bytes:
         """Return the bytes that tell a committed client that the stream fails, if possible.
@@ -259,7 +261,10 @@ class Relay:
     def finish_reason(self) -> str | None:
         """Why generation ended, as the engine reports it; None if it did not."""
         if self._finish_payload:
-            self._finish_reason, self._finish_payload = find_finish_reason(self._finish_payload), b""
+            self._finish_reason, self._finish_payload = (
+                find_finish_reason(self._finish_payload),
+                b"",
+            )
         return self._finish_reason
 
     def _begin(self, data: bytes, now: float) -> bytes:
@@ -294,7 +299,11 @@ class Relay:
         """Whether the first bytes do not show yet what kind of response this is."""
         if not data:
             return not self._body.is_complete
-        return self._is_sse and isinstance(self._body, ChunkedBody) and is_undecided(data, self.hold_until_token)
+        return (
+            self._is_sse
+            and isinstance(self._body, ChunkedBody)
+            and is_undecided(data, self.hold_until_token)
+        )
 
     def _set_head(self, head: ResponseHead) -> None:
         if 100 <= head.status < 200:
@@ -305,8 +314,12 @@ class Relay:
         self._refusal_bytes = 0
         self._partial_event: bytes = b""  # the partial event at the end of the last payload
         self._last_payload: bytes = b""  # the newest payload, including the event it began in
-        self._held_size_line: bytes = b""  # a partial chunk size line that has not been forwarded yet
-        self._finished_choices: frozenset[int] = frozenset()  # indices of finished choices if several
+        self._held_size_line: bytes = (
+            b""  # a partial chunk size line that has not been forwarded yet
+        )
+        self._finished_choices: frozenset[int] = (
+            frozenset()
+        )  # indices of finished choices if several
         self._must_reframe: bool = self.is_http_1_0 or self.rewriter is not None
         self._body = new_body(head)
         self._is_sse = head.is_sse
@@ -369,7 +382,12 @@ class Relay:
         if on_first is not None:
             on_first()
         out = b"".join(
-            (head.head_start, self.own_headers, _CLOSED if self.is_http_1_0 else head.length_line, payload)
+            (
+                head.head_start,
+                self.own_headers,
+                _CLOSED if self.is_http_1_0 else head.length_line,
+                payload,
+            )
         )
         self.bytes_sent = len(out)
         return out
@@ -442,7 +460,9 @@ class Relay:
     def _reframe(self, payload: bytes) -> bytes:
         assert self.head is not None
         if self.rewriter is not None:
-            payload = self.rewriter.feed(payload, is_sse=self.head.is_sse, is_complete=self._body.is_complete)
+            payload = self.rewriter.feed(
+                payload, is_sse=self.head.is_sse, is_complete=self._body.is_complete
+            )
         if self.is_http_1_0:
             return payload
         return encode_chunk(payload) + (LAST_CHUNK if self._body.is_complete else b"")
@@ -466,7 +486,11 @@ class Relay:
         if not self._must_reframe and self._body.has_trailers:
             # Trailers are dropped: only the gateway's own header fields reach the client.
             out = out[: self._body.last_chunk_offset] + LAST_CHUNK
-        if not self._is_sse or self._has_done_marker or self._last_payload.rstrip().endswith(DONE_MARKER):
+        if (
+            not self._is_sse
+            or self._has_done_marker
+            or self._last_payload.rstrip().endswith(DONE_MARKER)
+        ):
             return out
         event = self._missing_done_event()
         if event is None:
@@ -475,5 +499,7 @@ class Relay:
             event += error_event(Failure.UPSTREAM_FAILED, "the engine ended its stream early")
         if self.is_http_1_0:
             return out + event
-        body = out[: -len(LAST_CHUNK)] if self._must_reframe else out[: self._body.last_chunk_offset]
+        body = (
+            out[: -len(LAST_CHUNK)] if self._must_reframe else out[: self._body.last_chunk_offset]
+        )
         return body + encode_chunk(event) + LAST_CHUNK

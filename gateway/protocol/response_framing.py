@@ -235,7 +235,14 @@ def _whole_chunks(data: bytes, offset: int, pieces: list[bytes]) -> int:
 class LengthBody:
     """A body with a Content-Length."""
 
-    __slots__ = ("_remaining", "is_complete", "last_chunk_offset", "partial", "surplus_bytes", "has_trailers")
+    __slots__ = (
+        "_remaining",
+        "is_complete",
+        "last_chunk_offset",
+        "partial",
+        "surplus_bytes",
+        "has_trailers",
+    )
     at_chunk_boundary = was_at_boundary = False
 
     def __init__(self, length: int) -> None:

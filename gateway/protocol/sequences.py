@@ -44,7 +44,9 @@ def read_prompts(members: Mapping[str, msgspec.Raw], most: int) -> Prompts:
     embeds = members.get(EMBEDS_MEMBER)
     if embeds is not None and memoryview(embeds)[0] == _LIST:
         number = _checked(EMBEDS_MEMBER, _count_strings(bytes(embeds), most), most)
-        return Prompts(prompts.prompt_count + number, prompts.token_id_count, prompts.longest_token_ids)
+        return Prompts(
+            prompts.prompt_count + number, prompts.token_id_count, prompts.longest_token_ids
+        )
     return prompts
 
 

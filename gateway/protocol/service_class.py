@@ -22,7 +22,17 @@ TPOT_HEADERS = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
 PRIORITY_HEADER = "x-priority"
 SESSION_HEADER = "x-session-id"
 TIMEOUT_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")
-HEADER_NAMES = frozenset((CLASS_HEADER, *OBJECTIVE_HEADERS, *TTFT_HEADERS, *TPOT_HEADERS, PRIORITY_HEADER, SESSION_HEADER, *TIMEOUT_HEADERS))
+HEADER_NAMES = frozenset(
+    (
+        CLASS_HEADER,
+        *OBJECTIVE_HEADERS,
+        *TTFT_HEADERS,
+        *TPOT_HEADERS,
+        PRIORITY_HEADER,
+        SESSION_HEADER,
+        *TIMEOUT_HEADERS,
+    )
+)
 
 MIN_TTFT_MS, MIN_TPOT_MS, MAX_BUDGET_MS = 1, 0.1, 86_400_000
 MAX_PRIORITY = 8
@@ -70,7 +80,9 @@ class RequestPreferences(msgspec.Struct, frozen=True):
 
         Limited to what the tenant may claim.
         """
-        return _clamp(priority if self.header_priority is None else self.header_priority, self.max_priority)
+        return _clamp(
+            priority if self.header_priority is None else self.header_priority, self.max_priority
+        )
 
 
 NO_PREFERENCES = RequestPreferences()
@@ -174,7 +186,9 @@ def _budget_s(given: Mapping[str, str], names: tuple[str, ...], least_ms: float)
         text = given.get(name)
         if text is not None:
             if not _MILLISECONDS.fullmatch(text) or not least_ms <= float(text) <= MAX_BUDGET_MS:
-                raise _invalid(name, text, f"a number of milliseconds from {least_ms} to {MAX_BUDGET_MS}")
+                raise _invalid(
+                    name, text, f"a number of milliseconds from {least_ms} to {MAX_BUDGET_MS}"
+                )
             return float(text) / 1000
     return None
 
@@ -184,7 +198,9 @@ def _priority(given: Mapping[str, str]) -> int | None:
     if text is None:
         return None
     if not _PRIORITY.fullmatch(text) or not -MAX_PRIORITY <= int(text) <= MAX_PRIORITY:
-        raise _invalid(PRIORITY_HEADER, text, f"a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+        raise _invalid(
+            PRIORITY_HEADER, text, f"a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
     return int(text)
 
 
@@ -205,11 +221,15 @@ def _patience_s(given: Mapping[str, str]) -> float | None:
 
     SDKs add these headers on their own, so an error about them would help no user.
     """
-    timeouts = [float(text) for name in TIMEOUT_HEADERS if _SECONDS.fullmatch(text := given.get(name, ""))]
+    timeouts = [
+        float(text) for name in TIMEOUT_HEADERS if _SECONDS.fullmatch(text := given.get(name, ""))
+    ]
     return min((seconds for seconds in timeouts if seconds > 0), default=None)
 
 
 def _invalid(header: str, text: str, expected: str) -> GatewayError:
-    shown = text[:MAX_SHOWN_CHARS].encode("unicode_escape").decode() + ("..." if len(text) > MAX_SHOWN_CHARS else "")
+    shown = text[:MAX_SHOWN_CHARS].encode("unicode_escape").decode() + (
+        "..." if len(text) > MAX_SHOWN_CHARS else ""
+    )
     message = f"The header '{header}' must be {expected}, not '{shown}'."
     return GatewayError(Failure.BAD_REQUEST, message, param=header)

@@ -18,7 +18,9 @@ SPACED_FINISH_REASON = b'"finish_reason": "'
 DONE_MARKER = b"[DONE]"
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 """Ends of an event: engines write the first, proxies in front of them may write the second."""
-_DONE_MARKERS = tuple(DONE_MARKER + end for end in EVENT_ENDS)  # JSON strings have no raw line breaks
+_DONE_MARKERS = tuple(
+    DONE_MARKER + end for end in EVENT_ENDS
+)  # JSON strings have no raw line breaks
 MAX_FIRST_EVENT, MAX_LEADING_ERROR = 256, 1024 * 1024
 """Bytes of a stream to wait for to detect a leading error, and to receive that error as a whole:
 engines repeat a bad request in it."""
@@ -37,7 +39,9 @@ TOKEN_PATTERN = re.compile(
     rb'"(?:content|text|reasoning|reasoning_content|refusal|arguments)":\s*"[^"]'
     rb'|"(?:tool_calls|token_ids)":\s*\[\s*[^\]\s]'
 )
-_DECISIVE = re.compile(CONTENT.pattern + rb'|"finish_reason":\s*"|\[DONE\]|' + ERROR_EVENT.pattern)
+_DECISIVE = re.compile(
+    TOKEN_PATTERN.pattern + rb'|"finish_reason":\s*"|\[DONE\]|' + ERROR_EVENT_PATTERN.pattern
+)
 # A member whose value follows at once: a chunk's framing may stand between a name and its value.
 _FIRST_MEMBER = re.compile(rb'"\w+":( ?)[^\s]')
 _CODE = re.compile(rb'"code":\s*(4\d\d)(?!\d)')
@@ -151,7 +155,11 @@ def client_error_status(events: bytes, error: re.Match[bytes]) -> int | None:
     SGLang and vLLM detect some bad requests, such as a prompt that is too long, after sending
     status 200 (engines.md A.6). An error after a token is always the engine's own.
     """
-    code = None if TOKEN_PATTERN.search(events, 0, error.start()) else _CODE.search(events, error.start())
+    code = (
+        None
+        if TOKEN_PATTERN.search(events, 0, error.start())
+        else _CODE.search(events, error.start())
+    )
     return None if code is None else int(code[1])
 
 

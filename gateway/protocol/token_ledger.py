@@ -57,7 +57,15 @@ class Ledger:
 
     __slots__ = (
         *("_before", "_details", "_envelope", "_has_counts", "_is_aligned", "_most", "_saved"),
-        *("_waiting", "cached_tokens", "is_done", "finish_reason", "generated_tokens", "obstacle", "prompt_ids"),
+        *(
+            "_waiting",
+            "cached_tokens",
+            "is_done",
+            "finish_reason",
+            "generated_tokens",
+            "obstacle",
+            "prompt_ids",
+        ),
         *("prompt_tokens", "resumes", "shown_ids", "terms"),
     )
 
@@ -82,13 +90,25 @@ class Ledger:
 
     def mark(self) -> None:
         """Remember the present state, so that take_back() can return to it."""
-        state = (self.generated_tokens, self._is_aligned, self._has_counts, self.is_done, self.finish_reason)
+        state = (
+            self.generated_tokens,
+            self._is_aligned,
+            self._has_counts,
+            self.is_done,
+            self.finish_reason,
+        )
         self._saved = len(self.shown_ids), tuple(self._waiting), state
 
     def rewind(self) -> None:
         """Return to the state of the newest mark(): what arrived since was not shown."""
         length, waiting, state = self._saved
-        self.generated_tokens, self._is_aligned, self._has_counts, self.is_done, self.finish_reason = state
+        (
+            self.generated_tokens,
+            self._is_aligned,
+            self._has_counts,
+            self.is_done,
+            self.finish_reason,
+        ) = state
         del self.shown_ids[length:]
         self._waiting = list(waiting)
 
@@ -167,7 +187,9 @@ class Ledger:
     def usage(self) -> TokenUsage:
         """Token counts of the whole answer."""
         cached = None if self._details is None else self._details.get("cached_tokens")
-        return TokenUsage(self.prompt_tokens, self.generated_tokens, cached if type(cached) is int else None)
+        return TokenUsage(
+            self.prompt_tokens, self.generated_tokens, cached if type(cached) is int else None
+        )
 
     # The stream as the client sees it
 
@@ -367,7 +389,12 @@ class RecordedRelay(Relay):
 
     def _finish_body(self, out: bytes) -> bytes:
         unfinished = self._partial_event or self._recorder.ledger.finish_reason is None
-        if self._is_sse and not self._has_done_marker and unfinished and not self._last_payload.rstrip().endswith(_DONE):
+        if (
+            self._is_sse
+            and not self._has_done_marker
+            and unfinished
+            and not self._last_payload.rstrip().endswith(_DONE)
+        ):
             self._recorder.ledger.rewind()
             raise UpstreamError("truncated", "the engine ended its stream early")
         return super()._finish_body(out)

@@ -120,7 +120,9 @@ class HealthScreen:
         self._gateway, self._exchange = gateway, exchange
         self._confirmed: list[str] | None = None
         self._silent: list[str] = []
-        self._is_over = not exchange.failed_attempts  # refused connections alone are no reason to check
+        self._is_over = (
+            not exchange.failed_attempts
+        )  # refused connections alone are no reason to check
 
     async def check(self, choice: Pick | EndpointPair | None) -> Sequence[str] | None:
         """Return the names that another choice has to leave out.
@@ -150,7 +152,9 @@ class HealthScreen:
     async def _ask(self, candidates: Sequence[Candidate]) -> bool:
         """Check the endpoints, noting silent and failed ones; return whether all are well."""
         exchange, endpoints = self._exchange, self._gateway.endpoints
-        answers = await asyncio.gather(*(endpoints.check_health(candidate) for candidate in candidates))
+        answers = await asyncio.gather(
+            *(endpoints.check_health(candidate) for candidate in candidates)
+        )
         for candidate, is_well in zip(candidates, answers, strict=True):
             if is_well is None:
                 self._silent.append(candidate.endpoint.name)

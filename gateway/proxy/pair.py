@@ -40,7 +40,16 @@ class SplitPlan:
                 failed
     """
 
-    __slots__ = ("_ask", "_context", "_decision", "_recompute", "_route", "_whole", "exchange", "gateway")
+    __slots__ = (
+        "_ask",
+        "_context",
+        "_decision",
+        "_recompute",
+        "_route",
+        "_whole",
+        "exchange",
+        "gateway",
+    )
 
     def __init__(
         self,
@@ -53,7 +62,9 @@ class SplitPlan:
     ) -> None:
         fingerprint = exchange.fingerprint
         if fingerprint is None:
-            fingerprint = exchange.fingerprint = gateway.endpoints.prefixes.fingerprint(call, route.name)
+            fingerprint = exchange.fingerprint = gateway.endpoints.prefixes.fingerprint(
+                call, route.name
+            )
         self.gateway, self.exchange, self._route = gateway, exchange, route
         self._context = SplitContext(gateway, route, split, exchange, client, call, fingerprint)
         self._whole = WholePlan(gateway, exchange, client, route, call)

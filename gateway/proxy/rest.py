@@ -52,7 +52,14 @@ def prepare_recorded(
     headers = forward.response_headers(exchange, client, endpoint.name)
     # Patient: until its first token the request may be retried whole, which a role already shown
     # would prevent.
-    relay = RecordedRelay(headers, on_first, client.is_http_1_0, recorder, hold_until_token=True, chunk_gaps=exchange.gaps)
+    relay = RecordedRelay(
+        headers,
+        on_first,
+        client.is_http_1_0,
+        recorder,
+        hold_until_token=True,
+        chunk_gaps=exchange.gaps,
+    )
     head = booking.upstream.request_head(exchange.api)
     head += forward.request_headers(exchange, client.headers, len(body.body), endpoint.name)
     return head, body, relay
@@ -241,4 +248,6 @@ class RestPlan:
     def _close(self) -> None:
         """Write the end of an answer that lacks nothing else."""
         closing = self._ledger.render_end()
-        self._client.write(closing if self._client.is_http_1_0 else encode_chunk(closing) + LAST_CHUNK)
+        self._client.write(
+            closing if self._client.is_http_1_0 else encode_chunk(closing) + LAST_CHUNK
+        )

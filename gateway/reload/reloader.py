@@ -246,9 +246,7 @@ class Reloader:
     ) -> ReloadOutcome:
         """Apply an older version: the given one, or the one before the version in force."""
         older = [version for version in self.history.all() if version.number < self.version.number]
-        wanted = (
-            self.history.find(number) if number is not None else (older[-1] if older else None)
-        )
+        wanted = self.history.find(number) if number is not None else (older[-1] if older else None)
         if wanted is None:
             return self._nothing(
                 f"no version {number} is kept" if number is not None else "no older version is kept"
@@ -343,7 +341,9 @@ class Reloader:
         swap_began = perf_counter()
         affected = self._swap.apply(plan)
         self._metrics.config_swap_seconds.observe(perf_counter() - swap_began)
-        version = versions.create_version(self.history.next_number, time(), trigger, loaded, changed)
+        version = versions.create_version(
+            self.history.next_number, time(), trigger, loaded, changed
+        )
         self.running, self.version = loaded, version
         self.history.add(version)
         self._succeeded("applied")

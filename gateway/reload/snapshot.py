@@ -202,7 +202,9 @@ def _pool_trials(
         )
     shadows, canary, sides = kept.shadows, kept.canary, kept.arms
     if spec.shadow and shadows is None:
-        parts = shadow.name_policies([(part.name, part.params, _policy(part)) for part in spec.shadow])
+        parts = shadow.name_policies(
+            [(part.name, part.params, _policy(part)) for part in spec.shadow]
+        )
         shadows = Shadows(pool, parts, endpoints, policy)
     if spec.canary is not None and canary is None:
         canary, sides = _policy(spec.canary.policy), CanaryArms(pool, spec.canary, policy.name)

@@ -86,7 +86,9 @@ class Swap:
         gateway, config = self._gateway, plan.snapshot.config
         generation = gateway.snapshot.generation
         changes = gateway.endpoints.apply(plan.adoption)
-        affected = sum(live.load.in_flight - live.load.peer_load.in_flight for live in changes.removed)
+        affected = sum(
+            live.load.in_flight - live.load.peer_load.in_flight for live in changes.removed
+        )
         removed = [queue for queue in gateway.gate.pool_queues() if queue.name not in config.pools]
         affected += sum(queue.queue_length for queue in removed if queue not in self._removed_in)
         attach_metrics(gateway, plan, self._metrics)
@@ -221,7 +223,9 @@ def dry_run(plan: SnapshotPlan, before: Snapshot) -> None:
     known |= {id(policy) for trials in before.trials.values() for policy in trials.policies}
     wanted = [(pool, policy) for pool, policy in plan.snapshot.policies.items()]
     wanted += [
-        (pool, policy) for pool, trials in plan.snapshot.trials.items() for policy in trials.policies
+        (pool, policy)
+        for pool, trials in plan.snapshot.trials.items()
+        for policy in trials.policies
     ]
     for pool, policy in wanted:
         if id(policy) in known:

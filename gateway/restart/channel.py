@@ -140,7 +140,9 @@ async def read_message(reader: asyncio.StreamReader) -> Message:
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         if length > MAX_MESSAGE_BYTES:
-            raise ChannelError(f"a message of {length} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
+            raise ChannelError(
+                f"a message of {length} bytes exceeds the limit of {MAX_MESSAGE_BYTES}"
+            )
         message: Message = _decoder.decode(await reader.readexactly(length))
     except (OSError, asyncio.IncompleteReadError):
         raise ChannelError("the channel is closed") from None

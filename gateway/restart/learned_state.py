@@ -94,7 +94,9 @@ class Restorer:
         """
         self._gateway = gateway
         self._prefixes = prefixes
-        self._live = {endpoint_key(live): live for live in gateway.endpoints.all() if not live.is_leaving}
+        self._live = {
+            endpoint_key(live): live for live in gateway.endpoints.all() if not live.is_leaving
+        }
         self._slots: dict[int, int] = {}
         self.blocks = self.endpoints = self.ejected = 0
 
@@ -144,7 +146,10 @@ class Restorer:
             load.timeline.refresh_forecast(load, monotonic())
         if self._prefixes and state.holder is not None:
             saved_state.restore_holder(index, state.holder, load.slot)
-            load.prefix_cache_tokens, load.eviction_regret = index.cached_tokens(load.slot), index.eviction_regret(load.slot)
+            load.prefix_cache_tokens, load.eviction_regret = (
+                index.cached_tokens(load.slot),
+                index.eviction_regret(load.slot),
+            )
         live.slow_start_at = state.slow_start_at
         endpoints.restore_health(live, state.health, is_drained=state.is_drained)
         self.endpoints += 1

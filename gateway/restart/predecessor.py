@@ -44,7 +44,9 @@ PEER_SOURCE = b"predecessor"
 class Predecessor:
     """The process that this one replaces; it serves until `ready` is called, then drains."""
 
-    def __init__(self, channel: socket.socket, offer: HandoverOffer, sockets: list[socket.socket]) -> None:
+    def __init__(
+        self, channel: socket.socket, offer: HandoverOffer, sockets: list[socket.socket]
+    ) -> None:
         self._channel = channel
         self._offer = offer
         self._sockets = sockets

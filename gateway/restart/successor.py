@@ -173,7 +173,9 @@ class Successor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _send_bookings(self, shares: Callable[[], list[tuple[EndpointKey, PeerShare]]]) -> None:
+    async def _send_bookings(
+        self, shares: Callable[[], list[tuple[EndpointKey, PeerShare]]]
+    ) -> None:
         assert self._writer is not None
         while True:
             self._writer.write(pack_message(RemainingWork(shares())))

@@ -37,7 +37,9 @@ SPLIT_STAGES = ("queue", "prefill", "transfer", "first_token")
 LEAST_WAIT_S = 0.001  # shorter queue times mean that the request did not wait
 NO_RESPONSE = Relay(b"")  # stands in for a missing response; never fed
 REOPEN_RETRY_S = 0.05
-BUFFER_CAP_BYTES = 8 * 1024 * 1024  # buffer for a blocked sink; lines beyond it are dropped and counted
+BUFFER_CAP_BYTES = (
+    8 * 1024 * 1024
+)  # buffer for a blocked sink; lines beyond it are dropped and counted
 
 
 class AccessLine(msgspec.Struct, omit_defaults=True):
@@ -252,7 +254,11 @@ class Accounting:
     )
 
     def __init__(
-        self, metrics: Metrics, log: AccessLog, traces: SpanExporter, loop: asyncio.AbstractEventLoop
+        self,
+        metrics: Metrics,
+        log: AccessLog,
+        traces: SpanExporter,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._loop = loop
         self._over: list[tuple[Exchange, float]] = []
@@ -351,7 +357,9 @@ class Accounting:
             began = exchange.received_at or exchange.accepted_at
             self._metrics.shed_seconds.observe(now - began)
 
-    def _count_answered(self, exchange: Exchange, relay: Relay, usage: TokenUsage, now: float) -> None:
+    def _count_answered(
+        self, exchange: Exchange, relay: Relay, usage: TokenUsage, now: float
+    ) -> None:
         pick, call = exchange.pick, exchange.call
         assert pick is not None
         assert call is not None

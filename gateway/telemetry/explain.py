@@ -35,7 +35,9 @@ class PickSnapshot(msgspec.Struct, frozen=True):
     terms: PriceTermsFunction
     candidates: tuple[tuple[Candidate, tuple[object, ...]], ...]
 
-    def score_terms(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> Mapping[str, Mapping[str, float]]:
+    def score_terms(
+        self, query: RoutingQuery, candidates: Sequence[Candidate]
+    ) -> Mapping[str, Mapping[str, float]]:
         """Return the score terms of both candidates, by endpoint name."""
         then = {
             id(candidate): Candidate(candidate.endpoint, restore_load(candidate, numbers))
@@ -72,7 +74,9 @@ def snapshot_pick(policy: Policy, pick: Pick) -> PickSnapshot | None:
 
 def runner_up(pick: Pick) -> Candidate | None:
     """Return the candidate with the best score after the picked one; None if there was no other."""
-    others = [index for index, candidate in enumerate(pick.candidates) if candidate is not pick.candidate]
+    others = [
+        index for index, candidate in enumerate(pick.candidates) if candidate is not pick.candidate
+    ]
     return pick.candidates[max(others, key=pick.scores.__getitem__)] if others else None
 
 

@@ -45,7 +45,11 @@ class LogFile:
         self._path = None if where == "stdout" else Path(where)
         self._rotation = rotation
         self._needs_newline = False
-        self._fd = sys.stdout.fileno() if self._path is None else os.open(self._path, OPEN_FLAGS, FILE_MODE)
+        self._fd = (
+            sys.stdout.fileno()
+            if self._path is None
+            else os.open(self._path, OPEN_FLAGS, FILE_MODE)
+        )
         self._is_regular = self._path is not None and stat.S_ISREG(os.fstat(self._fd).st_mode)
 
     def write(self, block: bytes) -> int:

@@ -71,7 +71,9 @@ def effective_usage(exchange: Exchange, relay: Relay) -> TokenUsage:
     return TokenUsage(usage.prompt_tokens, usage.completion_tokens, split.cached_tokens)
 
 
-def measure_latency(exchange: Exchange, relay: Relay, usage: TokenUsage) -> tuple[float | None, float | None]:
+def measure_latency(
+    exchange: Exchange, relay: Relay, usage: TokenUsage
+) -> tuple[float | None, float | None]:
     """Return (TTFT, TPOT) in seconds, each None if not measurable."""
     first, last = relay.first_token_at, relay.last_data_at
     received = exchange.received_at
@@ -151,16 +153,24 @@ class SloTracker:
         Call it before the pick is booked.
         """
         if len(pick.candidates) > 1 and pick.candidate.load.is_modelled:
-            cached, known, prompt = query.cached_by_slot, len(query.cached_by_slot), query.request.prompt_tokens
+            cached, known, prompt = (
+                query.cached_by_slot,
+                len(query.cached_by_slot),
+                query.request.prompt_tokens,
+            )
             slots = [candidate.load.slot for candidate in pick.candidates]
             cached_tokens = [min(prompt, cached[slot]) if slot < known else 0 for slot in slots]
             expected = ttfts(pick.candidates, cached_tokens, prompt, query.now)
             index = next(
-                index for index, candidate in enumerate(pick.candidates) if candidate is pick.candidate
+                index
+                for index, candidate in enumerate(pick.candidates)
+                if candidate is pick.candidate
             )
             self._regret.observe(expected[index] - min(expected))
 
-    def on_answered(self, exchange: Exchange, relay: Relay, usage: TokenUsage, received: float) -> None:
+    def on_answered(
+        self, exchange: Exchange, relay: Relay, usage: TokenUsage, received: float
+    ) -> None:
         """Record a request whose response has begun; set its TTFT, TPOT and SLO outcome."""
         call = exchange.call
         first, last, events = relay.first_token_at, relay.last_data_at, relay.event_count
@@ -183,7 +193,9 @@ class SloTracker:
         key = request.model, exchange.tenant, slo.name, call.media_count > 0
         kind = self._kinds.get(key) or self._add(key)
         if exchange.slo_outcome:
-            counter = kind.goodput.get(exchange.slo_outcome) or self._counter(kind, exchange.slo_outcome)
+            counter = kind.goodput.get(exchange.slo_outcome) or self._counter(
+                kind, exchange.slo_outcome
+            )
             counter.value += 1.0
         kind.samples.append((whole_tokens, call.estimated_tokens, usage.prompt_tokens or 0))
         if len(kind.samples) >= kind.batch:
@@ -206,14 +218,18 @@ class SloTracker:
         outputs = [output for output, _, _ in samples if output]
         model, tenant, slo, has_media = kind.key
         if outputs:
-            self.output_lengths.record(model, tenant, slo, sum(outputs) / len(outputs), len(outputs))
+            self.output_lengths.record(
+                model, tenant, slo, sum(outputs) / len(outputs), len(outputs)
+            )
         prompts = [(estimated, actual) for _, estimated, actual in samples if estimated and actual]
         if prompts:
             estimated_tokens, prompt_tokens = map(sum, zip(*prompts, strict=True))
             if prompt_tokens > (1.0 + CLOSE_ENOUGH) * estimated_tokens and not has_media:
                 prompts = [pair for pair in prompts if is_text(*pair)]
                 estimated_tokens, prompt_tokens = map(sum, zip((0, 0), *prompts, strict=True))
-            self.prompt_lengths.record(model, has_media, estimated_tokens, prompt_tokens, len(prompts))
+            self.prompt_lengths.record(
+                model, has_media, estimated_tokens, prompt_tokens, len(prompts)
+            )
 
     def _observe_error(self, exchange: Exchange, first: float) -> None:
         """Observe the relative error of the predicted TTFT, if there was a prediction.

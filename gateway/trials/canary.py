@@ -45,7 +45,9 @@ class CanarySampler(msgspec.Struct, frozen=True):
 
 def create_sampler(pool: str, spec: Canary) -> CanarySampler:
     """Create the sampler that a pool's configuration describes."""
-    return CanarySampler(pool, int(HASH_RANGE * (spec.percent or 0.0) / 100), frozenset(spec.tenants))
+    return CanarySampler(
+        pool, int(HASH_RANGE * (spec.percent or 0.0) / 100), frozenset(spec.tenants)
+    )
 
 
 class CanaryArm:
@@ -119,7 +121,9 @@ class CanaryArms:
         return {"pool": self.pool, "share": self.share, "sides": sides}
 
 
-def summarize_arm(side: str, policy: str, outcomes: Mapping[str, int], ttft: BucketCounts) -> dict[str, object]:
+def summarize_arm(
+    side: str, policy: str, outcomes: Mapping[str, int], ttft: BucketCounts
+) -> dict[str, object]:
     """Summarize one arm's requests by SLO outcome and its times to first token, a sketch."""
     judged = sum(outcomes.values()) - outcomes.get("untold", 0)
     return {

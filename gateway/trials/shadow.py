@@ -88,7 +88,9 @@ class ShadowResult(msgspec.Struct, frozen=True):
     extra_cached_tokens: int = 0
 
 
-def evaluate(policy: Policy, query: RoutingQuery, pick: Pick, candidates: Sequence[Candidate]) -> ShadowResult:
+def evaluate(
+    policy: Policy, query: RoutingQuery, pick: Pick, candidates: Sequence[Candidate]
+) -> ShadowResult:
     """Compare what `policy` picks with `pick`; `candidates` are as before the booking."""
     other = run.pick(policy, query, candidates)
     if other is None:
@@ -150,7 +152,9 @@ class Shadows:
         for family in (trials.picks, trials.cost, trials.ttft, trials.tokens):
             family.remove_children("pool", self.pool)
 
-    def on_pick(self, exchange: Exchange, route: PickedRoute, query: RoutingQuery, pick: Pick) -> None:
+    def on_pick(
+        self, exchange: Exchange, route: PickedRoute, query: RoutingQuery, pick: Pick
+    ) -> None:
         """Record a pick if the budget allows it. Call it before the booking."""
         if exchange.call is None or exchange.picked_at is None:
             return
@@ -269,7 +273,9 @@ class Shadows:
         }
 
 
-def name_policies(specs: Sequence[tuple[str, Mapping[str, object], Policy]]) -> tuple[NamedPolicy, ...]:
+def name_policies(
+    specs: Sequence[tuple[str, Mapping[str, object], Policy]],
+) -> tuple[NamedPolicy, ...]:
     """Name the shadows of a pool by policy, with parameters where two have the same policy name."""
     names = [name for name, _, _ in specs]
     return tuple(

@@ -12,7 +12,9 @@ import ctypes
 import gc
 from collections.abc import Callable
 
-MAX_CALM_REQUESTS = 64  # requests in progress up to which a collection takes only a few milliseconds
+MAX_CALM_REQUESTS = (
+    64  # requests in progress up to which a collection takes only a few milliseconds
+)
 INTERVAL_S = 60.0
 MAX_INTERVAL_S = 600.0  # collect after this time even under load
 
@@ -59,6 +61,8 @@ class GcSchedule:
     def collect_if_due(self, now: float, in_progress: int) -> None:
         """Collect after INTERVAL_S if load is low, and after MAX_INTERVAL_S in any case."""
         elapsed_s = now - self._collected_at
-        if elapsed_s >= MAX_INTERVAL_S or (elapsed_s >= INTERVAL_S and in_progress <= MAX_CALM_REQUESTS):
+        if elapsed_s >= MAX_INTERVAL_S or (
+            elapsed_s >= INTERVAL_S and in_progress <= MAX_CALM_REQUESTS
+        ):
             self._collected_at = now
             self._collect()

@@ -229,7 +229,9 @@ def _server_context(settings: ServerSettings, pair: KeyPair) -> ssl.SSLContext:
     _load_pair(context, pair)
     if settings.client_ca is not None:
         context.load_verify_locations(settings.client_ca)
-        context.verify_mode = ssl.CERT_REQUIRED if settings.is_client_required else ssl.CERT_OPTIONAL
+        context.verify_mode = (
+            ssl.CERT_REQUIRED if settings.is_client_required else ssl.CERT_OPTIONAL
+        )
     return context
 
 

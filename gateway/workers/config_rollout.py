@@ -139,7 +139,9 @@ class ConfigRollout:
         name = str((self.file.parent if self.file is not None else Path()) / PUT_NAME)
         return load_text(text, name, self._env)
 
-    async def rollback(self, number: int | None, options: ChangeOptions = DEFAULT_OPTIONS) -> WorkerResponse:
+    async def rollback(
+        self, number: int | None, options: ChangeOptions = DEFAULT_OPTIONS
+    ) -> WorkerResponse:
         """Apply an older version: `number`, or the one before the version in force."""
         older = [version for version in self._versions.all() if version.number < self.version]
         target = (
@@ -221,7 +223,12 @@ class ConfigRollout:
             )
         responses = list(by_worker.values())
         refused = next(
-            (response for response in responses if response_result(response) not in DRY_RUN_RESULTS), None
+            (
+                response
+                for response in responses
+                if response_result(response) not in DRY_RUN_RESULTS
+            ),
+            None,
         )
         if refused is not None and not options.dry_run:
             self._report(refused, bad=True)
@@ -247,10 +254,14 @@ class ConfigRollout:
         # The dry run has checked already whether the endpoints can be reached.
         by_worker = await self._send_to(workers, f"{path}?force=1{kept}", text, {})
         responses = list(by_worker.values())
-        failed = [response for response in responses if response_result(response) not in SUCCESS_RESULTS]
+        failed = [
+            response for response in responses if response_result(response) not in SUCCESS_RESULTS
+        ]
         if failed or not responses:
             applied_by = [
-                worker for worker, response in by_worker.items() if response_result(response) == "applied"
+                worker
+                for worker, response in by_worker.items()
+                if response_result(response) == "applied"
             ]
             rolled_back = await self._send_to(
                 applied_by, "/config?force=1&kept=1", self.running.text, {}
@@ -261,7 +272,8 @@ class ConfigRollout:
             message = "a worker could not apply what its dry run had accepted; all rolled back"
             return failed[0] if failed else _answer(503, "nothing", message)
         applied = next(
-            (response for response in responses if response_result(response) == "applied"), responses[0]
+            (response for response in responses if response_result(response) == "applied"),
+            responses[0],
         )
         numbers = {worker: _number(response) for worker, response in by_worker.items()}
         self._set_running(loaded, max(self.version, *numbers.values()))
@@ -292,7 +304,9 @@ class ConfigRollout:
 
         async def ask(worker: Worker, extra_headers: dict[str, str]) -> None:
             try:
-                by_worker[worker] = await worker.request(method, path, text, headers | extra_headers)
+                by_worker[worker] = await worker.request(
+                    method, path, text, headers | extra_headers
+                )
             except REQUEST_ERRORS:
                 self._lost(worker)
 

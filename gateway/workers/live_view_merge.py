@@ -182,7 +182,9 @@ def _pairs(statuses: Sequence[FleetStatus]) -> dict[tuple[str, str], PairStatus]
 def _share_unchanged(now: MetricSample, before: MetricSample) -> MetricSample:
     """Make a sketch that has not changed share its counts with the previous sample."""
 
-    def shared(after: Mapping[str, BucketCounts], old: Mapping[str, BucketCounts]) -> dict[str, BucketCounts]:
+    def shared(
+        after: Mapping[str, BucketCounts], old: Mapping[str, BucketCounts]
+    ) -> dict[str, BucketCounts]:
         return {
             name: old[name] if old.get(name) == counts else counts for name, counts in after.items()
         }

@@ -52,11 +52,14 @@ def workers_application(group: WorkerGroup) -> web.Application:
     """Return the admin server's application."""
     configured = group.config_rollout
     server = web.Application(
-        middlewares=[access_middleware(lambda: configured.running.config)], client_max_size=MAX_FILE_BYTES + 1
+        middlewares=[access_middleware(lambda: configured.running.config)],
+        client_max_size=MAX_FILE_BYTES + 1,
     )
     _add_merged(group, server.router)
     _add_changes(group, server.router)
-    live_pages.add_view(server, LiveViewMerger(group.ready_workers).take_sample, lambda: group.is_draining)
+    live_pages.add_view(
+        server, LiveViewMerger(group.ready_workers).take_sample, lambda: group.is_draining
+    )
 
     async def any_other(request: web.Request) -> web.Response:
         return _forward(await first_response(group.ready_workers(), request.path_qs))

@@ -108,7 +108,10 @@ class Supervisor:
         self._admin_servers: list[asyncio.Server] = []
         self._follow = FileWatcher(self.config_rollout)
         self._trial = AutoRollbackMonitor(
-            WorkersRollbackTarget(self.config_rollout, lambda: [*self.ready_workers(), *self.ending_workers()]), say
+            WorkersRollbackTarget(
+                self.config_rollout, lambda: [*self.ready_workers(), *self.ending_workers()]
+            ),
+            say,
         )
         self._admin_tls: TlsListener | None = None
         self.config_rollout.on_applied = self._on_applied
@@ -181,7 +184,8 @@ class Supervisor:
         self._admin_tls = TlsListener(admin.tls, runner.server, close_s, lambda: None)
         loop = asyncio.get_running_loop()
         self._admin_servers = [
-            await loop.create_server(self._admin_tls.new_handshake, sock=listener) for listener in sockets
+            await loop.create_server(self._admin_tls.new_handshake, sock=listener)
+            for listener in sockets
         ]
 
     async def _start_all(self) -> None:
@@ -221,7 +225,8 @@ class Supervisor:
         for worker in (*workers, *self._ending):
             worker.drain()
         await asyncio.gather(
-            *(worker.wait_until_ended(self._drain_s()) for worker in workers), *self._ending.values()
+            *(worker.wait_until_ended(self._drain_s()) for worker in workers),
+            *self._ending.values(),
         )
         if self._runner is not None:
             await self._runner.cleanup()
@@ -281,14 +286,18 @@ class Supervisor:
         """Retire a worker: it ends with its last connection, and is killed after a timeout."""
         worker.retire()
         within_s = self.config_rollout.running.config.timeouts.handover + self._drain_s()
-        task = asyncio.create_task(worker.wait_until_ended(within_s), name=f"drain worker {worker.number}")
+        task = asyncio.create_task(
+            worker.wait_until_ended(within_s), name=f"drain worker {worker.number}"
+        )
         self._ending[worker] = task
         task.add_done_callback(lambda _: self._ending.pop(worker, None))
 
     def _drain_s(self) -> float:
         return self.config_rollout.running.config.timeouts.shutdown + DRAIN_MARGIN_S
 
-    async def _start_worker(self, place: WorkerSlot, *, finds_version: bool = False) -> Worker | None:
+    async def _start_worker(
+        self, place: WorkerSlot, *, finds_version: bool = False
+    ) -> Worker | None:
         """Start a worker in this slot; return it once it is ready, or None.
 
         A caller that is cancelled meanwhile leaves no process behind.

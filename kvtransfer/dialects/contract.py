@@ -159,7 +159,9 @@ class Dialect(msgspec.Struct, frozen=True):
     engine: str
     order: LegOrder
     prefill: Callable[[HandoffTerms], RequestEdits]
-    decode: Callable[[HandoffTerms, PrefillResponse | None], DecodeRequest | UnusableResponse | FinishedResponse]
+    decode: Callable[
+        [HandoffTerms, PrefillResponse | None], DecodeRequest | UnusableResponse | FinishedResponse
+    ]
     needs: Prerequisite = Prerequisite.NOTHING
     reads_answer: bool = True
     can_decode_alone: bool = True

@@ -59,7 +59,8 @@ def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest
         "transfer_id": _transfer_id(terms),
     }
     return DecodeRequest(
-        RequestEdits(encode_members({"kv_transfer_params": encode_json(params)})), reports_own_cache=False
+        RequestEdits(encode_members({"kv_transfer_params": encode_json(params)})),
+        reports_own_cache=False,
     )
 
 

@@ -124,7 +124,9 @@ def prefill(terms: HandoffTerms) -> RequestEdits:
     )
 
 
-def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse | FinishedResponse:
+def decode(
+    terms: HandoffTerms, answer: PrefillResponse | None
+) -> DecodeRequest | UnusableResponse | FinishedResponse:
     """Send the client's request with the context server's object and prompt tokens.
 
     Returns Finished if the context response is the complete one.
@@ -157,7 +159,9 @@ def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest
     put = encode_members(
         {"disaggregated_params": encode_json(handoff), prompt: bytes(answer.prompt_token_ids)}
     )
-    return DecodeRequest(RequestEdits(put, frozenset({prompt}), CHAT if terms.chat else COMPLETIONS))
+    return DecodeRequest(
+        RequestEdits(put, frozenset({prompt}), CHAT if terms.chat else COMPLETIONS)
+    )
 
 
 def _finished(answer: PrefillResponse) -> FinishedResponse | UnusableResponse:

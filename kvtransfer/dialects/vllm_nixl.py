@@ -128,4 +128,6 @@ def is_loopback(host: str) -> bool:
     return bare in ("localhost", "::1") or bare.startswith("127.")
 
 
-VLLM_NIXL = Dialect("vllm_nixl", "vllm", LegOrder.SEQUENTIAL, prefill, decode, cache_salt_member="cache_salt")
+VLLM_NIXL = Dialect(
+    "vllm_nixl", "vllm", LegOrder.SEQUENTIAL, prefill, decode, cache_salt_member="cache_salt"
+)

@@ -61,7 +61,8 @@ def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest
         "remote_request_id": terms.request_id,
     }
     return DecodeRequest(
-        RequestEdits(encode_members({"kv_transfer_params": encode_json(params)})), reports_own_cache=False
+        RequestEdits(encode_members({"kv_transfer_params": encode_json(params)})),
+        reports_own_cache=False,
     )
 
 
@@ -93,7 +94,9 @@ def _identities(answer: PrefillResponse) -> tuple[PrefillIdentity, ...]:
 
 def check(answer: PrefillResponse) -> UnusableResponse | None:
     """Require the object: without it the prefill engine writes nothing."""
-    return None if _identities(answer) else UnusableResponse("the prefill answer promises no transfer")
+    return (
+        None if _identities(answer) else UnusableResponse("the prefill answer promises no transfer")
+    )
 
 
 VLLM_PUSH = Dialect(

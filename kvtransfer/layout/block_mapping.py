@@ -101,7 +101,9 @@ def split_segments(
     )
 
 
-def max_runs(src: KvLayout, dst: KvLayout, share: PairShare, tokens: int, most_run_bytes: int) -> int:
+def max_runs(
+    src: KvLayout, dst: KvLayout, share: PairShare, tokens: int, most_run_bytes: int
+) -> int:
     """Return an upper bound for the runs of a segment of `tokens` tokens."""
     axes, n_bytes = _axes(src, dst, share, tokens)
     return prod(axis.size for axis in axes) * -(-n_bytes // most_run_bytes)
@@ -194,7 +196,9 @@ def _steps(layout: KvLayout) -> tuple[int, int, int, int]:
     return part * layout.parts, part, head, token
 
 
-def _origin(layout: KvLayout, rank: int, share: PairShare, blocks: Offsets, tokens: Offsets) -> Offsets:
+def _origin(
+    layout: KvLayout, rank: int, share: PairShare, blocks: Offsets, tokens: Offsets
+) -> Offsets:
     """Return the offset of the share's first layer and head of these tokens in the region."""
     stage, tp_rank = divmod(rank, layout.tp)
     layer, _, head, token = _steps(layout)

@@ -265,8 +265,7 @@ def _chunks(
     most = np.array(
         [
             max(
-                max_runs(src, dst, share, int(length), limits.run_bytes)
-                for share in share_by_shape
+                max_runs(src, dst, share, int(length), limits.run_bytes) for share in share_by_shape
             )
             for length in lengths
         ]

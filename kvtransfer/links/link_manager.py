@@ -150,7 +150,9 @@ class LinkManager:
         except (ProtocolError, SealError) as error:
             forged = isinstance(error, SealError)
             self._tally.faults["unproven" if forged else "protocol"] += 1
-            reason = EndReason.WRONG_KEY if forged and not peer_link.is_proven else EndReason.PROTOCOL
+            reason = (
+                EndReason.WRONG_KEY if forged and not peer_link.is_proven else EndReason.PROTOCOL
+            )
             self.drop_link(link, reason, str(error))
         finally:
             peer_link.is_handling = False
@@ -212,7 +214,9 @@ class LinkManager:
         The first link's Hello carries the send budget of all its lanes together.
         """
         lane_of = b"" if dialling.lane_of is None else dialling.lane_of.session.greeting
-        budget_bytes = self.options.budget_bytes * (link.lanes if isinstance(link, MultiLaneLink) else 1)
+        budget_bytes = self.options.budget_bytes * (
+            link.lanes if isinstance(link, MultiLaneLink) else 1
+        )
         return LinkSession(
             self._key,
             greeting_nonce(self._key, secrets.token_bytes(8)),
@@ -290,11 +294,15 @@ class LinkManager:
             self._add_lane(first, peer_link)
         elif dialling is None:
             self._source.on_linked(peer_link.link, peer, peer_link.session.budget_bytes)
-        elif (name := better_transport(self.card, peer, self._transports, peer_link.link.transport)) is None:
+        elif (
+            name := better_transport(self.card, peer, self._transports, peer_link.link.transport)
+        ) is None:
             self._execute(self._use(peer_link))
         else:
             self._start_dial(
-                DialRequest(self._transports[name], peer.addresses[name], dialling.address, peer_link)
+                DialRequest(
+                    self._transports[name], peer.addresses[name], dialling.address, peer_link
+                )
             )
 
     def _missing_parent(self, peer_link: PeerLink) -> tuple[EndReason, str] | None:
@@ -368,7 +376,9 @@ class LinkManager:
             first.is_dialling_lane = True
             self._start_dial(msgspec.structs.replace(dialling, fallback=None, lane_of=first))
 
-    def _handle_lane_message(self, peer_link: PeerLink, first: PeerLink, message: Message) -> list[Command]:
+    def _handle_lane_message(
+        self, peer_link: PeerLink, first: PeerLink, message: Message
+    ) -> list[Command]:
         if not isinstance(message, Beat):
             raise ProtocolError(
                 f"{type(message).__name__} on a lane, which carries only windows and beats"
@@ -451,7 +461,9 @@ class LinkManager:
         self._later(_REDIAL_S * 2**dialling.redials, lambda: self._start_dial(repeated))
         return []
 
-    def _on_dial_failed(self, dialling: DialRequest, reason: EndReason, detail: str) -> list[Command]:
+    def _on_dial_failed(
+        self, dialling: DialRequest, reason: EndReason, detail: str
+    ) -> list[Command]:
         """Sink: handle a link that did not come up. Use its fallback, if there is one."""
         address, fallback = dialling.address, dialling.fallback
         if (lane_owner := dialling.lane_of) is not None:
@@ -512,7 +524,9 @@ class LinkManager:
         try:
             for peer_link in list(self._peer_links.values()):
                 if peer_link.is_silent(now, late_s, self.options):
-                    limit_s = self.options.silence_s if peer_link.is_proven else self.options.handshake_s
+                    limit_s = (
+                        self.options.silence_s if peer_link.is_proven else self.options.handshake_s
+                    )
                     self.drop_link(peer_link.link, EndReason.SILENT, f"silent for {limit_s} s")
                 elif peer_link.is_proven and send_beat:
                     peer_link.send(Beat())

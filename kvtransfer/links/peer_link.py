@@ -58,12 +58,16 @@ class PeerLink:
         "link", "is_in_use", "failed_lanes", "is_dialling_lane", "session", "is_proven",
     )  # fmt: skip
 
-    def __init__(self, link: Link, session: LinkSession, dialling: DialRequest | None, now: float) -> None:
+    def __init__(
+        self, link: Link, session: LinkSession, dialling: DialRequest | None, now: float
+    ) -> None:
         self.link, self.session, self.dial_request = link, session, dialling
         self.lane_owner: PeerLink | None = None
         self.lanes: list[PeerLink] = []
         self.failed_lanes = 0
-        self.is_proven = self.is_in_use = self.is_handling = self.has_received = self.is_dialling_lane = False
+        self.is_proven = self.is_in_use = self.is_handling = self.has_received = (
+            self.is_dialling_lane
+        ) = False
         self._sending = threading.Lock()
         self._received = -1
         self._heard_at = now
@@ -102,7 +106,9 @@ class PeerLink:
         return now - self._heard_at > limit_s - options.beat_s / 8
 
 
-def incompatibility(mine: AgentCard, theirs: AgentCard, version: int) -> tuple[EndReason, str] | None:
+def incompatibility(
+    mine: AgentCard, theirs: AgentCard, version: int
+) -> tuple[EndReason, str] | None:
     """Return why these two agents cannot exchange KV; None if they can."""
     if version != VERSION:
         return EndReason.VERSION, f"version {VERSION} here, {version} there"

@@ -90,7 +90,9 @@ class FrameHeader(NamedTuple):
     checksum: int
 
 
-def encode_frame(kind: FrameKind, header: bytes, payload_bytes: int = 0, proof: PayloadProof = PayloadProof.NONE) -> bytes:
+def encode_frame(
+    kind: FrameKind, header: bytes, payload_bytes: int = 0, proof: PayloadProof = PayloadProof.NONE
+) -> bytes:
     """Encode the preamble and header of a frame. The payload follows."""
     return _checked(_FIELDS.pack(kind, proof, 0, len(header), payload_bytes) + header)
 

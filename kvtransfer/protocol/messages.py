@@ -159,7 +159,17 @@ class Unwanted(msgspec.Struct, frozen=True, array_like=True, tag=10, forbid_unkn
 
 
 Message = (
-    LinkHello | Lane | Welcome | LinkReady | Beat | Invite | Accept | StopTransfer | Landed | Credit | Unwanted
+    LinkHello
+    | Lane
+    | Welcome
+    | LinkReady
+    | Beat
+    | Invite
+    | Accept
+    | StopTransfer
+    | Landed
+    | Credit
+    | Unwanted
 )
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

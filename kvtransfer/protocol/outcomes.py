@@ -94,7 +94,12 @@ class TransferOutcome(msgspec.Struct, frozen=True):
 
 
 def outcome_for(
-    reason: EndReason, *, n_bytes: int = 0, seconds: float = 0.0, transport: str = "", detail: str = ""
+    reason: EndReason,
+    *,
+    n_bytes: int = 0,
+    seconds: float = 0.0,
+    transport: str = "",
+    detail: str = "",
 ) -> TransferOutcome:
     """Build the outcome that `reason` implies."""
     return TransferOutcome(

@@ -88,7 +88,9 @@ class LinkSession:
         """Return the first message of the dialling end."""
         identity = (VERSION, self._nonce, self._card)
         self._hello = encode(
-            Lane(*identity, self.lane_of) if self.lane_of else LinkHello(*identity, self.budget_bytes)
+            Lane(*identity, self.lane_of)
+            if self.lane_of
+            else LinkHello(*identity, self.budget_bytes)
         )
         return self._hello
 

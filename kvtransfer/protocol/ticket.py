@@ -116,11 +116,15 @@ def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None =
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TicketRefused(TicketRefusal.MALFORMED, "the ticket is of another version") from error
     if ticket.epoch != epoch:
-        raise TicketRefused(TicketRefusal.WRONG_EPOCH, "the ticket is from before a restart of its source")
+        raise TicketRefused(
+            TicketRefusal.WRONG_EPOCH, "the ticket is from before a restart of its source"
+        )
     if ticket.sink is not None and ticket.sink != sink:
         raise TicketRefused(TicketRefusal.WRONG_SINK, "the ticket was issued for another agent")
     if not now < ticket.not_after:
-        raise TicketRefused(TicketRefusal.EXPIRED, f"the ticket ran out {now - ticket.not_after:.3f} s ago")
+        raise TicketRefused(
+            TicketRefusal.EXPIRED, f"the ticket ran out {now - ticket.not_after:.3f} s ago"
+        )
     return ticket
 
 
@@ -164,7 +168,8 @@ def _decode_text(text: str) -> bytes:
     """Decode base64url text, and refuse any but the canonical encoding."""
     if not _MAC_BYTES < len(text) <= MAX_CHARS:
         raise TicketRefused(
-            TicketRefusal.MALFORMED, f"a ticket has at most {MAX_CHARS} characters, this has {len(text)}"
+            TicketRefusal.MALFORMED,
+            f"a ticket has at most {MAX_CHARS} characters, this has {len(text)}",
         )
     try:
         data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)

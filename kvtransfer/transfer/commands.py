@@ -97,7 +97,19 @@ class ComputePlan(msgspec.Struct, frozen=True):
     work: Callable[[], Callable[[float], list[Command]]]
 
 
-Command = SendMessage | SendInvite | AcceptGrant | PutWindow | DropWindows | FenceTransfer | BumpGenerations | ResolveHandle | ReportLayers | DialPeer | ComputePlan
+Command = (
+    SendMessage
+    | SendInvite
+    | AcceptGrant
+    | PutWindow
+    | DropWindows
+    | FenceTransfer
+    | BumpGenerations
+    | ResolveHandle
+    | ReportLayers
+    | DialPeer
+    | ComputePlan
+)
 
 # Larger plans take more than about a millisecond, and are computed without the agent's lock.
 _MAX_INLINE_BLOCKS = 4096

@@ -156,7 +156,9 @@ class TransferSink:
                 commands += self._unwanted(link, reservation)
         return commands
 
-    def on_link_failed(self, address: str, reason: EndReason, detail: str, now: float) -> list[Command]:
+    def on_link_failed(
+        self, address: str, reason: EndReason, detail: str, now: float
+    ) -> list[Command]:
         """End all landings that waited for a link that did not come up."""
         waiters = [
             reservation
@@ -278,15 +280,21 @@ class TransferSink:
     def on_bad_window(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
         """End a landing whose source has another plan: the missing bytes would never come."""
         reservation = self._find_moving(link, transfer)
-        return [] if reservation is None else self._end(reservation, EndReason.PROTOCOL, detail, now)
+        return (
+            [] if reservation is None else self._end(reservation, EndReason.PROTOCOL, detail, now)
+        )
 
-    def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict, now: float) -> list[Command]:
+    def on_landed(
+        self, link: Link, head: WindowHead, verdict: WindowVerdict, now: float
+    ) -> list[Command]:
         """Count a window that is in place, or end the landing if the window must not be used."""
         reservation = self._find_moving(link, head.transfer)
         if reservation is None or reservation.tracker is None:
             return []
         if verdict is not WindowVerdict.OK:
-            return self._end(reservation, EndReason(verdict.value), f"layer group {head.group}", now)
+            return self._end(
+                reservation, EndReason(verdict.value), f"layer group {head.group}", now
+            )
         try:
             reservation.tracker.land(head.group, head.pair, head.first, head.count)
         except WindowError:
@@ -433,7 +441,9 @@ class TransferSink:
 
     def _count_received(self, reservation: BlockReservation, link: Link, now: float) -> None:
         pair = (reservation.peer, link.transport)
-        self._tally.count_received(pair, _received_bytes(reservation), now - reservation.moving_since)
+        self._tally.count_received(
+            pair, _received_bytes(reservation), now - reservation.moving_since
+        )
 
     def _end(
         self,
@@ -471,7 +481,9 @@ class TransferSink:
         )
         unwanted = reservation.end is not None and reservation.end[0] is EndReason.CANCELLED
         return (
-            [SendMessage(link, Unwanted(request.name, request.ticket))] if unwanted and not wanted else []
+            [SendMessage(link, Unwanted(request.name, request.ticket))]
+            if unwanted and not wanted
+            else []
         )
 
     def _resolve(self, reservation: BlockReservation, now: float) -> list[Command]:

@@ -62,7 +62,12 @@ class TransferSource:
     """The offers of one agent. `key` is the fleet's; the caller numbers the offers."""
 
     def __init__(
-        self, card: AgentCard, regions: Sequence[Region], key: bytes, options: AgentOptions, tally: AgentStats
+        self,
+        card: AgentCard,
+        regions: Sequence[Region],
+        key: bytes,
+        options: AgentOptions,
+        tally: AgentStats,
     ) -> None:
         self._card, self._regions, self._options, self._tally = card, regions, options, tally
         self._offers: dict[int, LeasedOffer] = {}
@@ -94,7 +99,10 @@ class TransferSource:
         """Return a time at or before the next `tick` is due; None: no deadline."""
         while self._deadlines and self._deadlines[0][1] not in self._offers:
             heapq.heappop(self._deadlines)
-        dues = [self._deadlines[0][0] if self._deadlines else None, self._pending_invites.next_deadline()]
+        dues = [
+            self._deadlines[0][0] if self._deadlines else None,
+            self._pending_invites.next_deadline(),
+        ]
         return min((due for due in dues if due is not None), default=None)
 
     def offer(self, number: int, spec: OfferSpec, now: float) -> tuple[str, list[Command]]:
@@ -162,7 +170,9 @@ class TransferSource:
             for command in self._refuse_waiting(name, EndReason.CLOSED, "")
         ]
         return commands + [
-            c for number in list(self._offers) for c in self.revoke(number, EndReason.CLOSED, "", now)
+            c
+            for number in list(self._offers)
+            for c in self.revoke(number, EndReason.CLOSED, "", now)
         ]
 
     def on_linked(self, link: Link, card: AgentCard, budget_bytes: int) -> None:
@@ -313,7 +323,9 @@ class TransferSource:
             else self._refuse(waiting.link, waiting.invite.transfer, reason, detail)
         )
 
-    def _refuse(self, link: Link, transfer: int, reason: EndReason, detail: str = "") -> list[Command]:
+    def _refuse(
+        self, link: Link, transfer: int, reason: EndReason, detail: str = ""
+    ) -> list[Command]:
         self._tally.refused[reason] += 1
         return [SendMessage(link, make_stop(transfer, reason, detail))]
 
@@ -372,7 +384,12 @@ class TransferSource:
         return self._begin(offer, outlet, invite, plan_or_error, now)
 
     def _begin(
-        self, offer: LeasedOffer, outlet: SendQueue, invite: Invite, transfer_plan: TransferPlan, now: float
+        self,
+        offer: LeasedOffer,
+        outlet: SendQueue,
+        invite: Invite,
+        transfer_plan: TransferPlan,
+        now: float,
     ) -> list[Command]:
         """Accept the invitation and send the windows that are ready."""
         link = offer.link
@@ -391,7 +408,10 @@ class TransferSource:
             window_bytes=window_bytes,
             layouts=pair_fingerprint(transfer_plan.src, transfer_plan.dst),
         )
-        commands: list[Command] = [AcceptGrant(link, invite.transfer, invite.grant), SendMessage(link, accept)]
+        commands: list[Command] = [
+            AcceptGrant(link, invite.transfer, invite.grant),
+            SendMessage(link, accept),
+        ]
         return commands + self._pump(outlet, now)
 
     def _plan(self, offer: LeasedOffer, card: AgentCard, invite: Invite) -> TransferPlan | str:

@@ -28,7 +28,9 @@ def host_id() -> str:
     return hashlib.blake2b(f"{boot} {network} {os.getuid()}".encode(), digest_size=8).hexdigest()
 
 
-def better_transport(mine: AgentCard, theirs: AgentCard, names: Iterable[str], than: str) -> str | None:
+def better_transport(
+    mine: AgentCard, theirs: AgentCard, names: Iterable[str], than: str
+) -> str | None:
     """Return a transport that both agents have and that is better than `than`, if any."""
     both = set(names) & theirs.addresses.keys()
     for name in ("shm", "rdma"):

@@ -89,7 +89,11 @@ def is_fine_grained(runs: ByteRuns, n_bytes: int) -> bool:
 
 
 def gather(
-    source: Bytes, offsets: Offsets, lengths: Offsets, into: Bytes, on_part: Callable[[Bytes], object]
+    source: Bytes,
+    offsets: Offsets,
+    lengths: Offsets,
+    into: Bytes,
+    on_part: Callable[[Bytes], object],
 ) -> None:
     """Copy these runs of `source` in order to `into`, which has exactly that size.
 

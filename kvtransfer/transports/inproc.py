@@ -180,7 +180,9 @@ class Inproc:
         near.far, far.far = far, near
         self.links.append(near)
         far_end.links.append(far)
-        self.wire.deliver(self.address, address, lambda: far.notify_owner(lambda owner: owner.on_linked(far)))
+        self.wire.deliver(
+            self.address, address, lambda: far.notify_owner(lambda owner: owner.on_linked(far))
+        )
         return near
 
     def close(self) -> None:
@@ -254,13 +256,17 @@ class InprocLink:
             self._closed = True
             self._leave()
             self._wire.deliver(
-                self._end.address, self.peer, lambda: self.far.on_far_closed("the peer closed the link")
+                self._end.address,
+                self.peer,
+                lambda: self.far.on_far_closed("the peer closed the link"),
             )
 
     def reset(self) -> None:
         """End this side as if its process had died."""
         self._closed = True
-        self._wire.deliver(self._end.address, self.peer, lambda: self.far.on_far_closed("connection reset"))
+        self._wire.deliver(
+            self._end.address, self.peer, lambda: self.far.on_far_closed("connection reset")
+        )
 
     def on_far_closed(self, reason: str) -> None:
         """Report once to the owner that the far end is gone."""
@@ -428,7 +434,9 @@ def _gather(window: WindowSlice, out: NDArray[np.uint8], offset: int, first: int
     return offset
 
 
-def _scatter(runs: ByteRuns, data: NDArray[np.uint8], region: Region, first: int, last: int) -> None:
+def _scatter(
+    runs: ByteRuns, data: NDArray[np.uint8], region: Region, first: int, last: int
+) -> None:
     """Copy the data of runs [first, last) to their places at the sink, as far as it goes."""
     memory, offset = region.bytes, int(runs.length[:first].sum())
     for start, length in zip(

@@ -187,7 +187,9 @@ class ShmLink(StreamLink):
                     is_copied
                     and generation_mark(self._peer_regions[window.src_rank], window.runs) == mark
                 )
-                self._owner.on_landed(self, head, WindowVerdict.OK if is_current else WindowVerdict.STALE)
+                self._owner.on_landed(
+                    self, head, WindowVerdict.OK if is_current else WindowVerdict.STALE
+                )
         self._out.enqueue(encode_frame(FrameKind.TAKEN, pack_head(head)))
 
     def _copy(self, head: WindowHead, window: WindowSlice) -> bool:

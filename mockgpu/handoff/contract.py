@@ -52,7 +52,12 @@ class EngineDialect(Protocol):
     name: str
 
     def read(
-        self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str, here: EngineIdentity
+        self,
+        raw: bytes,
+        body: RequestBody,
+        headers: Mapping[str, str],
+        request_id: str,
+        here: EngineIdentity,
     ) -> ParsedHandoff:
         """Return the leg that a request asks for.
 
@@ -60,7 +65,9 @@ class EngineDialect(Protocol):
         """
         ...
 
-    def response_members(self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity) -> dict[str, Any]:
+    def response_members(
+        self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
+    ) -> dict[str, Any]:
         """Return the members to add to a prefill leg's response. `offered` None: no KV is kept."""
         ...
 

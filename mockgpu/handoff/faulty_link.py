@@ -56,7 +56,9 @@ class FaultyRelay:
     def _dial(self, end: RelayConnection) -> None:
         """Connect the far side of an accepted connection."""
         loop = asyncio.get_running_loop()
-        task = loop.create_task(loop.create_connection(lambda: RelayConnection(self, None, end), *self._target))
+        task = loop.create_task(
+            loop.create_connection(lambda: RelayConnection(self, None, end), *self._target)
+        )
         task.add_done_callback(
             lambda done: end.abort() if done.cancelled() or done.exception() else None
         )
@@ -66,7 +68,10 @@ class RelayConnection(asyncio.Protocol):
     """One side of a relayed connection. `dial` opens the other side; else `other` is it."""
 
     def __init__(
-        self, wire: FaultyRelay, dial: Callable[[RelayConnection], None] | None, other: RelayConnection | None = None
+        self,
+        wire: FaultyRelay,
+        dial: Callable[[RelayConnection], None] | None,
+        other: RelayConnection | None = None,
     ) -> None:
         self._wire, self._dial, self._other = wire, dial, other
         self._transport: asyncio.Transport | None = None

@@ -31,7 +31,12 @@ class MooncakeDialect:
     name = "mooncake"
 
     def read(
-        self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str, here: EngineIdentity
+        self,
+        raw: bytes,
+        body: RequestBody,
+        headers: Mapping[str, str],
+        request_id: str,
+        here: EngineIdentity,
     ) -> ParsedHandoff:
         """Return the leg of a request. The wrong leg for this engine's role kills it."""
         params = checked_object(body)
@@ -49,11 +54,15 @@ class MooncakeDialect:
         if here.role == "prefill":
             raise MalformedHandoffError(f"{FIELD}.do_remote_prefill", fatal=True)
         parked = any(params.get(field) is None for field in NEEDED)
-        peer = BootstrapPeer(str(params.get("remote_bootstrap_addr")), str(params.get("remote_engine_id")))
+        peer = BootstrapPeer(
+            str(params.get("remote_bootstrap_addr")), str(params.get("remote_engine_id"))
+        )
         take = DecodeLeg(str(params.get("transfer_id")), peer, here.wait_s, is_parked=parked)
         return ParsedHandoff(take, given_prompt(params, body))
 
-    def response_members(self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity) -> dict[str, Any]:
+    def response_members(
+        self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
+    ) -> dict[str, Any]:
         """Return nothing: the decode leg knows all it needs."""
         return {}
 

@@ -36,7 +36,12 @@ class SglangDialect:
         self._rooms: OrderedDict[int, None] = OrderedDict()
 
     def read(
-        self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str, here: EngineIdentity
+        self,
+        raw: bytes,
+        body: RequestBody,
+        headers: Mapping[str, str],
+        request_id: str,
+        here: EngineIdentity,
     ) -> ParsedHandoff:
         """Return the leg of a request, which depends on the server's role."""
         for field in ("kv_transfer_params", "disaggregated_params"):
@@ -50,7 +55,9 @@ class SglangDialect:
             return ParsedHandoff(one_token=here.role == "prefill")
         room = self._room(body)
         if here.role == "prefill":
-            leg = PrefillLeg(str(room), here.wait_s, is_public=True, answering=AnswerTime.WHEN_TAKEN)
+            leg = PrefillLeg(
+                str(room), here.wait_s, is_public=True, answering=AnswerTime.WHEN_TAKEN
+            )
             return ParsedHandoff(leg, one_token=True)
         if not isinstance(body.bootstrap_host, str) or not body.bootstrap_host:
             raise MalformedHandoffError("bootstrap_host", status=400)
@@ -72,7 +79,9 @@ class SglangDialect:
             self._rooms.popitem(last=False)
         return room
 
-    def response_members(self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity) -> dict[str, Any]:
+    def response_members(
+        self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
+    ) -> dict[str, Any]:
         """Return nothing: both legs know the room."""
         return {}
 

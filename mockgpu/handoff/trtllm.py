@@ -154,7 +154,12 @@ class TrtllmDialect:
         self._used_ids: OrderedDict[tuple[str, int], None] = OrderedDict()
 
     def read(
-        self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str, here: EngineIdentity
+        self,
+        raw: bytes,
+        body: RequestBody,
+        headers: Mapping[str, str],
+        request_id: str,
+        here: EngineIdentity,
     ) -> ParsedHandoff:
         """Return the leg of a request. Raises ApiError 400 for unknown fields."""
         known = CHAT_FIELDS if body.messages is not None else COMPLETION_FIELDS
@@ -225,7 +230,9 @@ class TrtllmDialect:
             cached=details.cached_tokens if details is not None else None,
         )
 
-    def response_members(self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity) -> dict[str, Any]:
+    def response_members(
+        self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
+    ) -> dict[str, Any]:
         """Return the prompt as the context server rendered it."""
         return {"prompt_token_ids": token_ids(ask.prompts[0])}
 

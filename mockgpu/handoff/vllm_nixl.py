@@ -37,7 +37,12 @@ class VllmNixlDialect:
     name = "vllm_nixl"
 
     def read(
-        self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str, here: EngineIdentity
+        self,
+        raw: bytes,
+        body: RequestBody,
+        headers: Mapping[str, str],
+        request_id: str,
+        here: EngineIdentity,
     ) -> ParsedHandoff:
         """Return the leg of a request; none if its object is absent or requests nothing."""
         params = checked_object(body)
@@ -49,7 +54,9 @@ class VllmNixlDialect:
             return NO_LEG
         return ParsedHandoff(_take(params, here), given_prompt(params, body))
 
-    def response_members(self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity) -> dict[str, Any]:
+    def response_members(
+        self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
+    ) -> dict[str, Any]:
         """Return the object; null if no KV is kept."""
         return {FIELD: None if offered is None else build_object(offered, here, "pull")}
 
@@ -98,7 +105,9 @@ def _take(params: dict[str, Any], here: EngineIdentity) -> DecodeLeg:
     ticket = ticket_field if isinstance(ticket_field, dict) else {}
     return DecodeLeg(
         name=str(params.get("remote_request_id")),
-        peer=AgentPeer(agent_address(str(params.get("remote_host")), params.get("remote_port") or 0)),
+        peer=AgentPeer(
+            agent_address(str(params.get("remote_host")), params.get("remote_port") or 0)
+        ),
         wait_s=here.wait_s,
         ticket=str(ticket.get("ticket", "")),
         renew=str(ticket.get("renew", "")),

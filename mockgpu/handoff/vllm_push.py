@@ -33,7 +33,12 @@ class VllmPushDialect:
     name = "vllm_push"
 
     def read(
-        self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str, here: EngineIdentity
+        self,
+        raw: bytes,
+        body: RequestBody,
+        headers: Mapping[str, str],
+        request_id: str,
+        here: EngineIdentity,
     ) -> ParsedHandoff:
         """Return the leg of a request. Both legs have the same X-Request-Id, which matches them."""
         params = checked_object(body)
@@ -50,10 +55,14 @@ class VllmPushDialect:
         wanted = params.get("remote_request_id")
         peer = AgentPeer(agent_address(str(params["remote_host"]), params["remote_port"]))
         # An id that differs from the other leg's never matches: the request waits in vain.
-        take = DecodeLeg(str(wanted or name), peer, here.wait_s, is_parked=not wanted or wanted != name)
+        take = DecodeLeg(
+            str(wanted or name), peer, here.wait_s, is_parked=not wanted or wanted != name
+        )
         return ParsedHandoff(take, given_prompt(params, body))
 
-    def response_members(self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity) -> dict[str, Any]:
+    def response_members(
+        self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
+    ) -> dict[str, Any]:
         """Return the object of a pull with its mode and without a ticket.
 
         It identifies this engine.

@@ -137,7 +137,9 @@ class BenchClient:
             _copy_result(record, timeline)
         return timeline.text
 
-    async def _stream(self, record: BenchRecord, body: bytes, timeline: AnswerTimeline) -> str | None:
+    async def _stream(
+        self, record: BenchRecord, body: bytes, timeline: AnswerTimeline
+    ) -> str | None:
         async with self._http.post(f"{self._url}/chat/completions", data=body) as response:
             record.status = response.status
             if response.status != 200:

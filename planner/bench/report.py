@@ -33,7 +33,11 @@ class BenchReport:
     """The result of one run, immutable. Times in seconds; None where nothing was measured."""
 
     def __init__(
-        self, plan: BenchPlan, records: Sequence[BenchRecord], peak: int = 0, interrupted: bool = False
+        self,
+        plan: BenchPlan,
+        records: Sequence[BenchRecord],
+        peak: int = 0,
+        interrupted: bool = False,
     ) -> None:
         self.plan = plan
         self.records = records

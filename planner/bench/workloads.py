@@ -82,7 +82,8 @@ def replay(path: Path, limit: int | None, speed: float) -> Iterator[Arrival]:
     """Yield the requests of a Mooncake trace as single-turn sessions at their recorded times."""
     for number, request in enumerate(read_mooncake(path, limit, speed)):
         yield Arrival(
-            request.arrival_s, WorkloadSession(number, (Turn(request.prompt(), request.output_tokens),))
+            request.arrival_s,
+            WorkloadSession(number, (Turn(request.prompt(), request.output_tokens),)),
         )
 
 
@@ -138,7 +139,9 @@ def _shared_prefix(seed: int) -> Iterator[WorkloadSession]:
         trunk, branch = rng.randrange(10), rng.randrange(15)
         shared = text(2_000, "tree", seed, trunk) + text(4_000, "tree", seed, trunk, branch)
         question = text(1_200, "tree", seed, "question", number)
-        yield WorkloadSession(number, (Turn(question, lognormal(rng, 900, 1_000, 100, 3_000)),), shared)
+        yield WorkloadSession(
+            number, (Turn(question, lognormal(rng, 900, 1_000, 100, 3_000)),), shared
+        )
         number += 1
 
 

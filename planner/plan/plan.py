@@ -50,7 +50,10 @@ class ConfigComparison(msgspec.Struct, frozen=True):
 
 
 def plan(
-    before: Mapping[str, PoolCase], after: Mapping[str, PoolCase], lately: RecentTraffic, seed: int = 0
+    before: Mapping[str, PoolCase],
+    after: Mapping[str, PoolCase],
+    lately: RecentTraffic,
+    seed: int = 0,
 ) -> ConfigComparison:
     """Replay every pool as it is and as it would be.
 
@@ -73,7 +76,9 @@ def plan(
             if case_after is None
             else _run(case_after, case_before or case_after, traffic, lately, seed)
         )
-        pools.append(PoolComparison(name, figures_before, figures_after, _notes(case_before, case_after)))
+        pools.append(
+            PoolComparison(name, figures_before, figures_after, _notes(case_before, case_after))
+        )
     counted = [
         arrival_s for arrival_s in map(arrived_s, lately.lines) if arrival_s >= lately.from_s
     ]
@@ -86,7 +91,11 @@ def plan(
 
 
 def _run(
-    case: PoolCase, promises: PoolCase, requests: Sequence[TraceRequest], lately: RecentTraffic, seed: int
+    case: PoolCase,
+    promises: PoolCase,
+    requests: Sequence[TraceRequest],
+    lately: RecentTraffic,
+    seed: int,
 ) -> ReplayFigures:
     options = ReplayOptions(seed, standard=promises.standard, classes=promises.classes)
     arrivals = Traffic(arrivals=requests)

@@ -186,7 +186,9 @@ def _case(name: str, config: _Config, taken: Assumptions) -> PoolCase:
     )
 
 
-def _kinds(pool: _Pool, models: Sequence[_Model], taken: Assumptions, assumed: list[str]) -> list[GroupKind]:
+def _kinds(
+    pool: _Pool, models: Sequence[_Model], taken: Assumptions, assumed: list[str]
+) -> list[GroupKind]:
     splitting = any(model.split is not None for model in models)
     sizes = [model.parameters for model in models if model.parameters is not None]
     model = _model(max(sizes) if sizes else None, taken, assumed)

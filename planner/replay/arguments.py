@@ -96,7 +96,9 @@ def _from_file(path: Path) -> tuple[Slo, Mapping[str, Slo]]:
     return classes_by_name.get("standard", STANDARD), classes_by_name
 
 
-def apply_faults(text: str, spec: FleetSpec, options: ReplayOptions) -> tuple[FleetSpec, ReplayOptions]:
+def apply_faults(
+    text: str, spec: FleetSpec, options: ReplayOptions
+) -> tuple[FleetSpec, ReplayOptions]:
     """Apply a --faults text to the fleet and the options. Raises ArgumentError."""
     groups = list(spec.groups)
     faults: list[GroupFault] = []

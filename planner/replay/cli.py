@@ -135,7 +135,9 @@ def replay(
             admission=None if admission == "none" else admission,
             loads=tuple(arguments.parse_loads(users or rate or "1")),
             by_users=users is not None,
-            targets=tuple(target / 100 for target in arguments.parse_loads(capacity)) if capacity else (),
+            targets=tuple(target / 100 for target in arguments.parse_loads(capacity))
+            if capacity
+            else (),
             warmup_s=arguments.parse_seconds(warmup),
             options=options,
         )
@@ -156,7 +158,9 @@ def replay(
     raise typer.Exit(0 if served and not missing else 1)
 
 
-def _with_times(options: ReplayOptions, slo: str, for_: str | None, has_users: bool) -> ReplayOptions:
+def _with_times(
+    options: ReplayOptions, slo: str, for_: str | None, has_users: bool
+) -> ReplayOptions:
     """Set the service classes, and the horizon, which closed loops have by default."""
     standard, classes = arguments.parse_classes(slo)
     horizon_s = 1200.0 if has_users else None

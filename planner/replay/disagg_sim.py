@@ -53,7 +53,9 @@ class DisaggSim:
             Fits(
                 group.compat,
                 tuple(front.with_room_for(request.input_tokens + 1, group.prefills)),
-                tuple(front.with_room_for(request.input_tokens + request.output_tokens, group.decodes)),
+                tuple(
+                    front.with_room_for(request.input_tokens + request.output_tokens, group.decodes)
+                ),
             )
             for group in self._pools.groups
         ]
@@ -93,13 +95,19 @@ class DisaggSim:
         record.predicted_ttft_s = None if computed_s is None else computed_s + after_s
         record.predicted_tpot_s = flight.booking.predicted_tpot_s
         record.group, record.prefilled_by = taker.name, giver.name
-        flight.believed_tokens, flight.prefill_group, flight.decode_group = prefill.cached_tokens, giver, taker
+        flight.believed_tokens, flight.prefill_group, flight.decode_group = (
+            prefill.cached_tokens,
+            giver,
+            taker,
+        )
         front.learn(flight.fingerprint, decode, request.prompt_tokens)
         flight.prefill_job = Job(request.prompt_tokens, 1, flight.keys, keeps_blocks=True)
         self._fleet.send(now, flight, giver, prefill, flight.prefill_job)
         return True
 
-    def on_prefilled(self, now: float, flight: InflightRequest, giver: ReplayGroup, given: Job) -> None:
+    def on_prefilled(
+        self, now: float, flight: InflightRequest, giver: ReplayGroup, given: Job
+    ) -> None:
         """Send the decode half, because the prompt was computed."""
         record, taker = flight.record, flight.decode_group
         assert flight.prefill_booking is not None
@@ -112,7 +120,10 @@ class DisaggSim:
         )
         giver.totals.requests += 1
         job = Job(
-            given.prompt_tokens, flight.trace_request.output_tokens, flight.keys, leg=DecodeLeg("", _NOWHERE, inf)
+            given.prompt_tokens,
+            flight.trace_request.output_tokens,
+            flight.keys,
+            leg=DecodeLeg("", _NOWHERE, inf),
         )
         flight.group, flight.job = taker, job
         self._fleet.inflight[job] = flight
@@ -198,4 +209,6 @@ def _pools(groups: list[ReplayGroup]) -> SplitPools:
         for key, (prefills, decodes) in by_model.items()
         if prefills and decodes
     )
-    return SplitPools(fits, tuple(group.candidate for group in groups if group.kind.role is Role.BOTH))
+    return SplitPools(
+        fits, tuple(group.candidate for group in groups if group.kind.role is Role.BOTH)
+    )

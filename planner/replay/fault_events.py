@@ -117,4 +117,6 @@ class FaultEvents:
         External requests are computed against in_flight at delivery.
         """
         for group, running, waiting, usage in readings:
-            ledger.record_scrape(group.load, running, waiting, usage, group.kind.capacity_tokens, now)
+            ledger.record_scrape(
+                group.load, running, waiting, usage, group.kind.capacity_tokens, now
+            )

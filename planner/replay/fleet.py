@@ -215,7 +215,9 @@ class Fleet:
         flight.ahead_tokens, flight.sent_s = group.load.prefill_tokens, now
         flight.is_overtaken = False
         group.speed.on_sent(max(1, flight.trace_request.input_tokens - flight.believed_tokens), now)
-        job = Job(flight.trace_request.input_tokens, flight.trace_request.output_tokens, flight.keys)
+        job = Job(
+            flight.trace_request.input_tokens, flight.trace_request.output_tokens, flight.keys
+        )
         self.send(now, flight, group, pick, job)
 
     def _single_candidates(self, request: TraceRequest) -> Sequence[Candidate]:
@@ -226,7 +228,9 @@ class Fleet:
             else self.disagg.fitting(request).alone
         )
 
-    def send(self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick, job: Job) -> None:
+    def send(
+        self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick, job: Job
+    ) -> None:
         """Send a job to a group: update the index, and let the engine have it after the API
         latency.
         """
@@ -330,7 +334,9 @@ class Fleet:
         flight.booking = None
         if not record.prefilled_by:
             record.believed_tokens = flight.believed_tokens
-            self.gateway.confirm(group.load.slot, flight.believed_tokens, job.cached, job.prompt_tokens)
+            self.gateway.confirm(
+                group.load.slot, flight.believed_tokens, job.cached, job.prompt_tokens
+            )
         group.totals.output_tokens += job.output_tokens
         group.totals.requests += 1
         self.end(now, flight, RequestEnd.SERVED, "")
@@ -377,7 +383,9 @@ class Fleet:
             and not flight.is_overtaken
         )
         if group is not None and is_awaited:
-            group.speed.on_dropped(max(1, flight.trace_request.input_tokens - flight.believed_tokens))
+            group.speed.on_dropped(
+                max(1, flight.trace_request.input_tokens - flight.believed_tokens)
+            )
         if flight.booking is not None:
             flight.booking.drop(now)
             flight.booking = None

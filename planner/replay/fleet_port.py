@@ -88,7 +88,9 @@ class FleetPort(Protocol):
     def start(self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick) -> None:
         """Book the picked group and send it the whole request."""
 
-    def send(self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick, job: Job) -> None:
+    def send(
+        self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick, job: Job
+    ) -> None:
         """Send a job to a group; it enters the engine's queue after the API latency."""
 
     def enter(self, now: float, what: tuple[ReplayGroup, Job]) -> None:

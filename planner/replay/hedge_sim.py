@@ -46,7 +46,9 @@ class Hedges:
         cached = fleet.gateway.query(flight, now).cached_by_slot
         held = cached[group.load.slot] if group.load.slot < len(cached) else 0
         pick = Pick(group.candidate, held, 0.0, 1, "hedge", (0.0,), (group.candidate,))
-        second = InflightRequest(flight.record, flight.trace_request, flight.request, flight.keys, flight.fingerprint)
+        second = InflightRequest(
+            flight.record, flight.trace_request, flight.request, flight.keys, flight.fingerprint
+        )
         second.race, flight.race, second.is_hedge = flight, second, True
         fleet.start(now, second, group, pick)
 

@@ -156,7 +156,9 @@ def _thousands(value: float) -> str:
     return f"{value / 1e3:g}k"
 
 
-def _imbalances(points: Sequence[ComparisonPoint], names: Sequence[str]) -> list[tuple[str, float, int]]:
+def _imbalances(
+    points: Sequence[ComparisonPoint], names: Sequence[str]
+) -> list[tuple[str, float, int]]:
     return [(point.policy, point.figures.imbalance, names.index(point.policy)) for point in points]
 
 

@@ -191,7 +191,9 @@ def _ttft_from_pick(record: ReplayRecord) -> float | None:
     )
 
 
-def _shares(records: Sequence[ReplayRecord], key: Callable[[ReplayRecord], str]) -> dict[str, ShareFigures]:
+def _shares(
+    records: Sequence[ReplayRecord], key: Callable[[ReplayRecord], str]
+) -> dict[str, ShareFigures]:
     members: dict[str, list[ReplayRecord]] = defaultdict(list)
     for record in records:
         members[key(record)].append(record)

@@ -156,7 +156,9 @@ _PRESETS = {
     "F1": (msgspec.structs.replace(_H100, count=8),),
     "F2": (GroupKind("qwen3-32b", "h100", 2, count=8, kv_tokens=307_000),),
     "F3": (
-        GroupKind("llama-3.1-70b-fp8", "h200", 4, count=8, kv_tokens=2_600_000, kv_scalar_bytes=1.0),
+        GroupKind(
+            "llama-3.1-70b-fp8", "h200", 4, count=8, kv_tokens=2_600_000, kv_scalar_bytes=1.0
+        ),
     ),
     "F4": (
         GroupKind("llama-3.1-70b-fp8", "h100", 8, count=4),

@@ -78,7 +78,9 @@ class SpeedMonitorSim:
         """Record the tokens of the group's streams since the last review, as the gateway counts
         events.
         """
-        generated = {job: group.engine.generated_tokens(job, now) for job in group.engine.scheduler.decoding}
+        generated = {
+            job: group.engine.generated_tokens(job, now) for job in group.engine.scheduler.decoding
+        }
         older = [job for job in generated if job in self._generated]
         group.speed.record_streams(
             len(older), sum(generated[job] - self._generated[job] for job in older), REVIEW_S, now
@@ -192,7 +194,11 @@ class SpeedMonitorSim:
                 self._fleet.schedule(now + 2 * PROBE_S, self._probe, group)
             return
         peer = next(
-            (other for other in self._fleet.groups if other is not group and other.load.is_available),
+            (
+                other
+                for other in self._fleet.groups
+                if other is not group and other.load.is_available
+            ),
             None,
         )
         if peer is not None:

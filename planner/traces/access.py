@@ -64,7 +64,9 @@ def access(
         yield request_of(row, begin_s)
 
 
-def request_of(row: LoggedRequest, begin_s: float, output_tokens: int | None = None) -> TraceRequest:
+def request_of(
+    row: LoggedRequest, begin_s: float, output_tokens: int | None = None
+) -> TraceRequest:
     """Return one line as a request, relative to `begin_s` (Unix time).
 
     `output_tokens` overrides the line's own.

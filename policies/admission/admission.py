@@ -178,7 +178,9 @@ class Admission(Protocol):
     @property
     def reads_forecast(self) -> bool: ...
 
-    def decide(self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView) -> Verdict:
+    def decide(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
+    ) -> Verdict:
         """Decide about a new request, or again about the head of the queue when it may enter."""
         ...
 
@@ -229,7 +231,9 @@ def shed_queue_full(queue: WaitQueueView, now: float) -> Shed:
     """Refuse because the wait queue is full."""
     expected_s = queue.drain_rate.seconds_for(queue.waiting + 1, now)
     return Shed(
-        "waiting_room_full", expected_s, f"The waiting room is full. {occupancy_text(queue, expected_s)}."
+        "waiting_room_full",
+        expected_s,
+        f"The waiting room is full. {occupancy_text(queue, expected_s)}.",
     )
 
 
@@ -266,14 +270,18 @@ class CapAdmission:
         self.is_calm = True
         self.reads_forecast = False
 
-    def decide(self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView) -> Verdict:
+    def decide(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
+    ) -> Verdict:
         if queue.busy_permits < queue.capacity and not (queue.is_new_arrival and queue.waiting):
             return ADMIT
         if not queue.is_new_arrival:
             return Wait(queue.limits.timeout_s)
         if queue.capacity <= 0:
             return shed_no_capacity()
-        expected_s = queue.drain_rate.seconds_for(queue.count_ahead(query.request.tenant) + 1, query.now)
+        expected_s = queue.drain_rate.seconds_for(
+            queue.count_ahead(query.request.tenant) + 1, query.now
+        )
         if expected_s is not None and expected_s > queue.limits.timeout_s:
             text = "The wait would be longer than the waiting room allows"
             return Shed("too_slow", expected_s, f"{text}. {occupancy_text(queue, expected_s)}.")
@@ -306,5 +314,7 @@ class UncappedAdmission(CapAdmission):
         self.name = "none"
         self.is_calm = False
 
-    def decide(self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView) -> Verdict:
+    def decide(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
+    ) -> Verdict:
         return ADMIT if queue.capacity > 0 else shed_no_capacity()

@@ -161,7 +161,9 @@ class PricedAdmission:
 
     # Verdicts
 
-    def decide(self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView) -> Verdict:
+    def decide(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
+    ) -> Verdict:
         if queue.capacity <= 0:
             return shed_no_capacity()
         estimate = estimate_cost(query, candidates)
@@ -260,7 +262,9 @@ class PricedAdmission:
         )
         return Shed("price", retry_after_s, text)
 
-    def _refuse_late(self, query: RoutingQuery, estimate: CostEstimate, queue: WaitQueueView) -> Shed | None:
+    def _refuse_late(
+        self, query: RoutingQuery, estimate: CostEstimate, queue: WaitQueueView
+    ) -> Shed | None:
         """Return why a waiting request is refused after all: it would miss its TTFT budget while
         others would not.
         """
@@ -275,7 +279,9 @@ class PricedAdmission:
         text = f"{due} and is expected in {estimate.ttft_s:.1f} s"
         retry_after_s = self._retry_after(query, estimate, queue, estimate.ttft_s - due_s)
         return Shed(
-            "ttft", retry_after_s, f"{text}. {queue.busy_permits} of {queue.capacity} places are taken."
+            "ttft",
+            retry_after_s,
+            f"{text}. {queue.busy_permits} of {queue.capacity} places are taken.",
         )
 
     def _refuse_session(self, query: RoutingQuery, kv_tokens: float) -> Shed:
@@ -285,7 +291,9 @@ class PricedAdmission:
             f"and new ones enter below {sessions.memory_share * kv_tokens:.0f}, "
             f"{sessions.memory_share:.0%} of the fleet's KV cache."
         )
-        retry_after_s = sessions.seconds_until_room(query.request.prompt_tokens, kv_tokens, query.now)
+        retry_after_s = sessions.seconds_until_room(
+            query.request.prompt_tokens, kv_tokens, query.now
+        )
         return Shed(
             "session_memory",
             None if retry_after_s is None else retry_after_s * (0.75 + 0.5 * query.rng.random()),
@@ -326,7 +334,9 @@ class PricedAdmission:
             rule.burst_share + (rule.queue_share - rule.burst_share) * self._overload
         )
 
-    def _can_start_soon(self, query: RoutingQuery, candidates: Sequence[Candidate], count: int) -> bool:
+    def _can_start_soon(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], count: int
+    ) -> bool:
         """Return whether some candidate would begin the request soon without slowing running
         answers down.
 
@@ -357,7 +367,9 @@ class PricedAdmission:
         """Return how long a new request of the tenant would wait in the queue."""
         if not queue.waiting:
             return 0.0
-        return self._queue_work_s(estimate, queue) * min(1.0, queue.count_ahead(tenant) / queue.waiting)
+        return self._queue_work_s(estimate, queue) * min(
+            1.0, queue.count_ahead(tenant) / queue.waiting
+        )
 
     def _retry_after(
         self, query: RoutingQuery, estimate: CostEstimate, queue: WaitQueueView, excess_s: float
@@ -390,7 +402,9 @@ class PricedAdmission:
         missing = max(1, request.prompt_tokens - pick.cached_tokens)
         fill_s = prefill_s(load, missing, pick.cached_tokens)
         context = request.prompt_tokens + request.output_tokens / 2
-        work_s = fill_s + request.output_tokens * (load.decode_s_per_sequence + load.decode_s_per_context_token * context)
+        work_s = fill_s + request.output_tokens * (
+            load.decode_s_per_sequence + load.decode_s_per_context_token * context
+        )
         self._work_s = _mean(self._work_s, work_s)
         self._tpot_budget = _typical(self._tpot_budget, request.slo.tpot_s, STANDARD.tpot_s)
         self._usage.record(request.tenant, work_s, admitted=True)

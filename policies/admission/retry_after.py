@@ -80,7 +80,12 @@ class ReturnSchedule:
             self.work_s = self.work_s - work_s if self._reservations else 0.0
 
     def schedule(
-        self, key: Key | None, work_s: float, per_s: float | None, calm_in_s: float, query: RoutingQuery
+        self,
+        key: Key | None,
+        work_s: float,
+        per_s: float | None,
+        calm_in_s: float,
+        query: RoutingQuery,
     ) -> float | None:
         """Schedule a refused request.
 
@@ -96,7 +101,9 @@ class ReturnSchedule:
             return None
         times, now, rng = self._times, query.now, query.rng
         self.expire(now)
-        begin = max(self.scheduled_until_s, now + max(times.soonest_s, min(calm_in_s, 0.5 * times.latest_s)))
+        begin = max(
+            self.scheduled_until_s, now + max(times.soonest_s, min(calm_in_s, 0.5 * times.latest_s))
+        )
         length = work_s / (times.share * per_s)
         if begin + length <= now + times.latest_s:
             self.scheduled_until_s = begin + length

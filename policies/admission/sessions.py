@@ -151,9 +151,13 @@ class WorkingSet:
 
         None if unknown.
         """
-        return self._drain.seconds_for(max(1.0, self.tokens + tokens - self.memory_share * kv_tokens), now)
+        return self._drain.seconds_for(
+            max(1.0, self.tokens + tokens - self.memory_share * kv_tokens), now
+        )
 
-    def on_booked(self, session: str, prompt_tokens: int, held: int, believed: int, now: float) -> None:
+    def on_booked(
+        self, session: str, prompt_tokens: int, held: int, believed: int, now: float
+    ) -> None:
         """Record a booked request of the session.
 
         held      the most prompt tokens that any candidate has cached
@@ -199,7 +203,9 @@ class WorkingSet:
         """Key sessions by `named`, as the other gateways do. Call it before any session enters."""
         self._key_of = named
 
-    def apply_peer_sessions(self, members: Iterable[SessionUpdate], age_s: float, now: float) -> None:
+    def apply_peer_sessions(
+        self, members: Iterable[SessionUpdate], age_s: float, now: float
+    ) -> None:
         """Add sessions that other gateways served, as reported `age_s` ago.
 
         They count like own ones until idle for too long, because the engines hold their contexts.
@@ -292,7 +298,9 @@ class WorkingSet:
         one.tokens = tokens
 
 
-def _members(sessions: Iterable[tuple[SessionKey, ActiveSession]], now: float) -> Iterator[SessionUpdate]:
+def _members(
+    sessions: Iterable[tuple[SessionKey, ActiveSession]], now: float
+) -> Iterator[SessionUpdate]:
     for name, one in sessions:
         if isinstance(name, int):
             yield SessionUpdate(name, one.tokens, max(0.0, now - one.last_used_s))

@@ -192,7 +192,9 @@ class WaitQueue(Generic[T]):
         """
         if not self._has_unavailable:
             return self.in_flight
-        loads = [candidate.load for candidate in self._candidates if not candidate.load.is_available]
+        loads = [
+            candidate.load for candidate in self._candidates if not candidate.load.is_available
+        ]
         return max(
             0,
             self.in_flight
@@ -283,7 +285,9 @@ class WaitQueue(Generic[T]):
             return self._add(WaitingRequest(query, candidates, ticket, verdict.timeout_s, again))
         return verdict
 
-    def decide_without_queueing(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> Verdict:
+    def decide_without_queueing(
+        self, query: RoutingQuery, candidates: Sequence[Candidate]
+    ) -> Verdict:
         """Like `arrive`, for a request that does not queue if it would have to wait."""
         self.is_new_arrival = True
         try:
@@ -390,7 +394,9 @@ class WaitQueue(Generic[T]):
         request = waiter.query.request
         queue = self._queues.get(request.tenant)
         if queue is None:
-            queue = self._queues[request.tenant] = TenantQueue(self._counters.counter_of(request.tenant))
+            queue = self._queues[request.tenant] = TenantQueue(
+                self._counters.counter_of(request.tenant)
+            )
             self._rank(request.tenant, queue)
         self._sequence += 1
         heappush(queue.heap, (-request.priority, waiter.must_begin_s, self._sequence, waiter))

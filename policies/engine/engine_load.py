@@ -84,7 +84,9 @@ class EngineLoad:
         self.peer_load = PeerLoad()
         self.bookings: dict[QueuedPrompt, None] = {}
         self.belief: SpeedBelief = SpeedBelief() if belief is None else belief
-        self.prefill_done_at = self.prefill_s_per_token = self.attention_s_per_pair = self.fixed_ttft_s = 0.0
+        self.prefill_done_at = self.prefill_s_per_token = self.attention_s_per_pair = (
+            self.fixed_ttft_s
+        ) = 0.0
         self.decode_s_per_token = self.decode_s_per_sequence = self.decode_s_per_context_token = 0.0
         self.next_first_token_at = self.free_kv_tokens = inf
         self.s_per_freed_kv_token = 0.0

@@ -151,7 +151,9 @@ class EngineModel:
                 if self.batch:  # the running decode step ends first
                     self._decode_until(starts_at if starts_at < now else now)
                     starts_at = (
-                        self.step_began_at if self.step_began_at >= starts_at else self.step_began_at + self.decode_s
+                        self.step_began_at
+                        if self.step_began_at >= starts_at
+                        else self.step_began_at + self.decode_s
                     )
                 if starts_at > now or not self._begin(load, starts_at):
                     break
@@ -289,7 +291,10 @@ class EngineModel:
 
         Only steps whose prompts all began in them, in the model, can be undone.
         """
-        if now - self.step_ends_at < OVERDUE * (self.step_ends_at - self.step_began_at) or load.kv_tokens is None:
+        if (
+            now - self.step_ends_at < OVERDUE * (self.step_ends_at - self.step_began_at)
+            or load.kv_tokens is None
+        ):
             return False
         if self.free_kv_tokens(load) > NEARLY_FULL * load.kv_tokens:
             return False
@@ -307,14 +312,21 @@ class EngineModel:
         """
         finishing, self.completing = self.completing, []
         for prompt in reversed(finishing):
-            prompt.remaining_tokens, prompt.computed_tokens = prompt.uncached_tokens, prompt.prompt_tokens - prompt.uncached_tokens
+            prompt.remaining_tokens, prompt.computed_tokens = (
+                prompt.uncached_tokens,
+                prompt.prompt_tokens - prompt.uncached_tokens,
+            )
             prompt.is_planned = prompt.has_kv = False
             self.queue.appendleft(prompt)
             self.queued_tokens += prompt.remaining_tokens
-            self.queued_pairs += prompt.remaining_tokens * (prompt.computed_tokens + 0.5 * prompt.remaining_tokens)
+            self.queued_pairs += prompt.remaining_tokens * (
+                prompt.computed_tokens + 0.5 * prompt.remaining_tokens
+            )
             self.kv_prompts -= prompt.prompt_tokens
             self.prefixes.remove(prompt.prefix_tokens)
-        self.prefixes.distinct += max(0.0, self.free_kv_tokens(load) - self.needed_kv_tokens(finishing[0]) + 1.0)
+        self.prefixes.distinct += max(
+            0.0, self.free_kv_tokens(load) - self.needed_kv_tokens(finishing[0]) + 1.0
+        )
         self.is_busy, self.span.tight = False, True
 
     def close_step(self, now: float) -> None:
@@ -383,7 +395,10 @@ class EngineModel:
         time.
         """
         if self.batch:
-            steps = min(int((self.step_ends_at - self.step_began_at) / self.decode_s + 0.5), self.steps - self.batch_changed_at_step)
+            steps = min(
+                int((self.step_ends_at - self.step_began_at) / self.decode_s + 0.5),
+                self.steps - self.batch_changed_at_step,
+            )
             self.steps -= steps
             self.step_began_at -= steps * self.decode_s
             self.decode_base_s -= steps * self.raw_base_s
@@ -395,5 +410,8 @@ class EngineModel:
             self.queue.remove(prompt)
             self.queued_tokens -= prompt.remaining_tokens
             self.queued_pairs = max(
-                0.0, self.queued_pairs - prompt.remaining_tokens * (prompt.computed_tokens + 0.5 * prompt.remaining_tokens)
+                0.0,
+                self.queued_pairs
+                - prompt.remaining_tokens
+                * (prompt.computed_tokens + 0.5 * prompt.remaining_tokens),
             )

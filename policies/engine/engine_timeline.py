@@ -49,7 +49,9 @@ class EngineTimeline(EngineModel):
         ready_at = load.prefill_done_at
         if ready_at < now:
             ready_at = now + self.idle_delay_s
-        load.prefill_done_at = ready_at + left * load.prefill_s_per_token + pairs * load.attention_s_per_pair
+        load.prefill_done_at = (
+            ready_at + left * load.prefill_s_per_token + pairs * load.attention_s_per_pair
+        )
         if load.next_first_token_at == inf:
             load.next_first_token_at = load.prefill_done_at + self.step_overhead_s
 
@@ -111,7 +113,9 @@ class EngineTimeline(EngineModel):
             if output_tokens is not None and prompt.sees_first_token:
                 self._learn_decode_steps(load, prompt, output_tokens, now)
             self.batch -= prompt.sequences
-            self.context_base -= prompt.sequences * (prompt.prompt_tokens - prompt.decode_begin_step)
+            self.context_base -= prompt.sequences * (
+                prompt.prompt_tokens - prompt.decode_begin_step
+            )
             if not self.batch:
                 self.context_base = 0.0
             if not self.is_busy:

@@ -31,7 +31,9 @@ def predict_tpot_s(
     belief, lately = load.belief, timeline.averages
     share = lately.share if lately.share < MOST_BUSY else MOST_BUSY
     step_s = timeline.decode_s + belief.sequence_s + belief.context_s * prompt_tokens
-    load.decode_s_per_token += load.decode_s_per_sequence + load.decode_s_per_context_token * prompt_tokens
+    load.decode_s_per_token += (
+        load.decode_s_per_sequence + load.decode_s_per_context_token * prompt_tokens
+    )
     # steps with prompts also generate tokens
     expected = step_s / (1.0 - share + lately.pace * step_s)
     if output_tokens > 0:  # requests that arrive while it waits are computed while it decodes
@@ -84,7 +86,9 @@ def _queue(timeline: EngineModel, load: EngineLoad, room: int, now: float) -> No
         # the first step may compute all of it
         first_s = queued_s * room / tokens if tokens > room > 0 else queued_s
         enters = timeline.queue[0].enters_at
-        load.next_first_token_at = (base if base > enters else enters) + first_s + timeline.step_overhead_s
+        load.next_first_token_at = (
+            (base if base > enters else enters) + first_s + timeline.step_overhead_s
+        )
     else:
         load.next_first_token_at = inf
 

@@ -75,7 +75,9 @@ class RecentLengths:
         self._ratios.append(output_tokens / max(1.0, expected_tokens))
         self._ordered = None
 
-    def remaining_tokens(self, generated_tokens: float, expected_tokens: float, share: float) -> float:
+    def remaining_tokens(
+        self, generated_tokens: float, expected_tokens: float, share: float
+    ) -> float:
         """Return the remaining tokens of an answer, if `share` (0 to 1) of the earlier ones that
         got as far end before it.
 

@@ -196,7 +196,11 @@ class SpeedBelief:
         self.shape = shape
         self.prompts = KalmanFilter(PRIOR_VAR, *FILLS * (PART_VAR,), PAIRS_VAR)
         self.decodes, self.layers = KalmanFilter(PRIOR_VAR, CONTEXT_VAR), KalmanFilter(PRIOR_VAR)
-        self.prefill, self.pairs, self.step = SpeedFactor(PRIOR_VAR), SpeedFactor(PAIRS_VAR), SpeedFactor(PRIOR_VAR)
+        self.prefill, self.pairs, self.step = (
+            SpeedFactor(PRIOR_VAR),
+            SpeedFactor(PAIRS_VAR),
+            SpeedFactor(PRIOR_VAR),
+        )
         self.request_s, self.room = shape.request_s, shape.budget_tokens
         self._reached = 1.0  # the prior counts as one observation
         self._mix, self._context = [*FILLS * (0.0,), 1.0], 0.0
@@ -279,7 +283,9 @@ class SpeedBelief:
         self.layers.observe(ratio, (1.0,), noise_var)
         self._settle_layers()
 
-    def observe_decode(self, seen_s: float, base_s: float, context_s: float, noise_var: float) -> None:
+    def observe_decode(
+        self, seen_s: float, base_s: float, context_s: float, noise_var: float
+    ) -> None:
         """Learn from decode steps that took `seen_s`.
 
         Their prior is `base_s`, plus `context_s` to read the context.

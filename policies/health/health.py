@@ -99,7 +99,9 @@ class _Transition(msgspec.Struct, frozen=True):
     limits: HealthLimits
 
 
-def next_health(health: Health, event: HealthEvent, now: float, rng: Random, limits: HealthLimits) -> Health:
+def next_health(
+    health: Health, event: HealthEvent, now: float, rng: Random, limits: HealthLimits
+) -> Health:
     """Return the health after `event` at `now`. Pairs that are not in the table change nothing.
 
     Reports of earlier requests to an ejected endpoint are left out of the table on purpose: twenty
@@ -195,7 +197,9 @@ def _return(health: Health, transition: _Transition) -> Health:
     """Return the endpoint after a successful probe, but not before `until`, to damp flapping."""
     if transition.now < health.until:
         return health
-    return Health(HealthState.RETURNING, transition.now, ejections=health.ejections, cause=health.cause)
+    return Health(
+        HealthState.RETURNING, transition.now, ejections=health.ejections, cause=health.cause
+    )
 
 
 def _return_needed(health: Health, transition: _Transition) -> Health:
@@ -206,7 +210,9 @@ def _return_needed(health: Health, transition: _Transition) -> Health:
         health.until, health.since + transition.limits.first_s
     ):
         return health
-    return Health(HealthState.RETURNING, transition.now, ejections=health.ejections, cause=health.cause)
+    return Health(
+        HealthState.RETURNING, transition.now, ejections=health.ejections, cause=health.cause
+    )
 
 
 def _recover(health: Health, transition: _Transition) -> Health:

@@ -132,7 +132,15 @@ class SampleTrack:
     log_usual_ratio    logarithm of its usual ratio, over `review_count` reviews
     """
 
-    __slots__ = ("_reviewed", "_uncounted", "fresh_count", "recent", "reference", "review_count", "log_usual_ratio")
+    __slots__ = (
+        "_reviewed",
+        "_uncounted",
+        "fresh_count",
+        "recent",
+        "reference",
+        "review_count",
+        "log_usual_ratio",
+    )
 
     def __init__(self, needed: float) -> None:
         self.recent, self.reference = SpeedSamples(needed), SpeedSamples(needed)
@@ -185,7 +193,9 @@ class SampleTrack:
     def update_usual_ratio(self, ratio: float) -> None:
         """Update the usual ratio by one that indicates no fault."""
         self.review_count += 1
-        self.log_usual_ratio += max(USUAL_GAIN, 1.0 / self.review_count) * (log(ratio) - self.log_usual_ratio)
+        self.log_usual_ratio += max(USUAL_GAIN, 1.0 / self.review_count) * (
+            log(ratio) - self.log_usual_ratio
+        )
 
 
 class SpeedRecord:
@@ -352,7 +362,9 @@ class SpeedRecord:
             else min(step_tokens, sum(islice(queue, self._begun)))
         )
 
-    def set_verdict(self, found: Slowness | None, change: int, clear: bool, reviews: int) -> SpeedVerdict:
+    def set_verdict(
+        self, found: Slowness | None, change: int, clear: bool, reviews: int
+    ) -> SpeedVerdict:
         """Set and return the verdict of a review.
 
         change  1 if the latest samples were slow too, -1 if they were not, 0 without any
@@ -364,7 +376,13 @@ class SpeedRecord:
         elif clear:
             self._streak, self.slowness = 0, None
         slow = self._streak >= reviews
-        self.verdict = SpeedVerdict.SLOW if slow else SpeedVerdict.SUSPECT if self._streak else SpeedVerdict.NORMAL
+        self.verdict = (
+            SpeedVerdict.SLOW
+            if slow
+            else SpeedVerdict.SUSPECT
+            if self._streak
+            else SpeedVerdict.NORMAL
+        )
         prompts = self.tracks[0]
         if (
             clear and found is None and prompts.reference.total >= LEAST_PACED

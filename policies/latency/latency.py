@@ -15,8 +15,14 @@ if TYPE_CHECKING:
 
 def backlog_s(load: EngineLoad, now: float) -> float:
     """Return the seconds until the prompts booked so far are computed."""
-    if now > load.next_first_token_at:  # A late first token was mispredicted: expect it to take as long again.
-        return max(0.0, load.prefill_done_at - load.next_first_token_at) + now - load.next_first_token_at
+    if (
+        now > load.next_first_token_at
+    ):  # A late first token was mispredicted: expect it to take as long again.
+        return (
+            max(0.0, load.prefill_done_at - load.next_first_token_at)
+            + now
+            - load.next_first_token_at
+        )
     return max(0.0, load.prefill_done_at - now)
 
 
@@ -31,7 +37,10 @@ def room_s(load: EngineLoad, prompt_tokens: float) -> float:
 
 def prefill_s(load: EngineLoad, uncached: float, cached: float) -> float:
     """Return the seconds to compute `uncached` tokens behind `cached` ones."""
-    return uncached * load.prefill_s_per_token + uncached * (cached + 0.5 * uncached) * load.attention_s_per_pair
+    return (
+        uncached * load.prefill_s_per_token
+        + uncached * (cached + 0.5 * uncached) * load.attention_s_per_pair
+    )
 
 
 def ttft_s(load: EngineLoad, uncached: float, cached: float, now: float) -> float:
@@ -43,13 +52,20 @@ def ttft_s(load: EngineLoad, uncached: float, cached: float, now: float) -> floa
     if uncached + cached > load.free_kv_tokens:
         wait_s = max(wait_s, room_s(load, uncached + cached))
     return (
-        load.fixed_ttft_s + uncached * (load.prefill_s_per_token + (cached + 0.5 * uncached) * load.attention_s_per_pair) + wait_s
+        load.fixed_ttft_s
+        + uncached
+        * (load.prefill_s_per_token + (cached + 0.5 * uncached) * load.attention_s_per_pair)
+        + wait_s
     )
 
 
 def tpot_s(load: EngineLoad, context_tokens: float) -> float:
     """Return the expected seconds per output token of a new request with this much context."""
-    return load.decode_s_per_token + load.decode_s_per_sequence + load.decode_s_per_context_token * context_tokens
+    return (
+        load.decode_s_per_token
+        + load.decode_s_per_sequence
+        + load.decode_s_per_context_token * context_tokens
+    )
 
 
 def ttfts(

@@ -67,14 +67,20 @@ class EngineSimulation:
         others = load.peer_load
         self.timeline, self.load, self.queue = timeline, load, deque[QueuedWork]()
         self.batch = timeline.batch + load.external_requests + others.decoding
-        self.context = timeline.context_base + timeline.batch * timeline.steps + others.decode_tokens
+        self.context = (
+            timeline.context_base + timeline.batch * timeline.steps + others.decode_tokens
+        )
         self.kv_free = timeline.free_kv_tokens(load) + UNSURE * (load.kv_tokens or 0)
         self.ends: list[tuple[float, float, float, int]] | None = None
         self.steps, self.waited = 0, False
         self.clock = timeline.step_began_at
         if timeline.is_busy:
             # A late step was mispredicted: expect it to take as long again.
-            self.clock = timeline.step_ends_at if timeline.step_ends_at >= now else now + now - timeline.step_ends_at
+            self.clock = (
+                timeline.step_ends_at
+                if timeline.step_ends_at >= now
+                else now + now - timeline.step_ends_at
+            )
             self._start_decoding(timeline.completing)
 
     def first_token(self) -> tuple[float, float]:
@@ -94,7 +100,9 @@ class EngineSimulation:
             else:
                 room = self._prompt_room() - tokens
                 if room > 0 and not self.waited:
-                    arriving = min(room, self.timeline.arrivals.expected_tokens_behind(self.clock - now))
+                    arriving = min(
+                        room, self.timeline.arrivals.expected_tokens_behind(self.clock - now)
+                    )
                     tokens, pairs = tokens + arriving, pairs + 0.5 * arriving * arriving
                 return self.clock, self._step_s(tokens, pairs)
 
@@ -201,7 +209,9 @@ class EngineSimulation:
             if prompt.is_decoding:
                 quantile = (quantile + GOLDEN) % 1.0
                 generated = timeline.steps - prompt.decode_begin_step
-                remaining = timeline.lengths.remaining_tokens(generated, prompt.output_tokens, quantile)
+                remaining = timeline.lengths.remaining_tokens(
+                    generated, prompt.output_tokens, quantile
+                )
                 context = prompt.sequences * (prompt.prompt_tokens + generated + remaining)
                 kv = context - (1.0 - alone) * prompt.prefix_tokens
                 ends.append((self.steps + remaining, kv, context, prompt.sequences))
@@ -209,7 +219,9 @@ class EngineSimulation:
         return ends
 
 
-def simulate_ttft_s(timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt, now: float) -> float:
+def simulate_ttft_s(
+    timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt, now: float
+) -> float:
     """Return the expected seconds until the first token of a prompt that is sent now and not queued
     yet.
     """
@@ -222,8 +234,14 @@ def simulate_ttft_s(timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPr
     simulation = EngineSimulation(timeline, load, now)
     for queued in timeline.queue:
         simulation.queue.append(
-            QueuedWork(queued, queued.enters_at, 0.0 if queued.has_kv else timeline.needed_kv_tokens(queued))
+            QueuedWork(
+                queued,
+                queued.enters_at,
+                0.0 if queued.has_kv else timeline.needed_kv_tokens(queued),
+            )
         )
-    simulation.queue.append(QueuedWork(prompt, now + load.belief.request_s, timeline.needed_kv_tokens(prompt)))
+    simulation.queue.append(
+        QueuedWork(prompt, now + load.belief.request_s, timeline.needed_kv_tokens(prompt))
+    )
     begins, spent_s = simulation.first_token()
     return begins + spent_s - now

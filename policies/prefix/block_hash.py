@@ -114,4 +114,6 @@ def chain_words(  # type: ignore[no-untyped-def]
         keys[block] = key
 
 
-DEFAULT_ARITHMETIC: type[KeyArithmetic] = NumpyArithmetic if isinstance(chain_words, FunctionType) else ScalarArithmetic
+DEFAULT_ARITHMETIC: type[KeyArithmetic] = (
+    NumpyArithmetic if isinstance(chain_words, FunctionType) else ScalarArithmetic
+)

@@ -81,7 +81,9 @@ class Fingerprinter:
         words = block_bytes // 8
         numbers = _secret_numbers(secret, words + MAX_BLOCKS + 2)
         word_keys, places = numbers[:words] | np.uint64(1), numbers[words : words + MAX_BLOCKS]
-        self._arithmetic = block_hash.DEFAULT_ARITHMETIC(word_keys, places, int(numbers[-2]) | 1, int(numbers[-1]) | 1)
+        self._arithmetic = block_hash.DEFAULT_ARITHMETIC(
+            word_keys, places, int(numbers[-2]) | 1, int(numbers[-1]) | 1
+        )
         self._seeds: dict[bytes, int] = {}
 
     def fingerprint(self, salt: bytes, *parts: bytes | memoryview) -> Fingerprint:
@@ -115,7 +117,9 @@ def _secret_numbers(secret: bytes, count: int) -> block_hash.Numbers:
     return np.frombuffer(stretched, np.dtype("<u8")).astype(np.uint64)
 
 
-def fingerprint_of_chain(ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0) -> Fingerprint:
+def fingerprint_of_chain(
+    ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0
+) -> Fingerprint:
     """Return the fingerprint of a prompt known only by chained block ids, as in traces.
 
     Keys are the ids, mixed over 64 bits (splitmix64's finalizer), because the index distributes its

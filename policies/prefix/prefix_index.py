@@ -391,7 +391,9 @@ class PrefixIndex:
         """Like `trim`, from the sampled keys only."""
         if slot >= len(self._holders):
             return
-        first = bisect_right(SAMPLE_LENGTHS, kept_tokens / tokens_per_block if tokens_per_block else 0)
+        first = bisect_right(
+            SAMPLE_LENGTHS, kept_tokens / tokens_per_block if tokens_per_block else 0
+        )
         for rung, key in enumerate(keys[first:], first):
             shard = self._shards[key & self._shard_mask]
             if key in shard:

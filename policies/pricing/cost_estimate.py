@@ -56,7 +56,9 @@ def estimate_cost(query: RoutingQuery, candidates: Sequence[Candidate]) -> CostE
             continue
         cached_here = cached[load.slot] if load.slot < slots else 0
         missing = prompt - cached_here if cached_here < prompt else 1
-        own_s = load.fixed_ttft_s + missing * (load.prefill_s_per_token + load.attention_s_per_pair * (cached_here + missing / 2))
+        own_s = load.fixed_ttft_s + missing * (
+            load.prefill_s_per_token + load.attention_s_per_pair * (cached_here + missing / 2)
+        )
         count += 1
         backlog = load.prefill_done_at - now
         if backlog > 0.0:

@@ -132,7 +132,9 @@ class PriceScorer:
         """Return negative prices of serving the whole request, in the order of the candidates."""
         return [-price for price in self.prices(query, candidates)]
 
-    def terms(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[Mapping[str, float]]:
+    def terms(
+        self, query: RoutingQuery, candidates: Sequence[Candidate]
+    ) -> list[Mapping[str, float]]:
         """Return the named terms of each candidate's price, to explain a pick."""
         return [
             msgspec.structs.asdict(self.explain(query, candidates, index))
@@ -148,7 +150,11 @@ class PriceScorer:
         )
 
     def explain(
-        self, query: RoutingQuery, candidates: Sequence[Candidate], index: int, part: PhaseShare = WHOLE_REQUEST
+        self,
+        query: RoutingQuery,
+        candidates: Sequence[Candidate],
+        index: int,
+        part: PhaseShare = WHOLE_REQUEST,
     ) -> PriceTerms:
         """Return the terms of the price at candidates[index]: the same arithmetic as `prices`,
         written to be read.
@@ -156,12 +162,17 @@ class PriceScorer:
         weights, request, load = self.weights, query.request, candidates[index].load
         fast, attention, slow = (factors[index] for factors in self.speeds(candidates))
         slo, answer = request.slo, max(SHORTEST, load.expected_tokens / (load.answers or 1))
-        cached_here = query.cached_by_slot[load.slot] if load.slot < len(query.cached_by_slot) else 0
+        cached_here = (
+            query.cached_by_slot[load.slot] if load.slot < len(query.cached_by_slot) else 0
+        )
         uncached, room = request.prompt_tokens - cached_here, load.kv_tokens or UNKNOWN_KV_TOKENS
         fill_s = (
             fast
             * uncached
-            * (load.prefill_s_per_token + attention * (cached_here + 0.5 * uncached) * load.attention_s_per_pair)
+            * (
+                load.prefill_s_per_token
+                + attention * (cached_here + 0.5 * uncached) * load.attention_s_per_pair
+            )
         )
         work_s = part.prefills * fill_s
         wait_s, share = max(0.0, load.prefill_done_at - query.now), load.kv_booked / room
@@ -178,14 +189,20 @@ class PriceScorer:
             + load.fixed_ttft_s
             + work_s
         )
-        more_s = part.decodes * slow * (load.decode_s_per_sequence + load.decode_s_per_context_token * request.prompt_tokens)
+        more_s = (
+            part.decodes
+            * slow
+            * (load.decode_s_per_sequence + load.decode_s_per_context_token * request.prompt_tokens)
+        )
         step_s = slow * load.decode_s_per_token + more_s
         added = (work_s / answer + more_s) / slo.tpot_s
         slope = min(
             weights.late, (step_s + weights.stall * wait_s / answer) / slo.tpot_s + 0.5 * added
         )
         if load.decode_s_per_context_token > load.belief.context_s:
-            step_s *= 1.0 + (weights.lumps - 1.0) * (1.0 - load.belief.context_s / load.decode_s_per_context_token)
+            step_s *= 1.0 + (weights.lumps - 1.0) * (
+                1.0 - load.belief.context_s / load.decode_s_per_context_token
+            )
         fuller = share + (uncached + part.decodes * request.output_tokens) / room
         return PriceTerms(
             ttft=self._loss(first_s / patience_s(request, query.now)),
@@ -296,10 +313,16 @@ class _RequestTerms:
             fill_s = fast * uncached * (token_s + attention * (hit + 0.5 * uncached) * pair_s)
             work_s = self._prefills * fill_s
             wait_s: float = ready_at - self._now if ready_at > self._now else 0.0
-            if load.external_requests and load.scraped_at is not None and load.scraped_at >= self._oldest:
+            if (
+                load.external_requests
+                and load.scraped_at is not None
+                and load.scraped_at >= self._oldest
+            ):
                 wait_s += waiting_external_requests(load) * work_s
                 share = max(share, load.kv_usage or 0.0)
-            start_s: float = wait_s if prompt <= load.free_kv_tokens else max(wait_s, room_s(load, prompt))
+            start_s: float = (
+                wait_s if prompt <= load.free_kv_tokens else max(wait_s, room_s(load, prompt))
+            )
             first = (self._transfer_s + start_s + fixed_s + work_s) * self._per_ttft
             more = self._decoded * slow * (sequence_s + context_s * prompt)
             step = slow * step_s * self._per_tpot + more

@@ -130,12 +130,17 @@ def build_splitter(rule: SplitRule, policy: Policy) -> Splitter:
     )
     if policy.phase_prices is not None:
         return PricedSplitter(
-            rule, policy, cheapest_for_phase("decode_price", DECODE_PHASE, policy.filters, policy.phase_prices), crowded
+            rule,
+            policy,
+            cheapest_for_phase("decode_price", DECODE_PHASE, policy.filters, policy.phase_prices),
+            crowded,
         )
     return Splitter(rule, policy, DecodeLoad().build(), crowded)
 
 
-def cheapest_for_phase(name: str, part: PhaseShare, filters: tuple[Filter, ...], prices: PhasePrices) -> Policy:
+def cheapest_for_phase(
+    name: str, part: PhaseShare, filters: tuple[Filter, ...], prices: PhasePrices
+) -> Policy:
     """Return a policy that picks the cheapest endpoint for a phase."""
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
@@ -189,7 +194,9 @@ class Splitter(msgspec.Struct, frozen=True):
     decode: Policy
     crowded: Policy
 
-    def decide(self, pools: SplitPools, query: RoutingQuery, shape: SplitShape, splitting: bool) -> SplitDecision:
+    def decide(
+        self, pools: SplitPools, query: RoutingQuery, shape: SplitShape, splitting: bool
+    ) -> SplitDecision:
         """Decide about one request. `splitting` is that of the last decision; False at first.
 
         A request that no endpoint can serve whole is split even when that does not pay off: slow is
@@ -256,7 +263,9 @@ class PricedSplitter(Splitter, frozen=True):
     and dissolve by themselves.
     """
 
-    def decide(self, pools: SplitPools, query: RoutingQuery, shape: SplitShape, splitting: bool) -> SplitDecision:
+    def decide(
+        self, pools: SplitPools, query: RoutingQuery, shape: SplitShape, splitting: bool
+    ) -> SplitDecision:
         """Like Splitter.decide, by price. `splitting` is returned unchanged: there is no mode."""
         why = unsplittable_reason(shape)
         if why is not None:
@@ -286,20 +295,26 @@ class PricedSplitter(Splitter, frozen=True):
         ]
         return max(pairs, key=lambda pair: pair.prefill.score + pair.decode.score, default=None)
 
-    def _pair_of(self, group: PairGroup, pools: SplitPools, query: RoutingQuery) -> EndpointPair | None:
+    def _pair_of(
+        self, group: PairGroup, pools: SplitPools, query: RoutingQuery
+    ) -> EndpointPair | None:
         decode = run.pick(self.decode, query, group.decodes)
         if decode is None or self.prefill.phase_prices is None:
             return None
         part = PhaseShare(decodes=0.0, transfer_s=after_prefill_s(self.rule, query, decode))
         prefills = [candidate for candidate in group.prefills if candidate is not decode.candidate]
         prefill = run.pick(
-            cheapest_for_phase("prefill_price", part, self.prefill.filters, self.prefill.phase_prices),
+            cheapest_for_phase(
+                "prefill_price", part, self.prefill.filters, self.prefill.phase_prices
+            ),
             query,
             prefills,
         )
         if prefill is None and not _has_candidate(pools.alone, query):
             prefill = run.pick(
-                cheapest_for_phase("prefill_price", part, self.crowded.filters, self.prefill.phase_prices),
+                cheapest_for_phase(
+                    "prefill_price", part, self.crowded.filters, self.prefill.phase_prices
+                ),
                 query,
                 prefills,
             )

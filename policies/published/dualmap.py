@@ -68,7 +68,9 @@ class TwoHashPicker:
         self._ttft_slo_s = rule.ttft_slo_s
         self._salts: dict[str, int] = {}
 
-    def pick(self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def pick(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]
+    ) -> int:
         """Choose one of the pair; `scores` are negative expected TTFTs."""
         if len(candidates) == 1:
             return 0

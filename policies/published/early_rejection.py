@@ -47,7 +47,9 @@ class EarlyRejector(CapAdmission):
         self.name, self.is_calm, self.reads_forecast = "early_rejection", False, True
         self._margin = margin
 
-    def decide(self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView) -> Verdict:
+    def decide(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
+    ) -> Verdict:
         if not queue.is_new_arrival:
             return super().decide(query, candidates, queue)
         if queue.capacity <= 0:

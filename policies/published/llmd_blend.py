@@ -98,7 +98,9 @@ class ColdTurns:
         rank = {turn: rank for rank, turn in enumerate(sorted(turns))}
         return [1.0 - step * rank[turn] if turn else 1.0 for turn in turns]
 
-    def pick(self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def pick(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]
+    ) -> int:
         chosen = pickers.best(query, candidates, scores)
         if not any(cached_tokens(query, candidates)):
             self._turn += 1

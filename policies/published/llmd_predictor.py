@@ -85,7 +85,8 @@ def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
         slo, prompt = query.request.slo, query.request.prompt_tokens
         ttft_slo, tpot_slo = (0.0, 0.0) if slo == STANDARD else (slo.ttft_s, slo.tpot_s)
         firsts = [
-            seconds - ttft_slo for seconds in _ttfts(query, candidates, cached_tokens(query, candidates))
+            seconds - ttft_slo
+            for seconds in _ttfts(query, candidates, cached_tokens(query, candidates))
         ]
         steps = [tpot_s(candidate.load, prompt) - tpot_slo for candidate in candidates]
         if ttft_slo == 0.0:
@@ -111,7 +112,9 @@ def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
     return score
 
 
-def _ttfts(query: RoutingQuery, candidates: Sequence[Candidate], cached: Sequence[int]) -> list[float]:
+def _ttfts(
+    query: RoutingQuery, candidates: Sequence[Candidate], cached: Sequence[int]
+) -> list[float]:
     """Return predicted TTFTs plus the fixed cost at the present load, which the trees learn from
     running requests and KV use.
     """

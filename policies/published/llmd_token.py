@@ -99,4 +99,6 @@ def queued_and_new(query: RoutingQuery, candidates: Sequence[Candidate]) -> list
 
 def _queue_s(candidate: Candidate, peak_tokens_per_s: float | None) -> float:
     load = candidate.load
-    return load.prefill_tokens * (1.0 / peak_tokens_per_s if peak_tokens_per_s else load.prefill_s_per_token)
+    return load.prefill_tokens * (
+        1.0 / peak_tokens_per_s if peak_tokens_per_s else load.prefill_s_per_token
+    )

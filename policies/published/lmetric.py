@@ -35,6 +35,8 @@ def product(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]
     return [
         -float((load.prefill_tokens + prompt - cached) * (load.in_flight + 1))
         for load, cached in zip(
-            (candidate.load for candidate in candidates), cached_tokens(query, candidates), strict=True
+            (candidate.load for candidate in candidates),
+            cached_tokens(query, candidates),
+            strict=True,
         )
     ]

@@ -64,24 +64,24 @@ class ExploitExplore:
         window, prompt = self._window, query.request.prompt_tokens
         window.expire(query.now)
         window.forget(query.request.id)  # a repeated request must not compete with itself
-        cached_tokens = cached_tokens(query, candidates)
+        hits = cached_tokens(query, candidates)
         loads = [window.seconds(candidate.load.slot) for candidate in candidates]
-        longest = max(cached_tokens)
+        longest = max(hits)
         if longest <= prompt - longest:
             return [
                 -seconds - self._new_s(candidate.load, prompt - cached, cached)
-                for candidate, cached, seconds in zip(candidates, cached_tokens, loads, strict=True)
+                for candidate, cached, seconds in zip(candidates, hits, loads, strict=True)
             ]
         least = min(
-            seconds
-            for seconds, cached in zip(loads, cached_tokens, strict=True)
-            if cached == longest
+            seconds for seconds, cached in zip(loads, hits, strict=True) if cached == longest
         )
         if self._is_unbalanced(least, loads):
             return [-seconds for seconds in loads]
-        return [float(tokens) for tokens in cached_tokens]
+        return [float(tokens) for tokens in hits]
 
-    def pick(self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
+    def pick(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]
+    ) -> int:
         """Choose the best score and the lightest of these, and record it as load."""
         index = self._lightest(query, candidates, scores)
         load, request = candidates[index].load, query.request

@@ -110,7 +110,9 @@ class SheddingBySaturation(CapAdmission):
         self._queue_depth, self._kv_usage, self._fresh_s = queue_depth, kv_usage, fresh_s
         self._ramp = ramp
 
-    def decide(self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView) -> Verdict:
+    def decide(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
+    ) -> Verdict:
         if not queue.is_new_arrival or query.request.priority >= 0:
             return super().decide(query, candidates, queue)
         if queue.capacity <= 0:

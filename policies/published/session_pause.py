@@ -104,7 +104,9 @@ class SessionPauser(CapAdmission):
         self._kv: dict[int, float] = {}
         self._next_s = 0.0
 
-    def decide(self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView) -> Verdict:
+    def decide(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
+    ) -> Verdict:
         session, now = query.request.session, query.now
         if (
             not queue.is_new_arrival

@@ -62,13 +62,18 @@ def prefill_s(load: EndpointLoad, new: int, cached: int) -> float:
     return new * (shape.token_s + shape.wire_s + shape.pair_s * (cached + 0.5 * new))
 
 
-def ttfts(query: RoutingQuery, candidates: Sequence[Candidate], cached: Sequence[int]) -> list[float]:
+def ttfts(
+    query: RoutingQuery, candidates: Sequence[Candidate], cached: Sequence[int]
+) -> list[float]:
     """Return the predicted seconds to the first token at each candidate: its queue plus `prefill_s`
     of this prompt.
     """
     now, prompt, predicted = query.now, query.request.prompt_tokens, []
     for candidate, cached_tokens in zip(candidates, cached, strict=True):
         load = candidate.load
-        seconds, wait = prefill_s(load, prompt - cached_tokens, cached_tokens), load.prefill_done_at - now
+        seconds, wait = (
+            prefill_s(load, prompt - cached_tokens, cached_tokens),
+            load.prefill_done_at - now,
+        )
         predicted.append(seconds + wait if wait > 0.0 else seconds)
     return predicted

@@ -110,9 +110,7 @@ def _read(name: str, path: Path, paths: Mapping[str, Path]) -> Module:
                 outside.add(base.split(".")[0])
         elif target != name:
             (types if for_types else run).add(target)
-    return Module(
-        name, path, source, tree, frozenset(run), frozenset(types), frozenset(outside)
-    )
+    return Module(name, path, source, tree, frozenset(run), frozenset(types), frozenset(outside))
 
 
 def _imports(node: ast.AST, *, is_for_types: bool) -> Iterator[tuple[str, str, bool]]:

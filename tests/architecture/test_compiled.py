@@ -57,8 +57,16 @@ def test_every_module_that_is_compiled_exists() -> None:
     assert len(set(compiling.MODULES)) == len(compiling.MODULES)
 
 
-def test_a_build_is_known_by_all_that_is_copied_into_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("gateway/page.html", "policies/model.py", "pyproject.toml", "tools/compile/compile.py", "gateway/model.so")
+def test_a_build_is_known_by_all_that_is_copied_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = (
+        "gateway/page.html",
+        "policies/model.py",
+        "pyproject.toml",
+        "tools/compile/compile.py",
+        "gateway/model.so",
+    )
     for name in (*names, *compiling.PROJECT_FILES, "requirements-compile.lock"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("old")

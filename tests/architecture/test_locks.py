@@ -32,7 +32,9 @@ def wanted(extra: str | None = None) -> list[str]:
 def test_every_requirement_is_pinned_with_hashes_and_nothing_else_is_said(lock: str) -> None:
     assert all(hashes for _, hashes in pins(lock).values())
     for line in (ROOT / lock).read_text().splitlines():
-        assert re.match(r"[a-z0-9-]+==\S+ \\$|    --hash=sha256:|    # |# The following|$", line), line
+        assert re.match(r"[a-z0-9-]+==\S+ \\$|    --hash=sha256:|    # |# The following|$", line), (
+            line
+        )
         assert not re.search(r"://|--index|--find-links|@ |(^|\s)/", line), line
 
 

@@ -31,7 +31,10 @@ def functions() -> Iterator[tuple[str, int]]:
     for module in MODULES.values():
         for node in ast.walk(module.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield f"{module.name}.{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1
+                yield (
+                    f"{module.name}.{node.name}",
+                    (node.end_lineno or node.lineno) - node.lineno + 1,
+                )
 
 
 def test_no_function_is_longer_than_a_page() -> None:
@@ -102,7 +105,9 @@ def reach(module: Module) -> set[str]:
 def test_nearly_half_of_the_code_does_no_io() -> None:
     own = {name: not module.outside & IO_MODULES for name, module in MODULES.items()}
     lines = {
-        name: sum(1 for line in module.source.splitlines() if line.strip() and line.strip()[0] != "#")
+        name: sum(
+            1 for line in module.source.splitlines() if line.strip() and line.strip()[0] != "#"
+        )
         for name, module in MODULES.items()
     }
     free = sum(

@@ -28,7 +28,9 @@ def options(misses: int) -> AgentOptions:
     """Return the default options, with the silence scaled to this machine's speed."""
     shipped = AgentOptions()
     return AgentOptions(
-        beat_s=shipped.beat_s * SLOW, max_missed_beats=misses, handshake_s=shipped.handshake_s * SLOW
+        beat_s=shipped.beat_s * SLOW,
+        max_missed_beats=misses,
+        handshake_s=shipped.handshake_s * SLOW,
     )
 
 
@@ -37,7 +39,9 @@ def tell(**what: object) -> None:
 
 
 async def main(transport: str, misses: str, role: str, *rest: str) -> None:
-    here = group(role, SMALL, [make(transport, InprocWire(ThreadClock()))], options=options(int(misses)))
+    here = group(
+        role, SMALL, [make(transport, InprocWire(ThreadClock()))], options=options(int(misses))
+    )
     await here.agent.start()
     for region in here.regions:
         region.bytes[:] = 0x55

@@ -1,4 +1,4 @@
-"""Access to the tools of `make deploy-check`; the project's own packages come first on the path."""
+"""The tools of `make deploy-check`, found behind what the project itself uses: its own versions win."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ sys.path.append(str(TOOLS))
 
 @pytest.fixture
 def tool():
-    """Return a function that runs a tool in the project's root: (exit status, output)."""
+    """Runs one of the tools from the repository's root and returns what it said and its exit status."""
 
     def run(name: str, *arguments: str) -> tuple[int, str]:
         program = TOOLS / "bin" / name
-        assert program.exists(), f"{name} is missing: run `make deploy-check`"
+        assert program.exists(), f"{name} is not there: run `make deploy-check`"
         env = os.environ | {"PYTHONPATH": str(TOOLS)}
         command = [str(program), *arguments]
-        result = subprocess.run(
+        said = subprocess.run(
             command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=WITHIN_S
         )
-        return result.returncode, result.stdout + result.stderr
+        return said.returncode, said.stdout + said.stderr
 
     return run

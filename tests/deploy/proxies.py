@@ -1,6 +1,6 @@
-"""Run the proxies of deploy/proxies with the shipped configurations.
+"""The proxies of deploy/proxies, run as they are written but for addresses, certificate and gateways.
 
-Only addresses, certificates and gateways are replaced.
+Lives here: files with the places changed, and the process. Not here: what is asked through them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ WITHIN_S = 10.0
 
 
 def program(name: str) -> str:
-    path = shutil.which(name, path=SBIN)
-    assert path, f"{name} is not installed: run `make deploy-check`"
-    return path
+    found = shutil.which(name, path=SBIN)
+    assert found, f"{name} is not installed: run `make deploy-check`"
+    return found
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
-def write_certificate(folder: Path) -> None:
-    """Write cert.pem and key.pem to a folder, and both.pem with both for HAProxy."""
+def certificate(folder: Path) -> None:
+    """folder/cert.pem and folder/key.pem, and both in folder/both.pem as HAProxy wants them."""
     command = [
         "openssl",
         "req",
@@ -51,23 +51,23 @@ def write_certificate(folder: Path) -> None:
     )
 
 
-def replace_in_file(name: str, replacements: dict[str, str]) -> str:
-    """Return the text of a shipped file with replacements, each of which must match."""
+def changed(name: str, places: dict[str, str]) -> str:
+    """The shipped file with these places changed; each must be there."""
     text = (PROXIES / name).read_text()
-    for old, new in replacements.items():
+    for old, new in places.items():
         assert old in text, f"{name} has no {old}"
         text = text.replace(old, new)
     return text
 
 
 def nginx(folder: Path, port: int, api: int, admin: int) -> list[str]:
-    replacements = {
+    places = {
         "listen 127.0.0.1:8443": f"listen 127.0.0.1:{port}",
         "server 127.0.0.1:8080;": f"server 127.0.0.1:{api};",
         "/etc/nginx/tls/llm.example.com.pem": str(folder / "cert.pem"),
         "/etc/nginx/tls/llm.example.com.key": str(folder / "key.pem"),
     }
-    (folder / "penstock.conf").write_text(replace_in_file("nginx.conf", replacements))
+    (folder / "penstock.conf").write_text(changed("nginx.conf", places))
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     paths = "".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
     http = f"http {{ access_log off; {paths} include {folder}/penstock.conf; }}"
@@ -78,21 +78,21 @@ def nginx(folder: Path, port: int, api: int, admin: int) -> list[str]:
 
 
 def haproxy(folder: Path, port: int, api: int, admin: int) -> list[str]:
-    replacements = {
-        "maxconn 20000": "maxconn 200",  # within the machine's limit of file descriptors
+    places = {
+        "maxconn 20000": "maxconn 200",  # two file descriptors each, and here may be few
         "bind 127.0.0.1:8443": f"bind 127.0.0.1:{port}",
         "gateway-1 127.0.0.1:8080": f"gateway-1 127.0.0.1:{api}",
         "check port 8081": f"check port {admin}",
         "/etc/haproxy/tls/llm.example.com.pem": str(folder / "both.pem"),
     }
-    (folder / "haproxy.cfg").write_text(replace_in_file("haproxy.cfg", replacements))
+    (folder / "haproxy.cfg").write_text(changed("haproxy.cfg", places))
     return [program("haproxy"), "-db", "-f", str(folder / "haproxy.cfg")]
 
 
 KINDS = {"nginx": nginx, "haproxy": haproxy}
 
 
-def is_listening(port: int) -> bool:
+def open_to(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), 1.0).close()
     except OSError:
@@ -102,20 +102,20 @@ def is_listening(port: int) -> bool:
 
 @contextmanager
 def proxy(kind: str, folder: Path, api: int, admin: int) -> Iterator[int]:
-    """Run a proxy of a gateway with these two ports while the block runs; yield its port."""
-    write_certificate(folder)
+    """The port of a proxy in front of the gateway with these two ports, until the block is left."""
+    certificate(folder)
     port = free_port()
     command = KINDS[kind](folder, port, api, admin)
     with (
-        (folder / "output").open("w") as output,
-        subprocess.Popen(command, stdout=output, stderr=output) as process,
+        (folder / "said").open("w") as said,
+        subprocess.Popen(command, stdout=said, stderr=said) as process,
     ):
         try:
             ends = monotonic() + WITHIN_S
-            while not is_listening(port):
-                assert process.poll() is None, (folder / "output").read_text()
+            while not open_to(port):
+                assert process.poll() is None, (folder / "said").read_text()
                 assert monotonic() < ends, f"{kind} did not listen in time"
-                sleep(0.02)
+                sleep(0.02)  # another process cannot signal this one
             yield port
         finally:
             process.terminate()

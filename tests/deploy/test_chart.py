@@ -1,4 +1,4 @@
-"""The Helm chart as rendered by Helm: valid Kubernetes objects and valid gateway.yaml files."""
+"""The Helm chart, rendered by Helm itself: Kubernetes takes every object, and the gateway every gateway.yaml."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXTRA = {
     "PrometheusRule": PrometheusRule,
 }
 UNKNOWN = {"HTTPRoute"}
-"""Kinds without an available model; a test compares all their keys."""
+"""No model of the Gateway API is to be had; a test compares every key of these."""
 KUBERNETES = "1.33"
 FULL = json.loads((Path(__file__).parent / "full.values.json").read_text())
 SECRETS = {
@@ -40,11 +40,11 @@ SECRETS = {
     "admin": "adm",
 }
 ENGINES = [{"url": f"http://vllm-{n}.vllm:8000", "name": f"vllm-{n}"} for n in range(2)]
-MINIMAL: dict[str, Any] = {
+LEAST: dict[str, Any] = {
     "config": {"pools": {"chat": {"policy": "prefix_aware", "endpoints": ENGINES}}}
 }
-TLS = {**MINIMAL, "tls": {"secret": "gateway-tls", "clientCa": "ca.crt", "admin": True}}
-CASES = {"least": MINIMAL, "full": FULL}
+TLS = {**LEAST, "tls": {"secret": "gateway-tls", "clientCa": "ca.crt", "admin": True}}
+CASES = {"least": LEAST, "full": FULL}
 
 
 def objects(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -52,63 +52,59 @@ def objects(values: dict[str, Any]) -> list[dict[str, Any]]:
         loaded.validate_schema(values)
         texts = loaded.render(values, name="gw", namespace="llm")
     rendered = [text for name, text in texts.items() if not name.endswith("NOTES.txt")]
-    return [item for text in rendered for item in yaml.safe_load_all(text) if item]
+    return [each for text in rendered for each in yaml.safe_load_all(text) if each]
 
 
-def find_object(kind: str, values: dict[str, Any], suffix: str = "") -> dict[str, Any]:
-    (match,) = [
-        item
-        for item in objects(values)
-        if item["kind"] == kind and item["metadata"]["name"].endswith(suffix)
+def one(kind: str, values: dict[str, Any], suffix: str = "") -> dict[str, Any]:
+    (found,) = [
+        each
+        for each in objects(values)
+        if each["kind"] == kind and each["metadata"]["name"].endswith(suffix)
     ]
-    return match
+    return found
 
 
-def paths(value: Any, prefix: str = "") -> set[str]:
-    """Return the paths of all keys in `value`, without list indices."""
+def paths(value: Any, at: str = "") -> set[str]:
+    """Every key that stands anywhere in `value`, as a path; lists do not count."""
     if isinstance(value, dict):
-        return {f"{prefix}.{key}" for key in value}.union(
-            *(paths(inner, f"{prefix}.{key}") for key, inner in value.items())
+        return {f"{at}.{key}" for key in value}.union(
+            *(paths(each, f"{at}.{key}") for key, each in value.items())
         )
-    return (
-        set().union(*(paths(item, prefix) for item in value)) if isinstance(value, list) else set()
-    )
+    return set().union(*(paths(each, at) for each in value)) if isinstance(value, list) else set()
 
 
 def gateway_yaml(values: dict[str, Any], folder: Path) -> Config:
-    """Return the configuration of the pods, with its Secrets' files where the volume has them."""
+    """What the pods would serve by, with the files of its Secrets beside it as the projected volume puts them."""
     (folder / "secrets").mkdir(exist_ok=True)
     for name, text in SECRETS.items():
         (folder / "secrets" / name).write_text(text)
     file = folder / "gateway.yaml"
     file.write_text(
-        find_object("ConfigMap", {**values, "dashboards": {"enabled": False}})["data"][
-            "gateway.yaml"
-        ]
+        one("ConfigMap", {**values, "dashboards": {"enabled": False}})["data"]["gateway.yaml"]
     )
-    return examine(file, os.environ).config
+    return load_with_warnings(file, os.environ).config
 
 
-def test_helm_lint_reports_no_warning() -> None:
-    report = chart.lint(PATH, MINIMAL, strict=True)
+def test_helm_lints_it_without_a_warning() -> None:
+    report = chart.lint(PATH, LEAST, strict=True)
     assert report["errors"] == []
-    assert [item for item in report["messages"] if item["severity"] > 1] == []
+    assert [each for each in report["messages"] if each["severity"] > 1] == []
 
 
 @pytest.mark.parametrize("values", [*CASES.values(), TLS], ids=[*CASES, "tls"])
-def test_kubernetes_accepts_every_object(values: dict[str, Any]) -> None:
+def test_every_object_is_one_that_kubernetes_takes(values: dict[str, Any]) -> None:
     rendered = objects(values)
     assert {"Deployment", "Service", "ConfigMap", "NetworkPolicy", "PodDisruptionBudget"} <= {
-        item["kind"] for item in rendered
+        each["kind"] for each in rendered
     }
-    for item in rendered:
-        if item["kind"] not in EXTRA and item["kind"] not in UNKNOWN:
-            kubernetes_validate.validate(item, KUBERNETES, strict=True)
+    for each in rendered:
+        if each["kind"] not in EXTRA and each["kind"] not in UNKNOWN:
+            kubernetes_validate.validate(each, KUBERNETES, strict=True)
 
 
 @pytest.mark.parametrize("kind", EXTRA)
-def test_objects_of_operators_have_only_known_keys(kind: str) -> None:
-    written = find_object(kind, FULL)
+def test_operators_objects_have_no_key_that_their_operators_do_not_know(kind: str) -> None:
+    written = one(kind, FULL)
     known = (
         EXTRA[kind]
         .model_validate(written)
@@ -117,15 +113,15 @@ def test_objects_of_operators_have_only_known_keys(kind: str) -> None:
     assert paths(written) - paths(known) == set()
 
 
-def test_a_key_unknown_to_kubernetes_is_rejected() -> None:
-    wrong = copy.deepcopy(find_object("Deployment", MINIMAL))
+def test_a_key_that_kubernetes_does_not_know_would_be_seen() -> None:
+    wrong = copy.deepcopy(one("Deployment", LEAST))
     wrong["spec"]["template"]["spec"]["nonsense"] = 1
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_gateway_accepts_the_configuration_from_values(case: str, tmp_path: Path) -> None:
+def test_the_gateways_take_the_configuration_that_values_become(case: str, tmp_path: Path) -> None:
     config = gateway_yaml(CASES[case], tmp_path)
     values = yaml.safe_load((PATH / "values.yaml").read_text())
     assert config.listeners.api.port == values["ports"]["api"]
@@ -134,7 +130,7 @@ def test_the_gateway_accepts_the_configuration_from_values(case: str, tmp_path: 
     assert config.pools.keys() == CASES[case]["config"]["pools"].keys()
 
 
-def test_values_win_over_the_charts_own_configuration(tmp_path: Path) -> None:
+def test_what_the_chart_adds_does_not_take_away_what_values_say(tmp_path: Path) -> None:
     config = gateway_yaml(FULL, tmp_path)
     assert config.timeouts.stall == 90.0
     assert "ops.internal" in config.admin.hosts
@@ -144,36 +140,36 @@ def test_values_win_over_the_charts_own_configuration(tmp_path: Path) -> None:
     assert config.pools["chat"].endpoints[0].kv_tokens == 2_000_000
 
 
-def test_no_object_of_the_chart_contains_a_secret() -> None:
-    assert "Secret" not in {item["kind"] for item in objects(FULL)}
-    pod = find_object("Deployment", FULL)["spec"]["template"]["spec"]
+def test_no_secret_is_in_an_object_that_the_chart_makes() -> None:
+    assert "Secret" not in {each["kind"] for each in objects(FULL)}
+    pod = one("Deployment", FULL)["spec"]["template"]["spec"]
     sources = pod["volumes"][0]["projected"]["sources"]
     assert {
-        item["path"] for item in sources if "secret" in item for item in item["secret"]["items"]
+        item["path"] for each in sources if "secret" in each for item in each["secret"]["items"]
     } == {f"secrets/{name}" for name in SECRETS}
 
 
 def tls_values(**tls: Any) -> dict[str, Any]:
-    return {**MINIMAL, "tls": {"secret": "gateway-tls", **tls}, "serviceMonitor": {"enabled": True}}
+    return {**LEAST, "tls": {"secret": "gateway-tls", **tls}, "serviceMonitor": {"enabled": True}}
 
 
-def test_a_tls_secret_enables_tls_and_is_mounted_next_to_the_configuration(
+def test_a_tls_secret_encrypts_the_api_and_is_mounted_beside_the_configuration(
     tmp_path: Path,
 ) -> None:
     values = tls_values(clientCa="ca.crt")
     Authority(tmp_path / "tls").issue("tls", "gw-penstock.llm.svc")
-    for issued, mounted in (("tls.pem", "tls.crt"), ("ca.pem", "client-ca.crt")):
-        (tmp_path / "tls" / issued).rename(tmp_path / "tls" / mounted)
+    for made, mounted in (("tls.pem", "tls.crt"), ("ca.pem", "client-ca.crt")):
+        (tmp_path / "tls" / made).rename(tmp_path / "tls" / mounted)
     listeners = gateway_yaml(values, tmp_path).listeners
     assert listeners.api.tls is not None
     assert listeners.api.tls.client_ca == str(tmp_path / "tls" / "client-ca.crt")
     assert listeners.admin.tls is None
-    sources = find_object("Deployment", values)["spec"]["template"]["spec"]["volumes"][0][
-        "projected"
-    ]["sources"]
-    (secret,) = [item["secret"] for item in sources if "secret" in item]
+    sources = one("Deployment", values)["spec"]["template"]["spec"]["volumes"][0]["projected"][
+        "sources"
+    ]
+    (secret,) = [each["secret"] for each in sources if "secret" in each]
     assert secret["name"] == "gateway-tls"
-    assert {item["key"]: item["path"] for item in secret["items"]} == {
+    assert {each["key"]: each["path"] for each in secret["items"]} == {
         "tls.crt": "tls/tls.crt",
         "tls.key": "tls/tls.key",
         "ca.crt": "tls/client-ca.crt",
@@ -184,14 +180,14 @@ def test_probes_commands_and_scrapes_use_https_where_the_admin_server_has_tls(
     tmp_path: Path,
 ) -> None:
     values = tls_values(admin=True)
-    (container,) = find_object("Deployment", values)["spec"]["template"]["spec"]["containers"]
+    (container,) = one("Deployment", values)["spec"]["template"]["spec"]["containers"]
     probes = [container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")]
-    assert [item["scheme"] for item in probes] == ["HTTPS"] * 3
-    env = {item["name"]: item["value"] for item in container["env"]}
+    assert [each["scheme"] for each in probes] == ["HTTPS"] * 3
+    env = {each["name"]: each["value"] for each in container["env"]}
     assert env == {"PENSTOCK_ADMIN": "https://127.0.0.1:8081", "PENSTOCK_ADMIN_INSECURE": "1"}
-    assert find_object("ServiceMonitor", values)["spec"]["endpoints"][0]["scheme"] == "https"
+    assert one("ServiceMonitor", values)["spec"]["endpoints"][0]["scheme"] == "https"
     protocols = [
-        find_object("Service", values, suffix)["spec"]["ports"][0]["appProtocol"]
+        one("Service", values, suffix)["spec"]["ports"][0]["appProtocol"]
         for suffix in ("penstock", "admin")
     ]
     assert protocols == ["https", "https"]
@@ -207,25 +203,25 @@ def test_probes_commands_and_scrapes_use_https_where_the_admin_server_has_tls(
         ({"grace": "1500ms"}, 2),
     ],
 )
-def test_the_grace_period_of_pods_covers_all_waits_and_half_a_minute(
+def test_pods_are_given_every_wait_of_their_drain_and_half_a_minute(
     timeouts: dict[str, Any], seconds: int
 ) -> None:
-    config = {**MINIMAL["config"], "timeouts": timeouts}
-    pod = find_object("Deployment", {"config": config, "drainSeconds": 600, "preStopSeconds": 7})[
-        "spec"
-    ]["template"]["spec"]
+    config = {**LEAST["config"], "timeouts": timeouts}
+    pod = one("Deployment", {"config": config, "drainSeconds": 600, "preStopSeconds": 7})["spec"][
+        "template"
+    ]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 7 + seconds + 600 + 30
     assert pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"] == 7
 
 
 def container(values: dict[str, Any]) -> dict[str, Any]:
-    (found,) = find_object("Deployment", values)["spec"]["template"]["spec"]["containers"]
+    (found,) = one("Deployment", values)["spec"]["template"]["spec"]["containers"]
     return dict(found)
 
 
-def test_resources_of_a_pod_grow_with_its_workers_and_include_the_supervisor() -> None:
-    config = MINIMAL["config"]
-    assert container(MINIMAL)["resources"] == {
+def test_a_pod_asks_for_as_much_for_every_worker_and_something_for_their_supervisor() -> None:
+    config = LEAST["config"]
+    assert container(LEAST)["resources"] == {
         "requests": {"cpu": "1000m", "memory": "1024Mi"},
         "limits": {"memory": "2048Mi"},
     }
@@ -233,11 +229,11 @@ def test_resources_of_a_pod_grow_with_its_workers_and_include_the_supervisor() -
         "requests": {"cpu": "4000m", "memory": f"{4 * 1024 + 128}Mi"},
         "limits": {"memory": f"{4 * 2048 + 128}Mi"},
     }
-    item = {"cpuMillis": 500, "memoryRequestMi": 600, "memoryLimitMi": 700}
+    each = {"cpuMillis": 500, "memoryRequestMi": 600, "memoryLimitMi": 700}
     own = {"limits": {"cpu": "2", "memory": "3Gi"}}
     values = {
         "config": config | {"workers": 2},
-        "resourcesPerWorker": item,
+        "resourcesPerWorker": each,
         "supervisorMemoryMi": 50,
     }
     assert container(values | {"resources": own})["resources"] == {
@@ -246,10 +242,10 @@ def test_resources_of_a_pod_grow_with_its_workers_and_include_the_supervisor() -
     }
 
 
-def test_ingress_and_route_are_off_by_default_and_lead_to_the_api_only() -> None:
-    assert not {"Ingress", "HTTPRoute"} & {item["kind"] for item in objects(MINIMAL)}
-    (api,) = find_object("Service", FULL, "penstock")["spec"]["ports"]
-    ingress, route = find_object("Ingress", FULL), find_object("HTTPRoute", FULL)
+def test_ways_in_from_outside_are_off_and_lead_to_the_api_alone() -> None:
+    assert not {"Ingress", "HTTPRoute"} & {each["kind"] for each in objects(LEAST)}
+    (api,) = one("Service", FULL, "penstock")["spec"]["ports"]
+    ingress, route = one("Ingress", FULL), one("HTTPRoute", FULL)
     assert [rule["host"] for rule in ingress["spec"]["rules"]] == FULL["ingress"]["hosts"]
     for rule in ingress["spec"]["rules"]:
         (path,) = rule["http"]["paths"]
@@ -271,86 +267,82 @@ def test_ingress_and_route_are_off_by_default_and_lead_to_the_api_only() -> None
     assert route["spec"].keys() == {"parentRefs", "hostnames", "rules"}
 
 
-def test_annotations_are_on_the_objects_they_are_for() -> None:
+def test_annotations_stand_on_the_objects_that_they_are_for() -> None:
     wanted = {"x": "y"}
-    for metadata in (
-        find_object("Deployment", FULL)["metadata"],
-        find_object("Deployment", FULL)["spec"]["template"]["metadata"],
-        find_object("Service", FULL, "penstock")["metadata"],
-        find_object("Service", FULL, "-admin")["metadata"],
-        find_object("ServiceAccount", FULL)["metadata"],
-        find_object("HTTPRoute", FULL)["metadata"],
+    for found in (
+        one("Deployment", FULL)["metadata"],
+        one("Deployment", FULL)["spec"]["template"]["metadata"],
+        one("Service", FULL, "penstock")["metadata"],
+        one("Service", FULL, "-admin")["metadata"],
+        one("ServiceAccount", FULL)["metadata"],
+        one("HTTPRoute", FULL)["metadata"],
     ):
-        assert wanted.items() <= metadata["annotations"].items()
-    assert find_object("Ingress", FULL)["metadata"]["annotations"] == FULL["ingress"]["annotations"]
+        assert wanted.items() <= found["annotations"].items()
+    assert one("Ingress", FULL)["metadata"]["annotations"] == FULL["ingress"]["annotations"]
 
 
-def test_volumes_of_values_are_mounted_in_addition_to_the_charts_own() -> None:
-    pod = find_object("Deployment", FULL)["spec"]["template"]["spec"]
-    assert [item["name"] for item in pod["volumes"]] == ["config", "state", "tmp", "ca"]
+def test_volumes_of_values_are_mounted_beside_the_charts_own() -> None:
+    pod = one("Deployment", FULL)["spec"]["template"]["spec"]
+    assert [each["name"] for each in pod["volumes"]] == ["config", "state", "tmp", "ca"]
     assert pod["volumes"][-1] == FULL["extraVolumes"][0]
     assert pod["containers"][0]["volumeMounts"][-1] == FULL["extraVolumeMounts"][0]
 
 
-def restart_annotation(**config: Any) -> str:
-    values = {"config": {**MINIMAL["config"], **config}}
+def restarts(**config: Any) -> str:
+    values = {"config": {**LEAST["config"], **config}}
     return str(
-        find_object("Deployment", values)["spec"]["template"]["metadata"]["annotations"][
+        one("Deployment", values)["spec"]["template"]["metadata"]["annotations"][
             "penstock/restarts"
         ]
     )
 
 
-def test_pods_are_replaced_only_by_changes_that_need_a_restart() -> None:
-    assert (
-        restart_annotation()
-        == restart_annotation(retries={"budget": 0.1})
-        == restart_annotation(timeouts={"stall": "10s"})
-    )
-    assert restart_annotation() == restart_annotation(
+def test_pods_are_replaced_only_by_a_change_that_no_reload_can_make() -> None:
+    assert restarts() == restarts(retries={"budget": 0.1}) == restarts(timeouts={"stall": "10s"})
+    assert restarts() == restarts(
         observability={"traces": {"endpoint": "http://127.0.0.1:4318/v1/traces"}}
     )
-    assert restart_annotation() != restart_annotation(observability={"access_log": "off"})
-    assert restart_annotation() != restart_annotation(prefix={"index": "1GiB"})
-    assert restart_annotation() != restart_annotation(workers=2)
+    assert restarts() != restarts(observability={"access_log": "off"})
+    assert restarts() != restarts(prefix={"index": "1GiB"})
+    assert restarts() != restarts(workers=2)
 
 
 @pytest.mark.parametrize(
     "values",
     [
         {"config": {"pools": {}}},
-        {**MINIMAL, "replicas": 3},
+        {**LEAST, "replicas": 3},
         {"config": {"pools": {"a": {}}, "listeners": {}}},
-        {**MINIMAL, "drainSeconds": "2m"},
+        {**LEAST, "drainSeconds": "2m"},
         {"config": {"pools": {"a": {}}, "timeouts": {"grace": "20"}}},
         {"config": {"pools": {"a": {}}, "workers": "${WORKERS}"}},
-        {**MINIMAL, "ingress": {"enabled": True}},
-        {**MINIMAL, "httpRoute": {"enabled": True}},
-        {**MINIMAL, "keda": {"enabled": True}},
-        {**MINIMAL, "networkPolicy": {"adminFrom": []}},
+        {**LEAST, "ingress": {"enabled": True}},
+        {**LEAST, "httpRoute": {"enabled": True}},
+        {**LEAST, "keda": {"enabled": True}},
+        {**LEAST, "networkPolicy": {"adminFrom": []}},
         {"config": {"pools": {"a": {}}, "admin": {"key": "in clear"}}},
-        {**MINIMAL, "discovery": {"enabled": "yes"}},
-        {**MINIMAL, "tls": {"admin": True}},
-        {**MINIMAL, "tls": {"clientCa": "ca.crt"}},
+        {**LEAST, "discovery": {"enabled": "yes"}},
+        {**LEAST, "tls": {"admin": True}},
+        {**LEAST, "tls": {"clientCa": "ca.crt"}},
     ],
     ids=str,
 )
-def test_invalid_values_are_rejected(values: dict[str, Any]) -> None:
+def test_values_that_make_no_sense_are_refused(values: dict[str, Any]) -> None:
     with Chart.load(PATH) as loaded:
-        loaded.validate_schema(MINIMAL)
+        loaded.validate_schema(LEAST)
         with pytest.raises(helm_python.HelmValuesError):
             loaded.validate_schema(values)
 
 
-def test_the_schema_of_values_describes_exactly_the_values() -> None:
+def test_every_value_is_described_and_every_description_has_a_value() -> None:
     values = yaml.safe_load((PATH / "values.yaml").read_text())
     described = json.loads((PATH / "values.schema.json").read_text())["properties"].keys()
     assert described - {"global", "nameOverride", "fullnameOverride"} == values.keys()
 
 
-def test_the_plain_manifests_equal_the_charts_defaults() -> None:
+def test_the_manifests_without_helm_are_the_charts_defaults() -> None:
     plain = yaml.safe_load((ROOT / "deploy/kubernetes/deployment.yaml").read_text())["spec"]
-    ours = find_object("Deployment", {**MINIMAL, "fullnameOverride": "penstock"})["spec"]
+    ours = one("Deployment", {**LEAST, "fullnameOverride": "penstock"})["spec"]
     for spec in (plain, ours):
         spec["template"]["metadata"].pop("annotations", None)
         spec["template"]["metadata"]["labels"] = spec["selector"] = {}
@@ -360,24 +352,20 @@ def test_the_plain_manifests_equal_the_charts_defaults() -> None:
     assert plain == ours
 
 
-def role_rules(values: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return the rules of the Roles by namespace, which must be bound to the gateways' account."""
-    objects_by_key = {
-        (item["kind"], item["metadata"].get("namespace")): item for item in objects(values)
-    }
-    roles = {
-        space: item["rules"] for (kind, space), item in objects_by_key.items() if kind == "Role"
-    }
+def rights(values: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The rules of the Role in every namespace that has one, bound to the gateways' account."""
+    made = {(each["kind"], each["metadata"].get("namespace")): each for each in objects(values)}
+    roles = {space: each["rules"] for (kind, space), each in made.items() if kind == "Role"}
     for space in roles:
-        bound = objects_by_key["RoleBinding", space]
-        assert bound["roleRef"]["name"] == objects_by_key["Role", space]["metadata"]["name"]
+        bound = made["RoleBinding", space]
+        assert bound["roleRef"]["name"] == made["Role", space]["metadata"]["name"]
         assert bound["subjects"] == [
             {"kind": "ServiceAccount", "name": "gw-penstock", "namespace": "llm"}
         ]
     return roles
 
 
-def test_only_releases_with_discovery_may_list_and_watch_endpoint_slices() -> None:
+def test_who_discovers_engines_may_list_and_watch_their_slices_and_everybody_else_nothing() -> None:
     pools = {
         "chat": {"discover": {"kubernetes": {"service": "vllm", "namespace": "models"}}},
         "code": {"discover": {"kubernetes": {"service": "sglang"}}},
@@ -391,73 +379,71 @@ def test_only_releases_with_discovery_may_list_and_watch_endpoint_slices() -> No
             "verbs": ["list", "watch"],
         }
     ]
-    assert role_rules(values) == {"models": may, "llm": may}
-    assert role_rules(MINIMAL) == role_rules({"config": {"pools": pools}}) == {}
-    for item, token in ((values, True), (MINIMAL, False)):
+    assert rights(values) == {"models": may, "llm": may}
+    assert rights(LEAST) == rights({"config": {"pools": pools}}) == {}
+    for each, token in ((values, True), (LEAST, False)):
         assert (
-            find_object("Deployment", item)["spec"]["template"]["spec"][
-                "automountServiceAccountToken"
-            ]
+            one("Deployment", each)["spec"]["template"]["spec"]["automountServiceAccountToken"]
             is token
         )
 
 
-def test_releases_with_discovery_in_one_namespace_have_separate_roles() -> None:
+def test_releases_that_discover_engines_in_one_namespace_do_not_take_each_others_rights() -> None:
     pools = {"chat": {"discover": {"kubernetes": {"service": "vllm", "namespace": "models"}}}}
     values = {"config": {"pools": pools}, "discovery": {"enabled": True}}
     with Chart.load(PATH) as loaded:
         loaded.validate_schema(values)
-        objects_by_key = [loaded.render(values, name="gw", namespace=space) for space in ("a", "b")]
+        made = [loaded.render(values, name="gw", namespace=space) for space in ("a", "b")]
     names = [
         {
-            (item["kind"], item["metadata"]["name"])
+            (each["kind"], each["metadata"]["name"])
             for name, text in texts.items()
             if not name.endswith("NOTES.txt")
-            for item in yaml.safe_load_all(text)
-            if item and item["metadata"].get("namespace") == "models"
+            for each in yaml.safe_load_all(text)
+            if each and each["metadata"].get("namespace") == "models"
         }
-        for texts in objects_by_key
+        for texts in made
     ]
-    assert [len(item) for item in names] == [2, 2]
+    assert [len(each) for each in names] == [2, 2]
     assert names[0].isdisjoint(names[1])
 
 
-def test_only_notes_of_a_release_with_discovery_ask_for_its_role() -> None:
-    discovering = {"discover": {"kubernetes": {"service": "vllm"}}}
+def test_who_is_told_to_set_discovery_has_a_pool_that_discovers_by_kubernetes() -> None:
+    found = {"discover": {"kubernetes": {"service": "vllm"}}}
     others = {
         "discover": None,
         "endpoints": [{"url": "http://kubernetes:8000", "name": "kubernetes: the engine"}],
     }
-    mentions = []
-    for pool in (discovering, others):
+    told = []
+    for pool in (found, others):
         with Chart.load(PATH) as loaded:
             texts = loaded.render({"config": {"pools": {"chat": pool}}}, name="gw", namespace="llm")
         (notes,) = [text for name, text in texts.items() if name.endswith("NOTES.txt")]
-        mentions.append("set discovery.enabled" in notes)
-    assert mentions == [True, False]
+        told.append("set discovery.enabled" in notes)
+    assert told == [True, False]
 
 
-def test_a_pool_with_discover_null_needs_no_role() -> None:
+def test_a_pool_may_say_that_it_discovers_nobody() -> None:
     values = {
         "config": {"pools": {"chat": {"discover": None, "endpoints": ENGINES}}},
         "discovery": {"enabled": True},
     }
-    assert role_rules(values).keys() == {"llm"}
+    assert rights(values).keys() == {"llm"}
 
 
-def test_scraped_series_have_the_job_and_labels_that_the_alerts_need() -> None:
-    """The job does not depend on the release's name, and no target label hides `endpoint`."""
-    monitor = find_object("ServiceMonitor", FULL)["spec"]
+def test_what_is_scraped_has_the_name_and_the_labels_that_the_alerts_ask_for() -> None:
+    """Whatever the release is called; and the operator's own label `endpoint` would hide an engine's name."""
+    monitor = one("ServiceMonitor", FULL)["spec"]
     (service,) = [
-        item
-        for item in objects(FULL)
-        if item["kind"] == "Service"
-        and monitor["selector"]["matchLabels"].items() <= item["metadata"]["labels"].items()
+        each
+        for each in objects(FULL)
+        if each["kind"] == "Service"
+        and monitor["selector"]["matchLabels"].items() <= each["metadata"]["labels"].items()
     ]
-    (down,) = [item for item in ALERTS if item.name == "PenstockDown"]
+    (down,) = [each for each in ALERTS if each.name == "PenstockDown"]
     (wanted,) = re.findall(r'job=~"(.*?)"', down.value)
     assert re.fullmatch(wanted, service["metadata"]["labels"][monitor["jobLabel"]])
-    assert [item["honorLabels"] for item in monitor["endpoints"]] == [True]
+    assert [each["honorLabels"] for each in monitor["endpoints"]] == [True]
 
 
 def test_keda_counts_the_prompts_of_a_pool_by_the_models_that_it_serves() -> None:
@@ -467,41 +453,41 @@ def test_keda_counts_the_prompts_of_a_pool_by_the_models_that_it_serves() -> Non
         {"name": "meta/llama-3.1", "pool": "chat"},
         {"name": "coder", "pool": "code"},
     ]
-    _, ttft = find_object("ScaledObject", values)["spec"]["triggers"]
+    _, ttft = one("ScaledObject", values)["spec"]["triggers"]
     of = r'{model=~"llama|meta/llama-3\\.1"}'
     for counter in ("penstock_prompt_tokens_total", "penstock_cached_tokens_total"):
         assert f"rate({counter}{of}[2m])" in ttft["metadata"]["query"]
     del values["config"]["models"]
-    _, ttft = find_object("ScaledObject", values)["spec"]["triggers"]
+    _, ttft = one("ScaledObject", values)["spec"]["triggers"]
     assert "rate(penstock_prompt_tokens_total[2m])" in ttft["metadata"]["query"]
 
 
 def test_what_keda_asks_prometheus_is_understood(tmp_path: Path) -> None:
-    triggers = find_object("ScaledObject", FULL)["spec"]["triggers"]
+    triggers = one("ScaledObject", FULL)["spec"]["triggers"]
     rules = [
-        {"record": f"trigger:{n}", "expr": item["metadata"]["query"]}
-        for n, item in enumerate(triggers)
+        {"record": f"trigger:{n}", "expr": each["metadata"]["query"]}
+        for n, each in enumerate(triggers)
     ]
     assert len(rules) == 2
     file = tmp_path / "rules.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "keda", "rules": rules}]}))
-    result = subprocess.run(
+    said = subprocess.run(
         ["promtool", "check", "rules", str(file)], capture_output=True, text=True, timeout=30
     )
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert said.returncode == 0, said.stdout + said.stderr
 
 
 def test_boards_and_rules_are_those_of_the_project() -> None:
-    rules = find_object("PrometheusRule", FULL)["spec"]["groups"]
+    rules = one("PrometheusRule", FULL)["spec"]["groups"]
     assert (
         rules
         == yaml.safe_load((ROOT / "deploy/prometheus/penstock.rules.yml").read_text())["groups"]
     )
     boards = {
         key: text
-        for item in objects(FULL)
-        if item["kind"] == "ConfigMap"
-        for key, text in item["data"].items()
+        for each in objects(FULL)
+        if each["kind"] == "ConfigMap"
+        for key, text in each["data"].items()
     }
     for path in (ROOT / "deploy" / "grafana").glob("*.json"):
         assert json.loads(boards[path.name]) == json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""nginx and HAProxy with the shipped files in front of a gateway and a mock TP group."""
+"""nginx and HAProxy with the shipped files, before a real gateway and a mock TP group: streams pass as they come."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
 
 TOKENS = 24
 WITHIN_S = 20.0
-with_every_proxy = pytest.mark.parametrize("kind", KINDS)
-with_every_http = pytest.mark.parametrize("version", ["--http1.1", "--http2"])
+every_proxy = pytest.mark.parametrize("kind", KINDS)
+every_http = pytest.mark.parametrize("version", ["--http1.1", "--http2"])
 
 
-class ProxiedGateway(NamedTuple):
-    """A gateway with a mock group that takes about 30 ms per token, and the proxies' ports."""
+class House(NamedTuple):
+    """A gateway before a TP group that takes some 30 ms for each token, and the ports of the proxies before it."""
 
     gateway: GatewayProcess
     ports: dict[str, int]
@@ -36,7 +36,7 @@ class ProxiedGateway(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedGateway]:
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("house")
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
     with mock_fleet("--speed", "0.2", "--model", "demo-8b") as urls:
@@ -47,13 +47,12 @@ def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedGateway
                 proxy("nginx", folders["nginx"], started.port, admin) as nginx,
                 proxy("haproxy", folders["haproxy"], started.port, admin) as haproxy,
             ):
-                yield ProxiedGateway(started, {"nginx": nginx, "haproxy": haproxy})
+                yield House(started, {"nginx": nginx, "haproxy": haproxy})
 
 
 def curl(url: str, *options: str, tokens: int = TOKENS) -> list[str]:
-    options_of_body = {"model": "demo-8b", "stream": True, "max_tokens": tokens, "ignore_eos": True}
-    messages = [{"role": "user", "content": "Tell me about rivers"}]
-    body = json.dumps(options_of_body | {"messages": messages})
+    asked = {"model": "demo-8b", "stream": True, "max_tokens": tokens, "ignore_eos": True}
+    body = json.dumps(asked | {"messages": [{"role": "user", "content": "Tell me of rivers"}]})
     return [
         "curl",
         "--silent",
@@ -66,75 +65,69 @@ def curl(url: str, *options: str, tokens: int = TOKENS) -> list[str]:
     ]
 
 
-def token_times(command: list[str]) -> list[float]:
-    """Read a stream to its regular end and return the arrival times of its tokens in seconds."""
-    times, last = [], ""
+def arrivals(command: list[str]) -> list[float]:
+    """When each event with a token came, in seconds, until the stream's regular end."""
+    came, last = [], ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         for line in process.stdout:
             if line.startswith("data: {") and '"content":""' not in line:
-                times.append(monotonic())
+                came.append(monotonic())
             last = line.strip() or last
     assert process.returncode == 0
     assert last == "data: [DONE]"
-    return times
+    return came
 
 
-def gaps(times: list[float]) -> list[float]:
-    return [after - before for before, after in pairwise(times)]
+def gaps(came: list[float]) -> list[float]:
+    return [after - before for before, after in pairwise(came)]
 
 
-@with_every_http
-@with_every_proxy
-def test_tokens_of_a_stream_arrive_one_by_one(
-    proxied: ProxiedGateway, kind: str, version: str
-) -> None:
-    direct = token_times(curl(proxied.gateway.url))
-    through = token_times(curl(proxied.url(kind), version))
+@every_http
+@every_proxy
+def test_tokens_of_a_stream_arrive_one_by_one(house: House, kind: str, version: str) -> None:
+    direct = arrivals(curl(house.gateway.url))
+    through = arrivals(curl(house.url(kind), version))
     assert len(through) == len(direct) >= TOKENS
-    direct_s, through_s = statistics.median(gaps(direct)), statistics.median(gaps(through))
-    assert direct_s > 0.01, "the mock group is too fast to detect buffering"
-    assert through_s > direct_s / 2
+    pace, seen = statistics.median(gaps(direct)), statistics.median(gaps(through))
+    assert pace > 0.01, "the TP group is too quick to tell a token from a heap"
+    assert seen > pace / 2
     assert through[-1] - through[0] > (direct[-1] - direct[0]) * 0.7
 
 
-def in_flight(proxied: ProxiedGateway) -> int:
-    with urllib.request.urlopen(
-        f"{proxied.gateway.admin_url}/endpoints", timeout=WITHIN_S
-    ) as answer:
-        return int(sum(endpoint["in_flight"] for endpoint in json.load(answer)["endpoints"]))
+def in_flight(house: House) -> int:
+    with urllib.request.urlopen(f"{house.gateway.admin_url}/endpoints", timeout=WITHIN_S) as answer:
+        return int(sum(each["in_flight"] for each in json.load(answer)["endpoints"]))
 
 
-def wait_for_in_flight(proxied: ProxiedGateway, wanted: int, within_s: float) -> bool:
+def until(house: House, wanted: int, within_s: float) -> bool:
     ends = monotonic() + within_s
-    while in_flight(proxied) != wanted:
+    while in_flight(house) != wanted:
         if monotonic() > ends:
             return False
-        sleep(0.02)
+        sleep(0.02)  # another process cannot signal this one
     return True
 
 
-@with_every_http
-@with_every_proxy
-def test_a_client_that_disconnects_ends_its_request_at_the_tp_group(
-    proxied: ProxiedGateway, kind: str, version: str
+@every_http
+@every_proxy
+def test_a_client_that_leaves_ends_its_request_at_the_tp_group(
+    house: House, kind: str, version: str
 ) -> None:
-    assert wait_for_in_flight(proxied, 0, WITHIN_S)
+    assert until(house, 0, WITHIN_S)
     with subprocess.Popen(
-        curl(proxied.url(kind), version, tokens=2000), stdout=subprocess.PIPE
+        curl(house.url(kind), version, tokens=2000), stdout=subprocess.PIPE
     ) as process:
         assert process.stdout
         assert process.stdout.readline()
-        assert in_flight(proxied) == 1
+        assert in_flight(house) == 1
         process.kill()
-    assert wait_for_in_flight(proxied, 0, 2.0), (
-        "the request of 2,000 tokens, a minute, has continued"
-    )
+    assert until(house, 0, 2.0), "2,000 tokens take a minute here: the request went on for nobody"
 
 
-@with_every_proxy
+@every_proxy
 def test_a_body_beyond_the_limit_is_refused_before_it_is_sent(
-    proxied: ProxiedGateway, kind: str, tmp_path: Path
+    house: House, kind: str, tmp_path: Path
 ) -> None:
     large = tmp_path / "large"
     with large.open("wb") as file:
@@ -157,20 +150,20 @@ def test_a_body_beyond_the_limit_is_refused_before_it_is_sent(
         "--data-binary",
         f"@{large}",
     ]
-    result = subprocess.run(
-        [*command, f"{proxied.url(kind)}/v1/chat/completions"],
+    said = subprocess.run(
+        [*command, f"{house.url(kind)}/v1/chat/completions"],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    status, uploaded = result.stdout.split()
+    status, uploaded = said.stdout.split()
     assert status == "413"
     assert int(uploaded) < 8 << 20
 
 
-@with_every_proxy
+@every_proxy
 @pytest.mark.parametrize("path", ["/metrics", "/config", "/endpoints", "/healthz", "/"])
-def test_only_the_api_is_reachable(proxied: ProxiedGateway, kind: str, path: str) -> None:
+def test_nothing_but_the_api_is_there(house: House, kind: str, path: str) -> None:
     command = [
         "curl",
         "--silent",
@@ -180,33 +173,33 @@ def test_only_the_api_is_reachable(proxied: ProxiedGateway, kind: str, path: str
         "--output",
         "/dev/null",
     ]
-    result = subprocess.run(
-        [*command, proxied.url(kind) + path], capture_output=True, text=True, timeout=WITHIN_S
+    said = subprocess.run(
+        [*command, house.url(kind) + path], capture_output=True, text=True, timeout=WITHIN_S
     )
-    assert result.stdout == "404"
+    assert said.stdout == "404"
 
 
-class HeaderRecorder(BaseHTTPRequestHandler):
-    """A server that answers 200 to every request and records its headers."""
+class Ear(BaseHTTPRequestHandler):
+    """Says yes to everything and keeps the headers of what it was sent."""
 
     protocol_version = "HTTP/1.1"
-    requests: list[dict[str, str]]
+    heard: list[dict[str, str]]
 
     def do_GET(self) -> None:
         if not self.path.startswith("/readyz"):
-            self.requests.append({name.lower(): value for name, value in self.headers.items()})
+            self.heard.append({name.lower(): value for name, value in self.headers.items()})
         self.send_response(200)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Suppress the log."""
+        """Nothing: the test's output is not the place."""
 
 
-@with_every_proxy
-def test_a_forwarded_address_of_the_client_is_replaced(kind: str, tmp_path: Path) -> None:
-    recorder = type("Recorder", (HeaderRecorder,), {"requests": []})
-    with ThreadingHTTPServer(("127.0.0.1", 0), recorder) as server:
+@every_proxy
+def test_what_a_client_says_of_its_own_address_is_not_passed_on(kind: str, tmp_path: Path) -> None:
+    ear = type("OneEar", (Ear,), {"heard": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), ear) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with proxy(kind, tmp_path, server.server_port, server.server_port) as port:
             command = [
@@ -221,4 +214,4 @@ def test_a_forwarded_address_of_the_client_is_replaced(kind: str, tmp_path: Path
                 [*command, f"https://127.0.0.1:{port}/v1/models"], check=True, timeout=WITHIN_S
             )
         server.shutdown()
-    assert [headers["x-forwarded-for"] for headers in recorder.requests] == ["127.0.0.1"]
+    assert [heard["x-forwarded-for"] for heard in ear.heard] == ["127.0.0.1"]

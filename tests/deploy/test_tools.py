@@ -1,4 +1,4 @@
-"""Third-party linters, schemas and parsers accept the files of deploy/."""
+"""Linters, schemas and parsers of others over deploy/: each file by the tool that knows its kind best."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ ENVOY_TYPES = (
     "envoy.extensions.transport_sockets.tls.v3",
     "envoy.extensions.upstreams.http.v3",
 )
-"""The types in envoy.yaml; each has to be imported before it can be parsed."""
+"""What envoy.yaml names by @type: to be known, each has to be imported."""
 
-# Envoy's message classes cause deprecation warnings of their library.
+# What Envoy's messages are written with warns of its own future.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 Tool = Callable[..., tuple[int, str]]
 
 
 def run(*command: str) -> tuple[int, str]:
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    return result.returncode, result.stdout + result.stderr
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
 
 
-def test_hadolint_reports_no_problem_of_the_image(tool: Tool) -> None:
+def test_hadolint_has_nothing_to_say_about_the_image(tool: Tool) -> None:
     assert tool("hadolint", "deploy/docker/Dockerfile") == (0, "")
 
 
-def test_yamllint_reports_no_problem_of_any_yaml(tool: Tool) -> None:
+def test_yamllint_has_nothing_to_say_about_any_yaml(tool: Tool) -> None:
     rules = (
-        "{extends: default, rules: {line-length: {max: 140}, document-start: disable, "
-        "comments: disable, braces: {max-spaces-inside: 1}, comments-indentation: disable, "
-        "truthy: {check-keys: false}}}"
+        "{extends: default, rules: {line-length: {max: 140}, document-start: disable, comments: disable, "
+        + (
+            "braces: {max-spaces-inside: 1}, comments-indentation: disable, truthy: {check-keys: false}}}"
+        )
     )
     ours = (
         "compose",
@@ -57,21 +58,21 @@ def test_yamllint_reports_no_problem_of_any_yaml(tool: Tool) -> None:
         "helm/penstock/Chart.yaml",
         "helm/penstock/values.yaml",
     )
-    assert tool("yamllint", "--strict", "-d", rules, *(f"deploy/{path}" for path in ours)) == (
+    assert tool("yamllint", "--strict", "-d", rules, *(f"deploy/{each}" for each in ours)) == (
         0,
         "",
     )
 
 
-def test_gixy_finds_no_unsafe_setting_of_nginx(tool: Tool, tmp_path: Path) -> None:
-    config = tmp_path / "nginx.conf"
-    config.write_text(f"events {{}}\nhttp {{ include {DEPLOY}/proxies/nginx.conf; }}\n")
-    status, output = tool("gixy", str(config))
-    assert (status, "No issues found" in output) == (0, True), output
+def test_gixy_finds_nothing_unsafe_in_nginx(tool: Tool, tmp_path: Path) -> None:
+    whole = tmp_path / "nginx.conf"
+    whole.write_text(f"events {{}}\nhttp {{ include {DEPLOY}/proxies/nginx.conf; }}\n")
+    status, said = tool("gixy", str(whole))
+    assert (status, "No issues found" in said) == (0, True), said
 
 
 def compose() -> Any:
-    """Return compose.yaml with its anchors resolved."""
+    """compose.yaml with its merged anchors written out."""
     return yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
 
 
@@ -83,9 +84,7 @@ def test_compose_follows_its_specification() -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("nonsense", 1), ("stop_grace_period", "1 minute"), ("ports", ["x:y:z"])]
 )
-def test_the_compose_specification_rejects_unknown_and_invalid_keys(
-    key: str, value: object
-) -> None:
+def test_the_specification_would_refuse_what_it_does_not_know(key: str, value: object) -> None:
     wrong = compose()
     wrong["services"]["redis"][key] = value
     with pytest.raises(ValueError, match=r"."):
@@ -93,81 +92,81 @@ def test_the_compose_specification_rejects_unknown_and_invalid_keys(
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_kubernetes_accepts_every_plain_manifest(path: Path) -> None:
-    manifests = [manifest for manifest in yaml.safe_load_all(path.read_text()) if manifest]
-    assert manifests
-    for manifest in manifests:
-        if manifest["kind"] != "Kustomization":
-            kubernetes_validate.validate(manifest, "1.33", strict=True)
+def test_kubernetes_takes_every_plain_manifest(path: Path) -> None:
+    found = [each for each in yaml.safe_load_all(path.read_text()) if each]
+    assert found
+    for each in found:
+        if each["kind"] != "Kustomization":
+            kubernetes_validate.validate(each, "1.33", strict=True)
 
 
 @pytest.mark.skipif(
-    shutil.which("kubectl") is None, reason="kubectl, which includes kustomize, is not installed"
+    shutil.which("kubectl") is None, reason="kubectl brings kustomize, and no registry has it"
 )
 def test_kustomize_builds_the_base() -> None:
-    status, output = run("kubectl", "kustomize", "deploy/kubernetes")
-    assert status == 0, output
-    built = list(yaml.safe_load_all(output))
-    assert {item["kind"] for item in built} >= {
+    status, said = run("kubectl", "kustomize", "deploy/kubernetes")
+    assert status == 0, said
+    built = list(yaml.safe_load_all(said))
+    assert {each["kind"] for each in built} >= {
         "Deployment",
         "ConfigMap",
         "Namespace",
         "NetworkPolicy",
     }
-    assert {item["metadata"].get("namespace", "penstock") for item in built} == {"penstock"}
+    assert {each["metadata"].get("namespace", "penstock") for each in built} == {"penstock"}
 
 
 def envoy_yaml() -> Any:
     return yaml.safe_load((DEPLOY / "proxies" / "envoy.yaml").read_text())
 
 
-def parse_by_envoy(written: Any) -> Any:
-    """Return a configuration as Envoy's message classes parse it."""
-    # Imported here, since thousands of classes emit warnings on import.
+def understood(written: Any) -> Any:
+    """What Envoy's messages make of it. Imported here: thousands of classes that warn while they are made."""
     for name in ENVOY_TYPES:
         importlib.import_module(f"envoy_data_plane.{name}")
     bootstrap = importlib.import_module("envoy_data_plane.envoy.config.bootstrap.v3").Bootstrap
     return bootstrap.from_dict(written).to_dict()
 
 
-def test_envoys_message_classes_accept_its_file() -> None:
-    listeners = parse_by_envoy(envoy_yaml())["staticResources"]["listeners"]
+def test_envoys_own_messages_take_its_file() -> None:
+    listeners = understood(envoy_yaml())["staticResources"]["listeners"]
     manager = listeners[0]["filterChains"][0]["filters"][0]["typedConfig"]
     assert manager["streamIdleTimeout"] == "660s"
 
 
-@pytest.mark.parametrize("section", ["clusters", "listeners"])
-def test_envoys_message_classes_reject_unknown_keys(section: str) -> None:
+@pytest.mark.parametrize("at", ["clusters", "listeners"])
+def test_envoys_messages_would_refuse_what_they_do_not_know(at: str) -> None:
     wrong = copy.deepcopy(envoy_yaml())
-    wrong["static_resources"][section][0]["nonsense"] = 1
+    wrong["static_resources"][at][0]["nonsense"] = 1
     with pytest.raises(KeyError, match="nonsense"):
-        parse_by_envoy(wrong)
+        understood(wrong)
 
 
-def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     text = (DEPLOY / "systemd" / "penstock.service").read_text()
     unit = tmp_path / "penstock.service"
-    # systemd-analyze requires that the program exists.
-    unit.write_text(text.replace("/opt/penstock/bin/penstock", "/bin/true"))
+    unit.write_text(
+        text.replace("/opt/penstock/bin/penstock", "/bin/true")
+    )  # it looks for the program
     assert run("systemd-analyze", "verify", "--man=no", str(unit)) == (0, "")
 
 
-def test_systemd_reports_a_low_exposure_of_the_unit() -> None:
+def test_systemd_finds_the_unit_well_shut_off() -> None:
     path = "deploy/systemd/penstock.service"
-    status, output = run(
+    status, said = run(
         "systemd-analyze", "security", "--offline=true", "--threshold=15", "--no-pager", path
     )
-    assert status == 0, output
-    (level,) = re.findall(r"exposure level for penstock.service: ([0-9.]+) OK", output)
+    assert status == 0, said
+    (level,) = re.findall(r"exposure level for penstock.service: ([0-9.]+) OK", said)
     assert float(level) <= 1.5
 
 
-def test_promtool_accepts_the_scrape_configuration_of_compose(tmp_path: Path) -> None:
+def test_prometheus_takes_the_scrape_of_compose(tmp_path: Path) -> None:
     text = (DEPLOY / "compose" / "prometheus.yml").read_text()
     folder = "/etc/prometheus/penstock"  # where compose.yaml mounts deploy/prometheus
     assert folder in text
     file = tmp_path / "prometheus.yml"
     file.write_text(text.replace(folder, str(DEPLOY / "prometheus")))
-    status, output = run("promtool", "check", "config", str(file))
-    assert status == 0, output
-    assert "1 rule files found" in output
+    status, said = run("promtool", "check", "config", str(file))
+    assert status == 0, said
+    assert "1 rule files found" in said

@@ -1,9 +1,8 @@
-"""`make observe`: check with a real Prometheus that queries of dashboards and rules return data.
+"""Boards and rules before the real Prometheus: does every query return data? `make observe`.
 
-Prometheus scrapes two gateways with mock groups every second during light traffic. One has faults,
-a full queue and a rejected configuration; the other splits requests. Then every query of every
-panel and rule is sent. This takes half a minute and needs Debian's package, so it is not part of
-`make test`.
+Two gateways with mock groups (one with faults, a full room and a refused configuration; one that splits) are scraped
+every second while a little traffic goes on; then every query of every panel and rule is asked. Not part of `make test`:
+it needs Debian's package and half a minute.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ import aiohttp
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.e2e.split_fleet import SENTENCE, SplitFleet, split_fleet
 from tests.unit.tools.monitoring.test_live_scrape import (
-    WITHOUT_CHILDREN,
+    WITHOUT_A_CHILD,
     Seen,
-    cause_every_event,
-    handwritten_queries,
-    record_series,
+    a_little_of_everything,
+    by_hand,
+    note,
 )
 from tools.monitoring.dashboards import family_name
 from tools.monitoring.files import RULES, queries
-from tools.monitoring.grafana import filter_query
-from tools.monitoring.promql import fill_variables, find_selectors
+from tools.monitoring.grafana import filter_by_variables
+from tools.monitoring.promql import resolve_variables, selectors
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 20
@@ -49,30 +48,30 @@ scrape_configs:
 
 
 async def main(prometheus: str) -> int:
-    """Run the check and return the exit status: 0 when every query that can have data has data."""
-    queue = {"waiting_room": {"size": 2, "timeout": "10s"}, "policy": "prefix_aware"}
+    """The exit code: 0 when every query that can have data has some."""
+    room = {"waiting_room": {"size": 2, "timeout": "10s"}, "policy": "prefix_aware"}
     async with (
-        house(2, concurrency=2, pool=queue) as home,
-        split_house("vllm_nixl", groups=(1, 1)) as halves,
+        gateway_fleet(2, concurrency=2, pool=room) as fleet,
+        split_fleet("vllm_nixl", groups=(1, 1)) as halves,
     ):
-        targets = [fleet.app.admin_url.removeprefix("http://") for fleet in (home, halves)]
+        targets = [each.app.admin_url.removeprefix("http://") for each in (fleet, halves)]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "prometheus.yml"
             file.write_text(CONFIG.format(rules=ROOT / RULES, one=targets[0], other=targets[1]))
             port = free_port()
-            process = await start_prometheus(prometheus, folder, file, port)
+            process = await started(prometheus, folder, file, port)
             try:
-                await asyncio.gather(traffic(home, halves), ready(home.http, port))
-                return await check_queries(home, halves, port)
+                await asyncio.gather(traffic(fleet, halves), ready(fleet.http, port))
+                return await judged(fleet, halves, port)
             finally:
                 process.terminate()
                 await asyncio.wait_for(process.wait(), 10)
 
 
-async def start_prometheus(
+async def started(
     prometheus: str, folder: str, file: Path, port: int
 ) -> asyncio.subprocess.Process:
-    """Start Prometheus on a port of 127.0.0.1."""
+    """The real thing, on a free port of this machine alone."""
     return await asyncio.create_subprocess_exec(
         *(
             prometheus,
@@ -94,72 +93,69 @@ async def ready(http: aiohttp.ClientSession, port: int) -> None:
             await asyncio.sleep(0.1)
 
 
-async def traffic(home: House, halves: SplitHouse) -> None:
-    """Cause every kind of event, so that all series exist, and then send ordinary requests."""
-    await cause_every_event(home)
-    for member in home.groups:
-        member.faults.set("")
+async def traffic(fleet: GatewayFleet, halves: SplitFleet) -> None:
+    """A little of everything, so that its counters exist from the first scrapes on, and then more of the ordinary."""
+    await a_little_of_everything(fleet)
+    for member in fleet.groups:
+        member.faults.apply("")
     for number in range(SECONDS * 2):
-        await home.ask(stream=bool(number % 2), prompt=f"question {number}")
-        await halves.right(
+        await fleet.ask(stream=bool(number % 2), prompt=f"question {number}")
+        await halves.assert_right_answer(
             {"prompt": f"{number} " + SENTENCE * 30, "max_tokens": 4, "stream": True}
         )
         await asyncio.sleep(0.5)
 
 
-async def check_queries(home: House, halves: SplitHouse, port: int) -> int:
-    """Send all queries and print those without data; return the exit status.
-
-    A query generated from the catalogue may have no data if a family has no series yet.
-    """
+async def judged(fleet: GatewayFleet, halves: SplitFleet, port: int) -> int:
+    """Asks everything. Of a query made from the catalogue, a family that has no series yet excuses it, by name."""
     seen: Seen = defaultdict(set)
-    for fleet in (home, halves):
-        record_series(fleet.app.metrics.render().decode(), seen)
-    url, hand = f"http://127.0.0.1:{port}/api/v1", handwritten_queries()
-    catalogue = home.app.metrics.catalogue()
+    for each in (fleet, halves):
+        note(each.app.metrics.render().decode(), seen)
+    url, hand = f"http://127.0.0.1:{port}/api/v1", by_hand()
+    catalogue = fleet.app.metrics.catalogue()
     labelled = {spec.name for spec in catalogue if spec.labels}
     empty: list[str] = []
     excused: set[str] = set()
-    unknown = count = 0
+    unknown = asked_for = 0
     for where, query in queries().items():
-        sent = fill_variables(
-            filter_query(query, catalogue) if where.startswith("penstock-") else query, "10s"
+        sent = resolve_variables(
+            filter_by_variables(query, catalogue) if where.startswith("penstock-") else query, "10s"
         )
-        result = await answer_of(home.http, f"{url}/query", query=sent)
-        count += 1
-        unknown += bool(result) and all(math.isnan(float(item["value"][1])) for item in result)
-        if not result:
+        found = await answer_of(fleet.http, f"{url}/query", query=sent)
+        asked_for += 1
+        unknown += bool(found) and all(math.isnan(float(one["value"][1])) for one in found)
+        if not found:
             silent = {
-                selector.name
-                for selector in find_selectors(query)
-                if family_of(selector.name) in labelled and not seen[selector.name]
+                each.name
+                for each in selectors(query)
+                if family_name(each.name) in labelled and not seen[each.name]
             }
             excused |= silent
-            if not silent or (query in hand and not silent <= WITHOUT_CHILDREN.keys()):
+            if not silent or (query in hand and not silent <= WITHOUT_A_CHILD.keys()):
                 empty.append(f"{where}: {query}")
     rules = [
         rule
-        for group in (await data(home.http, f"{url}/rules"))["groups"]
+        for group in (await data(fleet.http, f"{url}/rules"))["groups"]
         for rule in group["rules"]
     ]
-    unhealthy = [rule["name"] for rule in rules if rule["health"] != "ok"]
-    exemplars = await data(
-        home.http,
+    ill = [rule["name"] for rule in rules if rule["health"] != "ok"]
+    marks = await data(
+        fleet.http,
         f"{url}/query_exemplars",
         query="penstock_ttft_seconds_bucket",
         start="0",
         end="9e9",
     )
     print(
-        f"{count} queries, {len(empty)} without data, "
-        f"{unknown} with only NaN (no observation in 10 s)"
+        f"{asked_for} queries, {len(empty)} without data, {unknown} of nothing but NaN (no observation in 10 s)"
     )
-    print(f"families without series: {', '.join(sorted(excused)) or 'none'}")
-    stored = sum(len(item["exemplars"]) for item in exemplars)
-    print(f"{len(rules)} rules, {len(unhealthy)} unhealthy; {stored} exemplars of TTFT stored")
-    for line in (*empty, *unhealthy):
+    print(f"without a series so far: {', '.join(sorted(excused)) or 'none'}")
+    print(
+        f"{len(rules)} rules, {len(ill)} ill; {sum(len(each['exemplars']) for each in marks)} exemplars of TTFT stored"
+    )
+    for line in (*empty, *ill):
         print(f"NO DATA  {line}")
-    return int(bool(empty or unhealthy or not exemplars))
+    return int(bool(empty or ill or not marks))
 
 
 async def answer_of(http: aiohttp.ClientSession, url: str, **params: str) -> list[dict[str, Any]]:
@@ -169,9 +165,9 @@ async def answer_of(http: aiohttp.ClientSession, url: str, **params: str) -> lis
 
 async def data(http: aiohttp.ClientSession, url: str, **params: str) -> Any:
     async with http.get(url, params=params) as answer:
-        reply = await answer.json()
-        assert reply["status"] == "success", (params, reply)
-        return reply["data"]
+        told = await answer.json()
+        assert told["status"] == "success", (params, told)
+        return told["data"]
 
 
 def free_port() -> int:
@@ -182,7 +178,7 @@ def free_port() -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        description="Check every query of dashboards and rules with Prometheus."
+        description="Every query of boards and rules, asked of the real Prometheus."
     )
-    parser.add_argument("--prometheus", default="prometheus", help="path of Prometheus")
+    parser.add_argument("--prometheus", default="prometheus", help="the program")
     sys.exit(asyncio.run(main(parser.parse_args().prometheus)))

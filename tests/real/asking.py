@@ -1,4 +1,4 @@
-"""Requests to the gateway and the engines with unique prompts, and answers with logprobs."""
+"""What clients ask the gateway and the engines: prompts that all differ, answers as tokens with logprobs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ LOGPROB_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer: text, tokens with logprobs, the engines' counts, and headers.
-
-    Status 0 means a broken connection or a stream with an error.
-    """
+    """What came back: text, tokens with their logprobs if asked for, the engines' counts, and who served it."""
 
     status: int
     headers: dict[str, str]
@@ -36,16 +33,13 @@ class Answer:
 
 
 def differences(one: Answer, other: Answer) -> list[str]:
-    """Describe where tokens differ, or logprobs by more than 4 digits.
-
-    Engines compute logprobs in float32 and in batches, so the last digits vary.
-    """
+    """Where the tokens differ, or a logprob by more than 4 digits: engines compute them in float32, batched."""
     if len(one.tokens) != len(other.tokens):
         return [f"{len(one.tokens)} tokens and {len(other.tokens)}"]
     pairs = enumerate(zip(one.tokens, other.tokens, strict=True))
     return [
-        f"token {index}: {a} and {b}"
-        for index, (a, b) in pairs
+        f"token {at}: {a} and {b}"
+        for at, (a, b) in pairs
         if a[0] != b[0] or not is_close(a[1], b[1])
     ]
 
@@ -55,7 +49,7 @@ def is_close(one: float, other: float) -> bool:
 
 
 def prompt(words: int, seed: int) -> str:
-    """Build a prompt of random words; prompts of different seeds have no common prefix."""
+    """Words of the project's own pages in random order; no two seeds share a beginning."""
     rng = random.Random(seed)
     text = (ROOT / "docs" / "architecture.md").read_text().split()
     return f"{seed} " + " ".join(rng.choice(text) for _ in range(words))
@@ -64,8 +58,8 @@ def prompt(words: int, seed: int) -> str:
 def body(
     text: str, *, max_tokens: int = 16, stream: bool = False, **members: Any
 ) -> dict[str, Any]:
-    """Build a greedy chat request with logprobs that does not stop before max_tokens."""
-    request = {
+    """A greedy chat request with logprobs that does not stop before max_tokens."""
+    asked = {
         "model": MODEL,
         "messages": [{"role": "user", "content": text}],
         "max_tokens": max_tokens,
@@ -75,35 +69,35 @@ def body(
         "top_logprobs": 1,
         "stream": stream,
     }
-    return request | ({"stream_options": {"include_usage": True}} if stream else {}) | members
+    return asked | ({"stream_options": {"include_usage": True}} if stream else {}) | members
 
 
-OnEvent = Callable[[str], object]
+Heard = Callable[[str], object]
 
 
 async def ask(
-    url: str, request: dict[str, Any], timeout_s: float = 300.0, on_event: OnEvent | None = None
+    url: str, asked: dict[str, Any], timeout_s: float = 300.0, heard: Heard | None = None
 ) -> Answer:
-    """Send a request to a gateway or an engine and return the complete answer.
+    """The whole answer of a gateway or an engine. Status 0 when the connection broke or the stream held an error.
 
-    on_event  called for each event of a stream with the name of the endpoint
+    `heard`: called with every event of a stream as it comes, and the name of its sender.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as http,
-            http.post(f"{url}/v1/chat/completions", json=request) as answer,
+            http.post(f"{url}/v1/chat/completions", json=asked) as answer,
         ):
             headers = {name.lower(): value for name, value in answer.headers.items()}
             if answer.status != 200:
                 return Answer(answer.status, headers, (await answer.text())[:500])
-            if not request["stream"]:
+            if not asked["stream"]:
                 return _read([await answer.json()], headers)
             events = []
             async for event in _events(answer):
                 events.append(event)
-                if on_event is not None:
-                    on_event(headers.get("x-penstock-endpoint", ""))
+                if heard is not None:
+                    heard(headers.get("x-penstock-endpoint", ""))
     except aiohttp.ClientError as error:
         return Answer(0, {}, f"{type(error).__name__}: {error}")
     return _read(events, headers)
@@ -126,7 +120,7 @@ def _read(events: list[dict[str, Any]], headers: dict[str, str]) -> Answer:
             finish = choice["finish_reason"] or finish
             text += choice.get("delta", choice.get("message")).get("content") or ""
             logprobs = (choice.get("logprobs") or {}).get("content") or []
-            tokens += [(item["token"], item["logprob"]) for item in logprobs]
+            tokens += [(each["token"], each["logprob"]) for each in logprobs]
     return Answer(
         200,
         headers,
@@ -139,14 +133,14 @@ def _read(events: list[dict[str, Any]], headers: dict[str, str]) -> Answer:
     )
 
 
-_PREFILL_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False}
+_OFFERS = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 async def introduce(p: Engine, d: Engine) -> None:
-    """Do one handoff from `p` to `d` without a gateway, so that the engines are connected."""
-    base, handoff = body(prompt(400, seed=1001), max_tokens=1), _PREFILL_PARAMS
+    """One handoff from `p` to `d` without a gateway, whatever comes of it: afterwards they know each other."""
+    asked, handoff = body(prompt(400, seed=1001), max_tokens=1), _OFFERS
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300.0)) as http:
         for engine in (p, d):
-            request = base | {"kv_transfer_params": handoff}
+            request = asked | {"kv_transfer_params": handoff}
             async with http.post(f"{engine.url}/v1/chat/completions", json=request) as answer:
                 handoff = (await answer.json()).get("kv_transfer_params")

@@ -1,4 +1,4 @@
-"""Two engines for the whole session, since they take a minute to start; `again` restarts them."""
+"""Two engines for the whole run: they take a minute to come up. A test that kills one starts it again."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from tests.real.tap import Tap, tap
 
 @pytest.fixture(scope="session")
 def engines() -> Iterator[tuple[Engine, Engine]]:
-    """Yield the engines P and D, ready and idle."""
+    """P and D, up and idle."""
     if not (REAL / "installed").exists():
-        pytest.fail("the real engines are not installed; run `make real`")
+        pytest.fail("the real engines are not installed; `make real` does it")
     ports = free_ports(4)
     pair = Engine("P", ports[0], ports[1], 0), Engine("D", ports[2], ports[3], 1)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the engines are ended
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # the engines exit with this process, however it ends
     try:
         for engine in pair:
             engine.start()
@@ -32,10 +34,7 @@ def engines() -> Iterator[tuple[Engine, Engine]]:
 
 
 async def _all_ready(pair: tuple[Engine, Engine]) -> None:
-    """Wait until the engines are ready and connected.
-
-    With few cores the first handoff of two engines may take as long as a lease.
-    """
+    """And they have met: the first handoff of two engines takes as long as a lease where cores are scarce."""
     for engine in pair:
         await engine.ready()
     await introduce(*pair)
@@ -43,18 +42,18 @@ async def _all_ready(pair: tuple[Engine, Engine]) -> None:
 
 @pytest.fixture
 async def taps(engines: tuple[Engine, Engine]) -> AsyncIterator[tuple[Tap, Tap]]:
-    """Yield a tap in front of each engine; the engines are idle at the start of the test."""
+    """A tap before each engine; the engines are idle before the test and, unless it killed one, after it."""
     for engine in engines:
-        await engine.await_idle(60.0)
+        await engine.idle_within(60.0)
     async with tap(engines[0].port) as before_p, tap(engines[1].port) as before_d:
         yield before_p, before_d
 
 
 @pytest.fixture
 async def again(engines: tuple[Engine, Engine]) -> AsyncIterator[None]:
-    """Restart killed engines after the test."""
+    """Restart engines that this test killed, for the tests after it."""
     yield
     for engine in engines:
-        if not engine.is_running:
+        if not engine.running:
             engine.start()
     await _all_ready(engines)

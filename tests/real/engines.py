@@ -1,6 +1,6 @@
-"""Start, await and kill real vLLM engines on 127.0.0.1, and read their metrics.
+"""Two real vLLM processes on free ports of 127.0.0.1, as `make real` installs them, and what their own metrics say.
 
-`make real` installs them. Requests are in tests/real/asking.py.
+Lives here: starting, waiting, counting, killing by process group. Not here: what is asked of them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MODEL = "tiny"
 BLOCKS, BLOCK_TOKENS = (
     256,
     128,
-)  # a small cache, so that a single block is visible in kv_cache_usage_perc
-DTYPE = "float32"  # so that prefill and decode of the same tokens give the same next token
+)  # a small cache, so that one block held shows in kv_cache_usage_perc
+DTYPE = "float32"  # a recomputed prompt must produce the tokens that decoding produced one by one
 READY_WITHIN_S = 600.0
 
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
@@ -36,8 +36,8 @@ ENV = {
     "DO_NOT_TRACK": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",  # threads that spin for each other block each other on few cores
-    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first logprobs wait a minute for a compiler
+    "OMP_NUM_THREADS": "1",  # threads that spin for each other stand still where cores are scarce
+    "TORCHDYNAMO_DISABLE": "1",  # the first logprobs would wait a minute for a compiler, or kill the engine
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "UCX_NET_DEVICES": "lo",
     "UCX_TLS": "tcp,self",
@@ -45,17 +45,17 @@ ENV = {
 
 
 class Engine:
-    """A vLLM server with the NixlConnector; a restart keeps its ports and changes its engine id."""
+    """One vLLM server with the NixlConnector. Killed and started again it has the same ports and a new engine id."""
 
-    def __init__(self, name: str, port: int, side_port: int, index: int) -> None:
-        self.name, self.port, self.side_port, self._index = name, port, side_port, index
+    def __init__(self, name: str, port: int, side_port: int, place: int) -> None:
+        self.name, self.port, self.side_port, self._place = name, port, side_port, place
         self.url = f"http://127.0.0.1:{port}"
         self.log = REAL / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process without waiting; see `ready`."""
+        """Returns at once; `ready` waits."""
         self._output = self.log.open("wb")
         self._process = subprocess.Popen(
             self._command(),
@@ -83,33 +83,30 @@ class Engine:
         ]
 
     def _cores(self) -> str:
-        """Return this engine's half of the cores.
-
-        An engine that waits for KV spins; an engine on the same core could make no progress until
-        its leases had expired.
-        """
+        """Half of them, none of the other engine's: one that waits for KV spins, and where the other shared a core with
+        it that one stood still until its leases had ended (seen on two cores, Linux 6.18)."""
         cores = sorted(os.sched_getaffinity(0))
-        return ",".join(map(str, cores[self._index :: 2] or cores))
+        return ",".join(map(str, cores[self._place :: 2] or cores))
 
     async def ready(self) -> None:
-        """Wait until /health is answered. Raises AssertionError with the log's end if it is not."""
+        """Until it answers /health. Raises AssertionError with the end of its log when it does not come up."""
         deadline = time.monotonic() + READY_WITHIN_S
         async with aiohttp.ClientSession() as http:
-            while not await _is_answering(http, f"{self.url}/health"):
+            while not await _answers(http, f"{self.url}/health"):
                 assert self._process is not None
-                assert self._process.poll() is None, f"{self.name} ended: {self._log_end()}"
-                assert time.monotonic() < deadline, f"{self.name} is not ready: {self._log_end()}"
+                assert self._process.poll() is None, f"{self.name} ended: {self._said()}"
+                assert time.monotonic() < deadline, f"{self.name} does not come up: {self._said()}"
                 await asyncio.sleep(0.5)
 
-    def _log_end(self) -> str:
+    def _said(self) -> str:
         return self.log.read_text(errors="replace")[-3000:]
 
     @property
-    def is_running(self) -> bool:
+    def running(self) -> bool:
         return self._process is not None
 
     def kill(self) -> None:
-        """Send SIGKILL to the process group of the server, its core and its worker."""
+        """SIGKILL to the server, its core and its worker: a process group of its own."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -118,50 +115,47 @@ class Engine:
             self._output.close()
             self._output = None
 
-    async def metrics_by_name(self) -> dict[str, float]:
-        """Return its metrics without the prefix `vllm:`, summed over labels."""
+    async def numbers(self) -> dict[str, float]:
+        """Its metrics, summed over labels, without histogram buckets and without the prefix `vllm:`."""
         async with aiohttp.ClientSession() as http, http.get(f"{self.url}/metrics") as answer:
             text = await answer.text()
-        metrics: dict[str, float] = {}
+        found: dict[str, float] = {}
         for name, value in re.findall(r"^vllm:(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE):
-            metrics[name] = metrics.get(name, 0.0) + float(value)
-        return metrics
+            found[name] = found.get(name, 0.0) + float(value)
+        return found
 
-    async def blocks_in_use(self) -> int:
-        """Return the number of blocks that requests or leases use."""
-        return round((await self.metrics_by_name())["kv_cache_usage_perc"] * BLOCKS)
+    async def blocks_held(self) -> int:
+        """Blocks that some request or lease holds now."""
+        return round((await self.numbers())["kv_cache_usage_perc"] * BLOCKS)
 
-    async def await_blocks(self, seconds: float) -> None:
-        """Wait until a block is in use; the metrics are updated after each step."""
+    async def holds_within(self, seconds: float) -> None:
+        """Until it holds a block. Its page of metrics follows its steps."""
         async with asyncio.timeout(seconds):
-            while not await self.blocks_in_use():
+            while not await self.blocks_held():
                 await asyncio.sleep(0.02)
 
-    async def await_idle(self, seconds: float) -> float:
-        """Wait until there are no blocks in use and no requests; return the seconds.
-
-        Raises AssertionError with the remaining ones after `seconds`.
-        """
+    async def idle_within(self, seconds: float) -> float:
+        """Seconds until it holds no block and no request. Raises AssertionError with what it holds after `seconds`."""
         started = time.monotonic()
         while True:
-            now = await self.metrics_by_name()
-            in_use = {name: now[name] for name in IN_USE_METRICS if now[name]}
+            now = await self.numbers()
+            held = {name: now[name] for name in HELD if now[name]}
             waited = time.monotonic() - started
-            if not in_use:
+            if not held:
                 return waited
-            assert waited < seconds, f"{self.name} still has {in_use} after {waited:.1f} s"
+            assert waited < seconds, f"{self.name} still holds {held} after {waited:.1f} s"
             await asyncio.sleep(0.05)
 
 
-IN_USE_METRICS = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
-FAILURE_METRICS = (
+HELD = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+TROUBLES = (
     "nixl_num_kv_expired_reqs_total",
     "nixl_num_failed_transfers_total",
     "nixl_num_failed_notifications_total",
 )
 
 
-async def _is_answering(http: aiohttp.ClientSession, url: str) -> bool:
+async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
     try:
         async with http.get(url) as answer:
             return answer.status == 200
@@ -169,26 +163,23 @@ async def _is_answering(http: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-async def count_transfers(engines: Sequence[Engine]) -> float:
-    """Return the number of successful KV transfers from the engines' metrics."""
+async def transfers(engines: Sequence[Engine]) -> float:
+    """KV pulls that ended well, by the engines' own count."""
     return sum(
-        [
-            (await engine.metrics_by_name()).get("nixl_xfer_time_seconds_count", 0.0)
-            for engine in engines
-        ]
+        [(await engine.numbers()).get("nixl_xfer_time_seconds_count", 0.0) for engine in engines]
     )
 
 
-async def failure_counts(engines: Sequence[Engine]) -> dict[str, float]:
-    """Return the expired leases, failed transfers and failed notifications of the engines."""
-    pages = [await engine.metrics_by_name() for engine in engines]
-    return {name: sum(page.get(name, 0.0) for page in pages) for name in FAILURE_METRICS}
+async def troubles(engines: Sequence[Engine]) -> dict[str, float]:
+    """Leases expired, transfers failed and notifications failed, by the engines' own count."""
+    pages = [await engine.numbers() for engine in engines]
+    return {name: sum(page.get(name, 0.0) for page in pages) for name in TROUBLES}
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that are unused now."""
+    """Return ports that no process listens on now."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
     return ports

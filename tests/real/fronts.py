@@ -1,4 +1,4 @@
-"""Run the gateway in front of the two engines, with a configuration for each test."""
+"""The gateway in front of the two engines, as a process of its own with a configuration per test."""
 
 from __future__ import annotations
 
@@ -12,36 +12,25 @@ from tests.e2e.processes import ENV, GatewayProcess
 from tests.real.engines import BLOCK_TOKENS, MODEL
 
 THRESHOLD_TOKENS = BLOCK_TOKENS  # one block of the engines
-SPLIT = (
-    f"split: {{dialect: vllm_nixl, threshold_tokens: {THRESHOLD_TOKENS}, "
-    "hysteresis: 0, transfer_timeout: 60s}"
-)
+SPLIT = f"split: {{dialect: vllm_nixl, threshold_tokens: {THRESHOLD_TOKENS}, hysteresis: 0, transfer_timeout: 60s}}"
 
 
 def config(endpoints: dict[str, tuple[str, str]], *, serving: str = SPLIT, most: int = 24) -> str:
-    """Build a configuration. Timeouts are long, because engines without a GPU are slow.
-
-    endpoints  (URL, role) by name
-    serving    further members of the model
-    most       max_concurrency of each endpoint
-    """
+    """Endpoints by name as (url, role); `serving` has further members of the model.
+    Engines without a GPU are slow, so the health timeouts are long."""
     lines = [
-        f"      - {{name: {name}, url: '{url}', role: {role}, "
-        f"max_concurrency: {most}, kv_tokens: 32768}}"
+        f"      - {{name: {name}, url: '{url}', role: {role}, max_concurrency: {most}, kv_tokens: 32768}}"
         for name, (url, role) in endpoints.items()
     ]
     model = f"  - {{name: {MODEL}, pool: main, {serving}}}"
     pool = "pools:\n  main:\n    policy: prefix_aware\n    endpoints:\n" + "\n".join(lines)
-    health = (
-        "health: {timeout: 5s, progress: 60s, interval: 500ms}\n"
-        "scrape: {timeout: 5s, interval: 500ms}"
-    )
+    health = "health: {timeout: 5s, progress: 60s, interval: 500ms}\nscrape: {timeout: 5s, interval: 500ms}"
     return f"models:\n{model}\n{pool}\n{health}\n"
 
 
 @contextmanager
-def gateway(folder: Path, text: str) -> Iterator[Gateway]:
-    """Run a gateway while the block runs; its access log is `folder`/access.jsonl."""
+def gateway(folder: Path, text: str) -> Iterator[GatewayProcess]:
+    """A gateway until the block is left; its access lines are in `folder`/access.jsonl."""
     file = folder / "gateway.yaml"
     log = folder / "access.jsonl"
     head = "version: 1\nlisteners: {api: {port: 0}, admin: {port: 0}}\n"

@@ -1,8 +1,7 @@
-"""A TCP relay in front of an engine that reports requests and answers, and can delay requests.
+"""A TCP relay in front of an engine that tells when a request passes and can hold requests back until told to go on.
 
-The effect of a cancelled client depends on the time of its disconnect; a tap lets a test choose it.
-If a connection is closed while its request is delayed, the relay forwards first the request and
-then the close.
+What a cancelled client leaves behind depends on the moment; this is how a test picks the moment. A connection closed
+while its request is held back goes on as the network would have it: first the request, then the end.
 """
 
 from __future__ import annotations
@@ -16,17 +15,13 @@ PIECE = 1 << 16
 
 
 class Tap:
-    """A relay with one listening port for one engine.
-
-    asked     a completion request has arrived since `watch`
-    answered  the first bytes of an answer to one have passed
-    """
+    """One listening port before one engine."""
 
     def __init__(self, engine_port: int) -> None:
         self.engine_port = engine_port
         self.port = 0
-        self.asked = asyncio.Event()
-        self.answered = asyncio.Event()
+        self.asked = asyncio.Event()  # a completion request has come here since `watch`
+        self.answered = asyncio.Event()  # and the first bytes of an answer to one have passed
         self._go = asyncio.Event()
         self._go.set()
 
@@ -35,7 +30,7 @@ class Tap:
         return f"http://127.0.0.1:{self.port}"
 
     def watch(self, *, hold: bool = False) -> None:
-        """Reset both events; with `hold`, delay completion requests until `go_on`."""
+        """Reset the recorded events. `hold` keeps completion requests from the engine."""
         self.asked.clear()
         self.answered.clear()
         if hold:
@@ -45,7 +40,7 @@ class Tap:
         self._go.set()
 
     async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Relay one connection of the gateway; without an engine, abort it."""
+        """One connection of the gateway's; an engine that is not there looks like one."""
         try:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.engine_port)
         except OSError:
@@ -64,21 +59,21 @@ class Tap:
                 if MARK in data:
                     posted.set()
                     self.asked.set()
-                    data += await self._delay_request(reader)
+                    data += await self._held_back(reader)
                 engine.write(data)
                 await engine.drain()
         engine.close()
 
-    async def _delay_request(self, reader: asyncio.StreamReader) -> bytes:
-        """Return the bytes that arrive until `go_on`, or until the gateway disconnects."""
-        received = b""
+    async def _held_back(self, reader: asyncio.StreamReader) -> bytes:
+        """What else comes until the test says go, or until the gateway hangs up."""
+        more = b""
         while not self._go.is_set():
             with suppress(TimeoutError):
                 data = await asyncio.wait_for(_read(reader), 0.02)
                 if not data:
                     break
-                received += data
-        return received
+                more += data
+        return more
 
     async def _answers(
         self, reader: asyncio.StreamReader, gateway: asyncio.StreamWriter, posted: asyncio.Event
@@ -93,7 +88,7 @@ class Tap:
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
-    """Return the next bytes; empty at the end, also after a reset."""
+    """The next bytes; none at the end, whichever way it came."""
     try:
         return await reader.read(PIECE)
     except ConnectionError:
@@ -102,11 +97,11 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 
 @asynccontextmanager
 async def tap(engine_port: int) -> AsyncIterator[Tap]:
-    """Run a tap while the block runs."""
-    relay = Tap(engine_port)
-    server = await asyncio.start_server(relay.relay, "127.0.0.1", 0)
-    relay.port = server.sockets[0].getsockname()[1]
+    """A tap that listens until the block is left."""
+    made = Tap(engine_port)
+    server = await asyncio.start_server(made.relay, "127.0.0.1", 0)
+    made.port = server.sockets[0].getsockname()[1]
     try:
-        yield relay
+        yield made
     finally:
         server.close()

@@ -1,4 +1,4 @@
-"""Prefix-aware routing over real engines, checked by the cached tokens that they report."""
+"""Prefix-aware routing over real engines: their own caches say whether the gateway's belief was true."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from tests.real.asking import ask, body, differences, prompt
-from tests.real.engines import BLOCK_TOKENS, Engine, count_transfers
+from tests.real.engines import BLOCK_TOKENS, Engine, transfers
 from tests.real.fronts import config, gateway
 
 TRUNKS, TURNS = 4, 4
@@ -15,7 +15,7 @@ TRUNKS, TURNS = 4, 4
 async def test_conversations_return_to_the_engine_that_holds_them(
     engines: tuple[Engine, Engine], tmp_path: Path
 ) -> None:
-    """Four conversations start at once on two engines and then continue in turn."""
+    """Four conversations over two engines that serve whole requests: they begin at once, and then ask in turn."""
     p, d = engines
     served: dict[int, set[str]] = {}
     with gateway(
@@ -37,15 +37,15 @@ async def test_conversations_return_to_the_engine_that_holds_them(
     assert len(set().union(*served.values())) == 2
 
 
-async def test_a_prompt_that_the_decode_engine_has_cached_is_not_split(
+async def test_what_the_decoder_holds_already_is_not_split_again(
     engines: tuple[Engine, Engine], tmp_path: Path
 ) -> None:
     p, d = engines
     with gateway(tmp_path, config({"P": (p.url, "prefill"), "D": (d.url, "decode")})) as front:
-        transfers_before = await count_transfers(engines)
+        moved = await transfers(engines)
         first = await ask(front.url, body(prompt(400, seed=5100)))
-        assert await count_transfers(engines) == transfers_before + 1
+        assert await transfers(engines) == moved + 1
         second = await ask(front.url, body(prompt(400, seed=5100)))
-        assert await count_transfers(engines) == transfers_before + 1
+        assert await transfers(engines) == moved + 1
     assert differences(second, first) == []
     assert second.cached_tokens > 0

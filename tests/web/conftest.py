@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by playwright, for tests of the live page (`make web`)."""
+"""The live page in a real browser: Debian's Chromium without a screen, driven by playwright (`make web`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Browser, async_playwright
 
-SCREENSHOTS = Path(__file__).parents[2] / "build" / "web"
+SHOTS = Path(__file__).parents[2] / "build" / "web"
 FLAGS = [
     *("--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync"),
@@ -19,15 +19,15 @@ FLAGS = [
 
 @pytest.fixture
 async def browser() -> AsyncIterator[Browser]:
-    path = (
+    found = (
         shutil.which("chromium")
         or shutil.which("chromium-browser")
         or shutil.which("google-chrome")
     )
-    assert path, "make web needs Chromium: apt-get install chromium"
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # root cannot use Chromium's sandbox
+    assert found, "make web needs Chromium: apt-get install chromium"
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    alone = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses its sandbox to root
     async with async_playwright() as playwright:
-        chromium = await playwright.chromium.launch(executable_path=path, args=[*FLAGS, *sandbox])
-        yield chromium
-        await chromium.close()
+        started = await playwright.chromium.launch(executable_path=found, args=[*FLAGS, *alone])
+        yield started
+        await started.close()

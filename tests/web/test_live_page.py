@@ -1,4 +1,4 @@
-"""The live page in a browser: the fleet, a failed group, draining, no requests to other hosts."""
+"""The live page as an operator sees it: the fleet, a group that dies, draining by hand, and nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -13,25 +13,22 @@ import msgspec
 import pytest
 from playwright.async_api import Browser, Page, expect
 
-from tests.chaos.house import House, house
-from tests.e2e.split_house import SENTENCE, SplitHouse, split_house
-from tests.web.conftest import SCREENSHOTS
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
+from tests.e2e.split_fleet import SENTENCE, SplitFleet, split_fleet
+from tests.web.conftest import SHOTS
 
-SHOWN_WITHIN_S = 2.0
+SEEN_WITHIN_S = 2.0
 COLOUR = "getComputedStyle(document.documentElement).getPropertyValue('--{}').trim()"
 
 
 @asynccontextmanager
-async def open_page(
+async def opened(
     browser: Browser,
-    home: House | SplitHouse,
+    fleet: GatewayFleet | SplitFleet,
     scheme: Literal["light", "dark"] = "light",
     width: int = 1440,
 ) -> AsyncIterator[Page]:
-    """Open the page and yield it after its first frame.
-
-    Fails on messages on the console, errors of scripts, and requests to other hosts.
-    """
+    """The page, once it has drawn a frame. Whatever it complains of or asks of others is a failure."""
     context = await browser.new_context(
         viewport={"width": width, "height": 900}, color_scheme=scheme
     )
@@ -39,39 +36,37 @@ async def open_page(
     complaints: list[str] = []
     page.on(
         "console",
-        lambda message: (
-            complaints.append(message.text) if message.type in ("error", "warning") else None
-        ),
+        lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None,
     )
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    foreign: list[str] = []
+    elsewhere: list[str] = []
     page.on(
         "request",
-        lambda request: (
-            None if request.url.startswith(home.app.admin_url) else foreign.append(request.url)
+        lambda asked: (
+            None if asked.url.startswith(fleet.app.admin_url) else elsewhere.append(asked.url)
         ),
     )
-    await page.goto(home.app.admin_url + "/")
-    await expect(page.locator("#rows tr")).to_have_count(len(home.app.gateway.endpoints.all()))
+    await page.goto(fleet.app.admin_url + "/")
+    await expect(page.locator("#rows tr")).to_have_count(len(fleet.app.gateway.endpoints.all()))
     try:
         yield page
     finally:
         await context.close()
-    assert (complaints, foreign) == ([], [])
+    assert (complaints, elsewhere) == ([], [])
 
 
-async def send_requests(home: House, requests: int = 24) -> None:
+async def busy(fleet: GatewayFleet, requests: int = 24) -> None:
     await asyncio.gather(
-        *(home.ask(prompt=f"question {n % 4} " * 80, tokens=48) for n in range(requests))
+        *(fleet.ask(prompt=f"question {at % 4} " * 80, tokens=48) for at in range(requests))
     )
 
 
 async def test_the_fleet_its_numbers_and_its_configuration_are_shown(browser: Browser) -> None:
     async with (
-        house(4, speed=2.0, pool={"policy": "prefix_aware"}) as home,
-        open_page(browser, home) as page,
+        gateway_fleet(4, speed=2.0, pool={"policy": "prefix_aware"}) as fleet,
+        opened(browser, fleet) as page,
     ):
-        await send_requests(home)
+        await busy(fleet)
         await expect(page.locator("#summary")).to_have_text("4 of 4 groups serve, configuration v1")
         await expect(page.locator("#totals")).to_contain_text("SLO met100 %of 24 requests")
         await expect(page.locator("#why")).to_contain_text("all is well")
@@ -82,11 +77,11 @@ async def test_the_fleet_its_numbers_and_its_configuration_are_shown(browser: Br
         await expect(page.locator("#rows tr")).to_have_count(1)
 
 
-async def test_a_leaving_endpoint_keeps_its_row_next_to_its_namesake(
+async def test_one_who_leaves_keeps_its_row_beside_the_one_that_has_its_name(
     browser: Browser,
 ) -> None:
-    async with house(2) as home, open_page(browser, home) as page:
-        old, new = home.app.gateway.endpoints.all()
+    async with gateway_fleet(2) as fleet, opened(browser, fleet) as page:
+        old, new = fleet.app.gateway.endpoints.all()
         new.endpoint = msgspec.structs.replace(new.endpoint, name=old.endpoint.name)
         old.is_leaving = True
         await expect(page.locator("#rows")).to_contain_text("leaving")
@@ -94,19 +89,19 @@ async def test_a_leaving_endpoint_keeps_its_row_next_to_its_namesake(
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_a_failed_group_is_shown_within_two_seconds(browser: Browser, scheme: Any) -> None:
-    async with house(4, speed=2.0) as home, open_page(browser, home, scheme) as page:
-        await send_requests(home)
-        home.groups[1].faults.set("refuse")
-        failed_at = monotonic()
+async def test_a_killed_group_shows_within_two_seconds(browser: Browser, scheme: Any) -> None:
+    async with gateway_fleet(4, speed=2.0) as fleet, opened(browser, fleet, scheme) as page:
+        await busy(fleet)
+        fleet.groups[1].faults.apply("refuse")
+        killed = monotonic()
         await expect(page.locator("#rows tr").first).to_have_class("s-bad", timeout=5000)
-        assert monotonic() - failed_at < SHOWN_WITHIN_S
+        assert monotonic() - killed < SEEN_WITHIN_S
         await expect(page.locator("#rows tr").first).to_contain_text("ejected")
-        await expect(page.locator("#why li").first).to_contain_text("it takes no connections")
+        await expect(page.locator("#why li").first).to_contain_text("it accepts no connections")
         await expect(page.locator("#summary")).to_contain_text("3 of 4 groups serve")
         await expect(page).to_have_title("(1 out) Penstock")
-        await page.screenshot(path=SCREENSHOTS / f"killed-{scheme}.png", full_page=True)
-        home.groups[1].faults.set("")
+        await page.screenshot(path=SHOTS / f"killed-{scheme}.png", full_page=True)
+        fleet.groups[1].faults.apply("")
         await expect(page.locator("#rows tr.s-bad")).to_have_count(0, timeout=15_000)
 
 
@@ -115,9 +110,11 @@ async def test_the_flow_of_kv_between_groups_is_shown_with_its_bytes(
     browser: Browser, scheme: Any
 ) -> None:
     quick = {"scrape": {"interval": "100ms"}, "health": {"interval": "100ms", "timeout": "5s"}}
-    async with split_house("vllm_nixl", **quick) as home, open_page(browser, home, scheme) as page:
+    async with split_fleet("vllm_nixl", **quick) as fleet, opened(browser, fleet, scheme) as page:
         for number in range(12):
-            await home.right({"prompt": f"{number} " + SENTENCE * 60, "max_tokens": 4})
+            await fleet.assert_right_answer(
+                {"prompt": f"{number} " + SENTENCE * 60, "max_tokens": 4}
+            )
         await expect(page.locator("#flow-note")).to_contain_text(
             re.compile(r"handoffs/s, 0 under way, .*B/s by")
         )
@@ -125,16 +122,16 @@ async def test_the_flow_of_kv_between_groups_is_shown_with_its_bytes(
             re.compile(r"[1-9][0-9.]*/s .*[kM]B/s p95")
         )
         await expect(page.locator("#flow path")).to_have_count(4)
-        await page.locator("#flow-panel").screenshot(path=SCREENSHOTS / f"flow-{scheme}.png")
-        await page.screenshot(path=SCREENSHOTS / f"split-{scheme}.png", full_page=True)
+        await page.locator("#flow-panel").screenshot(path=SHOTS / f"flow-{scheme}.png")
+        await page.screenshot(path=SHOTS / f"split-{scheme}.png", full_page=True)
 
 
-async def test_changes_need_operating_mode_and_the_right_key(
+async def test_nobody_can_change_anything_before_saying_so_and_a_wrong_key_changes_nothing(
     browser: Browser,
 ) -> None:
     async with (
-        house(2, admin={"key": "an-admin-key"}) as home,
-        open_unchecked(browser, home) as page,
+        gateway_fleet(2, admin={"key": "an-admin-key"}) as fleet,
+        opened_with_refusals(browser, fleet) as page,
     ):
         button = page.locator("#rows tr").first.get_by_role("button")
         await expect(button).to_be_hidden()
@@ -152,8 +149,8 @@ async def test_changes_need_operating_mode_and_the_right_key(
 
 
 @asynccontextmanager
-async def open_unchecked(browser: Browser, home: House) -> AsyncIterator[Page]:
-    """Open the page without the checks of opened(): browsers print every 401 on the console."""
+async def opened_with_refusals(browser: Browser, fleet: GatewayFleet) -> AsyncIterator[Page]:
+    """As opened(), but allow the 401 messages that browsers log."""
     page = await browser.new_page()
     await page.goto(fleet.app.admin_url + "/")
     yield page
@@ -167,10 +164,9 @@ async def unlock(page: Page, key: str) -> None:
     await expect(page.locator("#operate")).to_have_text("Only look")
 
 
-async def test_an_injected_script_does_not_run(browser: Browser) -> None:
-    async with house(1) as home, open_unchecked(browser, home) as page:
-        await page.evaluate(
-            """() => {
+async def test_a_script_that_is_put_into_the_page_does_not_run(browser: Browser) -> None:
+    async with gateway_fleet(1) as fleet, opened_with_refusals(browser, fleet) as page:
+        await page.evaluate("""() => {
                 const script = document.createElement("script");
                 script.textContent = "window.owned = 1";
                 document.body.append(script);
@@ -178,16 +174,16 @@ async def test_an_injected_script_does_not_run(browser: Browser) -> None:
         assert await page.evaluate("window.owned") is None
 
 
-async def test_on_a_narrow_screen_only_tables_scroll(browser: Browser) -> None:
-    async with house(3) as home, open_page(browser, home, width=400) as page:
+async def test_a_narrow_screen_scrolls_tables_and_never_the_page(browser: Browser) -> None:
+    async with gateway_fleet(3) as fleet, opened(browser, fleet, width=400) as page:
         await expect(page.locator("#totals div")).to_have_count(11)
         assert await page.evaluate("document.documentElement.scrollWidth") == 400
-        await page.screenshot(path=SCREENSHOTS / "narrow.png", full_page=True)
+        await page.screenshot(path=SHOTS / "narrow.png", full_page=True)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_text_has_enough_contrast(browser: Browser, scheme: Any) -> None:
-    async with house(1) as home, open_page(browser, home, scheme) as page:
+async def test_words_stand_out_from_what_is_behind_them(browser: Browser, scheme: Any) -> None:
+    async with gateway_fleet(1) as fleet, opened(browser, fleet, scheme) as page:
         for ink, paper in (
             ("ink", "card"),
             ("soft", "card"),
@@ -201,7 +197,7 @@ async def test_text_has_enough_contrast(browser: Browser, scheme: Any) -> None:
 
 
 def contrast(one: str, other: str) -> float:
-    """Return the contrast ratio of two colours (#rrggbb) by WCAG 2."""
+    """WCAG 2's ratio of two colours, #rrggbb."""
     lighter, darker = sorted(map(luminance, (one, other)), reverse=True)
     return (lighter + 0.05) / (darker + 0.05)
 
@@ -215,20 +211,17 @@ def luminance(colour: str) -> float:
 
 
 async def test_every_control_has_a_name_and_every_table_its_headings(browser: Browser) -> None:
-    async with house(1) as home, open_page(browser, home) as page:
-        unnamed = await page.evaluate(
-            """[...document.querySelectorAll("input, button")].filter(
-                (control) => !control.labels?.length && !control.textContent.trim()
-                    && !control.ariaLabel).length"""
-        )
+    async with gateway_fleet(1) as fleet, opened(browser, fleet) as page:
+        unnamed = await page.evaluate("""[...document.querySelectorAll("input, button")].filter(
+                (each) => !each.labels?.length && !each.textContent.trim() && !each.ariaLabel).length""")
         assert unnamed == 0
         assert await page.evaluate("[...document.querySelectorAll('th')].every(e => e.scope)")
 
 
-async def test_a_page_without_its_gateway_is_marked_as_outdated(browser: Browser) -> None:
-    async with house(1) as home, open_unchecked(browser, home) as page:
+async def test_a_page_whose_gateway_has_gone_says_that_it_is_old(browser: Browser) -> None:
+    async with gateway_fleet(1) as fleet, opened_with_refusals(browser, fleet) as page:
         await expect(page.locator("#summary")).to_contain_text("1 of 1 groups serve")
-        await home.app.stop()
+        await fleet.app.stop()
         await expect(page.locator("#summary")).to_contain_text(
             "what you see is old", timeout=10_000
         )

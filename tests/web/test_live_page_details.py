@@ -1,4 +1,4 @@
-"""Details of the live page: charts, sorting of groups, recent requests, escaped markup."""
+"""The live page read closely: charts with their values, broken groups first, sorting, recent requests, no markup."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from playwright.async_api import Browser, Locator, Page, expect
 
 from gateway.exchange import Exchange
 from gateway.protocol.openai import Api
-from gateway.protocol.stream_scan import Usage
-from tests.chaos.house import House, house
-from tests.web.conftest import SCREENSHOTS
-from tests.web.test_live_page import open_page, send_requests
+from gateway.protocol.stream_scan import TokenUsage
+from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
+from tests.web.conftest import SHOTS
+from tests.web.test_live_page import busy, opened
 
 MARKUP = "<img src=x onerror=window.owned=1>"
 BOUNDS = "(rows) => import('/web/charts.js').then((module) => module.bounds(rows, true))"
 CLIPPED = """[...document.querySelectorAll("#why, #why li")].filter(
-    (item) => item.scrollHeight > item.clientHeight + 1
-        || item.scrollWidth > item.clientWidth + 1).length"""
+    (each) => each.scrollHeight > each.clientHeight + 1 || each.scrollWidth > each.clientWidth + 1).length"""
 
 
 def name_of(fleet: GatewayFleet, number: int) -> str:
@@ -34,8 +33,8 @@ def rename(fleet: GatewayFleet, number: int, name: str) -> None:
 async def test_charts_have_a_legend_and_show_time_and_values_under_the_pointer(
     browser: Browser,
 ) -> None:
-    async with house(2, speed=2.0) as home, open_page(browser, home) as page:
-        await send_requests(home)
+    async with gateway_fleet(2, speed=2.0) as fleet, opened(browser, fleet) as page:
+        await busy(fleet)
         legend, chart = page.locator("#chart-ttft-legend"), page.locator("#chart-ttft")
         await expect(legend).to_have_text(re.compile(r"TTFT p95 [0-9.]+ m?s.*budget 5\.00 s.*now"))
         await expect(page.locator("#chart-traffic-legend")).to_have_text(
@@ -56,7 +55,7 @@ async def test_charts_have_a_legend_and_show_time_and_values_under_the_pointer(
         await expect(legend).to_have_text(re.compile("now"))
 
 
-async def test_the_axis_contains_the_budget_and_all_values(browser: Browser) -> None:
+async def test_the_budget_and_all_values_lie_inside_of_the_axis(browser: Browser) -> None:
     charts: list[list[list[float | None]]] = [
         [[None, None], [5, 5]],
         [[0.03, 0.05], [5, 5]],
@@ -64,7 +63,7 @@ async def test_the_axis_contains_the_budget_and_all_values(browser: Browser) -> 
         [[5.0], [5.0]],
         [[1e-5, None], [60.0, 60.0]],
     ]
-    async with house(1) as home, open_page(browser, home) as page:
+    async with gateway_fleet(1) as fleet, opened(browser, fleet) as page:
         for rows in charts:
             low, high = await page.evaluate(BOUNDS, rows)
             values = [value for row in rows for value in row if value is not None]
@@ -74,11 +73,11 @@ async def test_the_axis_contains_the_budget_and_all_values(browser: Browser) -> 
 async def test_broken_groups_come_first_and_every_column_sorts_by_pointer_and_keyboard(
     browser: Browser,
 ) -> None:
-    async with house(4) as home, open_page(browser, home) as page:
-        await send_requests(home)
-        home.groups[2].faults.set("refuse")
-        home.app.gateway.endpoints.drain(home.app.gateway.endpoints.all()[3], True)
-        broken, drained = name_of(home, 2), name_of(home, 3)
+    async with gateway_fleet(4) as fleet, opened(browser, fleet) as page:
+        await busy(fleet)
+        fleet.groups[2].faults.apply("refuse")
+        fleet.app.gateway.endpoints.set_drained(fleet.app.gateway.endpoints.all()[3], True)
+        broken, drained = name_of(fleet, 2), name_of(fleet, 3)
         names = page.locator("#rows th")
         await expect(page.locator("#rows tr.s-bad")).to_have_count(1)
         await expect(names).to_have_text([broken, drained, name_of(fleet, 0), name_of(fleet, 1)])
@@ -90,30 +89,33 @@ async def test_broken_groups_come_first_and_every_column_sorts_by_pointer_and_ke
         await heading(page, "name").get_by_role("button").focus()
         await page.keyboard.press("Enter")
         await expect(heading(page, "name")).to_have_attribute("aria-sort", "ascending")
-        all_names = sorted(
-            (name_of(home, number) for number in range(4)),
+        everyone = sorted(
+            (name_of(fleet, number) for number in range(4)),
             key=lambda name: int(name.split(":")[-1]),
         )
-        await expect(names).to_have_text(all_names)
+        await expect(names).to_have_text(everyone)
         await page.keyboard.press("Enter")
-        await expect(names).to_have_text(all_names[::-1])
-        await page.wait_for_timeout(1200)  # new frames must not change the order
-        await expect(names).to_have_text(all_names[::-1])
+        await expect(names).to_have_text(everyone[::-1])
+        await page.wait_for_timeout(1200)  # frames come, the order stays
+        await expect(names).to_have_text(everyone[::-1])
         await page.reload()
         await expect(heading(page, "name")).to_have_attribute("aria-sort", "descending")
-        await expect(names).to_have_text(all_names[::-1])
+        await expect(names).to_have_text(everyone[::-1])
 
 
 def heading(page: Page, column: str) -> Locator:
     return page.locator(f"#fleet th[data-sort={column}]")
 
 
-async def test_recent_requests_are_listed_and_a_click_explains_the_pick(
+async def test_recent_requests_are_listed_and_a_click_shows_why_one_went_where_it_went(
     browser: Browser,
 ) -> None:
-    async with house(2, pool={"policy": "prefix_aware"}) as home, open_page(browser, home) as page:
+    async with (
+        gateway_fleet(2, pool={"policy": "prefix_aware"}) as fleet,
+        opened(browser, fleet) as page,
+    ):
         await expect(page.locator("#requests-empty")).to_have_text("No request has ended yet.")
-        await send_requests(home, 6)
+        await busy(fleet, 6)
         rows = page.locator("#requests tr")
         await expect(rows).to_have_count(6)
         await expect(rows.first).to_contain_text(
@@ -127,7 +129,7 @@ async def test_recent_requests_are_listed_and_a_click_explains_the_pick(
             re.compile("Picked.*of 2 candidates by prefix_aware.*TTFT.*Candidate")
         )
         await expect(dialog.locator("tr.chosen")).to_have_count(1)
-        await page.screenshot(path=SCREENSHOTS / "explain.png")
+        await page.screenshot(path=SHOTS / "explain.png")
         await page.keyboard.press("Escape")
         await expect(dialog).to_be_hidden()
         fleet.groups[0].faults.apply("refuse")
@@ -141,15 +143,18 @@ async def test_recent_requests_are_listed_and_a_click_explains_the_pick(
 
 
 async def test_markup_in_names_is_shown_as_text_and_never_runs(browser: Browser) -> None:
-    async with house(2, pool={"policy": "prefix_aware"}) as home, open_page(browser, home) as page:
-        rename(home, 0, MARKUP)
+    async with (
+        gateway_fleet(2, pool={"policy": "prefix_aware"}) as fleet,
+        opened(browser, fleet) as page,
+    ):
+        rename(fleet, 0, MARKUP)
         for _ in range(4):
-            await home.ask()
-        exchange = Exchange("req_markup", Api.CHAT, "127.0.0.1", 0.0)
-        exchange.model = exchange.tenant = exchange.detail = exchange.reason = MARKUP
-        exchange.outcome, exchange.status, exchange.retries = "refused", 503, [MARKUP]
-        home.app.gateway.accounts.explained.keep(exchange, Usage(), 0, 1.0)
-        home.groups[0].faults.set("refuse")
+            await fleet.ask()
+        x = Exchange("req_markup", Api.CHAT, "127.0.0.1", 0.0)
+        x.model = x.tenant = x.detail = x.reason = MARKUP
+        x.outcome, x.status, x.retries = "refused", 503, [MARKUP]
+        fleet.app.gateway.accounts.recent_exchanges.add(x, TokenUsage(), 0, 1.0)
+        fleet.groups[0].faults.apply("refuse")
         await expect(page.locator("#rows")).to_contain_text(MARKUP)
         await expect(page.locator("#map")).to_contain_text(MARKUP)
         await expect(page.locator("#why")).to_contain_text(f"{MARKUP} is out")
@@ -162,10 +167,10 @@ async def test_markup_in_names_is_shown_as_text_and_never_runs(browser: Browser)
 
 @pytest.mark.parametrize("width", [400, 1280])
 async def test_reasons_wrap_and_are_never_clipped(browser: Browser, width: int) -> None:
-    async with house(12) as home, open_page(browser, home, width=width) as page:
-        for number, group in enumerate(home.groups):
+    async with gateway_fleet(12) as fleet, opened(browser, fleet, width=width) as page:
+        for number, group in enumerate(fleet.groups):
             rename(
-                home,
+                fleet,
                 number,
                 f"group-{number}-with-a-name-that-has-no-place-to-break-it-in-two-{number}" * 2,
             )
@@ -177,8 +182,8 @@ async def test_reasons_wrap_and_are_never_clipped(browser: Browser, width: int) 
 
 
 async def test_values_in_the_table_and_the_tiles_have_their_units(browser: Browser) -> None:
-    async with house(1, speed=2.0) as home, open_page(browser, home) as page:
-        await send_requests(home, 8)
+    async with gateway_fleet(1, speed=2.0) as fleet, opened(browser, fleet) as page:
+        await busy(fleet, 8)
         await expect(page.locator("#rows td.num").nth(3)).to_have_text(re.compile(r"\d m?s"))
         for cell in await page.locator("#rows td.num").all_inner_texts():
             assert re.fullmatch(r"–|[0-9.k]+ (req|tok|%|ms|s)", cell), cell

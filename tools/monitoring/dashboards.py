@@ -12,9 +12,9 @@ from types import MappingProxyType
 import msgspec
 
 from gateway.metrics.labels import Row
-from gateway.metrics.metric_types import Merge, Spec
+from gateway.metrics.metric_types import FamilySpec, Merge
 from tools.monitoring.promql import Selector, find_selectors, quantile, rate, rate_or_zero, share
-from tools.monitoring.slos import JUDGED, OBJECTIVES
+from tools.monitoring.slos import JUDGED_OUTCOMES, OBJECTIVES
 from tools.monitoring.titles import TITLES
 
 WIDE_LABELS = frozenset({"hash", "version"})
@@ -89,7 +89,10 @@ OVERVIEW = Board(
             ),
             Panel(
                 "Requests outside the objectives (last hour)",
-                tuple(Query(slo.recorded_series("1h"), f"{slo.slo} {{{{model}}}}") for slo in OBJECTIVES),
+                tuple(
+                    Query(slo.recorded_series("1h"), f"{slo.slo} {{{{model}}}}")
+                    for slo in OBJECTIVES
+                ),
                 "percentunit",
                 text="An alert pages at 14.4 times the errors that the objective allows.",
             ),
@@ -331,7 +334,7 @@ INTERNALS = Board(
 BOARDS = (OVERVIEW, ROUTING, SPLIT, INTERNALS)
 
 
-def complete(board: Board, catalogue: Sequence[Spec]) -> Mapping[Row, tuple[Panel, ...]]:
+def complete_rows(board: Board, catalogue: Sequence[FamilySpec]) -> Mapping[Row, tuple[Panel, ...]]:
     """Return the dashboard's rows, with generated panels for the families that no panel shows."""
     shown = {
         family_name(selector.name)
@@ -352,7 +355,7 @@ def complete(board: Board, catalogue: Sequence[Spec]) -> Mapping[Row, tuple[Pane
     }
 
 
-def generate_panel(spec: Spec) -> Panel:
+def generate_panel(spec: FamilySpec) -> Panel:
     """Generate a panel from a family's kind and labels."""
     names = [label.name for label in spec.labels]
     labels = [name for name in names if name not in WIDE_LABELS or spec.kind == "gauge"]

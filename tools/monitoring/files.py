@@ -15,8 +15,14 @@ PROMTOOL_TESTS = "deploy/prometheus/tests.yml"
 def files(runbooks: str = rules.RUNBOOKS) -> Mapping[str, str]:
     """Return the text of each file by path; alerts link to pages below `runbooks`."""
     catalogue = Metrics().catalogue()
-    boards = {f"deploy/grafana/{spec.uid}.json": grafana.board(spec, catalogue) for spec in BOARDS}
-    return {RULES: rules.rules(runbooks), PROMTOOL_TESTS: rules.promtool_tests(runbooks)} | boards
+    boards = {
+        f"deploy/grafana/{spec.uid}.json": grafana.dashboard_json(spec, catalogue)
+        for spec in BOARDS
+    }
+    return {
+        RULES: rules.rules_yaml(runbooks),
+        PROMTOOL_TESTS: rules.promtool_tests(runbooks),
+    } | boards
 
 
 def queries() -> Mapping[str, str]:

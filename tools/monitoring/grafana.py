@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.metrics.metric_types import Spec
-from tools.monitoring.dashboards import BOARDS, Board, Panel, complete, family_of
+from gateway.metrics.metric_types import FamilySpec
+from tools.monitoring.dashboards import BOARDS, Board, Panel, complete_rows, family_name
 from tools.monitoring.promql import VARIABLES, add_variables
-from tools.monitoring.rules import recorded
+from tools.monitoring.rules import recorded_names
 
 SCHEMA_VERSION = 39
 COLUMNS, WIDTH, HEIGHT = 24, 8, 7
@@ -43,17 +43,17 @@ def queries(catalogue: Sequence[FamilySpec]) -> dict[str, str]:
     return {
         f"{spec.uid} / {row} / {panel.title} / {number}": query.expr
         for spec in BOARDS
-        for row, panels in complete(spec, catalogue).items()
+        for row, panels in complete_rows(spec, catalogue).items()
         for panel in panels
         for number, query in enumerate(panel.queries)
     }
 
 
-def filter_query(expr: str, catalogue: Sequence[Spec]) -> str:
+def filter_by_variables(expr: str, catalogue: Sequence[FamilySpec]) -> str:
     """Return the query of a panel, filtered by the dashboard's variables."""
-    labels = {spec.name: {"job", "namespace", *spec.exposed} for spec in catalogue}
-    labels |= {name: set(VARIABLES) for name in recorded()}
-    return add_variables(expr, lambda name: labels.get(family_of(name), {"job", "namespace"}))
+    labels = {spec.name: {"job", "namespace", *spec.exposed_labels} for spec in catalogue}
+    labels |= {name: set(VARIABLES) for name in recorded_names()}
+    return add_variables(expr, lambda name: labels.get(family_name(name), {"job", "namespace"}))
 
 
 def _variables() -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ def _variable(name: str, label: str, series: str, everything: str | None = ".*")
 def _panels(spec: Board, catalogue: Sequence[FamilySpec]) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     y = 0
-    for row, panels in complete(spec, catalogue).items():
+    for row, panels in complete_rows(spec, catalogue).items():
         place = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
         header = {"type": "row", "title": str(row), "collapsed": False, "gridPos": place}
         items.append({"id": len(items) + 1, **header})
@@ -125,7 +125,7 @@ def _panel(
             {
                 "refId": chr(ord("A") + index),
                 "datasource": SOURCE,
-                "expr": filter_query(query.expr, catalogue),
+                "expr": filter_by_variables(query.expr, catalogue),
                 "legendFormat": query.legend or "__auto",
                 "exemplar": "_bucket" in query.expr,
             }
@@ -141,7 +141,7 @@ def _reloads(catalogue: Sequence[FamilySpec]) -> dict[str, Any]:
         "datasource": SOURCE,
         "enable": True,
         "iconColor": "blue",
-        "expr": filter_query(
+        "expr": filter_by_variables(
             "changes(penstock_config_applied_timestamp_seconds[1m]) > 0", catalogue
         ),
         "titleFormat": "new configuration",

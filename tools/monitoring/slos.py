@@ -36,7 +36,9 @@ class Objective(msgspec.Struct, frozen=True):
         if self.slo == "availability":
             total = rate("penstock_requests_total", BUDGET_LABELS, window, code="~200|5..")
             failed = rate("penstock_requests_total", BUDGET_LABELS, window, code="~5..")
-            broken = rate("penstock_requests_total", BUDGET_LABELS, window, code="200", reason="!served")
+            broken = rate(
+                "penstock_requests_total", BUDGET_LABELS, window, code="200", reason="!served"
+            )
             return f"(({failed} or 0 * {total}) + ({broken} or 0 * {total})) / {total}"
         total = rate("penstock_goodput_total", BUDGET_LABELS, window, kept=JUDGED_OUTCOMES)
         outcomes = TTFT_MISSED if self.slo == "ttft" else TPOT_MISSED

@@ -154,7 +154,9 @@ def _collectives(_: CheckedFleet) -> Iterator[CheckFinding]:
         "profile a decode step (nsys, torch profiler); "
         "if NCCL dominates, lower TP, quantise, or batch more"
     )
-    yield unknown_finding(FLEET_SUBJECT, "collective time per layer", "needs a profile of the engine", fix)
+    yield unknown_finding(
+        FLEET_SUBJECT, "collective time per layer", "needs a profile of the engine", fix
+    )
 
 
 def _explicit(fleet: CheckedFleet) -> Iterator[CheckFinding]:
@@ -184,7 +186,9 @@ def _admission(fleet: CheckedFleet) -> Iterator[CheckFinding]:
     check = "admission control with chunked prefill"
     if fleet.config is None:
         yield pass_finding(
-            FLEET_SUBJECT, check, "requests beyond max_concurrency (24 per group) wait or are rejected"
+            FLEET_SUBJECT,
+            check,
+            "requests beyond max_concurrency (24 per group) wait or are rejected",
         )
     else:
         pools = fleet.config.pools.items()
@@ -213,7 +217,10 @@ def _fallback(fleet: CheckedFleet) -> Iterator[CheckFinding]:
 def _quality(_: CheckedFleet) -> Iterator[CheckFinding]:
     fix = "compare golden prompts with BF16, again after every change of weights or engine"
     yield unknown_finding(
-        FLEET_SUBJECT, "quality of quantised weights", "the gateway does not evaluate responses", fix
+        FLEET_SUBJECT,
+        "quality of quantised weights",
+        "the gateway does not evaluate responses",
+        fix,
     )
 
 
@@ -241,7 +248,9 @@ def _sizing(fleet: CheckedFleet) -> Iterator[CheckFinding]:
                 member.endpoint.name, check, text, "correct the file, and size the fleet again"
             )
             return
-    yield pass_finding(FLEET_SUBJECT, check, "no configured context length differs from the engine's")
+    yield pass_finding(
+        FLEET_SUBJECT, check, "no configured context length differs from the engine's"
+    )
 
 
 def _fails_fast(fleet: CheckedFleet) -> Iterator[CheckFinding]:
@@ -258,7 +267,10 @@ def _fails_fast(fleet: CheckedFleet) -> Iterator[CheckFinding]:
     text = f"health checks every {health.interval:g} s; {silence}"
     if health.progress > 30 or health.interval > 10:
         yield warn_finding(
-            FLEET_SUBJECT, check, text, "clients wait this long: lower health.progress and health.interval"
+            FLEET_SUBJECT,
+            check,
+            text,
+            "clients wait this long: lower health.progress and health.interval",
         )
     else:
         yield pass_finding(FLEET_SUBJECT, check, f"{text}. Try it: penstock chaos lose-rank")
@@ -267,5 +279,8 @@ def _fails_fast(fleet: CheckedFleet) -> Iterator[CheckFinding]:
 def _cost(_: CheckedFleet) -> Iterator[CheckFinding]:
     fix = "run penstock replay with the same trace on other layouts"
     yield unknown_finding(
-        FLEET_SUBJECT, "cost against replicas of a smaller model", "depends on prices and quality", fix
+        FLEET_SUBJECT,
+        "cost against replicas of a smaller model",
+        "depends on prices and quality",
+        fix,
     )

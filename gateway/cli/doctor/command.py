@@ -178,10 +178,18 @@ def _probe(spec: EndpointSpec, health_path: str, *, token: bool) -> ProbeResult:
     """Query one engine; for an endpoint of split requests, send a request of its role."""
     role_members = {} if spec.role == "both" else standalone_members(spec.engine)
     more = role_members if token else None
-    return probe_engine(spec.url, _key(spec), health_path, more=more, encryption=ClientContexts().encryption_for(spec))
+    return probe_engine(
+        spec.url,
+        _key(spec),
+        health_path,
+        more=more,
+        encryption=ClientContexts().encryption_for(spec),
+    )
 
 
-def _measure_paces(config: Config, members: Sequence[CheckedEndpoint]) -> dict[str, tuple[float, float]]:
+def _measure_paces(
+    config: Config, members: Sequence[CheckedEndpoint]
+) -> dict[str, tuple[float, float]]:
     """Return the seconds per token at batch 1 and 16 by endpoint, measured one endpoint at a time.
 
     Endpoints whose requests fail are left out.
@@ -193,12 +201,20 @@ def _measure_paces(config: Config, members: Sequence[CheckedEndpoint]) -> dict[s
         url, model = member.endpoint.url, next(iter(listed_models(member.probe_result)), None)
         if model is None:
             continue
-        arguments = (url, _key(specs[url]), model, MEASURED_TOKENS, contexts.encryption_for(specs[url]))
+        arguments = (
+            url,
+            _key(specs[url]),
+            model,
+            MEASURED_TOKENS,
+            contexts.encryption_for(specs[url]),
+        )
         try:
             alone_s = measure_decode_s(*arguments)
             with ThreadPoolExecutor(16) as threads:
                 concurrent_s = list(
-                    threads.map(lambda _, arguments=arguments: measure_decode_s(*arguments), range(16))
+                    threads.map(
+                        lambda _, arguments=arguments: measure_decode_s(*arguments), range(16)
+                    )
                 )
         except (OSError, http.client.HTTPException):
             continue

@@ -77,7 +77,9 @@ def _health(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
         yield pass_finding(name, "reachable", f"{responses.url} is healthy")
     elif status in (401, 403):
         fix = "set the endpoint's api_key to a reference to the key"
-        yield fail_finding(name, "reachable", f"its health check requires a key (status {status})", fix)
+        yield fail_finding(
+            name, "reachable", f"its health check requires a key (status {status})", fix
+        )
     else:
         fix = "check its log, or set health.path"
         yield fail_finding(name, "reachable", f"its health check returns status {status}", fix)
@@ -173,10 +175,14 @@ def _metrics(responses: ProbeResult, endpoint: Endpoint) -> Iterator[CheckFindin
         )
         yield warn_finding(name, "metrics", f"they do not include {', '.join(missing)}", fix)
     else:
-        yield pass_finding(name, "metrics", f"{endpoint.engine}, {reading.kv_tokens:,} tokens of KV")
+        yield pass_finding(
+            name, "metrics", f"{endpoint.engine}, {reading.kv_tokens:,} tokens of KV"
+        )
 
 
-def _connector(responses: ProbeResult, endpoint: Endpoint, *, split: bool) -> Iterator[CheckFinding]:
+def _connector(
+    responses: ProbeResult, endpoint: Endpoint, *, split: bool
+) -> Iterator[CheckFinding]:
     text = responses.metrics.text if responses.metrics is not None else b""
     if any(prefix in text for prefix in CONNECTOR_METRICS[endpoint.engine]):
         yield pass_finding(endpoint.name, "KV connector", "its metrics show one")
@@ -205,12 +211,18 @@ def _cache_salt(responses: ProbeResult, endpoint: Endpoint) -> Iterator[CheckFin
         )
     elif not member:
         text = "it receives none, so tenants share its cached prompts"
-        yield warn_finding(name, check, text, "reserve the endpoint for one tenant with its tenants")
+        yield warn_finding(
+            name, check, text, "reserve the endpoint for one tenant with its tenants"
+        )
     elif not schemas:
         fix = f"send the same prompt with two values of {member} and compare cached_tokens"
-        yield unknown_finding(name, check, "it has no /openapi.json that lists request members", fix)
+        yield unknown_finding(
+            name, check, "it has no /openapi.json that lists request members", fix
+        )
     elif all(member in members for members in schemas):
-        yield pass_finding(name, check, f"it accepts {member}, so tenants do not share cached prompts")
+        yield pass_finding(
+            name, check, f"it accepts {member}, so tenants do not share cached prompts"
+        )
     else:
         yield fail_finding(
             name,
@@ -226,7 +238,9 @@ def _token(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
         return
     if response.status != 200 or not isinstance(response.json, dict):
         seen = f"a request for one token returned status {response.status}"
-        yield fail_finding(name, "one token", seen, "send the request with curl and check the engine's log")
+        yield fail_finding(
+            name, "one token", seen, "send the request with curl and check the engine's log"
+        )
         return
     yield pass_finding(name, "one token", f"generated in {response.took_s * 1000:.0f} ms")
     usage = response.json.get("usage")

@@ -166,7 +166,9 @@ def _handoffs(pair: Mapping[str, Any] | None) -> Text:
     lost = f" {pair['failed']} failed" if pair["failed"] else ""
     moved = "" if pair["kv_bytes_per_s"] is None else f"{bytes_text(pair['kv_bytes_per_s'])}/s "
     return Text.assemble(
-        f"{pair['per_s']:.1f}/s {moved}", (f"p95 {seconds_text(pair['p95_s'])}", "dim"), (lost, "red")
+        f"{pair['per_s']:.1f}/s {moved}",
+        (f"p95 {seconds_text(pair['p95_s'])}", "dim"),
+        (lost, "red"),
     )
 
 

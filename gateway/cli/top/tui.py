@@ -157,7 +157,9 @@ class TopApp(App[None]):
         self._update_table(
             [row for row in view["endpoints"] if self._filter in _searchable_text(row)]
         )
-        self.query_one("#flow", Static).update(render_flow(view["flow"]) if view["flow"]["pairs"] else "")
+        self.query_one("#flow", Static).update(
+            render_flow(view["flow"]) if view["flow"]["pairs"] else ""
+        )
         self.query_one("#why", Static).update(Group(*render_diagnosis(view["why"])))
 
     def _update_table(self, endpoints: list[Mapping[str, Any]]) -> None:
@@ -239,7 +241,9 @@ class TopApp(App[None]):
             Text(f"{row['url']}  {row['pool']} {row['engine']} {labels}"),
             Text(""),
         ]
-        diagnosis = [reason for reason in self.current_view["why"] if reason["endpoint"] == row["name"]]
+        diagnosis = [
+            reason for reason in self.current_view["why"] if reason["endpoint"] == row["name"]
+        ]
         lines = explained(newest) if "id" in newest else ["no request yet"]
         self.push_screen(
             DetailPage(

@@ -44,7 +44,11 @@ class Discovery:
     """Runs the sources and stores their endpoints by pool in `discovered`."""
 
     def __init__(
-        self, found: dict[str, DiscoveredEndpoints], changed: Callable[[], None], rng: Random, make: SourceFactory
+        self,
+        found: dict[str, DiscoveredEndpoints],
+        changed: Callable[[], None],
+        rng: Random,
+        make: SourceFactory,
     ) -> None:
         """`changed` is called after a change; it raises ValueError to reject the change."""
         self.discovered = found

@@ -58,7 +58,9 @@ class DnsSource:
                 is_failing = True
             else:
                 is_failing = False
-                endpoints = specs_for([(address, self._port) for address in addresses], self._traits)
+                endpoints = specs_for(
+                    [(address, self._port) for address in addresses], self._traits
+                )
                 if endpoints and endpoints != yielded:
                     yielded = endpoints
                     yield endpoints

@@ -98,4 +98,6 @@ class FileSource:
         if not isinstance(own, dict):
             raise ValueError("an item is neither a url nor a mapping")
         shared = {name: getattr(self._traits, name) for name in self._traits.model_fields_set}
-        return EndpointSpec.model_validate(shared | own, context={FOLDER_KEY: str(self._path.parent)})
+        return EndpointSpec.model_validate(
+            shared | own, context={FOLDER_KEY: str(self._path.parent)}
+        )

@@ -21,7 +21,9 @@ _LENGTH = struct.Struct("<I")
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
-class QueuePairSetup(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
+class QueuePairSetup(
+    msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True
+):
     """Both: the address of the sender's queue pair for this epoch.
 
     An end that receives a newer epoch than its own creates a pair, too.
@@ -31,7 +33,9 @@ class QueuePairSetup(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid
     card: QueuePairAddress
 
 
-class QueuePairReady(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
+class QueuePairReady(
+    msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True
+):
     """Both: the sender's queue pair of this epoch is connected, and may be written to."""
 
     epoch: Count
@@ -56,7 +60,9 @@ class OwnerMessage(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_u
     data: bytes
 
 
-class GrantWithdrawn(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
+class GrantWithdrawn(
+    msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True
+):
     """Sink: the keys of this transfer are no longer valid."""
 
     transfer: Count

@@ -166,7 +166,10 @@ class RdmaLink:
                 os.eventfd_write(self._wake, 1)
         if gone:
             threading.Thread(
-                target=self._owner.on_fenced, args=(self, transfer), name="kv-rdma-fence", daemon=True
+                target=self._owner.on_fenced,
+                args=(self, transfer),
+                name="kv-rdma-fence",
+                daemon=True,
             ).start()
 
     def close(self) -> None:
@@ -367,7 +370,8 @@ class RdmaLink:
 
     def _handle(self, message: ControlMessage) -> None:
         if not self._proven and (
-            isinstance(message, RdmaTrailer) or (isinstance(message, QueuePairSetup) and message.epoch)
+            isinstance(message, RdmaTrailer)
+            or (isinstance(message, QueuePairSetup) and message.epoch)
         ):
             raise TransportError("the peer sent data before its proof of identity")
         match message:

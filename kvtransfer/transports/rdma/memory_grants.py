@@ -40,7 +40,9 @@ class RegisteredHandle(Protocol):
 class Registry(Protocol):
     """Registers memory with a device."""
 
-    def register(self, address: int, length: int, *, writable_by_peer: bool) -> RegisteredHandle: ...
+    def register(
+        self, address: int, length: int, *, writable_by_peer: bool
+    ) -> RegisteredHandle: ...
 
 
 class RankRange(NamedTuple):
@@ -117,7 +119,9 @@ class GrantedMemory:
         self._open.append(registered)
         return *stretch, address, registered.remote_key
 
-    def check_arrival(self, runs: ByteRuns, region: Region, offset: int | None, digest: int | None) -> bool:
+    def check_arrival(
+        self, runs: ByteRuns, region: Region, offset: int | None, digest: int | None
+    ) -> bool:
         """Move staged bytes to their place. Returns whether they are what the source read."""
         if (offset is None) != (self.arena is None):
             return False

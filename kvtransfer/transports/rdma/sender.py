@@ -131,7 +131,9 @@ class RdmaSender:
         self._free += count
         if departure is not None:
             if departure.verdict is None:
-                departure.verdict = WindowVerdict.OK if departure.is_current() else WindowVerdict.STALE
+                departure.verdict = (
+                    WindowVerdict.OK if departure.is_current() else WindowVerdict.STALE
+                )
             self._end(departure)
 
     def on_refused(self, number: int) -> None:

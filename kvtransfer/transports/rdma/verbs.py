@@ -224,7 +224,12 @@ class QueuePair:
     """
 
     def __init__(
-        self, domain: ProtectionDomain, completions: CompletionQueue, number: int, writes: int, arrivals: int
+        self,
+        domain: ProtectionDomain,
+        completions: CompletionQueue,
+        number: int,
+        writes: int,
+        arrivals: int,
     ) -> None:
         self._domain, self._device = domain, domain.device
         self._enums, self._wr = _module("enums"), _module("wr")

@@ -70,7 +70,10 @@ class _Arrival:
     __slots__ = ("bounce", "digest", "head", "message", "opening", "pieces", "sealed", "window")
 
     def __init__(
-        self, pieces: MemoryPieces, head: WindowHead | None = None, window: WindowSlice | None = None
+        self,
+        pieces: MemoryPieces,
+        head: WindowHead | None = None,
+        window: WindowSlice | None = None,
     ) -> None:
         self.pieces = pieces
         self.head = head
@@ -88,7 +91,11 @@ class Inbound:
     _readv: Any = staticmethod(readv)
 
     def __init__(
-        self, fd: int, receive: Callable[[memoryview], int], hearer: InboundListener, limits: FrameLimits
+        self,
+        fd: int,
+        receive: Callable[[memoryview], int],
+        hearer: InboundListener,
+        limits: FrameLimits,
     ) -> None:
         self.limits = limits
         self.seal: WindowSeal | None = None
@@ -125,7 +132,7 @@ class Inbound:
         if arrival is None or arrival.head is None or arrival.head.transfer != transfer:
             return
         if arrival.sealed is None:
-            arrival.pieces = self._discarded(arrival.pieces.left)
+            arrival.pieces = self._discarded(arrival.pieces.remaining)
         arrival.window = arrival.digest = None
 
     def release(self) -> None:
@@ -134,7 +141,7 @@ class Inbound:
         self._stage, self._begin, self._end = memoryview(bytearray()), 0, 0
         self._scratch, self._bounce = None, np.empty(0, np.uint8)
 
-    def pump(self) -> bool:
+    def receive_available(self) -> bool:
         """Read once and handle what has arrived. Returns False if there was nothing to read.
 
         Raises EOFError, FrameError or OSError when the link is over.
@@ -273,7 +280,7 @@ class Inbound:
         bounce: NDArray[np.uint8] | None = None
         if window is None or not announced.payload_bytes:
             pieces = self._discarded(announced.payload_bytes)
-        elif self.seal is None and fine(window.runs, head.n_bytes):
+        elif self.seal is None and is_fine_grained(window.runs, head.n_bytes):
             bounce = self._bounce_buffer(window, head.n_bytes)
             pieces = MemoryPieces.in_order(bounce, IN_CACHE, self._iovecs)
         else:
@@ -295,13 +302,13 @@ class Inbound:
         self._arrival = arrival
         self._copy_staged(arrival)
 
-    def _discarded(self, size: int) -> Pieces:
+    def _discarded(self, size: int) -> MemoryPieces:
         """Return pieces for `size` bytes that are read but not kept."""
         if self._scratch is None:
             self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
-        return Pieces.over(self._scratch, size, self._iovecs)
+        return MemoryPieces.over(self._scratch, size, self._iovecs)
 
-    def _bounce_buffer(self, window: Slice, n_bytes: int) -> NDArray[np.uint8]:
+    def _bounce_buffer(self, window: WindowSlice, n_bytes: int) -> NDArray[np.uint8]:
         """Return the buffer for many short pieces, which are copied to their places later."""
         runs = window.runs
         if runs.n_bytes != n_bytes or not are_within(window.region, runs.dst, runs.length):
@@ -342,7 +349,9 @@ class Inbound:
         plain = seal.open(sealed, tag, arrival.opening)
         if arrival.window is not None and plain:
             runs = arrival.window.runs
-            MemoryPieces.of_window(arrival.window.region, runs.dst, runs.length, self._iovecs).put(plain)
+            MemoryPieces.of_window(arrival.window.region, runs.dst, runs.length, self._iovecs).put(
+                plain
+            )
 
     def _compact(self) -> None:
         """Move the unread bytes to the front of the stage."""

@@ -73,7 +73,9 @@ class LinkOptions(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not 0 < self.window_bytes <= MAX_PAYLOAD_BYTES or not 0.0 <= self.spin_s < 1.0:
-            raise ValueError(f"window_bytes must be 1 to {MAX_PAYLOAD_BYTES}, spin_s below 1 s: {self}")
+            raise ValueError(
+                f"window_bytes must be 1 to {MAX_PAYLOAD_BYTES}, spin_s below 1 s: {self}"
+            )
         if not 1 <= self.lanes <= MAX_LANES:
             raise ValueError(f"a link has 1 to {MAX_LANES} lanes, not {self}")
 

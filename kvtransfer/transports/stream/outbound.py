@@ -134,7 +134,7 @@ class Outbound:
             and body.head.transfer == transfer
             and not body.tag
         ):
-            body.pieces = Pieces.over(_ZEROS, body.pieces.left, self._iovecs)
+            body.pieces = MemoryPieces.over(_ZEROS, body.pieces.remaining, self._iovecs)
             body.digest = None
             body.verdict = WindowVerdict.STALE
 
@@ -308,7 +308,9 @@ class Outbound:
         else:
             self._finish(body)
 
-    def _stage(self, pieces: MemoryPieces, head: WindowHead, current: Callable[[], bool] | None) -> None:
+    def _stage(
+        self, pieces: MemoryPieces, head: WindowHead, current: Callable[[], bool] | None
+    ) -> None:
         """Copy a small window behind its header, and take the digest from the copy in the cache."""
         end = self._end + pieces.size
         copy = self._small[self._end : end]
@@ -316,7 +318,9 @@ class Outbound:
         self._end = end
         if current is None or current():
             self._append(
-                encode_trailer(WindowVerdict.OK, xxhash.xxh3_64_intdigest(copy) if self._checked else 0)
+                encode_trailer(
+                    WindowVerdict.OK, xxhash.xxh3_64_intdigest(copy) if self._checked else 0
+                )
             )
         else:
             self._append(encode_trailer(WindowVerdict.STALE))

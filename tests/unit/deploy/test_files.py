@@ -1,7 +1,8 @@
-"""The files of deploy/ are consistent: named files exist, commands parse, limits and times match.
+"""What deploy/ ships hangs together: files that are named exist, commands parse, limits and times
+fit each other.
 
-These tests need no tools. Rendering, linting and running proxies are in tests/deploy
-(`make deploy-check`).
+Fast and without any tool: rendering, linting and proxies that run are tests/deploy (`make
+deploy-check`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ CONFIGS = (
     DEPLOY / "kubernetes/gateway.yaml",
 )
 KEY = {"PENSTOCK_FLEET_KEY": "only-for-a-test-and-long"}
-KILL_DELAY_S = 30.0
-"""Time from timeouts.shutdown to SIGKILL."""
+SHUTDOWN_AND_S = 30.0
+"""How long after timeouts.shutdown SIGKILL may come."""
 
 
 def read_yaml(path: Path) -> Any:
@@ -50,8 +51,11 @@ UNIT = (DEPLOY / "systemd" / "penstock.service").read_text()
 POD = read_yaml(DEPLOY / "kubernetes" / "deployment.yaml")["spec"]["template"]["spec"]
 
 
-def parse_command(arguments: list[str]) -> str:
-    """Parse the arguments of penstock and return the command; raises for unknown options."""
+def parsed(arguments: list[str]) -> str:
+    """The penstock command in `arguments`, after its options were judged.
+
+    Raises a usage error for unknown ones.
+    """
     group: Any = typer.main.get_command(app)
     name = arguments[0]
     command = group.get_command(group.context_class(group), name)
@@ -67,13 +71,14 @@ def unit_settings(name: str) -> list[str]:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
 def test_every_shipped_configuration_passes_the_check(path: Path) -> None:
     env = os.environ | KEY | {"TEAM_A_KEY": "sk-a-key-for-the-test"}
-    warnings = {problem.path for problem in examine(path, env).warnings}
-    # In containers the admin server listens on all addresses; compose and policies limit access.
-    assert warnings <= {"listeners.admin.host"}
+    doubts = {problem.path for problem in load_with_warnings(path, env).warnings}
+    assert doubts <= {
+        "listeners.admin.host"
+    }  # in a container or pod others reach it: compose and policies say who
 
 
-def test_the_image_copies_existing_files_that_dockerignore_includes() -> None:
-    included = {
+def test_the_image_copies_files_that_exist_and_that_are_not_left_out() -> None:
+    ignored = {
         line[1:]
         for line in (DEPLOY / "docker/Dockerfile.dockerignore").read_text().split()
         if line[0] == "!"
@@ -84,20 +89,20 @@ def test_the_image_copies_existing_files_that_dockerignore_includes() -> None:
     sources = [source for line in copied for source in line]
     assert sources
     assert all((ROOT / source).exists() for source in sources)
-    assert included == set(sources)
-    assert {"gateway", "kvtransfer", "mockgpu", "planner", "policies"} <= included
+    assert ignored == set(sources)
+    assert {"gateway", "kvtransfer", "mockgpu", "planner", "policies"} <= ignored
 
 
-def test_the_image_runs_an_existing_command_as_an_unprivileged_user() -> None:
+def test_the_image_runs_a_command_that_exists_as_an_account_without_rights() -> None:
     (command,) = re.findall(r"^CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
     assert re.search(r'^ENTRYPOINT \["penstock"\]$', DOCKERFILE, re.MULTILINE)
-    assert parse_command(YAML(typ="safe").load(command)) == "serve"
+    assert parsed(YAML(typ="safe").load(command)) == "serve"
     assert re.search(r"^USER 10001:10001$", DOCKERFILE, re.MULTILINE)
     assert re.search(r"^STOPSIGNAL SIGTERM$", DOCKERFILE, re.MULTILINE)
     assert POD["securityContext"]["runAsUser"] == 10001
 
 
-def test_the_health_check_of_the_image_is_valid_python() -> None:
+def test_the_image_asks_itself_for_its_health_in_python_that_compiles() -> None:
     (command,) = re.findall(r"HEALTHCHECK.*\\\n +CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
     python, flag, program = YAML(typ="safe").load(command)
     assert (python, flag) == ("python", "-c")
@@ -118,14 +123,14 @@ def test_images_are_named_without_a_registry() -> None:
         assert not (slash and ("." in first or ":" in first)), image
 
 
-def test_compose_publishes_distinct_ports_on_loopback_only() -> None:
+def test_compose_publishes_on_this_machine_alone_and_no_port_twice() -> None:
     ports = [port for service in COMPOSE["services"].values() for port in service.get("ports", ())]
     assert len(ports) == 6
     assert all(port.startswith("127.0.0.1:") for port in ports)
     assert len({port.split(":")[1] for port in ports}) == len(ports)
 
 
-def test_compose_mounts_existing_paths_and_volumes() -> None:
+def test_compose_mounts_what_exists() -> None:
     for name, service in COMPOSE["services"].items():
         for mount in service.get("volumes", ()):
             source = mount.split(":")[0]
@@ -135,14 +140,14 @@ def test_compose_mounts_existing_paths_and_volumes() -> None:
                 assert source in COMPOSE["volumes"]
 
 
-def test_compose_services_have_a_read_only_root_and_no_capabilities() -> None:
+def test_compose_gives_every_service_a_root_that_is_only_read_and_no_rights() -> None:
     for service in COMPOSE["services"].values():
         assert service["read_only"]
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
 
 
-def test_compose_waits_for_services_with_health_checks() -> None:
+def test_compose_waits_for_services_that_tell_their_health() -> None:
     services = COMPOSE["services"]
     for service in services.values():
         for needed, how in service.get("depends_on", {}).items():
@@ -150,18 +155,18 @@ def test_compose_waits_for_services_with_health_checks() -> None:
             assert "healthcheck" in services[needed]
 
 
-def test_compose_starts_a_fleet_with_the_gateways_endpoints() -> None:
+def test_compose_starts_a_fleet_that_has_the_gateways_endpoints() -> None:
     command = COMPOSE["services"]["fleet"]["command"]
-    assert parse_command(command) == "mock"
+    assert parsed(command) == "mock"
     first, groups = (
         int(command[command.index("--port") + 1]),
         int(command[command.index("--groups") + 1]),
     )
-    urls = {each.url for each in config_of(CONFIGS[1]).pools["chat"].endpoints}
+    urls = {endpoint.url for endpoint in config_of(CONFIGS[1]).pools["chat"].endpoints}
     assert urls == {f"http://fleet:{port}" for port in range(first, first + groups)}
 
 
-def test_compose_scrapes_both_gateways_by_their_host_names() -> None:
+def test_compose_scrapes_both_gateways_by_names_that_they_answer_to() -> None:
     jobs = read_yaml(DEPLOY / "compose" / "prometheus.yml")["scrape_configs"]
     hosts = {target.split(":")[0] for target in jobs[0]["static_configs"][0]["targets"]}
     assert hosts == set(config_of(CONFIGS[1]).admin.hosts) == {"gateway-1", "gateway-2"}
@@ -175,14 +180,16 @@ def test_kustomize_names_every_manifest_and_nothing_else() -> None:
     assert named == {path.name for path in folder.iterdir()}
 
 
-def test_processes_are_killed_only_after_the_shutdown_timeout() -> None:
+def test_nobody_loses_patience_before_running_answers_had_their_time() -> None:
     compose, pods = config_of(CONFIGS[1]).timeouts.shutdown, config_of(CONFIGS[2]).timeouts.shutdown
     gateways = [COMPOSE["services"][name] for name in ("gateway-1", "gateway-2")]
-    assert {duration_s(each["stop_grace_period"]) for each in gateways} == {compose + KILL_DELAY_S}
+    assert {parse_duration(text["stop_grace_period"]) for text in gateways} == {
+        compose + SHUTDOWN_AND_S
+    }
     values = read_yaml(CHART / "values.yaml")
-    assert POD["terminationGracePeriodSeconds"] == values["preStopSeconds"] + pods + KILL_DELAY_S
+    assert POD["terminationGracePeriodSeconds"] == values["preStopSeconds"] + pods + SHUTDOWN_AND_S
     assert values["drainSeconds"] == pods
-    assert [float(each) for each in unit_settings("TimeoutStopSec")] == [pods + KILL_DELAY_S]
+    assert [float(text) for text in unit_settings("TimeoutStopSec")] == [pods + SHUTDOWN_AND_S]
     assert (
         values["preStopSeconds"]
         == POD["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
@@ -190,26 +197,26 @@ def test_processes_are_killed_only_after_the_shutdown_timeout() -> None:
     )
 
 
-def test_probes_separate_liveness_from_readiness() -> None:
+def test_probes_tell_alive_from_ready_and_only_the_dead_are_restarted() -> None:
     container = POD["containers"][0]
-    requested = {
+    probes = {
         kind: container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")
     }
-    assert {kind: get["path"] for kind, get in requested.items()} == {
+    assert {kind: get["path"] for kind, get in probes.items()} == {
         "startup": "/healthz",
         "readiness": "/readyz",
         "liveness": "/healthz",
     }
-    assert {get["port"] for get in requested.values()} == {"admin"}
+    assert {get["port"] for get in probes.values()} == {"admin"}
     patience_s = {
         kind: container[f"{kind}Probe"]["periodSeconds"]
         * container[f"{kind}Probe"]["failureThreshold"]
-        for kind in requested
+        for kind in probes
     }
     assert patience_s["readiness"] < patience_s["liveness"] < patience_s["startup"]
 
 
-def test_the_chart_restarts_pods_for_exactly_the_keys_that_need_a_restart() -> None:
+def test_the_chart_rolls_its_pods_for_every_key_that_needs_a_restart_and_for_no_other() -> None:
     text = (CHART / "templates/_helpers.tpl").read_text()
     (sections,), (inside,) = (
         re.findall(rf"pick {of} (.*?) -}}}}", text)
@@ -219,27 +226,28 @@ def test_the_chart_restarts_pods_for_exactly_the_keys_that_need_a_restart() -> N
         *re.findall(r'"(\w+)"', sections),
         *(f"observability.{key}" for key in re.findall(r'"(\w+)"', inside)),
     }
-    # reload.state_dir is set by the chart and never changes.
-    assert picked == set(AT_START) - {"reload.state_dir"}
+    assert picked == set(BOUND_AT_START) - {
+        "reload.state_dir"
+    }  # that one is the chart's own and never changes
 
 
-def test_scaling_uses_existing_metrics() -> None:
+def test_scaling_asks_for_metrics_that_exist() -> None:
     text = (CHART / "templates/scaledobject.yaml").read_text() + (CHART / "values.yaml").read_text()
-    requested = set(re.findall(r"penstock_[a-z_]+", text))
+    metrics = set(re.findall(r"penstock_[a-z_]+", text))
     known = set(re.findall(r"penstock_[a-z_]+", Metrics().render().decode()))
-    assert {"penstock_inflight", "penstock_queued_tokens"} <= requested
-    assert requested <= known
+    assert {"penstock_inflight", "penstock_queued_tokens"} <= metrics
+    assert metrics <= known
 
 
-def test_the_systemd_unit_runs_existing_commands() -> None:
+def test_the_unit_runs_commands_that_exist() -> None:
     for line in (*unit_settings("ExecStartPre"), *unit_settings("ExecStart")):
         program, *arguments = shlex.split(line)
         assert program == "/opt/penstock/bin/penstock"
-        assert parse_command(arguments) in {"check", "serve"}
+        assert parsed(arguments) in {"check", "serve"}
 
 
 @pytest.mark.parametrize("tool", ["nginx.conf", "haproxy.cfg", "envoy.yaml"])
-def test_a_proxy_waits_longer_than_the_gateway_and_closes_idle_connections_first(
+def test_a_proxy_is_more_patient_than_the_gateway_and_gives_up_idle_connections_first(
     tool: str,
 ) -> None:
     text = (DEPLOY / "proxies" / tool).read_text()
@@ -253,7 +261,7 @@ def test_a_proxy_waits_longer_than_the_gateway_and_closes_idle_connections_first
         ),
     }
     silent, idle = (
-        [duration_s(each) for each in re.findall(pattern, text)] for pattern in settings[tool]
+        [parse_duration(item) for item in re.findall(pattern, text)] for pattern in settings[tool]
     )
     assert silent
     assert idle
@@ -261,7 +269,7 @@ def test_a_proxy_waits_longer_than_the_gateway_and_closes_idle_connections_first
     assert max(idle) < config.limits.idle_timeout
 
 
-def test_no_proxy_buffers_tokens_or_accepts_early_data() -> None:
+def test_no_proxy_holds_tokens_back_or_takes_early_data() -> None:
     nginx, haproxy, envoy = (
         (DEPLOY / "proxies" / name).read_text()
         for name in ("nginx.conf", "haproxy.cfg", "envoy.yaml")
@@ -280,7 +288,7 @@ def test_no_proxy_buffers_tokens_or_accepts_early_data() -> None:
     assert "timeout: 0s " in envoy
 
 
-def test_proxies_have_the_gateways_limit_of_bodies() -> None:
+def test_proxies_take_bodies_as_large_as_the_gateway_does() -> None:
     body = config_of(DEPLOY / "config/gateway.yaml").limits.body
     assert f"client_max_body_size {body >> 20}m;" in (DEPLOY / "proxies/nginx.conf").read_text()
     assert f"gt {body} }}" in (DEPLOY / "proxies/haproxy.cfg").read_text()

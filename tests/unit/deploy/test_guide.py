@@ -1,4 +1,7 @@
-"""The chart values in docs/deploying.md are valid; other names are checked by tests/unit/docs."""
+"""The values that docs/deploying.md shows are the chart's.
+
+What else it names is tests/unit/docs's.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,8 @@ def test_its_values_are_the_charts_and_their_configuration_passes_the_check(tmp_
     known = YAML(typ="safe").load((ROOT / "deploy/helm/penstock/values.yaml").read_text())
     assert values.keys() <= known.keys()
     (tmp_path / "secrets").mkdir()
-    for secret in values["secrets"]["files"]:
-        text = f"a-secret-of-{secret['file']}-long-enough"
-        (tmp_path / "secrets" / secret["file"]).write_text(text)
+    for item in values["secrets"]["files"]:
+        (tmp_path / "secrets" / item["file"]).write_text(f"a-secret-of-{item['file']}-long-enough")
     with (tmp_path / "gateway.yaml").open("w") as file:
         YAML(typ="safe").dump({"version": 1, **values["config"]}, file)
     assert load_with_warnings(tmp_path / "gateway.yaml", os.environ).warnings == ()

@@ -1,6 +1,7 @@
-"""README.md and docs/ name only existing things.
+"""Pages name only what exists: links, files, commands, options, make targets, metrics,
+configuration keys.
 
-These are links, files, commands with their options, make targets, metrics and configuration keys.
+This covers README.md and docs/. The prose of a page is checked in tests/architecture/test_prose.py.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from policies import admission_registry, registry
 from policies.run import pick
 from tests.authority import Authority
 from tests.unit.policies.builders import ask, candidate
-from tools.docgen import pages as generated_pages
+from tools.docgen import generated_files as made
 
 ROOT = Path(__file__).parents[3]
 PATHS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in PATHS}
-HANDWRITTEN = {name: PAGES[name] for name in PAGES.keys() - generated_pages()}
-"""Handwritten pages; the others are compared with the code (tests/unit/tools/test_docgen.py)."""
-FOLDERS = (
+WRITTEN = {name: PAGES[name] for name in PAGES.keys() - made()}
+"""By hand, that is: the others are compared with the code (tests/unit/tools/test_docgen.py)."""
+ROOMS = (
     "docs",
     "gateway",
     "policies",
@@ -57,36 +58,35 @@ NOT_COMMANDS = {
     "--ahead",
     "--functions",
 }
-"""Options in running text of an engine, Prometheus or a benchmark."""
+"""Options in running text that belong to an engine, to Prometheus, or to a bench."""
 SUFFIXES = ("py", "md", "txt", "yaml", "log", "crt")
 
 each_page = pytest.mark.parametrize("name", PAGES)
-each_handwritten_page = pytest.mark.parametrize("name", sorted(HANDWRITTEN))
+each_written_page = pytest.mark.parametrize("name", sorted(WRITTEN))
 
 
 def blocks(text: str, *languages: str) -> list[str]:
     """Return the fenced blocks of these languages."""
-    found = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, re.M | re.S)
-    return [body for language, body in found if language in languages]
+    matches = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, re.M | re.S)
+    return [body for language, body in matches if language in languages]
 
 
 def inline(text: str) -> list[str]:
-    """Return the text between backticks outside of blocks."""
+    """Return the code spans of running text."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors of a page: lower-case headings with hyphens and without punctuation."""
+    """Return the anchors of a page: headings in lower case, with hyphens, without punctuation."""
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @cache
-def tracked_paths() -> set[str]:
-    """Return the files and folders of a checkout without build output.
+def tracked_files() -> set[str]:
+    """Return the files and folders of a fresh checkout, without build outputs.
 
-    Without git all existing files count.
-    """
+    Without git they cannot be distinguished, so all files count."""
     command_line = (
         "git",
         "-c",
@@ -117,43 +117,43 @@ def test_every_link_leads_somewhere(name: str) -> None:
 
 
 @each_page
-def test_every_named_file_exists(name: str) -> None:
-    named = set(re.findall(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w*/]", PAGES[name]))
+def test_every_file_it_names_exists(name: str) -> None:
+    named = set(re.findall(rf"(?<![\w/.-])(?:{'|'.join(ROOMS)})/[\w./*-]*[\w*/]", PAGES[name]))
     named -= {"deploy/penstock"}  # kubectl's deploy/NAME
     assert (
-        sorted(path for path in named if not fnmatch.filter(tracked_paths(), path.rstrip("/")))
+        sorted(path for path in named if not fnmatch.filter(tracked_files(), path.rstrip("/")))
         == []
     )
 
 
 @cache
 def file_names() -> frozenset[str]:
-    return frozenset(path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.*"))
+    return frozenset(path.name for room in ROOMS for path in (ROOT / room).rglob("*.*"))
 
 
-@each_handwritten_page
-def test_every_named_module_exists(name: str) -> None:
+@each_written_page
+def test_every_module_it_names_without_a_folder_exists(name: str) -> None:
     named = {word for word in inline(PAGES[name]) if re.fullmatch(r"\w+\.(py|sh|md)", word)}
     assert sorted(named - file_names()) == []
 
 
-def test_the_architecture_names_every_gateway_module_or_its_folder() -> None:
+def test_the_architecture_page_names_every_gateway_module_or_its_folder() -> None:
     page = PAGES["docs/architecture.md"]
     below = [
         path.relative_to(ROOT / "gateway") for path in sorted((ROOT / "gateway").rglob("[!_]*.py"))
     ]
-    named = set(re.findall(r"\b\w+\.py\b", page))
+    mentioned = set(re.findall(r"\b\w+\.py\b", page))
     folders = set(re.findall(r"`(\w+)/`(?!:)", page))  # with a colon its files follow
     assert [
-        str(path) for path in below if path.name not in named and path.parts[0] not in folders
+        str(path) for path in below if path.name not in mentioned and path.parts[0] not in folders
     ] == []
 
 
 @cache
-def sources_by_name() -> Mapping[str, str]:
-    """Return Python sources by module name and by class name."""
-    found: dict[str, str] = {}
-    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+def sources() -> Mapping[str, str]:
+    """Return Python source by module name and by class name."""
+    result: dict[str, str] = {}
+    for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
         text = path.read_text()
         for name in (path.stem, *re.findall(r"^class (\w+)", text, re.M)):
             result[name] = result.get(name, "") + text
@@ -161,16 +161,16 @@ def sources_by_name() -> Mapping[str, str]:
 
 
 def is_code(word: str) -> bool:
-    """Whether a name such as `serve._enter` or `Relay.feed` is defined in its module or class."""
+    """Return whether a name like `serve._enter` or `Relay.feed` exists in its module or class."""
     holder, _, name = word.partition(".")
-    definition = rf"\b(?:def|class) {re.escape(name)}\b|^ +(?:self\.)?{re.escape(name)}\b.*[:=]"
-    return re.search(definition, sources_by_name().get(holder, ""), re.M) is not None
+    pattern = rf"\b(?:def|class) {re.escape(name)}\b|^ +(?:self\.)?{re.escape(name)}\b.*[:=]"
+    return re.search(pattern, sources().get(holder, ""), re.M) is not None
 
 
-@each_handwritten_page
-def test_every_named_member_of_a_class_exists(name: str) -> None:
+@each_written_page
+def test_every_attribute_it_names_exists(name: str) -> None:
     named = {
-        found[0] for word in inline(PAGES[name]) if (found := re.match(r"[A-Z]\w+\.\w+", word))
+        match[0] for word in inline(PAGES[name]) if (match := re.match(r"[A-Z]\w+\.\w+", word))
     }
     assert sorted(word for word in named if not is_code(word)) == []
 
@@ -183,34 +183,32 @@ def command(name: str) -> Any:
     return group.get_command(group.context_class(group), name)
 
 
-def commands_in(text: str) -> Iterator[str]:
-    """Yield every `penstock ...` of a page, in running text and at line starts of shell blocks."""
+def commands_of(text: str) -> Iterator[str]:
+    """Return every `penstock ...` command of a page, from running text and shell blocks."""
     for word in inline(text):
         if re.match(r"penstock [a-z]+( |$)", word):
             yield re.sub(r"\[([A-Z]+)\]", r"\1", word)
     for block in blocks(text, "", "sh", "console"):
         for line in block.replace("\\\n", " ").splitlines():
-            if found := re.match(
+            if match := re.match(
                 r"(?:\$ |    |.* -- )?(?:\.venv/bin/)?(penstock [a-z]+(?: [ -~]*)?)$", line
             ):
-                yield re.split(r"\s\d?[#>|&;]", found[1])[0].strip()
+                yield re.split(r"\s\d?[#>|&;]", match[1])[0].strip()
 
 
-COMMANDS = sorted(
-    {(name, line) for name, text in HANDWRITTEN.items() for line in commands_in(text)}
-)
+COMMANDS = sorted({(name, line) for name, text in WRITTEN.items() for line in commands_of(text)})
 
 
 @pytest.mark.parametrize(("name", "line"), COMMANDS)
-def test_every_shown_command_parses(name: str, line: str) -> None:
+def test_every_command_it_shows_accepts_its_options(name: str, line: str) -> None:
     called, *arguments = shlex.split(line)[1:]
     assert command(called) is not None
     there = str(ROOT / "README.md")
-    given = [
-        there if re.fullmatch(r"FILE|TRACE|[\w./-]+\.(yaml|jsonl|gz)", each) else each
-        for each in arguments
+    values = [
+        there if re.fullmatch(r"FILE|TRACE|[\w./-]+\.(yaml|jsonl|gz)", argument) else argument
+        for argument in arguments
     ]
-    if not given:  # the command is only spoken of
+    if not values:  # the text mentions the command without arguments
         return
     command(called).make_context(
         called, ["3" if argument == "N" else argument for argument in values]
@@ -224,18 +222,18 @@ def options() -> frozenset[str]:
     return frozenset(option for param in params for option in (*param.opts, *param.secondary_opts))
 
 
-@each_handwritten_page
-def test_every_named_option_exists(name: str) -> None:
-    named = {found[0] for word in inline(PAGES[name]) if (found := re.match(r"--[a-z-]+", word))}
+@each_written_page
+def test_every_option_it_names_belongs_to_a_command(name: str) -> None:
+    named = {match[0] for word in inline(PAGES[name]) if (match := re.match(r"--[a-z-]+", word))}
     assert sorted(named - options() - NOT_COMMANDS) == []
 
 
-@each_handwritten_page
-def test_every_named_make_target_exists(name: str) -> None:
+@each_written_page
+def test_every_make_target_it_names_exists(name: str) -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
     shown = "\n".join(blocks(PAGES[name], "", "sh"))
     named = {
-        found[1] for word in inline(PAGES[name]) if (found := re.match(r"make ([a-z0-9-]+)", word))
+        match[1] for word in inline(PAGES[name]) if (match := re.match(r"make ([a-z0-9-]+)", word))
     }
     named |= set(re.findall(r"^(?:    )?make ([a-z0-9-]+)", shown, re.M))
     assert sorted(named - targets) == []
@@ -245,7 +243,7 @@ def test_every_named_make_target_exists(name: str) -> None:
 
 @cache
 def series() -> frozenset[str]:
-    """Return the names of all series of a gateway and a supervisor."""
+    """Return all series names of a gateway and of a supervisor."""
     return frozenset(
         re.findall(
             r"penstock_\w+",
@@ -256,20 +254,24 @@ def series() -> frozenset[str]:
     )
 
 
-@each_handwritten_page
-def test_every_named_metric_exists(name: str) -> None:
+@each_written_page
+def test_every_metric_it_names_exists(name: str) -> None:
     named = set(re.findall(r"`(penstock_[a-z_]+)", PAGES[name]))
-    prefixes = {text for text in named if text.endswith("_")}
-    assert sorted(named - prefixes - series()) == []
-    unknown = (
-        prefix for prefix in prefixes if not any(text.startswith(prefix) for text in series())
+    families = {name for name in named if name.endswith("_")}
+    assert sorted(named - families - series()) == []
+    assert (
+        sorted(
+            name
+            for name in families
+            if not any(series_name.startswith(name) for series_name in series())
+        )
+        == []
     )
-    assert sorted(unknown) == []
 
 
 @cache
 def key_paths() -> frozenset[tuple[str, ...]]:
-    """Return the path of every configuration key, without names chosen by the operator."""
+    """Return the path of every configuration key, without the names that operators choose."""
     schema = json_schema()
 
     def below(node: Mapping[str, Any], way: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -291,9 +293,9 @@ def key_paths() -> frozenset[tuple[str, ...]]:
     return frozenset(below(schema, ()))
 
 
-@each_handwritten_page
-def test_every_named_configuration_key_exists(name: str) -> None:
-    ends = {way[at:] for way in key_paths() for at in range(len(way))}
+@each_written_page
+def test_every_configuration_key_it_names_exists(name: str) -> None:
+    ends = {way[index:] for way in key_paths() for index in range(len(way))}
     sections = {way[-2] for way in key_paths() if len(way) > 1}
     dotted = [
         word
@@ -301,7 +303,7 @@ def test_every_named_configuration_key_exists(name: str) -> None:
         if re.fullmatch(r"[a-z_]+(\[\])?(\.[a-z_*-]+(\[\])?)+", word)
     ]
     ways = {
-        word: [each.removesuffix("[]") for each in word.split(".") if "*" not in each]
+        word: [part.removesuffix("[]") for part in word.split(".") if "*" not in part]
         for word in dotted
     }
     named = {
@@ -316,8 +318,8 @@ def test_every_named_configuration_key_exists(name: str) -> None:
     assert [word for word, way in named.items() if ends.isdisjoint({way, without_name[word]})] == []
 
 
-def complete_config(part: dict[str, Any]) -> dict[str, Any]:
-    """Complete a part of a configuration with the required members."""
+def completed(part: dict[str, Any]) -> dict[str, Any]:
+    """Complete this part of a configuration with the required sections."""
     pools = part.setdefault("pools", {})
     for model in part.get("models", ()):
         pools.setdefault(model.setdefault("pool", "main"), {})
@@ -332,44 +334,42 @@ def complete_config(part: dict[str, Any]) -> dict[str, Any]:
 SECRETS = r"\$\{(?:file:[^}]*|[A-Z_]+)\}"
 SNIPPETS = [
     (name, block)
-    for name, text in sorted(HANDWRITTEN.items())
+    for name, text in sorted(WRITTEN.items())
     for block in blocks(text, "yaml")
     if not json_schema()["properties"].keys().isdisjoint(YAML(typ="safe").load(block))
 ]
 
 
 @pytest.mark.parametrize(("name", "block"), SNIPPETS)
-def test_every_shown_configuration_is_valid(name: str, block: str, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("long-enough-for-every-use")
+def test_every_configuration_it_shows_passes_the_check(
+    name: str, block: str, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("long-enough-for-everybody")
     if "tls/server.pem" in block:
         Authority(tmp_path / "tls").issue("server", "localhost")
     part = YAML(typ="safe").load(re.sub(rf"'?{SECRETS}'?", "'${file:secret}'", block))
     with (tmp_path / "gateway.yaml").open("w") as file:
-        YAML(typ="safe").dump(complete_config(part), file)
-    loaded = examine_text(
+        YAML(typ="safe").dump(completed(part), file)
+    loaded = load_text(
         (tmp_path / "gateway.yaml").read_bytes(), str(tmp_path / "gateway.yaml"), os.environ
     )
     assert loaded.warnings == ()
 
 
 PYTHON = [
-    (name, block) for name, text in sorted(HANDWRITTEN.items()) for block in blocks(text, "python")
+    (name, block) for name, text in sorted(WRITTEN.items()) for block in blocks(text, "python")
 ]
 
 
 @pytest.mark.parametrize(("name", "block"), PYTHON)
-def test_shown_python_parses_and_its_imports_exist(name: str, block: str) -> None:
+def test_its_python_code_parses_and_its_imports_exist(name: str, block: str) -> None:
     for node in ast.walk(ast.parse(block)):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and node.module.split(".")[0] in FOLDERS
-        ):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ROOMS:
             module = importlib.import_module(node.module)
             assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
 
 
-def test_the_example_policy_fills_one_endpoint_to_its_share_and_then_the_next() -> None:
+def test_the_example_of_a_policy_fills_one_endpoint_up_to_its_share_and_then_the_next() -> None:
     (example,) = blocks(PAGES["docs/policies.md"], "python")
     names: dict[str, Any] = {}
     exec(example, names)
@@ -386,23 +386,25 @@ def test_the_example_policy_fills_one_endpoint_to_its_share_and_then_the_next() 
     # Parameters
 
 
-DOCUMENTED_DEFAULTS = {
-    found[1]: found[2]
-    for found in re.finditer(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", PAGES["docs/policies.md"], re.M)
-    if found[1] in {*registry.names(), *admission_registry.names()} and "`" in found[2]
+DEFAULTS = {
+    match[1]: match[2]
+    for match in re.finditer(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", PAGES["docs/policies.md"], re.M)
+    if match[1] in {*registry.names(), *admission_registry.names()} and "`" in match[2]
 }
-"""Cells with the parameters and defaults of each rule, from the tables in docs/policies.md."""
+"""The last cells of tables of rules: a parameter and its default, and so on."""
 
 
-@pytest.mark.parametrize("rule", sorted(DOCUMENTED_DEFAULTS))
-def test_a_table_has_the_defaults_of_a_rule(rule: str) -> None:
+@pytest.mark.parametrize("rule", sorted(DEFAULTS))
+def test_a_table_has_the_defaults_of_a_policy(rule: str) -> None:
     kinds = [
-        each.params_type(rule) for each in (registry, admission_registry) if rule in each.names()
+        source.params_type(rule)
+        for source in (registry, admission_registry)
+        if rule in source.names()
     ]
     defaults = {
         name: value for kind in kinds for name, value in msgspec.structs.asdict(kind()).items()
     }
-    documented = dict(re.findall(r"`(\w+)` ([\d.]+)", DOCUMENTED_DEFAULTS[rule]))
+    documented = dict(re.findall(r"`(\w+)` ([\d.]+)", DEFAULTS[rule]))
     assert documented.keys() <= defaults.keys()
     assert {name: float(value) for name, value in documented.items()} == {
         name: defaults[name] for name in documented

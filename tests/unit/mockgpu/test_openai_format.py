@@ -26,7 +26,9 @@ def ask(chat: bool = True, **fields: Any) -> ParsedRequest:
         if chat
         else {"prompt": "once"}
     )
-    return parse_request(decode_body(json.dumps(what | fields).encode(), RequestBody), {}, chat, "m", 4096, "id-1")
+    return parse_request(
+        decode_body(json.dumps(what | fields).encode(), RequestBody), {}, chat, "m", 4096, "id-1"
+    )
 
 
 def unframed(data: bytes) -> list[dict[str, Any]]:

@@ -75,7 +75,8 @@ FIELDS = st.lists(
     st.tuples(NAMES, st.sampled_from([": ", ":", " : ", ":\t"]), VALUES, ENDS), max_size=5
 )
 STARTS = st.sampled_from(
-    [f"POST {path} HTTP/1.1\r\n" for path in GENERATION_PATHS] * 4 + ["POST /v1/x HTTP/1.1\r\n", "POST  / "]
+    [f"POST {path} HTTP/1.1\r\n" for path in GENERATION_PATHS] * 4
+    + ["POST /v1/x HTTP/1.1\r\n", "POST  / "]
 )
 
 

@@ -214,9 +214,7 @@ def test_a_chat_without_visible_text_is_not_continued_because_it_may_begin_with_
     assert ledger.current_obstacle == standing
     part["finish_reason"] = "stop"
     ledger.render_first({"choices": [{"token_ids": [2]} | part], "usage": {"completion_tokens": 2}})
-    assert (ledger.current_obstacle, ledger.is_complete) == ("", True), (
-        "only the end is missing"
-    )
+    assert (ledger.current_obstacle, ledger.is_complete) == ("", True), "only the end is missing"
 
 
 @pytest.mark.parametrize(

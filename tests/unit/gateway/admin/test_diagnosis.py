@@ -20,15 +20,16 @@ def endpoint(name: str, **changes: Any) -> dict[str, Any]:
     return state | numbers | changes
 
 
-def diagnose(*endpoints: dict[str, Any], **changes: Any) -> list[tuple[str, str]]:
+def diagnosed(*endpoints: dict[str, Any], **changes: Any) -> list[tuple[str, str]]:
     return [
-        (line.grade, line.text) for line in shorten(diagnose(MinuteCounts(endpoints, 60.0, **changes)))
+        (line.grade, line.text)
+        for line in shorten(diagnose(MinuteCounts(endpoints, 60.0, **changes)))
     ]
 
 
 def test_a_healthy_fleet_has_no_findings() -> None:
     assert (
-        diagnose(
+        diagnosed(
             endpoint("a"), endpoint("b"), computed_tokens={"never_seen": 900.0, "spread": 10.0}
         )
         == []
@@ -37,31 +38,31 @@ def test_a_healthy_fleet_has_no_findings() -> None:
 
 def test_an_endpoint_out_of_rotation_has_its_cause_and_duration() -> None:
     dead = endpoint("g-2", state="dead", cause="engine_dead", since_s=14.2, available=False)
-    assert diagnose(endpoint("g-1"), dead) == [
+    assert diagnosed(endpoint("g-1"), dead) == [
         ("bad", "g-2 is out of rotation for 14 s: its engine is dead or stalled.")
     ]
     overridden = endpoint(
         "g-3", state="ejected", cause="connect_failed", since_s=1.24, available=True
     )
-    assert "still receives requests" in diagnose(overridden)[0][1]
+    assert "still receives requests" in diagnosed(overridden)[0][1]
     new = endpoint("g-4", state="ejected", cause=None, since_s=0.1, available=False)
-    assert diagnose(new) == [("bad", "g-4 is out of rotation for 0.1 s: not probed yet.")]
+    assert diagnosed(new) == [("bad", "g-4 is out of rotation for 0.1 s: not probed yet.")]
 
 
 def test_an_endpoint_is_compared_with_peers_of_the_same_role() -> None:
     fleet = [endpoint(name) for name in "abc"] + [endpoint("d", tpot_p50_s=0.041)]
-    assert diagnose(*fleet) == [
+    assert diagnosed(*fleet) == [
         ("warn", "d is 4.1 times as slow as its peers per token: 41 ms, they 10 ms.")
     ]
     fleet[3]["role"] = "decode"
-    assert diagnose(*fleet) == []
+    assert diagnosed(*fleet) == []
     assert (
-        diagnose(endpoint("a"), endpoint("d", tpot_p50_s=0.041)) == []
+        diagnosed(endpoint("a"), endpoint("d", tpot_p50_s=0.041)) == []
     )  # of two, neither is known to be slow
 
 
 def test_findings_are_sorted_by_grade() -> None:
-    findings_ = diagnose(
+    findings_ = diagnosed(
         endpoint("a"),
         shed={"too_slow": 3.0, "waiting_room_full": 12.0},
         retries={"connect_failed": 1.0},
@@ -91,7 +92,7 @@ def test_many_findings_are_shortened() -> None:
         endpoint(f"g-{number}", state="dead", cause="probe_failed", since_s=9.0, available=False)
         for number in range(40)
     ]
-    findings_ = diagnose(*fleet, shed={"too_slow": 3.0})
+    findings_ = diagnosed(*fleet, shed={"too_slow": 3.0})
     assert len(findings_) == MAX_FINDINGS
     assert findings_[-2] == ("bad", "3 requests rejected: they would have missed their SLO.")
     assert findings_[-1][0] == "bad"
@@ -102,8 +103,8 @@ def test_many_findings_are_shortened() -> None:
 def test_an_endpoint_reported_as_slow_is_reported_once() -> None:
     fleet = [endpoint(name) for name in "abc"]
     slow = endpoint("d", tpot_p50_s=0.041, slow="4.1 times as slow as its peers per token")
-    assert len(diagnose(*fleet, slow)) == 1
-    assert len(diagnose(*fleet, slow | {"state": "ejected", "cause": "slow"})) == 1
+    assert len(diagnosed(*fleet, slow)) == 1
+    assert len(diagnosed(*fleet, slow | {"state": "ejected", "cause": "slow"})) == 1
 
 
 def test_durations_as_text() -> None:

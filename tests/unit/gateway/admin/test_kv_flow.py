@@ -21,7 +21,11 @@ def test_bytes_of_a_decode_endpoint_are_divided_by_transferred_tokens() -> None:
         ("p1", "mute"): (1, 0, 9),
     }
     now = mark(pairs=pairs, received={"d0": 5000, "d1": 5000})
-    assert kv_bytes_by_pair(now, before) == {("p0", "d0"): 3000.0, ("p1", "d0"): 1000.0, ("p1", "d1"): 0.0}
+    assert kv_bytes_by_pair(now, before) == {
+        ("p0", "d0"): 3000.0,
+        ("p1", "d0"): 1000.0,
+        ("p1", "d1"): 0.0,
+    }
 
 
 def test_a_restarted_counter_counts_from_zero_and_a_new_one_has_not_grown() -> None:

@@ -9,7 +9,10 @@ from tests.unit.gateway.admin.empty import mark
 
 
 def test_growth_contains_only_counters_that_have_grown() -> None:
-    assert counter_growth({"a": 3.0, "b": 1.0, "c": 2.0}, {"a": 1.0, "b": 1.0}) == {"a": 2.0, "c": 2.0}
+    assert counter_growth({"a": 3.0, "b": 1.0, "c": 2.0}, {"a": 1.0, "b": 1.0}) == {
+        "a": 2.0,
+        "c": 2.0,
+    }
 
 
 def test_history_keeps_one_minute_and_drops_samples_that_are_too_close() -> None:

@@ -44,7 +44,9 @@ def test_a_difference_has_rates_and_the_ttft_percentile() -> None:
 
 def test_client_disconnects_and_rejections_are_not_failures() -> None:
     assert (
-        count_failed({("499", "decode"): 3.0, ("429", "too_slow"): 2.0, ("404", "model_not_found"): 1.0})
+        count_failed(
+            {("499", "decode"): 3.0, ("429", "too_slow"): 2.0, ("404", "model_not_found"): 1.0}
+        )
         == 0
     )
 

@@ -27,11 +27,18 @@ def candidate(slot: int, cap: int) -> Candidate:
 
 
 def ask(**request: Any) -> RoutingQuery:
-    return RoutingQuery(Request("id", "model", "tenant", 1000, 100, **request), monotonic(), Random(1))
+    return RoutingQuery(
+        Request("id", "model", "tenant", 1000, 100, **request), monotonic(), Random(1)
+    )
 
 
-def room(*caps: int, size: int = 10, timeout: str = "30s") -> tuple[PoolQueue, tuple[Candidate, ...]]:
-    queue, candidates = PoolQueue("pool"), tuple(candidate(slot, cap) for slot, cap in enumerate(caps))
+def room(
+    *caps: int, size: int = 10, timeout: str = "30s"
+) -> tuple[PoolQueue, tuple[Candidate, ...]]:
+    queue, candidates = (
+        PoolQueue("pool"),
+        tuple(candidate(slot, cap) for slot, cap in enumerate(caps)),
+    )
     queue.configure(WaitingRoom.model_validate({"size": size, "timeout": timeout}), candidates)
     return queue, candidates
 

@@ -125,14 +125,18 @@ class Harness:
         self.connections = ClientConnections(self.budget, Networks(()), self.refused.append)
 
     def aiohttp_connection(self) -> AiohttpConnection:
-        return AiohttpConnection(self._serve, self.connections, self.limits, self._outbox, self._manager)
+        return AiohttpConnection(
+            self._serve, self.connections, self.limits, self._outbox, self._manager
+        )
 
     def fast_connection(self) -> FastConnection:
         return FastConnection(
             self._serve, self.connections, self.limits, self._outbox, self.aiohttp_connection
         )
 
-    async def deliver(self, protocol: FastConnection | AiohttpConnection, parts: Sequence[bytes]) -> Outcome:
+    async def deliver(
+        self, protocol: FastConnection | AiohttpConnection, parts: Sequence[bytes]
+    ) -> Outcome:
         """Deliver the parts one by one to a new connection and close it."""
         self.served.clear()
         transport = FakeTransport(protocol)
@@ -161,7 +165,9 @@ class Harness:
         if self._slow:
             await asyncio.sleep(0)
         self.served.append((str(api), body, client.headers.get("x-mark")))
-        client.send_response(200, json.dumps({"bytes": len(body)}).encode(), [("x-request-id", "req_1")])
+        client.send_response(
+            200, json.dumps({"bytes": len(body)}).encode(), [("x-request-id", "req_1")]
+        )
 
     async def _serve_other(self, request: web.BaseRequest) -> web.StreamResponse:
         await request.read()

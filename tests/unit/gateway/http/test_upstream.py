@@ -131,7 +131,9 @@ async def engines(patience: UpstreamTimeouts = PATIENCE) -> AsyncIterator[FakeSe
         lambda: FakeEngine(accepted, lambda e: created[0].react(e)), "127.0.0.1", 0
     )
     port = server.sockets[0].getsockname()[1]
-    upstream = ConnectionPool(f"http://127.0.0.1:{port}", "the-engines-key", patience, WriteQueue(loop))
+    upstream = ConnectionPool(
+        f"http://127.0.0.1:{port}", "the-engines-key", patience, WriteQueue(loop)
+    )
     created.append(FakeServer(upstream, accepted))
     try:
         yield created[0]
@@ -316,7 +318,9 @@ async def test_silence_is_measured_from_the_last_body_byte_of_any_response() -> 
         engine = await fake.asked()
         (connection,) = fake.upstream.connections
         assert fake.upstream.last_body_at == 0.0
-        assert fake.upstream.silence_duration_s(connection.last_activity_at + 3.0) == pytest.approx(3.0, abs=0.2)
+        assert fake.upstream.silence_duration_s(connection.last_activity_at + 3.0) == pytest.approx(
+            3.0, abs=0.2
+        )
         engine.transport.write(b"{}")
         await asking
         assert fake.upstream.last_body_at > 0
@@ -384,7 +388,9 @@ async def test_sockets_disable_nagle_and_requests_carry_the_engines_own_key() ->
         assert connection.transport is not None
         raw = connection.transport.get_extra_info("socket")
         assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        assert b"authorization: Bearer the-engines-key\r\n" in fake.upstream.request_head("/v1/completions")
+        assert b"authorization: Bearer the-engines-key\r\n" in fake.upstream.request_head(
+            "/v1/completions"
+        )
 
 
 async def test_all_requests_to_a_dead_engine_can_be_failed() -> None:

@@ -204,7 +204,11 @@ class Request:
     """A request in progress: the connection to its engine, and its client."""
 
     def __init__(self, pool: ConnectionPool) -> None:
-        self.connection, self.client, self.relay = UpstreamConnection(pool), FakeClient(), Relay(b"")
+        self.connection, self.client, self.relay = (
+            UpstreamConnection(pool),
+            FakeClient(),
+            Relay(b""),
+        )
         self.wire = Mock(is_closing=Mock(return_value=False))
         self.connection.connection_made(self.wire)
         self.done = self.connection.start(b"", FakePayload(), self.relay, self.client)
@@ -215,7 +219,10 @@ class Request:
 async def pool() -> ConnectionPool:
     """Connections to one engine."""
     return ConnectionPool(
-        "http://engine", None, UpstreamTimeouts(1.0, 1.0, 1.0), WriteQueue(asyncio.get_running_loop())
+        "http://engine",
+        None,
+        UpstreamTimeouts(1.0, 1.0, 1.0),
+        WriteQueue(asyncio.get_running_loop()),
     )
 
 

@@ -51,7 +51,9 @@ def test_every_failure_is_an_openai_error_with_retry_advice_or_none(failure: Fai
 
 
 def test_clients_may_retry_only_overload_and_engine_failures() -> None:
-    assert {failure.value.status for failure in Failure if failure.value.should_retry is not False} == {
+    assert {
+        failure.value.status for failure in Failure if failure.value.should_retry is not False
+    } == {
         429,
         502,
         503,
@@ -154,7 +156,9 @@ def test_an_unknown_model_at_the_engine_has_the_code_model_not_found() -> None:
             "code": 404,
         }
     }
-    assert parse_error(openai_error_body(404, json.dumps(body).encode()))["code"] == "model_not_found"
+    assert (
+        parse_error(openai_error_body(404, json.dumps(body).encode()))["code"] == "model_not_found"
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,7 +189,12 @@ def test_the_api_page_has_exactly_the_rows_of_the_table() -> None:
         r"^\| (\d{3}) \| `(\w+)` \| (?:`(\w+)`|–) \| (no|yes) \|", API_PAGE, re.MULTILINE
     )
     expected = [
-        (str(row.status), row.error_type, row.code or "", "no" if row.should_retry is False else "yes")
+        (
+            str(row.status),
+            row.error_type,
+            row.code or "",
+            "no" if row.should_retry is False else "yes",
+        )
         for row in (failure.value for failure in Failure)
     ]
     assert sorted(rows) == sorted(expected)

@@ -40,7 +40,12 @@ def parsed(
 ) -> Call:
     body = {"model": "demo", "messages": [{"role": "user", "content": content}]}
     raw = json.dumps(body, separators=separators).encode()
-    return parse_call(raw, Api.CHAT, {"demo": Model()}, CallContext("r", "", NO_PREFERENCES, 0.0, prompt_lengths=prompts))
+    return parse_call(
+        raw,
+        Api.CHAT,
+        {"demo": Model()},
+        CallContext("r", "", NO_PREFERENCES, 0.0, prompt_lengths=prompts),
+    )
 
 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])

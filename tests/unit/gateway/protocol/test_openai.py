@@ -41,7 +41,10 @@ def parsed(
 ) -> Call:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     return parse_call(
-        raw, api, {"demo": Model("demo", context_tokens)}, CallContext("req_1", "acme", NO_PREFERENCES, 0.0)
+        raw,
+        api,
+        {"demo": Model("demo", context_tokens)},
+        CallContext("req_1", "acme", NO_PREFERENCES, 0.0),
     )
 
 

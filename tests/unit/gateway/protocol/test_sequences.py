@@ -44,7 +44,9 @@ def parsed(prompt: Any, most: int = MOST, context_tokens: int | None = None, **o
         prompt if isinstance(prompt, bytes) else json.dumps(prompt).encode(), **others
     )
     model = Model(context_tokens=context_tokens, sequences=most)
-    return parse_call(body, Api.COMPLETIONS, {"demo": model}, CallContext("req_1", "acme", NO_PREFERENCES, 0.0))
+    return parse_call(
+        body, Api.COMPLETIONS, {"demo": model}, CallContext("req_1", "acme", NO_PREFERENCES, 0.0)
+    )
 
 
 def refusal(prompt: Any, most: int = MOST, **others: Any) -> GatewayError:

@@ -31,7 +31,9 @@ class RecordingCap(CapAdmission):
         super().__init__()
         self.asks: list[RoutingQuery] = []
 
-    def decide(self, ask: RoutingQuery, candidates: Sequence[Candidate], room: WaitQueueView) -> Verdict:
+    def decide(
+        self, ask: RoutingQuery, candidates: Sequence[Candidate], room: WaitQueueView
+    ) -> Verdict:
         self.asks.append(ask)
         return super().decide(ask, candidates, room)
 
@@ -51,7 +53,9 @@ def test_a_smaller_model_is_asked_for_less_worth_and_without_a_client_that_retur
     endpoints = stand_in(EndpointTable, SimpleNamespace(ask=lambda *_: question))
     call = cast(Call, SimpleNamespace(request=question.request))
     assert pick_tier(endpoints, {"small": small, "big": big}, big, call) is small
-    assert pick_tier(endpoints, {"small": small, "big": big}, big, call) is None  # its one place is taken
+    assert (
+        pick_tier(endpoints, {"small": small, "big": big}, big, call) is None
+    )  # its one place is taken
     slo = replace(question.request.slo, weight=0.6)
     expected = replace(question, request=replace(question.request, slo=slo), can_return=False)
     assert [recording.asks[0], recording.asks[1]] == [expected, expected]

@@ -217,9 +217,7 @@ async def test_pages_about_certificates_show_the_reference(tmp_path: Path) -> No
     assert shown["file"] == "${CERTIFICATE}"
     (tmp_path / CANARY / "gone").mkdir()
     with pytest.raises(Exception, match="certificate") as refused:
-        load_text(
-            f"version: 1\n{text}".encode(), "g", env | {"CERTIFICATE": str(folder / "gone")}
-        )
+        load_text(f"version: 1\n{text}".encode(), "g", env | {"CERTIFICATE": str(folder / "gone")})
     assert_silent(str(refused.value))
 
 

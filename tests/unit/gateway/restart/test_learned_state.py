@@ -157,7 +157,11 @@ def test_admission_means_and_sessions_are_restored() -> None:
     saved_state.restore_admission(
         after, AdmissionState((0.5, 20.0, 1.5, 1.0, 2.0), 0.8, 90.0, rows)
     )
-    assert (after.sessions.tokens, after.sessions.contains("one"), after.is_calm) == (1000, True, False)
+    assert (after.sessions.tokens, after.sessions.contains("one"), after.is_calm) == (
+        1000,
+        True,
+        False,
+    )
     assert saved_state.admission_state(after) == AdmissionState(
         (0.5, 20.0, 1.5, 1.0, 2.0), 0.8, 90.0, rows
     )

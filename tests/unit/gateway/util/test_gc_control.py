@@ -29,7 +29,10 @@ def test_a_cycle_is_collected_after_an_interval_with_low_load() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize(("in_progress", "every_s"), [(MAX_CALM_REQUESTS, INTERVAL_S), (MAX_CALM_REQUESTS + 1, MAX_INTERVAL_S)])
+@pytest.mark.parametrize(
+    ("in_progress", "every_s"),
+    [(MAX_CALM_REQUESTS, INTERVAL_S), (MAX_CALM_REQUESTS + 1, MAX_INTERVAL_S)],
+)
 def test_under_load_collections_are_rare(in_progress: int, every_s: float) -> None:
     collected_at: list[float] = []
     schedule = GcSchedule(0.0, lambda: collected_at.append(now))

@@ -33,7 +33,9 @@ class Stub:
             FamilyReading(LAG, {(): lag}),
             FamilyReading(OPEN, {(): self.count}),
         ]
-        return WorkerResponse(200, {}, msgspec.msgpack.encode(page) if self.body is None else self.body)
+        return WorkerResponse(
+            200, {}, msgspec.msgpack.encode(page) if self.body is None else self.body
+        )
 
 
 def counted(serving: list[Stub], ending: list[Stub]) -> CounterTotals:
@@ -43,7 +45,10 @@ def counted(serving: list[Stub], ending: list[Stub]) -> CounterTotals:
 
 
 async def test_process_metrics_of_the_supervisor_are_summed_with_those_of_workers() -> None:
-    own = [FamilyReading(OPEN, {(): 2.0}), FamilyReading(FamilySpec("mine", "gauge", "help"), {(): 1.0})]
+    own = [
+        FamilyReading(OPEN, {(): 2.0}),
+        FamilyReading(FamilySpec("mine", "gauge", "help"), {(): 1.0}),
+    ]
     page = (await counted([Stub(5), Stub(7)], []).render_page(own)).decode()
     assert "open 14.0\n" in page
     assert "mine 1.0\n" in page

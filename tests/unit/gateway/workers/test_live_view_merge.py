@@ -151,7 +151,9 @@ def test_one_worker_suffices_to_report_an_endpoint_out_and_pairs_are_summed() ->
         False,
         0.5,
     )
-    assert whole.pairs == {names: PairStatus(4, 1, pytest.approx(0.2), ((0.1,) * 30 + (0.5,)), "tcp")}
+    assert whole.pairs == {
+        names: PairStatus(4, 1, pytest.approx(0.2), ((0.1,) * 30 + (0.5,)), "tcp")
+    }
     assert whole.pairs[names].p95_s == 0.1, "of all handoffs, not the larger percentile"
     assert (whole.handoffs_in_progress, whole.active_requests, whole.config_problem) == (
         3,

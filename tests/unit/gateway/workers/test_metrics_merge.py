@@ -16,7 +16,10 @@ from gateway.workers import metrics_merge
 
 def page(requests: int, up: float, ttft_s: float) -> list[FamilyReading]:
     metrics = Metrics()
-    metrics.pool_by_label = lambda: {("model", 'a "model"\\\n'): "main", ("endpoint", "a:1"): "chat"}
+    metrics.pool_by_label = lambda: {
+        ("model", 'a "model"\\\n'): "main",
+        ("endpoint", "a:1"): "chat",
+    }
     metrics.requests_total.labels('a "model"\\\n', "200", "served").inc(requests)
     metrics.endpoint_up.labels("a:1").set(up)
     metrics.shared_staleness_seconds.set(ttft_s)
@@ -50,7 +53,10 @@ def test_counters_and_histograms_are_summed_and_gauges_follow_their_rules() -> N
 def test_the_page_of_one_worker_is_the_page_of_a_gateway_without_workers(exemplars: bool) -> None:
     alone = page(3, 1.0, 0.002)
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(alone), type=list[FamilyReading])
-    assert text(sent, exemplars=exemplars) == exposition.render_page(alone, exemplars=exemplars).decode()
+    assert (
+        text(sent, exemplars=exemplars)
+        == exposition.render_page(alone, exemplars=exemplars).decode()
+    )
 
 
 def test_each_bucket_has_the_newest_exemplar_of_all_workers() -> None:
@@ -209,7 +215,9 @@ def canary(met: int, late: int, ttft: BucketCounts) -> dict[str, object]:
 
 def test_canary_arms_cover_the_requests_and_observations_of_all_workers() -> None:
     quick, slow = {bucket_of(0.1): 60}, {bucket_of(1.0): 100}
-    (merged,) = metrics_merge.merge_canaries([canary(50, 10, quick), canary(70, 30, slow)])["canaries"]
+    (merged,) = metrics_merge.merge_canaries([canary(50, 10, quick), canary(70, 30, slow)])[
+        "canaries"
+    ]
     primary, other = merged["sides"]
     assert (primary["requests"], primary["goodput"]) == (162, 0.75)
     assert primary["ttft_p50_s"] == primary["ttft_p99_s"] == pytest.approx(1.0, rel=0.011)

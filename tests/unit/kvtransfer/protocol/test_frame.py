@@ -58,7 +58,10 @@ def test_noise_is_no_frame(noise: bytes) -> None:
 
 
 def test_a_header_or_payload_over_the_limit_is_refused_by_its_preamble_alone() -> None:
-    for data in (encode_frame(FrameKind.MESSAGE, bytes(1001)), encode_frame(FrameKind.WINDOW, b"", (1 << 20) + 1)):
+    for data in (
+        encode_frame(FrameKind.MESSAGE, bytes(1001)),
+        encode_frame(FrameKind.WINDOW, b"", (1 << 20) + 1),
+    ):
         with pytest.raises(FrameError, match="over the limit"):
             decode_header(memoryview(data[:PREAMBLE_BYTES]), LIMITS)
 
@@ -73,7 +76,9 @@ def test_a_window_head_decodes_to_the_same(
 
 
 def test_a_windows_frame_is_its_head_in_a_frame() -> None:
-    assert encode_window_frame(HEAD, 9, PayloadProof.XXH3) == encode_frame(FrameKind.WINDOW, pack_head(HEAD), 9, PayloadProof.XXH3)
+    assert encode_window_frame(HEAD, 9, PayloadProof.XXH3) == encode_frame(
+        FrameKind.WINDOW, pack_head(HEAD), 9, PayloadProof.XXH3
+    )
     with pytest.raises(FrameError, match="does not fit"):
         encode_window_frame(HEAD, -1, PayloadProof.NONE)
 
@@ -88,7 +93,10 @@ def test_a_head_that_does_not_fit_or_is_too_short_is_an_error() -> None:
 @pytest.mark.parametrize("verdict", WindowVerdict)
 def test_a_trailer_carries_verdict_and_proof(verdict: WindowVerdict) -> None:
     assert len(encode_trailer(verdict, 99)) == TRAILER_BYTES
-    assert decode_trailer(memoryview(encode_trailer(verdict, 99))) == (verdict, (99).to_bytes(16, "little"))
+    assert decode_trailer(memoryview(encode_trailer(verdict, 99))) == (
+        verdict,
+        (99).to_bytes(16, "little"),
+    )
     assert decode_trailer(memoryview(encode_trailer(verdict, b"t" * 16))) == (verdict, b"t" * 16)
 
 

@@ -109,4 +109,6 @@ def scattered(seed: int, count: int, longest: int) -> ByteRuns:
     """Return runs of 1 to `longest` bytes at random places, disjoint at the sink."""
     rng = np.random.default_rng(seed)
     slots = rng.permutation(SIZE // longest)[:count] * longest
-    return ByteRuns(rng.integers(0, SIZE - longest, count), slots, rng.integers(1, longest + 1, count))
+    return ByteRuns(
+        rng.integers(0, SIZE - longest, count), slots, rng.integers(1, longest + 1, count)
+    )

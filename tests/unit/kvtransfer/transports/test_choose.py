@@ -16,7 +16,9 @@ LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=8, dtype=KvDtype.BF16, block_to
 
 
 def card(host: str, *transports: str) -> AgentCard:
-    return AgentCard("a", bytes(16), LAYOUT, host=host, addresses=dict.fromkeys(transports, "somewhere"))
+    return AgentCard(
+        "a", bytes(16), LAYOUT, host=host, addresses=dict.fromkeys(transports, "somewhere")
+    )
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,9 @@ def admit(busy: int, room_for: int, waiting: int, drain: DrainRate, now: float) 
 
 def test_capacity_is_the_sum_of_the_available_endpoints_caps() -> None:
     assert (
-        total_capacity([candidate(0, cap=24), candidate(1, cap=8), candidate(2, cap=24, available=False)])
+        total_capacity(
+            [candidate(0, cap=24), candidate(1, cap=8), candidate(2, cap=24, available=False)]
+        )
         == 32
     )
 
@@ -77,7 +79,9 @@ def test_a_request_that_would_time_out_is_refused_at_once() -> None:
 
 
 def test_a_request_past_its_deadline_is_refused_at_once_with_both_times() -> None:
-    verdict = shed(CapAdmission().decide(asking(60.0, deadline_s=61.5), (), View(24, 24, 2, draining(1.0))))
+    verdict = shed(
+        CapAdmission().decide(asking(60.0, deadline_s=61.5), (), View(24, 24, 2, draining(1.0)))
+    )
     assert verdict.reason == "deadline"
     assert verdict.detail.startswith(
         "The client gives up in 1.5 s and the first token is expected in 2.9 s."

@@ -33,12 +33,22 @@ def after(
 
 def test_three_failures_in_a_row_eject() -> None:
     assert after(UP, HealthEvent.FAILED, HealthEvent.TIMED_OUT).state is HealthState.UP
-    assert after(UP, HealthEvent.FAILED, HealthEvent.TIMED_OUT, HealthEvent.FAILED).state is HealthState.EJECTED
+    assert (
+        after(UP, HealthEvent.FAILED, HealthEvent.TIMED_OUT, HealthEvent.FAILED).state
+        is HealthState.EJECTED
+    )
 
 
 def test_a_success_between_failures_resets_the_count() -> None:
     assert (
-        after(UP, HealthEvent.FAILED, HealthEvent.FAILED, HealthEvent.SUCCEEDED, HealthEvent.FAILED, HealthEvent.FAILED).state
+        after(
+            UP,
+            HealthEvent.FAILED,
+            HealthEvent.FAILED,
+            HealthEvent.SUCCEEDED,
+            HealthEvent.FAILED,
+            HealthEvent.FAILED,
+        ).state
         is HealthState.UP
     )
 
@@ -74,7 +84,10 @@ def test_a_good_probe_after_the_backoff_leads_back_through_three_good_answers() 
     assert is_probe_due(ejected, 1.0)
     returning = after(ejected, HealthEvent.PROBE_OK, now=1.0)
     assert returning.state is HealthState.RETURNING
-    assert after(returning, HealthEvent.SUCCEEDED, HealthEvent.SUCCEEDED).state is HealthState.RETURNING
+    assert (
+        after(returning, HealthEvent.SUCCEEDED, HealthEvent.SUCCEEDED).state
+        is HealthState.RETURNING
+    )
     assert after(returning, *[HealthEvent.SUCCEEDED] * 3).state is HealthState.UP
 
 
@@ -88,7 +101,9 @@ def test_the_backoff_doubles_with_each_return_that_ends_badly_up_to_five_minutes
     health, lengths = UP, []
     for _ in range(12):
         now = health.until
-        health = after(after(health, HealthEvent.PROBE_OK, now=now), HealthEvent.CONNECT_FAILED, now=now)
+        health = after(
+            after(health, HealthEvent.PROBE_OK, now=now), HealthEvent.CONNECT_FAILED, now=now
+        )
         lengths.append(health.until - now)
     assert lengths == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300]
 
@@ -104,7 +119,9 @@ def test_a_probe_that_goes_well_ends_a_long_backoff_where_no_other_endpoint_is_a
     for state in (HealthState.EJECTED, HealthState.DEAD):
         out = Health(state, since=10.0, until=70.0, ejections=7)
         assert after(out, HealthEvent.PROBE_OK, now=11.0) is out
-        assert after(out, HealthEvent.PROBE_OK_NEEDED, now=10.9) is out, "it flaps: a second at least"
+        assert after(out, HealthEvent.PROBE_OK_NEEDED, now=10.9) is out, (
+            "it flaps: a second at least"
+        )
         assert after(out, HealthEvent.PROBE_OK_NEEDED, now=11.0).state is HealthState.RETURNING
     first = after(UP, HealthEvent.CONNECT_FAILED)
     assert after(first, HealthEvent.PROBE_OK_NEEDED).state is HealthState.RETURNING
@@ -140,9 +157,13 @@ def test_a_flapping_endpoint_is_ejected_less_than_once_a_minute_in_the_long_run(
         down = now % 4 >= 2
         before = health.state
         if is_probe_due(health, now):
-            health = after(health, HealthEvent.PROBE_FAILED if down else HealthEvent.PROBE_OK, now=now)
+            health = after(
+                health, HealthEvent.PROBE_FAILED if down else HealthEvent.PROBE_OK, now=now
+            )
         if health.state in (HealthState.UP, HealthState.RETURNING):
-            health = after(health, HealthEvent.CONNECT_FAILED if down else HealthEvent.SUCCEEDED, now=now)
+            health = after(
+                health, HealthEvent.CONNECT_FAILED if down else HealthEvent.SUCCEEDED, now=now
+            )
         if health.state is HealthState.EJECTED and before is not HealthState.EJECTED:
             ejections.append(now)
     late = [moment for moment in ejections if moment > 300]
@@ -172,7 +193,10 @@ def test_jitter_spreads_returns() -> None:
 def test_an_engine_that_reports_dead_is_dead_in_any_state() -> None:
     for state in (HealthState.UP, HealthState.RETURNING, HealthState.EJECTED):
         assert after(Health(state), HealthEvent.ENGINE_DEAD).state is HealthState.DEAD
-    assert after(Health(HealthState.DEAD, until=5.0), HealthEvent.PROBE_OK, now=5.0).state is HealthState.RETURNING
+    assert (
+        after(Health(HealthState.DEAD, until=5.0), HealthEvent.PROBE_OK, now=5.0).state
+        is HealthState.RETURNING
+    )
 
 
 def test_passive_evidence_ejects_half_a_pool_at_most() -> None:
@@ -184,7 +208,9 @@ def test_passive_evidence_ejects_half_a_pool_at_most() -> None:
 def test_the_last_living_endpoint_is_never_ejected() -> None:
     out = Health(HealthState.EJECTED, until=9.0)
     assert available_endpoints([out], LIMITS) == [True]
-    assert available_endpoints([out, Health(HealthState.DEAD), Health(HealthState.DEAD)], LIMITS) == [True, False, False]
+    assert available_endpoints(
+        [out, Health(HealthState.DEAD), Health(HealthState.DEAD)], LIMITS
+    ) == [True, False, False]
     assert available_endpoints([out, out], LIMITS).count(True) == 1
 
 

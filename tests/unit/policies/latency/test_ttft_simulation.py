@@ -137,7 +137,10 @@ def test_a_first_token_despite_full_modelled_kv_corrects_kv_and_steps() -> None:
     entry = ledger.book(load, request(8000), 7500, now)
     timeline = load.timeline
     timeline.advance(load, now + 0.05)
-    steps, lacking = timeline.prefill_steps, timeline.needed_kv_tokens(entry) - timeline.free_kv_tokens(load)
+    steps, lacking = (
+        timeline.prefill_steps,
+        timeline.needed_kv_tokens(entry) - timeline.free_kv_tokens(load),
+    )
     assert (timeline.is_busy, lacking > 5000) == (False, True)
     entry.on_first_token(now + 0.1)
     assert (timeline.prefill_steps, timeline.queued_tokens) == (steps + 1, 0)

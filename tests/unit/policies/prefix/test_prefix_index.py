@@ -40,7 +40,9 @@ def test_a_long_prompt_is_believed_to_within_a_hundredth_and_has_entries_for_a_q
     index.insert(PRINTS.fingerprint(b"", text), 0, 3000)
     assert index.stats().blocks < 750
     for blocks in (64, 256, 257, 700, 1777, 2999):
-        believed = index.match(PRINTS.fingerprint(b"", text[: blocks * BLOCK] + bytes(BLOCK)), blocks + 1)[0]
+        believed = index.match(
+            PRINTS.fingerprint(b"", text[: blocks * BLOCK] + bytes(BLOCK)), blocks + 1
+        )[0]
         assert blocks * 127 / 128 - 1 <= believed <= blocks
 
 

@@ -370,21 +370,6 @@ def test_fuzzed_streams_end_in_a_frame_error_or_in_what_was_sent_and_never_write
 def test_noise_yields_no_message(noise: bytes) -> None:
     with pipe() as channel:
         with contextlib.suppress(FrameError):
-            feed(made, noise)
-        assert not made.ear.heard
-        assert not made.sink.bytes.any()
-
-
-def test_an_idle_link_has_small_buffers_only_and_an_ended_one_has_none() -> None:
-    """A client without the key can open links, and ended links wait for a garbage collection."""
-    with pipe() as idle:
-        assert len(idle.out._small) == 0
-        assert idle.inn._scratch is None
-        runs = scattered(1, 20, 4096)
-        head = idle.put(runs)
-        idle.flow()
-        assert (head, Verdict.OK) in idle.ear.heard
-        idle.out.release()
-        idle.inn.release()
-        assert len(idle.out._small) == len(idle.inn._stage) == 0
-        assert idle.out._bounce.size == idle.inn._bounce.size == 0
+            feed(channel, noise)
+        assert not channel.ear.heard
+        assert not channel.sink.bytes.any()
