@@ -117,5 +117,5 @@ class Policy(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         first = tuple(filter_ for filter_ in self.filters if not isinstance(filter_, RetryFilter))
-        msgspec.structs.force_setattr(self, "first_filters", first)
+        msgspec.structs.force_setattr(self, "first_attempt_filters", first)
         msgspec.structs.force_setattr(self, "score", weighted_sum(self.scorers))

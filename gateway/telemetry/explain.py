@@ -21,7 +21,7 @@ from policies.model import Candidate, Pick, RoutingQuery
 EndedExchange = tuple[Exchange, TokenUsage, int, float]
 """An ended exchange, the engine's token counts, the response's events, the end (monotonic)."""
 
-_NUMBERS = tuple(name for name in LOAD_FIELDS if name not in ("belief", "entries", "timeline"))
+_NUMBERS = tuple(name for name in LOAD_FIELDS if name not in ("belief", "bookings", "timeline"))
 load_values = attrgetter(*_NUMBERS)
 
 

@@ -105,7 +105,7 @@ class FaultyLink:
     def __init__(self, inner: Link, end: FaultyTransport) -> None:
         self._inner, self._end = inner, end
         self.transport, self.peer = inner.transport, inner.peer
-        self.window_bytes, self.one_sided = inner.window_bytes, inner.is_one_sided
+        self.window_bytes, self.is_one_sided = inner.window_bytes, inner.is_one_sided
         self.lanes = inner.lanes if isinstance(inner, MultiLaneLink) else 1
 
     @property

@@ -111,7 +111,7 @@ class TrialEngine:
         waits = {
             "beat_s": 0.05 * pace,
             "handshake_s": (1.25 if transports[0].name == "rdma" else 0.3) * pace,
-            "patience_s": 0.6 * pace,
+            "invite_wait_s": 0.6 * pace,
         }
         options = AgentOptions(window_bytes=2 << 10, budget_bytes=6 << 10, **waits)
         self.agent = Agent(

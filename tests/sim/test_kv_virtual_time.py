@@ -97,7 +97,7 @@ def test_a_small_urgent_transfer_overtakes_a_large_one() -> None:
     assert world.clock.now() - began < (1 << 20) / 50e6 + BLOCK_BYTES / 50e6 + 0.01
     assert bulk.outcome is None
     assert world.until_ended([bulk, big, small], 60)
-    assert bulk.outcome.landed  # type: ignore[union-attr]
+    assert bulk.outcome.has_landed  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])

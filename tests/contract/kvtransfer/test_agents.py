@@ -91,7 +91,7 @@ async def test_blocks_that_were_not_reserved_stay_as_they_are(transport: str) ->
                     source.agent.address, "r", into, 48, ticket=offer.ticket
                 ).wait_ended()
             )
-        ).landed
+        ).has_landed
         for region in sink.regions:
             by_block = region.bytes.reshape(32, -1)
             assert (by_block[into] == 0x55).all()
@@ -108,8 +108,8 @@ async def test_an_invitation_waits_for_its_offer(transport: str) -> None:
         )
         cache.write(SMALL, source.regions, [1, 2, 3])
         offer = source.agent.offer("later", [1, 2, 3], 40, public=True)
-        assert (await soon(landing.wait_ended())).landed
-        assert (await soon(offer.wait_ended())).landed
+        assert (await soon(landing.wait_ended())).has_landed
+        assert (await soon(offer.wait_ended())).has_landed
         assert cache.differs(SMALL, sink.regions, [4, 5, 6]) == 0
 
 
@@ -129,7 +129,7 @@ async def test_layers_are_sent_as_they_are_computed(transport: str) -> None:
             # With one-sided writes no progress is reported before the fence.
             assert transport == "rdma" or await soon(landing.wait_layers(layer)), landing.outcome
             observations.append(landing.layers)
-        assert (await soon(landing.wait_ended())).landed
+        assert (await soon(landing.wait_ended())).has_landed
         assert landing.layers == 4
         assert observations == ([0] * 4 if transport == "rdma" else [1, 2, 3, 4])
         assert cache.differs(layout, sink.regions, [10]) == 0
@@ -143,7 +143,7 @@ async def test_tokens_that_are_there_already_are_not_touched(transport: str) -> 
         landing = sink.agent.fetch(
             source.agent.address, "r", [0, 1, 2, 3], 64, ticket=offer.ticket, skip_tokens=32
         )
-        assert (await soon(landing.wait_ended())).landed
+        assert (await soon(landing.wait_ended())).has_landed
         assert cache.differs(shaped(tp=4), sink.regions, [0, 1, 2, 3], skip=32) == 0
         assert not any(region.bytes.reshape(32, -1)[:2].any() for region in sink.regions)
 
@@ -154,8 +154,8 @@ async def test_an_agent_fetches_from_itself(transport: str) -> None:
         cache.write(SMALL, alone.regions, [0, 1])
         offer = alone.agent.offer("r", [0, 1], 32)
         landing = alone.agent.fetch(alone.agent.address, "r", [20, 21], 32, ticket=offer.ticket)
-        assert (await soon(landing.wait_ended())).landed
-        assert (await soon(offer.wait_ended())).landed
+        assert (await soon(landing.wait_ended())).has_landed
+        assert (await soon(offer.wait_ended())).has_landed
         assert cache.differs(SMALL, alone.regions, [20, 21]) == 0
 
 
@@ -216,8 +216,8 @@ async def test_a_ticket_is_valid_for_its_own_offer_once(transport: str) -> None:
                     source.agent.address, "one", [5], 16, ticket=one.ticket
                 ).wait_ended()
             )
-        ).landed
-        assert (await soon(one.wait_ended())).landed
+        ).has_landed
+        assert (await soon(one.wait_ended())).has_landed
         assert await refused(source, sink, "one", one.ticket) is EndReason.TICKET_SPENT
         again = source.agent.offer("one", [3], 16)
         assert await refused(source, sink, "one", one.ticket) is EndReason.TICKET_SPENT
@@ -233,7 +233,7 @@ async def test_an_offer_is_claimed_once(transport: str) -> None:
         await until(lambda: source.agent.stats()["leases"]["claimed"], "not claimed")
         assert await refused(source, sink, "r", None) is EndReason.NAME_TAKEN
         offer.mark_ready(4)
-        assert (await soon(first.wait_ended())).landed
+        assert (await soon(first.wait_ended())).has_landed
         assert source.agent.stats()["refused"] == {EndReason.NAME_TAKEN: 1}
 
 
@@ -285,7 +285,7 @@ async def test_an_offer_for_one_agent_is_refused_to_others(transport: str) -> No
                     source.agent.address, "m", [4], 16, ticket=mine.ticket
                 ).wait_ended()
             )
-        ).landed
+        ).has_landed
         offer.revoke()
 
 
@@ -368,8 +368,8 @@ async def test_a_landing_repeated_before_there_is_a_link_is_served(transport: st
             first.cancel("client left")
             again = sink.agent.fetch(source.agent.address, "r", [6], 16, ticket=offer.ticket)
         assert (await soon(first.wait_ended())).kind is OutcomeKind.CANCELLED
-        assert (await soon(again.wait_ended())).landed
-        assert (await soon(offer.wait_ended())).landed
+        assert (await soon(again.wait_ended())).has_landed
+        assert (await soon(offer.wait_ended())).has_landed
 
 
 async def seconds_to_cancel(source: Group, sink: Group, name: str) -> float:
@@ -419,7 +419,7 @@ async def test_a_lease_runs_out_unless_renewed(transport: str) -> None:
         assert await refused(source, sink, "short", short.ticket) is EndReason.TICKET_EXPIRED
         assert not short.renew(1)
         landing = sink.agent.fetch(source.agent.address, "kept", [4], 16, ticket=kept_offer.ticket)
-        assert (await soon(landing.wait_ended())).landed
+        assert (await soon(landing.wait_ended())).has_landed
 
 
 async def test_a_landing_has_a_deadline(transport: str) -> None:
@@ -429,7 +429,7 @@ async def test_a_landing_has_a_deadline(transport: str) -> None:
             await soon(
                 sink.agent.fetch(source.agent.address, "opens the link", [6], 16).wait_ended()
             )
-        ).landed
+        ).has_landed
         offer = source.agent.offer("r", [0], 16, ready_layers=0, public=True)
         landing = sink.agent.fetch(source.agent.address, "r", [5], 16, timeout_s=PATIENCE_S / 100)
         end = await soon(landing.wait_ended())
@@ -501,7 +501,7 @@ async def test_a_dead_link_is_replaced(transport: str) -> None:
         for name in ("one", "two"):
             offer = source.agent.offer(name, [0], 16)
             landing = sink.agent.fetch(source.agent.address, name, [5], 16, ticket=offer.ticket)
-            assert (await soon(landing.wait_ended())).landed
+            assert (await soon(landing.wait_ended())).has_landed
             await soon(offer.wait_ended())
             for link in list(source.agent._board._peer_links):
                 link.close()

@@ -153,7 +153,7 @@ async def test_silence_is_not_waited_for(transport: str) -> None:
 
 
 async def test_unproven_links_are_limited(transport: str) -> None:
-    async with offering_agent(transport, most_strangers=2) as here:
+    async with offering_agent(transport, max_unproven_links=2) as here:
         strangers = []
         for _ in range(5):
             with suppress(TransportError):  # refused while it was still dialling

@@ -17,7 +17,7 @@ from policies.ledger import LoadBooking, own_load, set_peer_load
 from policies.load import EndpointLoad
 from policies.model import Request
 
-OUTLOOK = ("token_s", "pair_s", "fixed_s", "step_s", "sequence_s", "context_s", "kv_s")
+OUTLOOK = ("prefill_s_per_token", "attention_s_per_pair", "fixed_ttft_s", "decode_s_per_token", "decode_s_per_sequence", "decode_s_per_context_token", "s_per_freed_kv_token")
 COUNTS = (
     "in_flight",
     "answers",
@@ -35,7 +35,7 @@ class Ledger(RuleBasedStateMachine):
     events.
     """
 
-    entries = Bundle("entries")
+    entries = Bundle("bookings")
 
     def __init__(self) -> None:
         super().__init__()

@@ -68,7 +68,7 @@ def test_least_loaded_counts_requests_when_tokens_are_equal() -> None:
 
 
 def test_least_loaded_counts_external_requests_of_a_fresh_scrape_only() -> None:
-    crowded = {"strangers": 10, "in_flight": 2}
+    crowded = {"external_requests": 10, "in_flight": 2}
     mine = candidate(1, in_flight=4)
     assert chosen("least_loaded", [candidate(0, scraped_at=98.0, **crowded), mine]) == "tp1"
     assert chosen("least_loaded", [candidate(0, scraped_at=90.0, **crowded), mine]) == "tp0"
@@ -183,8 +183,8 @@ def test_a_pick_records_candidates_and_scores() -> None:
     ("candidates", "tried", "reason"),
     [
         ([], (), "no_candidates"),
-        ([candidate(0, available=False)], (), "available"),
-        ([candidate(0), candidate(1, available=False)], ("tp0",), "untried"),
+        ([candidate(0, is_available=False)], (), "available"),
+        ([candidate(0), candidate(1, is_available=False)], ("tp0",), "untried"),
         ([candidate(0, cap=2, in_flight=2)], (), "below_cap"),
     ],
 )

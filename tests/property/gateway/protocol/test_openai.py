@@ -31,7 +31,7 @@ class Model(NamedTuple):
     served_model: str = "demo"
     context_tokens: int | None = None
     slo: Slo = STANDARD
-    low_first: bool = True
+    is_low_first: bool = True
     sequences: int = 256
 
 

@@ -371,7 +371,7 @@ def test_the_usage_of_a_continued_stream_keeps_the_details_of_its_prompt(
             b'"total_tokens"', json.dumps(detailed).encode()[1:-1] + b', "total_tokens"'
         )
         out = LedgerRecorder(ledger, show, "served", "asked").feed(
-            stream_bytes, sse=True, ended=False
+            stream_bytes, is_sse=True, is_complete=False
         )
         if begun:
             ledger.prepare_rest()

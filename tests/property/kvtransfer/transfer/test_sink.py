@@ -51,7 +51,7 @@ ADDRESSES = ("a:1", "b:2")
 class FakeLink:
     """The part of a link that the sink uses."""
 
-    transport, peer, received_bytes, window_bytes, one_sided = "fake", "p", 0, 1 << 20, False
+    transport, peer, received_bytes, window_bytes, is_one_sided = "fake", "p", 0, 1 << 20, False
 
 
 class World:
@@ -118,7 +118,7 @@ class World:
                     self.resolved[number] = end.kind
                 case ReportLayers(number, layers):
                     assert number not in self.resolved
-                    assert number in self.fenced or not self.invited[number].one_sided
+                    assert number in self.fenced or not self.invited[number].is_one_sided
                     assert self.layers.get(number, 0) < layers <= LAYOUT.layers
                     self.layers[number] = layers
                 case ComputePlan(work):
@@ -188,7 +188,7 @@ class World:
                 self.obey(self.book.on_link_failed(address, EndReason.UNREACHABLE, "", self.now))
             else:
                 self.links[address] = FakeLink()
-                self.links[address].one_sided = self.rng.random() < 0.5
+                self.links[address].is_one_sided = self.rng.random() < 0.5
                 self.obey(self.book.on_linked(address, self.links[address], LAYOUT, "p", self.now))
 
     def accept(self) -> None:

@@ -47,7 +47,7 @@ SOURCE = AgentCard("p", b"p" * 16, LAYOUT)
 class FakeLink:
     """The part of a link that the source uses."""
 
-    transport, peer, received_bytes, window_bytes, one_sided = "fake", "d", 0, 200, False
+    transport, peer, received_bytes, window_bytes, is_one_sided = "fake", "d", 0, 200, False
 
 
 class World:

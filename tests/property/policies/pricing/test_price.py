@@ -42,10 +42,10 @@ prices = st.builds(
 
 
 WORSE: dict[str, st.SearchStrategy[float]] = {
-    "ready_at": st.floats(0.0, 100.0),
+    "prefill_done_at": st.floats(0.0, 100.0),
     "kv_booked": st.integers(0, 10**6),
-    "kv_free": st.integers(-(10**6), 0),
-    "regret": share,
+    "free_kv_tokens": st.integers(-(10**6), 0),
+    "eviction_regret": share,
 }
 """What may be added to a number of an endpoint's without making it cheaper."""
 

@@ -29,12 +29,12 @@ TENANTS = [
 class Model:
     """The model info that parse_call() needs."""
 
-    def __init__(self, slo: Slo, low_first: bool = True) -> None:
-        self.served_model, self.context_tokens, self.slo, self.low_first = (
+    def __init__(self, slo: Slo, is_low_first: bool = True) -> None:
+        self.served_model, self.context_tokens, self.slo, self.is_low_first = (
             "demo",
             None,
             slo,
-            low_first,
+            is_low_first,
         )
         self.sequences = 256
 
@@ -46,7 +46,7 @@ def levels(**sections: Any) -> ServiceClasses:
 def call(
     wish: RequestPreferences,
     body: bytes = b"",
-    low_first: bool = True,
+    is_low_first: bool = True,
     arrived_s: float = 100.0,
     tenant: str = "",
 ) -> Call:
@@ -55,7 +55,7 @@ def call(
     return parse_call(
         raw,
         Api.COMPLETIONS,
-        {"demo": Model(usual, low_first)},
+        {"demo": Model(usual, is_low_first)},
         CallContext("r", tenant, wish, arrived_s),
     )
 
@@ -199,7 +199,7 @@ def test_a_tenants_priority_is_limited_from_above() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "low_first", "expected"),
+    ("body", "is_low_first", "expected"),
     [
         (b',"priority":2', True, -2),
         (b',"priority":2', False, 2),
@@ -211,9 +211,9 @@ def test_a_tenants_priority_is_limited_from_above() -> None:
     ],
 )
 def test_the_bodys_priority_is_interpreted_like_the_engine_does(
-    body: bytes, low_first: bool, expected: int
+    body: bytes, is_low_first: bool, expected: int
 ) -> None:
-    parsed = call(NO_PREFERENCES, body, low_first)
+    parsed = call(NO_PREFERENCES, body, is_low_first)
     assert parsed.request.priority == expected
     assert b"priority" not in parsed.body
 

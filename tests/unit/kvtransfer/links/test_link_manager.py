@@ -32,7 +32,7 @@ from tests.contract.kvtransfer.links import PATIENCE_S
 class FakeLink:
     """The part of a link that LinkManager uses."""
 
-    transport, peer, received_bytes, window_bytes, one_sided = "fake", "x", 0, 1 << 20, False
+    transport, peer, received_bytes, window_bytes, is_one_sided = "fake", "x", 0, 1 << 20, False
 
 
 def test_occasional_bytes_do_not_extend_the_time_for_the_proof() -> None:

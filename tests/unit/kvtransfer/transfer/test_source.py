@@ -30,7 +30,7 @@ LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_to
 
 
 class FakeLink:
-    transport, peer, received_bytes, window_bytes, one_sided = "fake", "d", 0, 200, False
+    transport, peer, received_bytes, window_bytes, is_one_sided = "fake", "d", 0, 200, False
 
 
 def book_and_link(agent: str) -> tuple[TransferSource, FakeLink]:

@@ -34,7 +34,7 @@ def admit(busy: int, room_for: int, waiting: int, drain: DrainRate, now: float) 
 def test_capacity_is_the_sum_of_the_available_endpoints_caps() -> None:
     assert (
         total_capacity(
-            [candidate(0, cap=24), candidate(1, cap=8), candidate(2, cap=24, available=False)]
+            [candidate(0, cap=24), candidate(1, cap=8), candidate(2, cap=24, is_available=False)]
         )
         == 32
     )

@@ -42,7 +42,7 @@ def asking(
 def queued(seconds: float, count: int = 2) -> list[Candidate]:
     """Return endpoints whose queues take this many seconds."""
     return [
-        candidate(slot, ready_at=NOW + seconds, in_flight=4, kv_tokens=600_000.0)
+        candidate(slot, prefill_done_at=NOW + seconds, in_flight=4, kv_tokens=600_000.0)
         for slot in range(count)
     ]
 
@@ -347,7 +347,7 @@ def test_a_late_waiting_request_is_refused_only_while_there_is_a_price() -> None
 def test_requests_wait_while_no_endpoint_would_begin_them_soon() -> None:
     priced = admission()
     assert isinstance(priced.decide(asking(), queued(2.0), View()), Wait)
-    one_free = [*queued(2.0), candidate(2, ready_at=NOW)]
+    one_free = [*queued(2.0), candidate(2, prefill_done_at=NOW)]
     assert isinstance(priced.decide(asking(), one_free, View()), Admit)
 
 
@@ -402,7 +402,7 @@ def test_the_fast_path_is_open_only_while_the_admission_is_calm() -> None:
 
 def test_no_request_waits_without_an_endpoint() -> None:
     assert shed(admission().decide(asking(), [], View(capacity=0))).reason == "no_capacity"
-    down = [candidate(0, available=False)]
+    down = [candidate(0, is_available=False)]
     assert shed(admission().decide(asking(), down, View(capacity=24))).reason == "no_capacity"
 
 

@@ -125,7 +125,7 @@ def test_the_fleets_memory_is_known_when_everybodys_is() -> None:
     known = [
         candidate(0, kv_tokens=100.0),
         candidate(1, kv_tokens=50.0),
-        candidate(2, available=False),
+        candidate(2, is_available=False),
     ]
     assert fleet_kv_tokens(known) == 150.0
     assert fleet_kv_tokens([*known, candidate(3)]) is None

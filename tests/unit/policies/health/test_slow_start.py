@@ -24,14 +24,14 @@ def test_the_ceiling_only_grows_and_never_is_below_one_or_above_the_cap_before_i
 
 
 def test_an_endpoint_in_slow_start_is_skipped_at_its_soft_cap_while_others_have_room() -> None:
-    warming, other = candidate(0, CAP, in_flight=3, ceiling=3), candidate(1, CAP, in_flight=20)
+    warming, other = candidate(0, CAP, in_flight=3, soft_cap=3), candidate(1, CAP, in_flight=20)
     assert below_cap(ask(), [warming, other]) == [other]
     warming.load.in_flight = 2
     assert below_cap(ask(), [warming, other]) == [warming, other]
 
 
 def test_no_request_waits_or_is_refused_because_of_slow_start() -> None:
-    warming, other = candidate(0, CAP, in_flight=3, ceiling=3), candidate(1, CAP, in_flight=CAP)
+    warming, other = candidate(0, CAP, in_flight=3, soft_cap=3), candidate(1, CAP, in_flight=CAP)
     assert below_cap(ask(), [warming, other]) == [warming]
     assert below_cap(ask(), [warming]) == [warming]
     warming.load.in_flight = CAP

@@ -45,14 +45,14 @@ def test_a_busy_tier_costs_more_and_a_late_tier_is_left_out() -> None:
     question = replace(
         question, request=replace(question.request, arrived_s=98.0, slo=Slo(ttft_s=5.0))
     )
-    busy = ModelTier("busy", (candidate(0, ready_at=102.0),), 0.1)
+    busy = ModelTier("busy", (candidate(0, prefill_done_at=102.0),), 0.1)
     idle = ModelTier("idle", (candidate(1),), 0.3)
-    late = ModelTier("late", (candidate(2, ready_at=103.5),), 0.0)
+    late = ModelTier("late", (candidate(2, prefill_done_at=103.5),), 0.0)
     assert [tier.name for tier, _ in alternatives(question, [busy, idle, late])] == ["idle", "busy"]
 
 
 def test_a_tier_without_endpoints_or_context_is_left_out() -> None:
-    down = ModelTier("down", (candidate(0, available=False),))
+    down = ModelTier("down", (candidate(0, is_available=False),))
     small = ModelTier("small", (sized(1, 512),))
     assert alternatives(ask(1000, 100), [down, small]) == []
 
@@ -62,5 +62,5 @@ def test_a_budget_that_is_used_up_leaves_no_tier() -> None:
     question = replace(
         question, request=replace(question.request, arrived_s=100.0, slo=Slo(ttft_s=5.0))
     )
-    free = candidate(0, ready_at=0.0, fixed_s=0.0, token_s=0.0, pair_s=0.0)
+    free = candidate(0, prefill_done_at=0.0, fixed_ttft_s=0.0, prefill_s_per_token=0.0, attention_s_per_pair=0.0)
     assert alternatives(question, [ModelTier("free", (free,))]) == []

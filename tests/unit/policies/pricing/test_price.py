@@ -26,13 +26,13 @@ def outlook(slot: int, **numbers: object) -> Candidate:
     Keywords set more.
     """
     usual: dict[str, object] = {
-        "ready_at": 0.0,
-        "token_s": 6e-5,
-        "pair_s": 1e-9,
-        "fixed_s": 0.03,
-        "step_s": 0.02,
-        "sequence_s": 1e-5,
-        "context_s": 1e-8,
+        "prefill_done_at": 0.0,
+        "prefill_s_per_token": 6e-5,
+        "attention_s_per_pair": 1e-9,
+        "fixed_ttft_s": 0.03,
+        "decode_s_per_token": 0.02,
+        "decode_s_per_sequence": 1e-5,
+        "decode_s_per_context_token": 1e-8,
         "kv_tokens": 600_000.0,
     }
     return candidate(slot, cap=1000, **(usual | numbers))
@@ -55,7 +55,7 @@ def levelled(factors: Sequence[float], unknown: Sequence[int] = ()) -> list[floa
 
 def test_the_parts_of_a_price_add_up_to_minus_its_score() -> None:
     fleet = [
-        outlook(slot, ready_at=100.0 + slot, kv_booked=90_000 * slot, expected_tokens=900 * slot)
+        outlook(slot, prefill_done_at=100.0 + slot, kv_booked=90_000 * slot, expected_tokens=900 * slot)
         for slot in range(5)
     ]
     question = ask(9000, 300, cached=[0, 4096, 0, 8192])
@@ -86,20 +86,20 @@ def test_prompts_computed_for_other_endpoints_have_nothing_to_lose_where_they_ar
 def test_a_wait_for_kv_delays_only_the_own_first_token() -> None:
     question = ask(8000, 300)
     roomy, full = (
-        outlook(0, answers=20, expected_tokens=7000, kv_free=free, kv_s=5e-4)
+        outlook(0, answers=20, expected_tokens=7000, free_kv_tokens=free, s_per_freed_kv_token=5e-4)
         for free in (9000.0, 4000.0)
     )
     assert term(question, full, "ttft") > 10 * term(question, roomy, "ttft")
     assert term(question, full, "others") == term(question, roomy, "others")
-    behind = outlook(1, kv_free=4000.0, kv_s=5e-4, ready_at=103.0)
-    assert term(question, behind, "ttft") == term(question, outlook(2, ready_at=103.0), "ttft")
+    behind = outlook(1, free_kv_tokens=4000.0, s_per_freed_kv_token=5e-4, prefill_done_at=103.0)
+    assert term(question, behind, "ttft") == term(question, outlook(2, prefill_done_at=103.0), "ttft")
 
 
 def test_a_queue_delays_the_own_first_token_and_running_answers() -> None:
     question, idle, queue = (
         ask(4000, 300),
         outlook(0, expected_tokens=7000),
-        outlook(1, expected_tokens=7000, ready_at=103.0),
+        outlook(1, expected_tokens=7000, prefill_done_at=103.0),
     )
     assert term(question, queue, "ttft") > 10 * term(question, idle, "ttft")
     assert term(question, queue, "others") > term(question, idle, "others")
@@ -108,14 +108,14 @@ def test_a_queue_delays_the_own_first_token_and_running_answers() -> None:
 
 def test_a_first_token_at_its_budget_costs_one_request() -> None:
     question = ask(1000, 100)
-    at_budget = outlook(0, fixed_s=0.0, token_s=5.0 / 1000, pair_s=0.0)
+    at_budget = outlook(0, fixed_ttft_s=0.0, prefill_s_per_token=5.0 / 1000, attention_s_per_pair=0.0)
     assert term(question, at_budget, "ttft") == pytest.approx(1.0)
 
 
 def test_a_request_that_is_lost_anyway_loses_little_more_by_waiting() -> None:
     question = ask(1000, 100)
     steps = [
-        term(question, outlook(0, ready_at=100.0 + 5.0 * waits), "ttft") for waits in (1, 2, 3)
+        term(question, outlook(0, prefill_done_at=100.0 + 5.0 * waits), "ttft") for waits in (1, 2, 3)
     ]
     assert 0.0 < steps[2] - steps[1] == pytest.approx(PricedPolicy().overdue)
     assert steps[1] - steps[0] > steps[2] - steps[1]
@@ -129,20 +129,20 @@ def test_a_prefix_cached_elsewhere_makes_prefill_here_redundant() -> None:
 
 
 def test_an_endpoint_with_eviction_regret_costs_more_to_fill() -> None:
-    question, calm, thrashing = ask(20_000, 300), outlook(0), outlook(1, regret=0.5)
+    question, calm, thrashing = ask(20_000, 300), outlook(0), outlook(1, eviction_regret=0.5)
     assert term(question, thrashing, "work") == pytest.approx(2.5 * term(question, calm, "work"))
 
 
 def test_a_full_memory_repels_more_than_a_long_way_to_the_next_free_one() -> None:
     question = ask(8000, 300)
-    full, free = outlook(0, kv_booked=1_200_000), outlook(1, kv_booked=60_000, ready_at=100.5)
+    full, free = outlook(0, kv_booked=1_200_000), outlook(1, kv_booked=60_000, prefill_done_at=100.5)
     assert term(question, full, "kv") > term(question, free, "kv")
     assert PRICES.scores(question, [full, free])[1] > PRICES.scores(question, [full, free])[0]
 
 
 def test_a_scrape_counts_external_requests_only_while_fresh() -> None:
     question = ask(4000, 300)
-    load = {"strangers": 5, "waiting": 3, "kv_usage": 0.9}
+    load = {"external_requests": 5, "waiting": 3, "kv_usage": 0.9}
     alone, old, fresh = (
         outlook(0),
         outlook(1, scraped_at=90.0, **load),
@@ -204,7 +204,7 @@ def test_the_halves_of_a_split_request_pay_for_what_they_do() -> None:
 
 
 def test_decoding_pays_for_the_prompts_queued_before_its_kv() -> None:
-    question, idle, busy = ask(8000, 300), [outlook(0)], [outlook(0, ready_at=103.0)]
+    question, idle, busy = ask(8000, 300), [outlook(0)], [outlook(0, prefill_done_at=103.0)]
     free, queued = (
         PRICES.explain(question, idle, 0, DECODE_PHASE),
         PRICES.explain(question, busy, 0, DECODE_PHASE),
@@ -215,7 +215,7 @@ def test_decoding_pays_for_the_prompts_queued_before_its_kv() -> None:
 
 def test_pace_lost_to_prefills_counts_more_than_pace_lost_to_a_large_batch() -> None:
     question = ask(8000, 300)
-    crowded, among_prompts = outlook(0, step_s=0.03), outlook(1, step_s=0.03)
+    crowded, among_prompts = outlook(0, decode_s_per_token=0.03), outlook(1, decode_s_per_token=0.03)
     among_prompts.load.decode_s_per_context_token = 1.5 * among_prompts.load.belief.context_s
     crowded.load.decode_s_per_context_token = crowded.load.belief.context_s
     assert term(question, among_prompts, "tpot") > 2 * term(question, crowded, "tpot")
@@ -226,10 +226,10 @@ def test_halves_add_up_in_the_unrolled_form_as_well() -> None:
     fleet = [
         outlook(
             slot,
-            ready_at=100.0 + slot,
+            prefill_done_at=100.0 + slot,
             expected_tokens=700 * slot,
             kv_booked=99_000 * slot,
-            context_s=9e-8 * slot,
+            decode_s_per_context_token=9e-8 * slot,
         )
         for slot in range(4)
     ]
@@ -240,7 +240,7 @@ def test_halves_add_up_in_the_unrolled_form_as_well() -> None:
 
 
 def test_the_cheapest_price_is_that_of_the_pick() -> None:
-    fleet = [outlook(slot, ready_at=101.0 + slot) for slot in range(4)]
+    fleet = [outlook(slot, prefill_done_at=101.0 + slot) for slot in range(4)]
     question = ask(9000, 300)
     picked = pick(registry.build("priced", {}), question, fleet)
     assert picked is not None
@@ -252,7 +252,7 @@ def test_an_interactive_request_goes_where_a_batch_request_need_not() -> None:
     """Cached behind a queue of three seconds: worth waiting for with a minute's budget, not with
     two seconds.
     """
-    fleet = [outlook(0, ready_at=103.0), outlook(1)]
+    fleet = [outlook(0, prefill_done_at=103.0), outlook(1)]
     usual = ask(30_000, 300, cached=[28_672])
     chosen = [
         PRICES.scores(

@@ -116,7 +116,7 @@ def test_pairs_are_formed_inside_one_group() -> None:
 
 
 def test_a_decoder_whose_prefillers_are_all_away_is_not_chosen() -> None:
-    old = PairGroup("old", (candidate(0, available=False),), (candidate(1),))
+    old = PairGroup("old", (candidate(0, is_available=False),), (candidate(1),))
     new = PairGroup("new", (candidate(2),), (candidate(3, decode_tokens=10**6),))
     decision = SPLITTER.decide(SplitPools((old, new), ()), ask(8000), SplitShape(), False)
     assert decision.pair is not None
@@ -174,10 +174,10 @@ def busy(slot: int, **load: object) -> Candidate:
     Keywords set more.
     """
     usual: dict[str, object] = {
-        "ready_at": 0.0,
-        "token_s": 6e-5,
-        "pair_s": 1e-9,
-        "step_s": 0.015,
+        "prefill_done_at": 0.0,
+        "prefill_s_per_token": 6e-5,
+        "attention_s_per_pair": 1e-9,
+        "decode_s_per_token": 0.015,
         "kv_tokens": 6e5,
     }
     return candidate(slot, 1000, **(usual | load))
@@ -209,7 +209,7 @@ def test_a_price_splits_a_long_prompt_off_from_many_answers_and_not_from_an_idle
 def test_a_price_stops_splitting_when_the_prefiller_is_the_one_with_the_queue() -> None:
     decides = [
         PRICED.decide(
-            pools([busy(1, ready_at=100.0 + queue_s)], [busy(0, **ANSWERING)]),
+            pools([busy(1, prefill_done_at=100.0 + queue_s)], [busy(0, **ANSWERING)]),
             ask(8000, 300),
             SplitShape(),
             False,
@@ -227,7 +227,7 @@ def test_a_price_keeps_whole_what_would_wait_for_memory_at_its_decoder() -> None
         PRICED.decide(
             pools(
                 [busy(1)],
-                [busy(0, kv_free=free, kv_s=1e-4, **ANSWERING)],
+                [busy(0, free_kv_tokens=free, s_per_freed_kv_token=1e-4, **ANSWERING)],
                 alone=[busy(2, **ANSWERING)],
             ),
             *(ask(30_000, 300), SplitShape(), False),
@@ -244,12 +244,12 @@ def test_the_time_after_prefill_is_the_transfer_plus_the_longer_of_queue_and_mem
     rule, question = SplitRule(handoff_s=0.5, kv_token_s=1e-3), ask(4000, 300)
 
     def takes_s(cached: int, **load: object) -> float:
-        decode = Pick(busy(0, fixed_s=0.03, **load), cached, 0.0, 1, "")
+        decode = Pick(busy(0, fixed_ttft_s=0.03, **load), cached, 0.0, 1, "")
         return after_prefill_s(rule, question, decode)
 
     assert takes_s(1000) == pytest.approx(0.5 + 3.0 + 0.03)
-    assert takes_s(1000, ready_at=102.0) == pytest.approx(5.53)
-    assert takes_s(1000, ready_at=102.0, kv_free=0.0, kv_s=1e-3) == pytest.approx(7.53)
+    assert takes_s(1000, prefill_done_at=102.0) == pytest.approx(5.53)
+    assert takes_s(1000, prefill_done_at=102.0, free_kv_tokens=0.0, s_per_freed_kv_token=1e-3) == pytest.approx(7.53)
 
 
 def test_a_priced_pair_is_of_two_endpoints_and_inside_one_group() -> None:

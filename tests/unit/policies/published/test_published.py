@@ -21,12 +21,12 @@ PRINTS = Fingerprinter(b"sixteen bytes at least")
 SHAPE = StepCosts(0.0, 1e-4, 0.0, 0.0, 0.0, 0.0, 0.0, request_s=0.0)
 PACE = {
     "belief": SpeedBelief(SHAPE),
-    "token_s": 1e-4,
-    "pair_s": 0.0,
-    "fixed_s": 0.0,
-    "step_s": 0.02,
-    "sequence_s": 0.0,
-    "context_s": 0.0,
+    "prefill_s_per_token": 1e-4,
+    "attention_s_per_pair": 0.0,
+    "fixed_ttft_s": 0.0,
+    "decode_s_per_token": 0.02,
+    "decode_s_per_sequence": 0.0,
+    "decode_s_per_context_token": 0.0,
 }
 
 
@@ -57,7 +57,7 @@ def test_power_of_two_never_takes_the_fullest_and_not_always_the_emptiest() -> N
 
 
 def test_power_of_two_counts_external_requests_of_a_fresh_scrape() -> None:
-    fleet = [candidate(0, strangers=3, scraped_at=98.0), candidate(1, in_flight=2)]
+    fleet = [candidate(0, external_requests=3, scraped_at=98.0), candidate(1, in_flight=2)]
     assert choices("power_of_two", fleet) == {"tp1"}
     fleet[0].load.scraped_at = 90.0
     assert choices("power_of_two", fleet) == {"tp0"}
@@ -66,7 +66,7 @@ def test_power_of_two_counts_external_requests_of_a_fresh_scrape() -> None:
 
 
 def test_sglang_follows_the_longest_prefix_above_its_share_of_the_prompt() -> None:
-    fleet = [candidate(0, held_tokens=10.0), candidate(1, in_flight=60, held_tokens=9e5)]
+    fleet = [candidate(0, prefix_cache_tokens=10.0), candidate(1, in_flight=60, prefix_cache_tokens=9e5)]
     assert chosen("sglang_cache_aware", fleet, cached=[0, 301]) == "tp1"
     assert chosen("sglang_cache_aware", fleet, cached=[0, 300]) == "tp0"
 
@@ -81,15 +81,15 @@ def test_sglang_levels_loads_that_are_far_apart_by_both_measures() -> None:
 
 
 def test_sglang_sends_cold_prompts_to_the_smallest_tree() -> None:
-    fleet = [candidate(0, held_tokens=500.0), candidate(1, in_flight=20, held_tokens=400.0)]
+    fleet = [candidate(0, prefix_cache_tokens=500.0), candidate(1, in_flight=20, prefix_cache_tokens=400.0)]
     assert chosen("sglang_cache_aware", fleet) == "tp1"
 
 
 def test_sglang_breaks_a_tie_of_prefixes_by_load_then_by_tree() -> None:
     fleet = [
         candidate(0, in_flight=3),
-        candidate(1, held_tokens=9.0),
-        candidate(2, held_tokens=8.0),
+        candidate(1, prefix_cache_tokens=9.0),
+        candidate(2, prefix_cache_tokens=8.0),
     ]
     assert choices("sglang_cache_aware", fleet, cached=[900, 900, 900]) == {"tp2"}
 
@@ -208,14 +208,14 @@ def asked(
 
 
 def test_llmd_predictor_breaks_with_the_warm_beyond_five_seconds() -> None:
-    cold, warm = candidate(0, **PACE), candidate(1, ready_at=104.9, **PACE)
+    cold, warm = candidate(0, **PACE), candidate(1, prefill_done_at=104.9, **PACE)
     assert answer("llmd_predictor", asked(cached=(0, 900)), [cold, warm]) == "tp1"
     warm.load.prefill_done_at = 105.2  # 5.2 + 0.01 s against 0.1 s
     assert answer("llmd_predictor", asked(cached=(0, 900)), [cold, warm]) == "tp0"
 
 
 def test_llmd_predictor_lets_one_request_in_a_hundred_explore() -> None:
-    fleet = [candidate(0, **PACE), candidate(1, ready_at=103.0, **PACE)]
+    fleet = [candidate(0, **PACE), candidate(1, prefill_done_at=103.0, **PACE)]
     policy = registry.build("llmd_predictor", {})
     took = Counter(
         answer(policy, asked(id=f"request-{n}", cached=(0, 900)), fleet) for n in range(3000)
@@ -224,7 +224,7 @@ def test_llmd_predictor_lets_one_request_in_a_hundred_explore() -> None:
 
 
 def test_llmd_predictor_weighs_the_first_token_four_times_the_others() -> None:
-    slow_start, slow_steps = candidate(0, ready_at=101.0, **PACE), candidate(1, **PACE)
+    slow_start, slow_steps = candidate(0, prefill_done_at=101.0, **PACE), candidate(1, **PACE)
     slow_steps.load.decode_s_per_token = 0.2
     assert answer("llmd_predictor", asked(), [slow_start, slow_steps]) == "tp1"
     even = registry.build("llmd_predictor", {"ttft_weight": 0.2, "tpot_weight": 0.8})
@@ -234,8 +234,8 @@ def test_llmd_predictor_weighs_the_first_token_four_times_the_others() -> None:
 def test_llmd_predictor_fills_up_the_fullest_that_keeps_the_slo() -> None:
     fleet = [
         candidate(0, **PACE),
-        candidate(1, ready_at=101.5, **PACE),
-        candidate(2, ready_at=103.0, **PACE),
+        candidate(1, prefill_done_at=101.5, **PACE),
+        candidate(2, prefill_done_at=103.0, **PACE),
     ]
     assert answer("llmd_predictor", asked(Slo("chat", 2.0, 0.1)), fleet) == "tp1"
     assert answer("llmd_predictor", asked(), fleet) == "tp0"
@@ -245,7 +245,7 @@ def test_llmd_predictor_prefers_a_high_tpot_to_a_late_start_when_no_endpoint_mee
     None
 ):
     late, slow, both = (
-        candidate(0, ready_at=103.0, **PACE),
+        candidate(0, prefill_done_at=103.0, **PACE),
         candidate(1, **PACE),
         candidate(2, **PACE),
     )
@@ -329,14 +329,14 @@ def test_preble_moves_a_request_that_is_picked_again() -> None:
 
 
 def test_mooncake_waits_for_a_prefix_as_long_as_computing_it_takes_and_no_longer() -> None:
-    fleet = [candidate(0, **PACE), candidate(1, ready_at=100.079, prefill_tokens=99_999, **PACE)]
+    fleet = [candidate(0, **PACE), candidate(1, prefill_done_at=100.079, prefill_tokens=99_999, **PACE)]
     assert chosen("mooncake", fleet, cached=[0, 800]) == "tp1"
     fleet[1].load.prefill_done_at = 100.081
     assert chosen("mooncake", fleet, cached=[0, 800]) == "tp0"
 
 
 def test_mooncake_knows_slow_endpoints_where_token_counters_do_not() -> None:
-    slow, fast = candidate(0, **PACE), candidate(1, prefill_tokens=2000, ready_at=100.1, **PACE)
+    slow, fast = candidate(0, **PACE), candidate(1, prefill_tokens=2000, prefill_done_at=100.1, **PACE)
     slow.load.belief = SpeedBelief(msgspec.structs.replace(SHAPE, token_s=1e-3))
     assert chosen("mooncake", [slow, fast]) == "tp1"
     assert chosen("llmd_token", [slow, fast]) == "tp0"
@@ -350,7 +350,7 @@ def test_predictors_made_offline_ignore_what_was_learnt_of_one_of_equals() -> No
 
 
 def test_lmetric_multiplies_what_llumnix_adds() -> None:
-    few_long = candidate(0, prefill_tokens=2000, in_flight=1, ready_at=100.2, **PACE)
+    few_long = candidate(0, prefill_tokens=2000, in_flight=1, prefill_done_at=100.2, **PACE)
     many_short = candidate(1, in_flight=9, **PACE)
     assert chosen("lmetric", [few_long, many_short]) == "tp0"  # 3000 x 2 against 1000 x 10
     assert chosen("llumnix", [few_long, many_short]) == "tp1"
@@ -363,7 +363,7 @@ def test_llumnix_breaks_a_tie_by_the_work_in_generation() -> None:
 
 def test_llumnix_counts_what_is_left_of_a_queue_by_now() -> None:
     fleet = [
-        candidate(0, prefill_tokens=5000, ready_at=100.05, **PACE),
+        candidate(0, prefill_tokens=5000, prefill_done_at=100.05, **PACE),
         candidate(1, prefill_tokens=1000, **PACE),
     ]
     fleet[1].load.prefill_done_at = 100.1
@@ -451,7 +451,7 @@ def test_dualmap_gives_a_prompt_too_short_to_hash_to_any_two() -> None:
 
 
 def test_llmd_predictor_takes_the_standard_class_of_a_configuration_for_no_slo() -> None:
-    fleet = [candidate(0, ready_at=100.5, **PACE), candidate(1, ready_at=101.5, **PACE)]
+    fleet = [candidate(0, prefill_done_at=100.5, **PACE), candidate(1, prefill_done_at=101.5, **PACE)]
     configured = Slo("standard", 5.0, 0.1, 1.0)
     assert (
         answer("llmd_predictor", asked(), fleet)

@@ -40,7 +40,7 @@ def test_a_calm_pool_admits_a_full_pool_queues_and_an_empty_pool_refuses(name: s
     assert judge(admission, fleet) == Admit()
     assert judge(admission, fleet, View(24, 24, 0)) == Wait(10.0)
     assert (
-        refused(judge(admission, [candidate(0, available=False)], View(0, 0, 0))).reason
+        refused(judge(admission, [candidate(0, is_available=False)], View(0, 0, 0))).reason
         == "no_capacity"
     )
     assert not admission.is_calm
@@ -49,7 +49,7 @@ def test_a_calm_pool_admits_a_full_pool_queues_and_an_empty_pool_refuses(name: s
 def test_early_rejection_refuses_requests_with_a_late_first_token() -> None:
     admission, fleet = (
         build_admission("early_rejection", {}),
-        [candidate(0, ready_at=104.8, **PACE)],
+        [candidate(0, prefill_done_at=104.8, **PACE)],
     )
     assert judge(admission, fleet) == Admit()  # 4.8 + 0.1 s of 5
     fleet[0].load.prefill_done_at = 105.4
@@ -63,7 +63,7 @@ def test_early_rejection_refuses_requests_with_a_late_first_token() -> None:
 def test_early_rejection_takes_its_margin_of_the_slo() -> None:
     half, fleet = (
         build_admission("early_rejection", {"margin": 0.5}),
-        [candidate(0, ready_at=103.0, **PACE)],
+        [candidate(0, prefill_done_at=103.0, **PACE)],
     )
     assert refused(judge(half, fleet)).reason == "ttft"
     assert judge(half, fleet, slo=Slo("batch", 30.0, 1.0)) == Admit()
@@ -80,7 +80,7 @@ def test_early_rejection_decides_at_the_door_only() -> None:
     view = View(0, 24, 1)
     view.at_door = False
     assert (
-        judge(build_admission("early_rejection", {}), [candidate(0, ready_at=900.0, **PACE)], view)
+        judge(build_admission("early_rejection", {}), [candidate(0, prefill_done_at=900.0, **PACE)], view)
         == Admit()
     )
 

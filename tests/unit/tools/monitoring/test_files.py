@@ -18,14 +18,14 @@ from gateway.metrics.metric_types import Label
 from tools.monitoring import rules
 from tools.monitoring.__main__ import main
 from tools.monitoring.alerts import ALERTS
-from tools.monitoring.dashboards import BOARDS, complete_rows, family_name
+from tools.monitoring.dashboards import BOARDS, complete, family_name
 from tools.monitoring.files import files, queries
 from tools.monitoring.promql import (
     add_variables,
+    fill_variables,
+    find_selectors,
     grouping_labels,
-    resolve_variables,
     selector,
-    selectors,
 )
 from tools.monitoring.titles import TITLES
 
@@ -42,10 +42,8 @@ def families() -> set[str]:
 def test_every_row_is_on_one_board_and_every_family_in_some_query() -> None:
     rows = [row for board in BOARDS for row in board.rows]
     assert sorted(rows) == sorted(Row)
-    asked_for = {
-        family_name(metric.name) for query in queries().values() for metric in selectors(query)
-    }
-    assert families() <= asked_for
+    used = {family_name(each.name) for query in queries().values() for each in find_selectors(query)}
+    assert families() <= used
 
 
 def test_every_series_of_a_query_is_in_the_catalogue() -> None:
@@ -53,13 +51,13 @@ def test_every_series_of_a_query_is_in_the_catalogue() -> None:
     process = {"up", *(name for name in known() if name.startswith("process_"))}
     for where, query in queries().items():
         allowed: set[str] = {"instance", "job", "namespace"}
-        for metric in selectors(query):
-            if metric.name in rules.recorded_names():
+        for each in find_selectors(query):
+            if each.name in rules.recorded_names():
                 allowed |= {"slo", "pool", "model"}
-            elif metric.name not in process:
-                assert family_name(metric.name) in labels, f"{where}: {metric.name}"
-                allowed |= labels[family_name(metric.name)]
-            assert metric.labels <= allowed, f"{where}: {metric}"
+            elif each.name not in process:
+                assert family_name(each.name) in labels, f"{where}: {each.name}"
+                allowed |= labels[family_name(each.name)]
+            assert each.labels <= allowed, f"{where}: {each}"
         assert grouping_labels(query) <= allowed, where
 
 
@@ -108,7 +106,7 @@ def test_every_alert_has_a_runbook(alert: str) -> None:
 def test_every_runbook_belongs_to_an_alert_and_names_existing_metrics() -> None:
     assert {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"} == set(rules.alert_names())
     for path in RUNBOOKS.glob("*.md"):
-        for alert in selectors(
+        for each in find_selectors(
             " ".join(
                 part for part in path.read_text().split("`")[1::2] if part.startswith("penstock_")
             )
@@ -130,7 +128,8 @@ def test_the_rules_pair_every_burn_with_its_short_window_and_point_to_the_runboo
         assert rule["labels"]["severity"] in ("page", "ticket")
     ttft = next(rule for rule in alerts if rule["alert"] == "PenstockTtftBurn")
     assert ttft["expr"] == (
-        'penstock:slo_errors:ratio_rate1h{slo="ttft"} > 0.144 and penstock:slo_errors:ratio_rate5m{slo="ttft"} > 0.144'
+        'penstock:slo_errors:ratio_rate1h{slo="ttft"} > 0.144 and '
+        'penstock:slo_errors:ratio_rate5m{slo="ttft"} > 0.144'
     )
 
 
@@ -175,9 +174,9 @@ def test_the_selectors_of_a_query_are_parsed(name: str, matchers: dict[str, str]
     query = (
         f"sum by (x, y) (rate({selector(name, matchers)}[5m])) / on (z) count({name}) or vector(0)"
     )
-    assert set(selectors(query)) == {
-        type(selectors(query)[0])(name, frozenset(matchers)),
-        type(selectors(query)[0])(name, frozenset()),
+    assert set(find_selectors(query)) == {
+        type(find_selectors(query)[0])(name, frozenset(matchers)),
+        type(find_selectors(query)[0])(name, frozenset()),
     }
     assert grouping_labels(query) == {"x", "y", "z"}
 
@@ -198,16 +197,12 @@ def test_every_series_of_a_board_is_filtered_by_its_variables(path: str) -> None
     assert {metric["name"] for metric in board["templating"]["list"]} == {"datasource", *chosen}
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
-            result = variables(target["expr"])
-            assert result.keys() == {metric.name for metric in selectors(target["expr"])}, target[
+            found = variables(target["expr"])
+            assert found.keys() == {each.name for each in find_selectors(target["expr"])}, target[
                 "expr"
             ]
-            for name, limits in result.items():
-                labels = (
-                    chosen
-                    if name in rules.recorded_names()
-                    else exposed.get(family_name(name), set())
-                )
+            for name, limits in found.items():
+                labels = chosen if name in rules.recorded_names() else exposed.get(family_name(name), set())
                 assert limits == {"job", "namespace"} | (labels & chosen), target["expr"]
 
 
@@ -219,8 +214,9 @@ def test_a_query_with_every_variable_set_to_all_matches_series_without_the_label
         'sum (rate(penstock_x{a="b", job=~"$job", pool=~"$pool"}[$__rate_interval])) '
         '+ penstock_y{job=~"$job", pool=~"$pool"}'
     )
-    assert resolve_variables(query, "10s") == (
-        'sum (rate(penstock_x{a="b", job=~".*", pool=~".*"}[10s])) + penstock_y{job=~".*", pool=~".*"}'
+    assert fill_variables(query, "10s") == (
+        'sum (rate(penstock_x{a="b", job=~".*", pool=~".*"}[10s])) + '
+        'penstock_y{job=~".*", pool=~".*"}'
     )
 
 
@@ -228,7 +224,7 @@ def test_panels_have_titles_and_a_family_has_at_most_one_generated_panel() -> No
     titles = [
         panel.title
         for spec in BOARDS
-        for row in complete_rows(spec, Metrics().catalogue()).values()
+        for row in complete(spec, Metrics().catalogue()).values()
         for panel in row
     ]
     assert all(re.fullmatch(r"[A-Z][A-Za-z0-9 ,:'()/-]+", title) for title in titles)
@@ -265,8 +261,8 @@ def test_labels_of_the_catalogue_do_not_clash_with_those_that_prometheus_adds() 
 
 
 def test_the_retry_budget_alert_needs_requests() -> None:
-    """An idle gateway with a floor of 0 has no retries left, which is no problem."""
-    (alert,) = [alert for alert in ALERTS if alert.name == "PenstockRetryBudgetExhausted"]
+    """An idle gateway with a floor of 0 has no retries left, and no need for them."""
+    (alert,) = [each for each in ALERTS if each.name == "PenstockRetryBudgetExhausted"]
     assert alert.rule.endswith(
         " == 0 and sum by (job, namespace, instance) (penstock_open_streams) > 0"
     )

@@ -16,13 +16,13 @@ from tests.fair_time import PATIENCE_S
 from tools.monitoring import rules
 from tools.monitoring.dashboards import BOARDS, family_name
 from tools.monitoring.files import queries
-from tools.monitoring.promql import grouping_labels, selectors
+from tools.monitoring.promql import find_selectors, grouping_labels
 
 GIVEN = frozenset({"instance", "job", "namespace"})
 """Labels that Prometheus adds to every series."""
 
-WITHOUT_A_CHILD = {
-    "penstock_split_leases_given_up_total": "no client that left at the wrong moment",
+WITHOUT_CHILDREN = {
+    "penstock_split_leases_given_up_total": "no client disconnects between the legs",
     "penstock_tls_certificate_not_after_timestamp_seconds": "no listener with TLS",
 }
 """Families of handwritten queries that this traffic gives no children; only names are checked."""
@@ -30,42 +30,39 @@ WITHOUT_A_CHILD = {
 Seen = dict[str, set[str]]
 
 
-def note(page: str, seen: Seen) -> None:
-    """Return the names and labels of a scrape; a family without children has no labels."""
+def record_series(page: str, seen: Seen) -> None:
+    """Add the names and labels of a scrape to `seen`; a family without children has no labels."""
     for family in text_string_to_metric_families(page):
         seen[family.name + ("_total" if family.type == "counter" else "")] |= set()
         for sample in family.samples:
             seen[sample.name] |= set(sample.labels)
 
 
-async def scraped(fleet: GatewayFleet | SplitFleet, seen: Seen) -> None:
-    async with fleet.http.get(fleet.app.admin_url + "/metrics") as answer:
+async def scrape(home: House | SplitHouse, seen: Seen) -> None:
+    async with home.http.get(home.app.admin_url + "/metrics") as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
-        note(await answer.text(), seen)
+        record_series(await answer.text(), seen)
 
 
-async def a_little_of_everything(fleet: GatewayFleet) -> None:
+async def cause_every_event(home: House) -> None:
     """Cause responses, retries, an ejection, a shed, a disconnect and a rejected configuration."""
     async with asyncio.timeout(PATIENCE_S):
         while not fleet.metric("penstock_queue_seconds_count"):
             await asyncio.gather(*(fleet.ask(tokens=64) for _ in range(6)))
     for _ in range(34):
-        last = await fleet.ask()
-    favourite = next(
-        metric
-        for metric in fleet.groups
-        if metric.url.endswith(last.headers["x-penstock-endpoint"])
+        last = await home.ask()
+    preferred = next(
+        group for group in home.groups if group.url.endswith(last.headers["x-penstock-endpoint"])
     )
-    favourite.faults.apply("5xx")
+    preferred.faults.set("5xx")
     for _ in range(8):
         await fleet.ask(stream=False)
     async with asyncio.timeout(PATIENCE_S):
-        while not fleet.metric(
-            "penstock_upstream_errors_total"
-        ):  # the last request may have gone to the other endpoint
-            await asyncio.gather(*(fleet.ask(stream=False) for _ in range(2)))
-    for member in fleet.groups:
-        member.faults.apply("stall")
+        # The last request may have gone to the other endpoint.
+        while not home.metric("penstock_upstream_errors_total"):
+            await asyncio.gather(*(home.ask(stream=False) for _ in range(2)))
+    for member in home.groups:
+        member.faults.set("stall")
     waiting = [asyncio.create_task(fleet.ask()) for _ in range(8)]
     async with asyncio.timeout(PATIENCE_S):
         while not fleet.metric("penstock_shed_total"):
@@ -81,47 +78,43 @@ async def a_little_of_everything(fleet: GatewayFleet) -> None:
 
 
 async def test_every_series_of_a_query_is_in_a_scrape() -> None:
-    observation: Seen = defaultdict(set)
-    room = {"waiting_room": {"size": 2, "timeout": "10s"}, "policy": "prefix_aware"}
-    async with gateway_fleet(2, concurrency=2, pool=room) as fleet:
-        await a_little_of_everything(fleet)
-        await scraped(fleet, observation)
-    async with split_fleet("vllm_nixl", groups=(1, 1)) as halves:
-        await halves.assert_right_answer({"prompt": SENTENCE * 30, "max_tokens": 8, "stream": True})
-        await scraped(halves, observation)
-    observation["up"] = set()
+    seen: Seen = defaultdict(set)
+    queue = {"waiting_room": {"size": 2, "timeout": "10s"}, "policy": "prefix_aware"}
+    async with house(2, concurrency=2, pool=queue) as home:
+        await cause_every_event(home)
+        await scrape(home, seen)
+    async with split_house("vllm_nixl", groups=(1, 1)) as halves:
+        await halves.right({"prompt": SENTENCE * 30, "max_tokens": 8, "stream": True})
+        await scrape(halves, seen)
+    seen["up"] = set()
     for name in rules.recorded_names():
         observation[name] = {"slo", "pool", "model"}
     for where, query in queries().items():
-        names = {metric.name for metric in selectors(query)}
-        families = names if query in by_hand() else {family_name(name) for name in names}
-        assert families <= observation.keys(), (
-            f"{where}: {families - observation.keys()} in no scrape"
-        )
+        names = {selector.name for selector in find_selectors(query)}
+        families = names if query in handwritten_queries() else {family_name(name) for name in names}
+        assert families <= seen.keys(), f"{where}: {families - seen.keys()} in no scrape"
         excused = (
-            WITHOUT_A_CHILD.keys()
-            if query in by_hand()
-            else {name for name in names if not observation.get(name)}
+            WITHOUT_CHILDREN.keys()
+            if query in handwritten_queries()
+            else {name for name in names if not seen.get(name)}
         )
-        for metric in selectors(query):
-            if metric.name not in excused:
-                assert metric.labels <= observation[metric.name] | GIVEN, (
-                    f"{where}: {metric.labels - observation[metric.name]}"
+        for each in find_selectors(query):
+            if each.name not in excused:
+                assert each.labels <= seen[each.name] | GIVEN, (
+                    f"{where}: {each.labels - seen[each.name]}"
                 )
         if not names & excused:
-            assert (
-                grouping_labels(query)
-                <= set().union(*(observation[name] for name in names)) | GIVEN
-            ), where
-    for name in WITHOUT_A_CHILD:
-        assert not observation[name], f"{name} has children now: it needs no excuse any more"
+            assert grouping_labels(query) <= set().union(*(seen[name] for name in names)) | GIVEN, (
+                where
+            )
+    for name in WITHOUT_CHILDREN:
+        assert not seen[name], f"{name} has children now: remove its exemption"
 
 
-def by_hand() -> set[str]:
-    """Queries written by hand.
+def handwritten_queries() -> set[str]:
+    """Return the handwritten queries.
 
-    The others are made from the catalogue, label for label, and what they ask for need not have
-    happened yet.
+    The others are generated from the catalogue, and their events need not have happened yet.
     """
     panels = (panel for board in BOARDS for row in board.rows.values() for panel in row)
     return {*rules.queries().values(), *(query.expr for panel in panels for query in panel.queries)}
