@@ -18,7 +18,7 @@ from policies.health.stall import (
     left_s,
     raised_ceiling,
 )
-from policies.latency.latency import shape_for
+from policies.engine.step_time import shape_for
 from policies.model import NO_CEILING, EndpointLoad
 
 SHAPE = shape_for("h200", 4)
