@@ -142,10 +142,8 @@ class App:
 
     def _create_health_checker(self, config: Config) -> HealthChecker:
         checker = HealthChecker(config, self._endpoints, self._on_models_changed)
-        self._endpoints.on_ejected, self._endpoints.probe_health = (
-            checker.probe_until_recovered,
-            checker.check,
-        )
+        self._endpoints.on_ejected = checker.probe_until_recovered
+        self._endpoints.probe_health = checker.check
         self._endpoints.on_model_gone = checker.relist
         return checker
 
@@ -224,10 +222,8 @@ class App:
         Returns after timeouts.handover at the latest. An idle connection gets one more request.
         """
         self.is_draining = self._has_retired = True
-        limit_s, active = (
-            self.gateway.snapshot.config.timeouts.handover,
-            self._admission.active_requests,
-        )
+        limit_s = self.gateway.snapshot.config.timeouts.handover
+        active = self._admission.active_requests
         ends = monotonic() + limit_s
         log.info(
             "drain begins: %d connections, %d requests, at most %g s",

@@ -256,10 +256,8 @@ def record_scrape(
     their way, is not external. Only requests in excess at two scrapes in a row therefore count.
     """
     beyond = max(0, (running or 0) + (waiting or 0) - load.in_flight)
-    load.external_requests, load.unexplained_requests = (
-        min(beyond, load.unexplained_requests),
-        beyond,
-    )
+    load.external_requests = min(beyond, load.unexplained_requests)
+    load.unexplained_requests = beyond
     load.running, load.waiting, load.kv_usage = running, waiting, kv_usage
     load.scraped_at = now
     if kv_tokens is not None:

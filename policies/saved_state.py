@@ -154,11 +154,9 @@ def restore_blocks(index: PrefixIndex, blocks: Blocks, slots: Mapping[int, int])
 
     Stamps of slots not in `slots` are dropped. Raises ValueError if they do not match.
     """
-    keys, counts, stamps = (
-        array("Q", blocks.keys),
-        array("H", blocks.counts),
-        array("Q", blocks.stamps),
-    )
+    keys = array("Q", blocks.keys)
+    counts = array("H", blocks.counts)
+    stamps = array("Q", blocks.stamps)
     if len(keys) != len(counts) or sum(counts) != len(stamps):
         raise ValueError("blocks, counts and stamps do not match")
     index._make_room(len(keys))

@@ -98,11 +98,9 @@ def uncached_work(
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-        prompt, cached, slots = (
-            query.request.prompt_tokens,
-            query.cached_by_slot,
-            len(query.cached_by_slot),
-        )
+        prompt = query.request.prompt_tokens
+        cached = query.cached_by_slot
+        slots = len(query.cached_by_slot)
         loads = [candidate.load for candidate in candidates]
         cached_tokens = [cached[load.slot] if load.slot < slots else 0 for load in loads]
         most_cached, oldest = max(cached_tokens), query.now - fresh_s
@@ -156,11 +154,9 @@ def decode_load(request_tokens: float, transfer_weight: float, fresh_s: float) -
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-        prompt, cached, known = (
-            query.request.prompt_tokens,
-            query.cached_by_slot,
-            len(query.cached_by_slot),
-        )
+        prompt = query.request.prompt_tokens
+        cached = query.cached_by_slot
+        known = len(query.cached_by_slot)
         scores = []
         for candidate in candidates:
             load = candidate.load

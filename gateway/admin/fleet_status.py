@@ -70,11 +70,9 @@ class FleetStatus(msgspec.Struct, frozen=True):
 
 def fleet_status(target: AdminTarget, now: float) -> FleetStatus:
     """Return the state of the gateway now."""
-    slos, handoffs, error = (
-        target.gateway.snapshot.config.slo,
-        target.gateway.handoffs,
-        target.reloader.last_error,
-    )
+    slos = target.gateway.snapshot.config.slo
+    handoffs = target.gateway.handoffs
+    error = target.reloader.last_error
     return FleetStatus(
         config=_config(target),
         slo_by_class={name: (promise.ttft, promise.tpot) for name, promise in slos.classes.items()},

@@ -42,10 +42,8 @@ IMPAIRED = 4
 
 def build_view(standing: FleetStatus, marks: SampleHistory, now: MetricSample) -> dict[str, Any]:
     """Return the complete view as of the sample `now`."""
-    recent, minute = (
-        marks.find_before(now.at, RATES_S) or now,
-        marks.find_before(now.at, SHARES_S) or now,
-    )
+    recent = marks.find_before(now.at, RATES_S) or now
+    minute = marks.find_before(now.at, SHARES_S) or now
     rows = _endpoints(standing, marks, now, minute)
     findings = diagnosis.diagnose(_minute(standing, now, minute, rows))
     impaired = {finding.endpoint for finding in findings if finding.grade == "warn"}
@@ -181,10 +179,8 @@ def _minute(
     minute: MetricSample,
     endpoints: Sequence[Mapping[str, Any]],
 ) -> diagnosis.MinuteCounts:
-    ended, decisions = (
-        counter_growth(now.slo_outcomes, minute.slo_outcomes),
-        counter_growth(now.split_decisions, minute.split_decisions),
-    )
+    ended = counter_growth(now.slo_outcomes, minute.slo_outcomes)
+    decisions = counter_growth(now.split_decisions, minute.split_decisions)
     missed: dict[str, float] = {}
     for (_, outcome), count in ended.items():
         missed[outcome] = missed.get(outcome, 0.0) + count
@@ -238,10 +234,8 @@ def _believed(
     """Return the prompt tokens sent to these endpoints, and those predicted to be cached."""
     sent = hit = 0
     for name in names:
-        after, before = (
-            now.predicted_tokens.get(name, (0, 0)),
-            minute.predicted_tokens.get(name, (0, 0)),
-        )
+        after = now.predicted_tokens.get(name, (0, 0))
+        before = minute.predicted_tokens.get(name, (0, 0))
         sent += max(0, after[0] - before[0])
         hit += max(0, after[1] - before[1])
     return sent, hit

@@ -139,10 +139,8 @@ class AdminClient:
     def __init__(self, admin: AdminAddress, key_file: Path | None) -> None:
         parts = _split(admin.url)
         self._url = admin.url
-        self._host, self._port = (
-            parts.hostname or "",
-            parts.port or (443 if parts.scheme == "https" else 80),
-        )
+        self._host = parts.hostname or ""
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._context = _context(admin) if parts.scheme == "https" else None
         self._key = _key(key_file)
 

@@ -25,14 +25,10 @@ ForceOption = Annotated[
 def status(admin: AdminAddress, as_json: JsonOption = False) -> None:
     """Show a running gateway's configuration, its last error, and its endpoints."""
     server = AdminClient(admin, None)
-    config, fleet = (
-        server.request("GET", "/config"),
-        server.request("GET", "/endpoints")["endpoints"],
-    )
-    shadows, canaries = (
-        server.request("GET", "/shadow")["shadows"],
-        server.request("GET", "/canary")["canaries"],
-    )
+    config = server.request("GET", "/config")
+    fleet = server.request("GET", "/endpoints")["endpoints"]
+    shadows = server.request("GET", "/shadow")["shadows"]
+    canaries = server.request("GET", "/canary")["canaries"]
     if as_json:
         reply = {
             key: config[key]

@@ -217,10 +217,8 @@ def _mock_options(demo: DemoOptions, first: int) -> list[list[str]]:
         ]
     shared = ["--dialect", demo.dialect]
     bootstrap = ["--bootstrap-port", str(first + demo.groups)]
-    decode_groups, fault_ports = (
-        demo.groups - demo.prefill_groups,
-        [str(_fault_port(demo, first, number)) for number in (0, demo.prefill_groups)],
-    )
+    decode_groups = demo.groups - demo.prefill_groups
+    fault_ports = [str(_fault_port(demo, first, number)) for number in (0, demo.prefill_groups)]
     return [
         [
             *_port_options(first, demo.prefill_groups),

@@ -33,10 +33,8 @@ def errors(data: Any) -> Iterator[RuleFinding]:
         for name in (get_member(tenant, "name") for _, tenant in _tenants(data))
         if isinstance(name, str)
     ]
-    required, domains = (
-        get_member(get_member(data, "cache"), "isolate") == "required",
-        _domains(data),
-    )
+    required = get_member(get_member(data, "cache"), "isolate") == "required"
+    domains = _domains(data)
     for path, spec in _specs(data):
         for index, name in enumerate(_list(get_member(spec, "tenants"))):
             if isinstance(name, str) and name not in names:

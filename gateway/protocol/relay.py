@@ -261,10 +261,8 @@ class Relay:
     def finish_reason(self) -> str | None:
         """Why generation ended, as the engine reports it; None if it did not."""
         if self._finish_payload:
-            self._finish_reason, self._finish_payload = (
-                find_finish_reason(self._finish_payload),
-                b"",
-            )
+            self._finish_reason = find_finish_reason(self._finish_payload)
+            self._finish_payload = b""
         return self._finish_reason
 
     def _begin(self, data: bytes, now: float) -> bytes:

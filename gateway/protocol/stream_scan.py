@@ -81,11 +81,9 @@ def find_usage(text: bytes) -> TokenUsage:
     start = text.rfind(USAGE)
     if start < 0:
         return TokenUsage()
-    prompt, completion, cached = (
-        _PROMPT(text, start),
-        _COMPLETION(text, start),
-        _CACHED(text, start),
-    )
+    prompt = _PROMPT(text, start)
+    completion = _COMPLETION(text, start)
+    cached = _CACHED(text, start)
     return TokenUsage(
         None if prompt is None else int(prompt[1]),
         None if completion is None else int(completion[1]),

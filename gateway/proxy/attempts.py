@@ -273,10 +273,8 @@ def end_stream_with_error(exchange: Exchange, client: Client, problem: UpstreamE
     if problem.kind == SHUTDOWN:
         failure, message = Failure.SHUTTING_DOWN, "The gateway stopped while answering. Ask again."
     else:
-        failure, message = (
-            Failure.UPSTREAM_FAILED,
-            f"The engine failed while answering ({problem.kind}).",
-        )
+        failure = Failure.UPSTREAM_FAILED
+        message = f"The engine failed while answering ({problem.kind})."
     ending = exchange.relay.end_with_error(failure, message)
     if (
         ending

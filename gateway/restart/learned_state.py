@@ -136,11 +136,9 @@ class Restorer:
                 saved_state.restore_lengths(self._gateway.accounts.slo_tracker.output_lengths, rows)
 
     def _endpoint(self, live: LiveEndpoint, state: EndpointState) -> None:
-        endpoints, load, index = (
-            self._gateway.endpoints,
-            live.load,
-            self._gateway.endpoints.prefixes.index,
-        )
+        endpoints = self._gateway.endpoints
+        load = live.load
+        index = self._gateway.endpoints.prefixes.index
         saved_state.restore_belief(load.belief, state.belief)
         if load.is_modelled:
             load.timeline.refresh_forecast(load, monotonic())

@@ -153,11 +153,9 @@ class SloTracker:
         Call it before the pick is booked.
         """
         if len(pick.candidates) > 1 and pick.candidate.load.is_modelled:
-            cached, known, prompt = (
-                query.cached_by_slot,
-                len(query.cached_by_slot),
-                query.request.prompt_tokens,
-            )
+            cached = query.cached_by_slot
+            known = len(query.cached_by_slot)
+            prompt = query.request.prompt_tokens
             slots = [candidate.load.slot for candidate in pick.candidates]
             cached_tokens = [min(prompt, cached[slot]) if slot < known else 0 for slot in slots]
             expected = ttfts(pick.candidates, cached_tokens, prompt, query.now)

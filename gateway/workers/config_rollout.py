@@ -192,10 +192,8 @@ class ConfigRollout:
                 await self.on_applied(trigger)
             if text is None and not options.dry_run:
                 is_applied = loaded is not None and response_result(response) in SUCCESS_RESULTS
-                self._file_text, self._missing = (
-                    loaded.text if loaded is not None and is_applied else None,
-                    missing,
-                )
+                self._file_text = loaded.text if loaded is not None and is_applied else None
+                self._missing = missing
             return response
 
     async def _try_and_apply(

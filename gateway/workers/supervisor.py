@@ -141,10 +141,8 @@ class Supervisor:
         Raises OSError when an address is in use, RuntimeError when a worker does not become ready.
         """
         await self._hub.start()
-        api, admin = (
-            self.config_rollout.running.config.listeners.api,
-            self.config_rollout.running.config.listeners.admin,
-        )
+        api = self.config_rollout.running.config.listeners.api
+        admin = self.config_rollout.running.config.listeners.admin
         port, inherited = api.port, self._sockets.get(API)
         for number in range(self.worker_count):
             with naming_config_key("listeners.api", api.host, api.port):

@@ -196,10 +196,8 @@ def plan_transfer(
         raise LayoutMismatch(reason)
     if not 0 <= skip_tokens < tokens:
         raise ValueError(f"tokens {skip_tokens} to {tokens} are not a valid range")
-    from_blocks, to_blocks = (
-        _checked(src_blocks, src, tokens, "source"),
-        _checked(dst_blocks, dst, tokens, "sink"),
-    )
+    from_blocks = _checked(src_blocks, src, tokens, "source")
+    to_blocks = _checked(dst_blocks, dst, tokens, "sink")
     if sorted_distinct(to_blocks).size != to_blocks.size:
         raise ValueError("a block of the sink is listed twice")
     end = min(-(-tokens // layout.block_tokens) * layout.block_tokens for layout in (src, dst))

@@ -351,11 +351,9 @@ class InprocLink:
         rng, weather = self._wire.rng, self._wire.weather
         if weather.duplicate and rng.random() < weather.duplicate:
             duplicate = _Arrival(arrival.head)
-            duplicate.data, duplicate.digest, duplicate.verdict = (
-                arrival.data,
-                arrival.digest,
-                arrival.verdict,
-            )
+            duplicate.data = arrival.data
+            duplicate.digest = arrival.digest
+            duplicate.verdict = arrival.verdict
             self._carry(lambda far: far._arrive(duplicate), rng.random() * weather.delay_s)
             self._carry(lambda far: far._complete(duplicate), weather.delay_s)
         self._pump()

@@ -262,10 +262,8 @@ class MemoryPieces:
 def _split_long(offsets: Offsets, lengths: Offsets, most: int) -> tuple[Offsets, Offsets]:
     """Split pieces longer than `most` into equal parts, except for the last."""
     counts = -(-lengths // most)
-    begins, parts = (
-        np.repeat(np.cumsum(counts) - counts, counts),
-        np.repeat(-(-lengths // counts), counts),
-    )
+    begins = np.repeat(np.cumsum(counts) - counts, counts)
+    parts = np.repeat(-(-lengths // counts), counts)
     cut = np.repeat(offsets, counts) + (np.arange(parts.size) - begins) * parts
     return cut, np.minimum(np.repeat(offsets + lengths, counts) - cut, parts)
 

@@ -49,12 +49,10 @@ class Tcp:
         tls: TlsFiles | None = None,
     ) -> None:
         """Raise TransportError for unusable TLS files."""
-        self._host, self._port, self._manner, self._advertise = (
-            host,
-            port,
-            manner or LinkOptions(),
-            advertise,
-        )
+        self._host = host
+        self._port = port
+        self._manner = manner or LinkOptions()
+        self._advertise = advertise
         self._tls = None if tls is None else TlsContexts(tls)
         self.is_sealed: bool | None = self._manner.sealed or tls is not None
         self._listening: LinkAcceptor[StreamLink] = LinkAcceptor(self._link)

@@ -160,11 +160,9 @@ def _stream_error(timeline: AnswerTimeline) -> str | None:
 
 
 def _copy_result(record: BenchRecord, timeline: AnswerTimeline) -> None:
-    record.first_s, record.last_s, record.gaps_s = (
-        timeline.first_s,
-        timeline.last_s,
-        timeline.gaps_s,
-    )
+    record.first_s = timeline.first_s
+    record.last_s = timeline.last_s
+    record.gaps_s = timeline.gaps_s
     record.output_tokens = timeline.tokens
     if timeline.usage is not None:
         record.prompt_tokens = timeline.usage.prompt_tokens

@@ -95,11 +95,9 @@ class DisaggSim:
         record.predicted_ttft_s = None if computed_s is None else computed_s + after_s
         record.predicted_tpot_s = flight.booking.predicted_tpot_s
         record.group, record.prefilled_by = taker.name, giver.name
-        flight.believed_tokens, flight.prefill_group, flight.decode_group = (
-            prefill.cached_tokens,
-            giver,
-            taker,
-        )
+        flight.believed_tokens = prefill.cached_tokens
+        flight.prefill_group = giver
+        flight.decode_group = taker
         front.learn(flight.fingerprint, decode, request.prompt_tokens)
         flight.prefill_job = Job(request.prompt_tokens, 1, flight.keys, keeps_blocks=True)
         self._fleet.send(now, flight, giver, prefill, flight.prefill_job)

@@ -82,10 +82,8 @@ class GatewaySim:
             return None
         # tenants never share a key, even where engines would share a prefix
         salt = crc32(request.tenant.encode()) << 32
-        block_bytes, n_bytes = (
-            self._block_tokens * BYTES_PER_TOKEN,
-            request.prompt_tokens * BYTES_PER_TOKEN,
-        )
+        block_bytes = self._block_tokens * BYTES_PER_TOKEN
+        n_bytes = request.prompt_tokens * BYTES_PER_TOKEN
         return fingerprint_of_chain(keys, block_bytes, n_bytes, salt)
 
     def query(self, flight: InflightRequest, now: float) -> RoutingQuery:

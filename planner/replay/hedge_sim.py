@@ -66,12 +66,10 @@ class Hedges:
                 note_overtaken(own, late, now)
                 fleet.speed_monitor.doubt(now, late)
             fleet.withdraw(now, own)
-            own.job, own.group, own.booking, own.believed_tokens = (
-                first.job,
-                first.group,
-                first.booking,
-                first.believed_tokens,
-            )
+            own.job = first.job
+            own.group = first.group
+            own.booking = first.booking
+            own.believed_tokens = first.believed_tokens
             own.is_expected, own.is_overtaken = first.is_expected, False
             assert own.job is not None
             assert own.group is not None

@@ -249,10 +249,8 @@ class PricedAdmission:
     def _refuse_by_price(
         self, query: RoutingQuery, estimate: CostEstimate, queue: WaitQueueView, price: float
     ) -> Shed:
-        queue_s, threshold_s = (
-            estimate.queue_s + self._queue_work_s(estimate, queue),
-            self._threshold_s(),
-        )
+        queue_s = estimate.queue_s + self._queue_work_s(estimate, queue)
+        threshold_s = self._threshold_s()
         retry_after_s = self._retry_after(query, estimate, queue, queue_s - threshold_s)
         text = (
             f"The fleet is overloaded: {queue_s:.1f} s of prompts are queued for each of "

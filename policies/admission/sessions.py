@@ -245,10 +245,8 @@ class WorkingSet:
         elif lost < gate.lost_least and self._has_refused:
             self.memory_share = min(gate.most, self.memory_share + 0.01)
         fade = exp(-gate.period_s / self.memory_s)
-        self._lost_tokens, self._expected_tokens = (
-            self._lost_tokens * fade,
-            self._expected_tokens * fade,
-        )
+        self._lost_tokens = self._lost_tokens * fade
+        self._expected_tokens = self._expected_tokens * fade
         self._changed_s, self._has_refused = now, False
 
     def _expire(self, now: float) -> None:

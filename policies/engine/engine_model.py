@@ -312,10 +312,8 @@ class EngineModel:
         """
         finishing, self.completing = self.completing, []
         for prompt in reversed(finishing):
-            prompt.remaining_tokens, prompt.computed_tokens = (
-                prompt.uncached_tokens,
-                prompt.prompt_tokens - prompt.uncached_tokens,
-            )
+            prompt.remaining_tokens = prompt.uncached_tokens
+            prompt.computed_tokens = prompt.prompt_tokens - prompt.uncached_tokens
             prompt.is_planned = prompt.has_kv = False
             self.queue.appendleft(prompt)
             self.queued_tokens += prompt.remaining_tokens

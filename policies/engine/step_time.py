@@ -196,11 +196,9 @@ class SpeedBelief:
         self.shape = shape
         self.prompts = KalmanFilter(PRIOR_VAR, *FILLS * (PART_VAR,), PAIRS_VAR)
         self.decodes, self.layers = KalmanFilter(PRIOR_VAR, CONTEXT_VAR), KalmanFilter(PRIOR_VAR)
-        self.prefill, self.pairs, self.step = (
-            SpeedFactor(PRIOR_VAR),
-            SpeedFactor(PAIRS_VAR),
-            SpeedFactor(PRIOR_VAR),
-        )
+        self.prefill = SpeedFactor(PRIOR_VAR)
+        self.pairs = SpeedFactor(PAIRS_VAR)
+        self.step = SpeedFactor(PRIOR_VAR)
         self.request_s, self.room = shape.request_s, shape.budget_tokens
         self._reached = 1.0  # the prior counts as one observation
         self._mix, self._context = [*FILLS * (0.0,), 1.0], 0.0
@@ -228,10 +226,8 @@ class SpeedBelief:
         shape, (slower, context) = self.shape, self.decodes.factors
         self.step.factor = slower * (1.0 - self._context + self._context * context)
         self.step.var = self.decodes.var
-        self.context_s, self.sequence_s = (
-            slower * context * shape.context_s,
-            slower * (shape.sequence_s + shape.wire_s),
-        )
+        self.context_s = slower * context * shape.context_s
+        self.sequence_s = slower * (shape.sequence_s + shape.wire_s)
         self.flop_s, self.floor_s = slower * shape.token_s, slower * shape.weights_s
         self.base_s = slower * shape.step_s
 

@@ -132,10 +132,8 @@ class EngineSimulation:
     def _step_s(self, tokens: float, pairs: float) -> float:
         """Return the seconds a step with prompts takes."""
         belief = self.load.belief
-        prompts_s, beside_s = (
-            belief.prompts_s(tokens, pairs),
-            belief.beside_s(self.batch, self.context),
-        )
+        prompts_s = belief.prompts_s(tokens, pairs)
+        beside_s = belief.beside_s(self.batch, self.context)
         return prompts_s * belief.pace(tokens) + beside_s + belief.layers_s
 
     def _decode_s(self) -> float:

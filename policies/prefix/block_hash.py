@@ -85,10 +85,8 @@ class ScalarArithmetic:
     __slots__ = ("_fold", "_mix", "_places", "_word_keys")
 
     def __init__(self, word_keys: Numbers, places: Numbers, fold: int, mix: int) -> None:
-        self._word_keys, self._places = (
-            array("Q", word_keys.tobytes()),
-            array("Q", places.tobytes()),
-        )
+        self._word_keys = array("Q", word_keys.tobytes())
+        self._places = array("Q", places.tobytes())
         self._fold, self._mix = fold, mix
 
     def chain_keys(self, seed: int, data: bytes | memoryview, blocks: int) -> array[int]:

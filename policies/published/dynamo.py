@@ -54,11 +54,9 @@ class DynamoKv(PolicyParams, frozen=True):
 def blocks(rule: DynamoKv) -> Scorer:
     """Score by the negative cost, in blocks."""
     scale, per_request = rule.prefill_load_scale, rule.decode_active_request_weight
-    credit, decay, size = (
-        rule.overlap_score_credit,
-        rule.overlap_score_credit_decay,
-        rule.block_size,
-    )
+    credit = rule.overlap_score_credit
+    decay = rule.overlap_score_credit_decay
+    size = rule.block_size
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         loads = [candidate.load for candidate in candidates]

@@ -58,10 +58,8 @@ def affinity(warm_share: float, break_s: float, explore: float) -> Filter:
     exploring = int(explore * 2**32)
 
     def warm(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        required, cached = (
-            max(1.0, warm_share * query.request.prompt_tokens),
-            cached_tokens(query, candidates),
-        )
+        required = max(1.0, warm_share * query.request.prompt_tokens)
+        cached = cached_tokens(query, candidates)
         if not candidates or max(cached) < required or crc32(query.request.id.encode()) < exploring:
             return candidates
         expected = _ttfts(query, candidates, cached)
@@ -91,10 +89,8 @@ def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
         steps = [tpot_s(candidate.load, prompt) - tpot_slo for candidate in candidates]
         if ttft_slo == 0.0:
             return [1.0 - penalty for penalty in _blend(firsts, steps, ttft_weight, tpot_weight)]
-        scores, tiers = (
-            [0.0] * len(candidates),
-            [_tier(*late) for late in zip(firsts, steps, strict=True)],
-        )
+        scores = [0.0] * len(candidates)
+        tiers = [_tier(*late) for late in zip(firsts, steps, strict=True)]
         for tier in set(tiers):
             members = [index for index, own in enumerate(tiers) if own == tier]
             lateness = [

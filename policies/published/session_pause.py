@@ -155,11 +155,9 @@ class SessionPauser(CapAdmission):
         self._programs[session] = program
         self._unpause(program, None, query.now)
         self._count(program, -1)
-        program.tokens, program.asked_s, program.slot = (
-            query.request.prompt_tokens,
-            query.now,
-            pick.candidate.load.slot,
-        )
+        program.tokens = query.request.prompt_tokens
+        program.asked_s = query.now
+        program.slot = pick.candidate.load.slot
         program.steps += 1
         program.in_flight += 1
         self._count(program, +1)

@@ -71,9 +71,7 @@ def ttfts(
     now, prompt, predicted = query.now, query.request.prompt_tokens, []
     for candidate, cached_tokens in zip(candidates, cached, strict=True):
         load = candidate.load
-        seconds, wait = (
-            prefill_s(load, prompt - cached_tokens, cached_tokens),
-            load.prefill_done_at - now,
-        )
+        seconds = prefill_s(load, prompt - cached_tokens, cached_tokens)
+        wait = load.prefill_done_at - now
         predicted.append(seconds + wait if wait > 0.0 else seconds)
     return predicted

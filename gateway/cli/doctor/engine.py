@@ -195,12 +195,10 @@ def _connector(
 
 
 def _cache_salt(responses: ProbeResult, endpoint: Endpoint) -> Iterator[CheckFinding]:
-    check, name, member, schemas = (
-        "cache salt",
-        endpoint.name,
-        endpoint.salt_member,
-        request_members(responses),
-    )
+    check = "cache salt"
+    name = endpoint.name
+    member = endpoint.salt_member
+    schemas = request_members(responses)
     fix = (
         "declare this with cache_salt: false, reserve the endpoint for one tenant "
         "with its tenants, or upgrade the engine"

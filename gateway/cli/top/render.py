@@ -58,12 +58,10 @@ def render_view(view: View) -> Group:
 
 def render_heading(view: View) -> list[Text]:
     """Return two lines of totals, and one of SLO attainment if there were requests."""
-    totals, config, ttft, tpot = (
-        view["totals"],
-        view["config"],
-        view["totals"]["ttft"],
-        view["totals"]["tpot"],
-    )
+    totals = view["totals"]
+    config = view["config"]
+    ttft = view["totals"]["ttft"]
+    tpot = view["totals"]["tpot"]
     up = sum(row["available"] for row in view["endpoints"])
     shed = sum(totals["shed_per_s"].values())
     first = Text.assemble(

@@ -147,10 +147,8 @@ class RdmaSender:
         """Write windows in flight again from their first byte, because their queue pair is gone."""
         self._signalled.clear()
         self._free, self._unsignalled = MOST_WRITES, 0
-        in_flight, not_begun = (
-            list(self._in_flight.values()),
-            [departure for departure in self._queue if departure.writes is None],
-        )
+        in_flight = list(self._in_flight.values())
+        not_begun = [departure for departure in self._queue if departure.writes is None]
         self._queue = deque()
         for departure in in_flight:
             departure.next = 0

@@ -79,11 +79,9 @@ class Device:
         with _close_on_error(self.context), _as_transport_error(f"{self.name} has no usable port"):
             port = self.context.query_port(PORT)
             self.gather = min(int(self.context.query_device().max_sge), _MOST_GATHER)
-            self.mtu, self.lid, self.link_layer = (
-                int(port.active_mtu),
-                int(port.lid),
-                int(port.link_layer),
-            )
+            self.mtu = int(port.active_mtu)
+            self.lid = int(port.lid)
+            self.link_layer = int(port.link_layer)
             self.gid_index = (
                 self._best_gid(int(port.gid_tbl_len)) if gid_index is None else gid_index
             )

@@ -107,11 +107,9 @@ class StreamLink:
         self._in = Inbound(sock.fileno(), self._receive, self, _UNPROVEN_LIMITS)
         self._orders: deque[Callable[[], None]] = deque()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lead, self._gate, self._report_lock = (
-            threading.Lock(),
-            threading.Lock(),
-            threading.Lock(),
-        )
+        self._lead = threading.Lock()
+        self._gate = threading.Lock()
+        self._report_lock = threading.Lock()
         self._asleep = self._closing = self._ended = self._dialled = False
         # Another link has work for this one (kvtransfer/transports/stream/parallel_links.py).
         self._has_lane_work = False
