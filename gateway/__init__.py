@@ -1,1 +1,3 @@
-"""The process: HTTP in, HTTP out, live state, admin. Decisions live in policies/, KV movement in kvtransfer/."""
+"""The process: HTTP in, HTTP out, live state, admin. Decisions live in policies/, KV movement in
+kvtransfer/.
+"""

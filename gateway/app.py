@@ -74,7 +74,7 @@ class App:
     """One gateway in one event loop: start(), then stop().
 
     url, admin_url  set once it listens
-    end             call it to request the end of the process
+    request_end     call it to request the end of the process
     """
 
     def __init__(self, config: Config, origin: StartOptions | None = None) -> None:
@@ -99,11 +99,9 @@ class App:
         self.connections = ClientConnections(
             self._admission, trusted, lambda reason: refused.labels(reason).inc()
         )
-        self._write_queue = WriteQueue(self._loop)
+        queue = self._write_queue = WriteQueue(self._loop)
         rng = Random(secrets.randbits(64))
-        self._endpoints = EndpointTable(
-            config, self._prefixes, self.metrics, rng, self._write_queue
-        )
+        self._endpoints = EndpointTable(config, self._prefixes, self.metrics, rng, queue)
         self._endpoints.on_change = self._admission.refresh
         lost = self.metrics.runtime_gauges.log_lines_dropped_total
         self._log = AccessLog(config.observability, self._loop, lost)
@@ -117,7 +115,7 @@ class App:
             self._endpoints,
             self._admission,
             Accounting(self.metrics, self._log, self._tracer, self._loop),
-            Handoffs(self.metrics, rng, self._write_queue),
+            Handoffs(self.metrics, rng, queue),
         )
         proxies = TrustedProxies(trusted) if trusted else None
         self._request_factory = RequestFactory(self.gateway, self.metrics.itl_seconds, proxies)
@@ -148,7 +146,9 @@ class App:
         return checker
 
     def _create_reload(self, origin: StartOptions, rng: Random) -> None:
-        """Create what reloads the configuration: swap, discovery, file watcher and auto-rollback."""
+        """Create what reloads the configuration: swap, discovery, file watcher and
+        auto-rollback.
+        """
         self.swap = Swap(self.gateway, self._health_checker, self.metrics)
         history = None if origin.local is None else _versions(self.config, origin.local)
         folder = Path(origin.loaded.file).parent  # relative paths of all configurations start here
@@ -316,7 +316,9 @@ class App:
         self._log.reopen()
 
     async def _wait_until_idle(self, closing: Sequence[asyncio.Future[None]], ends: float) -> None:
-        """Wait until all requests have ended and all connections have closed, at most until `ends`."""
+        """Wait until all requests have ended and all connections have closed, at most until
+        `ends`.
+        """
 
         def is_idle() -> bool:
             return not self._admission.active_requests and all(future.done() for future in closing)
@@ -341,7 +343,9 @@ class App:
         await asyncio.sleep(grace_s)
 
     def shared_state(self) -> dict[str, object] | None:
-        """Return the state of the exchange with other gateways; None if `shared` is not configured."""
+        """Return the state of the exchange with other gateways; None if `shared` is not
+        configured.
+        """
         if self._sync_loop is None or self.config.shared is None:
             return None
         return self._sync_loop.state()
@@ -511,7 +515,9 @@ def _versions(config: Config, local: WorkerSettings) -> VersionHistory:
 
 
 def _frame_auth(config: Config, local: WorkerSettings | None) -> FrameAuth | None:
-    """Create the frame authentication; None if there are no other gateways to exchange state with."""
+    """Create the frame authentication; None if there are no other gateways to exchange state
+    with.
+    """
     if config.shared is not None:
         return FrameAuth(config.shared.key.reveal().encode(), secrets.token_bytes(ID_BYTES))
     return None if local is None else FrameAuth(local.secret, secrets.token_bytes(ID_BYTES))

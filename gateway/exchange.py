@@ -103,24 +103,24 @@ class Exchange:
     reason        the short cause when the outcome is not served
     detail        the numbers behind a refusal, in words
     retries       names of the endpoints that failed this request, in order
-    unsent        how many of the retries never received the request, and so are no attempts
-    retrying      it holds a turn of the fleet's retry budget
+    unsent_attempts  how many of the retries never received the request, and so are no attempts
+    holds_retry_turn  it holds a turn of the fleet's retry budget
     body_bytes    memory taken for the body
-    holder        the gate that the memory was taken from; None once it is given back
-    asked         the question that the first pick answered; None until a place was booked
+    memory_gate   the gate that the memory was taken from; None once it is given back
+    first_ask     the question that the first pick answered; None until a place was booked
     room          the room to report the outcome to; None if the room does not need it
     tier          name of the smaller model that serves it instead of the one requested; "" usually
     fingerprint   of the prompt; None where the policy does not read prefixes
-    kept          whether its SLO was met, one of gateway/telemetry/slo_outcomes.py's words; "" when that is unknown
+    slo_outcome   whether its SLO was met (gateway/telemetry/slo_outcomes.py); "" if unknown
     ttft_s, tpot_s  as the client saw them; predicted_*: as expected at the pick
-    before        the best two candidates as they were at the pick; None if the policy has no terms
+    pick_snapshot  the best two candidates as they were at the pick; None if the policy has no terms
                   to explain
     split         whether and how it was split; None for models without a split
     trace         its place in a distributed trace; None for a request that is not traced
     gaps          histogram of the times between its chunks; None for most requests, which are not
                   sampled
     quota         the tenant's quota that it was taken from; None for a tenant without limits
-    side          the side of a canary that counts it; None in a pool without a canary
+    canary_arm    the side of a canary that counts it; None in a pool without a canary
     hedge         its second attempt; None if there was none
     proxy_request_id  the x-request-id of a trusted proxy; ""  without one
     ledger        the tokens of its answer, for continuing it elsewhere; None if that is not

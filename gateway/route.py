@@ -1,7 +1,7 @@
 """What the request path works with: routes, the snapshot and the gateway's live parts.
 
-Only values and references live here. gateway/reload/snapshot.py builds snapshots from a configuration,
-reload/swap.py puts them in force, and serve.py takes a request along its route.
+Only values and references live here. gateway/reload/snapshot.py builds snapshots from a
+configuration, reload/swap.py puts them in force, and serve.py takes a request along its route.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Route(msgspec.Struct, frozen=True):
     candidates    the endpoints that serve whole requests
     prepare       builds an attempt at a whole request
     fingerprints  prompts are fingerprinted: the policy reads prefixes, or the access log has blocks
-    watched       predictions for these endpoints are in use, so every pick is noted
+    notes_picks   predictions for these endpoints are in use, so every pick is noted
     slo           the service class of requests that name none
-    low_first     the engines treat a low number in a body's `priority` as urgent
+    is_low_first  the engines treat a low number in a body's `priority` as urgent
     overflow      names and penalties of the smaller models that may serve instead of a refusal
     split         how requests are split between prefill and decode; None: never
     shadows       policies that are asked the same question without effect; None: there are none
@@ -134,7 +134,7 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
 
     routes    by every name that a client may use, aliases included
     tenants   by SHA-256 of the key; empty when no key is required
-    policies, tried  by pool
+    policies, trials  by pool
     unlisted  why no route has a model name (aliases included): no endpoint of its pool lists it
     able      by model, the slots of the endpoints that may serve it, prefill endpoints included
 

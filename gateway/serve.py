@@ -176,10 +176,8 @@ async def _admit(
 ) -> Route:
     """Have the admission judge a request, and wait where it says so.
 
-    Raises GatewayError for a refusal.
-
-    Returns the route whose room gave the Permit: the request's own or, instead of a refusal, a
-    smaller model's.
+    Raises GatewayError for a refusal. Returns the route whose room gave the Permit: the request's
+    own or, instead of a refusal, a smaller model's.
     """
     fingerprint = exchange.fingerprint = (
         gateway.endpoints.prefixes.fingerprint(call, route.name) if route.fingerprints else None

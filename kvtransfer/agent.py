@@ -2,7 +2,8 @@
 
 It connects the source and sink logic, the links, the clock and the event loop under one lock.
 Events come in from any thread; commands are executed in order. Not here: decisions about a transfer
-(kvtransfer/transfer/source.py, kvtransfer/transfer/sink.py) or about the trust of a link (kvtransfer/protocol/session.py).
+(kvtransfer/transfer/source.py, kvtransfer/transfer/sink.py) or about the trust of a link
+(kvtransfer/protocol/session.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 It exists only if the fleet was started with a port for it, and listens only on 127.0.0.1. It stays
 open whatever fault a group has; a group that refuses connections could not be healed otherwise.
-Browsers are refused. Not here: the grammar of faults (mockgpu/fault_grammar.py) and their effects (mockgpu/group_faults.py).
+Browsers are refused. Not here: the grammar of faults (mockgpu/fault_grammar.py) and their effects
+(mockgpu/group_faults.py).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     option  = key "=" value | "hang" | "prefill" | "decode"
 
 Windows are wall seconds since the fault was set. Faults take effect in server.py (per request),
-group.py (lost rank, slow), mockgpu/kill_faults.py (one request's KV) and mockgpu/handoff/faulty_link.py (the bytes between
-agents). Nothing here does I/O.
+group.py (lost rank, slow), mockgpu/kill_faults.py (one request's KV) and
+mockgpu/handoff/faulty_link.py (the bytes between agents). Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ STREAM_FAULTS = frozenset(
         FaultKind.COMMENTS,
     )
 )
-# Faults of one request's KV, or of the group at a moment of one request's life (mockgpu/kill_faults.py).
+# Faults of one request's KV, or of the group at a moment of one request's life
+# (mockgpu/kill_faults.py).
 KV_FAULTS = frozenset(
     (
         FaultKind.DIE_IN_PREFILL,

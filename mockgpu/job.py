@@ -32,7 +32,9 @@ class Content(Protocol):
     """The content of a job's KV, and its text if the KV turns out wrong."""
 
     def states(self, start: int, end: int) -> Words:
-        """Return the states of tokens [start, end) of prompt and answer (mockgpu/kv_contents.py)."""
+        """Return the states of tokens [start, end) of prompt and answer
+        (mockgpu/kv_contents.py).
+        """
         ...
 
     def replace_text(self, taint: int) -> None:

@@ -1,7 +1,7 @@
 """Faults of one request's KV, and failures of the whole group at a moment of one request's life.
 
-mockgpu/fault_grammar.py parses them and decides which requests they strike. A group creates this object when the
-first such fault strikes, so that healthy groups pay nothing.
+mockgpu/fault_grammar.py parses them and decides which requests they strike. A group creates this
+object when the first such fault strikes, so that healthy groups pay nothing.
 """
 
 from __future__ import annotations

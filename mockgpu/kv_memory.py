@@ -1,7 +1,7 @@
 """KvMemory: the real bytes of a group's KV cache, one region per rank.
 
-Written as tokens are computed, and read back. Not here: the content (mockgpu/kv_contents.py), ownership of blocks
-(blocks.py), transfer (kvtransfer).
+Written as tokens are computed, and read back. Not here: the content (mockgpu/kv_contents.py),
+ownership of blocks (blocks.py), transfer (kvtransfer).
 """
 
 from __future__ import annotations

@@ -254,10 +254,8 @@ class StreamChunks:
         if ask.chat:
             part |= {"delta": delta, "logprobs": _chat_logprobs(ask, token) if token else None}
         else:
-            part |= {
-                "text": delta,
-                "logprobs": _completion_logprobs(ask, token, offset) if token else None,
-            }
+            logprobs = _completion_logprobs(ask, token, offset) if token else None
+            part |= {"text": delta, "logprobs": logprobs}
         part["finish_reason"] = reason
         if reason is not None:
             part["stop_reason"] = self._choice.stop_reason

@@ -71,7 +71,8 @@ class PdRole:
         self.identity = EngineIdentity(
             "", host, 0, spec.tp, spec.role, transfer.version, transfer.lease_s, self._wait_s
         )
-        # One block more than the scheduler has: declined KV is fetched into it (mockgpu/handoff/kv_handoff.py).
+        # One block more than the scheduler has: declined KV is fetched into it
+        # (mockgpu/handoff/kv_handoff.py).
         blocks = group.scheduler.pool.total + 1
         self.memory = KvMemory.create(
             scaled_layout(spec.model, spec.tp, transfer.scale), blocks, spec.role

@@ -1,9 +1,9 @@
 """Continuous batching with chunked prefill, as in vLLM's V1 scheduler.
 
-Pure and without a clock: `sample_difference()` plans what to compute next, roofline.py says how long it takes,
-`finish()` applies the result. The live server and replays in virtual time run the same code.
-Decoding sequences all advance by one token per step, so one counter (`tick`) advances them. Only
-those that end or need a block are touched, so a step costs O(changes).
+Pure and without a clock: `sample_difference()` plans what to compute next, roofline.py says how
+long it takes, `finish()` applies the result. The live server and replays in virtual time run the
+same code. Decoding sequences all advance by one token per step, so one counter (`tick`) advances
+them. Only those that end or need a block are touched, so a step costs O(changes).
 
 For split requests: a job with KV from another group gets all its prompt's blocks before the first
 byte moves, then waits for `on_landed()`. A job whose KV goes to another group leaves its blocks in
@@ -138,10 +138,7 @@ class Scheduler:
         self.fetched.append(job)
 
     def step(self) -> StepPlan | None:
-        """Plan the next step; None: nothing to compute.
-
-        Decodes first, then prompts in the budget.
-        """
+        """Plan the next step, decodes first, then prompts in the budget; None: nothing to do."""
         for job in list(self._grows[self.tick % self.pool.block_tokens]):
             if job.state is JobState.DECODE:
                 self._grow(job)
@@ -191,8 +188,8 @@ class Scheduler:
     def decode_only_steps(self, most: int) -> int:
         """Return how many steps from the planned one on only decode, without ends or preemptions.
 
-        At most `most`. Call it after `sample_difference()` planned a step without prompts; `next_health()` may then
-        run that many.
+        At most `most`. Call it after `sample_difference()` planned a step without prompts;
+        `next_health()` may then run that many.
         """
         if not self.decoding or self.prefilling or self.fetched:
             return 0

@@ -1,6 +1,6 @@
 """Admission policies by name, with their typed parameters.
 
-A new admission policy is a struct with `build_plan()` next to its rule, and one line here.
+A new admission policy is a struct with `build()` next to its rule, and one line here.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ DEFAULT_FILTERS: tuple[Filter, ...] = (
 
 
 class PolicyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of a policy, all with defaults. Each `build_plan()` returns an independent policy."""
+    """Parameters of a policy, all with defaults. Each `build()` returns an independent policy."""
 
     def build(self) -> Policy:
         raise NotImplementedError(f"{type(self).__name__} has no build()")

@@ -1,6 +1,6 @@
 """Policies by name, with their typed parameters.
 
-A new policy is a struct with `build_plan()` in presets.py (or its own module) and one line here.
+A new policy is a struct with `build()` in presets.py (or its own module) and one line here.
 """
 
 from __future__ import annotations

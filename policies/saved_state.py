@@ -150,10 +150,7 @@ def index_holders(index: PrefixIndex) -> list[HolderState]:
 
 
 def restore_blocks(index: PrefixIndex, blocks: Blocks, slots: Mapping[int, int]) -> int:
-    """Add blocks and return how many.
-
-    Stamps of slots not in `slots` are dropped. Raises ValueError if they do not match.
-    """
+    """Add the blocks of `slots` and return how many. Raises ValueError if they do not match."""
     keys = array("Q", blocks.keys)
     counts = array("H", blocks.counts)
     stamps = array("Q", blocks.stamps)

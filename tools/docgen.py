@@ -346,8 +346,9 @@ the size of a scrape.
 _STATES_INTRO = """# States of a split request
 
 P is the prefill endpoint, D the decode endpoint (docs/life-of-a-split-request.md). The tables are
-those of `gateway/disagg/state_machine.py`. The end states are `done`, `failed` and `gone`. After `failed`,
-another attempt starts if the client has received no byte yet and the retry budget allows it.
+those of `gateway/disagg/state_machine.py`. The end states are `done`, `failed` and `gone`. After
+`failed`, another attempt starts if the client has received no byte yet and the retry budget allows
+it.
 """
 
 _CLI_INTRO = """\

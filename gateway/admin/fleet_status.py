@@ -45,8 +45,8 @@ class PairStatus(msgspec.Struct, frozen=True):
 class FleetStatus(msgspec.Struct, frozen=True):
     """The state that no metric sample contains; rows are as the view shows them.
 
-    promises              (TTFT, TPOT) SLO in seconds by service class
-    standard              the service class of requests that name none
+    slo_by_class          (TTFT, TPOT) SLO in seconds by service class
+    default_class         the service class of requests that name none
     endpoints             rows without the values of the last minute
     handoffs_in_progress  KV transfers that have started and not ended
     active_requests       requests that are being served

@@ -72,9 +72,9 @@ class PoolQueue:
         "_queue",
         "_updates",
         "_verdicts",
-        "wants_feedback",
         "name",
         "try_take",
+        "wants_feedback",
     )
 
     def __init__(self, name: str) -> None:
@@ -292,9 +292,9 @@ class AdmissionController:
         "_rooms",
         "_updates",
         "body_bytes",
+        "is_stopping",
         "large_bodies",
         "quotas",
-        "is_stopping",
     )
 
     def __init__(self, config: Config) -> None:

@@ -1,7 +1,7 @@
 """Per-minute quotas of tenants: charged when a request is parsed, corrected when it ends.
 
-The arithmetic is in policies.admission.quota. Not here: shares of a contended pool and refusals that protect
-the fleet (see the admission controller).
+The arithmetic is in policies.admission.quota. Not here: shares of a contended pool and refusals
+that protect the fleet (see the admission controller).
 """
 
 from __future__ import annotations

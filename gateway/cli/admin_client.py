@@ -41,7 +41,7 @@ _LAST_OPTIONS = ("key_file", "as_json")
 class AdminAddress(msgspec.Struct, frozen=True):
     """The URL of an admin server, and the TLS files for an https:// URL.
 
-    `insecure` accepts any certificate.
+    `is_insecure` accepts any certificate.
     """
 
     url: str
@@ -201,9 +201,8 @@ class AdminClient:
         finally:
             connection.close()
         if not isinstance(reply, dict) or (response.status >= 400 and "message" not in reply):
-            raise AdminServerError(
-                f"{self._url} is not the admin server of a gateway (status {response.status})"
-            )
+            problem = f"is not the admin server of a gateway (status {response.status})"
+            raise AdminServerError(f"{self._url} {problem}")
         if reply.get("result") == "refused":
             raise AdminServerError(str(reply["message"]))
         return reply

@@ -119,9 +119,8 @@ def _start_mocks(demo: DemoOptions, running: ExitStack) -> tuple[Path, LoadedCon
         file = _write_config(demo, first_port)
         _log().open("ab").close()
     except OSError as error:
-        raise DemoError(
-            f"cannot write to {FOLDER} ({error.strerror}); start the demo in another folder"
-        ) from None
+        problem = f"cannot write to {FOLDER} ({error.strerror}); start the demo in another folder"
+        raise DemoError(problem) from None
     try:
         loaded = load_with_warnings(file, os.environ)
     except ConfigError as error:
@@ -414,11 +413,8 @@ def _welcome(demo: DemoOptions, file: Path) -> str:
 
 def _next_steps(demo: DemoOptions, file: Path, url: str, admin: str) -> str:
     other = "least_loaded" if demo.policy != "least_loaded" else "prefix_aware"
-    penstock = (
-        "penstock"
-        if shutil.which("penstock")
-        else os.path.relpath(Path(sys.executable).with_name("penstock"))
-    )
+    installed = Path(sys.executable).with_name("penstock")
+    penstock = "penstock" if shutil.which("penstock") else os.path.relpath(installed)
     victim = "group-0" if demo.dialect is None else "decode-0"
     steps = (
         {}

@@ -1,8 +1,8 @@
 """Configuration: reads one YAML file into one immutable typed tree, with a place for every error.
 
 file_reader.py reads files, and yaml_source.py parses their text and keeps places. values.py,
-tree.py and the section modules are the types. gateway/config/cross_checks.py and the rule modules compare values.
-load.py puts all of it together.
+tree.py and the section modules are the types. gateway/config/cross_checks.py and the rule modules
+compare values. load.py puts all of it together.
 """
 
 from gateway.config.isolation_rules import salt_member
@@ -47,8 +47,8 @@ from gateway.config.tree import (
 from gateway.config.values import Secret
 
 __all__ = [
-    "SECRET_MASK",
     "SCHEMA_ID",
+    "SECRET_MASK",
     "Admin",
     "AdminListener",
     "AdmissionSpec",
@@ -88,10 +88,10 @@ __all__ = [
     "Timeouts",
     "Traces",
     "WaitingRoom",
-    "load_with_warnings",
-    "load_text",
     "config_from_engines",
     "json_schema",
     "load_config",
+    "load_text",
+    "load_with_warnings",
     "salt_member",
 ]

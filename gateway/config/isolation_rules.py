@@ -45,7 +45,8 @@ def errors(data: Any) -> Iterator[RuleFinding]:
         if get_member(spec, "cache_salt") is True and not _takes_salt(spec):
             yield RuleFinding(
                 (*path, "cache_salt"),
-                f"{get_member(spec, 'engine')} does not support it: its completions reject a cache salt",
+                f"{get_member(spec, 'engine')} does not support it: "
+                "its completions reject a cache salt",
             )
         elif required and len(_served(spec, domains)) > 1:
             text = (

@@ -19,7 +19,7 @@ from gateway.config.tree import Config
 from gateway.config.yaml_source import Resolved, YamlSource, parse_yaml
 
 SCHEMA_ID = "urn:penstock:config:v1"
-SECRET_MASK = "**********"
+SECRET_MASK = "**********"  # noqa: S105
 _ENGINES_POOL = "engines"
 _NONE_REFUSED: Mapping[Path, str] = MappingProxyType({})
 

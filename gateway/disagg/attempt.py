@@ -1,9 +1,11 @@
-"""One attempt of a pair at one request: two legs, and the interpreter of the table in gateway/disagg/state_machine.py.
+"""One attempt of a pair at one request: two legs, and the interpreter of the table in
+gateway/disagg/state_machine.py.
 
 A leg only reports how it ended. The table says what follows, which is done at once, one event at a
 time. At the end both places are given back, both connections are closed or back in their pools, and
 KV that is no longer needed is freed. Not here: what the legs' requests contain and what answers
-mean (gateway/disagg/leg_requests.py), and what is due after failures (gateway/disagg/failure_actions.py).
+mean (gateway/disagg/leg_requests.py), and what is due after failures
+(gateway/disagg/failure_actions.py).
 """
 
 from __future__ import annotations

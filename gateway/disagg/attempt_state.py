@@ -1,6 +1,7 @@
 """State of one attempt of a pair: two places, two legs and the handoff between them.
 
-gateway/disagg/attempt.py moves it along the table of gateway/disagg/state_machine.py; gateway/disagg/failure_actions.py holds what is due after failures.
+gateway/disagg/attempt.py moves it along the table of gateway/disagg/state_machine.py;
+gateway/disagg/failure_actions.py holds what is due after failures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is due when a pair's attempt fails: blame, another decoder, and freeing the KV.
 
-These are acts of the table in gateway/disagg/state_machine.py. Each is done at once, on the state of the attempt that
-gateway/disagg/attempt.py runs.
+These are acts of the table in gateway/disagg/state_machine.py. Each is done at once, on the state
+of the attempt that gateway/disagg/attempt.py runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The life of a pair's attempt, as a table of states, events and acts.
 
-Nothing is done here: gateway/disagg/attempt.py carries out the rows. A state without an owner is an end.
+Nothing is done here: gateway/disagg/attempt.py carries out the rows. A state without an owner is an
+end.
 """
 
 from __future__ import annotations

@@ -1,1 +1,3 @@
-"""Endpoints: their table and registry, bookings, the view of their caches, health checks, scrapes, discovery."""
+"""Endpoints: their table and registry, bookings, the view of their caches, health checks, scrapes,
+discovery.
+"""

@@ -1,7 +1,7 @@
 """Bookings: a place at an endpoint for one request, from the pick to the last byte.
 
-policies/ledger.py changes the endpoint's load; gateway/fleet/endpoint_table.py changes its health and the prefix
-index.
+policies/ledger.py changes the endpoint's load; gateway/fleet/endpoint_table.py changes its health
+and the prefix index.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class EvidenceSink(Protocol):
 class Booking:
     """A place taken at an endpoint. Leaving the context gives back what it still holds.
 
-    place         the ledger's entry: what is held, and what was predicted when it was taken
-    ahead_tokens  prompt tokens that were to be computed there when it was taken, its own included
+    entry         the ledger's entry: what is held, and what was predicted when it was taken
+    queued_tokens  prompt tokens that were to be computed there when it was taken, its own included
     _tells        the first token is visible when it comes: the answer is a stream or one token
     _awaited      tokens to compute before the first token, until that comes; 0 afterwards
     _is_reported  the endpoint's health knows how the answer ended

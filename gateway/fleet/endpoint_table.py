@@ -2,8 +2,8 @@
 
 The only writer of EndpointLoad.
 
-Health decisions are made in policies.health.health; this module collects their events and carries out the
-verdicts.
+Health decisions are made in policies.health.health; this module collects their events and carries
+out the verdicts.
 """
 
 from __future__ import annotations
@@ -286,7 +286,9 @@ class EndpointTable:
         self.on_event(live, HealthEvent.CONNECT_FAILED)
 
     def silence_limit_s(self, live: LiveEndpoint) -> float:
-        """Return how long an endpoint with requests in flight may be silent before it is stalled."""
+        """Return how long an endpoint with requests in flight may be silent before it is
+        stalled.
+        """
         prefill_s = live.backlog_tokens / PREFILL_TOKENS_PER_S
         return max(self._progress_s, PREFILL_MARGIN * prefill_s)
 
@@ -457,7 +459,9 @@ class EndpointTable:
             live.load.soft_cap, live.throttled_until = 0, monotonic() + stall.DOUBT_S
 
     def glance(self, now: float) -> Sequence[LiveEndpoint]:
-        """Return the endpoints whose current prefill step is late; doubt those that are very late."""
+        """Return the endpoints whose current prefill step is late; doubt those that are very
+        late.
+        """
         stalled, doubtful = self.speed_monitor.stalled(self._pools, self._by_slot, now)
         for live in doubtful:
             self.throttle(live)

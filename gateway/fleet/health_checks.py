@@ -96,7 +96,8 @@ class HealthChecker:
         lives = self._endpoints.all()
         await asyncio.gather(*(self._log_errors(self._poll, live) for live in lives))
         for live in self._endpoints.all():
-            self._watch(live)
+            if live not in self._tasks:  # a reload during the first poll has started them
+                self._watch(live)
 
     def reconfigure(self, config: Config) -> None:
         """Apply a new configuration: poll added endpoints at once, and leaving ones no more."""

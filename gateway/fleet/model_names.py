@@ -1,8 +1,8 @@
 """Model names: what an endpoint's engine calls a configured model, and which endpoints list it.
 
 An endpoint serves a model only if its /v1/models lists the name. While that list is unknown, or if
-the engine has none, the configuration decides. No I/O: gateway/fleet/health_checks.py reads the lists, and
-gateway/reload/snapshot.py builds routes from the result.
+the engine has none, the configuration decides. No I/O: gateway/fleet/health_checks.py reads the
+lists, and gateway/reload/snapshot.py builds routes from the result.
 """
 
 from __future__ import annotations

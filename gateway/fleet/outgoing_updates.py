@@ -25,12 +25,12 @@ class OutgoingUpdates:
     """
 
     __slots__ = (
-        "charges",
         "cache_reports",
+        "charges",
         "health_changes",
-        "session_digest",
         "prompts",
         "quota_use",
+        "session_digest",
     )
 
     def __init__(self, session_digest: Callable[[str], int]) -> None:

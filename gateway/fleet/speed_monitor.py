@@ -1,7 +1,8 @@
 """The speed monitor: compares the endpoints of every pool once a second.
 
-The comparison is in policies.health.speed_outlier; the endpoint table acts on the verdicts. Prefill times are
-measured by bookings. The pace of streams is sampled here, so that it costs nothing per chunk.
+The comparison is in policies.health.speed_outlier; the endpoint table acts on the verdicts. Prefill
+times are measured by bookings. The pace of streams is sampled here, so that it costs nothing per
+chunk.
 """
 
 from __future__ import annotations

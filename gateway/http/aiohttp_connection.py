@@ -73,11 +73,11 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         "_unread",
         "_unread_counted",
         "address",
-        "will_close",
         "is_draining",
         "paused_at",
         "phase",
         "phase_since",
+        "will_close",
     )
 
     def __init__(
@@ -360,7 +360,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             self.send_error(head_errors.head_too_long(MAX_HEAD_BYTES), new_request_id())
             return False
         if (
-            message.is_chunked
+            message.chunked
             and message.headers["Transfer-Encoding"].strip(" \t").lower() != "chunked"
         ):
             self._must_close = True

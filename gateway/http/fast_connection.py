@@ -70,13 +70,13 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         "_unread",
         "_unread_counted",
         "address",
-        "will_close",
         "headers",
         "is_draining",
         "paused_at",
         "phase",
         "phase_since",
         "transport",
+        "will_close",
     )
 
     def __init__(

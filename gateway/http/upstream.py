@@ -101,8 +101,8 @@ class UpstreamConnection:
         "_paused",
         "_pool",
         "_relay",
-        "last_activity_at",
         "idle_since",
+        "last_activity_at",
         "transport",
     )
 
@@ -318,9 +318,7 @@ class UpstreamConnection:
             return
         self._done = None
         transport = self.transport
-        is_usable = (
-            transport is not None and not transport.is_closing() and not self._is_half_closed
-        )
+        is_usable = not (self._is_half_closed or transport is None or transport.is_closing())
         if error is None and is_usable and relay is not None and relay.is_connection_reusable:
             self._downstream.set_source(None)  # type: ignore[union-attr]  # set together with _relay
             self._relay = self._downstream = None

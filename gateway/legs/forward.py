@@ -137,7 +137,8 @@ def request_headers(
 def session_header(headers: Mapping[str, str]) -> str:
     """Return the client's session header as a line; "" without one.
 
-    An engine recognises a conversation by it. The trace context is added separately (gateway/protocol/trace_context.py).
+    An engine recognises a conversation by it. The trace context is added separately
+    (gateway/protocol/trace_context.py).
     """
     session = headers.get(SESSION_HEADER)
     return "" if session is None else f"{SESSION_HEADER}: {session}\r\n"

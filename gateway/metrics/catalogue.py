@@ -79,8 +79,8 @@ class Metrics:
     """All metrics of one gateway process. Created by the composition root and passed down.
 
     An attribute is a MetricFamily if the metric has labels (`ttft_seconds.labels(model,
-    endpoint)`), else its single child. `pools` returns the pools of endpoints and models; called at
-    each scrape.
+    endpoint)`), else its single child. `pool_by_label` returns the pools of endpoints and models;
+    called at each scrape.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ class Peer:
     shares        digests of the endpoints where it has bookings
     """
 
-    __slots__ = ("started_at", "last_seen_at", "shares", "is_warm")
+    __slots__ = ("is_warm", "last_seen_at", "shares", "started_at")
 
     def __init__(self, now: float) -> None:
         self.last_seen_at = self.started_at = now

@@ -1,7 +1,7 @@
 """The peer view: what this gateway sends to the others, and how it applies their messages.
 
-Sans-IO: frames in, frames out. Not here: the bus (gateway/peers/bus.py), when frames move (sync_loop.py), and how
-they are authenticated (frame_auth.py).
+Sans-IO: frames in, frames out. Not here: the bus (gateway/peers/bus.py), when frames move
+(sync_loop.py), and how they are authenticated (frame_auth.py).
 """
 
 from __future__ import annotations

@@ -1,1 +1,3 @@
-"""Bytes and values of the wire, without I/O: API bodies, HTTP framing, the SSE relay, errors, service classes."""
+"""Bytes and values of the wire, without I/O: API bodies, HTTP framing, the SSE relay, errors,
+service classes.
+"""

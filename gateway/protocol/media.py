@@ -1,7 +1,8 @@
 """Base64 media in prompts: images, audio and files, which must not be counted as text.
 
 Finds them in raw JSON and replaces them by stand-ins for estimates and fingerprints. What engines
-receive does not change. How many tokens media take is learnt in policies/admission/prompt_length.py.
+receive does not change. How many tokens media take is learnt in
+policies/admission/prompt_length.py.
 """
 
 from __future__ import annotations

@@ -229,19 +229,8 @@ def parse_call(
     if model is None:
         raise _unknown_model(requested, models, unlisted)
     served, numbers = model.served_model, _numbers(members)
-    name = CONVERSATION[api]
-    if name not in members:
-        raise missing_member(name)
-    prompt: tuple[msgspec.Raw, ...] = (members[name],)
-    if not _PREAMBLE.isdisjoint(members):
-        prompt = _prompt(PROMPT_MEMBERS[api], members)
-    ids, media, estimated, longest = None, 0, 0, 0
-    if api is _COMPLETIONS:
-        prompts, ids, longest = read_prompts(members, model.sequences)
-        if prompts > 1:
-            numbers["prompt"] = prompts
-    elif len(body) > MIN_MEDIUM_BYTES and may_contain_media(body):
-        prompt, media = _replace_media(prompt)
+    prompt, media, ids, longest = _read_prompt(body, api, members, numbers, model)
+    estimated = 0
     output_tokens = numbers.get("max_completion_tokens") or numbers.get("max_tokens")
     if model.context_tokens is not None:
         _check_context(longest, output_tokens or 0, model.context_tokens)
@@ -281,6 +270,33 @@ def parse_call(
     if internal or requested != served or EXTRA_ARGS in members:
         body, members = _outbound(body, members, internal, requested, served)
     return Call(api, request, requested, body, prompt, members, salt, estimated, media)
+
+
+def _read_prompt(
+    body: bytes,
+    api: Api,
+    members: Mapping[str, msgspec.Raw],
+    numbers: dict[str, int],
+    model: ModelInfo,
+) -> tuple[tuple[msgspec.Raw, ...], int, int | None, int]:
+    """Return the prompt's members, its media tokens, its token ids and its longest prompt.
+
+    Lengths are in tokens; None: the body has no token ids. Further prompts count in `numbers`.
+    """
+    name = CONVERSATION[api]
+    if name not in members:
+        raise missing_member(name)
+    prompt: tuple[msgspec.Raw, ...] = (members[name],)
+    if not _PREAMBLE.isdisjoint(members):
+        prompt = _prompt(PROMPT_MEMBERS[api], members)
+    if api is _COMPLETIONS:
+        prompts, ids, longest = read_prompts(members, model.sequences)
+        if prompts > 1:
+            numbers["prompt"] = prompts
+        return prompt, 0, ids, longest
+    if len(body) > MIN_MEDIUM_BYTES and may_contain_media(body):
+        return *_replace_media(prompt), None, 0
+    return prompt, 0, None, 0
 
 
 def _estimate(

@@ -125,12 +125,12 @@ class ChunkedBody:
         "_expects_crlf",
         "_expects_size",
         "_missing",
+        "has_trailers",
         "is_complete",
         "last_chunk_offset",
         "partial",
-        "was_at_boundary",
         "surplus_bytes",
-        "has_trailers",
+        "was_at_boundary",
     )
 
     def __init__(self) -> None:
@@ -237,11 +237,11 @@ class LengthBody:
 
     __slots__ = (
         "_remaining",
+        "has_trailers",
         "is_complete",
         "last_chunk_offset",
         "partial",
         "surplus_bytes",
-        "has_trailers",
     )
     at_chunk_boundary = was_at_boundary = False
 
@@ -265,7 +265,7 @@ class LengthBody:
 class RawBody:
     """A body that ends when the connection closes, so truncation cannot be detected."""
 
-    __slots__ = ("is_complete", "last_chunk_offset", "partial", "surplus_bytes", "has_trailers")
+    __slots__ = ("has_trailers", "is_complete", "last_chunk_offset", "partial", "surplus_bytes")
     at_chunk_boundary = was_at_boundary = True
 
     def __init__(self) -> None:

@@ -76,8 +76,8 @@ class ContinuationTerms(msgspec.Struct, frozen=True):
 
     chat         the client's request is a chat
     sampling     members of the request that hold for the rest too, raw
-    most         most tokens of the whole answer; None: as many as fit the context
-    least        fewest tokens of the whole answer
+    max_tokens   most tokens of the whole answer; None: as many as fit the context
+    min_tokens   fewest tokens of the whole answer
     shows_usage  the client wants token counts
     """
 

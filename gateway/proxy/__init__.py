@@ -1,1 +1,3 @@
-"""The attempt loop and its plans: a whole request, a pair, the rest of a broken stream, a smaller model."""
+"""The attempt loop and its plans: a whole request, a pair, the rest of a broken stream, a smaller
+model.
+"""

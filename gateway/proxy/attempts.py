@@ -1,9 +1,9 @@
 """The attempt loop: pick, book and send, until an endpoint answers or no attempt is left.
 
 There is one loop for everything that is sent to endpoints. What differs is a plan: a whole request
-(gateway/proxy/whole.py), a request split into prefill and decode (gateway/proxy/pair.py), or the rest of a broken
-stream (gateway/proxy/rest.py). This module also holds the rules for a retry: the budget, and the
-health check of the endpoint that comes next.
+(gateway/proxy/whole.py), a request split into prefill and decode (gateway/proxy/pair.py), or the
+rest of a broken stream (gateway/proxy/rest.py). This module also holds the rules for a retry: the
+budget, and the health check of the endpoint that comes next.
 """
 
 from __future__ import annotations

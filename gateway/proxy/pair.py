@@ -1,7 +1,7 @@
 """Plan of a request whose model is split: a prefill and decode pair, or one endpoint for all of it.
 
-policies/pricing/split.py decides per attempt which of the two. Not here: what happens inside a pair's
-attempt (gateway/disagg/attempt.py).
+policies/pricing/split.py decides per attempt which of the two. Not here: what happens inside a
+pair's attempt (gateway/disagg/attempt.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A smaller model that may serve a request instead of a refusal, if the configuration names one.
 
-policies/pricing/model_tiers.py ranks the models, and the room of each decides whether the request may enter. Not
-here: how the answer names the model.
+policies/pricing/model_tiers.py ranks the models, and the room of each decides whether the request
+may enter. Not here: how the answer names the model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The reload transaction: a configuration is read, built, dry-run and applied, or rejected.
 
 All triggers use the same path, one at a time. Lives here: the order of the steps, the history and
-the messages. Not here: the triggers (file_watcher.py, gateway/admin/config_pages.py, app.py) and how a configuration is
-swapped in (swap.py).
+the messages. Not here: the triggers (file_watcher.py, gateway/admin/config_pages.py, app.py) and
+how a configuration is swapped in (swap.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from time import perf_counter, time
 
@@ -256,12 +257,8 @@ class Reloader:
             return self._nothing(
                 f"the text of version {wanted.number} was not kept: a secret stands in it"
             )
-        return await self._attempt(
-            lambda: load_text(text.encode(), wanted.file, self._env),
-            trigger,
-            options,
-            if_match=if_match,
-        )
+        load = partial(load_text, text.encode(), wanted.file, self._env)
+        return await self._attempt(load, trigger, options, if_match=if_match)
 
     # The transaction
 

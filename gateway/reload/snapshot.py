@@ -38,7 +38,8 @@ class PoolAdmissionPlan(msgspec.Struct, frozen=True):
     """What a pool's room becomes: its endpoints, its admission and its tenants' shares.
 
     serving   the endpoints that serve whole requests
-    believes  predictions for the pool's endpoints are in use: by a policy, an admission, or a
+    uses_predictions  predictions for the pool's endpoints are in use: by a policy, an admission, or
+    a
               larger model that may overflow into the pool
     """
 

@@ -218,7 +218,9 @@ def reported_models(gateway: Gateway) -> Mapping[str, Sequence[str]]:
 
 
 def dry_run(plan: SnapshotPlan, before: Snapshot) -> None:
-    """Let every new policy pick once among its candidates. Raises ConfigRejectedError when one fails."""
+    """Let every new policy pick once among its candidates. Raises ConfigRejectedError when one
+    fails.
+    """
     known = {id(policy) for policy in before.policies.values()}
     known |= {id(policy) for trials in before.trials.values() for policy in trials.policies}
     wanted = [(pool, policy) for pool, policy in plan.snapshot.policies.items()]

@@ -38,7 +38,7 @@ EndpointKey = tuple[str, str]
 class BoundListener(msgspec.Struct, frozen=True, array_like=True):
     """The listener that a socket belongs to: its name, and the host and port as configured.
 
-    With `activated`, systemd opened the socket, so the configuration does not decide where it
+    With `is_activated`, systemd opened the socket, so the configuration does not decide where it
     listens.
     """
 

@@ -42,7 +42,7 @@ PEER_SOURCE = b"predecessor"
 
 
 class Predecessor:
-    """The process that this one replaces; it serves until `ready` is called, then drains."""
+    """The process that this one replaces; it serves until `report_ready` is called, then drains."""
 
     def __init__(
         self, channel: socket.socket, offer: HandoverOffer, sockets: list[socket.socket]

@@ -1,5 +1,6 @@
 """Continue a broken stream on another endpoint, token for token, or not at all.
 
-gateway/protocol/resume_terms.py decides whether a request can be continued, gateway/protocol/token_ledger.py records the tokens that the client
-has received, and gateway/proxy/rest.py asks the next endpoint for the rest.
+gateway/protocol/resume_terms.py decides whether a request can be continued,
+gateway/protocol/token_ledger.py records the tokens that the client has received, and
+gateway/proxy/rest.py asks the next endpoint for the rest.
 """

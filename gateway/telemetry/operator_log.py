@@ -39,7 +39,8 @@ class TextFormatter(logging.Formatter):
         self._worker = "" if worker is None else f"worker {worker}: "
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_time(record)} {record.levelname} {self._worker}{escape_unprintable(record.getMessage())}"
+        message = escape_unprintable(record.getMessage())
+        line = f"{_time(record)} {record.levelname} {self._worker}{message}"
         traceback = _traceback(self, record)
         return f"{line}\n{traceback}" if traceback else line
 

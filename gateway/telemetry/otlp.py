@@ -41,7 +41,9 @@ class SpanExporter:
     """
 
     def __init__(self, metrics: Metrics, rng: Random, env: Mapping[str, str]) -> None:
-        """`env` may set attributes of the OpenTelemetry resource (gateway/telemetry/resource.py)."""
+        """`env` may set attributes of the OpenTelemetry resource
+        (gateway/telemetry/resource.py).
+        """
         results = ("exported", "dropped", "failed")
         self._exported, self._dropped, self._failed = map(
             metrics.runtime_gauges.trace_spans_total.labels, results

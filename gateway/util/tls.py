@@ -197,10 +197,9 @@ def certificate_validity(pair: KeyPair) -> CertificateValidity:
             for key, value in entry
             if key == "commonName"
         ]
-    before, after = str(certificate["notBefore"]), str(certificate["notAfter"])
-    return CertificateValidity(
-        ssl.cert_time_to_seconds(before), ssl.cert_time_to_seconds(after), tuple(names)
-    )
+    begin_s = ssl.cert_time_to_seconds(str(certificate["notBefore"]))
+    end_s = ssl.cert_time_to_seconds(str(certificate["notAfter"]))
+    return CertificateValidity(begin_s, end_s, tuple(names))
 
 
 class _SniCallback:

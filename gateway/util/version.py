@@ -16,6 +16,8 @@ def program_version() -> str:
 
 
 def is_compiled() -> bool:
-    """Whether the extension modules are used instead of their sources (tools/compile/compile.py)."""
+    """Whether the extension modules are used instead of their sources
+    (tools/compile/compile.py).
+    """
     spec = find_spec("gateway.protocol.relay")
     return spec is not None and str(spec.origin).endswith(tuple(EXTENSION_SUFFIXES))

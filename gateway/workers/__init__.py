@@ -2,6 +2,6 @@
 
 worker_process.py is a worker as the supervisor sees it; supervisor.py starts and replaces them;
 config_rollout.py changes their configuration together; pages.py, metrics_merge.py,
-counter_totals.py and live_view_merge.py are the admin server; worker_main.py is the entry point of a
-worker.
+counter_totals.py and live_view_merge.py are the admin server; worker_main.py is the entry point of
+a worker.
 """

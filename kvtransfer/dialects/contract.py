@@ -106,7 +106,7 @@ class DecodeRequest(msgspec.Struct, frozen=True):
 
 
 class UnusableResponse(msgspec.Struct, frozen=True):
-    """The prefill response contains nothing for a decoder, for the reason `why`.
+    """The prefill response contains nothing for a decoder, for the reason `reason`.
 
     The decoder must compute the prompt itself.
     """

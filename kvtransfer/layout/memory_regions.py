@@ -1,8 +1,8 @@
 """Regions: the memory of a rank's KV blocks, with a generation per block.
 
 A generation distinguishes successive owners of a block. Not here: memory files that peers map
-(kvtransfer/layout/memory_files.py), who owns a block (the engine's allocator), and when it may change owner
-(kvtransfer/transfer/source.py, kvtransfer/transfer/sink.py).
+(kvtransfer/layout/memory_files.py), who owns a block (the engine's allocator), and when it may
+change owner (kvtransfer/transfer/source.py, kvtransfer/transfer/sink.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """LinkManager: the links of one agent, from dialling and proof to heartbeat and loss.
 
-It also replaces a link by a better one and adds lanes to it. Not here: transfers (kvtransfer/transfer/source.py and
-kvtransfer/transfer/sink.py receive their events), and blocking work, which runs on other threads.
+It also replaces a link by a better one and adds lanes to it. Not here: transfers
+(kvtransfer/transfer/source.py and kvtransfer/transfer/sink.py receive their events), and blocking
+work, which runs on other threads.
 """
 
 from __future__ import annotations

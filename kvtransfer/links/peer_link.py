@@ -54,8 +54,20 @@ class PeerLink:
     """
 
     __slots__ = (
-        "_heard_at", "_received", "_sending", "dial_request", "lane_owner", "has_received", "is_handling", "lanes",
-        "link", "is_in_use", "failed_lanes", "is_dialling_lane", "session", "is_proven",
+        "_heard_at",
+        "_received",
+        "_sending",
+        "dial_request",
+        "failed_lanes",
+        "has_received",
+        "is_dialling_lane",
+        "is_handling",
+        "is_in_use",
+        "is_proven",
+        "lane_owner",
+        "lanes",
+        "link",
+        "session",
     )  # fmt: skip
 
     def __init__(

@@ -1,6 +1,7 @@
 """UnprovenLinks: links whose peer has not shown the fleet's key, limited in total and per address.
 
-Not here: the proof (kvtransfer/protocol/session.py), and its time limit (kvtransfer/links/peer_link.py).
+Not here: the proof (kvtransfer/protocol/session.py), and its time limit
+(kvtransfer/links/peer_link.py).
 """
 
 from __future__ import annotations

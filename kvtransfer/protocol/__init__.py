@@ -1,1 +1,3 @@
-"""What two agents send to each other: frames, messages, tickets, sessions, leases, outcomes. Sans-IO."""
+"""What two agents send to each other: frames, messages, tickets, sessions, leases, outcomes.
+Sans-IO.
+"""

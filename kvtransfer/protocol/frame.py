@@ -7,8 +7,8 @@
 
 A message is a header without a payload. A window's header says which runs of the plan follow; its
 trailer carries what the source learnt while reading its memory. Numbers are little-endian. Not
-here: sockets, where payloads go (kvtransfer/transports/stream/inbound.py), and authenticity (a checksum finds broken
-bytes, not forged ones).
+here: sockets, where payloads go (kvtransfer/transports/stream/inbound.py), and authenticity (a
+checksum finds broken bytes, not forged ones).
 """
 
 from __future__ import annotations

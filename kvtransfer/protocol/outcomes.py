@@ -1,6 +1,7 @@
 """How an offer or a landing ended: once, with one reason from a closed list.
 
-Both sides and the metrics use the same words. Not here: deciding the end (kvtransfer/transfer/source.py, kvtransfer/transfer/sink.py).
+Both sides and the metrics use the same words. Not here: deciding the end
+(kvtransfer/transfer/source.py, kvtransfer/transfer/sink.py).
 """
 
 from __future__ import annotations

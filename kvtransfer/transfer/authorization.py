@@ -1,7 +1,8 @@
 """Authorizer: who may fetch an offer. Sans-IO.
 
 A sink needs the offer's ticket, unless the offer names that sink or is public. Not here: the ticket
-format (kvtransfer/protocol/ticket.py), or whether the offer still exists (kvtransfer/transfer/source.py).
+format (kvtransfer/protocol/ticket.py), or whether the offer still exists
+(kvtransfer/transfer/source.py).
 """
 
 from __future__ import annotations

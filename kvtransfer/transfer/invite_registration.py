@@ -1,7 +1,8 @@
 """InviteRegistration: invitations whose memory must be registered with a network card first.
 
 Registration runs on other threads; invitations are sent in order. Not here: whether a landing is
-still wanted (kvtransfer/transfer/sink.py), and registration itself (kvtransfer/transports/rdma/memory_grants.py).
+still wanted (kvtransfer/transfer/sink.py), and registration itself
+(kvtransfer/transports/rdma/memory_grants.py).
 """
 
 from __future__ import annotations

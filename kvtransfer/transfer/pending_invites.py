@@ -19,7 +19,7 @@ from kvtransfer.util.ttl_map import TtlMap
 
 
 class PendingInvite(msgspec.Struct, frozen=True):
-    """An invitation that waits for its offer, until `until` at most."""
+    """An invitation that waits for its offer, until `deadline` at most."""
 
     link: Link
     invite: Invite

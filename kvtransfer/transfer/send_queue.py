@@ -63,9 +63,24 @@ class LeasedOffer:
     """
 
     __slots__ = (
-        "started_at", "generations", "head", "priority", "lease", "link", "nonces", "number", "plan",
-        "put_bytes", "ready_layers", "sorted_blocks", "ticket", "transfer", "urgent_at", "spec",
-        "window_bytes", "windows",
+        "generations",
+        "head",
+        "lease",
+        "link",
+        "nonces",
+        "number",
+        "plan",
+        "priority",
+        "put_bytes",
+        "ready_layers",
+        "sorted_blocks",
+        "spec",
+        "started_at",
+        "ticket",
+        "transfer",
+        "urgent_at",
+        "window_bytes",
+        "windows",
     )  # fmt: skip
 
     def __init__(

@@ -86,8 +86,20 @@ class BlockReservation:
     """The blocks and the progress of one landing. Owned by TransferSink."""
 
     __slots__ = (
-        "tracker", "started_at", "moving_since", "deadline", "end", "layers", "layout", "link",
-        "number", "peer", "plan", "is_invited", "state", "request",
+        "deadline",
+        "end",
+        "is_invited",
+        "layers",
+        "layout",
+        "link",
+        "moving_since",
+        "number",
+        "peer",
+        "plan",
+        "request",
+        "started_at",
+        "state",
+        "tracker",
     )  # fmt: skip
 
     def __init__(self, number: int, request: FetchRequest, now: float) -> None:

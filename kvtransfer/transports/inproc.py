@@ -2,7 +2,8 @@
 
 On a VirtualClock it is a seeded simulation. On a ThreadClock without latency it is the shortest
 path. Windows copy real bytes between regions, in two steps with time between them, so races are
-possible as over other transports. Not here: reacting to faults (kvtransfer/transfer/source.py, kvtransfer/transfer/sink.py).
+possible as over other transports. Not here: reacting to faults (kvtransfer/transfer/source.py,
+kvtransfer/transfer/sink.py).
 """
 
 from __future__ import annotations

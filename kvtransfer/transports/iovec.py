@@ -101,8 +101,17 @@ class MemoryPieces:
     """
 
     __slots__ = (
-        "_call_bytes", "_ends", "_iovecs", "_lengths", "_memory", "_offsets", "_row", "done",
-        "fed_count", "was_short", "size",
+        "_call_bytes",
+        "_ends",
+        "_iovecs",
+        "_lengths",
+        "_memory",
+        "_offsets",
+        "_row",
+        "done",
+        "fed_count",
+        "size",
+        "was_short",
     )  # fmt: skip
 
     def __init__(

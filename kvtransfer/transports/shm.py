@@ -2,8 +2,8 @@
 
 The source shares its regions read-only, and the sink's thread copies. A window is one small frame
 over a unix socket. The sink sees by itself when the source's blocks have changed owner, because the
-generations are in the same memory file. Not here: the thread (kvtransfer/transports/stream/link.py), memory files
-(kvtransfer/layout/memory_files.py).
+generations are in the same memory file. Not here: the thread
+(kvtransfer/transports/stream/link.py), memory files (kvtransfer/layout/memory_files.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tcp: the transport between any two machines.
 
 Windows go from the source's memory into the socket, and from the socket into the sink's memory,
-without a copy in between. Not here: the thread that moves them (kvtransfer/transports/stream/link.py), who may connect (the
-agents' handshake).
+without a copy in between. Not here: the thread that moves them
+(kvtransfer/transports/stream/link.py), who may connect (the agents' handshake).
 """
 
 from __future__ import annotations

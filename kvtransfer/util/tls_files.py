@@ -1,4 +1,6 @@
-"""TlsFiles: the certificate files of a TLS link. Not here: reading them (kvtransfer/transports/tls_links.py)."""
+"""TlsFiles: the certificate files of a TLS link. Not here: reading them
+(kvtransfer/transports/tls_links.py).
+"""
 
 from __future__ import annotations
 

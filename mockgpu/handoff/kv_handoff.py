@@ -1,7 +1,7 @@
 """KvHandoff: sends and receives the KV of a group's jobs through an agent of kvtransfer.
 
-Sole owner of the group's offers and landings. A job's leg (mockgpu/leg_params.py) says what to do, and the
-scheduler owns its blocks. Runs on the event loop only.
+Sole owner of the group's offers and landings. A job's leg (mockgpu/leg_params.py) says what to do,
+and the scheduler owns its blocks. Runs on the event loop only.
 """
 
 from __future__ import annotations

@@ -12,19 +12,19 @@ from planner.bench.stats import Summary, percentile, summarise
 from planner.bench.timeline import AnswerTimeline
 
 __all__ = [
-    "BenchError",
+    "AnswerTimeline",
     "BenchClient",
+    "BenchError",
     "BenchPlan",
-    "PlanError",
-    "RunProgress",
     "BenchRecord",
     "BenchReport",
     "BenchSlo",
+    "PlanError",
+    "RunProgress",
     "Summary",
-    "AnswerTimeline",
-    "with_defaults",
     "is_good",
     "percentile",
     "run",
     "summarise",
+    "with_defaults",
 ]

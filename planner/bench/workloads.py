@@ -150,7 +150,7 @@ def shapes() -> dict[str, WorkloadShape]:
     known = (
         WorkloadShape(
             "chat",
-            "Azure 2023 conversations: prompt 1,020 median, answer 129; a short shared system prompt",
+            "Azure 2023 conversations: prompt 1,020 median, answer 129; short shared system prompt",
             _chat,
         ),
         WorkloadShape(

@@ -8,12 +8,12 @@ from planner.plan.recent import RecentTraffic, recent
 from planner.plan.show import as_plain, show
 
 __all__ = [
+    "Assumptions",
+    "ConfigComparison",
     "PoolCase",
     "PoolCaseError",
-    "ConfigComparison",
     "PoolComparison",
     "RecentTraffic",
-    "Assumptions",
     "as_plain",
     "cases",
     "plan",

@@ -17,19 +17,19 @@ from planner.replay.spec import FleetError, FleetSpec, GroupKind, preset, read_f
 from planner.replay.traffic import ClosedLoop, Traffic, traffic, users
 
 __all__ = [
+    "CacheView",
     "ClientBehaviour",
     "ClosedLoop",
-    "RequestEnd",
-    "GroupFault",
     "FleetError",
     "FleetSpec",
+    "GroupFault",
+    "GroupFaultKind",
     "GroupKind",
     "ReplayOptions",
     "ReplayRecord",
     "ReplayRun",
+    "RequestEnd",
     "Traffic",
-    "GroupFaultKind",
-    "CacheView",
     "preset",
     "read_fleet",
     "replay",

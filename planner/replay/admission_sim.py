@@ -1,8 +1,8 @@
 """Admission of a replayed fleet: which requests enter, wait or are refused, and when clients retry
 or give up.
 
-Wait queue and admission are the gateway's own (wait_queue.py, policies/admission/admission.py). Admitted requests are
-fleet.py's.
+Wait queue and admission are the gateway's own (wait_queue.py, policies/admission/admission.py).
+Admitted requests are fleet.py's.
 """
 
 from __future__ import annotations

@@ -188,11 +188,8 @@ def _pools(groups: list[ReplayGroup]) -> SplitPools:
     """Group the candidates by compatible KV, which means by equal model."""
     by_model: dict[str, tuple[list[ReplayGroup], list[ReplayGroup]]] = {}
     for group in groups:
-        key = kv_compatibility_key(
-            group.candidate.endpoint.engine,
-            f"{group.kind.model} {group.kind.kv_scalar_bytes:g}",
-            {},
-        )
+        model = f"{group.kind.model} {group.kind.kv_scalar_bytes:g}"
+        key = kv_compatibility_key(group.candidate.endpoint.engine, model, {})
         prefills, decodes = by_model.setdefault(key, ([], []))
         if group.kind.role is not Role.DECODE:
             prefills.append(group)

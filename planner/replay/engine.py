@@ -20,10 +20,12 @@ from mockgpu.scheduler import Scheduler
 
 
 class ReplayEngine:
-    """Queue, batch and clock of one group. `next_health()` must be called at `due_s`; inf while idle.
+    """Queue, batch and clock of one group. `next_health()` must be called at `due_s`; inf while
+    idle.
 
-    began, ended   called with a job at its first and at its last token, and the time
-    fetch          called with a job whose KV comes from another group, once its blocks are
+    on_first_token, on_last_token  called with a job at its first and at its last token, and the
+    time on_blocks_allocated  called with a job whose KV comes from another group, once its blocks
+    are
                    allocated
     leaping        False: every step is simulated separately (for tests and comparison)
     slow_prefill, slow_decode  factors on the times of steps with and without prompt tokens

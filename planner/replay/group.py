@@ -42,7 +42,7 @@ class JobListener(Protocol):
 class ReplayGroup:
     """A TP group. `watched_s`: time of its engine's event on the heap.
 
-    coming                   keys of prompts it was sent and has not computed, with the number of
+    expected_keys            keys of prompts it was sent and has not computed, with the number of
                              such prompts
     sends_at_s, receives_at_s  when its link is free again, in each direction
     """

@@ -20,21 +20,21 @@ class InflightRequest:
 
     Changed by fleet.py, admission_sim.py and disagg_sim.py only.
 
-    rest      the following requests of its client, in a closed loop
-    permit    it holds a place of its pool's wait queue
-    believed  prompt tokens that its group was believed to have cached at the pick
+    next_requests  the following requests of its client, in a closed loop
+    has_permit  it holds a place of its pool's wait queue
+    believed_tokens  prompt tokens that its group was believed to have cached at the pick
     ahead_tokens, sent_s  prompt tokens its group had to compute, including its own, when it was
                           sent; and that time
-    expected  its keys are counted among those its group is about to compute
+    is_expected  its keys are counted among those its group is about to compute
     race      the other attempt at the same request, while there are two; `is_hedge`: this is the
               second one
     is_overtaken  its group's evidence of speed no longer waits for its first token
 
     For a split request:
-    taker     the group that decodes it
-    giver     the group that computes its prompt; None once its KV was fetched or lost
-    given     the job there, whose blocks are kept until they were fetched
-    prefill_entry  the booking there
+    decode_group  the group that decodes it
+    prefill_group  the group that computes its prompt; None once its KV was fetched or lost
+    prefill_job  the job there, whose blocks are kept until they were fetched
+    prefill_booking  the booking there
     """
 
     record: ReplayRecord

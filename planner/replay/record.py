@@ -1,4 +1,6 @@
-"""The record of one request and of one run. Values only; they are evaluated in planner/replay/results.py."""
+"""The record of one request and of one run. Values only; they are evaluated in
+planner/replay/results.py.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Slow groups in a replay: detected by the gateway's own comparison, throttled, ejected and
 returned.
 
-Evidence and verdicts are policies/health/speed_record.py's, policies/health/speed_outlier.py's and policies/health/stall.py's. Late requests at a suspect
-group are moved, and so are all that wait at an ejected group. Late requests at other groups are
-hedged (planner/replay/hedge_sim.py). Not here: the retry budget.
+Evidence and verdicts are policies/health/speed_record.py's, policies/health/speed_outlier.py's and
+policies/health/stall.py's. Late requests at a suspect group are moved, and so are all that wait at
+an ejected group. Late requests at other groups are hedged (planner/replay/hedge_sim.py). Not here:
+the retry budget.
 """
 
 from __future__ import annotations

@@ -22,10 +22,7 @@ def b2b(
     question_tokens: int = 1_200,
     output_tokens: int = 1_000,
 ) -> Iterator[TraceRequest]:
-    """Yield Poisson arrivals at `rate` per second, each for a random customer.
-
-    Questions are not shared.
-    """
+    """Yield Poisson arrivals at `rate` per second, each a new question of a random customer."""
     rng = Random(f"b2b {seed}")
     shared = prompt_tokens // BLOCK_TOKENS
     total = prompt_tokens + question_tokens

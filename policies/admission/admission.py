@@ -1,8 +1,8 @@
 """Admission: let a request enter, make it wait, or refuse it with an honest Retry-After.
 
 Contains the verdicts, the Admission protocol, the drain rate it measures and the plain cap. Waiting
-is in wait_queue.py, the price in priced.py, the session gate in policies/admission/sessions.py, the HTTP form of a
-refusal in the gateway.
+is in wait_queue.py, the price in priced.py, the session gate in policies/admission/sessions.py, the
+HTTP form of a refusal in the gateway.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class DrainRate:
 class AdmissionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of an admission, all with defaults.
 
-    Each `build_plan()` returns an independent admission.
+    Each `build()` returns an independent admission.
     """
 
     def build(self) -> Admission:
@@ -218,7 +218,8 @@ def total_capacity(candidates: Iterable[Candidate]) -> int:
 
 def occupancy_text(queue: WaitQueueView, expected_s: float | None) -> str:
     """Return the numbers of a wait queue as text: the tail of most refusals."""
-    text = f"{queue.busy_permits} of {queue.capacity} places are taken and {queue.waiting} requests wait"
+    taken = f"{queue.busy_permits} of {queue.capacity} places are taken"
+    text = f"{taken} and {queue.waiting} requests wait"
     return text if expected_s is None else f"{text}; a place is expected in {expected_s:.1f} s"
 
 
@@ -238,7 +239,7 @@ def shed_queue_full(queue: WaitQueueView, now: float) -> Shed:
 
 
 def shed_timed_out(queue: WaitQueueView, now: float) -> Shed:
-    """Refuse a request that waited its full time. It is no longer counted in `enqueue.waiting`."""
+    """Refuse a request that waited its full time. It is no longer counted in `queue.waiting`."""
     expected_s = queue.drain_rate.seconds_for(queue.waiting + 1, now)
     return Shed(
         "waited_too_long",

@@ -17,7 +17,9 @@ LOWEST, HIGHEST = 1 / 64, 16.0
 
 
 def is_text(estimated_tokens: int, prompt_tokens: int) -> bool:
-    """Return whether a prompt of text alone can have so many tokens; otherwise it refers to an image or file."""
+    """Return whether a prompt of text alone can have so many tokens; otherwise it refers to an
+    image or file.
+    """
     return prompt_tokens <= MOST_TOKENS * estimated_tokens + TEMPLATE_TOKENS
 
 

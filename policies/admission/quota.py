@@ -2,8 +2,8 @@
 
 Two token buckets (Turner 1986, as in most API rate limits): full at first, at most one minute's
 worth, refilled evenly. Each gateway has its own buckets and subtracts what other gateways report.
-Shares of a contended pool are in policies/admission/fairness.py; refusals on the wire and the exchange between
-gateways are in the gateway.
+Shares of a contended pool are in policies/admission/fairness.py; refusals on the wire and the
+exchange between gateways are in the gateway.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ class SessionUpdate(msgspec.Struct, frozen=True, array_like=True):
 class ActiveSession:
     """One counted session.
 
-    `tokens`: its context as far as known; `believed`: cached tokens its last pick expected.
+    `tokens`: its context as far as known; `expected_cached_tokens`: cached tokens its last pick
+    expected.
     """
 
     __slots__ = ("expected_cached_tokens", "in_flight", "last_used_s", "tokens")

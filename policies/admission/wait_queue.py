@@ -5,9 +5,9 @@ replay), time is an argument, and due verdicts are returned as a list. Whether a
 at all is decided by an Admission (policies/admission/admission.py).
 
 Order: first a request that has waited past the starvation bound (at most every fourth turn, so that
-one tenant cannot take all turns), then the tenant with the lowest counter (policies/admission/fairness.py). Within a
-tenant the highest priority comes first, then the least slack: the moment when its prefill must
-begin to meet its TTFT budget.
+one tenant cannot take all turns), then the tenant with the lowest counter
+(policies/admission/fairness.py). Within a tenant the highest priority comes first, then the least
+slack: the moment when its prefill must begin to meet its TTFT budget.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class TenantQueue(Generic[T]):
 class WaitQueue(Generic[T]):
     """Permits and waiting requests of one pool.
 
-    Every arrival leaves by a verdict, by `cancel` or by `leave`.
+    Every arrival leaves by a verdict, by `cancel` or by `release`.
 
     in_flight       permits in use
     capacity        places at available endpoints

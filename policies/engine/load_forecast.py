@@ -1,7 +1,7 @@
 """The forecast of an EngineLoad: what a new request would meet at the endpoint, as plain floats.
 
-Computed from the engine model (engine_model.py) and the learned speed (policies/engine/step_time.py). The
-simulation of one prompt's first token is in ttft_simulation.py.
+Computed from the engine model (engine_model.py) and the learned speed
+(policies/engine/step_time.py). The simulation of one prompt's first token is in ttft_simulation.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Learned step times of one endpoint: a roofline prior, corrected by observations.
 
 Contains the analytic cost of an engine step (StepCosts), its prior for a GPU type and layout, and
-the online correction (SpeedBelief). What they mean for one request is in policies/latency/latency.py; observations
-come from calibration.py.
+the online correction (SpeedBelief). What they mean for one request is in
+policies/latency/latency.py; observations come from calibration.py.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class RetryBudget:
     """Counts running retries (after Envoy's retry budget: 20 % of active requests, at least 3).
 
     One per gateway, which may change its `limits`. Every successful `try_take` needs one
-    `give_back` when the attempt ends.
+    `release` when the attempt ends.
     """
 
     __slots__ = ("limits", "running")

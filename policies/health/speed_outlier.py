@@ -1,7 +1,8 @@
 """Speed outliers: endpoints that take much longer than their peers for the same work.
 
 Contains the comparison of an endpoint with the peers of its pool (review). Evidence and verdict
-with hysteresis are in policies/health/speed_record.py; the gateway acts on verdicts. What is compared:
+with hysteresis are in policies/health/speed_record.py; the gateway acts on verdicts. What is
+compared:
 
     TTFT    seconds of one prefill step, binned by its prompt tokens. Waiting behind other prompts
             is excluded: a step begins at the previous first token, so a long queue does not count
@@ -12,8 +13,8 @@ with hysteresis are in policies/health/speed_record.py; the gateway acts on verd
 
 Peers have the same declaration (role, engine, layout, label `gpu`). They are compared bin by bin.
 Where no peer did work of that size, the nearest bin is scaled by the roofline of the kind
-(policies/engine/step_time.py). An endpoint without peers is compared with the whole pool and judged by its usual
-ratio to it.
+(policies/engine/step_time.py). An endpoint without peers is compared with the whole pool and judged
+by its usual ratio to it.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) 
 
 
 def yardsticks(members: Sequence[ReviewedEndpoint], now: float) -> Yardsticks:
-    """What each kind of endpoint takes for its work, as far as that is known now. Judges no endpoint."""
+    """What each kind of endpoint takes for its work, as far as that is known now. Judges no
+    endpoint.
+    """
     for member in members:
         member.record.prepare(now)
     by_kind: dict[Hashable, list[SpeedRecord]] = {}

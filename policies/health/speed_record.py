@@ -1,8 +1,8 @@
 """Speed evidence of one endpoint: samples by size of work, and the verdict of the last comparison.
 
 It is gathered on every pool, whatever its policy reads, so a request costs one append; samples are
-aggregated at the next review. The comparison with peers is in policies/health/speed_outlier.py; samples are taken by the
-gateway.
+aggregated at the next review. The comparison with peers is in policies/health/speed_outlier.py;
+samples are taken by the gateway.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ LEAST_SHARE_CLEAR = 0.2
 """Share of a second without prefill that is needed to measure the pace of a stream."""
 
 JOIN_S = 0.03
-"""A prompt sent so soon after a prefill step began may be part of it: engines first end the decode step under way."""
+"""A prompt sent so soon after a prefill step began may be part of it: engines first end the decode
+step under way.
+"""
 
 LEAST_OVERTAKEN_S = 0.1
 """Shorter delays of a step that was given up are no evidence."""
@@ -136,10 +138,10 @@ class SampleTrack:
         "_reviewed",
         "_uncounted",
         "fresh_count",
+        "log_usual_ratio",
         "recent",
         "reference",
         "review_count",
-        "log_usual_ratio",
     )
 
     def __init__(self, needed: float) -> None:
@@ -259,8 +261,9 @@ class SpeedRecord:
     def overtaken(self, tokens: int, work: int, now: float, *, is_doubted: bool) -> None:
         """Take a prompt back because another endpoint answered first, or because it was late.
 
-        The prompt whose turn it was is evidence of how long its step takes at least. At an endpoint in doubt the step
-        is expected to last as long again. `work` is what the step had to compute at most.
+        The prompt whose turn it was is evidence of how long its step takes at least. At an endpoint
+        in doubt the step is expected to last as long again. `work` is what the step had to compute
+        at most.
         """
         if not self._queue or self._queue[0] != tokens:
             self.on_dropped(tokens)
@@ -354,7 +357,9 @@ class SpeedRecord:
         return min(waiting_tokens, ceil(self._queue[0] / budget_tokens) * budget_tokens)
 
     def begun_tokens(self, step_tokens: int) -> int:
-        """Of `step_tokens`, those of prompts that were there when the step under way began: its likely size."""
+        """Of `step_tokens`, those of prompts that were there when the step under way began: its
+        likely size.
+        """
         queue = self._queue
         return (
             step_tokens

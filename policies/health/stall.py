@@ -1,8 +1,11 @@
-"""Stalls: prefill steps under way that already take longer than the peers of their endpoint would need.
+"""Stalls: prefill steps under way that already take longer than the peers of their endpoint would
+need.
 
-A review (policies/health/speed_outlier.py) compares completed work once a second. A stall is visible earlier, in the age of one step. It is
-weak evidence: requests that wait there are hedged, and an endpoint in doubt gets no new ones until the next review.
-Not here: the age of a step (policies/health/speed_record.py), and the ejection of an endpoint (policies/health/speed_outlier.py, policies/health/health.py).
+A review (policies/health/speed_outlier.py) compares completed work once a second. A stall is
+visible earlier, in the age of one step. It is weak evidence: requests that wait there are hedged,
+and an endpoint in doubt gets no new ones until the next review. Not here: the age of a step
+(policies/health/speed_record.py), and the ejection of an endpoint
+(policies/health/speed_outlier.py, policies/health/health.py).
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from policies.health.speed_record import Measure, SpeedRecord, SpeedVerdict
 from policies.load import NO_SOFT_CAP, EndpointLoad
 
 LEAST_LATE_S = 0.1
-"""No step and no request is late before this. For an endpoint that has kept pace it is also the least gain."""
+"""No step and no request is late before this. For an endpoint that has kept pace it is also the
+least gain.
+"""
 
 UNPROVEN_RATIO, PROVEN_RATIO = 2.0, 2.5
 """A step is a stall from this multiple of the peers' time on."""
@@ -24,14 +29,16 @@ LATE_FACTOR = 2.0
 """A request is late from this multiple of its expected time on."""
 
 DOUBT_RATIO, DOUBT_S = 3.0, 2.0
-"""From this multiple on the endpoint is in doubt: it gets few requests for so long, which is two reviews."""
+"""From this multiple on the endpoint is in doubt: it gets few requests for so long, which is two
+reviews.
+"""
 
 SUSPECT_CEILING = 1
 """Requests at once for an endpoint that seems slow, while others have room."""
 
 RAMP_S, RAMP_END = 0.5, 64
-"""After a doubt the ceiling of requests at once doubles every RAMP_S, up to RAMP_END. Policies that even out what each
-endpoint was given in the past would otherwise send it a burst."""
+"""After a doubt the ceiling of requests at once doubles every RAMP_S, up to RAMP_END. Policies that
+even out what each endpoint was given in the past would otherwise send it a burst."""
 
 LEAST_PEERS = 2
 """Endpoints with completed prompts from which on expectations are only renewed by reviews."""
@@ -46,10 +53,11 @@ class Expectations:
         self.yardsticks: Yardsticks = {}
 
     def stalled(self, members: Sequence[ReviewedEndpoint], now: float) -> list[tuple[float, int]]:
-        """Ratio and index of the members whose prefill step under way takes much longer than at their peers.
+        """Ratio and index of the members whose prefill step under way takes much longer than at
+        their peers.
 
-        The worst comes first. While little is known, expectations are built from what has been completed since the
-        last review.
+        The worst comes first. While little is known, expectations are built from what has been
+        completed since the last review.
         """
         measured = sum(member.record.tracks[0].reference.total > 0.0 for member in members)
         if measured < min(LEAST_PEERS, len(members)):
@@ -60,7 +68,9 @@ class Expectations:
     def left_s(
         self, member: ReviewedEndpoint, measure: Measure, work: int, waited_s: float, now: float
     ) -> float | None:
-        """Seconds that a request without a first byte is expected to wait yet; None while it is not late."""
+        """Seconds that a request without a first byte is expected to wait yet; None while it is not
+        late.
+        """
         yardstick = self.yardsticks.get((member.kind, measure))
         if yardstick is None:
             return None
@@ -69,7 +79,9 @@ class Expectations:
         return left_s(member.record, expected_s, waited_s, ratio)
 
     def first_byte_s(self, member: ReviewedEndpoint, measure: Measure, work: int) -> float | None:
-        """Seconds to the first byte of an answer that waits for so much work; None while that is not known."""
+        """Seconds to the first byte of an answer that waits for so much work; None while that is
+        not known.
+        """
         yardstick, record = self.yardsticks.get((member.kind, measure)), member.record
         if yardstick is None:
             return None
@@ -118,20 +130,24 @@ def raised_ceiling(ceiling: int) -> int:
 
 
 def is_proven(record: SpeedRecord) -> bool:
-    """Whether the endpoint has completed prompts at its peers' speed and no review suspects it now."""
+    """Whether the endpoint has completed prompts at its peers' speed and no review suspects it
+    now.
+    """
     return record.has_kept_pace and record.verdict is SpeedVerdict.NORMAL
 
 
 def left_s(
     record: SpeedRecord, expected_s: float, waited_s: float, step_ratio: float
 ) -> float | None:
-    """Seconds that a request without a first byte is expected to wait yet; None while it is not late.
+    """Seconds that a request without a first byte is expected to wait yet; None while it is not
+    late.
 
     expected_s   what its endpoint would usually need for it and for the prompts before it
     step_ratio   age of the step under way there over what peers need for it; 0 if it is no stall
 
-    The estimate is that a delay lasts as long again as it has lasted. An endpoint that has not kept pace yet may as
-    well be broken: there the whole time counts as delay, and any gain is worth a hedge.
+    The estimate is that a delay lasts as long again as it has lasted. An endpoint that has not kept
+    pace yet may as well be broken: there the whole time counts as delay, and any gain is worth a
+    hedge.
     """
     is_late = waited_s >= LATE_FACTOR * expected_s or step_ratio > 0.0
     if expected_s <= 0.0 or waited_s < LEAST_LATE_S or not is_late:
@@ -144,7 +160,9 @@ def left_s(
 
 
 def _usual_s(member: ReviewedEndpoint, yardstick: PeerTimes, measure: Measure, work: int) -> float:
-    """What the endpoint usually needs for the work, by its peers' times; by its own where it has no peers."""
+    """What the endpoint usually needs for the work, by its peers' times; by its own where it has no
+    peers.
+    """
     track = member.record.tracks[_PLACES[measure]]
     peers_s = yardstick.other_s(work, track.reference, member.shape)
     return (

@@ -1,6 +1,7 @@
 """Expected TTFT and TPOT of one request at an endpoint, from the endpoint's forecast.
 
-Plain functions of EngineLoad. Step times and what is learned about them are in policies/engine/step_time.py.
+Plain functions of EngineLoad. Step times and what is learned about them are in
+policies/engine/step_time.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Fingerprints: a prompt as a chain of block keys, so that equal prefixes have equal keys.
 
-Contains the keyed hashing from bytes to keys. Which endpoint holds a block is in policies/prefix/prefix_index.py.
-What belongs to the prompt and what to the salt is the gateway's choice: tools, template arguments
-and messages are parts; tenant, model and LoRA are salt.
+Contains the keyed hashing from bytes to keys. Which endpoint holds a block is in
+policies/prefix/prefix_index.py. What belongs to the prompt and what to the salt is the gateway's
+choice: tools, template arguments and messages are parts; tenant, model and LoRA are salt.
 """
 
 from __future__ import annotations

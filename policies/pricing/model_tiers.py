@@ -1,7 +1,7 @@
 """Alternatives to a refusal: smaller models that may serve a request, in the order of their cost.
 
-Contains which tier comes next and at which price. Admission is in policies/admission/admission.py; how the answer
-reports its model is the gateway's.
+Contains which tier comes next and at which price. Admission is in policies/admission/admission.py;
+how the answer reports its model is the gateway's.
 """
 
 from __future__ import annotations

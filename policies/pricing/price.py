@@ -1,8 +1,9 @@
 """The price of serving a request at an endpoint: the expected loss in SLO attainment.
 
 Contains the terms of the price, the policy `priced` that picks the cheapest endpoint, and prices of
-single phases, which splitting adds up (policies/pricing/split.py). Time estimates are in policies/latency/latency.py and
-engine_timeline.py. docs/how-the-price-works.md explains the price without code.
+single phases, which splitting adds up (policies/pricing/split.py). Time estimates are in
+policies/latency/latency.py and engine_timeline.py. docs/how-the-price-works.md explains the price
+without code.
 """
 
 from __future__ import annotations
@@ -166,14 +167,9 @@ class PriceScorer:
             query.cached_by_slot[load.slot] if load.slot < len(query.cached_by_slot) else 0
         )
         uncached, room = request.prompt_tokens - cached_here, load.kv_tokens or UNKNOWN_KV_TOKENS
-        fill_s = (
-            fast
-            * uncached
-            * (
-                load.prefill_s_per_token
-                + attention * (cached_here + 0.5 * uncached) * load.attention_s_per_pair
-            )
-        )
+        pair_s = attention * load.attention_s_per_pair
+        token_s = load.prefill_s_per_token + (cached_here + 0.5 * uncached) * pair_s
+        fill_s = fast * uncached * token_s
         work_s = part.prefills * fill_s
         wait_s, share = max(0.0, load.prefill_done_at - query.now), load.kv_booked / room
         if (
@@ -189,20 +185,16 @@ class PriceScorer:
             + load.fixed_ttft_s
             + work_s
         )
-        more_s = (
-            part.decodes
-            * slow
-            * (load.decode_s_per_sequence + load.decode_s_per_context_token * request.prompt_tokens)
-        )
+        context_s = load.decode_s_per_context_token
+        sequence_s = load.decode_s_per_sequence + context_s * request.prompt_tokens
+        more_s = part.decodes * slow * sequence_s
         step_s = slow * load.decode_s_per_token + more_s
         added = (work_s / answer + more_s) / slo.tpot_s
         slope = min(
             weights.late, (step_s + weights.stall * wait_s / answer) / slo.tpot_s + 0.5 * added
         )
-        if load.decode_s_per_context_token > load.belief.context_s:
-            step_s *= 1.0 + (weights.lumps - 1.0) * (
-                1.0 - load.belief.context_s / load.decode_s_per_context_token
-            )
+        if context_s > load.belief.context_s:
+            step_s *= 1.0 + (weights.lumps - 1.0) * (1.0 - load.belief.context_s / context_s)
         fuller = share + (uncached + part.decodes * request.output_tokens) / room
         return PriceTerms(
             ttft=self._loss(first_s / patience_s(request, query.now)),
@@ -304,20 +296,14 @@ class _RequestTerms:
             context_s: float = load.decode_s_per_context_token
             plain_s: float = load.belief.context_s
             expected: float = load.expected_tokens
-            answers: float = load.answers or 1
-            booked: float = load.kv_booked
             room: float = load.kv_tokens or UNKNOWN_KV_TOKENS
-            regret: float = load.eviction_regret
-            share: float = booked / room
+            share: float = load.kv_booked / room
+            scraped_at = load.scraped_at
             uncached = prompt - hit
             fill_s = fast * uncached * (token_s + attention * (hit + 0.5 * uncached) * pair_s)
             work_s = self._prefills * fill_s
             wait_s: float = ready_at - self._now if ready_at > self._now else 0.0
-            if (
-                load.external_requests
-                and load.scraped_at is not None
-                and load.scraped_at >= self._oldest
-            ):
+            if load.external_requests and scraped_at is not None and scraped_at >= self._oldest:
                 wait_s += waiting_external_requests(load) * work_s
                 share = max(share, load.kv_usage or 0.0)
             start_s: float = (
@@ -326,7 +312,7 @@ class _RequestTerms:
             first = (self._transfer_s + start_s + fixed_s + work_s) * self._per_ttft
             more = self._decoded * slow * (sequence_s + context_s * prompt)
             step = slow * step_s * self._per_tpot + more
-            answer = expected / answers
+            answer = expected / (load.answers or 1)
             per_answer = self._per_tpot / (answer if answer > shortest else shortest)
             more += work_s * per_answer
             slope = step + self._stall * per_answer * wait_s + 0.5 * more
@@ -340,7 +326,7 @@ class _RequestTerms:
                 + self._own
                 * (step * step * step if step < late else self._beyond + self._overdue * step)
                 + self._others * expected * per_answer * more * slope * slope
-                + self._work * (work_s + self._regretted * regret * fill_s)
+                + self._work * (work_s + self._regretted * load.eviction_regret * fill_s)
                 + self._kv_weight * (fuller * fuller * fuller - share * share * share)
             )
         return prices

@@ -325,7 +325,7 @@ def _has_candidate(candidates: Sequence[Candidate], query: RoutingQuery) -> bool
     """Return whether an available endpoint has not failed this request."""
     tried = query.failed_endpoints
     # a hot path; any() is slower
-    for candidate in candidates:  # noqa: SIM110
+    for candidate in candidates:
         if candidate.load.is_available and candidate.endpoint.name not in tried:
             return True
     return False

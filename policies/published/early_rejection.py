@@ -61,7 +61,7 @@ class EarlyRejector(CapAdmission):
             return Shed(
                 "ttft",
                 over,
-                f"{_late_text('first token', first_s, first_most)} s. {occupancy_text(queue, over)}.",
+                f"{_late_text('first token', first_s, first_most)} s. {occupancy_text(queue, over)}.",  # noqa: E501
             )
         loads = [candidate.load for candidate in candidates if candidate.load.is_available]
         step_s = min((tpot_s(load, request.prompt_tokens) for load in loads), default=0.0)
@@ -71,7 +71,7 @@ class EarlyRejector(CapAdmission):
             return Shed(
                 "tpot",
                 expected_s,
-                f"{_late_text('token', step_s, step_most)} s each. {occupancy_text(queue, expected_s)}.",
+                f"{_late_text('token', step_s, step_most)} s each. {occupancy_text(queue, expected_s)}.",  # noqa: E501
             )
         return super().decide(query, candidates, queue)
 

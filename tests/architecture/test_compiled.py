@@ -1,4 +1,5 @@
-"""The build of compiled modules: existing modules, correct C classes and declarations, valid training.
+"""The build of compiled modules: existing modules, correct C classes and declarations, valid
+training.
 
 Tests tools/compile.
 """
@@ -82,8 +83,8 @@ def test_a_build_is_known_by_all_that_is_copied_into_it(
 def test_classes_on_the_path_of_a_chunk_are_c_classes_with_all_their_slots() -> None:
     for name in (
         "gateway.protocol.relay.Relay",
-        "gateway.http.upstream.Connection",
-        "gateway.http.write_queue.Outbox",
+        "gateway.http.upstream.UpstreamConnection",
+        "gateway.http.write_queue.WriteQueue",
     ):
         assert slots_of(name) == set(classes.slots(PROJECT.classes[name]) or ()) != set()
 
@@ -91,11 +92,11 @@ def test_classes_on_the_path_of_a_chunk_are_c_classes_with_all_their_slots() -> 
 def test_the_path_of_a_chunk_is_called_without_a_look_up() -> None:
     assert {
         "    cdef public Relay _relay",
-        "    cdef public Outbox _outbox",
+        "    cdef public WriteQueue _outbox",
         "    cpdef object data_received(self, bytes data)",
     } <= set(told("gateway.http.upstream"))
     assert "    cpdef object feed(self, bytes data, object now)" in told("gateway.protocol.relay")
-    assert "    cpdef object post(self, object transport, bytes data)" in told(
+    assert "    cpdef object enqueue(self, object transport, bytes data)" in told(
         "gateway.http.write_queue"
     )
 

@@ -1,4 +1,6 @@
-"""The locks hold on any machine: every requirement pinned and hashed, no registry and no path named."""
+"""The locks hold on any machine: every requirement pinned and hashed, no registry and no path
+named.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Prose of sources and pages: words that hide the subject of a sentence are rare.
 
-The limits are per 1,000 words. CONTRIBUTING.md has the rules; this test measures the part of them that
-can be counted.
+The limits are per 1,000 words. CONTRIBUTING.md has the rules; this test measures the part of them
+that can be counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Sizes, widths, names and the share of I/O-free code of the shipped packages, with their limits."""
+"""Sizes, widths, names and the share of I/O-free code of the shipped packages, with their
+limits.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,27 @@ MAX_ROOT_MODULES = 6
 MAX_SHARED_CLASS_NAMES = 20
 MIN_IO_FREE_PERCENT = 45.0
 IO_MODULES = frozenset(
-    "asyncio socket aiohttp redis threading time os select subprocess ssl http signal uvloop"
-    " multiprocessing concurrent shutil tempfile mmap selectors".split()
+    [
+        "asyncio",
+        "socket",
+        "aiohttp",
+        "redis",
+        "threading",
+        "time",
+        "os",
+        "select",
+        "subprocess",
+        "ssl",
+        "http",
+        "signal",
+        "uvloop",
+        "multiprocessing",
+        "concurrent",
+        "shutil",
+        "tempfile",
+        "mmap",
+        "selectors",
+    ]
 )
 
 MODULES = modules(*SHIPPED)

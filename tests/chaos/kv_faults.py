@@ -171,7 +171,7 @@ class FaultyLink:
     def secure(self, window_key: bytes) -> None:
         self._inner.secure(window_key)
 
-    def widen(self, lane: Link) -> None:
+    def add_lane(self, lane: Link) -> None:
         assert isinstance(self._inner, MultiLaneLink)
         assert isinstance(lane, FaultyLink)
         self._inner.add_lane(lane._inner)

@@ -54,7 +54,9 @@ def never_ask_for_generations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fence_without_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        inproc.InprocLink, "_fence", lambda link, transfer: link._end.owner.fenced(link, transfer)
+        inproc.InprocLink,
+        "_fence",
+        lambda link, transfer: link._end.owner.on_fenced(link, transfer),
     )
 
 

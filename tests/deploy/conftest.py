@@ -1,4 +1,6 @@
-"""The tools of `make deploy-check`, found behind what the project itself uses: its own versions win."""
+"""The tools of `make deploy-check`, found behind what the project itself uses: its own versions
+win.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ sys.path.append(str(TOOLS))
 
 @pytest.fixture
 def tool():
-    """Runs one of the tools from the repository's root and returns what it said and its exit status."""
+    """Runs one of the tools from the repository's root and returns what it said and its exit
+    status.
+    """
 
     def run(name: str, *arguments: str) -> tuple[int, str]:
         program = TOOLS / "bin" / name

@@ -1,4 +1,5 @@
-"""The proxies of deploy/proxies, run as they are written but for addresses, certificate and gateways.
+"""The proxies of deploy/proxies, run as they are written but for addresses, certificate and
+gateways.
 
 Lives here: files with the places changed, and the process. Not here: what is asked through them.
 """

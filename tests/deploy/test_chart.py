@@ -1,4 +1,6 @@
-"""The Helm chart, rendered by Helm itself: Kubernetes takes every object, and the gateway every gateway.yaml."""
+"""The Helm chart, rendered by Helm itself: Kubernetes takes every object, and the gateway every
+gateway.yaml.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def paths(value: Any, at: str = "") -> set[str]:
 
 
 def gateway_yaml(values: dict[str, Any], folder: Path) -> Config:
-    """What the pods would serve by, with the files of its Secrets beside it as the projected volume puts them."""
+    """What the pods would serve by, with the files of its Secrets beside it as the projected volume
+    puts them.
+    """
     (folder / "secrets").mkdir(exist_ok=True)
     for name, text in SECRETS.items():
         (folder / "secrets" / name).write_text(text)
@@ -432,7 +436,9 @@ def test_a_pool_may_say_that_it_discovers_nobody() -> None:
 
 
 def test_what_is_scraped_has_the_name_and_the_labels_that_the_alerts_ask_for() -> None:
-    """Whatever the release is called; and the operator's own label `endpoint` would hide an engine's name."""
+    """Whatever the release is called; and the operator's own label `endpoint` would hide an
+    engine's name.
+    """
     monitor = one("ServiceMonitor", FULL)["spec"]
     (service,) = [
         each

@@ -1,4 +1,6 @@
-"""nginx and HAProxy with the shipped files, before a real gateway and a mock TP group: streams pass as they come."""
+"""nginx and HAProxy with the shipped files, before a real gateway and a mock TP group: streams pass
+as they come.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ every_http = pytest.mark.parametrize("version", ["--http1.1", "--http2"])
 
 
 class House(NamedTuple):
-    """A gateway before a TP group that takes some 30 ms for each token, and the ports of the proxies before it."""
+    """A gateway before a TP group that takes some 30 ms for each token, and the ports of the
+    proxies before it.
+    """
 
     gateway: GatewayProcess
     ports: dict[str, int]

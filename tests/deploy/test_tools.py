@@ -1,4 +1,6 @@
-"""Linters, schemas and parsers of others over deploy/: each file by the tool that knows its kind best."""
+"""Linters, schemas and parsers of others over deploy/: each file by the tool that knows its kind
+best.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def envoy_yaml() -> Any:
 
 
 def understood(written: Any) -> Any:
-    """What Envoy's messages make of it. Imported here: thousands of classes that warn while they are made."""
+    """What Envoy's messages make of it. Imported here: thousands of classes that warn while they
+    are made.
+    """
     for name in ENVOY_TYPES:
         importlib.import_module(f"envoy_data_plane.{name}")
     bootstrap = importlib.import_module("envoy_data_plane.envoy.config.bootstrap.v3").Bootstrap

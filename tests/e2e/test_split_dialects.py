@@ -83,8 +83,8 @@ async def test_clients_that_disconnect_at_any_time_leave_nothing_held(dialect: s
 
         for batch in range(6):
             await asyncio.gather(*(leave(batch * 100 + number) for number in range(6)))
-            # A request sent only to free KV is closed after TAKEN_S. A decode group declines a leg that
-            # was closed before the engine saw it within DECLINING_S.
+            # A request sent only to free KV is closed after TAKEN_S. A decode group declines a leg
+            # that was closed before the engine saw it within DECLINING_S.
         await fleet.at_rest(within_s=RELEASE_TIMEOUT_S + DECLINE_S + 5.0)
         await fleet.assert_right_answer({"prompt": "and still " + SENTENCE * 20, "max_tokens": 8})
         await fleet.at_rest()

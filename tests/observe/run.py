@@ -1,8 +1,8 @@
 """Boards and rules before the real Prometheus: does every query return data? `make observe`.
 
-Two gateways with mock groups (one with faults, a full room and a refused configuration; one that splits) are scraped
-every second while a little traffic goes on; then every query of every panel and rule is asked. Not part of `make test`:
-it needs Debian's package and half a minute.
+Two gateways with mock groups (one with faults, a full room and a refused configuration; one that
+splits) are scraped every second while a little traffic goes on; then every query of every panel and
+rule is asked. Not part of `make test`: it needs Debian's package and half a minute.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ async def ready(http: aiohttp.ClientSession, port: int) -> None:
 
 
 async def traffic(fleet: GatewayFleet, halves: SplitFleet) -> None:
-    """A little of everything, so that its counters exist from the first scrapes on, and then more of the ordinary."""
+    """A little of everything, so that its counters exist from the first scrapes on, and then more
+    of the ordinary.
+    """
     await a_little_of_everything(fleet)
     for member in fleet.groups:
         member.faults.apply("")
@@ -107,7 +109,9 @@ async def traffic(fleet: GatewayFleet, halves: SplitFleet) -> None:
 
 
 async def judged(fleet: GatewayFleet, halves: SplitFleet, port: int) -> int:
-    """Asks everything. Of a query made from the catalogue, a family that has no series yet excuses it, by name."""
+    """Asks everything. Of a query made from the catalogue, a family that has no series yet excuses
+    it, by name.
+    """
     seen: Seen = defaultdict(set)
     for each in (fleet, halves):
         note(each.app.metrics.render().decode(), seen)

@@ -1,4 +1,6 @@
-"""What clients ask the gateway and the engines: prompts that all differ, answers as tokens with logprobs."""
+"""What clients ask the gateway and the engines: prompts that all differ, answers as tokens with
+logprobs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ LOGPROB_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back: text, tokens with their logprobs if asked for, the engines' counts, and who served it."""
+    """What came back: text, tokens with their logprobs if asked for, the engines' counts, and who
+    served it.
+    """
 
     status: int
     headers: dict[str, str]
@@ -33,7 +37,9 @@ class Answer:
 
 
 def differences(one: Answer, other: Answer) -> list[str]:
-    """Where the tokens differ, or a logprob by more than 4 digits: engines compute them in float32, batched."""
+    """Where the tokens differ, or a logprob by more than 4 digits: engines compute them in float32,
+    batched.
+    """
     if len(one.tokens) != len(other.tokens):
         return [f"{len(one.tokens)} tokens and {len(other.tokens)}"]
     pairs = enumerate(zip(one.tokens, other.tokens, strict=True))
@@ -78,7 +84,8 @@ Heard = Callable[[str], object]
 async def ask(
     url: str, asked: dict[str, Any], timeout_s: float = 300.0, heard: Heard | None = None
 ) -> Answer:
-    """The whole answer of a gateway or an engine. Status 0 when the connection broke or the stream held an error.
+    """The whole answer of a gateway or an engine. Status 0 when the connection broke or the stream
+    held an error.
 
     `heard`: called with every event of a stream as it comes, and the name of its sender.
     """
@@ -137,7 +144,9 @@ _OFFERS = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 async def introduce(p: Engine, d: Engine) -> None:
-    """One handoff from `p` to `d` without a gateway, whatever comes of it: afterwards they know each other."""
+    """One handoff from `p` to `d` without a gateway, whatever comes of it: afterwards they know
+    each other.
+    """
     asked, handoff = body(prompt(400, seed=1001), max_tokens=1), _OFFERS
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300.0)) as http:
         for engine in (p, d):

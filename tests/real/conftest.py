@@ -1,4 +1,6 @@
-"""Two engines for the whole run: they take a minute to come up. A test that kills one starts it again."""
+"""Two engines for the whole run: they take a minute to come up. A test that kills one starts it
+again.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def engines() -> Iterator[tuple[Engine, Engine]]:
 
 
 async def _all_ready(pair: tuple[Engine, Engine]) -> None:
-    """And they have met: the first handoff of two engines takes as long as a lease where cores are scarce."""
+    """And they have met: the first handoff of two engines takes as long as a lease where cores are
+    scarce.
+    """
     for engine in pair:
         await engine.ready()
     await introduce(*pair)
@@ -42,7 +46,9 @@ async def _all_ready(pair: tuple[Engine, Engine]) -> None:
 
 @pytest.fixture
 async def taps(engines: tuple[Engine, Engine]) -> AsyncIterator[tuple[Tap, Tap]]:
-    """A tap before each engine; the engines are idle before the test and, unless it killed one, after it."""
+    """A tap before each engine; the engines are idle before the test and, unless it killed one,
+    after it.
+    """
     for engine in engines:
         await engine.idle_within(60.0)
     async with tap(engines[0].port) as before_p, tap(engines[1].port) as before_d:

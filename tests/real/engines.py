@@ -1,4 +1,5 @@
-"""Two real vLLM processes on free ports of 127.0.0.1, as `make real` installs them, and what their own metrics say.
+"""Two real vLLM processes on free ports of 127.0.0.1, as `make real` installs them, and what their
+own metrics say.
 
 Lives here: starting, waiting, counting, killing by process group. Not here: what is asked of them.
 """
@@ -45,7 +46,9 @@ ENV = {
 
 
 class Engine:
-    """One vLLM server with the NixlConnector. Killed and started again it has the same ports and a new engine id."""
+    """One vLLM server with the NixlConnector. Killed and started again it has the same ports and a
+    new engine id.
+    """
 
     def __init__(self, name: str, port: int, side_port: int, place: int) -> None:
         self.name, self.port, self.side_port, self._place = name, port, side_port, place
@@ -83,13 +86,16 @@ class Engine:
         ]
 
     def _cores(self) -> str:
-        """Half of them, none of the other engine's: one that waits for KV spins, and where the other shared a core with
-        it that one stood still until its leases had ended (seen on two cores, Linux 6.18)."""
+        """Half of them, none of the other engine's: one that waits for KV spins, and where the
+        other shared a core with it that one stood still until its leases had ended (seen on two
+        cores, Linux 6.18)."""
         cores = sorted(os.sched_getaffinity(0))
         return ",".join(map(str, cores[self._place :: 2] or cores))
 
     async def ready(self) -> None:
-        """Until it answers /health. Raises AssertionError with the end of its log when it does not come up."""
+        """Until it answers /health. Raises AssertionError with the end of its log when it does not
+        come up.
+        """
         deadline = time.monotonic() + READY_WITHIN_S
         async with aiohttp.ClientSession() as http:
             while not await _answers(http, f"{self.url}/health"):
@@ -116,7 +122,9 @@ class Engine:
             self._output = None
 
     async def numbers(self) -> dict[str, float]:
-        """Its metrics, summed over labels, without histogram buckets and without the prefix `vllm:`."""
+        """Its metrics, summed over labels, without histogram buckets and without the prefix
+        `vllm:`.
+        """
         async with aiohttp.ClientSession() as http, http.get(f"{self.url}/metrics") as answer:
             text = await answer.text()
         found: dict[str, float] = {}
@@ -135,7 +143,9 @@ class Engine:
                 await asyncio.sleep(0.02)
 
     async def idle_within(self, seconds: float) -> float:
-        """Seconds until it holds no block and no request. Raises AssertionError with what it holds after `seconds`."""
+        """Seconds until it holds no block and no request. Raises AssertionError with what it holds
+        after `seconds`.
+        """
         started = time.monotonic()
         while True:
             now = await self.numbers()

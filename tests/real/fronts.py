@@ -1,4 +1,6 @@
-"""The gateway in front of the two engines, as a process of its own with a configuration per test."""
+"""The gateway in front of the two engines, as a process of its own with a configuration per
+test.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""A TCP relay in front of an engine that tells when a request passes and can hold requests back until told to go on.
+"""A TCP relay in front of an engine that tells when a request passes and can hold requests back
+until told to go on.
 
-What a cancelled client leaves behind depends on the moment; this is how a test picks the moment. A connection closed
-while its request is held back goes on as the network would have it: first the request, then the end.
+What a cancelled client leaves behind depends on the moment; this is how a test picks the moment. A
+connection closed while its request is held back goes on as the network would have it: first the
+request, then the end.
 """
 
 from __future__ import annotations

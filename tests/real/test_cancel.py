@@ -1,5 +1,5 @@
-"""A client that leaves, at every stage of a split request, or is refused by the decoder: no engine keeps a block and no
-lease expires for it."""
+"""A client that leaves, at every stage of a split request, or is refused by the decoder: no engine
+keeps a block and no lease expires for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""An engine is killed between the legs: a clean retry with the right answer, or a clean error, and nothing else."""
+"""An engine is killed between the legs: a clean retry with the right answer, or a clean error, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ async def _killed_between_the_legs(
 async def test_prefill_dies_between_the_legs_and_decode_computes_the_prompt_itself(
     engines: tuple[Engine, Engine], taps: tuple[Tap, Tap], again: None, tmp_path: Path, stream: bool
 ) -> None:
-    """In a stream vLLM says hello (a chunk with a role and no token) before it says that it has failed: by then the
-    client has bytes, so it may get the engine's error in place of the retry, but no token."""
+    """In a stream vLLM says hello (a chunk with a role and no token) before it says that it has
+    failed: by then the client has bytes, so it may get the engine's error in place of the retry,
+    but no token."""
     p, d = engines
     asked = body(prompt(400, seed=4001 + stream), stream=stream)
     whole = await ask(d.url, asked | {"cache_salt": "aggregated"})

@@ -1,4 +1,6 @@
-"""Prefix-aware routing over real engines: their own caches say whether the gateway's belief was true."""
+"""Prefix-aware routing over real engines: their own caches say whether the gateway's belief was
+true.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ TRUNKS, TURNS = 4, 4
 async def test_conversations_return_to_the_engine_that_holds_them(
     engines: tuple[Engine, Engine], tmp_path: Path
 ) -> None:
-    """Four conversations over two engines that serve whole requests: they begin at once, and then ask in turn."""
+    """Four conversations over two engines that serve whole requests: they begin at once, and then
+    ask in turn.
+    """
     p, d = engines
     served: dict[int, set[str]] = {}
     with gateway(

@@ -1,4 +1,6 @@
-"""An engine is killed under open streams: what the other one goes on with is what the first would have said."""
+"""An engine is killed under open streams: what the other one goes on with is what the first would
+have said.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ async def _killed_under_them(
 async def test_streams_outlive_the_engine_that_began_them_token_for_token(
     engines: tuple[Engine, Engine], again: None, tmp_path: Path
 ) -> None:
-    """Where several tokens came with the last piece of text no engine can continue exactly: then it ends with an error event,
-    and not one word of what was said until then was another."""
+    """Where several tokens came with the last piece of text no engine can continue exactly: then it
+    ends with an error event, and not one word of what was said until then was another."""
     asked = [_greedy(6000 + number) for number in range(STREAMS)]
     undisturbed = [
         await ask(engines[1].url, each | {"cache_salt": "undisturbed"}) for each in asked

@@ -1,4 +1,6 @@
-"""A split answer of two real engines is the aggregated answer, token for token and logprob for logprob."""
+"""A split answer of two real engines is the aggregated answer, token for token and logprob for
+logprob.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ async def test_a_hundred_split_answers_equal_the_aggregated_ones_and_no_lease_ex
     engines: tuple[Engine, Engine], tmp_path: Path
 ) -> None:
     p, d = engines
-    # A cache salt of its own: the aggregated answers are computed from nothing and leave nothing behind to be hit.
+    # A cache salt of its own: the aggregated answers are computed from nothing and leave nothing
+    # behind to be hit.
     aggregated = await _all(d.url, cache_salt="aggregated")
     moved, trouble = await transfers(engines), await troubles(engines)
     with gateway(tmp_path, config({"P": (p.url, "prefill"), "D": (d.url, "decode")})) as front:
@@ -51,7 +54,9 @@ async def test_a_hundred_split_answers_equal_the_aggregated_ones_and_no_lease_ex
 async def test_answers_depend_on_the_kv_cache_enough_to_tell_when_it_is_wrong(
     engines: tuple[Engine, Engine],
 ) -> None:
-    """Two prompts that differ only in one early word. With equal KV, their responses would be equal."""
+    """Two prompts that differ only in one early word. With equal KV, their responses would be
+    equal.
+    """
     rest = prompt(300, seed=1)
     one, other = [await ask(engines[0].url, body(f"{word} {rest}")) for word in ("gate", "pipe")]
     assert one.status == other.status == 200

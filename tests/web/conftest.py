@@ -1,4 +1,6 @@
-"""The live page in a real browser: Debian's Chromium without a screen, driven by playwright (`make web`)."""
+"""The live page in a real browser: Debian's Chromium without a screen, driven by playwright (`make
+web`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The live page as an operator sees it: the fleet, a group that dies, draining by hand, and nothing from elsewhere."""
+"""The live page as an operator sees it: the fleet, a group that dies, draining by hand, and nothing
+from elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ async def opened(
     scheme: Literal["light", "dark"] = "light",
     width: int = 1440,
 ) -> AsyncIterator[Page]:
-    """The page, once it has drawn a frame. Whatever it complains of or asks of others is a failure."""
+    """The page, once it has drawn a frame. Whatever it complains of or asks of others is a
+    failure.
+    """
     context = await browser.new_context(
         viewport={"width": width, "height": 900}, color_scheme=scheme
     )

@@ -1,4 +1,6 @@
-"""The live page read closely: charts with their values, broken groups first, sorting, recent requests, no markup."""
+"""The live page read closely: charts with their values, broken groups first, sorting, recent
+requests, no markup.
+"""
 
 from __future__ import annotations
 

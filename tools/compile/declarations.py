@@ -21,7 +21,7 @@ cdef unsigned long long MASK
     index=Py_ssize_t, block=Py_ssize_t, column=Py_ssize_t,
     total=cython.ulonglong, word=cython.ulonglong,
 )
-cpdef chain(
+cpdef chain_words(
     const unsigned long long[::1] words, const unsigned long long[::1] word_keys,
     const unsigned long long[::1] places,
     unsigned long long fold, unsigned long long mix, unsigned long long key,
@@ -32,7 +32,7 @@ cpdef chain(
 """Handwritten declarations by module: the one function that computes with machine words."""
 
 NUMBERS = {
-    "policies.prefix.block_hash.WordByWord": {
+    "policies.prefix.block_hash.ScalarArithmetic": {
         "_fold": "unsigned long long",
         "_mix": "unsigned long long",
         "_places": "const unsigned long long[::1]",
@@ -41,8 +41,8 @@ NUMBERS = {
 }
 """C types of attributes by class.
 
-The attributes keep memory views as arguments of `chain`; creating a view for each call would cost
-more than the call does for a short prompt.
+The attributes keep memory views as arguments of `chain_words`; creating a view for each call would
+cost more than the call does for a short prompt.
 """
 
 FLOATS = {"policies.pricing.price._RequestTerms"}

@@ -15,7 +15,7 @@ class CheckVerdict(StrEnum):
     find out.
     """
 
-    PASS = "pass"  # noqa: S105  # not a password
+    PASS = "pass"  # not a password  # noqa: S105
     WARN = "warn"
     FAIL = "fail"
     UNKNOWN = "unknown"

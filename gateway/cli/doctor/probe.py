@@ -39,7 +39,7 @@ class ProbeResult(msgspec.Struct):
     """The responses of one engine; None where there is none.
 
     problem      why the engine could not be queried
-    connections  connections opened for all GET requests: 1 with keep-alive
+    connection_count  connections opened for all GET requests: 1 with keep-alive
     skew_s       the engine's clock minus ours in seconds, from its Date header
     token        the response to a request for one token
     """

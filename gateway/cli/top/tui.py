@@ -82,7 +82,7 @@ class ConfirmDialog(ModalScreen[bool]):
 class TopApp(App[None]):
     """The application: it redraws the fleet twice a second.
 
-    `shown` is the view on the screen, empty before the first frame.
+    `current_view` is the view on the screen, empty before the first frame.
     """
 
     TITLE = "penstock"

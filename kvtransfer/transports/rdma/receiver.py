@@ -1,7 +1,8 @@
 """The sink's half of an RDMA link: grants to peers, and received windows. No thread, no socket.
 
 A window is complete when two things have arrived, in either order: its number, with its last write,
-and its trailer over the control connection. Not here: the queue pair's lifetime (kvtransfer/transports/rdma/link.py).
+and its trailer over the control connection. Not here: the queue pair's lifetime
+(kvtransfer/transports/rdma/link.py).
 """
 
 from __future__ import annotations

@@ -38,7 +38,15 @@ class OutgoingWindow:
     """A window being sent. `writes` is None until it begins; `verdict` is None while undecided."""
 
     __slots__ = (
-        "at", "digest", "is_done", "is_dropped", "head", "next", "number", "verdict", "window",
+        "at",
+        "digest",
+        "head",
+        "is_done",
+        "is_dropped",
+        "next",
+        "number",
+        "verdict",
+        "window",
         "writes",
     )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """The RDMA verbs in use, through rdma-core's pyverbs: memory regions, queue pairs, writes.
 
 pyverbs is imported when a device is opened, so that hosts without it only lack RDMA. Its errors
-become TransportError. Not here: what is written where, or the control messages (kvtransfer/transports/rdma/link.py).
+become TransportError. Not here: what is written where, or the control messages
+(kvtransfer/transports/rdma/link.py).
 """
 
 from __future__ import annotations

@@ -116,8 +116,7 @@ class Outbound:
 
         A window that has been started continues with zeros and ends as STALE, because its memory
         may have a new owner. A sealed one was read in time when it was sealed: it continues
-        unchanged and stays OK. If it is the last missing one, the sink has landed what it was
-        promised.
+        unchanged and stays OK. If it is the last missing one, the sink has landed it.
         """
         with self._gate:
             remaining = [

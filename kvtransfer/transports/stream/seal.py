@@ -1,6 +1,7 @@
 """WindowSeal: AES-128-GCM over windows. Needs the extra `seal` (cryptography).
 
-Not here: the key's origin (kvtransfer/protocol/session.py), or control messages (always sealed by the agents).
+Not here: the key's origin (kvtransfer/protocol/session.py), or control messages (always sealed by
+the agents).
 """
 
 from __future__ import annotations

@@ -30,11 +30,11 @@ pytestmark = pytest.mark.parametrize("name", admission_registry.names())
 def view(rng: Random, candidates: list[Candidate]) -> View:
     """Return a wait queue view with random numbers."""
     busy, waiting = (rng.choice((0, rng.randint(0, 300))) for _ in range(2))
-    waiting_s, at_door = waiting * rng.random(), rng.random() < 0.7
+    waiting_s, is_new_arrival = waiting * rng.random(), rng.random() < 0.7
     drain = DrainRate()
     for number in range(rng.choice((0, 5))):
         drain.record(90.0 + number)
-    return View(busy, total_capacity(candidates), waiting, drain, waiting_s, at_door)
+    return View(busy, total_capacity(candidates), waiting, drain, waiting_s, is_new_arrival)
 
 
 def verdicts(admission: Admission, seed: int) -> list[tuple[int, object]]:
@@ -112,7 +112,7 @@ def test_nothing_is_admitted_without_an_available_endpoint(name: str) -> None:
     for number, ask, candidates in cases():
         room = view(ask.rng, candidates)
         if not room.capacity:
-            room.at_door = True
+            room.is_new_arrival = True
             assert isinstance(admission.decide(ask, candidates, room), Shed), number
 
 

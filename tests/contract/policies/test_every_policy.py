@@ -26,7 +26,13 @@ def live(slot: int, rng: Random) -> EndpointLoad:
     load = EndpointLoad(slot)
     load.in_flight = rng.randrange(31)
     load.decoding = rng.randint(0, load.in_flight)
-    for field in ("prefill_tokens", "decode_tokens", "expected_tokens", "kv_booked", "held_tokens"):
+    for field in (
+        "prefill_tokens",
+        "decode_tokens",
+        "expected_tokens",
+        "kv_booked",
+        "prefix_cache_tokens",
+    ):
         setattr(load, field, rng.choice((0, rng.randrange(1000), rng.randrange(10**7))))
     load.is_available = rng.random() < 0.7
     load.running, load.waiting = (
@@ -41,7 +47,14 @@ def live(slot: int, rng: Random) -> EndpointLoad:
     load.kv_tokens = rng.choice((None, 1.0, 1e7 * rng.random() + 1))
     if rng.random() < 0.5:
         load.prefill_done_at = 300 * rng.random()
-        for field in ("token_s", "pair_s", "fixed_s", "step_s", "sequence_s", "context_s"):
+        for field in (
+            "prefill_s_per_token",
+            "attention_s_per_pair",
+            "fixed_ttft_s",
+            "decode_s_per_token",
+            "decode_s_per_sequence",
+            "decode_s_per_context_token",
+        ):
             setattr(load, field, rng.choice((0.0, 1e-6 * rng.random(), 10 * rng.random())))
     return load
 

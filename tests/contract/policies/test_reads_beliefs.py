@@ -14,16 +14,16 @@ from tests.contract.policies.test_every_policy import cases
 
 OUTLOOK = (
     *(
-        "context_s",
-        "due_at",
-        "fixed_s",
-        "kv_free",
-        "kv_s",
-        "pair_s",
-        "ready_at",
-        "sequence_s",
-        "step_s",
-        "token_s",
+        "decode_s_per_context_token",
+        "next_first_token_at",
+        "fixed_ttft_s",
+        "free_kv_tokens",
+        "s_per_freed_kv_token",
+        "attention_s_per_pair",
+        "prefill_done_at",
+        "decode_s_per_sequence",
+        "decode_s_per_token",
+        "prefill_s_per_token",
     ),
 )
 READERS = {"priced", "dualmap", "llmd_predictor", "llmd_token", "llumnix", "mooncake", "preble"}

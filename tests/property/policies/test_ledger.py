@@ -17,7 +17,15 @@ from policies.ledger import LoadBooking, own_load, set_peer_load
 from policies.load import EndpointLoad
 from policies.model import Request
 
-OUTLOOK = ("prefill_s_per_token", "attention_s_per_pair", "fixed_ttft_s", "decode_s_per_token", "decode_s_per_sequence", "decode_s_per_context_token", "s_per_freed_kv_token")
+OUTLOOK = (
+    "prefill_s_per_token",
+    "attention_s_per_pair",
+    "fixed_ttft_s",
+    "decode_s_per_token",
+    "decode_s_per_sequence",
+    "decode_s_per_context_token",
+    "s_per_freed_kv_token",
+)
 COUNTS = (
     "in_flight",
     "answers",

@@ -19,7 +19,7 @@ from gateway.serve import GAPS_EVERY, RequestFactory
 from tests.replaced import stand_in
 
 CLIENT = cast(
-    Client, SimpleNamespace(address="10.0.0.7", headers={"traceparent": "theirs"}, closes=False)
+    Client, SimpleNamespace(address="10.0.0.7", headers={"traceparent": "theirs"}, will_close=False)
 )
 
 
@@ -49,6 +49,6 @@ def test_an_exchange_has_its_client_s_address_and_its_place_in_the_client_s_trac
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (exchange,) = begun(
-        monkeypatch, 1, SimpleNamespace(begin=lambda headers: headers["traceparent"])
+        monkeypatch, 1, SimpleNamespace(start_trace=lambda headers: headers["traceparent"])
     )
     assert (exchange.api, exchange.client, exchange.trace) == (Api.CHAT, "10.0.0.7", "theirs")

@@ -83,7 +83,7 @@ def test_sealed_and_plain_transports_cannot_be_combined(sealed: bool | None, fit
 
 
 def test_rdma_reports_that_it_does_not_seal() -> None:
-    assert Rdma.sealed is False
+    assert Rdma.is_sealed is False
 
 
 def test_peers_with_different_plans_end_the_transfer() -> None:
@@ -275,12 +275,12 @@ def test_tokens_may_be_numpys_integers_and_nothing_else_and_seconds_any_number(
     assert sum(sink.stats()["reservations"].values()) == 0
 
 
-@ pytest . mark . parametrize ( "wrong" , [ { "beat_s" : 0.0 } , { "misses" : 0 } , { "handshake_s" : 0.0 } , { "window_bytes" : 0 } , { "window_bytes" : 65 << 20 } , { "budget_bytes" : - 1 } ] )  # fmt: skip
+@ pytest . mark . parametrize ( "wrong" , [ { "beat_s" : 0.0 } , { "max_missed_beats" : 0 } , { "handshake_s" : 0.0 } , { "window_bytes" : 0 } , { "window_bytes" : 65 << 20 } , { "budget_bytes" : - 1 } ] )  # fmt: skip
 def test_options_that_no_link_could_live_with_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=": Options"):
+    with pytest.raises(ValueError, match=": AgentOptions"):
         AgentOptions(**wrong)  # type: ignore[arg-type]
     if "window_bytes" in wrong:
-        with pytest.raises(ValueError, match=": Manner"):
+        with pytest.raises(ValueError, match=": LinkOptions"):
             LinkOptions(**wrong)  # type: ignore[arg-type]
 
 

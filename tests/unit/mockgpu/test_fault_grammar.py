@@ -116,12 +116,12 @@ class RecordingDoor:
 class RecordingConnection:
     """A connection that only records its fault."""
 
-    harmable = True
+    supports_faults = True
 
     def __init__(self) -> None:
         self.wrong: InjectedFault | None = None
 
-    def harm(self, fault: InjectedFault | None) -> None:
+    def set_fault(self, fault: InjectedFault | None) -> None:
         self.wrong = fault
 
 

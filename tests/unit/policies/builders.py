@@ -45,17 +45,22 @@ class View:
         waiting: int = 0,
         drain: DrainRate | None = None,
         waiting_s: float = 0.0,
-        at_door: bool = True,
+        is_new_arrival: bool = True,
     ) -> None:
-        self.busy, self.capacity, self.waiting, self.waiting_s = busy, capacity, waiting, waiting_s
-        self.at_door = at_door
-        self.drain = drain or DrainRate()
+        self.busy_permits, self.capacity, self.waiting, self.waiting_s = (
+            busy,
+            capacity,
+            waiting,
+            waiting_s,
+        )
+        self.is_new_arrival = is_new_arrival
+        self.drain_rate = drain or DrainRate()
         self.limits = WaitQueueLimits(size=3, timeout_s=10.0)
 
-    def ahead(self, tenant: str) -> float:
+    def count_ahead(self, tenant: str) -> float:
         return self.waiting
 
-    def first(self, tenant: str) -> bool:
+    def is_next(self, tenant: str) -> bool:
         return not self.waiting
 
 

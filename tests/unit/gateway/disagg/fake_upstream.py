@@ -44,14 +44,14 @@ class FakeConnection:
     `done` resolves when a response ends.
     """
 
-    is_fresh = True
+    is_recently_started = True
 
     def __init__(self) -> None:
         self.carried: list[bytes] = []
         self.aborted = False
         self.bug: Exception | None = None
 
-    def carry(self, head: bytes, payload: Any, relay: Relay, downstream: object) -> EagerFuture:
+    def start(self, head: bytes, payload: Any, relay: Relay, downstream: object) -> EagerFuture:
         if self.bug is not None:
             raise self.bug
         self.carried.append(head + payload.body)
@@ -76,7 +76,7 @@ class FakeUpstream:
         self.ignores_cancel = False  # as if the connection had just been established
         self.cancelled = False
 
-    def pooled(self) -> FakeConnection | None:
+    def take_idle(self) -> FakeConnection | None:
         return self.idle.pop() if self.idle else None
 
     async def connect(self) -> FakeConnection:

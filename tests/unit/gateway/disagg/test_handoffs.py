@@ -81,7 +81,7 @@ class Moving:
     def __init__(self, handoffs: Handoffs, takes: Moving | None = None) -> None:
         self.handoffs, self.takes, self.told = handoffs, takes, 0
 
-    def overdue(self) -> None:
+    def on_overdue(self) -> None:
         self.told += 1
         if self.takes is not None:
             self.handoffs.transfers.pop(self.takes, None)

@@ -52,7 +52,7 @@ async def test_kv_handed_to_a_dead_decoder_is_freed_by_another_under_a_salt_of_i
 async def test_kv_without_another_decoder_is_freed_by_its_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gateway.disagg.handoffs.MOST_WAIT_S", 0.0)
+    monkeypatch.setattr("gateway.disagg.handoffs.MAX_WAIT_S", 0.0)
     async with split_gateway(NIXL, [prefills()], [resets]) as f:
         assert (await f.ask()).status == 502
         assert f.metric("penstock_split_leases_given_up_total") == 0

@@ -76,7 +76,7 @@ async def test_events_raised_during_an_action_are_handled_in_order(
 ) -> None:
     """The decode request was sent before it failed, so the decoder was reachable."""
     async with split_gateway(NIXL, [prefills()], [decodes, decodes]) as f:
-        carry, failed = UpstreamConnection.start, list[UpstreamConnection]()
+        start, failed = UpstreamConnection.start, list[UpstreamConnection]()
 
         def fails_once(
             self: UpstreamConnection, head: bytes, payload: Any, *to: Any
@@ -84,13 +84,13 @@ async def test_events_raised_during_an_action_are_handled_in_order(
             if not failed and b'"remote_engine_id":"engine-p"' in payload.body.replace(b" ", b""):
                 failed.append(self)
                 raise RuntimeError("as asked")
-            return carry(self, head, payload, *to)
+            return start(self, head, payload, *to)
 
         while not all(
             half.requests for half in f.decode
         ):  # from now on either has an idle connection
             assert (await f.ask()).text == WHOLE
-        replace_method(monkeypatch, UpstreamConnection, "carry", fails_once)
+        replace_method(monkeypatch, UpstreamConnection, "start", fails_once)
         assert (await f.ask()).text == WHOLE
         assert len(failed) == 1
         assert f.metric("penstock_split_legs_total", role="decode", outcome="broke") == 1

@@ -220,7 +220,7 @@ async def test_the_handoff_of_an_unreachable_decoder_goes_to_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended: list[Exchange] = []
-    replace_method(monkeypatch, Accounting, "close", lambda _, x, *__: ended.append(x))
+    replace_method(monkeypatch, Accounting, "add_ended", lambda _, x, *__: ended.append(x))
     async with split_gateway(NIXL, [prefills()], [decodes, decodes]) as f:
         f.decode[0].stop()
         f.app.gateway.endpoints.all()[2].load.in_flight += 1  # the other is chosen first
@@ -502,7 +502,7 @@ async def test_an_exception_at_the_booking_of_a_pair_leaves_nothing_booked(
 
     async with split_gateway(NIXL, [prefills()], [decodes]) as f:
         with monkeypatch.context() as broken:
-            replace_method(broken, Exchange, "booked", fails)
+            replace_method(broken, Exchange, "note_booking", fails)
             assert (await f.ask()).status == 500
         await f.at_rest()
         assert f.app.gateway.handoffs.live_count == 0
@@ -535,7 +535,7 @@ async def test_an_exception_at_the_end_of_a_response_leaves_nothing_booked(
 
     async with split_gateway(NIXL, [prefills()], [answers_without_tokens]) as f:
         with monkeypatch.context() as broken:
-            replace_method(broken, Reservation, "served", fails)
+            replace_method(broken, Reservation, "on_served", fails)
             await f.ask(stream=True)
         await f.at_rest()
         assert f.metric("penstock_split_pairs_total", result="failed") == 1

@@ -224,7 +224,7 @@ async def test_both_halves_of_a_split_request_get_the_engines_name_and_the_clien
         reply = await front.ask(model="chat", stream=stream)
         parts = reply.events if stream else [reply.json]
         assert {part["model"] for part in parts} == {"chat"}
-        bodies = [half.asked[0].json for half in (*front.prefill, *front.decode)]
+        bodies = [half.requests[0].json for half in (*front.prefill, *front.decode)]
         assert [body["model"] for body in bodies] == [scripted_engines.MODEL] * 2
 
 
@@ -244,9 +244,12 @@ async def test_a_request_is_not_split_over_an_endpoint_that_does_not_list_its_mo
             live.models = names
         front.app._on_models_changed()
         assert (await front.ask(model=ADAPTER)).status == 200
-        assert (len(front.prefill[0].asked), front.decode[0].asked[0].json["model"]) == (0, ADAPTER)
+        assert (len(front.prefill[0].requests), front.decode[0].requests[0].json["model"]) == (
+            0,
+            ADAPTER,
+        )
         assert (await front.ask()).status == 200
-        assert len(front.prefill[0].asked) == 1
+        assert len(front.prefill[0].requests) == 1
 
 
 async def test_an_adapter_is_served_while_the_newest_list_has_it() -> None:
@@ -392,5 +395,5 @@ async def test_doctor_shows_what_to_write_until_every_model_is_served() -> None:
     async with running(engines, models(ADAPTER, chat="meta/llama")) as gateway:
         first, second = await asyncio.to_thread(found, gateway.app.config)
         assert (first.verdict, second.verdict) == (CheckVerdict.PASS, CheckVerdict.PASS)
-        assert f"others serve {ADAPTER}" in second.seen
+        assert f"other endpoints serve {ADAPTER}" in second.seen
         assert await gateway.ask("chat") == (200, "chat")

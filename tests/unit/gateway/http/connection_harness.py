@@ -99,13 +99,13 @@ class FakeBudget:
     def __init__(self) -> None:
         self.reserved, self.capacity = 0, 2**40
 
-    def hold(self, body_bytes: int) -> int:
+    def reserve_body(self, body_bytes: int) -> int:
         if self.reserved + body_bytes > self.capacity:
             raise GatewayError(Failure.OVERLOADED, "full")
         self.reserved += body_bytes
         return body_bytes
 
-    def release(self, body_bytes: int) -> None:
+    def release_body(self, body_bytes: int) -> None:
         self.reserved -= body_bytes
         assert self.reserved >= 0
 

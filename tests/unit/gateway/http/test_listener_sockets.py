@@ -26,10 +26,10 @@ from gateway.restart import notify
 ROOT = Path(__file__).parents[4]
 PROGRAM = """
 import os, sys
-from gateway.http.listener_sockets import from_systemd
+from gateway.http.listener_sockets import sockets_from_systemd
 pid, count, names = sys.argv[1:]
 env = {"LISTEN_PID": pid or str(os.getpid()), "LISTEN_FDS": count, "LISTEN_FDNAMES": names}
-found = from_systemd(env)
+found = sockets_from_systemd(env)
 assert not env
 assert not any(os.get_inheritable(listener.fileno()) for own in found.values() for listener in own)
 print(*(f"{name}={listener.getsockname()[1]}" for name, own in found.items() for listener in own))
@@ -37,7 +37,9 @@ print(*(f"{name}={listener.getsockname()[1]}" for name, own in found.items() for
 
 
 def given(names: str, *listeners: socket.socket, pid: str = "") -> dict[str, int]:
-    """Return name -> port of from_systemd, run in a process that has these sockets from 3 on."""
+    """Return name -> port of sockets_from_systemd, run in a process that has these sockets from 3
+    on.
+    """
     redirections = " ".join(
         f"{3 + number}<&{listener.fileno()}" for number, listener in enumerate(listeners)
     )

@@ -52,9 +52,9 @@ class FakeConnection:
         if self._outbox.budget_spent:
             self._outbox.defer(self, RELAY, data)
         else:
-            self.catch_up(RELAY, data)
+            self.process_deferred(RELAY, data)
 
-    def catch_up(self, relay: Relay, data: bytes) -> None:
+    def process_deferred(self, relay: Relay, data: bytes) -> None:
         assert relay is RELAY
         self._outbox.enqueue(self._wire, data)
 
@@ -75,7 +75,7 @@ def test_new_requests_are_answered_before_deferred_chunks() -> None:
     loop.turn()
     behind = [stream.sent for stream in streams].count(b"")
     refused = FakeConnection(queue)
-    refused.catch_up(RELAY, b"429")
+    refused.process_deferred(RELAY, b"429")
     loop.turn()
     assert refused.sent == b"429"
     assert behind == 8 * WRITES_PER_TURN
@@ -127,7 +127,7 @@ def test_deferred_chunks_are_limited_in_bytes_too() -> None:
 def test_a_chunk_that_cannot_be_relayed_does_not_affect_the_others() -> None:
     queue, loop = new_queue()
     broken, streams = (
-        Mock(catch_up=Mock(side_effect=ValueError("a bug"))),
+        Mock(process_deferred=Mock(side_effect=ValueError("a bug"))),
         [FakeConnection(queue) for _ in range(WRITES_PER_TURN)],
     )
     for stream in streams:

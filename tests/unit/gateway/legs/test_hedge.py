@@ -1,6 +1,8 @@
-"""A request whose first byte is late is sent to a second endpoint as well; the first answer wins, counted once.
+"""A request whose first byte is late is sent to a second endpoint as well; the first answer wins,
+counted once.
 
-Both engines share a script: what the endpoint does that is asked first, then what the other one does.
+Both engines share a script: what the endpoint does that is asked first, then what the other one
+does.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ WHOLE = "".join(TEXT)
 async def pool(
     first: Script, second: Script, saved: float | None = 5.0, **options: Any
 ) -> AsyncIterator[SplitGateway]:
-    """A gateway before two engines of which it knows that they take some milliseconds for anything."""
+    """A gateway before two engines of which it knows that they take some milliseconds for
+    anything.
+    """
     script = in_turn(first, second)
     usual = {
         "models": [{"name": MODEL, "pool": "main"}],

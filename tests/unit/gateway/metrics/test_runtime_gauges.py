@@ -24,7 +24,7 @@ def test_gauges_leave_out_tokens_that_other_gateways_booked() -> None:
             endpoint=SimpleNamespace(name="a"),
             load=load,
             health=SimpleNamespace(state=HealthState.UP),
-            upstream=SimpleNamespace(silence_s=lambda now: 0.0),
+            upstream=SimpleNamespace(silence_duration_s=lambda now: 0.0),
         ),
         lambda: 2.0,
     )

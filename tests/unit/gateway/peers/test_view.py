@@ -21,7 +21,7 @@ async def test_a_prompt_sent_by_one_gateway_is_in_the_index_of_all() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     with one.book(PROMPT, 1) as booking:
-        booking.first_token()
+        booking.on_first_token()
         run([one, two], now, 0.2)
     assert one.cached(PROMPT) == two.cached(PROMPT)
     assert two.cached(PROMPT)[0] == 0
@@ -58,7 +58,7 @@ async def test_reported_cache_hits_correct_the_index_of_every_gateway() -> None:
     prompts = [Random(seed).randbytes(64 * 100) for seed in range(20)]
     for prompt in prompts:
         with one.book(prompt, 0) as booking:
-            booking.first_token()
+            booking.on_first_token()
     for _ in range(30):
         one.table.confirm_cached_share(one.table.all()[0], 1.0, 0.1)
     run([one, two], now, 0.3)
@@ -120,7 +120,7 @@ async def test_an_ejection_by_another_gateway_leads_to_a_probe_only() -> None:
     suspected: list[LiveEndpoint] = []
     two.view.on_suspect = suspected.append
     with two.book(PROMPT, 0) as booking:
-        booking.first_token()
+        booking.on_first_token()
     one.table.on_event(one.table.all()[0], HealthEvent.CONNECT_FAILED)
     run([one, two], now, 0.2)
     assert [live.endpoint.url for live in suspected] == ["http://a:1"]
@@ -134,7 +134,7 @@ async def test_a_new_gateway_is_warmed_up_by_the_oldest_within_a_second() -> Non
     prompts = [Random(seed).randbytes(64 * (20 + seed)) for seed in range(100)]
     for number, prompt in enumerate(prompts):
         with (one, two)[number % 2].book(prompt, number % 2) as booking:
-            booking.first_token()
+            booking.on_first_token()
     now = run([one, two], now, 0.3)
     three = Gateway(3)
     three.view.start(now)
@@ -159,7 +159,7 @@ async def test_a_warm_up_leaves_out_lost_caches() -> None:
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     with one.book(PROMPT, 0) as booking:
-        booking.first_token()
+        booking.on_first_token()
     now = run([one, two], now, 0.2)
     for gateway in (one, two):
         gateway.table.on_event(gateway.table.all()[0], HealthEvent.CONNECT_FAILED)
@@ -175,7 +175,7 @@ async def test_a_new_gateway_asks_the_second_oldest_if_the_oldest_does_not_answe
     one, two = Gateway(1), Gateway(2)
     now = warm(one, two)
     with one.book(PROMPT, 0) as booking:
-        booking.first_token()
+        booking.on_first_token()
     now = run([one, two], now, 0.2)
     three = Gateway(3)
     three.view.start(now)
@@ -213,7 +213,7 @@ async def test_broadcasts_during_a_warm_up_are_applied_after_it() -> None:
     for frame in three.view.outgoing_frames(now, is_connected=True):
         one.take(frame, now)
     with one.book(PROMPT, 1) as booking:
-        booking.first_token()
+        booking.on_first_token()
     for frame in one.view.outgoing_frames(now + 0.05, is_connected=True):
         three.take(frame, now + 0.05)
     assert three.cached(PROMPT) == [0, 0]

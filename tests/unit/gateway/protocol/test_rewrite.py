@@ -84,7 +84,7 @@ class CountingLedger:
     """A ledger that only counts how often it is rolled back."""
 
     obstacle = ""
-    done = False
+    is_done = False
 
     def __init__(self) -> None:
         self.terms: ContinuationTerms | None = None
@@ -92,14 +92,17 @@ class CountingLedger:
 
     def mark(self) -> None: ...
 
-    def take_back(self) -> None:
+    def rewind(self) -> None:
         self.back += 1
 
 
 def recorder() -> LedgerRecorder:
     return LedgerRecorder(
-        CountingLedger(), lambda chunk: b"%d " % len(chunk["a"]), "served", "mine"
-    )  # type: ignore[arg-type]
+        CountingLedger(),  # type: ignore[arg-type]
+        lambda chunk: b"%d " % len(chunk["a"]),
+        "served",
+        "mine",
+    )
 
 
 @given(

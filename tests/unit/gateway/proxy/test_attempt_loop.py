@@ -32,7 +32,7 @@ class Endpoints:
     def all(self) -> list[Any]:
         return [SimpleNamespace(endpoint=pick.candidate.endpoint) for pick in PICKS.values()]
 
-    async def check(self, candidate: Any) -> bool | None:
+    async def check_health(self, candidate: Any) -> bool | None:
         self.checked.append(candidate.endpoint.name)
         return self.answers.get(candidate.endpoint.name, True)
 
@@ -114,13 +114,13 @@ async def test_a_silent_endpoint_is_attempted_only_if_there_is_no_other() -> Non
 async def test_an_endpoint_that_is_taken_out_during_its_check_is_not_attempted() -> None:
     endpoints = Endpoints()
     plan = Plan(endpoints, reset())
-    check = endpoints.check
+    check = endpoints.check_health
 
     async def taken_out(candidate: Any) -> bool | None:
         plan.unavailable.add("tp1")
         return await check(candidate)
 
-    cast(Any, endpoints).check = taken_out
+    cast(Any, endpoints).check_health = taken_out
     assert await attempts(plan) is None
     assert plan.attempted == ["tp0", "tp2"]
 

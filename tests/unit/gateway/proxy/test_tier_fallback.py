@@ -50,7 +50,7 @@ def test_a_smaller_model_is_asked_for_less_worth_and_without_a_client_that_retur
     recording, question = RecordingCap(), ask()
     small = route("small", recording)
     big = route("big", CapAdmission(), overflow=(("small", 0.4),))
-    endpoints = stand_in(EndpointTable, SimpleNamespace(ask=lambda *_: question))
+    endpoints = stand_in(EndpointTable, SimpleNamespace(build_query=lambda *_: question))
     call = cast(Call, SimpleNamespace(request=question.request))
     assert pick_tier(endpoints, {"small": small, "big": big}, big, call) is small
     assert (

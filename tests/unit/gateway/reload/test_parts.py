@@ -355,7 +355,7 @@ class Touched:
         self.running = loaded(BASE)
         self.told = asyncio.Semaphore(0)
 
-    async def changed(self) -> None:
+    async def reload_changed_files(self) -> None:
         self.told.release()
 
 

@@ -44,7 +44,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         heads.append(head.decode())
         return carry(self, head, *rest)
 
-    replace_method(monkeypatch, UpstreamConnection, "carry", noted)
+    replace_method(monkeypatch, UpstreamConnection, "start", noted)
     return heads
 
 

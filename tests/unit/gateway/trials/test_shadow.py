@@ -41,13 +41,13 @@ class Table:
         self.taught: list[int] = []
         self.prefixes = self
 
-    def of(self, call: Call, model: str) -> Any:
+    def fingerprint(self, call: Call, model: str) -> Any:
         return None
 
-    def cached(self, fingerprint: Any, prompt_tokens: int) -> list[int]:
+    def cached_tokens(self, fingerprint: Any, prompt_tokens: int) -> list[int]:
         return [0, 800]
 
-    def learn(self, fingerprint: Any, load: EndpointLoad, prompt_tokens: int) -> None:
+    def learn_prompt(self, fingerprint: Any, load: EndpointLoad, prompt_tokens: int) -> None:
         self.taught.append(load.slot)
 
 

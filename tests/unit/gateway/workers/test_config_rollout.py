@@ -31,7 +31,7 @@ class Stub:
         self.before: Callable[[], None] = lambda: None
         self.lost_at = self.refuses_at = ""
 
-    async def ask(
+    async def request(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str]
     ) -> WorkerResponse:
         self.before()

@@ -22,7 +22,7 @@ class Stub:
         self.count: int | None = count
         self.body: bytes | None = None
 
-    async def ask(self, method: str, path: str, timeout_s: float) -> WorkerResponse:
+    async def request(self, method: str, path: str, timeout_s: float) -> WorkerResponse:
         assert (method, path.partition("?")[0]) == ("GET", "/metrics/readings")
         if self.count is None:
             raise TimeoutError

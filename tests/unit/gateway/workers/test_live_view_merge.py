@@ -22,7 +22,7 @@ class Stub:
     def __init__(self, noted: MetricSample, standing: FleetStatus) -> None:
         self.noted, self.standing, self.lost = noted, standing, False
 
-    async def ask(self, method: str, path: str, timeout_s: float) -> WorkerResponse:
+    async def request(self, method: str, path: str, timeout_s: float) -> WorkerResponse:
         assert (method, path) == ("GET", "/live/note")
         if self.lost:
             raise TimeoutError

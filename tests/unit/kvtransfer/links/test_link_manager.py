@@ -58,7 +58,7 @@ def switchboard(transport: object) -> tuple[LinkManager, list[tuple[str, EndReas
     book.on_link_failed = lambda address, reason, detail, now: (
         heard.append((address, reason, detail)) or []
     )
-    clock = Mock(now=lambda: 0.0, aside=lambda work: work())
+    clock = Mock(now=lambda: 0.0, run_in_thread=lambda work: work())
     board = LinkManager(
         KEY,
         {"tcp": transport},
@@ -160,7 +160,10 @@ def test_a_peer_whose_lanes_come_and_go_does_not_fill_the_log(
 
 def up(board: LinkManager, session: LinkSession, dialling: DialRequest | None = None) -> PeerLink:
     line = PeerLink(
-        Mock(transport="tcp", lanes=3, received_bytes=0, used=False), session, dialling, 0.0
+        Mock(transport="tcp", lanes=3, received_bytes=0, has_carried_windows=False),
+        session,
+        dialling,
+        0.0,
     )
     line.is_proven = line.is_in_use = True
     board._peer_links[line.link] = line
@@ -217,7 +220,7 @@ def test_a_silent_lane_is_lost_and_so_is_its_link_if_the_lane_was_used(used: boo
     """A device in between may acknowledge bytes and drop them."""
     board, _ = switchboard(Mock())
     first, lane = up(board, proven(board.card)), up(board, proven(board.card, b"g" * 16))
-    lane.lane_owner, lane.link.used = first, used  # type: ignore[attr-defined]
+    lane.lane_owner, lane.link.has_carried_windows = first, used  # type: ignore[attr-defined]
     lane.has_received = first.is_dialling_lane = True  # the next lane is being dialled
     first.lanes.append(lane)
     first.link.received_bytes = 1
@@ -252,7 +255,7 @@ def test_a_lane_to_another_peer_or_of_a_lost_link_is_closed(astray: bool) -> Non
     lane.is_proven = lane.is_in_use = False
     board._prove(lane)
     lane.link.close.assert_called_once_with()  # type: ignore[attr-defined]
-    first.link.widen.assert_not_called()  # type: ignore[attr-defined]
+    first.link.add_lane.assert_not_called()  # type: ignore[attr-defined]
     assert lane.link not in board._peer_links
     assert board._tally.refused == {EndReason.UNREACHABLE if astray else EndReason.LINK_LOST: 1}
 
@@ -469,10 +472,10 @@ async def test_without_a_thread_to_dial_a_landing_ends_and_the_next_one_dials(
     async with groups("tcp", SMALL, SMALL) as (source, sink):
         source.agent.offer("r", [1], 16, public=True)
 
-        def aside(clock: ThreadClock, call: object) -> NoReturn:
+        def run_in_thread(clock: ThreadClock, call: object) -> NoReturn:
             raise RuntimeError("can't start new thread")
 
-        monkeypatch.setattr(ThreadClock, "run_in_thread", aside)
+        monkeypatch.setattr(ThreadClock, "run_in_thread", run_in_thread)
         end = await asyncio.wait_for(
             sink.agent.fetch(source.agent.address, "r", [2], 16).wait_ended(), PATIENCE_S
         )

@@ -228,7 +228,7 @@ async def test_any_other_message_on_a_lane_closes_it(caplog: pytest.LogCaptureFi
     async with with_lanes() as (source, sink):
         first_of(source).lanes[0].send(StopTransfer(1, EndReason.CANCELLED))
         await until(lambda: sink.agent.stats()["faults"] == {"protocol": 1})
-        await until(lambda: "failed: Stop on a lane" in caplog.text)
+        await until(lambda: "failed: StopTransfer on a lane" in caplog.text)
         await until_lanes(sink, LANES - 1)
         await moved(source, sink, "b")
 
@@ -240,7 +240,7 @@ async def test_an_unused_lane_that_is_lost_is_redialled_and_the_link_survives(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with with_lanes() as (source, sink):
-        assert not any(line.link.used for line in first_of(source).lanes)  # type: ignore[attr-defined]
+        assert not any(line.link.has_carried_windows for line in first_of(source).lanes)  # type: ignore[attr-defined]
         offer = source.agent.offer("b", [1], 16, ready_layers=0)
         landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
         gone = lanes_of(first_of(source).link)[0]

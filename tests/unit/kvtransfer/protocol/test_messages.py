@@ -74,7 +74,7 @@ def test_a_message_decodes_to_the_same(message: Message) -> None:
         {"wait_s": -1.0},
         {"wait_s": float("nan")},
         {"slack_s": float("inf")},
-        {"klass": 3},
+        {"priority": 3},
         {"ticket": "t" * 1025},
         {"grant": bytes((64 << 10) + 1)},
         {"window_bytes": 1 << 48},

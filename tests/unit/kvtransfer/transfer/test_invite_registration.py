@@ -63,7 +63,7 @@ def test_grants_run_without_the_lock_and_are_sent_in_order() -> None:
 
 def test_without_a_thread_an_invitation_fails_at_once() -> None:
     class ThreadlessClock:
-        def aside(self, call: Callable[[], None]) -> None:
+        def run_in_thread(self, call: Callable[[], None]) -> None:
             raise RuntimeError("can't start new thread")
 
     host = Host(ThreadlessClock())

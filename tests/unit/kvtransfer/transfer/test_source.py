@@ -279,7 +279,7 @@ def test_a_sink_that_declines_does_not_affect_a_waiting_one() -> None:
 
 
 def test_names_are_remembered_for_a_while_and_not_too_many() -> None:
-    names: TtlMap[int] = TtlMap(10.0, most=3)
+    names: TtlMap[int] = TtlMap(10.0, max_entries=3)
     for index in range(5):
         names.put(f"n{index}", index, float(index))
     assert [names.get(f"n{index}", 4.0) for index in range(5)] == [None, None, 2, 3, 4]

@@ -53,7 +53,7 @@ def test_another_process_of_this_host_has_the_same_host_id() -> None:
     command = [
         sys.executable,
         "-c",
-        "from kvtransfer.transports.choose import this_host; print(this_host())",
+        "from kvtransfer.transports.choose import host_id; print(host_id())",
     ]
     assert (
         subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

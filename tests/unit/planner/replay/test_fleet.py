@@ -85,7 +85,7 @@ def test_an_equal_seed_gives_an_equal_run(policy: str) -> None:
     admission=st.sampled_from([None, "cap"]),
     retries=st.integers(0, 2),
     obey=st.booleans(),
-    invite_wait_s=st.sampled_from([None, 0.5, 3.0]),
+    patience_s=st.sampled_from([None, 0.5, 3.0]),
     lost_at_s=st.sampled_from([None, 0.3, 2.0]),
     back_s=st.sampled_from([None, 1.0]),
     split=st.booleans(),

@@ -51,9 +51,9 @@ def test_no_new_request_overtakes_waiting_ones() -> None:
 
 def test_the_head_of_the_line_enters_as_soon_as_there_is_a_place_and_waits_until_then() -> None:
     view = View(24, 24, 3, draining(0.01))
-    view.at_door = False
+    view.is_new_arrival = False
     assert CapAdmission().decide(asking(60.0), (), view) == Wait(10.0)
-    view.busy = 23
+    view.busy_permits = 23
     assert CapAdmission().decide(asking(60.0), (), view) == Admit()
 
 

@@ -335,7 +335,7 @@ def test_a_request_past_its_deadline_is_refused_with_both_times() -> None:
 
 def test_a_late_waiting_request_is_refused_only_while_there_is_a_price() -> None:
     priced = admission()
-    view = View(busy=8, waiting=3, waiting_s=30.0, at_door=False)
+    view = View(busy=8, waiting=3, waiting_s=30.0, is_new_arrival=False)
     late = replace(asking(now=NOW - 4.0), now=NOW)
     verdict = shed(priced.decide(late, queued(2.0), view))
     assert verdict.reason == "ttft"
@@ -391,9 +391,9 @@ def test_the_fast_path_is_open_only_while_the_admission_is_calm() -> None:
     assert not priced.is_calm
     priced.tick(NOW + 60, idle)
     assert priced.is_calm
-    priced.booked(asking(session="s"), Pick(idle[0], 0, 0.0, 2, "test"))
+    priced.on_booked(asking(session="s"), Pick(idle[0], 0, 0.0, 2, "test"))
     assert not priced.is_calm
-    priced.ended(asking(session="s").request, RequestOutcome(NOW + 1, 0.1, 0.01, 100, 0))
+    priced.on_ended(asking(session="s").request, RequestOutcome(NOW + 1, 0.1, 0.01, 100, 0))
     priced.tick(NOW + 61, idle)
     assert not priced.is_calm  # it may come back
     priced.tick(NOW + 400, idle)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from policies.engine.step_time import shape_for
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits, review
 from policies.health.speed_record import Measure, Slowness, SpeedRecord, SpeedVerdict
 from policies.health.stall import (
@@ -18,8 +19,7 @@ from policies.health.stall import (
     left_s,
     raised_ceiling,
 )
-from policies.engine.step_time import shape_for
-from policies.model import NO_CEILING, EndpointLoad
+from policies.load import NO_SOFT_CAP, EndpointLoad
 
 SHAPE = shape_for("h200", 4)
 STEP_S = 0.08
@@ -188,7 +188,7 @@ def test_after_a_doubt_the_ceiling_grows_step_by_step() -> None:
     assert not is_doubted(load)
     load.soft_cap, ceilings = SUSPECT_CEILING, []
     assert is_doubted(load)
-    while load.soft_cap != NO_CEILING:
+    while load.soft_cap != NO_SOFT_CAP:
         load.soft_cap = raised_ceiling(load.soft_cap)
         ceilings.append(load.soft_cap)
-    assert ceilings == [2, 4, 8, 16, 32, 64, NO_CEILING]
+    assert ceilings == [2, 4, 8, 16, 32, 64, NO_SOFT_CAP]

@@ -62,5 +62,7 @@ def test_a_budget_that_is_used_up_leaves_no_tier() -> None:
     question = replace(
         question, request=replace(question.request, arrived_s=100.0, slo=Slo(ttft_s=5.0))
     )
-    free = candidate(0, prefill_done_at=0.0, fixed_ttft_s=0.0, prefill_s_per_token=0.0, attention_s_per_pair=0.0)
+    free = candidate(
+        0, prefill_done_at=0.0, fixed_ttft_s=0.0, prefill_s_per_token=0.0, attention_s_per_pair=0.0
+    )
     assert alternatives(question, [ModelTier("free", (free,))]) == []

@@ -55,7 +55,9 @@ def levelled(factors: Sequence[float], unknown: Sequence[int] = ()) -> list[floa
 
 def test_the_parts_of_a_price_add_up_to_minus_its_score() -> None:
     fleet = [
-        outlook(slot, prefill_done_at=100.0 + slot, kv_booked=90_000 * slot, expected_tokens=900 * slot)
+        outlook(
+            slot, prefill_done_at=100.0 + slot, kv_booked=90_000 * slot, expected_tokens=900 * slot
+        )
         for slot in range(5)
     ]
     question = ask(9000, 300, cached=[0, 4096, 0, 8192])
@@ -92,7 +94,9 @@ def test_a_wait_for_kv_delays_only_the_own_first_token() -> None:
     assert term(question, full, "ttft") > 10 * term(question, roomy, "ttft")
     assert term(question, full, "others") == term(question, roomy, "others")
     behind = outlook(1, free_kv_tokens=4000.0, s_per_freed_kv_token=5e-4, prefill_done_at=103.0)
-    assert term(question, behind, "ttft") == term(question, outlook(2, prefill_done_at=103.0), "ttft")
+    assert term(question, behind, "ttft") == term(
+        question, outlook(2, prefill_done_at=103.0), "ttft"
+    )
 
 
 def test_a_queue_delays_the_own_first_token_and_running_answers() -> None:
@@ -108,14 +112,17 @@ def test_a_queue_delays_the_own_first_token_and_running_answers() -> None:
 
 def test_a_first_token_at_its_budget_costs_one_request() -> None:
     question = ask(1000, 100)
-    at_budget = outlook(0, fixed_ttft_s=0.0, prefill_s_per_token=5.0 / 1000, attention_s_per_pair=0.0)
+    at_budget = outlook(
+        0, fixed_ttft_s=0.0, prefill_s_per_token=5.0 / 1000, attention_s_per_pair=0.0
+    )
     assert term(question, at_budget, "ttft") == pytest.approx(1.0)
 
 
 def test_a_request_that_is_lost_anyway_loses_little_more_by_waiting() -> None:
     question = ask(1000, 100)
     steps = [
-        term(question, outlook(0, prefill_done_at=100.0 + 5.0 * waits), "ttft") for waits in (1, 2, 3)
+        term(question, outlook(0, prefill_done_at=100.0 + 5.0 * waits), "ttft")
+        for waits in (1, 2, 3)
     ]
     assert 0.0 < steps[2] - steps[1] == pytest.approx(PricedPolicy().overdue)
     assert steps[1] - steps[0] > steps[2] - steps[1]
@@ -135,7 +142,10 @@ def test_an_endpoint_with_eviction_regret_costs_more_to_fill() -> None:
 
 def test_a_full_memory_repels_more_than_a_long_way_to_the_next_free_one() -> None:
     question = ask(8000, 300)
-    full, free = outlook(0, kv_booked=1_200_000), outlook(1, kv_booked=60_000, prefill_done_at=100.5)
+    full, free = (
+        outlook(0, kv_booked=1_200_000),
+        outlook(1, kv_booked=60_000, prefill_done_at=100.5),
+    )
     assert term(question, full, "kv") > term(question, free, "kv")
     assert PRICES.scores(question, [full, free])[1] > PRICES.scores(question, [full, free])[0]
 
@@ -215,7 +225,10 @@ def test_decoding_pays_for_the_prompts_queued_before_its_kv() -> None:
 
 def test_pace_lost_to_prefills_counts_more_than_pace_lost_to_a_large_batch() -> None:
     question = ask(8000, 300)
-    crowded, among_prompts = outlook(0, decode_s_per_token=0.03), outlook(1, decode_s_per_token=0.03)
+    crowded, among_prompts = (
+        outlook(0, decode_s_per_token=0.03),
+        outlook(1, decode_s_per_token=0.03),
+    )
     among_prompts.load.decode_s_per_context_token = 1.5 * among_prompts.load.belief.context_s
     crowded.load.decode_s_per_context_token = crowded.load.belief.context_s
     assert term(question, among_prompts, "tpot") > 2 * term(question, crowded, "tpot")

@@ -249,7 +249,9 @@ def test_the_time_after_prefill_is_the_transfer_plus_the_longer_of_queue_and_mem
 
     assert takes_s(1000) == pytest.approx(0.5 + 3.0 + 0.03)
     assert takes_s(1000, prefill_done_at=102.0) == pytest.approx(5.53)
-    assert takes_s(1000, prefill_done_at=102.0, free_kv_tokens=0.0, s_per_freed_kv_token=1e-3) == pytest.approx(7.53)
+    assert takes_s(
+        1000, prefill_done_at=102.0, free_kv_tokens=0.0, s_per_freed_kv_token=1e-3
+    ) == pytest.approx(7.53)
 
 
 def test_a_priced_pair_is_of_two_endpoints_and_inside_one_group() -> None:

@@ -66,7 +66,10 @@ def test_power_of_two_counts_external_requests_of_a_fresh_scrape() -> None:
 
 
 def test_sglang_follows_the_longest_prefix_above_its_share_of_the_prompt() -> None:
-    fleet = [candidate(0, prefix_cache_tokens=10.0), candidate(1, in_flight=60, prefix_cache_tokens=9e5)]
+    fleet = [
+        candidate(0, prefix_cache_tokens=10.0),
+        candidate(1, in_flight=60, prefix_cache_tokens=9e5),
+    ]
     assert chosen("sglang_cache_aware", fleet, cached=[0, 301]) == "tp1"
     assert chosen("sglang_cache_aware", fleet, cached=[0, 300]) == "tp0"
 
@@ -81,7 +84,10 @@ def test_sglang_levels_loads_that_are_far_apart_by_both_measures() -> None:
 
 
 def test_sglang_sends_cold_prompts_to_the_smallest_tree() -> None:
-    fleet = [candidate(0, prefix_cache_tokens=500.0), candidate(1, in_flight=20, prefix_cache_tokens=400.0)]
+    fleet = [
+        candidate(0, prefix_cache_tokens=500.0),
+        candidate(1, in_flight=20, prefix_cache_tokens=400.0),
+    ]
     assert chosen("sglang_cache_aware", fleet) == "tp1"
 
 
@@ -329,14 +335,20 @@ def test_preble_moves_a_request_that_is_picked_again() -> None:
 
 
 def test_mooncake_waits_for_a_prefix_as_long_as_computing_it_takes_and_no_longer() -> None:
-    fleet = [candidate(0, **PACE), candidate(1, prefill_done_at=100.079, prefill_tokens=99_999, **PACE)]
+    fleet = [
+        candidate(0, **PACE),
+        candidate(1, prefill_done_at=100.079, prefill_tokens=99_999, **PACE),
+    ]
     assert chosen("mooncake", fleet, cached=[0, 800]) == "tp1"
     fleet[1].load.prefill_done_at = 100.081
     assert chosen("mooncake", fleet, cached=[0, 800]) == "tp0"
 
 
 def test_mooncake_knows_slow_endpoints_where_token_counters_do_not() -> None:
-    slow, fast = candidate(0, **PACE), candidate(1, prefill_tokens=2000, prefill_done_at=100.1, **PACE)
+    slow, fast = (
+        candidate(0, **PACE),
+        candidate(1, prefill_tokens=2000, prefill_done_at=100.1, **PACE),
+    )
     slow.load.belief = SpeedBelief(msgspec.structs.replace(SHAPE, token_s=1e-3))
     assert chosen("mooncake", [slow, fast]) == "tp1"
     assert chosen("llmd_token", [slow, fast]) == "tp0"
@@ -451,7 +463,10 @@ def test_dualmap_gives_a_prompt_too_short_to_hash_to_any_two() -> None:
 
 
 def test_llmd_predictor_takes_the_standard_class_of_a_configuration_for_no_slo() -> None:
-    fleet = [candidate(0, prefill_done_at=100.5, **PACE), candidate(1, prefill_done_at=101.5, **PACE)]
+    fleet = [
+        candidate(0, prefill_done_at=100.5, **PACE),
+        candidate(1, prefill_done_at=101.5, **PACE),
+    ]
     configured = Slo("standard", 5.0, 0.1, 1.0)
     assert (
         answer("llmd_predictor", asked(), fleet)

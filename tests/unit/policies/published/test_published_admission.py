@@ -78,9 +78,13 @@ def test_early_rejection_refuses_requests_with_a_high_tpot() -> None:
 
 def test_early_rejection_decides_at_the_door_only() -> None:
     view = View(0, 24, 1)
-    view.at_door = False
+    view.is_new_arrival = False
     assert (
-        judge(build_admission("early_rejection", {}), [candidate(0, prefill_done_at=900.0, **PACE)], view)
+        judge(
+            build_admission("early_rejection", {}),
+            [candidate(0, prefill_done_at=900.0, **PACE)],
+            view,
+        )
         == Admit()
     )
 

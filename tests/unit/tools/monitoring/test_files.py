@@ -18,7 +18,7 @@ from gateway.metrics.metric_types import Label
 from tools.monitoring import rules
 from tools.monitoring.__main__ import main
 from tools.monitoring.alerts import ALERTS
-from tools.monitoring.dashboards import BOARDS, complete, family_name
+from tools.monitoring.dashboards import BOARDS, complete_rows, family_name
 from tools.monitoring.files import files, queries
 from tools.monitoring.promql import (
     add_variables,
@@ -42,7 +42,9 @@ def families() -> set[str]:
 def test_every_row_is_on_one_board_and_every_family_in_some_query() -> None:
     rows = [row for board in BOARDS for row in board.rows]
     assert sorted(rows) == sorted(Row)
-    used = {family_name(each.name) for query in queries().values() for each in find_selectors(query)}
+    used = {
+        family_name(each.name) for query in queries().values() for each in find_selectors(query)
+    }
     assert families() <= used
 
 
@@ -106,7 +108,7 @@ def test_every_alert_has_a_runbook(alert: str) -> None:
 def test_every_runbook_belongs_to_an_alert_and_names_existing_metrics() -> None:
     assert {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"} == set(rules.alert_names())
     for path in RUNBOOKS.glob("*.md"):
-        for each in find_selectors(
+        for alert in find_selectors(
             " ".join(
                 part for part in path.read_text().split("`")[1::2] if part.startswith("penstock_")
             )
@@ -202,7 +204,11 @@ def test_every_series_of_a_board_is_filtered_by_its_variables(path: str) -> None
                 "expr"
             ]
             for name, limits in found.items():
-                labels = chosen if name in rules.recorded_names() else exposed.get(family_name(name), set())
+                labels = (
+                    chosen
+                    if name in rules.recorded_names()
+                    else exposed.get(family_name(name), set())
+                )
                 assert limits == {"job", "namespace"} | (labels & chosen), target["expr"]
 
 
@@ -224,7 +230,7 @@ def test_panels_have_titles_and_a_family_has_at_most_one_generated_panel() -> No
     titles = [
         panel.title
         for spec in BOARDS
-        for row in complete(spec, Metrics().catalogue()).values()
+        for row in complete_rows(spec, Metrics().catalogue()).values()
         for panel in row
     ]
     assert all(re.fullmatch(r"[A-Z][A-Za-z0-9 ,:'()/-]+", title) for title in titles)

@@ -38,31 +38,31 @@ def record_series(page: str, seen: Seen) -> None:
             seen[sample.name] |= set(sample.labels)
 
 
-async def scrape(home: House | SplitHouse, seen: Seen) -> None:
-    async with home.http.get(home.app.admin_url + "/metrics") as answer:
+async def scrape(fleet: GatewayFleet | SplitFleet, seen: Seen) -> None:
+    async with fleet.http.get(fleet.app.admin_url + "/metrics") as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
         record_series(await answer.text(), seen)
 
 
-async def cause_every_event(home: House) -> None:
+async def cause_every_event(fleet: GatewayFleet) -> None:
     """Cause responses, retries, an ejection, a shed, a disconnect and a rejected configuration."""
     async with asyncio.timeout(PATIENCE_S):
         while not fleet.metric("penstock_queue_seconds_count"):
             await asyncio.gather(*(fleet.ask(tokens=64) for _ in range(6)))
     for _ in range(34):
-        last = await home.ask()
+        last = await fleet.ask()
     preferred = next(
-        group for group in home.groups if group.url.endswith(last.headers["x-penstock-endpoint"])
+        group for group in fleet.groups if group.url.endswith(last.headers["x-penstock-endpoint"])
     )
-    preferred.faults.set("5xx")
+    preferred.faults.apply("5xx")
     for _ in range(8):
         await fleet.ask(stream=False)
     async with asyncio.timeout(PATIENCE_S):
         # The last request may have gone to the other endpoint.
-        while not home.metric("penstock_upstream_errors_total"):
-            await asyncio.gather(*(home.ask(stream=False) for _ in range(2)))
-    for member in home.groups:
-        member.faults.set("stall")
+        while not fleet.metric("penstock_upstream_errors_total"):
+            await asyncio.gather(*(fleet.ask(stream=False) for _ in range(2)))
+    for member in fleet.groups:
+        member.faults.apply("stall")
     waiting = [asyncio.create_task(fleet.ask()) for _ in range(8)]
     async with asyncio.timeout(PATIENCE_S):
         while not fleet.metric("penstock_shed_total"):
@@ -80,18 +80,20 @@ async def cause_every_event(home: House) -> None:
 async def test_every_series_of_a_query_is_in_a_scrape() -> None:
     seen: Seen = defaultdict(set)
     queue = {"waiting_room": {"size": 2, "timeout": "10s"}, "policy": "prefix_aware"}
-    async with house(2, concurrency=2, pool=queue) as home:
-        await cause_every_event(home)
-        await scrape(home, seen)
-    async with split_house("vllm_nixl", groups=(1, 1)) as halves:
-        await halves.right({"prompt": SENTENCE * 30, "max_tokens": 8, "stream": True})
+    async with gateway_fleet(2, concurrency=2, pool=queue) as fleet:
+        await cause_every_event(fleet)
+        await scrape(fleet, seen)
+    async with split_fleet("vllm_nixl", groups=(1, 1)) as halves:
+        await halves.assert_right_answer({"prompt": SENTENCE * 30, "max_tokens": 8, "stream": True})
         await scrape(halves, seen)
     seen["up"] = set()
     for name in rules.recorded_names():
-        observation[name] = {"slo", "pool", "model"}
+        seen[name] = {"slo", "pool", "model"}
     for where, query in queries().items():
         names = {selector.name for selector in find_selectors(query)}
-        families = names if query in handwritten_queries() else {family_name(name) for name in names}
+        families = (
+            names if query in handwritten_queries() else {family_name(name) for name in names}
+        )
         assert families <= seen.keys(), f"{where}: {families - seen.keys()} in no scrape"
         excused = (
             WITHOUT_CHILDREN.keys()

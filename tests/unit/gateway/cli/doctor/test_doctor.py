@@ -57,7 +57,7 @@ def well(**more: Any) -> ProbeResult:
         "models": response({"data": [{"id": "m", "max_model_len": 8192}]}),
         "metrics": response(text=METRICS),
         "token": response({"usage": usage, "choices": [{"token_ids": [7]}]}),
-        "connections": 1,
+        "connection_count": 1,
         "skew_s": 0.4,
     }
     return ProbeResult("http://gpu1:8000", **(facts | more))
@@ -110,7 +110,7 @@ def test_a_healthy_engine_passes_every_check() -> None:
         ({"schema": response({"components": [1]})}, "cache salt", CheckVerdict.UNKNOWN),
         ({"schema": schema("model")}, "cache salt", CheckVerdict.FAIL),
         ({"schema": schema("cache_salt", completion=())}, "cache salt", CheckVerdict.FAIL),
-        ({"connections": 4}, "keep-alive", CheckVerdict.WARN),
+        ({"connection_count": 4}, "keep-alive", CheckVerdict.WARN),
         ({"skew_s": -7.0}, "clock", CheckVerdict.WARN),
         ({"skew_s": 3600.0}, "clock", CheckVerdict.FAIL),
         ({"skew_s": None}, "clock", CheckVerdict.UNKNOWN),

@@ -164,7 +164,7 @@ class FakeSource:
         while (frame := self.frames.get()) is not None:
             yield frame
 
-    def try_ask(self, method: str, path: str) -> Any:
+    def try_request(self, method: str, path: str) -> Any:
         self.asked.append((method, path))
         if self.refuses:
             raise AdminServerError("only with the admin key")

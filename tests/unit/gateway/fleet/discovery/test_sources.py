@@ -44,7 +44,7 @@ async def first(source: Source, count: int) -> list[list[str]]:
     listings = []
     async with asyncio.timeout(PATIENCE_S):
         async for listing in source.watch():
-            listings.append(urls(listing))
+            listings.append(urls(listing))  # what was said before the end counts
             if len(listings) == count:
                 break
     return listings

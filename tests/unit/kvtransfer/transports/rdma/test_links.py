@@ -54,7 +54,7 @@ class Pairs:
 
     def __init__(self, domain: Domain) -> None:
         self.domain, self.completions, self.pair = domain, Completions(), None
-        self.epoch, self.writable = -1, False
+        self.epoch, self.is_writable = -1, False
 
     def renew(self) -> QueuePairSetup:
         self.epoch += 1
@@ -64,8 +64,8 @@ class Pairs:
     def join(self, setup: QueuePairSetup) -> QueuePairReady | None:
         return QueuePairReady(self.epoch)
 
-    def ready(self, message: QueuePairReady) -> None:
-        self.writable = True
+    def on_ready(self, message: QueuePairReady) -> None:
+        self.is_writable = True
 
     def end(self) -> None:
         if self.stuck:

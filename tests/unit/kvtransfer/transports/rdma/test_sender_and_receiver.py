@@ -77,10 +77,10 @@ class Wire:
         pieces: list[LocalRange],
         target: tuple[int, int],
         *,
-        tell: bool,
+        signalled: bool,
         immediate: int | None = None,
     ) -> None:
-        self.posted.append((number, pieces, target, tell, immediate))
+        self.posted.append((number, pieces, target, signalled, immediate))
 
 
 def region(name: str = "r") -> Region:

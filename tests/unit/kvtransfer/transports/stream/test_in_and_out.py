@@ -80,7 +80,9 @@ def test_runs_land_in_their_places_and_messages_keep_their_order(
         parts = [runs.cut(first, min(7, runs.count - first)) for first in range(0, runs.count, 7)]
         heads = []
         for index, part in enumerate(parts):
-            channel.out.queue(encode_frame(FrameKind.MESSAGE, bytes([index]) * (1 + index * 9000)))
+            channel.out.enqueue(
+                encode_frame(FrameKind.MESSAGE, bytes([index]) * (1 + index * 9000))
+            )
             heads.append(channel.put(part, first=index))
         channel.flow()
         said = [header for kind, header in channel.ear.heard if kind is FrameKind.MESSAGE]
@@ -111,7 +113,7 @@ def test_a_message_of_megabytes_between_windows_arrives_whole(proof: str) -> Non
     with piped(proof) as channel:
         large = np.random.default_rng(2).bytes(3 << 20)
         first = channel.put(scattered(1, 30, 8000), first=1)
-        channel.out.queue(encode_frame(FrameKind.MESSAGE, large))
+        channel.out.enqueue(encode_frame(FrameKind.MESSAGE, large))
         second = channel.put(scattered(1, 30, 8000), first=2)
         channel.flow()
         assert channel.ear.heard == [
@@ -235,7 +237,7 @@ def test_of_a_window_dropped_midway_only_zeros_follow_and_the_stream_goes_on() -
 def test_after_a_fence_in_the_middle_of_a_window_nothing_more_is_written(proof: str) -> None:
     with piped(proof) as channel:
         channel.put(WHOLE)
-        channel.out.pump()
+        channel.out.send_available()
         channel.receive()
         channel.inn.discard_transfer(1)
         channel.sink.bytes[:] = 0
