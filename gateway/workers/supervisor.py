@@ -213,7 +213,7 @@ class Supervisor:
     async def stop(self) -> None:
         """Drain and stop all workers, then the admin server."""
         started_at, self.is_draining = monotonic(), True
-        log.info("draining: %d workers finish their requests", len(self.ready_workers()))
+        log.info("drain begins: %d workers finish their requests", len(self.ready_workers()))
         await self._follow.stop()
         await self._trial.stop()
         for task in (*self._rolls, *(place.task for place in self._places)):
@@ -234,7 +234,7 @@ class Supervisor:
         for place in self._places:
             place.listener.close()
         self._folder.cleanup()
-        log.info("drained after %.1f s; the gateway stops", monotonic() - started_at)
+        log.info("drain ended after %.1f s; the gateway stops", monotonic() - started_at)
 
     async def on_hangup(self) -> None:
         """Handle SIGHUP: make workers reopen the access log, then reload the configuration file."""

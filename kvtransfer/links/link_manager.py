@@ -42,7 +42,7 @@ from kvtransfer.util.options import AgentOptions
 # Dials are repeated for a peer that closed before it showed its identity. The delay doubles.
 _MAX_REDIALS = 3
 _REDIAL_S = 0.02
-# After this many failed lanes, a link makes execute with those it has.
+# After this many failed lanes, a link makes do with those it has.
 _MAX_FAILED_LANES = 3
 log = logging.getLogger("penstock")
 

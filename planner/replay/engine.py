@@ -20,7 +20,7 @@ from mockgpu.scheduler import Scheduler
 
 
 class ReplayEngine:
-    """Queue, batch and clock of one group. `next_health()` must be called at `due_s`; inf while
+    """Queue, batch and clock of one group. `advance()` must be called at `due_s`; inf while
     idle.
 
     on_first_token, on_last_token  called with a job at its first and at its last token, and the

@@ -113,7 +113,7 @@ class FaultyLink:
         return self._inner.received_bytes
 
     @property
-    def used(self) -> bool:
+    def has_carried_windows(self) -> bool:
         return isinstance(self._inner, MultiLaneLink) and self._inner.has_carried_windows
 
     def send(self, message: bytes) -> None:
