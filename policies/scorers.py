@@ -160,8 +160,8 @@ def decode_load(request_tokens: float, transfer_weight: float, fresh_s: float) -
         scores = []
         for candidate in candidates:
             load = candidate.load
-            cost: float = load.decode_tokens + load.expected_tokens + load.prefill_tokens
-            cost += request_tokens * load.in_flight
+            tokens = load.decode_tokens + load.expected_tokens + load.prefill_tokens
+            cost = tokens + request_tokens * load.in_flight
             cost += transfer_weight * (prompt - (cached[load.slot] if load.slot < known else 0))
             scores.append(-cost - prompt * external_requests(load, query.now, fresh_s))
         return scores
