@@ -75,7 +75,7 @@ async def continue_stream(
 ) -> None:
     """Finish an answer that broke after its first byte: from other endpoints, or with an error.
 
-    Attempts are limited by `prepare_rest.failed_attempts` and take turns of the fleet's retry
+    Attempts are limited by `resume.attempts` and take turns of the fleet's retry
     budget.
     """
     if exchange.ledger is None:
