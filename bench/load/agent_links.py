@@ -61,7 +61,7 @@ async def link_times(source: Source, links: int) -> list[float]:
             times.append(perf_counter() - began)
             end.close()
     finally:
-        members.drop_lines()
+        members.forget()
     return times
 
 

@@ -63,8 +63,8 @@ def target(
     with attacked_gateway(folder, [f"http://127.0.0.1:{calm}"], hostile) as attacked:
         send_requests(attacked, CALM_S)
         yield attacked
-        assert attacked.gateway.alive
-        assert "Traceback" not in attacked.gateway.said, attacked.gateway.said[-2000:]
+        assert attacked.gateway.is_alive
+        assert "Traceback" not in attacked.gateway.stderr_text, attacked.gateway.stderr_text[-2000:]
 
 
 def send_requests(target: Attacked, seconds: float) -> Load:

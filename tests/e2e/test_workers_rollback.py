@@ -72,7 +72,7 @@ def test_a_change_that_makes_requests_fail_is_rolled_back_in_all_workers(
             assert [ask(running) for _ in range(24)] == [200] * 24
             worse = (tmp_path / "gateway.yaml").read_text().replace(good, broken_engine)
             assert call(f"{running.admin_url}/config", "PUT", worse.encode())[0] == 200
-            assert ask(running) >= 500
+            wait_until(lambda: ask(running) >= 500)
 
             def is_rolled_back() -> bool:
                 ask(running)
