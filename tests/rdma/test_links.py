@@ -103,7 +103,7 @@ def test_the_device_refuses_a_write_after_the_fence_and_other_transfers_continue
     fenced.set()
     ends.sink.wait("landed", 2, 0, WindowVerdict.OK)
     ends.source.wait("sent", 1, 0)
-    assert ends.far.refused == 1  # type: ignore[attr-defined]
+    assert ends.far.refused_writes == 1  # type: ignore[attr-defined]
     assert ends.sink.count("landed", 1) == 0
     assert ends.arrived(other)  # and no byte of the other
 
