@@ -18,8 +18,8 @@ class TrialMetrics:
         shadow = meters.section(Row.CONFIGURATION, "trials/shadow.py")
         self.picks: MetricFamily[Counter] = shadow.counter(
             "penstock_shadow_picks_total",
-            "Picks compared with a shadow policy's, by result: agreed, differed, nobody (it found "
-            "no endpoint), failed.",
+            "Picks compared with a shadow policy's, by result: agreed, differed, no_endpoint (it "
+            "found none), failed.",
             *(POOL, POLICY, RESULT),
         )
         self.ttft: MetricFamily[Counter] = shadow.counter(
@@ -43,7 +43,7 @@ class TrialMetrics:
         self.requests: MetricFamily[Counter] = canary.counter(
             "penstock_canary_requests_total",
             "Requests of a pool with a canary by side (primary, canary) and SLO outcome, as in "
-            "penstock_goodput_total; untold if the outcome is unknown.",
+            "penstock_goodput_total; unknown if it is not known.",
             *(POOL, SIDE, KEPT),
         )
         self.first_tokens: MetricFamily[Histogram] = canary.histogram(

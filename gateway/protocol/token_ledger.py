@@ -166,12 +166,12 @@ class Ledger:
     def current_obstacle(self) -> str:
         """Why the answer cannot be continued from where it stands; "" when it can."""
         if self.obstacle or not self.prompt_ids:
-            return self.obstacle or "untold"
+            return self.obstacle or "no_token_ids"
         if self.terms.chat and not self.shown_ids and self.finish_reason is None:
             # Only the chat's own parser knows whether a chat begins with reasoning; a completion
             # never does.
-            return "untold"
-        return "" if self._is_aligned or self.finish_reason else "seam"
+            return "no_token_ids"
+        return "" if self._is_aligned or self.finish_reason else "ambiguous_ids"
 
     @property
     def is_complete(self) -> bool:

@@ -165,7 +165,7 @@ class RestPlan:
         return not result
 
     def give_up(self, problem: UpstreamError | None) -> None:
-        self._end("nobody")
+        self._end("no_endpoint")
 
     def finish(self) -> None:
         """End the exchange as the attempts came out."""

@@ -68,7 +68,7 @@ class CanaryArm:
         if self._metrics is None:
             return
         trials = self._metrics.trial_metrics
-        outcome = exchange.slo_outcome or "untold"
+        outcome = exchange.slo_outcome or "unknown"
         trials.requests.labels(self.pool, self.name, outcome).value += 1.0
         if exchange.ttft_s is not None:
             ttft = trials.first_tokens.labels(self.pool, self.name)
@@ -125,7 +125,7 @@ def summarize_arm(
     side: str, policy: str, outcomes: Mapping[str, int], ttft: BucketCounts
 ) -> dict[str, object]:
     """Summarize one arm's requests by SLO outcome and its times to first token, a sketch."""
-    judged = sum(outcomes.values()) - outcomes.get("untold", 0)
+    judged = sum(outcomes.values()) - outcomes.get("unknown", 0)
     return {
         "side": side,
         "policy": policy,

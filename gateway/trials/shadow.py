@@ -38,7 +38,7 @@ Picks over budget are not evaluated.
 Recording picks may take as much again.
 """
 
-RESULTS = ("agreed", "differed", "nobody", "failed")
+RESULTS = ("agreed", "differed", "no_endpoint", "failed")
 FIRST_COST_S = 0.0005  # assumed cost of an evaluation until one has been measured
 MAX_RECORDS = 64  # recorded picks that may wait for their evaluation
 MIN_COMPARED = 100  # picks; with so many the agreement is accurate to about ten percentage points
@@ -94,7 +94,7 @@ def evaluate(
     """Compare what `policy` picks with `pick`; `candidates` are as before the booking."""
     other = run.pick(policy, query, candidates)
     if other is None:
-        return ShadowResult("nobody")
+        return ShadowResult("no_endpoint")
     choice, actual = other.candidate, pick.candidate
     if choice.endpoint.name == actual.endpoint.name:
         return ShadowResult("agreed", 0.0 if choice.load.is_modelled else None)

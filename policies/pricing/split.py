@@ -26,7 +26,7 @@ class SplitReason(StrEnum):
     __hash__ = str.__hash__
 
     LONG = "long"  # split: the decode endpoint lacks enough of the prompt
-    NOBODY_ALONE = "nobody_alone"  # split: no endpoint can serve the whole request
+    NO_SINGLE_ENDPOINT = "no_single_endpoint"  # split: no endpoint can serve the whole request
     PAIR_CHEAPER = "pair_cheaper"  # split: the pair costs less than any single endpoint
     WHOLE_CHEAPER = "whole_cheaper"  # not split: a single endpoint costs less
     SHORT = "short"
@@ -214,7 +214,7 @@ class Splitter(msgspec.Struct, frozen=True):
         if reason is not _LONG:
             if _has_candidate(pools.alone, query):
                 return SplitDecision(None, reason, splitting)
-            reason = SplitReason.NOBODY_ALONE
+            reason = SplitReason.NO_SINGLE_ENDPOINT
         return SplitDecision(pair, reason, splitting)
 
     def choose_pair(self, pools: SplitPools, query: RoutingQuery) -> EndpointPair | None:
@@ -279,7 +279,7 @@ class PricedSplitter(Splitter, frozen=True):
         if whole is None:
             if _has_candidate(pools.alone, query):
                 return SplitDecision(None, SplitReason.WHOLE_CHEAPER, splitting)
-            return SplitDecision(pair, SplitReason.NOBODY_ALONE, splitting)
+            return SplitDecision(pair, SplitReason.NO_SINGLE_ENDPOINT, splitting)
         if pair.prefill.score + pair.decode.score > (1.0 - self.rule.pair_gain) * whole.score:
             return SplitDecision(pair, SplitReason.PAIR_CHEAPER, splitting)
         return SplitDecision(None, SplitReason.WHOLE_CHEAPER, splitting)

@@ -152,7 +152,7 @@ async def test_without_a_retry_permit_or_another_endpoint_it_ends_with_an_error(
     async with gateway_fleet(1, health=NEVER, **RESUME) as fleet:
         fleet.groups[0].faults.apply("cut:after=5")
         assert await streams(fleet, 2, 60) == {"stream_interrupted": 2}
-        assert resumes(fleet, result="nobody") == 2
+        assert resumes(fleet, result="no_endpoint") == 2
         await fleet.at_rest()
 
 

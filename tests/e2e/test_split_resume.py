@@ -116,7 +116,7 @@ async def test_without_another_decoder_the_stream_ends_with_an_error(dialect: st
         assert endpoint == fleet.decode[0].url.removeprefix("http://")
         assert b'"code":"stream_interrupted"' in raw
         assert b"[DONE]" not in raw
-        assert resume_count(fleet, result="nobody") == 1
+        assert resume_count(fleet, result="no_endpoint") == 1
         fleet.decode[0].faults.clear()
         await fleet.at_rest(within_s=7 + SOON_S)
 

@@ -150,7 +150,7 @@ def test_the_client_reads_the_complete_response_wherever_its_engines_break(
         if relay.state is RelayState.DONE:
             break
         if ledger.current_obstacle:
-            assert ledger.current_obstacle == "untold"
+            assert ledger.current_obstacle == "no_token_ids"
             assert not ledger.shown_ids
             return
         if ledger.is_complete:
@@ -185,8 +185,8 @@ def test_after_several_ids_in_one_event_it_is_unknown_which_were_shown(chat: boo
     ledger = Ledger(terms(chat, False, 9), 1000)
     for ids, text, standing in (
         ([1], "a", ""),
-        ([2, 3], "b", "seam"),
-        ([4], "", "seam"),
+        ([2, 3], "b", "ambiguous_ids"),
+        ([4], "", "ambiguous_ids"),
         ([5], "c", ""),
     ):
         part = {"delta": {"content": text}} if chat else {"text": text}
@@ -198,7 +198,7 @@ def test_after_several_ids_in_one_event_it_is_unknown_which_were_shown(chat: boo
     assert list(ledger.shown_ids) == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(("chat", "standing"), [(True, "untold"), (False, "")])
+@pytest.mark.parametrize(("chat", "standing"), [(True, "no_token_ids"), (False, "")])
 def test_a_chat_without_visible_text_is_not_continued_because_it_may_begin_with_reasoning(
     chat: bool, standing: str
 ) -> None:

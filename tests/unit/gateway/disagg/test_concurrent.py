@@ -83,7 +83,10 @@ async def test_short_requests_are_split_if_no_endpoint_serves_whole_requests() -
         assert (await f.ask(words=1, max_tokens=1)).status == 200
         assert len(f.prefill[0].requests) == 1
         assert (
-            f.metric("penstock_split_decisions_total", decision="split", reason="nobody_alone") == 1
+            f.metric(
+                "penstock_split_decisions_total", decision="split", reason="no_single_endpoint"
+            )
+            == 1
         )
         refused = await f.ask(n=2)
         assert (refused.status, refused.json["error"]["type"]) == (400, "invalid_request_error")

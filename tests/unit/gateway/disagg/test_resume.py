@@ -76,7 +76,7 @@ def chunk(body: dict[str, Any], index: int, result: int) -> dict[str, Any]:
 
 
 def results(running: SplitGateway) -> dict[str, float]:
-    names = ("resumed", "broke", "nobody", "attempts")
+    names = ("resumed", "broke", "no_endpoint", "attempts")
     counts = {name: running.metric("penstock_resumes_total", result=name) for name in names}
     return {name: count for name, count in counts.items() if count}
 
@@ -147,7 +147,7 @@ async def test_an_endpoint_that_prefills_only_is_not_asked_for_the_rest() -> Non
         reply = await f.ask(stream=True, max_tokens=4)
         assert b'"stream_interrupted"' in (reply.body or b"")
         assert sum(len(half.requests) for half in f.prefill) == 1
-        assert results(f) == {"nobody": 1}
+        assert results(f) == {"no_endpoint": 1}
         await f.at_rest()
 
 

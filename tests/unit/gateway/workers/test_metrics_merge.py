@@ -154,7 +154,7 @@ def shadows(picks: int, agreed: int, differed: int, gain_s: float | None) -> dic
         "policy": "priced",
         "agreed": agreed,
         "differed": differed,
-        "nobody": 0,
+        "no_endpoint": 0,
         "failed": 1,
         "agreement": agreed / answered if answered else None,
         "ttft_gain_s": gain_s,
@@ -186,7 +186,7 @@ def test_shadow_results_cover_the_requests_of_all_workers() -> None:
             "policy": "priced",
             "agreed": 40,
             "differed": 10,
-            "nobody": 0,
+            "no_endpoint": 0,
             "failed": 3,
             "conclusive": False,
             "agreement": 0.8,
@@ -207,7 +207,7 @@ def test_scores_of_all_workers_decide_whether_a_shadow_is_conclusive() -> None:
 
 def canary(met: int, late: int, ttft: BucketCounts) -> dict[str, object]:
     sides = [
-        summarize_arm("primary", "a", {"met": met, "ttft": late, "untold": 1}, ttft),
+        summarize_arm("primary", "a", {"met": met, "ttft": late, "unknown": 1}, ttft),
         summarize_arm("canary", "b", {}, {}),
     ]
     return {"canaries": [{"pool": "main", "share": "5 %", "sides": sides}]}

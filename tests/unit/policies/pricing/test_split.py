@@ -85,7 +85,7 @@ def test_a_short_request_without_a_whole_endpoint_is_split() -> None:
     nobody = msgspec.structs.replace(FOUR, alone=())
     decision = SPLITTER.decide(nobody, ask(10), SplitShape(max_tokens=1), False)
     assert decision.pair is not None
-    assert decision.reason is SplitReason.NOBODY_ALONE
+    assert decision.reason is SplitReason.NO_SINGLE_ENDPOINT
 
 
 def test_the_least_loaded_decodes_and_the_prefix_holder_prefills() -> None:
@@ -269,7 +269,7 @@ def test_a_priced_pair_is_of_two_endpoints_and_inside_one_group() -> None:
 def test_a_priced_request_without_a_whole_endpoint_is_split_and_queues_at_full_prefillers() -> None:
     full = candidate(0, 1, in_flight=1)
     decision = PRICED.decide(pools([full], [busy(1)], alone=[]), ask(100, 300), SplitShape(), False)
-    assert decision.reason is SplitReason.NOBODY_ALONE
+    assert decision.reason is SplitReason.NO_SINGLE_ENDPOINT
     assert decision.pair is not None
     assert decision.pair.prefill.candidate is full
 
