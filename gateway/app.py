@@ -31,7 +31,15 @@ from gateway.http import models_api
 from gateway.http.aiohttp_connection import AiohttpConnection
 from gateway.http.client_connections import ClientConnections
 from gateway.http.fast_connection import FastConnection
-from gateway.http.listener_sockets import ADMIN, API, BACKLOG, bind, limit_send_buffers
+from gateway.http.listener_sockets import (
+    ADMIN,
+    ADMIN_RECEIVE_BUFFER,
+    API,
+    BACKLOG,
+    bind,
+    limit_receive_buffers,
+    limit_send_buffers,
+)
 from gateway.http.tls_clients import redis_settings
 from gateway.http.tls_listener import ProtocolFactory, TlsListeners
 from gateway.http.write_queue import WriteQueue
@@ -432,6 +440,8 @@ class App:
         sockets = self.sockets.get(name) or bind(listener.host, listener.port)
         self.sockets[name] = sockets
         limit_send_buffers(sockets, self.gateway.snapshot.config.limits.send_buffer)
+        if name == ADMIN:
+            limit_receive_buffers(sockets, ADMIN_RECEIVE_BUFFER)
         self._servers[name] = [
             await self._loop.create_server(factory, sock=listening, backlog=BACKLOG)
             for listening in sockets

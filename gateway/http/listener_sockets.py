@@ -11,6 +11,7 @@ BACKLOG = 4096
 FIRST_FD = 3  # sd_listen_fds(3)
 API, ADMIN = "api", "admin"
 LISTENER_NAMES = (API, ADMIN)
+ADMIN_RECEIVE_BUFFER = 256 * 1024  # bytes
 
 SocketsByName = Mapping[str, tuple[socket.socket, ...]]
 """Listening sockets by the name of their listener."""
@@ -66,6 +67,17 @@ def limit_send_buffers(listening: Iterable[socket.socket], memory_bytes: int) ->
                 socket.SOL_SOCKET, socket.SO_SNDBUF, memory_bytes // 2
             )  # the kernel doubles it
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, memory_bytes // 4)
+
+
+def limit_receive_buffers(listening: Iterable[socket.socket], memory_bytes: int) -> None:
+    """Limit the kernel memory per accepted connection for bytes that have not been read.
+
+    Without a limit, the kernel may keep tcp_rmem's maximum, often 32 MiB, for a client that sends
+    faster than it is read. That is for listeners without a fast upload: the limit caps throughput.
+    """
+    for listener in listening:
+        # The kernel doubles the value.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, memory_bytes // 2)
 
 
 def sockets_from_systemd(env: MutableMapping[str, str]) -> SocketsByName:

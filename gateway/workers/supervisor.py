@@ -26,10 +26,12 @@ from gateway.admin.fleet_status import DRAINED_STATES
 from gateway.config import AdminListener, LoadedConfig
 from gateway.http.listener_sockets import (
     ADMIN,
+    ADMIN_RECEIVE_BUFFER,
     API,
     NO_SOCKETS,
     SocketsByName,
     bind,
+    limit_receive_buffers,
     limit_send_buffers,
 )
 from gateway.http.tls_listener import TlsListener
@@ -170,6 +172,7 @@ class Supervisor:
     async def _listen_admin(self, runner: web.AppRunner, admin: AdminListener) -> None:
         sockets = self._sockets.get(ADMIN) or bind(admin.host, admin.port)
         limit_send_buffers(sockets, self.config_rollout.running.config.limits.send_buffer)
+        limit_receive_buffers(sockets, ADMIN_RECEIVE_BUFFER)
         self.admin_url = http_url(
             admin.host, sockets[0].getsockname()[1], encrypted=admin.tls is not None
         )

@@ -18,6 +18,7 @@ import pytest
 from gateway.http.listener_sockets import (
     ActivationError,
     bind,
+    limit_receive_buffers,
     limit_send_buffers,
     sockets_from_systemd,
 )
@@ -132,6 +133,24 @@ def test_a_client_that_never_reads_fills_a_quarter_of_its_send_buffer() -> None:
                     taken += accepted.send(bytes(16 * 1024))
             assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 256 * 1024
     assert 32 * 1024 < taken < 128 * 1024
+
+
+def test_the_kernel_keeps_few_bytes_of_a_client_that_is_not_read() -> None:
+    (listener,) = bind("127.0.0.1", 0)
+    limit_receive_buffers([listener], 256 * 1024)
+    listener.setblocking(True)
+    with listener, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client.connect(listener.getsockname())
+        accepted = listener.accept()[0]
+        with accepted:
+            client.settimeout(0.2)
+            sent = 0
+            with suppress(TimeoutError):
+                while sent < 2**24:
+                    sent += client.send(bytes(16 * 1024))
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == 256 * 1024
+    assert sent < 512 * 1024
 
 
 def test_a_closed_listener_is_skipped_by_a_new_limit() -> None:
