@@ -150,6 +150,8 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
         exchange.admitted_at = admitted_at
         if route.fingerprints and exchange.fingerprint is None:
             exchange.fingerprint = gateway.endpoints.prefixes.fingerprint(call, route.name)
+            if route.room.reads_sessions:
+                gateway.endpoints.prefixes.recognise_session(call, exchange.fingerprint)
         if route.split is None:
             problem = await attempts(WholePlan(gateway, exchange, client, route, call))
         else:
@@ -182,6 +184,8 @@ async def _admit(
     fingerprint = exchange.fingerprint = (
         gateway.endpoints.prefixes.fingerprint(call, route.name) if route.fingerprints else None
     )
+    if fingerprint is not None and route.room.reads_sessions:
+        gateway.endpoints.prefixes.recognise_session(call, fingerprint)
     # No closure: in a compiled module it would form a reference cycle with this coroutine, and keep
     # an old snapshot.
     ask = partial(_ask, gateway.endpoints, call.request, fingerprint)

@@ -87,6 +87,20 @@ class Slo(msgspec.Struct, frozen=True):
 
 STANDARD = Slo()
 
+INFERRED_SESSION = "prefix"
+"""The source of sessions that are recognised by their growing prompt."""
+
+
+class SessionHints(msgspec.Struct, frozen=True):
+    """What a client has said about the future of a session.
+
+    is_last  no request of the session follows this one
+    keep_s   how long its context should be kept after the answer; None: not said
+    """
+
+    is_last: bool = False
+    keep_s: float | None = None
+
 
 class Request(msgspec.Struct, frozen=True):
     """What a policy may know about a request.
@@ -99,6 +113,9 @@ class Request(msgspec.Struct, frozen=True):
     arrived_s   policy clock at arrival at the gateway
     deadline_s  policy clock at which the client gives up; None if it sent no deadline
     session     key of the conversation or agent session it belongs to; "" if unknown
+    session_source  the header or member that names the session, or "prefix" if its growing prompt
+                was recognised
+    session_hints  what the client has said about the session's future; None: nothing
     """
 
     id: str
@@ -114,6 +131,13 @@ class Request(msgspec.Struct, frozen=True):
     session: str = ""
     choices: int = 1
     prompts: int = 1
+    session_source: str = ""
+    session_hints: SessionHints | None = None
+
+    @property
+    def is_session_inferred(self) -> bool:
+        """Whether no header or member names the session, so that it began an unknown time ago."""
+        return self.session_source == INFERRED_SESSION
 
 
 class RoutingQuery(msgspec.Struct, frozen=True):

@@ -64,6 +64,7 @@ class PoolQueue:
 
     Use the object as a context manager to give a permit back. `wants_feedback`: the admission
     learns from requests, so on_booked() and on_finished() must be called for them.
+    `reads_sessions`: the admission reads the sessions of requests.
     """
 
     __slots__ = (
@@ -73,12 +74,14 @@ class PoolQueue:
         "_updates",
         "_verdicts",
         "name",
+        "reads_sessions",
         "try_take",
         "wants_feedback",
     )
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.reads_sessions = False
         self._queue: waiting.WaitQueue[WaiterFuture] = waiting.WaitQueue(CapAdmission())
         self.wants_feedback = False
         self._verdicts: deque[tuple[WaiterFuture, Verdict]] = deque()
@@ -112,6 +115,7 @@ class PoolQueue:
         self._queue.admission = policy
         self._queue.set_shares(FairShares(shares))
         self.wants_feedback = bool(shares) or type(policy) is not CapAdmission
+        self.reads_sessions = policy.reads_sessions
         self._share_sessions()
 
     def publish_to_peers(self, updates: OutgoingUpdates | None) -> None:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from gateway.protocol.openai import Call
+from gateway.protocol.sessions import session_key
+from policies.model import INFERRED_SESSION
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
+from policies.prefix.growing_prefix import GrowingPrefixes
 from policies.prefix.prefix_index import PrefixIndex
 
 
 class PrefixCacheView:
     """The fingerprinter and the prefix index of this process. Live state: a reload keeps it."""
 
-    __slots__ = ("_fingerprinter", "index")
+    __slots__ = ("_conversations", "_fingerprinter", "index")
 
     def __init__(self, secret: bytes, index_bytes: int, block_bytes: int) -> None:
         """Gateways with the same `secret` compute the same keys for the same prompts."""
         self._fingerprinter = Fingerprinter(secret, block_bytes)
         self.index = PrefixIndex(index_bytes)
+        self._conversations = GrowingPrefixes()
 
     def fingerprint(self, call: Call, model: str) -> Fingerprint:
         """Compute the fingerprint of the prompt as the engine will render it.
@@ -27,6 +33,22 @@ class PrefixCacheView:
         """
         salt = b"%b\0%b" % (call.salt, model.encode())
         return self._fingerprinter.fingerprint(salt, *[memoryview(part) for part in call.prompt])
+
+    def recognise_session(self, call: Call, fingerprint: Fingerprint) -> None:
+        """Give a call that names no session the one whose prompt it continues, if there is one."""
+        request, prompt = call.request, call.prompt
+        if request.session or not prompt:
+            return
+        preamble_bytes = sum(map(len, prompt[:-1]))
+        name = self._conversations.recognise(
+            request.tenant, fingerprint, preamble_bytes, memoryview(prompt[-1])
+        )
+        if name:
+            call.request = msgspec.structs.replace(
+                request,
+                session=session_key(request.tenant, f"{INFERRED_SESSION}:{name}"),
+                session_source=INFERRED_SESSION,
+            )
 
     def cached_tokens(self, fingerprint: Fingerprint, prompt_tokens: int) -> Sequence[int]:
         """Return the prompt tokens believed to be cached at each endpoint, by slot."""

@@ -17,7 +17,8 @@ from gateway.protocol.errors import openai_error_body
 from gateway.protocol.openai import Api, Call
 from gateway.protocol.relay import Relay, UpstreamError
 from gateway.protocol.rewrite import ModelNameRewriter
-from gateway.protocol.service_class import SESSION_HEADER, HeaderFields
+from gateway.protocol.service_class import HeaderFields
+from gateway.protocol.sessions import SESSION_HEADER
 from gateway.protocol.trace_context import propagated_headers
 from gateway.protocol.upstream_error import MODEL_GONE
 from kvtransfer.dialects import known_members

@@ -34,12 +34,8 @@ from gateway.protocol.media import (
     replace_media,
 )
 from gateway.protocol.sequences import SEQUENCE_MEMBERS, count_sequences, read_prompts
-from gateway.protocol.service_class import (
-    MAX_PRIORITY,
-    MAX_SESSION_CHARS,
-    RequestPreferences,
-    session_key,
-)
+from gateway.protocol.service_class import MAX_PRIORITY, RequestPreferences
+from gateway.protocol.sessions import SESSION_MEMBERS, with_body_session
 from policies.admission.prompt_length import PromptLengths
 from policies.engine.output_length import OutputLengths
 from policies.model import Request, Slo
@@ -256,17 +252,17 @@ def parse_call(
         else wish.default_priority,
         arrived_s,
         None if wish.patience_s is None else arrived_s + wish.patience_s,
-        wish.session
-        or (_session(members, context.tenant) if "prompt_cache_key" in members else ""),
+        wish.session,
         choices,
         prompts,
+        wish.session_source,
+        wish.session_hints,
     )
+    if not SESSION_MEMBERS.isdisjoint(members):
+        request = with_body_session(request, members)
     internal = ENGINE_INTERNAL.intersection(members)
-    salt = (
-        b""
-        if context.cache_salts is None
-        else _salt(context.cache_salts, context.tenant, members, internal)
-    )
+    salts = context.cache_salts
+    salt = b"" if salts is None else _salt(salts, context.tenant, members, internal)
     if internal or requested != served or EXTRA_ARGS in members:
         body, members = _outbound(body, members, internal, requested, served)
     return Call(api, request, requested, body, prompt, members, salt, estimated, media)
@@ -357,14 +353,6 @@ def _priority(members: Mapping[str, msgspec.Raw], low_first: bool) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         return 0
     return max(-MAX_PRIORITY, min(MAX_PRIORITY, -value if low_first else value))
-
-
-def _session(members: Mapping[str, msgspec.Raw], tenant: str) -> str:
-    """Return the session from `prompt_cache_key`, where agents put their conversation's id."""
-    value = member_value(members, "prompt_cache_key")
-    if not isinstance(value, str) or len(value) > MAX_SESSION_CHARS:
-        return ""
-    return session_key(tenant, value)
 
 
 def _prompt(names: tuple[str, ...], members: Mapping[str, msgspec.Raw]) -> tuple[msgspec.Raw, ...]:

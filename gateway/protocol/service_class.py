@@ -13,14 +13,20 @@ import msgspec
 
 from gateway.config import Config, Tenant
 from gateway.protocol.errors import Failure, GatewayError
-from policies.model import Slo
+from gateway.protocol.sessions import (
+    MAX_SESSION_CHARS,
+    SESSION_HEADER,
+    SESSION_HEADER_NAMES,
+    read_header_session,
+    session_key,
+)
+from policies.model import SessionHints, Slo
 
 CLASS_HEADER = "x-slo-class"
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 TPOT_HEADERS = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
 PRIORITY_HEADER = "x-priority"
-SESSION_HEADER = "x-session-id"
 TIMEOUT_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")
 HEADER_NAMES = frozenset(
     (
@@ -29,7 +35,7 @@ HEADER_NAMES = frozenset(
         *TTFT_HEADERS,
         *TPOT_HEADERS,
         PRIORITY_HEADER,
-        SESSION_HEADER,
+        *SESSION_HEADER_NAMES,
         *TIMEOUT_HEADERS,
     )
 )
@@ -37,7 +43,6 @@ HEADER_NAMES = frozenset(
 MIN_TTFT_MS, MIN_TPOT_MS, MAX_BUDGET_MS = 1, 0.1, 86_400_000
 MAX_PRIORITY = 8
 SHORT_DEADLINE_S = 10.0  # a client timeout below this is a short deadline
-MAX_SESSION_CHARS = 256  # characters
 MAX_SHOWN_CHARS = 64  # characters of a bad value that its error message repeats
 
 _MILLISECONDS = re.compile(r"[0-9]{1,8}(?:\.[0-9]{1,6})?")
@@ -51,7 +56,8 @@ class RequestPreferences(msgspec.Struct, frozen=True):
     slo                 the service class; ttft_s and tpot_s override its budgets
     header_priority     priority from the header, at most `max_priority` for this tenant
     default_priority    the effective priority when the body does not give one
-    session             key of the session, "" without one
+    session             key of the session, "" without one; session_source: its header
+    session_hints       what the headers say about the session's future; None: nothing
     patience_s          how long the client waits for the first byte
     has_short_deadline  patience_s is so short that it is checked even when nothing is overloaded
     is_default          neither a class nor a budget is given
@@ -67,6 +73,8 @@ class RequestPreferences(msgspec.Struct, frozen=True):
     has_short_deadline: bool = False
     is_default: bool = True
     default_priority: int = 0
+    session_source: str = ""
+    session_hints: SessionHints | None = None
 
     def resolve_slo(self, model_slo: Slo) -> Slo:
         """Return the SLO of a request for a model whose default SLO is `model_slo`."""
@@ -136,24 +144,31 @@ class ServiceClasses:
 
     def _read(self, headers: Mapping[str, str], tenant: str) -> RequestPreferences:
         defaults = self._tenants.get(tenant, NO_PREFERENCES)
-        given = {name: value for name in HEADER_NAMES if (value := headers.get(name)) is not None}
+        # Names of other mappings may have upper-case letters.
+        is_lower = type(headers) is HeaderFields
+        names = HEADER_NAMES.intersection(headers) if is_lower else HEADER_NAMES
+        given = {name: value for name in names if (value := headers.get(name)) is not None}
         if not given:
             return defaults
         slo, most_priority = self._class(given) or defaults.slo, defaults.max_priority
         ttft_s = _budget_s(given, TTFT_HEADERS, MIN_TTFT_MS)
         tpot_s = _budget_s(given, TPOT_HEADERS, MIN_TPOT_MS)
         priority, patience_s = _priority(given), _patience_s(given)
+        _check_session(given)
+        session = read_header_session(given)
         return RequestPreferences(
             slo,
             ttft_s,
             tpot_s,
             priority,
             most_priority,
-            session=_session(given, tenant),
+            session=session_key(tenant, session.name),
             patience_s=patience_s,
             has_short_deadline=patience_s is not None and patience_s < SHORT_DEADLINE_S,
             is_default=slo is None and ttft_s is None and tpot_s is None,
             default_priority=_clamp(priority or 0, most_priority),
+            session_source=session.source,
+            session_hints=SessionHints(is_last=True) if session.is_last else None,
         )
 
     def _defaults(self, tenant: Tenant) -> RequestPreferences:
@@ -204,16 +219,11 @@ def _priority(given: Mapping[str, str]) -> int | None:
     return int(text)
 
 
-def _session(given: Mapping[str, str], tenant: str) -> str:
+def _check_session(given: Mapping[str, str]) -> None:
+    """Reject a session id that is too long; other session headers are sent by agents themselves."""
     text = given.get(SESSION_HEADER, "")
     if len(text) > MAX_SESSION_CHARS:
         raise _invalid(SESSION_HEADER, text, f"at most {MAX_SESSION_CHARS} characters long")
-    return session_key(tenant, text)
-
-
-def session_key(tenant: str, name: str) -> str:
-    """Return the key of a session, which includes the tenant so that tenants cannot collide."""
-    return f"{tenant}\0{name}" if name and tenant else name
 
 
 def _patience_s(given: Mapping[str, str]) -> float | None:

@@ -51,6 +51,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     blocks             chained ids of the prompt's 2 KiB blocks; only with `access_blocks`
     resumes            how often the stream was continued on another endpoint
     hedged             the endpoint whose concurrent attempt was cancelled
+    session            what names its session: a header, a member of the body, or `prefix`
     """
 
     time: float
@@ -101,6 +102,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     trace_id: str = ""
     resumes: int = 0
     hedged: str = ""
+    session: str = ""
 
 
 class AccessLog:
@@ -451,6 +453,8 @@ def _line(
     )
     if exchange.tier and call is not None:
         line.asked_model = call.requested_model
+    if call is not None and call.request.session:
+        line.session = call.request.session_source
     if exchange.proxy_request_id:
         line.proxy_request_id = exchange.proxy_request_id
     if exchange.trace is not None:

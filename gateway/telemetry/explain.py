@@ -143,6 +143,7 @@ def _request(exchange: Exchange) -> dict[str, object]:
         "priority": request.priority,
         "deadline_s": deadline_s,
         "in_session": bool(request.session),
+        "session_source": request.session_source,
         "prompt_tokens": request.prompt_tokens,
         "output_tokens": request.output_tokens,
     }

@@ -167,6 +167,7 @@ class Admission(Protocol):
     is_calm         True while every request may enter as long as a place is free: enables the
                     queue's fast path
     reads_forecast  whether it reads the learned speed, engine model or forecast of an EndpointLoad
+    reads_sessions  whether it reads the session of a Request
     """
 
     @property
@@ -177,6 +178,9 @@ class Admission(Protocol):
 
     @property
     def reads_forecast(self) -> bool: ...
+
+    @property
+    def reads_sessions(self) -> bool: ...
 
     def decide(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
@@ -264,12 +268,12 @@ class CapAdmission:
     refused at once. An early refusal is better for the client than a late one.
     """
 
-    __slots__ = ("is_calm", "name", "reads_forecast")
+    __slots__ = ("is_calm", "name", "reads_forecast", "reads_sessions")
 
     def __init__(self) -> None:
         self.name = "cap"
         self.is_calm = True
-        self.reads_forecast = False
+        self.reads_forecast = self.reads_sessions = False
 
     def decide(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView

@@ -134,12 +134,12 @@ class PricedAdmission:
             "_usage",
             "_work_s",
         ),
-        *("is_calm", "name", "price", "reads_forecast"),
+        *("is_calm", "name", "price", "reads_forecast", "reads_sessions"),
     )
 
     def __init__(self, rule: PricedAdmissionParams) -> None:
         self.name = "priced"
-        self.is_calm = self.reads_forecast = True
+        self.is_calm = self.reads_forecast = self.reads_sessions = True
         self.price = 0.0
         self._rule = rule
         self._sessions = WorkingSet(rule.sessions)
@@ -220,6 +220,11 @@ class PricedAdmission:
                 self._retry_after(query, estimate, queue, first_s - patience_s),
             )
         kv_tokens = fleet_kv_tokens(candidates) if request.session else None
+        # A session that was recognised at its second turn has its context in the KV already.
+        if request.is_session_inferred and is_continuation(
+            request.prompt_tokens, estimate.cached_tokens
+        ):
+            kv_tokens = None
         if not self._sessions.can_admit(
             request.session, request.prompt_tokens + request.output_tokens, kv_tokens
         ):
@@ -430,6 +435,8 @@ class PricedAdmission:
                 None if outcome.ttft_s is None else request.prompt_tokens + outcome.output_tokens
             )
             self._sessions.on_ended(request.session, context, outcome.cached_tokens, outcome.now)
+            if request.session_hints is not None and outcome.status != "dropped":
+                self._sessions.apply_hints(request.session, request.session_hints, outcome.now)
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
         self._sessions.tick(now)

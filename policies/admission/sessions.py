@@ -9,13 +9,14 @@ priced.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from math import exp
 from typing import Annotated
 
 import msgspec
 
 from policies.admission.admission import DrainRate
-from policies.model import Candidate
+from policies.model import Candidate, SessionHints
 from policies.param_types import Fraction, Positive, PositiveCount
 
 CONTINUING_SHARE = 0.5
@@ -67,7 +68,10 @@ SessionKey = str | int
 
 
 class SessionUpdate(msgspec.Struct, frozen=True, array_like=True):
-    """A counted session as sent to other gateways. `silent_s`: time since its last request."""
+    """A counted session as sent to other gateways. `silent_s`: time since its last request.
+
+    A session without tokens has ended.
+    """
 
     session: Annotated[int, msgspec.Meta(ge=0)]
     tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
@@ -78,14 +82,24 @@ class ActiveSession:
     """One counted session.
 
     `tokens`: its context as far as known; `expected_cached_tokens`: cached tokens its last pick
-    expected.
+    expected; `keep_s`: how long it counts while idle, as its client asked, None: `memory_s`;
+    `is_ending`: its client has sent the last request.
     """
 
-    __slots__ = ("expected_cached_tokens", "in_flight", "last_used_s", "tokens")
+    __slots__ = (
+        "expected_cached_tokens",
+        "in_flight",
+        "is_ending",
+        "keep_s",
+        "last_used_s",
+        "tokens",
+    )
 
     def __init__(self, now: float) -> None:
         self.tokens = self.expected_cached_tokens = self.in_flight = 0
         self.last_used_s = now
+        self.keep_s: float | None = None
+        self.is_ending = False
 
 
 class WorkingSet:
@@ -100,6 +114,8 @@ class WorkingSet:
         "_active",
         "_changed_s",
         "_drain",
+        "_due",
+        "_ended",
         "_expected_tokens",
         "_expired",
         "_gate",
@@ -118,6 +134,8 @@ class WorkingSet:
         self._expired: dict[SessionKey, float] = {}
         self._key_of: Callable[[str], SessionKey] | None = None
         self._updates: dict[SessionKey, None] = {}
+        self._ended: dict[SessionKey, None] = {}  # ended since the last updates were taken
+        self._due: list[tuple[float, int, SessionKey]] = []  # heap of ends of `keep_s`
         self.tokens = 0
         self.memory_share = self._gate.start
         self.memory_s = self._gate.memory_s
@@ -175,6 +193,7 @@ class WorkingSet:
             expected = min(one.tokens, prompt_tokens)
             self._count_lost(expected, expected - held)
         one.in_flight += 1
+        one.is_ending = False
         one.expected_cached_tokens = believed
         self._resize(one, prompt_tokens)
         self._touch(name, one, now)
@@ -197,6 +216,35 @@ class WorkingSet:
             self._resize(one, context_tokens)
         if cached_tokens is not None and one.expected_cached_tokens > cached_tokens:
             self._count_lost(0, one.expected_cached_tokens - cached_tokens)
+        if one.is_ending and not one.in_flight:
+            self._end(name, now)
+
+    def apply_hints(self, session: str, hints: SessionHints, now: float) -> None:
+        """Apply what the client has said about the session with the request that has just ended.
+
+        The last request ends the session once no other one is in flight. A time to keep the context
+        replaces `memory_s` for this session, up to `longest_s`.
+        """
+        name = self._key(session)
+        one = self._active.get(name)
+        if one is None:
+            return
+        if hints.keep_s is not None:
+            one.keep_s = min(hints.keep_s, self._gate.longest_s)
+            if one.keep_s < self.memory_s and len(self._due) < self._gate.remembered:
+                heappush(self._due, (now + one.keep_s, len(self._due), name))
+        one.is_ending = hints.is_last
+        if one.is_ending and not one.in_flight:
+            self._end(name, now)
+
+    def _end(self, name: SessionKey, now: float) -> None:
+        """Stop counting a session at once, and report that to other gateways."""
+        one = self._active.pop(name)
+        self.tokens -= one.tokens
+        self._drain.record(now, one.tokens)
+        self._updates.pop(name, None)
+        if self._key_of is not None and len(self._ended) < self._gate.remembered:
+            self._ended[name] = None
 
     # Several gateways
 
@@ -217,6 +265,10 @@ class WorkingSet:
             one = self._active.get(member.session)
             if (one is not None and one.last_used_s >= seen_s) or seen_s + self.memory_s <= now:
                 continue
+            if not member.tokens:
+                if one is not None and not one.in_flight:
+                    self.tokens -= self._active.pop(member.session).tokens
+                continue
             self._expired.pop(member.session, None)
             self._active.pop(member.session, None)
             one = self._active[member.session] = one or ActiveSession(seen_s)
@@ -226,7 +278,11 @@ class WorkingSet:
     def take_updates(self, now: float) -> list[SessionUpdate]:
         """Return the sessions served here since the last call."""
         names, self._updates = self._updates, {}
-        return list(_members(((name, self._active[name]) for name in names), now))
+        ended, self._ended = self._ended, {}
+        return [
+            *_members(((name, self._active[name]) for name in names), now),
+            *(SessionUpdate(name, 0, 0.0) for name in ended if isinstance(name, int)),
+        ]
 
     def all_sessions(self, now: float) -> Iterator[SessionUpdate]:
         """Return all counted sessions, for a gateway that has no state yet."""
@@ -251,21 +307,37 @@ class WorkingSet:
         self._changed_s, self._has_refused = now, False
 
     def _expire(self, now: float) -> None:
-        while self._active:
+        while self._due and self._due[0][0] <= now:
+            _, _, name = heappop(self._due)
+            hinted = self._active.get(name)
+            if hinted is not None and not hinted.in_flight and not self._remaining_s(hinted, now):
+                self._drop(name, now)
+        for _ in range(len(self._active)):
             name, one = next(iter(self._active.items()))
             too_many = len(self._active) > self._gate.remembered // 2
             if one.last_used_s + self.memory_s > now and not too_many:
                 return
-            del self._active[name]
-            if one.in_flight and not too_many:
-                self._touch(name, one, now)
-                continue
-            self.tokens -= one.tokens
-            self._updates.pop(name, None)
-            self._drain.record(now, one.tokens)
-            self._expired[name] = one.last_used_s
-            if len(self._expired) > self._gate.remembered // 2:
-                del self._expired[next(iter(self._expired))]
+            if too_many or not (one.in_flight or self._remaining_s(one, now)):
+                self._drop(name, now)
+            elif one.in_flight:
+                self._touch(name, self._active.pop(name), now)
+            else:  # it is kept for longer than others, and checked again in the next round
+                self._active[name] = self._active.pop(name)
+
+    def _remaining_s(self, one: ActiveSession, now: float) -> float:
+        """Return how long the session still counts if it stays idle."""
+        keep_s = self.memory_s if one.keep_s is None else one.keep_s
+        return max(0.0, one.last_used_s + keep_s - now)
+
+    def _drop(self, name: SessionKey, now: float) -> None:
+        """Stop counting a session that was idle for too long; it may return."""
+        one = self._active.pop(name)
+        self.tokens -= one.tokens
+        self._updates.pop(name, None)
+        self._drain.record(now, one.tokens)
+        self._expired[name] = one.last_used_s
+        if len(self._expired) > self._gate.remembered // 2:
+            del self._expired[next(iter(self._expired))]
 
     def _key(self, session: str) -> SessionKey:
         return session if self._key_of is None else self._key_of(session)
@@ -276,6 +348,7 @@ class WorkingSet:
         one.last_used_s = now
         if self._key_of is not None:
             self._updates[name] = None
+            self._ended.pop(name, None)
 
     def _learn_retention(self, left_s: float | None, now: float) -> None:
         """Move the retention time towards the quantile of return times: up for each later return,

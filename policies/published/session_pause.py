@@ -96,7 +96,7 @@ class SessionPauser(CapAdmission):
 
     def __init__(self, rule: SessionPause) -> None:
         super().__init__()
-        self.name, self.is_calm = "session_pause", False
+        self.name, self.is_calm, self.reads_sessions = "session_pause", False, True
         self._rule = rule
         self._programs: dict[str, Program] = {}
         self._paused = 0
@@ -174,7 +174,10 @@ class SessionPauser(CapAdmission):
         if outcome.status == "served":
             program.tokens = request.prompt_tokens + outcome.output_tokens
         self._count(program, +1)
-        if program.marked and not program.in_flight:
+        is_last = request.session_hints is not None and request.session_hints.is_last
+        if is_last and not program.in_flight and outcome.status != "dropped":
+            self._forget(request.session)
+        elif program.marked and not program.in_flight:
             self._pause(program, outcome.now)
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:

@@ -11,7 +11,15 @@ from msgspec.structs import replace
 from policies.admission.admission import Admit, DrainRate, RequestOutcome, Shed, Wait
 from policies.admission.priced import PricedAdmission, PricedAdmissionParams
 from policies.admission_registry import build_admission
-from policies.model import STANDARD, Candidate, Pick, RoutingQuery, Slo
+from policies.model import (
+    INFERRED_SESSION,
+    STANDARD,
+    Candidate,
+    Pick,
+    RoutingQuery,
+    SessionHints,
+    Slo,
+)
 from policies.prefix.fingerprint import fingerprint_of_chain
 from policies.registry import PolicyConfigError
 from tests.unit.policies.builders import View, ask, candidate, draining, shed
@@ -372,6 +380,33 @@ def test_a_new_session_enters_only_while_all_contexts_fit() -> None:
     assert "below 840000, 70% of the fleet's KV cache" in verdict.detail
     assert not isinstance(priced.decide(asking(100_000, session="s3"), fleet, View()), Shed)
     assert not isinstance(priced.decide(asking(100_000), fleet, View()), Shed)
+
+
+def test_the_last_request_of_a_session_makes_room_for_a_new_one() -> None:
+    priced, fleet = admission(), queued(0.0)
+    for number in range(8):
+        question = asking(100_000, session=f"s{number}")
+        priced.on_booked(question, Pick(fleet[0], 0, 0.0, 2, "test"))
+    new = asking(100_000, session="new")
+    last = asking(100_000, session="s3", session_hints=SessionHints(is_last=True)).request
+    priced.on_ended(last, RequestOutcome(NOW + 1, status="dropped"))
+    assert shed(priced.decide(new, fleet, View())).reason == "session_memory"
+    priced.on_booked(asking(100_000, session="s3"), Pick(fleet[0], 0, 0.0, 2, "test"))
+    priced.on_ended(last, RequestOutcome(NOW + 2, 0.1, 0.01, 100, 0))
+    assert not isinstance(priced.decide(new, fleet, View()), Shed)
+
+
+def test_a_session_recognised_by_its_prompt_enters_while_the_prompt_is_cached() -> None:
+    priced, fleet = admission(), queued(0.0)
+    for number in range(8):
+        question = asking(100_000, session=f"s{number}")
+        priced.on_booked(question, Pick(fleet[0], 0, 0.0, 2, "test"))
+    inferred = asking(100_000, session="grown", session_source=INFERRED_SESSION)
+    assert shed(priced.decide(inferred, fleet, View())).reason == "session_memory"
+    cached = replace(inferred, cached_by_slot=(60_000, 0))
+    assert not isinstance(priced.decide(cached, fleet, View()), Shed)
+    named = replace(cached, request=replace(cached.request, session_source="session-id"))
+    assert shed(priced.decide(named, fleet, View())).reason == "session_memory"
 
 
 def test_a_tenant_within_its_share_pays_no_price_for_others() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from policies.admission.sessions import SessionGate, WorkingSet, fleet_kv_tokens, is_continuation
+from policies.model import SessionHints
 from tests.unit.policies.builders import candidate
 
 
@@ -130,3 +131,79 @@ def test_the_fleets_memory_is_known_when_everybodys_is() -> None:
     assert fleet_kv_tokens(known) == 150.0
     assert fleet_kv_tokens([*known, candidate(3)]) is None
     assert fleet_kv_tokens([]) is None
+
+
+def test_the_end_of_a_session_frees_its_memory_at_once() -> None:
+    inside = full(sessions=7)
+    assert not inside.can_admit("new", 100, 1000.0)
+    inside.apply_hints("s3", SessionHints(is_last=True), 8.0)
+    assert (inside.tokens, inside.contains("s3")) == (600, False)
+    assert inside.can_admit("new", 100, 1000.0)
+
+
+def test_a_session_ends_with_the_last_of_its_requests_in_flight() -> None:
+    inside = WorkingSet()
+    inside.on_booked("s", 100, 0, 0, 0.0)
+    inside.on_booked("s", 100, 0, 0, 0.0)
+    inside.on_ended("s", 110, 0, 1.0)
+    inside.apply_hints("s", SessionHints(is_last=True), 1.0)
+    assert inside.contains("s")
+    inside.on_ended("s", 120, 0, 2.0)
+    assert (inside.tokens, inside.contains("s")) == (0, False)
+
+
+def test_a_session_that_goes_on_after_its_last_request_counts_again() -> None:
+    inside = WorkingSet()
+    inside.on_booked("s", 100, 0, 0, 0.0)
+    inside.on_booked("s", 100, 0, 0, 0.0)
+    inside.on_ended("s", 110, 0, 1.0)
+    inside.apply_hints("s", SessionHints(is_last=True), 1.0)
+    inside.on_booked("s", 130, 0, 0, 1.5)
+    inside.on_ended("s", 110, 0, 2.0)
+    inside.on_ended("s", 140, 0, 3.0)
+    assert (inside.tokens, inside.contains("s")) == (140, True)
+
+
+def test_hints_about_an_unknown_session_change_nothing() -> None:
+    inside = full(sessions=2)
+    inside.apply_hints("other", SessionHints(True, 5.0), 3.0)
+    assert inside.tokens == 200
+
+
+@pytest.mark.parametrize(("keep_s", "counts_until_s"), [(5.0, 6.0), (400.0, 401.0), (9e9, 601.0)])
+def test_a_session_counts_for_as_long_as_its_client_asks(
+    keep_s: float, counts_until_s: float
+) -> None:
+    inside = WorkingSet()
+    for name in ("hinted", "plain"):
+        inside.on_booked(name, 100, 0, 0, 0.0)
+        inside.on_ended(name, 100, 0, 1.0)
+    inside.apply_hints("hinted", SessionHints(keep_s=keep_s), 1.0)
+    inside.tick(counts_until_s - 0.1)
+    assert inside.contains("hinted")
+    assert inside.contains("plain") == (counts_until_s < 181.0)
+    inside.tick(counts_until_s + 0.1)
+    assert not inside.contains("hinted")
+
+
+def test_sessions_that_are_kept_for_long_do_not_hide_idle_ones() -> None:
+    inside = full(sessions=4)
+    inside.apply_hints("s0", SessionHints(keep_s=500.0), 4.0)
+    inside.tick(184.0)
+    assert [inside.contains(f"s{number}") for number in range(4)] == [True, False, False, False]
+    assert inside.tokens == 100
+
+
+def test_other_gateways_learn_that_a_session_has_ended() -> None:
+    here, there = WorkingSet(), WorkingSet()
+    for inside in (here, there):
+        inside.set_key_function(len)
+    here.on_booked("one", 100, 0, 0, 0.0)
+    here.on_ended("one", 120, 0, 1.0)
+    there.apply_peer_sessions(here.take_updates(1.0), 0.0, 1.0)
+    assert there.tokens == 120
+    here.apply_hints("one", SessionHints(is_last=True), 2.0)
+    updates = here.take_updates(2.0)
+    there.apply_peer_sessions(updates, 0.0, 2.0)
+    assert (there.tokens, there.contains("one")) == (0, False)
+    assert here.take_updates(3.0) == []

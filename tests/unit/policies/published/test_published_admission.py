@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from policies.admission.admission import Admission, Admit, RequestOutcome, Shed, Verdict, Wait
 from policies.admission_registry import build_admission
-from policies.model import Candidate, Pick, Request, RoutingQuery, Slo
+from policies.model import Candidate, Pick, Request, RoutingQuery, SessionHints, Slo
 from policies.registry import PolicyConfigError
 from tests.unit.policies.builders import View, ask, candidate, shed
 from tests.unit.policies.published.test_published import PACE
@@ -246,6 +246,17 @@ def test_idle_sessions_are_forgotten() -> None:
     assert isinstance(agents.comes("b", 500, 2.0), Shed)
     agents.tick(1802.0)
     assert agents.comes("c", 9800, 1803.0) == Admit()
+
+
+def test_a_session_that_has_ended_makes_room_at_once() -> None:
+    agents = Agents()
+    agents.turn("a", 9000, 0.0)
+    assert refused(agents.comes("b", 3000, 1.0)).reason == "session_paused"
+    assert agents.comes("a", 9000, 2.0) == Admit()
+    last = replace(agents.ask("a", 9000, 3.0).request, session_hints=SessionHints(is_last=True))
+    agents.admission.on_ended(last, RequestOutcome(3.0, output_tokens=1))
+    agents.tick(20.0)
+    assert agents.comes("b", 3000, 20.0) == Admit()
 
 
 def test_requests_without_session_or_known_capacity_enter() -> None:

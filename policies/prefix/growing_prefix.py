@@ -1,0 +1,134 @@
+"""Recognises a conversation that no header or member names by its growing prompt.
+
+A client that sends the whole conversation each time repeats the prompt of the previous turn and
+appends the answer and a new message. Contains only which prompts continue which; who counts the
+sessions is in policies/admission/.
+"""
+
+from __future__ import annotations
+
+import re
+
+from policies.prefix.fingerprint import Fingerprint
+
+REMEMBERED = 16_384
+"""Prompts whose ends are stored by default; about 300 bytes each."""
+MAX_LISTED_BLOCKS = 8
+"""Blocks of one prompt at which other prompts may have ended that are compared, the last first."""
+MAX_GROWTH_BYTES = 1024 * 1024
+"""Bytes of the added messages that are searched for the answer."""
+
+_MAX_BLANKS = 64
+_CLOSED = re.compile(rb"\}[ \t\r\n]{0,%d}\][ \t\r\n]{0,%d}\Z" % (_MAX_BLANKS, _MAX_BLANKS))
+_NEXT_MESSAGE = re.compile(rb"\}(?=[ \t\r\n]{0,%d},)" % _MAX_BLANKS)
+_ANSWERS = (b'"assistant"', b'"function_call"')
+"""What the messages that a model has produced contain, as JSON text: unescaped quotes cannot come
+from a user's words.
+"""
+
+
+class GrowingPrefixes:
+    """The ends of recent prompts, by which their continuations are recognised. One owner.
+
+    An end is the whole blocks of a prompt, as the key of the last one, and the bytes after them up
+    to the end of the last message. A name is given at the second turn: a prompt that is never
+    continued belongs to no session.
+    """
+
+    __slots__ = ("_blocks", "_ends", "_remembered")
+
+    def __init__(self, remembered: int = REMEMBERED) -> None:
+        """`remembered`: how many ends are stored, the most recently used ones."""
+        self._remembered = remembered
+        self._ends: dict[int, tuple[int, str]] = {}  # block key and session name by end
+        self._blocks: dict[int, int] = {}  # number of stored ends by block key
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def recognise(
+        self, scope: str, fingerprint: Fingerprint, preamble_bytes: int, messages: memoryview
+    ) -> str:
+        """Return the name of the session that a prompt continues; "" if it begins one.
+
+        scope           prompts of different scopes are never compared: the tenant
+        preamble_bytes  bytes of the prompt before its messages
+        messages        the JSON array at the end of the prompt
+        """
+        length = _messages_length(messages)
+        index = (preamble_bytes + length) // fingerprint.block_bytes if length else 0
+        if not 0 < index <= len(fingerprint.keys):
+            return ""
+        key = fingerprint.keys[index - 1]
+        begin = max(0, index * fingerprint.block_bytes - preamble_bytes)
+        end = hash((scope, key, bytes(messages[begin:length])))
+        stored = self._ends.get(end)
+        # A stored end is that of the same prompt, which may be a retry.
+        name = (
+            self._continued(scope, fingerprint, preamble_bytes, messages)
+            if stored is None
+            else stored[1]
+        )
+        self._store(end, key, name)
+        return name
+
+    def _continued(
+        self, scope: str, fingerprint: Fingerprint, preamble_bytes: int, messages: memoryview
+    ) -> str:
+        """Return the session of the longest stored prompt that this one continues."""
+        keys, size = fingerprint.keys, fingerprint.block_bytes
+        if self._blocks.keys().isdisjoint(keys):
+            return ""
+        remaining = MAX_LISTED_BLOCKS
+        for index in range(len(keys), 0, -1):
+            if keys[index - 1] not in self._blocks:
+                continue
+            begin = index * size - preamble_bytes
+            end = self._end_in_block(scope, keys[index - 1], begin, begin + size, messages)
+            if end is not None:
+                return self._named(end)
+            remaining -= 1
+            if not remaining:
+                break
+        return ""
+
+    def _end_in_block(
+        self, scope: str, key: int, begin: int, stop: int, messages: memoryview
+    ) -> int | None:
+        """Return the last stored end in a block of the messages, if a model's answer follows it."""
+        start = max(0, begin)
+        window = bytes(messages[start : max(0, stop) + _MAX_BLANKS + 1])
+        # 0: the message may have ended with the block before.
+        cuts = [0, *(match.end() for match in _NEXT_MESSAGE.finditer(window))]
+        for cut in reversed(cuts):
+            end = hash((scope, key, window[:cut]))
+            if end in self._ends:
+                added = bytes(messages[start + cut : start + cut + MAX_GROWTH_BYTES])
+                if any(answer in added for answer in _ANSWERS):
+                    return end
+        return None
+
+    def _named(self, end: int) -> str:
+        """Return the session that the prompt with this end belongs to, which begins here if new."""
+        key, name = self._ends[end]
+        name = name or f"{end & 0xFFFFFFFFFFFFFFFF:016x}"
+        self._store(end, key, name)
+        return name
+
+    def _store(self, end: int, key: int, name: str) -> None:
+        """Store an end as the most recently used one, and drop the oldest beyond the limit."""
+        if self._ends.pop(end, None) is None:
+            self._blocks[key] = self._blocks.get(key, 0) + 1
+        self._ends[end] = (key, name)
+        if len(self._ends) > self._remembered:
+            oldest = next(iter(self._ends))
+            dropped, _ = self._ends.pop(oldest)
+            self._blocks[dropped] -= 1
+            if not self._blocks[dropped]:
+                del self._blocks[dropped]
+
+
+def _messages_length(messages: memoryview) -> int:
+    """Return the length of an array of messages without its closing bracket; 0 for other values."""
+    closing = _CLOSED.search(bytes(messages[-2 * _MAX_BLANKS - 2 :]))
+    return 0 if closing is None else len(messages) - (closing.end() - closing.start()) + 1
