@@ -15,6 +15,7 @@ import msgspec
 from policies.contract import Policy
 from policies.presets import LeastLoaded, PolicyParams, PrefixAware, RoundRobin
 from policies.pricing.price import PricedPolicy
+from policies.published.consistent_hash import ConsistentHash
 from policies.published.dualmap import DualMap
 from policies.published.dynamo import DynamoKv
 from policies.published.llmd_blend import LlmdBlend
@@ -48,6 +49,7 @@ _POLICIES: Mapping[str, type[PolicyParams]] = MappingProxyType(
         "prefix_aware": PrefixAware,
         "priced": PricedPolicy,
         "power_of_two": PowerOfTwo,
+        "consistent_hash": ConsistentHash,
         "sglang_cache_aware": SglangCacheAware,
         "dynamo_kv": DynamoKv,
         "llmd_blend": LlmdBlend,

@@ -46,6 +46,7 @@ _COMMAND_FUNCTIONS: Mapping[str, str] = MappingProxyType(
     }
     | {name: f"gateway.cli.drain:{name}" for name in ("drain", "undrain")}
     | {"explain": "gateway.cli.explain:explain", "chaos": "gateway.cli.chaos:chaos"}
+    | {"migrate": "gateway.cli.migrate:migrate"}
     | {"top": "gateway.cli.top.command:top", "doctor": "gateway.cli.doctor.command:doctor"}
 )
 """Commands of other modules: name -> "module:function", a function with typer annotations."""
@@ -58,6 +59,7 @@ _COMMAND_ORDER = (
         "bench",
         "replay",
         "check",
+        "migrate",
         "status",
         "reload",
         "diff",

@@ -14,6 +14,7 @@ def test_names_are_stable() -> None:
     assert set(registry.names()) >= {
         *(
             "power_of_two",
+            "consistent_hash",
             "sglang_cache_aware",
             "dynamo_kv",
             "llmd_blend",

@@ -1,0 +1,97 @@
+"""The command `penstock migrate`: another router's configuration as a gateway.yaml."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gateway.cli.output import exit_with_error, print_line
+from gateway.migrate import SOURCES, Additions, Draft, MigrationError, convert_text, convert_words
+from gateway.migrate.draft import variables
+from gateway.migrate.yaml_text import MAX_CHARS
+
+_PLACEHOLDER = "value-of-a-variable-that-is-not-set"
+
+
+def migrate(
+    source: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE | -- COMMAND...",
+            help="File of the other router (- reads stdin), or its command line after --.",
+        ),
+    ],
+    kind: Annotated[
+        str | None, typer.Option("--from", help=f"What it is, if in doubt: {', '.join(SOURCES)}.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; stdout by default.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Name of the model, where the source has none.")
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option("--engine", help="URL of an engine, where the source has none; repeatable."),
+    ] = None,
+    service: Annotated[
+        str | None, typer.Option("--service", help="Kubernetes Service that selects the engines.")
+    ] = None,
+    release: Annotated[
+        str, typer.Option("--release", help="Helm release of the production stack.")
+    ] = "vllm",
+) -> None:
+    """Convert another router's command line or file to a gateway.yaml.
+
+    Everything without a counterpart, and everything left to do, is listed on stderr.
+    """
+    if kind is not None and kind not in SOURCES:
+        raise typer.BadParameter(f"it is one of {', '.join(SOURCES)}", param_hint="--from")
+    additions = Additions(model, tuple(engine or ()), service, release)
+    try:
+        draft, origin = _convert(source, kind, additions)
+    except MigrationError as error:
+        exit_with_error(str(error))
+    text = draft.text(origin)
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        output.write_text(text)
+    for note in draft.notes:
+        print_line(str(note), err=True)
+    _check(draft, text, output)
+
+
+def _convert(source: list[str], kind: str | None, additions: Additions) -> tuple[Draft, str]:
+    """Convert a file, stdin or a command line; return the draft and the origin's name."""
+    if len(source) > 1:
+        return convert_words(source, kind, additions), "a command line"
+    if source == ["-"]:
+        return convert_text(sys.stdin.read(MAX_CHARS + 1), kind, additions), "stdin"
+    try:
+        with Path(source[0]).open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise MigrationError(f"cannot read {source[0]}: {error}") from None
+    return convert_text(text, kind, additions), Path(source[0]).name
+
+
+def _check(draft: Draft, text: str, output: Path | None) -> None:
+    """Check the result as `penstock check` does; exit with status 1 if it has a problem."""
+    from gateway.config import ConfigError, load_text
+
+    names = dict.fromkeys(variables(draft.data))
+    known = {name: os.environ.get(name) or _PLACEHOLDER for name in names}
+    unset = [name for name in names if not os.environ.get(name)]
+    try:
+        load_text(text.encode(), str(output or "gateway.yaml"), {**os.environ, **known})
+    except ConfigError as error:
+        for problem in error.problems:
+            print_line(str(problem), err=True)
+        exit_with_error("the result does not pass `penstock check` yet; see above")
+    if unset:
+        print_line(f"to do: set {', '.join(unset)} before `penstock check` and `serve`", err=True)

@@ -1,0 +1,18 @@
+"""Other routers' configurations as gateway.yaml, without I/O: text in, text and notes out.
+
+sources.py recognizes what a text is. There is one reader for each source; all of them write into a
+Draft, which also collects what has no counterpart. The command is gateway/cli/migrate.py.
+"""
+
+from gateway.migrate.draft import Additions, Draft, MigrationError, MigrationNote
+from gateway.migrate.sources import SOURCES, convert_text, convert_words
+
+__all__ = [
+    "SOURCES",
+    "Additions",
+    "Draft",
+    "MigrationError",
+    "MigrationNote",
+    "convert_text",
+    "convert_words",
+]

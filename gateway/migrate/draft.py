@@ -1,0 +1,158 @@
+"""A gateway.yaml in the making, with notes about everything that is not the same in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from io import StringIO
+from typing import Any
+
+import msgspec
+from ruamel.yaml import YAML
+
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-[^{}]*)?\}")
+# $NAME of a shell, $(NAME) of Kubernetes, os.environ/NAME of LiteLLM
+_FOREIGN = re.compile(
+    r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)|\$([A-Za-z_][A-Za-z0-9_]*)|os\.environ/([A-Za-z_][A-Za-z0-9_]*)"
+)
+_SLUG = re.compile(r"[^a-z0-9]+")
+
+
+class MigrationError(ValueError):
+    """Raised when a configuration cannot be read, or lacks what a gateway.yaml must contain."""
+
+
+class NoteKind(StrEnum):
+    """What a note is about."""
+
+    DROPPED = "no counterpart"
+    DIFFERS = "differs"
+    TO_DO = "to do"
+
+
+class MigrationNote(msgspec.Struct, frozen=True):
+    """One thing that the operator must know. `item` names the option or key of the source."""
+
+    kind: NoteKind
+    item: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.item}: {self.text}"
+
+
+class Additions(msgspec.Struct, frozen=True):
+    """What the operator adds, because the source does not contain it.
+
+    model    name of the model, as clients and engines call it
+    engines  URLs of engines, for a source that only selects pods
+    service  name of the Kubernetes Service of the engines
+    release  name of the Helm release of the engines
+    """
+
+    model: str | None = None
+    engines: tuple[str, ...] = ()
+    service: str | None = None
+    release: str = "vllm"
+
+
+class Draft:
+    """The configuration as plain data, and the notes so far, each once."""
+
+    def __init__(self, additions: Additions | None = None) -> None:
+        self.additions = additions or Additions()
+        self.data: dict[str, Any] = {"version": 1, "pools": {}}
+        self.notes: list[MigrationNote] = []
+        self._secrets: dict[str, str] = {}
+
+    def set(self, value: object, *path: str) -> None:
+        """Set the value at a path of keys, creating the sections above it."""
+        section = self.data
+        for key in path[:-1]:
+            section = section.setdefault(key, {})
+        section[path[-1]] = value
+
+    def get(self, *path: str) -> Any:
+        """Return the value at a path of keys, or None."""
+        section: Any = self.data
+        for key in path:
+            section = section.get(key) if isinstance(section, dict) else None
+        return section
+
+    def drop(self, item: str, reason: str) -> None:
+        """Note that an option or key of the source has no counterpart."""
+        self._note(NoteKind.DROPPED, item, reason)
+
+    def differ(self, item: str, text: str) -> None:
+        """Note that the nearest counterpart of an option or key does not do quite the same."""
+        self._note(NoteKind.DIFFERS, item, text)
+
+    def do(self, item: str, text: str) -> None:
+        """Note what the operator still has to do."""
+        self._note(NoteKind.TO_DO, item, text)
+
+    def _note(self, kind: NoteKind, item: str, text: str) -> None:
+        note = MigrationNote(kind, item, text)
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def refer(self, secret: str, name: str, item: str) -> str:
+        """Return a reference to a secret: its own, or ${name} if it is written in the source."""
+        text = with_references(secret)
+        if _REFERENCE.fullmatch(text):
+            return text
+        names = self._secrets
+        if secret not in names:
+            taken = sum(other.rstrip("0123456789_") == name for other in names.values())
+            names[secret] = f"{name}_{taken + 1}" if taken else name
+        name = names[secret]
+        self.do(item, f"set the environment variable {name} to its value; secrets are not copied")
+        return f"${{{name}}}"
+
+    def add_service(self, name: str, namespace: str | None, selector: object, port: object) -> None:
+        """Note the headless Service that has to exist for discovery."""
+        metadata = {"name": name} | ({"namespace": namespace} if namespace else {})
+        spec = {"clusterIP": "None", "selector": selector, "ports": [{"port": port}]}
+        manifest = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}
+        if not selector:
+            self.do(f"Service {name}", "it must select the engines, by labels not given here")
+        self.do(f"Service {name}", f"kubectl apply -f - <<< '{json.dumps(manifest)}'")
+
+    def text(self, origin: str) -> str:
+        """Return the configuration as YAML. `origin` names the source in its first line."""
+        out = StringIO()
+        yaml = YAML()
+        yaml.default_flow_style = False
+        yaml.width = 100
+        yaml.representer.ignore_aliases = lambda data: True
+        yaml.indent(mapping=2, sequence=4, offset=2)
+        yaml.dump(self.data, out)
+        return f"# Converted from {origin} by penstock migrate.\n{out.getvalue()}"
+
+
+def with_references(text: str) -> str:
+    """Return the text with references to variables in the form of gateway.yaml, ${NAME}."""
+    return _FOREIGN.sub(lambda match: f"${{{match[1] or match[2] or match[3]}}}", text)
+
+
+def variables(data: object) -> Iterator[str]:
+    """Yield the names of the variables that plain data refers to."""
+    if isinstance(data, Mapping):
+        for value in data.values():
+            yield from variables(value)
+    elif isinstance(data, list):
+        for item in data:
+            yield from variables(item)
+    elif isinstance(data, str):
+        yield from (match[1] for match in _REFERENCE.finditer(data))
+
+
+def pool_name(model: str, taken: Mapping[str, object]) -> str:
+    """Return a short name for the pool of a model that no other pool has."""
+    short = _SLUG.sub("-", model.rsplit("/", 1)[-1].lower()).strip("-") or "engines"
+    name, number = short, 2
+    while name in taken:
+        name, number = f"{short}-{number}", number + 1
+    return name

@@ -1,0 +1,167 @@
+"""Reads the Helm values of the vLLM production stack. Its engines stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from gateway.migrate import values
+from gateway.migrate.draft import Draft, MigrationError, pool_name
+from gateway.migrate.options import CommandOptions
+from gateway.migrate.production_stack import (
+    REASONS,
+    RULES,
+    convert,
+    routing_policy,
+    split_model,
+)
+from gateway.migrate.router_options import apply_rules, drop_unread
+
+_OPTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "containerPort": "port",
+        "serviceDiscovery": "service-discovery",
+        "routingLogic": "routing-logic",
+        "sessionKey": "session-key",
+        "engineScrapeInterval": "engine-stats-interval",
+        "requestStatsWindow": "request-stats-window",
+        "lmcacheControllerPort": "lmcache-controller-port",
+        "staticBackends": "static-backends",
+        "staticModels": "static-models",
+    }
+)
+"""Keys of routerSpec, and the option of the router that the chart makes of each."""
+
+_LAYOUT: Mapping[str, str] = MappingProxyType(
+    {"tensorParallelSize": "tp", "pipelineParallelSize": "pp", "dataParallelSize": "dp"}
+)
+
+
+def convert_values(chart: Mapping[str, Any], draft: Draft) -> None:
+    """Write the chart's router and its engines' Services into the draft. Raises MigrationError."""
+    router = _mapping(chart.get("routerSpec"))
+    options = _router_options(router, draft)
+    for key in chart:
+        if key not in ("routerSpec", "servingEngineSpec"):
+            draft.drop(key, "the production stack keeps it, or another chart takes its place")
+    if options.last("service-discovery") == "static":
+        convert(options, draft)
+        return
+    specs = _mapping(chart.get("servingEngineSpec")).get("modelSpec")
+    if not isinstance(specs, list) or not specs:
+        raise MigrationError("servingEngineSpec.modelSpec lists no engines")
+    draft.set("0.0.0.0", "listeners", "api", "host")
+    draft.set(values.number(options.last("port") or "8000"), "listeners", "api", "port")
+    draft.do("routerSpec", "set routerSpec.enableRouter to false once clients use the gateway")
+    draft.differ(
+        "Services", f"those of release {draft.additions.release!r}; --release names another"
+    )
+    _engines(_mapping(chart.get("servingEngineSpec")), options, draft)
+    apply_rules(options, draft, RULES)
+    drop_unread(options, draft, REASONS)
+
+
+def _router_options(router: Mapping[str, Any], draft: Draft) -> CommandOptions:
+    """Return the router's command line; note the keys that concern its deployment."""
+    words: list[str] = []
+    for key, value in router.items():
+        if key in _OPTIONS:
+            words += [f"--{_OPTIONS[key]}", str(value)]
+        elif key == "extraArgs":
+            words += [str(word) for word in value or ()]
+        elif key == "vllmApiKey":
+            draft.do(f"routerSpec.{key}", "set the engines' key as api_key, by reference")
+        elif key == "enableRouter" or key.startswith("enable"):
+            draft.drop(f"routerSpec.{key}", "the gateway is installed by its own chart")
+        elif key.startswith(("nixl", "lmcache")):
+            draft.drop(f"routerSpec.{key}", "engines hand KV over between themselves")
+        else:
+            draft.drop(f"routerSpec.{key}", "the gateway's own chart sets its deployment")
+    return CommandOptions.parse(words)
+
+
+def _engines(spec: Mapping[str, Any], options: CommandOptions, draft: Draft) -> None:
+    policy, is_split = routing_policy(options, draft)
+    port = spec.get("containerPort") or 8000
+    models: dict[str, list[Mapping[str, Any]]] = {}
+    for item in spec["modelSpec"]:
+        if not isinstance(item, dict) or not item.get("name") or not item.get("modelURL"):
+            raise MigrationError("each modelSpec needs name and modelURL")
+        models.setdefault(_served_name(item), []).append(item)
+    roles = {
+        str(label): role
+        for role in ("prefill", "decode")
+        for label in (options.last(f"{role}-model-labels") or "").split(",")
+        if label
+    }
+    key = spec.get("vllmApiKey")
+    traits = {"api_key": draft.refer(_secret(key), "VLLM_API_KEY", "vllmApiKey")} if key else {}
+    for name, items in models.items():
+        pool = pool_name(name, draft.data["pools"])
+        model = _model(name, pool, items)
+        section = _pool(items, port, traits, roles if is_split else {}, draft)
+        draft.set({"policy": policy, **section}, "pools", pool)
+        if is_split:
+            split_model(draft, model)
+        draft.data.setdefault("models", []).append(model)
+    draft.differ("servingEngineSpec", "its engines stay as they are, under this chart")
+
+
+def _pool(
+    items: list[Mapping[str, Any]],
+    port: object,
+    traits: Mapping[str, object],
+    roles: Mapping[str, str],
+    draft: Draft,
+) -> dict[str, object]:
+    """Return discovery of the pods behind one Service, or the Services as endpoints."""
+    traits = {**traits, **_layout(items[0])}
+    if len(items) == 1:
+        target = {"service": _service(items[0], draft), "port": str(port)}
+        return {"discover": {"kubernetes": target} | ({"endpoint": traits} if traits else {})}
+    endpoints = []
+    for item in items:
+        labels = _mapping(item.get("labels"))
+        role = roles.get(str(labels.get("model", item["name"])))
+        address = {"url": f"http://{_service(item, draft)}:{port}"}
+        endpoints.append(address | ({"role": role} if role else {}) | traits)
+        if item.get("replicaCount", 1) not in (0, 1):
+            draft.do(
+                f"modelSpec {item['name']}",
+                "its pods are behind one address; list each in a file for discover.file",
+            )
+    return {"endpoints": endpoints}
+
+
+def _model(name: str, pool: str, items: list[Mapping[str, Any]]) -> dict[str, object]:
+    model: dict[str, object] = {"name": name, "pool": pool}
+    longest = _mapping(items[0].get("vllmConfig")).get("maxModelLen")
+    return model | ({"context_tokens": longest} if isinstance(longest, int) else {})
+
+
+def _layout(item: Mapping[str, Any]) -> dict[str, object]:
+    config = _mapping(item.get("vllmConfig"))
+    sizes = {
+        key: config[name] for name, key in _LAYOUT.items() if isinstance(config.get(name), int)
+    }
+    return {"layout": sizes} if any(size > 1 for size in sizes.values()) else {}
+
+
+def _service(item: Mapping[str, Any], draft: Draft) -> str:
+    return f"{draft.additions.release}-{item['name']}-engine-service"
+
+
+def _served_name(item: Mapping[str, Any]) -> str:
+    """Return the name that the engines list: --served-model-name, else the model's own."""
+    arguments = _mapping(item.get("vllmConfig")).get("extraArgs")
+    options = CommandOptions.parse([str(word) for word in arguments or ()])
+    return options.last("served-model-name") or str(item["modelURL"])
+
+
+def _secret(key: object) -> str:
+    return key if isinstance(key, str) else ""
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

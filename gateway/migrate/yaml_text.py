@@ -1,0 +1,26 @@
+"""YAML text to plain data, for files of other programs: bounded, and without objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from gateway.migrate.draft import MigrationError
+
+MAX_CHARS = 1 << 20
+_MOST_ALIASES = 1000
+
+
+def load_documents(text: str) -> list[Any]:
+    """Return the documents of a text. Raises MigrationError."""
+    if len(text) > MAX_CHARS:
+        raise MigrationError(f"the file is longer than {MAX_CHARS} characters")
+    if text.count("*") > _MOST_ALIASES and text.count("&") > _MOST_ALIASES:
+        raise MigrationError("the file has too many anchors and aliases")
+    try:
+        return list(YAML(typ="safe", pure=True).load_all(text))
+    except (YAMLError, ValueError, RecursionError) as error:
+        detail = str(error).strip().splitlines()
+        raise MigrationError(f"this is not YAML: {detail[0] if detail else error}") from None
