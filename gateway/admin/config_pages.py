@@ -133,9 +133,9 @@ def _malformed(message: str, status: int = 400) -> web.Response:
 def _options(request: web.Request) -> ChangeOptions:
     return ChangeOptions(
         dry_run=_has_flag(request, "dry_run"),
-        records_rejection=_has_flag(request, "noted"),
+        records_rejection=_has_flag(request, "record_rejection"),
         force=_has_flag(request, "force"),
-        kept=_has_flag(request, "kept") and is_supervisor(request),
+        was_in_force=_has_flag(request, "was_in_force") and is_supervisor(request),
     )
 
 

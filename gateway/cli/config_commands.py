@@ -195,8 +195,8 @@ def _print_trials(shadows: list[dict[str, Any]], canaries: list[dict[str, Any]])
                 line += f"takes {trial['cost_us']:.0f} us"
             print_line(f"{line}, {trial['failed']} failed" if trial.get("failed") else line)
     for pool in canaries:
-        for trial in pool["sides"]:
-            line = f"{trial['side']} {trial['policy']} of pool {pool['pool']}: "
+        for trial in pool["arms"]:
+            line = f"{trial['arm']} {trial['policy']} of pool {pool['pool']}: "
             line += f"{trial['requests']} requests"
             if trial.get("goodput") is not None:
                 line += (

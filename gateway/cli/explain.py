@@ -102,8 +102,8 @@ def _outcome_lines(reply: Mapping[str, Any]) -> Iterator[str]:
         )
         ttft = f"{_ms(actual['ttft_s'])}{predicted_ttft}"
         yield f"  served    first token after {ttft}{pace}{predicted_tpot}"
-    if reply["kept"]:
-        yield f"  result    SLO {reply['kept'].replace('_', ' ')}"
+    if reply["slo_outcome"]:
+        yield f"  result    SLO {reply['slo_outcome'].replace('_', ' ')}"
 
 
 def _table(pick: Mapping[str, Any]) -> Table:

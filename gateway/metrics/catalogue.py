@@ -32,7 +32,7 @@ from gateway.metrics.trial_metrics import TrialMetrics
 MODEL = Label("model", 256)
 CODE = Label("code", 32)
 REASON = Label("reason", 64)
-RESUMED = Label("result", 16)
+RESUME_RESULT = Label("result", 16)
 STAGE = Label("stage", 16)
 PREFILL, DECODE = Label("prefill", 64), Label("decode", 64)
 VERSION = Label("version", 2)
@@ -42,7 +42,7 @@ OUTCOME = Label("outcome", 16)
 DECISION = Label("decision", 4)
 DIRECTION = Label("direction", 2)
 CLASS = Label("class", 33)
-KEPT = Label("kept", 8)
+SLO_OUTCOME = Label("slo_outcome", 8)
 TENANT = Label("tenant", 64)
 TIER = Label("tier", 64)
 CAUSE = Label("cause", 4)
@@ -154,7 +154,7 @@ class Metrics:
             "Streams that broke after their first byte, by failure and result: resumed on another "
             "endpoint, closed (only the end of the stream was missing), broke again, or why they "
             "were not resumed. Only for models with resume.",
-            *(REASON, RESUMED),
+            *(REASON, RESUME_RESULT),
         )
         self.retry_budget_remaining: Gauge = meters.gauge(
             "penstock_retry_budget_remaining", "Retries that the fleet-wide budget allows now."
@@ -217,7 +217,7 @@ class Metrics:
             "Requests by service class and SLO outcome: met, ttft_missed, tpot_missed, "
             "both_missed, failed, shed. Responses that are not streamed are judged by their total "
             "time. `tenant` is empty unless observability.tenants is set.",
-            *(CLASS, KEPT, TENANT, MODEL),
+            *(CLASS, SLO_OUTCOME, TENANT, MODEL),
         )
         self.overflow_total: MetricFamily[Counter] = meters.counter(
             "penstock_overflow_total",

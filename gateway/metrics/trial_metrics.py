@@ -6,9 +6,9 @@ from gateway.metrics.labels import POOL, RESULT, Row
 from gateway.metrics.metric_types import Counter, Histogram, Label, MetricFamily, MetricRegistry
 
 POLICY = Label("policy", 64)
-DIRECTION = Label("way", 4)
-SIDE = Label("side", 2)
-KEPT = Label("kept", 16)
+DIRECTION = Label("direction", 4)
+ARM = Label("arm", 2)
+SLO_OUTCOME = Label("slo_outcome", 16)
 
 
 class TrialMetrics:
@@ -42,15 +42,14 @@ class TrialMetrics:
         canary = meters.section(Row.CONFIGURATION, "trials/canary.py")
         self.requests: MetricFamily[Counter] = canary.counter(
             "penstock_canary_requests_total",
-            "Requests of a pool with a canary by side (primary, canary) and SLO outcome, as in "
+            "Requests of a pool with a canary by arm (primary, canary) and SLO outcome, as in "
             "penstock_goodput_total; unknown if it is not known.",
-            *(POOL, SIDE, KEPT),
+            *(POOL, ARM, SLO_OUTCOME),
         )
         self.first_tokens: MetricFamily[Histogram] = canary.histogram(
             "penstock_canary_ttft_seconds",
-            "Time from the last byte of a request to its first token, by side of its pool's "
-            "canary.",
+            "Time from the last byte of a request to its first token, by arm of its pool's canary.",
             ttft_buckets_s,
-            *(POOL, SIDE),
+            *(POOL, ARM),
             has_exemplars=True,
         )

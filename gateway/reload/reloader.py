@@ -58,13 +58,13 @@ class ChangeOptions(msgspec.Struct, frozen=True):
     records_rejection    record a rejection although this is a dry run: a supervisor dry-runs a
                          change in all its workers before the first one applies it
     force                apply it even if none of a pool's endpoints can be reached
-    kept                 the text was in force before, so its references may be resolved anywhere
+    was_in_force         the text was in force before, so its references may be resolved anywhere
     """
 
     dry_run: bool = False
     records_rejection: bool = False
     force: bool = False
-    kept: bool = False
+    was_in_force: bool = False
 
 
 DEFAULT_OPTIONS = ChangeOptions()
@@ -227,7 +227,7 @@ class Reloader:
         name = str((self._file.parent if self._file is not None else Path()) / PUT_NAME)
 
         def read() -> LoadedConfig:
-            if options.kept:
+            if options.was_in_force:
                 return load_text(text, name, self._env)
             known = (self.running.text, self._started.text)
             refused = unresolvable(

@@ -188,7 +188,7 @@ def _pool_trials(
     has changed.
     """
     spec, old = config.pools[pool], None
-    kept = PoolTrials()
+    current_trials = PoolTrials()
     if before is not None:
         old = before.config.pools.get(pool)
     if before is not None and old is not None and before.policies[pool] is policy:
@@ -196,20 +196,20 @@ def _pool_trials(
         if (old.shadow, old.canary) == (spec.shadow, spec.canary):
             return current
         is_same_canary = old.canary == spec.canary
-        kept = PoolTrials(
+        current_trials = PoolTrials(
             current.shadows if old.shadow == spec.shadow else None,
             current.canary if is_same_canary else None,
             current.arms if is_same_canary else None,
         )
-    shadows, canary, sides = kept.shadows, kept.canary, kept.arms
+    shadows, canary, arms = current_trials.shadows, current_trials.canary, current_trials.arms
     if spec.shadow and shadows is None:
         parts = shadow.name_policies(
             [(part.name, part.params, _policy(part)) for part in spec.shadow]
         )
         shadows = Shadows(pool, parts, endpoints, policy)
     if spec.canary is not None and canary is None:
-        canary, sides = _policy(spec.canary.policy), CanaryArms(pool, spec.canary, policy.name)
-    return PoolTrials(shadows, canary, sides)
+        canary, arms = _policy(spec.canary.policy), CanaryArms(pool, spec.canary, policy.name)
+    return PoolTrials(shadows, canary, arms)
 
 
 def _with_canary(

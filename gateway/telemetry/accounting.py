@@ -45,12 +45,12 @@ BUFFER_CAP_BYTES = (
 class AccessLine(msgspec.Struct, omit_defaults=True):
     """One request in the access log. Times in us count from when the request's head was parsed.
 
-    slo, kept          its service class and SLO outcome
+    slo, slo_outcome   its service class and SLO outcome
     predicted_ttft_us  counted from the pick
-    asked_model        the requested model, if another one served the request
+    requested_model    the requested model, if another one served the request
     blocks             chained ids of the prompt's 2 KiB blocks; only with `access_blocks`
     resumes            how often the stream was continued on another endpoint
-    hedged             the endpoint whose concurrent attempt was cancelled
+    hedge_loser        the endpoint whose concurrent attempt was cancelled
     session            what names its session: a header, a member of the body, or `prefix`
     """
 
@@ -84,24 +84,24 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     finish_reason: str | None = None
     pick_reason: str | None = None
     pick_score: float | None = None
-    considered: int | None = None
+    candidates: int | None = None
     retries: list[str] = []
     slo: str = ""
-    kept: str = ""
+    slo_outcome: str = ""
     predicted_ttft_us: int | None = None
     split_reason: str = ""
     prefill: str = ""
     dialect: str = ""
     transport: str | None = None
     prefilled_us: int | None = None
-    handed_over_us: int | None = None
+    decode_sent_us: int | None = None
     handoff_us: int | None = None
-    asked_model: str = ""
+    requested_model: str = ""
     proxy_request_id: str = ""
     blocks: list[int] = []
     trace_id: str = ""
     resumes: int = 0
-    hedged: str = ""
+    hedge_loser: str = ""
     session: str = ""
 
 
@@ -452,7 +452,7 @@ def _line(
         None if (seconds := exchange.predicted_ttft_s) is None else int(seconds * 1e6),
     )
     if exchange.tier and call is not None:
-        line.asked_model = call.requested_model
+        line.requested_model = call.requested_model
     if call is not None and call.request.session:
         line.session = call.request.session_source
     if exchange.proxy_request_id:
@@ -462,7 +462,7 @@ def _line(
     if exchange.ledger is not None:
         line.resumes = exchange.ledger.resumes
     if exchange.hedge is not None:
-        line.hedged = exchange.hedge.loser
+        line.hedge_loser = exchange.hedge.loser
     if exchange.split is not None:
         _fill_split_fields(line, exchange.split, relay, start)
     return line
@@ -473,7 +473,7 @@ def _fill_split_fields(line: AccessLine, split: SplitRecord, relay: Relay, start
     line.dialect, line.transport = split.dialect, split.transport
     prefilled, handed_over = split.prefilled_at, split.handed_over_at
     line.prefilled_us = None if prefilled is None else int((prefilled - start) * 1e6)
-    line.handed_over_us = None if handed_over is None else int((handed_over - start) * 1e6)
+    line.decode_sent_us = None if handed_over is None else int((handed_over - start) * 1e6)
     first_token = relay.first_token_at
     if first_token is not None and prefilled is not None:
         line.handoff_us = int(max(0.0, first_token - prefilled) * 1e6)

@@ -129,7 +129,7 @@ def as_json(exchange: Exchange) -> dict[str, object]:
         "split": None if split is None else {"reason": split.reason, "prefill": split.prefill},
         "predicted": {"ttft_s": exchange.predicted_ttft_s, "tpot_s": exchange.predicted_tpot_s},
         "actual": {"ttft_s": exchange.ttft_s, "tpot_s": exchange.tpot_s},
-        "kept": exchange.slo_outcome or None,
+        "slo_outcome": exchange.slo_outcome or None,
     }
 
 

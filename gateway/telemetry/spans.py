@@ -195,7 +195,7 @@ def _root_attributes(exchange: Exchange, operation: str) -> Attributes:
         semconv.REASON: exchange.reason,
         semconv.RETRIES: len(exchange.retries) or None,
         semconv.ERROR: failure if has_failed else None,
-        semconv.KEPT: exchange.slo_outcome or None,
+        semconv.SLO_OUTCOME: exchange.slo_outcome or None,
     }
     if call is not None:
         slo = call.request.slo
@@ -233,7 +233,7 @@ def _pick_attributes(exchange: Exchange) -> Attributes:
         semconv.POLICY: pick.reason,
         semconv.ENDPOINT: pick.candidate.endpoint.name,
         semconv.SCORE: pick.score,
-        semconv.CONSIDERED: pick.candidate_count,
+        semconv.CANDIDATES: pick.candidate_count,
         semconv.BELIEVED_CACHED: pick.cached_tokens,
     }
 

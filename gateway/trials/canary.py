@@ -117,17 +117,17 @@ class CanaryArms:
 
     def as_json(self) -> dict[str, object]:
         """Return the results of both arms as plain values."""
-        sides = [self.primary.as_json(), self.canary.as_json()]
-        return {"pool": self.pool, "share": self.share, "sides": sides}
+        arms = [self.primary.as_json(), self.canary.as_json()]
+        return {"pool": self.pool, "share": self.share, "arms": arms}
 
 
 def summarize_arm(
-    side: str, policy: str, outcomes: Mapping[str, int], ttft: BucketCounts
+    arm: str, policy: str, outcomes: Mapping[str, int], ttft: BucketCounts
 ) -> dict[str, object]:
     """Summarize one arm's requests by SLO outcome and its times to first token, a sketch."""
     judged = sum(outcomes.values()) - outcomes.get("unknown", 0)
     return {
-        "side": side,
+        "arm": arm,
         "policy": policy,
         "requests": sum(outcomes.values()),
         "goodput": round(outcomes.get(MET, 0) / judged, 4) if judged else None,

@@ -90,7 +90,7 @@ class ConfigRollout:
                 self.running.text,
                 {},
                 lambda: self._load_sent(self.running.text),
-                ChangeOptions(kept=True),
+                ChangeOptions(was_in_force=True),
             )
 
     def _has_file_changed(self, file: Path) -> bool:
@@ -161,7 +161,7 @@ class ConfigRollout:
             )
             return _answer(409, "nothing", message)
         text = target.text.encode()
-        options = msgspec.structs.replace(options, kept=True)
+        options = msgspec.structs.replace(options, was_in_force=True)
         return await self._change(
             "/config", text, {}, lambda: self._load_sent(text), options, trigger="rollback"
         )
@@ -207,11 +207,13 @@ class ConfigRollout:
         workers = self._workers()
         if not workers:
             return _answer(503, "nothing", "no worker is ready")
-        dry_run_path = f"{path}?dry_run=1" if options.dry_run else f"{path}?dry_run=1&noted=1"
+        dry_run_path = (
+            f"{path}?dry_run=1" if options.dry_run else f"{path}?dry_run=1&record_rejection=1"
+        )
         if options.force:
             dry_run_path += "&force=1"
-        if options.kept:
-            dry_run_path += "&kept=1"
+        if options.was_in_force:
+            dry_run_path += "&was_in_force=1"
         by_worker = await self._send_to(workers, dry_run_path, text, match)
         if len(by_worker) < len(workers):
             return _answer(
@@ -248,9 +250,9 @@ class ConfigRollout:
         loaded: LoadedConfig,
         options: ChangeOptions,
     ) -> WorkerResponse:
-        kept = "&kept=1" if options.kept else ""
+        in_force = "&was_in_force=1" if options.was_in_force else ""
         # The dry run has checked already whether the endpoints can be reached.
-        by_worker = await self._send_to(workers, f"{path}?force=1{kept}", text, {})
+        by_worker = await self._send_to(workers, f"{path}?force=1{in_force}", text, {})
         responses = list(by_worker.values())
         failed = [
             response for response in responses if response_result(response) not in SUCCESS_RESULTS
@@ -262,7 +264,7 @@ class ConfigRollout:
                 if response_result(response) == "applied"
             ]
             rolled_back = await self._send_to(
-                applied_by, "/config?force=1&kept=1", self.running.text, {}
+                applied_by, "/config?force=1&was_in_force=1", self.running.text, {}
             )
             # These have counted two more versions than the others, so they are replaced.
             for worker in rolled_back:

@@ -157,14 +157,14 @@ def merge_canaries(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def _canary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     arms = [
         summarize_arm(
-            rows_of_arm[0]["side"],
+            rows_of_arm[0]["arm"],
             rows_of_arm[0]["policy"],
             _sum_counts(rows_of_arm, "outcomes"),
             _sketch(rows_of_arm),
         )
-        for rows_of_arm in _group_by("side", (side for pool in rows for side in pool["sides"]))
+        for rows_of_arm in _group_by("arm", (arm for pool in rows for arm in pool["arms"]))
     ]
-    return {"pool": rows[0]["pool"], "share": rows[0]["share"], "sides": arms}
+    return {"pool": rows[0]["pool"], "share": rows[0]["share"], "arms": arms}
 
 
 def _sketch(rows: Iterable[Mapping[str, Any]]) -> BucketCounts:

@@ -102,11 +102,20 @@ async def test_goodput_is_judged_by_the_class_and_budgets_in_headers() -> None:
         await stream(sdk, extra_headers={"x-slo-class": "interactive"})
         await stream(sdk, extra_headers={"x-slo-class": "batch", "x-slo-ttft-ms": "1"})
         await stream(sdk)
-        assert gateway.metric("penstock_goodput_total", kept="met", **{"class": "interactive"}) == 1
         assert (
-            gateway.metric("penstock_goodput_total", kept="ttft_missed", **{"class": "batch"}) == 1
+            gateway.metric("penstock_goodput_total", slo_outcome="met", **{"class": "interactive"})
+            == 1
         )
-        assert gateway.metric("penstock_goodput_total", kept="met", **{"class": "standard"}) == 1
+        assert (
+            gateway.metric(
+                "penstock_goodput_total", slo_outcome="ttft_missed", **{"class": "batch"}
+            )
+            == 1
+        )
+        assert (
+            gateway.metric("penstock_goodput_total", slo_outcome="met", **{"class": "standard"})
+            == 1
+        )
         assert gateway.metric("penstock_goodput_total") == 3
 
 
@@ -124,7 +133,11 @@ async def test_every_request_can_be_explained_by_its_id() -> None:
             sdk, extra_headers={"x-slo-class": "interactive", "x-session-id": "agent-1"}
         )
         status, page = await gateway.page(f"/explain/{request_id}")
-        assert (status, page["admission"]["verdict"], page["kept"]) == (200, "admitted", "met")
+        assert (status, page["admission"]["verdict"], page["slo_outcome"]) == (
+            200,
+            "admitted",
+            "met",
+        )
         assert (page["slo"]["name"], page["in_session"], page["deadline_s"]) == (
             "interactive",
             True,
@@ -158,9 +171,13 @@ async def test_refusals_under_overload_have_a_reason_and_a_retry_time() -> None:
             assert "of 2 places are taken" in error["message"]
             assert int(result.response.headers["retry-after-ms"]) > 0
             status, page = await gateway.page(f"/explain/{result.response.headers['x-request-id']}")
-            assert (status, page["admission"]["verdict"], page["kept"]) == (200, "refused", "shed")
+            assert (status, page["admission"]["verdict"], page["slo_outcome"]) == (
+                200,
+                "refused",
+                "shed",
+            )
         assert gateway.metric(
-            "penstock_goodput_total", kept="shed", **{"class": "standard"}
+            "penstock_goodput_total", slo_outcome="shed", **{"class": "standard"}
         ) == len(refused)
         assert gateway.metric("penstock_shed_total", **{"class": "standard"}) == len(refused)
         assert time.monotonic() - began < 10

@@ -69,7 +69,9 @@ LOST_KV = " + ".join(
 )
 
 JUDGED = rate("penstock_goodput_total", f"{POOL}, class", "5m", **{"class": "!batch"})
-SHED = rate("penstock_goodput_total", f"{POOL}, class", "5m", **{"class": "!batch", "kept": "shed"})
+SHED = rate(
+    "penstock_goodput_total", f"{POOL}, class", "5m", **{"class": "!batch", "slo_outcome": "shed"}
+)
 SHED_SHARE = f"({SHED} or 0 * {JUDGED}) / {JUDGED}"
 
 # penstock_endpoint_up is 1 for half of a pool even if all its endpoints have failed. An endpoint
@@ -210,13 +212,13 @@ ALERTS = (
         "page",
         "One in twenty requests of a class with latency targets is refused.",
         (
-            ('penstock_goodput_total{class="interactive", kept="met"}', "0+80x60"),
-            ('penstock_goodput_total{class="interactive", kept="shed"}', "0+20x60"),
+            ('penstock_goodput_total{class="interactive", slo_outcome="met"}', "0+80x60"),
+            ('penstock_goodput_total{class="interactive", slo_outcome="shed"}', "0+20x60"),
         ),
         (
-            ('penstock_goodput_total{class="interactive", kept="met"}', "0+99x60"),
-            ('penstock_goodput_total{class="interactive", kept="shed"}', "0+1x60"),
-            ('penstock_goodput_total{class="batch", kept="shed"}', "0+50x60"),
+            ('penstock_goodput_total{class="interactive", slo_outcome="met"}', "0+99x60"),
+            ('penstock_goodput_total{class="interactive", slo_outcome="shed"}', "0+1x60"),
+            ('penstock_goodput_total{class="batch", slo_outcome="shed"}', "0+50x60"),
         ),
         (*_POOL, ("class", "interactive")),
     ),

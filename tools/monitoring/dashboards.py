@@ -60,8 +60,8 @@ def _single(expr: str, legend: str = "") -> tuple[Query, ...]:
     return (Query(expr, legend),)
 
 
-_GOOD = rate_or_zero("penstock_goodput_total", kept="met")
-_JUDGED = rate("penstock_goodput_total", kept=JUDGED_OUTCOMES)
+_GOOD = rate_or_zero("penstock_goodput_total", slo_outcome="met")
+_JUDGED = rate("penstock_goodput_total", slo_outcome=JUDGED_OUTCOMES)
 _HIT = f"{rate('penstock_prefix_hit_tokens_total')} / {rate('penstock_prefix_lookup_tokens_total')}"
 _CACHED = f"{rate('penstock_cached_tokens_total')} / {rate('penstock_prompt_tokens_total')}"
 _AVOIDABLE = rate("penstock_prefill_tokens_total", cause="~spread|evicted")
@@ -98,7 +98,10 @@ OVERVIEW = Board(
             ),
             Panel(
                 "Requests by service class and result",
-                _single(rate("penstock_goodput_total", "class, kept"), "{{class}} {{kept}}"),
+                _single(
+                    rate("penstock_goodput_total", "class, slo_outcome"),
+                    "{{class}} {{slo_outcome}}",
+                ),
                 "reqps",
             ),
         ),

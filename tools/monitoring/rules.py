@@ -144,12 +144,12 @@ def _burn_tests(slo: Objective, runbooks: str) -> list[Rule]:
         else:
             series = (
                 (
-                    f'penstock_goodput_total{{{labels}, class="standard", kept="met"}}',
+                    f'penstock_goodput_total{{{labels}, class="standard", slo_outcome="met"}}',
                     f"0+{10_000 - bad}x{_MINUTES}",
                 ),
                 (
                     f'penstock_goodput_total{{{labels}, class="standard", '
-                    f'kept="{slo.slo}_missed"}}',
+                    f'slo_outcome="{slo.slo}_missed"}}',
                     f"0+{bad}x{_MINUTES}",
                 ),
             )

@@ -40,9 +40,9 @@ class Objective(msgspec.Struct, frozen=True):
                 "penstock_requests_total", BUDGET_LABELS, window, code="200", reason="!served"
             )
             return f"(({failed} or 0 * {total}) + ({broken} or 0 * {total})) / {total}"
-        total = rate("penstock_goodput_total", BUDGET_LABELS, window, kept=JUDGED_OUTCOMES)
+        total = rate("penstock_goodput_total", BUDGET_LABELS, window, slo_outcome=JUDGED_OUTCOMES)
         outcomes = TTFT_MISSED if self.slo == "ttft" else TPOT_MISSED
-        missed = rate("penstock_goodput_total", BUDGET_LABELS, window, kept=outcomes)
+        missed = rate("penstock_goodput_total", BUDGET_LABELS, window, slo_outcome=outcomes)
         return f"({missed} or 0 * {total}) / {total}"
 
     def recorded_series(self, window: str) -> str:

@@ -50,8 +50,8 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "penstock_shadow_cached_tokens_total": "Shadow policies: "
         "difference in cached prompt tokens",
         "penstock_shadow_cost_seconds_total": "Shadow policies: CPU time",
-        "penstock_canary_requests_total": "Canary: requests by side and result",
-        "penstock_canary_ttft_seconds": "Canary: time to first token by side",
+        "penstock_canary_requests_total": "Canary: requests by arm and SLO outcome",
+        "penstock_canary_ttft_seconds": "Canary: time to first token by arm",
         "penstock_shared_peers": "Other gateways connected",
         "penstock_shared_messages_total": "Messages between gateways by kind",
         "penstock_shared_dropped_total": "Dropped messages between gateways by reason",

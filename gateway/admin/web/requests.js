@@ -87,7 +87,7 @@ async function explain(id) {
 
 function page(told) {
   const facts = [
-    ["Outcome", `${told.status} ${words(told.outcome)}${told.kept ? `, SLO: ${words(told.kept)}` : ""}`],
+    ["Outcome", `${told.status} ${words(told.outcome)}${told.slo_outcome ? `, SLO: ${words(told.slo_outcome)}` : ""}`],
     ["Model", [told.model, told.tier && `served by ${told.tier}`].filter(Boolean).join(", ")],
     ["Tenant", told.tenant],
     ["Asked", told.slo && `${count(told.prompt_tokens, "prompt token")}, ${count(told.output_tokens, "output token")} expected`],

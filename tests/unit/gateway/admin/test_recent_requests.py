@@ -21,9 +21,9 @@ from gateway.telemetry.explain import RecentExchanges
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 
 
-def ended(number: int, outcome: str = "served", kept: str = "met") -> Exchange:
+def ended(number: int, outcome: str = "served", slo_outcome: str = "met") -> Exchange:
     x = Exchange(f"req_{number}", Api.CHAT, "127.0.0.1", float(number))
-    x.status, x.outcome, x.slo_outcome, x.model = 200, outcome, kept, "demo"
+    x.status, x.outcome, x.slo_outcome, x.model = 200, outcome, slo_outcome, "demo"
     return x
 
 
@@ -58,9 +58,9 @@ def test_problems_are_failures_rejections_and_missed_slos() -> None:
             ended(1),
             ended(2, "refused", "shed"),
             ended(3, "interrupted", "failed"),
-            ended(4, kept="ttft_missed"),
+            ended(4, slo_outcome="ttft_missed"),
         ),
-        *(ended(5, kept=""), ended(6, "client_gone", "")),
+        *(ended(5, slo_outcome=""), ended(6, "client_gone", "")),
     )
     assert ids(recent_rows(explained, RecentQuery(problems=True))) == [
         "req_6",

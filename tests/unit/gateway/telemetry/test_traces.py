@@ -106,7 +106,7 @@ async def test_a_request_is_one_tree_from_its_first_byte_to_its_last(sent: list[
             "demo-8b",
             ["length"],
         )
-        assert attributes[semconv.KEPT] == "met"
+        assert attributes[semconv.SLO_OUTCOME] == "met"
         assert attributes[semconv.TTFT] > 0
         assert pick["attributes"][semconv.ENDPOINT] == engine["attributes"][semconv.ENDPOINT]
         ids = [

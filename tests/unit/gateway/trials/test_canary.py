@@ -103,8 +103,8 @@ async def test_a_canary_serves_its_sessions_is_compared_and_promoted_by_a_reload
         _, _, results = await harness.asked("GET", "/canary")
         [pool] = results["canaries"]
         assert (pool["pool"], pool["share"]) == ("chat", "50 %")
-        primary, other = pool["sides"]
-        assert [(side["side"], side["policy"]) for side in pool["sides"]] == [
+        primary, other = pool["arms"]
+        assert [(arm["arm"], arm["policy"]) for arm in pool["arms"]] == [
             ("primary", "prefix_aware"),
             ("canary", "round_robin"),
         ]

@@ -126,7 +126,7 @@ async def test_a_worker_that_may_differ_from_the_others_is_replaced(house: House
 async def test_a_worker_that_does_not_respond_prevents_one_change_and_is_replaced(
     house: House,
 ) -> None:
-    house.workers[1].lost_at = "/config?dry_run=1&noted=1"
+    house.workers[1].lost_at = "/config?dry_run=1&record_rejection=1"
     answer = await house.configured.put(NEW.encode(), {})
     assert (answer.status, house.lost, house.agree(OLD)) == (503, [house.workers[1]], True)
 
@@ -136,12 +136,12 @@ async def test_workers_record_a_rejection_until_the_file_is_valid_again(house: H
     await house.configured.reload_changed_files()
     await house.configured.reload_changed_files()
     assert (len(house.said), house.agree(OLD)) == (1, True)
-    assert set(house.workers[0].asked) == {"/config/reload?dry_run=1&noted=1"}
+    assert set(house.workers[0].asked) == {"/config/reload?dry_run=1&record_rejection=1"}
     house.file.write_text(OLD)
     await house.configured.reload_changed_files()
     assert [each.asked[-1] for each in house.workers] == ["/config/reload?force=1"] * 2
     await house.configured.reload_changed_files()
-    assert house.workers[0].asked[-1] == "/config/reload?dry_run=1&noted=1", (
+    assert house.workers[0].asked[-1] == "/config/reload?dry_run=1&record_rejection=1", (
         "there is nothing to take back any more"
     )
     assert house.configured.version == 1
@@ -207,8 +207,8 @@ async def test_a_rollback_uses_the_same_file_name_as_the_workers(house: House) -
     await house.configured.rollback(1)
     assert house.agree(OLD)
     kept = [
-        "/config?dry_run=1&noted=1&kept=1",
-        "/config?force=1&kept=1",
+        "/config?dry_run=1&record_rejection=1&was_in_force=1",
+        "/config?force=1&was_in_force=1",
     ]  # its references need not be in force
     assert house.workers[0].asked[-2:] == kept
     assert Path(house.configured.running.file).name == PUT_NAME

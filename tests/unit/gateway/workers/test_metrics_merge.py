@@ -206,11 +206,11 @@ def test_scores_of_all_workers_decide_whether_a_shadow_is_conclusive() -> None:
 
 
 def canary(met: int, late: int, ttft: BucketCounts) -> dict[str, object]:
-    sides = [
+    arms = [
         summarize_arm("primary", "a", {"met": met, "ttft": late, "unknown": 1}, ttft),
         summarize_arm("canary", "b", {}, {}),
     ]
-    return {"canaries": [{"pool": "main", "share": "5 %", "sides": sides}]}
+    return {"canaries": [{"pool": "main", "share": "5 %", "arms": arms}]}
 
 
 def test_canary_arms_cover_the_requests_and_observations_of_all_workers() -> None:
@@ -218,7 +218,7 @@ def test_canary_arms_cover_the_requests_and_observations_of_all_workers() -> Non
     (merged,) = metrics_merge.merge_canaries([canary(50, 10, quick), canary(70, 30, slow)])[
         "canaries"
     ]
-    primary, other = merged["sides"]
+    primary, other = merged["arms"]
     assert (primary["requests"], primary["goodput"]) == (162, 0.75)
     assert primary["ttft_p50_s"] == primary["ttft_p99_s"] == pytest.approx(1.0, rel=0.011)
     assert (other["requests"], other["goodput"], other["ttft_p50_s"]) == (0, None, None)
