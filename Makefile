@@ -10,6 +10,7 @@ TESTS  ?=
 TRIALS ?=
 TRACES ?=
 GOODPUT ?=
+ZOO    ?=
 SOAK   ?=
 OVERLOAD ?=
 RESTARTS ?=
@@ -27,7 +28,7 @@ COMPILED_TESTS ?= tests/unit/gateway tests/unit/policies tests/property/gateway 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split bench-paired bench-tls goodput observe real compiled test-compiled load policies gateways restarts attacks tls soak overload isolation clocks web docs lock deploy-check clean
+.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split bench-paired bench-tls goodput zoo observe real compiled test-compiled load policies gateways restarts attacks tls soak overload isolation clocks web docs lock deploy-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +83,9 @@ bench-split: $(VENV)/.dev ## compare the gateway's CPU for split requests with t
 goodput: $(VENV)/.dev ## measure the goodput of every policy, into docs/goodput.md (TRACES=FOLDER; GOODPUT="--quick")
 	@test -n "$(TRACES)" || { echo "make goodput needs the recorded traces: make goodput TRACES=FOLDER" >&2; exit 1; }
 	$(PY) bench/goodput.py --data $(TRACES) --page docs/goodput.md $(GOODPUT)
+
+zoo: $(VENV)/.dev ## compare the policy priced with other routers' rules on drawn workloads (ZOO="--seed SEED --count 30")
+	$(PY) -m bench.zoo.run $(ZOO)
 
 observe: $(VENV)/.dev ## test dashboards and rules with a real Prometheus (Debian's, unpacked into build/; 2 minutes)
 	@sh deploy/prometheus/install.sh build/prometheus

@@ -37,7 +37,7 @@ from gateway.protocol.sequences import SEQUENCE_MEMBERS, count_sequences, read_p
 from gateway.protocol.service_class import MAX_PRIORITY, RequestPreferences
 from gateway.protocol.sessions import SESSION_MEMBERS, with_body_session
 from policies.admission.prompt_length import PromptLengths
-from policies.engine.output_length import OutputLengths
+from policies.engine.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengths
 from policies.model import Request, Slo
 
 
@@ -91,7 +91,6 @@ CONVERSATION: Mapping[Api, str] = {api: names[-1] for api, names in PROMPT_MEMBE
 """The member of PROMPT_MEMBERS that is required."""
 
 _PREAMBLE = frozenset(name for names in PROMPT_MEMBERS.values() for name in names[:-1])
-DEFAULT_OUTPUT_TOKENS = 256
 
 # max_tokens is an upper bound, rarely the expected length: a huge one must not look like much load.
 MAX_EXPECTED_TOKENS = 2048

@@ -331,6 +331,7 @@ class Fleet:
         record.preemptions += job.preemptions
         record.done_s = now
         entry.finish(now, record.output_tokens)
+        self.gateway.learn_length(record)
         flight.booking = None
         if not record.prefilled_by:
             record.believed_tokens = flight.believed_tokens

@@ -19,6 +19,7 @@ from planner.text_generator import BYTES_PER_TOKEN
 from planner.traces.shape import TraceRequest
 from policies import run
 from policies.contract import Policy
+from policies.engine.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengths
 from policies.model import Candidate, Pick, Request, RoutingQuery
 from policies.prefix.fingerprint import Fingerprint, fingerprint_of_chain
 from policies.prefix.prefix_index import PrefixIndex
@@ -54,6 +55,7 @@ class GatewaySim:
         self.candidates = tuple(group.candidate for group in groups)
         self._kv_blocks = [group.engine.scheduler.pool.total for group in groups]
         self._least_kv_blocks = min(self._kv_blocks)
+        self.output_lengths = OutputLengths()
         self.picks, self.pick_s = 0, 0.0
 
     def request(self, record: ReplayRecord, trace_request: TraceRequest) -> Request:
@@ -64,7 +66,7 @@ class GatewaySim:
             model="model",
             tenant=trace_request.tenant,
             prompt_tokens=trace_request.input_tokens,
-            output_tokens=self._options.expected_output or trace_request.output_tokens,
+            output_tokens=self._expected_tokens(record, trace_request),
             stream=True,
             slo=record.slo,
             priority=trace_request.priority,
@@ -72,6 +74,16 @@ class GatewaySim:
             deadline_s=None if patience_s is None else record.arrived_s + patience_s,
             session=trace_request.session,
         )
+
+    def _expected_tokens(self, record: ReplayRecord, trace_request: TraceRequest) -> int:
+        if not self._options.learns_lengths:
+            return self._options.expected_output or trace_request.output_tokens
+        expected = self.output_lengths.estimate("model", record.tenant, record.slo.name)
+        return DEFAULT_OUTPUT_TOKENS if expected is None else max(1, round(expected))
+
+    def learn_length(self, record: ReplayRecord) -> None:
+        """Learn from the length of an answer that ended."""
+        self.output_lengths.record("model", record.tenant, record.slo.name, record.output_tokens)
 
     def fingerprint(self, request: Request, keys: tuple[int, ...]) -> Fingerprint | None:
         """Return the fingerprint of the prompt's whole blocks.

@@ -156,13 +156,13 @@ class ReplayGroup:
 def _prior(kind: GroupKind) -> StepCosts:
     shape = kind.shape
     return shape_for(
-        kind.gpu,
+        kind.labelled_gpu or kind.gpu,
         kind.tp,
         params_b=shape.params / 1e9,
         active_b=shape.active_params / 1e9,
         kv_token_bytes=shape.kv_token_bytes,
         weight_bytes=shape.weight_bytes,
-        budget_tokens=kind.max_num_batched_tokens,
+        budget_tokens=kind.labelled_batched_tokens or kind.max_num_batched_tokens,
     )
 
 

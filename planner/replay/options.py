@@ -66,6 +66,8 @@ class ReplayOptions(msgspec.Struct, frozen=True):
 
     expected_output  output tokens the gateway expects of a request; None: clients send max_tokens
                      and use all of it
+    learns_lengths   expect of a request what ended answers teach, like the live gateway, which
+                     begins with DEFAULT_OUTPUT_TOKENS; `expected_output` is ignored then
     scrape_s         interval of metric scrapes; None: never. `scrape_age_s`: their age on arrival
     lost_events      share of index updates that are lost, 0 to 1
     horizon_s        closed loops send nothing after it, and unfinished requests are cut; None: run
@@ -81,6 +83,7 @@ class ReplayOptions(msgspec.Struct, frozen=True):
     seed: int = 0
     view: CacheView = CacheView.INDEX
     expected_output: int | None = 350
+    learns_lengths: bool = False
     scrape_s: float | None = 1.0
     scrape_age_s: float = 0.0
     lost_events: float = 0.0

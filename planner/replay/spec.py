@@ -32,6 +32,9 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slowness         factor on its step times, unknown to the gateway
     up_at_s          when it joins, with an empty cache
     link_gb_s        GB/s of KV it can send, and the same to receive, for split requests
+    labelled_gpu     the GPU that the gateway believes it has; empty: the true one
+    labelled_batched_tokens  the max_num_batched_tokens that the gateway believes; None: the true
+                     one
     """
 
     model: str = "llama-3.1-70b-fp8"
@@ -48,6 +51,8 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     up_at_s: float = 0.0
     link_gb_s: float = 50.0
     profile: str = "2026"
+    labelled_gpu: str = ""
+    labelled_batched_tokens: int | None = None
 
     @property
     def shape(self) -> Llm:
@@ -136,8 +141,11 @@ def _check(kind: GroupKind, block_tokens: int) -> None:
         raise ValueError(f"up_at_s must be a time of the replay, not {kind.up_at_s}")
     if kind.max_num_batched_tokens < kind.max_num_seqs:
         raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
-    # evaluated for its ValueError
+    # evaluated for their ValueError
     kind.software  # noqa: B018
+    gpu_named(kind.labelled_gpu or kind.gpu)
+    if kind.labelled_batched_tokens is not None and kind.labelled_batched_tokens < 1:
+        raise ValueError("labelled_batched_tokens must be positive")
     if kind.capacity_tokens < block_tokens:
         raise ValueError(f"{kind.model} on {kind.tp} x {kind.gpu} leaves no memory for KV")
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 
+DEFAULT_OUTPUT_TOKENS = 256
+"""Expected length before a model's first answer has ended."""
+
 MEMORY = 100  # number of answers a mean covers
 SEEN = 5  # answers until a mean has full weight against the more general one
 NOTHING = (0, 0.0)  # number and mean before the first answer

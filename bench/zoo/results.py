@@ -1,0 +1,57 @@
+"""The result of one policy on one workload, and which rule was best there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import log
+
+import msgspec
+
+from bench.zoo.measure import LOWEST, STEP
+
+LEAST = STEP**LOWEST
+"""The lowest load of the grid stands for a capacity that is below it."""
+
+
+class Result(msgspec.Struct, frozen=True):
+    """Attainment of one policy by grid step, and capacities by target as text.
+
+    code     digest of the measured code
+    dropped  the reason why the workload is left out; empty if it counts
+    """
+
+    seed: str
+    number: int
+    arrivals: int
+    policy: str
+    attainment: dict[int, float]
+    capacity: dict[str, float]
+    cpu_s: float = 0.0
+    code: str = ""
+    dropped: str = ""
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        """What identifies its cell."""
+        return self.seed, self.number, self.arrivals, self.policy
+
+    def load(self, target: str) -> float:
+        """Return the capacity, at least LEAST."""
+        return max(LEAST, self.capacity[target])
+
+    def covers(self, targets: Iterable[float], steps: Iterable[int]) -> bool:
+        """Return whether these targets and grid steps were measured."""
+        return all(f"{target:g}" in self.capacity for target in targets) and all(
+            step in self.attainment for step in steps
+        )
+
+
+def best_rules(results: Sequence[Result], count: int) -> list[str]:
+    """Return the policies with the highest capacities at 90 %, highest first."""
+    ranked = sorted(results, key=lambda result: -result.capacity["0.9"])
+    return [result.policy for result in ranked[:count]]
+
+
+def reference_step(results: Iterable[Result]) -> int:
+    """Return the grid step nearest to the highest capacity of these."""
+    return round(log(max(result.load("0.9") for result in results)) / log(STEP))

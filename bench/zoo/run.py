@@ -1,0 +1,163 @@
+"""`make zoo`: compare the policy `priced` with other routers' rules on drawn workloads.
+
+    python -m bench.zoo.run --seed SEED [--count 30] [--minutes 20] [--out FILE]
+
+The seed of a report is the hash of the commit in which the space of workloads (space.py) was last
+changed, so that nothing can have been tuned on its workloads.
+
+Every result is a line of JSON in the file. Results that are there already are not measured again,
+so that an interrupted run continues. Of each workload two seeds of arrivals are measured, the same
+for all policies. All policies get a capacity at 90 % attainment; only the best few rules and
+`priced` get the other figures. docs/policies.md describes the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Sequence
+from math import log
+from pathlib import Path
+from time import monotonic
+
+import msgspec
+
+from bench.goodput import code_digest
+from bench.zoo.measure import STEP, Attainments, build_case
+from bench.zoo.results import Result, best_rules, reference_step
+from bench.zoo.space import draw
+from bench.zoo.summary import page
+
+ROOT = Path(__file__).parents[2]
+OURS = "priced"
+RULES = (
+    "prefix_aware",
+    "llmd_blend",
+    "llmd_token",
+    "llmd_predictor",
+    "llumnix",
+    "lmetric",
+    "mooncake",
+    "dualmap",
+    "dynamo_kv",
+    "preble",
+    "power_of_two",
+    "sglang_cache_aware",
+)
+FINALISTS = 4
+"""Rules with the highest capacities on a workload, which get the other figures."""
+
+TARGETS = (0.9, 0.95, 0.99)
+LOW_LOADS = (0.25, 0.5, 0.8)
+"""Shares of the best rule's capacity at which attainment is compared."""
+
+SLOW_S = 60.0
+"""CPU seconds of one replay beyond which a workload is dropped."""
+
+
+class ResultFile:
+    """The file of results, and the only writer of it."""
+
+    def __init__(self, path: Path, code: str, any_code: bool) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._code = path, code
+        self.known: dict[tuple[str, int, int, str], Result] = {}
+        if path.exists():
+            for line in path.read_bytes().splitlines():
+                result = msgspec.json.decode(line, type=Result)
+                if any_code or result.code == code:
+                    self.known[result.key] = result
+
+    def add(self, result: Result) -> None:
+        """Append a result; it replaces an earlier one of the same cell."""
+        result = msgspec.structs.replace(result, code=self._code)
+        self.known[result.key] = result
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(result) + b"\n")
+
+
+class Comparison:
+    """Measures all policies on one workload with one seed of arrivals."""
+
+    def __init__(self, seed: str, number: int, arrivals: int, file: ResultFile) -> None:
+        self._place = (seed, number, arrivals)
+        self._file = file
+
+    def run(self, policies: Sequence[str]) -> None:
+        """Measure what is missing: capacities first, then the other figures of the best."""
+        start = 0
+        for policy in policies:
+            result = self._measure(policy, start, TARGETS[:1])
+            start = round(log(max(result.capacity.get("0.9", 0.0), 1 / 30)) / log(STEP))
+            if result.dropped:
+                return
+        results = [
+            result
+            for policy in RULES
+            if (result := self._file.known.get((*self._place, policy))) is not None
+        ]
+        reference = reference_step(results)
+        best = best_rules(results, FINALISTS)
+        steps = [reference + round(log(share) / log(STEP)) for share in LOW_LOADS]
+        for policy in policies:
+            if policy == OURS or policy in best:
+                self._measure(policy, reference, TARGETS, steps)
+
+    def _measure(
+        self, policy: str, start: int, targets: Iterable[float], steps: Iterable[int] = ()
+    ) -> Result:
+        """Return the policy's result, with these targets and grid steps measured."""
+        known = self._file.known.get((*self._place, policy))
+        if known is not None and known.covers(targets, steps):
+            return known
+        attainments = Attainments(build_case(*self._place), policy)
+        if known is not None:
+            attainments.by_step.update(known.attainment)
+        for step in steps:
+            attainments.at(step)
+        capacity = {f"{target:g}": attainments.capacity(target, start) for target in targets}
+        runs = max(1, len(attainments.by_step) - (len(known.attainment) if known else 0))
+        result = Result(
+            *self._place,
+            policy,
+            attainments.by_step,
+            capacity,
+            attainments.cpu_s + (known.cpu_s if known else 0.0),
+            dropped="slow" if attainments.cpu_s / runs > SLOW_S else "",
+        )
+        self._file.add(result)
+        return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", default="development", help="determines all workloads")
+    parser.add_argument("--arrivals", default="0,1", help="seeds of the arrivals")
+    parser.add_argument("--first", type=int, default=0, help="number of the first workload")
+    parser.add_argument("--count", type=int, default=30)
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no workload after these")
+    parser.add_argument("--policies", default=",".join((*RULES, OURS)))
+    parser.add_argument("--any-code", action="store_true", help="use results of other versions")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "zoo" / "results.jsonl")
+    parser.add_argument("--page", type=Path, help="write the tables to this Markdown file")
+    args = parser.parse_args()
+    os.nice(5)
+    file, until = (
+        ResultFile(args.out, code_digest(), args.any_code),
+        monotonic() + 60 * args.minutes,
+    )
+    numbers = range(args.first, args.first + args.count)
+    for number in numbers:
+        for arrivals in map(int, args.arrivals.split(",")):
+            if monotonic() > until:
+                break
+            Comparison(args.seed, number, arrivals, file).run(args.policies.split(","))
+    workloads = {number: draw(args.seed, number) for number in numbers}
+    text = page(workloads, [file.known[key] for key in file.known if key[0] == args.seed], OURS)
+    print(text)
+    if args.page:
+        args.page.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

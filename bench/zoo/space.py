@@ -1,0 +1,210 @@
+"""The space of workloads that policies are compared on, and how one is drawn from it.
+
+Each axis has fixed weights. Within every block of 20 consecutive numbers, the main axes are drawn
+by stratified sampling, so that a block has nearly the shares that the weights say. A drawn workload
+is only numbers; its fleet is built in fleets.py and its requests in requests.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import exp, log
+from random import Random
+
+import msgspec
+
+BLOCK = 20
+"""Workloads with consecutive numbers that are drawn together."""
+
+WEIGHTS: Mapping[str, Mapping[str, float]] = {
+    # gamma: a coefficient of variation from 2 to 13; spikes: moments with 3 to 6 times the rate
+    "arrivals": {"poisson": 45, "gamma": 30, "diurnal": 12, "spikes": 13},
+    # short: 5 to 80 tokens; chat: 100 to 600; tail: 80 % short and 20 % long; reasoning: a mean
+    # from 1,500 to 4,000, at most 6,000
+    "answers": {"short": 20, "chat": 40, "tail": 10, "reasoning": 30},
+    # Skewed prefixes are tree (nested prefixes by Zipf's law) and documents (one of a collection)
+    "sharing": {"none": 25, "system": 20, "tree": 20, "documents": 15, "sessions": 20},
+    # unequal: two kinds of GPU; labels: the gateway believes a wrong GPU or chunk size; slow: some
+    # members take 1.5 to 4 times as long, unknown to the gateway
+    "condition": {"equal": 60, "unequal": 14, "labels": 13, "slow": 13},
+    # pairs: any two groups may share a request; pools: separate prefill and decode groups
+    "split": {"none": 85, "pairs": 8, "pools": 7},
+    "groups": {"2": 12, "4": 28, "8": 34, "16": 16, "32": 7, "64": 3},
+    "model": {"llama-3.1-70b-fp8": 40, "qwen3-32b": 30, "llama-3.1-8b": 30},
+    "chunk": {"2048": 20, "8192": 60, "16384": 20},
+    "ttft_s": {"1": 15, "2": 20, "5": 35, "10": 20, "30": 10},
+    "tpot_s": {"0.03": 15, "0.05": 30, "0.1": 40, "0.15": 15},
+}
+STRATIFIED = ("arrivals", "answers", "sharing", "condition", "split", "groups")
+
+DROP_RULES = (
+    "no rule reaches 90 % attainment at any load down to 1/30 of the estimated capacity",
+    "all rules reach 90 % attainment even at 30 times the estimated capacity",
+    "one replay at the estimated capacity takes more than 60 s of CPU time",
+)
+"""A drawn workload is left out of the comparison for these reasons only, and is listed with it."""
+
+MOST_REQUESTS = 3_000
+FEWEST_REQUESTS = 600
+PER_GROUP = 90
+PER_GROUP_SESSIONS = 225
+PER_GROUP_LONG = 450
+"""Requests per group where answers are long: several times those that run at the same moment."""
+
+MOST_GROUPS_LONG = 4
+"""More groups could not be filled with long answers, or with sessions, by MOST_REQUESTS."""
+
+MOST_GROUPS_SESSIONS = 8
+SPANS = 6.0
+"""Arrivals must last at least this many TTFT budgets; else a queue at the end is not a miss."""
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """One drawn workload. Lengths in tokens, times in seconds.
+
+    number, seed     its place in the sequence that the seed determines
+    requests         requests of one replay
+    spread           coefficient of variation of the gaps, or height of the wave or spikes
+    prompt_median, prompt_sigma   log-normal length of a prompt's own part
+    answer_tokens, answer_sigma   mean and spread of answers (requests.py)
+    shared_tokens    length of the shared part: system prompt, tree node or document
+    shared_count     number of system prompts, roots or documents; turns of a session
+    skew             exponent of Zipf's law
+    think_s          median pause in a session
+    condition_draw   0 to 1, chooses details of the condition
+    prefill_share    share of prefill groups in separate pools
+    link_gb_s        GB/s of each group's link
+    """
+
+    number: int
+    seed: str
+    arrivals: str
+    answers: str
+    sharing: str
+    condition: str
+    split: str
+    groups: int
+    model: str
+    chunk_tokens: int
+    ttft_s: float
+    tpot_s: float
+    requests: int
+    spread: float
+    prompt_median: float
+    prompt_sigma: float
+    answer_tokens: float
+    answer_sigma: float
+    shared_tokens: int
+    shared_count: int
+    skew: float
+    think_s: float
+    condition_draw: float
+    prefill_share: float
+    link_gb_s: float
+
+    @property
+    def name(self) -> str:
+        """A short unique name."""
+        return f"{self.seed[:8]}-{self.number}"
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its answers have at least 1,500 tokens in the mean."""
+        return self.answers == "reasoning"
+
+
+def draw(seed: str, number: int) -> Workload:
+    """Return workload `number` of the sequence that `seed` determines."""
+    rng = Random(f"zoo {seed} {number}")
+    chosen = {
+        axis: _choose(
+            WEIGHTS[axis],
+            _stratum(seed, number, axis) if axis in STRATIFIED else rng.random(),
+        )
+        for axis in WEIGHTS
+    }
+    groups = int(chosen["groups"])
+    is_long = chosen["answers"] == "reasoning"
+    if is_long:
+        groups = min(groups, MOST_GROUPS_LONG)
+    if chosen["sharing"] == "sessions":
+        groups = min(groups, MOST_GROUPS_SESSIONS)
+    if chosen["split"] != "none":
+        groups = max(groups, 4)
+    per_group = PER_GROUP_SESSIONS if chosen["sharing"] == "sessions" else PER_GROUP
+    wanted = groups * (PER_GROUP_LONG if is_long else per_group)
+    return Workload(
+        number=number,
+        seed=seed,
+        arrivals=chosen["arrivals"],
+        answers=chosen["answers"],
+        sharing=chosen["sharing"],
+        condition=chosen["condition"],
+        split=chosen["split"],
+        groups=groups,
+        model=chosen["model"],
+        chunk_tokens=int(chosen["chunk"]),
+        ttft_s=float(chosen["ttft_s"]),
+        tpot_s=float(chosen["tpot_s"]),
+        requests=min(MOST_REQUESTS, max(FEWEST_REQUESTS, wanted)),
+        spread=_spread(chosen["arrivals"], rng),
+        prompt_median=_log_uniform(rng, 60, 12_000),
+        prompt_sigma=rng.uniform(0.2, 1.3),
+        answer_tokens=_answer_tokens(chosen["answers"], rng),
+        answer_sigma=rng.uniform(0.2, 0.9),
+        shared_tokens=round(_log_uniform(rng, 600, 8_000)),
+        shared_count=_shared_count(chosen["sharing"], groups, rng),
+        skew=rng.uniform(0.7, 1.5),
+        think_s=_log_uniform(rng, 1.0, 60.0),
+        condition_draw=rng.random(),
+        prefill_share=rng.uniform(0.3, 0.7),
+        link_gb_s=_log_uniform(rng, 0.125, 50.0),
+    )
+
+
+def _stratum(seed: str, number: int, axis: str) -> float:
+    """Return a number from 0 to 1 so that a block covers that range evenly."""
+    block, place = divmod(number, BLOCK)
+    rng = Random(f"zoo {seed} {block} {axis}")
+    order = list(range(BLOCK))
+    rng.shuffle(order)
+    offset = rng.random()
+    return ((order[place] + offset) / BLOCK) % 1.0
+
+
+def _choose(weights: Mapping[str, float], place: float) -> str:
+    names: Sequence[str] = tuple(weights)
+    left = place * sum(weights.values())
+    for name in names:
+        left -= weights[name]
+        if left < 0:
+            return name
+    return names[-1]
+
+
+def _log_uniform(rng: Random, low: float, high: float) -> float:
+    return exp(rng.uniform(log(low), log(high)))
+
+
+def _spread(arrivals: str, rng: Random) -> float:
+    if arrivals == "gamma":
+        return _log_uniform(rng, 2.0, 13.0)
+    return rng.uniform(3.0, 6.0) if arrivals == "spikes" else rng.uniform(0.3, 0.9)
+
+
+def _answer_tokens(answers: str, rng: Random) -> float:
+    low, high = {
+        "short": (5, 80),
+        "chat": (100, 600),
+        "tail": (300, 1_500),
+        "reasoning": (1_500, 4_000),
+    }[answers]
+    return _log_uniform(rng, low, high)
+
+
+def _shared_count(sharing: str, groups: int, rng: Random) -> int:
+    if sharing == "system":
+        return rng.randint(1, 8)
+    if sharing == "sessions":
+        return round(_log_uniform(rng, 3, 16))
+    return round(_log_uniform(rng, 4, 60) * groups ** (0.5 if sharing == "tree" else 1.0))
