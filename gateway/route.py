@@ -6,7 +6,6 @@ configuration, reload/swap.py puts them in force, and serve.py takes a request a
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -20,8 +19,8 @@ from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.http.client import Client
 from gateway.legs.hedge import Hedger
+from gateway.protocol.api_keys import digest_of_headers, wrong_key
 from gateway.protocol.cache_salts import CacheSalts
-from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.openai import Call
 from gateway.protocol.relay import Relay
 from gateway.protocol.service_class import ServiceClasses
@@ -129,13 +128,22 @@ class PoolTrials(msgspec.Struct, frozen=True):
         return self.shadows is not None or (self.canary is not None and self.canary.reads_forecast)
 
 
+class ModelScope(msgspec.Struct, frozen=True):
+    """The models that some API keys are valid for, as in Snapshot."""
+
+    routes: Mapping[str, Route]
+    unlisted: Mapping[str, str]
+
+
 class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     """One immutable generation of configuration, topology and policies.
 
-    routes    by every name that a client may use, aliases included
+    routes    by every name that a client may use, aliases included; routes[name] also follows
+              patterns of names
     tenants   by SHA-256 of the key; empty when no key is required
     policies, trials  by pool
     unlisted  why no route has a model name (aliases included): no endpoint of its pool lists it
+    scopes    by SHA-256 of the key, for keys that are not valid for all models
     able      by model, the slots of the endpoints that may serve it, prefill endpoints included
 
     Only requests may hold a snapshot, so that an unreferenced one is known to be out of use.
@@ -151,6 +159,7 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     salts: CacheSalts | None = None
     unlisted: Mapping[str, str] = {}
     able: Mapping[str, tuple[int, ...]] = {}
+    scopes: Mapping[bytes, ModelScope] = {}
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
         """Return the tenant of a request; "" when no key is required.
@@ -161,14 +170,16 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
         """
         if not self.tenants:
             return ""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        tenant = self.tenants.get(digest)
-        if tenant is None or scheme.lower() != "bearer":
-            raise GatewayError(
-                Failure.BAD_KEY, "Incorrect API key provided: send 'Authorization: Bearer <key>'."
-            )
+        tenant = self.tenants.get(digest_of_headers(headers))
+        if tenant is None:
+            raise wrong_key()
         return tenant
+
+    def scope(self, headers: Mapping[str, str]) -> Snapshot | ModelScope:
+        """Return the models that the key of an authenticated request is valid for."""
+        if not self.scopes:
+            return self
+        return self.scopes.get(digest_of_headers(headers), self)
 
 
 class Gateway:

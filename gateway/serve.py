@@ -25,6 +25,7 @@ import xxhash
 
 from gateway.exchange import Exchange
 from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.name_table import find
 from gateway.http.client import Client
 from gateway.metrics.metric_types import Histogram
 from gateway.protocol.errors import Failure, GatewayError
@@ -122,6 +123,7 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     body = client.take_buffered_body() or await _receive_body(gateway, exchange, client)
     exchange.received_at = received_at = monotonic()
     exchange.take_memory(gate, len(body))
+    models = snapshot.scope(client.headers) if snapshot.scopes else snapshot
     kept = gateway.accounts.slo_tracker
     caller = CallContext(
         exchange.id,
@@ -132,13 +134,11 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
         snapshot.salts,
         kept.prompt_lengths,
     )
-    call = exchange.call = parse_call(
-        body, exchange.api, snapshot.routes, caller, snapshot.unlisted
-    )
+    call = exchange.call = parse_call(body, exchange.api, models.routes, caller, models.unlisted)
     del body  # the call owns the bytes, and releases them when no retry can need them
     if gate.quotas.by_tenant:
         exchange.quota = gate.quotas.take(call.request)
-    route = snapshot.routes[call.requested_model]
+    route = models.routes[call.requested_model]
     if route.canary is not None:
         route = route.canary.choose(exchange, call.request, route)
     exchange.model = route.name
@@ -216,7 +216,7 @@ def _current_route(
     The Permit is for the endpoints of today. A name that leads to another model or room by now
     keeps the meaning that it had when the request came.
     """
-    current = gateway.snapshot.routes.get(call.requested_model)
+    current = find(gateway.snapshot.routes, call.requested_model)
     if gateway.snapshot is snapshot or current is None:
         return route
     if (current.name, current.room) != (route.name, route.room):

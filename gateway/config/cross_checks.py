@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.config import isolation_rules, layout_rules, role_rules
+from gateway.config import alias_rules, isolation_rules, layout_rules, role_rules
 from gateway.config.problems import Path, did_you_mean, show_path
 from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
 from gateway.config.tree import Slos
@@ -24,6 +24,7 @@ from policies import admission_registry, registry
 def errors(data: Any) -> Iterator[RuleFinding]:
     """Yield everything in `data` (plain values as read) that is inconsistent."""
     yield from _model_names(data)
+    yield from alias_rules.errors(data)
     yield from _model_pools(data)
     yield from _served_models(data)
     yield from _endpoints(data)
@@ -64,6 +65,7 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
     yield from role_rules.warnings(data)
     yield from layout_rules.warnings(data)
     yield from isolation_rules.warnings(data)
+    yield from alias_rules.warnings(data)
     yield from _unverified(data)
     yield from _literal_secrets(data)
 
@@ -148,6 +150,8 @@ def _further_keys(data: Any) -> Iterator[tuple[Path, Any]]:
             ((*path, "keys", index), key)
             for index, key in enumerate(keys if isinstance(keys, list) else ())
         )
+        scoped = iter_mappings(get_member(tenant, "scoped_keys"), (*path, "scoped_keys"))
+        yield from (((*inner, "key"), get_member(item, "key")) for inner, item in scoped)
 
 
 def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:

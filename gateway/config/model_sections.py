@@ -60,7 +60,9 @@ class Model(Section):
 
     name: Name = Field(description="The name applications send and see in /v1/models.")
     aliases: tuple[Name, ...] = setting(
-        (), "Other names for the same model; a response contains the name that was requested."
+        (),
+        "Other names for the same model; a response contains the name that was requested. A name "
+        "with one * is a pattern, as in claude-*: exact names win, then the longest pattern.",
     )
     pool: Name = Field(description="The pool whose endpoints serve it.")
     served_model: Name | None = setting(

@@ -23,6 +23,18 @@ class TenantLimits(Section):
     )
 
 
+class ScopedKey(Section):
+    """A further API key of a tenant, which is valid for some models only."""
+
+    key: Secret = Field(description="The API key, by reference: ${NAME} or ${file:/path}.")
+    models: Annotated[tuple[Name, ...], Field(min_length=1, max_length=256)] = Field(
+        description="The model names that it is valid for, aliases and patterns (claude-*) "
+        "included; it sees no others."
+    )
+
+    _sendable_key = field_validator("key")(check_sendable)
+
+
 class Tenant(Section):
     """A client with API keys of its own. Without tenants, the API is open to any client."""
 
@@ -30,6 +42,12 @@ class Tenant(Section):
     key: Secret = Field(description="Its API key, by reference: ${NAME} or ${file:/path}.")
     keys: Annotated[tuple[Secret, ...], Field(max_length=8)] = setting(
         (), "Further valid API keys, for example while a key is being replaced; by reference."
+    )
+    models: Annotated[tuple[Name, ...], Field(max_length=256)] = setting(
+        (), "Model names that `key` and `keys` are valid for, as in scoped_keys; all by default."
+    )
+    scoped_keys: Annotated[tuple[ScopedKey, ...], Field(max_length=64)] = setting(
+        (), "Further API keys with models of their own."
     )
     cache_group: Name | None = setting(
         None,

@@ -20,7 +20,7 @@ from gateway.fleet.booking import Booking
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.http.client import Client
-from gateway.legs.forward import response_headers, session_header
+from gateway.legs.forward import client_lines, response_headers
 from gateway.protocol.json_splice import edited, shows_usage
 from gateway.protocol.openai import Api, Call
 from gateway.protocol.relay import Relay
@@ -149,7 +149,7 @@ class LegRequests:
         request_id = f"{exchange.id}-{len(retries)}" if retries else exchange.id
         trace_lines = "" if exchange.trace is not None else propagated_headers(headers)
         self._lines = (
-            f"x-request-id: {request_id}\r\n{session_header(headers)}{trace_lines}content-length: "
+            f"x-request-id: {request_id}\r\n{client_lines(headers)}{trace_lines}content-length: "
         )
         self.terms = HandoffTerms(
             request_id,

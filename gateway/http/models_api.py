@@ -6,30 +6,30 @@ Generation requests never arrive here; the client connections serve them directl
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from time import time
 from typing import Protocol
 
 from aiohttp import web
 
 from gateway.protocol.errors import Failure, GatewayError, error_body, new_request_id, retry_headers
+from gateway.protocol.model_cards import (
+    ListedModel,
+    anthropic_card,
+    anthropic_error,
+    anthropic_list,
+    openai_card,
+    openai_list,
+    wants_anthropic,
+)
 from gateway.protocol.openai import GENERATION_PATHS
 
 SERVER_NAME = "penstock"  # replaces aiohttp's own name and version
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class ListedModel(Protocol):
-    """A model as its card shows it. `context_tokens` is None when the limit is unknown."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def context_tokens(self) -> int | None: ...
-
-
-class ModelCatalogue(Protocol):
-    """The models of one configuration, by every name that clients may use."""
+class ModelNames(Protocol):
+    """Models by every name that clients may use; routes[name] also follows patterns."""
 
     @property
     def routes(self) -> Mapping[str, ListedModel]: ...
@@ -38,8 +38,15 @@ class ModelCatalogue(Protocol):
     def unlisted(self) -> Mapping[str, str]:
         """The message for every configured name that no endpoint lists."""
 
+
+class ModelCatalogue(ModelNames, Protocol):
+    """The models of one configuration."""
+
     def authenticate(self, headers: Mapping[str, str]) -> str:
         """Return the tenant. Raises GatewayError for a wrong key."""
+
+    def scope(self, headers: Mapping[str, str]) -> ModelNames:
+        """Return the models that the key of an authenticated request is valid for."""
 
 
 def api_application(catalogue: Callable[[], ModelCatalogue]) -> web.Application:
@@ -49,25 +56,25 @@ def api_application(catalogue: Callable[[], ModelCatalogue]) -> web.Application:
     """
     created = int(time())
 
-    async def list_models(request: web.Request) -> web.StreamResponse:
+    def scope(request: web.Request) -> ModelNames:
         models = catalogue()
         models.authenticate(request.headers)
-        names = sorted(models.routes)
-        return _ok(
-            {
-                "object": "list",
-                "data": [_model_card(name, models.routes[name], created) for name in names],
-            }
-        )
+        return models.scope(request.headers)
+
+    async def list_models(request: web.Request) -> web.StreamResponse:
+        routes = scope(request).routes
+        if wants_anthropic(request.headers):
+            return _ok(anthropic_list(routes, created, request.query))
+        return _ok(openai_list(routes, created))
 
     async def show_model(request: web.Request) -> web.StreamResponse:
-        models = catalogue()
-        models.authenticate(request.headers)
-        name = request.match_info["name"]
-        if name not in models.routes:
-            message = models.unlisted.get(name, f"The model {name[:64]!r} does not exist.")
-            raise GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
-        return _ok(_model_card(name, models.routes[name], created))
+        models, name = scope(request), request.match_info["name"]
+        try:
+            model = models.routes[name]
+        except KeyError:
+            raise _unknown(models, name) from None
+        card = anthropic_card if wants_anthropic(request.headers) else openai_card
+        return _ok(card(name, model, created))
 
     server = web.Application(middlewares=[_openai_errors])
     server.router.add_get("/v1/models", list_models, allow_head=False)
@@ -75,15 +82,11 @@ def api_application(catalogue: Callable[[], ModelCatalogue]) -> web.Application:
     return server
 
 
-def _model_card(name: str, model: ListedModel, created: int) -> dict[str, object]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "penstock",
-        "root": model.name,
-        "max_model_len": model.context_tokens,
-    }
+def _unknown(models: ModelNames, name: str) -> GatewayError:
+    message = f"The model {name[:64]!r} does not exist."
+    with suppress(KeyError):
+        message = models.unlisted[name]
+    return GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
 
 
 def _ok(body: dict[str, object]) -> web.Response:
@@ -94,19 +97,19 @@ def _ok(body: dict[str, object]) -> web.Response:
 
 @web.middleware
 async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Convert GatewayError and aiohttp's own 404 and 405 to OpenAI's error shape."""
+    """Convert GatewayError and aiohttp's own 404 and 405 to the error shape of the API."""
     try:
         return await handler(request)
     except GatewayError as error:
-        return _error(error)
+        return _error(request, error)
     except web.HTTPMethodNotAllowed as problem:
-        return _error(_method_not_allowed(request, sorted(problem.allowed_methods)))
+        return _error(request, _method_not_allowed(request, sorted(problem.allowed_methods)))
     except web.HTTPNotFound:
         if request.rel_url.raw_path in GENERATION_PATHS:
-            return _error(_method_not_allowed(request, ["POST"]))
+            return _error(request, _method_not_allowed(request, ["POST"]))
         path = request.path[:64].encode("ascii", "backslashreplace").decode()
         message = f"Unknown request URL: {request.method} {path}."
-        return _error(GatewayError(Failure.NOT_FOUND, message))
+        return _error(request, GatewayError(Failure.NOT_FOUND, message))
 
 
 def _method_not_allowed(request: web.Request, allowed: list[str]) -> GatewayError:
@@ -115,14 +118,13 @@ def _method_not_allowed(request: web.Request, allowed: list[str]) -> GatewayErro
     return GatewayError(Failure.METHOD_NOT_ALLOWED, message)
 
 
-def _error(error: GatewayError) -> web.Response:
+def _error(request: web.Request, error: GatewayError) -> web.Response:
+    """Return an error in the shape of the client's API."""
+    request_id = new_request_id()
+    is_anthropic = wants_anthropic(request.headers)
     return web.Response(
         status=error.status,
-        body=error_body(error),
+        body=anthropic_error(error, request_id) if is_anthropic else error_body(error),
         content_type="application/json",
-        headers=[
-            ("server", SERVER_NAME),
-            ("x-request-id", new_request_id()),
-            *retry_headers(error),
-        ],
+        headers=[("server", SERVER_NAME), ("x-request-id", request_id), *retry_headers(error)],
     )

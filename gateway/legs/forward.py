@@ -14,6 +14,7 @@ from gateway.exchange import Exchange
 from gateway.fleet.booking import Booking
 from gateway.http.client import Client
 from gateway.protocol.errors import openai_error_body
+from gateway.protocol.forwarded import all_values
 from gateway.protocol.openai import Api, Call
 from gateway.protocol.relay import Relay, UpstreamError
 from gateway.protocol.rewrite import ModelNameRewriter
@@ -28,6 +29,8 @@ TRTLLM = EngineKind.TRTLLM  # a local name: Enum attribute access is slow before
 # 4xx statuses about the gateway's key for the engine or the engine's queue, which the client cannot
 # fix.
 ENDPOINT_FAULTS = frozenset({401, 403, 407, 408, 429})
+PASSED_HEADERS = (SESSION_HEADER, "anthropic-version", "anthropic-beta")
+"""The client's headers that engines receive: the conversation, and the dialect of the request."""
 # How vLLM and SGLang answer a request for a model that they do not have.
 _MODEL_GONE = re.compile(rb"[Mm]odel .{1,256} (does not exist|not found)")
 
@@ -123,23 +126,23 @@ def request_headers(
 ) -> bytes:
     """Return the gateway's own header lines of a request, and the blank line after them."""
     if exchange.trace is not None:
-        passed = session_header(headers) + exchange.trace.add_leg("whole", endpoint, monotonic())
+        passed = client_lines(headers) + exchange.trace.add_leg("whole", endpoint, monotonic())
     elif not isinstance(headers, HeaderFields):
-        passed = session_header(headers) + propagated_headers(headers)
+        passed = client_lines(headers) + propagated_headers(headers)
     else:  # one object for most requests of a connection, which caches the lines
         lines = headers.forwarded_lines
         if lines is None:
-            lines = headers.forwarded_lines = session_header(headers) + propagated_headers(headers)
+            lines = headers.forwarded_lines = client_lines(headers) + propagated_headers(headers)
         passed = lines
     head = f"x-request-id: {exchange.id}\r\ncontent-length: {length}\r\n{passed}\r\n"
     return head.encode("utf-8", "surrogateescape")
 
 
-def session_header(headers: Mapping[str, str]) -> str:
-    """Return the client's session header as a line; "" without one.
+def client_lines(headers: Mapping[str, str]) -> str:
+    """Return the lines of the client's headers that engines receive: PASSED_HEADERS.
 
-    An engine recognises a conversation by it. The trace context is added separately
-    (gateway/protocol/trace_context.py).
+    The trace context is added separately (gateway/protocol/trace_context.py).
     """
-    session = headers.get(SESSION_HEADER)
-    return "" if session is None else f"{SESSION_HEADER}: {session}\r\n"
+    return "".join(
+        f"{name}: {value}\r\n" for name in PASSED_HEADERS if (value := all_values(headers, name))
+    )

@@ -44,7 +44,7 @@ class TrustedProxies:
         header the result is `peer`.
         """
         client = peer
-        for hop in reversed(_all_values(headers, FORWARDED_FOR).split(",")[-MAX_HOPS:]):
+        for hop in reversed(all_values(headers, FORWARDED_FOR).split(",")[-MAX_HOPS:]):
             address = parse_address(_without_port(hop.strip()))
             if address is None:
                 break
@@ -60,7 +60,7 @@ def proxy_request_id(headers: Mapping[str, str]) -> str:
     return text if _REQUEST_ID.fullmatch(text) else ""
 
 
-def _all_values(headers: Mapping[str, str], name: str) -> str:
+def all_values(headers: Mapping[str, str], name: str) -> str:
     """Join the values of all header lines with this name: a proxy may append a line of its own."""
     getall = getattr(headers, "getall", None)
     return headers.get(name, "") if getall is None else ",".join(getall(name, ()))

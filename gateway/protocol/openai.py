@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from enum import StrEnum
 from typing import Protocol
 
@@ -220,9 +221,10 @@ def parse_call(
     """
     members = read_members(body)
     requested = string_member(members, "model")
-    model = models.get(requested)
-    if model is None:
-        raise _unknown_model(requested, models, unlisted)
+    try:  # models.get() would not follow patterns of names
+        model = models[requested]
+    except KeyError:
+        raise _unknown_model(requested, models, unlisted) from None
     served, numbers = model.served_model, _numbers(members)
     prompt, media, ids, longest = _read_prompt(body, api, members, numbers, model)
     estimated = 0
@@ -361,7 +363,7 @@ def _prompt(names: tuple[str, ...], members: Mapping[str, msgspec.Raw]) -> tuple
 def _unknown_model(
     requested: str, models: Mapping[str, ModelInfo], unlisted: Mapping[str, str]
 ) -> GatewayError:
-    if requested in unlisted:
+    with suppress(KeyError):
         return GatewayError(Failure.MODEL_NOT_FOUND, unlisted[requested], param="model")
     if len(requested) <= 64 and requested.isprintable():
         shown = requested

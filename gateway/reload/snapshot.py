@@ -7,23 +7,24 @@ the snapshot that it began with.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 
 import msgspec
 
 from gateway.admission.controller import AdmissionController, PoolQueue
-from gateway.config import AdmissionSpec, Config, Model, PolicySpec, Secret
+from gateway.config import AdmissionSpec, Config, Model, PolicySpec
 from gateway.disagg import pairing
 from gateway.fleet.endpoint_registry import RegistryPlan
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.model_names import common_name, explicit_models, unlisted_message
+from gateway.fleet.name_table import NameTable
 from gateway.legs import forward
+from gateway.protocol.api_keys import key_digest
 from gateway.protocol.cache_salts import new_cache_salts
 from gateway.protocol.service_class import ServiceClasses
 from gateway.proxy.rest import prepare_recorded
-from gateway.route import CanaryRoute, PoolTrials, Route, Snapshot
+from gateway.route import CanaryRoute, ModelScope, PoolTrials, Route, Snapshot
 from gateway.trials import shadow
 from gateway.trials.canary import CanaryArms, create_sampler
 from gateway.trials.shadow import Shadows
@@ -101,13 +102,22 @@ def build_plan(
         slo = levels.get_class(model.slo)
         route = _route(config, model, policies[pool], trials[pool], rooms[pool], slo, listing)
         routes.update(dict.fromkeys((model.name, *model.aliases), route))
-    tenants = {
-        _digest(key): tenant.name for tenant in config.tenants for key in (tenant.key, *tenant.keys)
-    }
+    tenants, limits = _keys(config)
     generation = before.generation + 1 if before is not None else 1
     salts = new_cache_salts(config)
+    named = _scope(routes, unlisted)
     snapshot = Snapshot(
-        generation, config, routes, tenants, policies, levels, trials, salts, unlisted, able
+        generation,
+        config,
+        named.routes,
+        tenants,
+        policies,
+        levels,
+        trials,
+        salts,
+        named.unlisted,
+        able,
+        {digest: _scope(routes, unlisted, names) for digest, names in limits.items()},
     )
     return SnapshotPlan(snapshot, adoption, rooms)
 
@@ -146,8 +156,28 @@ def _route(
     return _with_canary(route, config, model, trials, listing)
 
 
-def _digest(key: Secret) -> bytes:
-    return hashlib.sha256(key.reveal().encode()).digest()
+def _scope(
+    routes: Mapping[str, Route], unlisted: Mapping[str, str], names: Sequence[str] | None = None
+) -> ModelScope:
+    """Return the models of all keys, or of those that are valid for these names."""
+    return ModelScope(
+        NameTable(routes, unlisted.keys(), names), NameTable(unlisted, routes.keys(), names)
+    )
+
+
+def _keys(config: Config) -> tuple[dict[bytes, str], dict[bytes, tuple[str, ...]]]:
+    """Return the tenants by digest of their keys, and the models of keys not valid for all."""
+    tenants: dict[bytes, str] = {}
+    limits: dict[bytes, tuple[str, ...]] = {}
+    for tenant in config.tenants:
+        keys = [(key, tenant.models) for key in (tenant.key, *tenant.keys)]
+        keys += [(scoped.key, scoped.models) for scoped in tenant.scoped_keys]
+        for key, models in keys:
+            digest = key_digest(key.reveal())
+            tenants[digest] = tenant.name
+            if models:
+                limits[digest] = models
+    return tenants, limits
 
 
 def _policies(config: Config, before: Snapshot | None) -> dict[str, Policy]:

@@ -358,3 +358,38 @@ def test_minimum_values_are_accepted(tmp_path: Path) -> None:
         "priced", {"weights": {tenant.name: tenant.weight for tenant in loaded.tenants}}
     )
     assert loaded.health.interval == loaded.scrape.interval == 0.01
+
+
+def test_a_warning_names_patterns_of_models_that_overlap(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text("""\
+version: 1
+pools: {chat: {endpoints: [{url: http://127.0.0.1:9000}]}}
+models:
+  - {name: a, pool: chat, aliases: [claude-*, claude-opus-*, gpt-4]}
+  - {name: b, pool: chat, aliases: [claude-haiku-*, "*-latest", gpt-*]}
+""")
+    warnings = [str(each).split(" ", 1)[1] for each in load_with_warnings(file, {}).warnings]
+    assert warnings == [
+        "models[1].aliases[0]: overlaps 'claude-*' (models[0].aliases[0]): "
+        "'claude-haiku-*' gets what both match",
+        "models[1].aliases[1]: overlaps 'claude-*' (models[0].aliases[0]): "
+        "'claude-*' gets what both match",
+        "models[1].aliases[1]: overlaps 'claude-opus-*' (models[0].aliases[1]): "
+        "'claude-opus-*' gets what both match",
+    ]
+
+
+@pytest.mark.parametrize("secret", ["key", "keys", "scoped_keys"])
+def test_two_tenants_with_one_key_are_refused(tmp_path: Path, secret: str) -> None:
+    other = {"key": "sk-1"}
+    if secret == "keys":
+        other = {"key": "sk-2", "keys": ["sk-1"]}
+    elif secret == "scoped_keys":
+        other = {"key": "sk-2", "scoped_keys": [{"key": "sk-1", "models": ["m"]}]}
+    file = tmp_path / "gateway.yaml"
+    tenants = [{"name": "a", "key": "sk-1"}, {"name": "b", **other}]
+    pools = {"chat": {"endpoints": [{"url": "http://127.0.0.1:9000"}]}}
+    file.write_text(json.dumps({"version": 1, "pools": pools, "tenants": tenants}))
+    with pytest.raises(ConfigError, match="this key is already taken"):
+        load_with_warnings(file, {})

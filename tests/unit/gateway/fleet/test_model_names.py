@@ -38,6 +38,7 @@ class Engine:
         self.models: Sequence[str] | None = models
         self.is_strict = is_strict
         self.asked: list[str] = []
+        self.headers: list[dict[str, str]] = []
         self.url = ""
         self.is_held = False
 
@@ -50,6 +51,7 @@ class Engine:
         body = await request.json()
         name = body["model"]
         self.asked.append(name)
+        self.headers.append({key.lower(): value for key, value in request.headers.items()})
         if self.is_strict and self.models is not None and name not in self.models:
             error = {
                 "message": f"The model `{name}` does not exist.",

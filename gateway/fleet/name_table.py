@@ -1,0 +1,60 @@
+"""Values by the model names that clients use: exact names, and patterns for all others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from typing import TypeVar
+
+from gateway.util.name_patterns import NameFilter, is_pattern, parse_pattern
+
+T = TypeVar("T")
+
+
+class NameTable(dict[str, T]):
+    """A mapping whose own keys are the exact names; table[name] also follows the patterns.
+
+    The longest pattern that matches counts. Iteration, `in` and get() know only the exact names.
+    A name is looked up in the patterns only if it is not an exact one, so these cost nothing more.
+    """
+
+    __slots__ = ("_filter", "_patterns", "_reserved")
+
+    def __init__(
+        self,
+        values: Mapping[str, T],
+        others: Set[str] = frozenset(),
+        permitted: Iterable[str] | None = None,
+    ) -> None:
+        """Initialize with values by name or pattern.
+
+        others       names and patterns without a value here: what they match has none, even if a
+                     shorter pattern of `values` matches it too
+        permitted    names and patterns that are in the table at all; None: all
+        """
+        name_filter = None if permitted is None else NameFilter(permitted)
+        super().__init__(
+            (name, value)
+            for name, value in values.items()
+            if not is_pattern(name) and (name_filter is None or name_filter.permits(name))
+        )
+        self._filter = name_filter
+        self._reserved = frozenset(name for name in others if not is_pattern(name))
+        entries = [(name, values.get(name)) for name in {*values, *others} if is_pattern(name)]
+        patterns = [(parse_pattern(name), value) for name, value in entries]
+        self._patterns = sorted(patterns, key=lambda entry: entry[0].rank, reverse=True)
+
+    def __missing__(self, name: str) -> T:
+        is_permitted = self._filter is None or self._filter.permits(name)
+        if is_permitted and name not in self._reserved:
+            value = next((value for key, value in self._patterns if key.matches(name)), None)
+            if value is not None:
+                return value
+        raise KeyError(name)
+
+
+def find(table: Mapping[str, T], name: str) -> T | None:
+    """Return the value for a name, also by a pattern; None if there is none."""
+    try:
+        return table[name]
+    except KeyError:
+        return None

@@ -1,0 +1,127 @@
+"""The pages of models: OpenAI's shape, and Anthropic's for clients that send its headers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Protocol
+
+import msgspec
+
+from gateway.protocol.errors import Failure, GatewayError
+
+VERSION_HEADER = "anthropic-version"
+DEFAULT_PAGE, MAX_PAGE = 20, 1000  # entries of a page in Anthropic's API
+
+_LIMIT = re.compile(r"[0-9]{1,4}")
+_ERROR_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class ListedModel(Protocol):
+    """A model as its card shows it. `context_tokens` is None when the limit is unknown."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def context_tokens(self) -> int | None: ...
+
+
+def wants_anthropic(headers: Mapping[str, str]) -> bool:
+    """Return whether the client of a page speaks Anthropic's API: its SDKs send the version."""
+    return VERSION_HEADER in headers
+
+
+def openai_card(name: str, model: ListedModel, created: int) -> dict[str, object]:
+    """Return a model in OpenAI's shape; `created` is in Unix seconds."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "penstock",
+        "root": model.name,
+        "max_model_len": model.context_tokens,
+    }
+
+
+def openai_list(models: Mapping[str, ListedModel], created: int) -> dict[str, object]:
+    """Return the list of all models in OpenAI's shape."""
+    cards = [openai_card(name, models[name], created) for name in sorted(models)]
+    return {"object": "list", "data": cards}
+
+
+def anthropic_card(name: str, model: ListedModel, created: int) -> dict[str, object]:
+    """Return a model in Anthropic's shape; `created` is in Unix seconds."""
+    moment = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    card: dict[str, object] = {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": moment,
+    }
+    if model.context_tokens is not None:
+        card["max_input_tokens"] = model.context_tokens
+    return card
+
+
+def anthropic_list(
+    models: Mapping[str, ListedModel], created: int, query: Mapping[str, str]
+) -> dict[str, object]:
+    """Return a page of the models in Anthropic's shape, as `query` selects it.
+
+    Raises GatewayError (400) for an invalid limit or an unknown cursor.
+    """
+    names = sorted(models)
+    page, has_more = _page(names, query)
+    return {
+        "data": [anthropic_card(name, models[name], created) for name in page],
+        "has_more": has_more,
+        "first_id": page[0] if page else None,
+        "last_id": page[-1] if page else None,
+    }
+
+
+def _page(names: Sequence[str], query: Mapping[str, str]) -> tuple[Sequence[str], bool]:
+    """Return the names of a page, and whether more follow in its direction."""
+    limit = _limit(query.get("limit"))
+    if "before_id" in query:
+        before = names[: _position(names, query["before_id"], "before_id")]
+        return before[-limit:], len(before) > limit
+    begin = _position(names, query["after_id"], "after_id") + 1 if "after_id" in query else 0
+    return names[begin : begin + limit], len(names) > begin + limit
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return DEFAULT_PAGE
+    if not _LIMIT.fullmatch(text) or not 1 <= int(text) <= MAX_PAGE:
+        message = f"'limit' must be a whole number from 1 to {MAX_PAGE}."
+        raise GatewayError(Failure.BAD_REQUEST, message, param="limit")
+    return int(text)
+
+
+def _position(names: Sequence[str], name: str, param: str) -> int:
+    if name not in names:
+        raise GatewayError(Failure.BAD_REQUEST, f"'{param}' names no model.", param=param)
+    return names.index(name)
+
+
+def anthropic_error(error: GatewayError, request_id: str) -> bytes:
+    """Return an error in Anthropic's shape as JSON."""
+    status = error.status
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    body = {
+        "type": "error",
+        "error": {"type": kind, "message": error.message},
+        "request_id": request_id,
+    }
+    return msgspec.json.encode(body)

@@ -1,0 +1,65 @@
+"""Patterns of model names with one `*`, which stands for any characters: `claude-*`, `*-latest`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+WILDCARD = "*"
+
+
+class NamePattern(msgspec.Struct, frozen=True):
+    """A pattern: names that begin with `prefix`, end with `suffix`, and are not shorter."""
+
+    prefix: str
+    suffix: str
+
+    def matches(self, name: str) -> bool:
+        return (
+            name.startswith(self.prefix)
+            and name.endswith(self.suffix)
+            and len(name) >= len(self.prefix) + len(self.suffix)
+        )
+
+    def overlaps(self, other: NamePattern) -> bool:
+        """Return whether some name matches both patterns."""
+        prefixes = sorted((self.prefix, other.prefix), key=len)
+        suffixes = sorted((self.suffix, other.suffix), key=len)
+        return prefixes[1].startswith(prefixes[0]) and suffixes[1].endswith(suffixes[0])
+
+    @property
+    def rank(self) -> tuple[int, int, str]:
+        """Sorts patterns by precedence, highest last: by length, then by length of the prefix."""
+        return len(self.prefix) + len(self.suffix), len(self.prefix), self.prefix
+
+    def __str__(self) -> str:
+        return f"{self.prefix}{WILDCARD}{self.suffix}"
+
+
+def is_pattern(name: str) -> bool:
+    return WILDCARD in name
+
+
+def parse_pattern(text: str) -> NamePattern:
+    """Return the pattern of a text with at most one `*`; without one it matches itself only.
+
+    Raises ValueError for more than one.
+    """
+    if text.count(WILDCARD) > 1:
+        raise ValueError(f"{text!r} has more than one {WILDCARD}")
+    prefix, _, suffix = text.partition(WILDCARD)
+    return NamePattern(prefix, suffix)
+
+
+class NameFilter:
+    """The names that a list of names and patterns permits."""
+
+    __slots__ = ("_names", "_patterns")
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._names = frozenset(text for text in texts if not is_pattern(text))
+        self._patterns = tuple(parse_pattern(text) for text in texts if is_pattern(text))
+
+    def permits(self, name: str) -> bool:
+        return name in self._names or any(pattern.matches(name) for pattern in self._patterns)
