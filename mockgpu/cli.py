@@ -18,10 +18,8 @@ from kvtransfer.util.tls_files import TlsFiles
 from mockgpu.chaos_server import run_chaos_server
 from mockgpu.fault_grammar import FaultError
 from mockgpu.fleet import KEEP_ALIVE_S, FleetGroup, run_fleet
-from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
 from mockgpu.handoff_options import DEFAULT_SCALE, KEY, TransferSpec
-from mockgpu.model_shapes import kv_capacity_tokens, model_named
 from mockgpu.options import (
     AsJson,
     BootstrapPort,
@@ -57,6 +55,9 @@ from mockgpu.options import (
     WireFaults,
 )
 from mockgpu.roofline import profile_named
+from policies.sizing.gpus import gpu_named
+from policies.sizing.memory import kv_capacity_tokens
+from policies.sizing.model_shapes import model_named
 
 
 def mock(

@@ -14,9 +14,9 @@ from math import log2
 
 import msgspec
 
-from mockgpu.gpus import Gpu
-from mockgpu.model_shapes import Llm
 from mockgpu.roofline import PROFILES, Profile, Roofline, StepWork
+from policies.sizing.gpus import Gpu
+from policies.sizing.model_shapes import Llm
 
 
 class Grid(msgspec.Struct, frozen=True):

@@ -17,7 +17,6 @@ import msgspec
 from kvtransfer.protocol.outcomes import TransferOutcome
 from mockgpu.blocks import BLOCK_TOKENS, BlockPool
 from mockgpu.fault_grammar import InjectedFault
-from mockgpu.gpus import Gpu
 from mockgpu.grids import roofline_for
 from mockgpu.handoff.kv_handoff import KvHandoff
 from mockgpu.handoff_options import TransferSpec
@@ -25,10 +24,12 @@ from mockgpu.job import Job, JobState, PrefillChunk, StepPlan
 from mockgpu.kill_faults import KillFaults
 from mockgpu.leg_params import AnswerTime, DecodeLeg, PrefillLeg
 from mockgpu.metrics import GroupMetrics
-from mockgpu.model_shapes import Llm, kv_capacity_tokens
 from mockgpu.request_parser import ApiError
 from mockgpu.roofline import PROFILES, Profile
 from mockgpu.scheduler import Scheduler
+from policies.sizing.gpus import Gpu
+from policies.sizing.memory import kv_capacity_tokens
+from policies.sizing.model_shapes import Llm
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.kv_memory import KvMemory

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from kvtransfer.layout.layout import KvDtype, KvLayout
 from mockgpu.blocks import BLOCK_TOKENS, blocks_for
 from mockgpu.handoff_options import DEFAULT_SCALE
-from mockgpu.model_shapes import Llm
 from mockgpu.text import token_count
+from policies.sizing.model_shapes import Llm
 
 Words = NDArray[np.uint64]
 

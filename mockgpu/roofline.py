@@ -1,8 +1,8 @@
 """The duration of one engine step from first principles: bytes read, operations, collectives.
 
-The equation and its eight constants per GPU (mockgpu/gpus.py) hold for any shape. A measured grid
-(grids.py), if there is one, corrects it so that every measured point is met exactly. Not here:
-scheduling, or a clock.
+The equation and its eight constants per GPU (policies/sizing/gpus.py) hold for any shape. A
+measured grid (grids.py), if there is one, corrects it so that every measured point is met exactly.
+Not here: scheduling, or a clock.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from mockgpu.gpus import Gpu
-from mockgpu.model_shapes import Llm
+from policies.sizing.gpus import Gpu
+from policies.sizing.model_shapes import Llm
 
 
 class StepWork(NamedTuple):

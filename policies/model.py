@@ -13,6 +13,7 @@ import msgspec
 
 from policies.load import EndpointLoad
 from policies.prefix.fingerprint import Fingerprint
+from policies.sizing.layout import Layout
 
 
 class Role(StrEnum):
@@ -29,15 +30,6 @@ class EngineKind(StrEnum):
     VLLM = "vllm"
     SGLANG = "sglang"
     TRTLLM = "trtllm"
-
-
-class Layout(msgspec.Struct, frozen=True):
-    """Tensor, pipeline, expert and data parallel size of one engine process."""
-
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    dp: int = 1
 
 
 class Endpoint(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from typing import Any
 from gateway.config.problems import Path
 from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
 from gateway.config.tree import Hardware
-from policies.known_models import AttentionShape, attention_shape, tp_problem
+from policies.sizing.known_models import AttentionShape, attention_shape, tp_problem
 
 RANKS = ("tp", "pp", "dp")
 

@@ -25,7 +25,8 @@ from policies.engine.step_time import SpeedBelief, shape_for
 from policies.health.health import Health, HealthState
 from policies.health.speed_record import SpeedRecord
 from policies.load import EndpointLoad
-from policies.model import Candidate, Endpoint, Layout, Role
+from policies.model import Candidate, Endpoint, Role
+from policies.sizing.layout import Layout
 
 log = logging.getLogger("penstock")
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import msgspec
 
-from mockgpu.gpus import GPUS
-from mockgpu.model_shapes import MODELS
 from planner.replay.spec import FleetError, FleetSpec, GroupKind, validate
 from policies import admission_registry, registry
 from policies.admission.admission import Admission, WaitQueueLimits
@@ -20,6 +18,8 @@ from policies.admission.fairness import FairShares
 from policies.contract import Policy
 from policies.model import Role, Slo
 from policies.pricing.split import SplitRule
+from policies.sizing.gpus import GPUS
+from policies.sizing.model_shapes import MODELS
 
 GPU, MODEL = "h100", "llama-3.1-8b"
 

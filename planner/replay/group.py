@@ -18,7 +18,8 @@ from planner.replay.spec import GroupKind
 from policies.engine.step_time import SpeedBelief, StepCosts, shape_for
 from policies.health.speed_record import SpeedRecord
 from policies.load import EndpointLoad
-from policies.model import Candidate, Endpoint, Layout
+from policies.model import Candidate, Endpoint
+from policies.sizing.layout import Layout
 
 UNCAPPED = 1 << 30
 

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from mockgpu.gpus import Gpu, gpu_named
 from mockgpu.grids import roofline_for
-from mockgpu.model_shapes import Llm, kv_capacity_tokens, model_named
 from mockgpu.roofline import Profile, Roofline, profile_named
 from planner.text_generator import BLOCK_TOKENS
 from policies.model import Role
 from policies.pricing.split import SplitRule
+from policies.sizing.gpus import Gpu, gpu_named
+from policies.sizing.memory import kv_capacity_tokens
+from policies.sizing.model_shapes import Llm, model_named
 
 MOST_GROUPS = 4096
 

@@ -21,7 +21,7 @@ ALLOWED_FOLDERS = {
     "policies": set(),
     "kvtransfer": set(),
     "gateway": {"policies", "kvtransfer"},
-    "mockgpu": {"kvtransfer"},
+    "mockgpu": {"kvtransfer", "policies"},
     "planner": {"policies", "mockgpu"},
     "tools": {"gateway", "policies"},
 }

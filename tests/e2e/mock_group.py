@@ -15,9 +15,9 @@ import aiohttp
 import openai
 
 from mockgpu.fleet import FleetGroup, run_fleet
-from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
-from mockgpu.model_shapes import model_named
+from policies.sizing.gpus import gpu_named
+from policies.sizing.model_shapes import model_named
 from tests.fair_time import PATIENCE_S
 
 SPEC = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=inf)

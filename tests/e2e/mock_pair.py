@@ -16,10 +16,10 @@ from typing import Any
 import aiohttp
 
 from mockgpu.fleet import FleetGroup, run_fleet
-from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
 from mockgpu.handoff_options import TransferSpec
-from mockgpu.model_shapes import model_named
+from policies.sizing.gpus import gpu_named
+from policies.sizing.model_shapes import model_named
 from tests.fair_time import within
 
 PROMPT = "The reservoir behind the dam is deep, and the gate stands open. " * 12

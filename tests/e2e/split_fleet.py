@@ -21,11 +21,11 @@ from gateway.app import App
 from gateway.config import Config
 from gateway.disagg import bootstrap_client
 from mockgpu.fleet import FleetGroup, run_fleet
-from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
 from mockgpu.handoff_options import TransferSpec
-from mockgpu.model_shapes import model_named
 from mockgpu.text import expected_text
+from policies.sizing.gpus import gpu_named
+from policies.sizing.model_shapes import model_named
 from tests.fair_time import PATIENCE_S, within
 from tests.patient import patient
 from tests.scraped import total

@@ -18,9 +18,9 @@ from openai import AsyncOpenAI
 from gateway.app import App
 from gateway.config import Config
 from mockgpu.fleet import run_fleet
-from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec
-from mockgpu.model_shapes import model_named
+from policies.sizing.gpus import gpu_named
+from policies.sizing.model_shapes import model_named
 from tests.patient import patient
 from tests.scraped import total
 

@@ -9,10 +9,10 @@ from statistics import mean
 import pytest
 
 from gateway.cli import demo
-from mockgpu.gpus import gpu_named
-from mockgpu.model_shapes import model_named
 from mockgpu.roofline import Roofline, StepWork, profile_named
 from planner.bench.workloads import shapes
+from policies.sizing.gpus import gpu_named
+from policies.sizing.model_shapes import model_named
 
 GROUPS, RATE = 4, 20.0  # `make demo`; README: bench --shape shared-prefix --rate 20
 PROMPT_TOKENS, UNCACHED_TOKENS = 7_200, 2_700  # 63 % of the prompt tokens are cached after 30 s

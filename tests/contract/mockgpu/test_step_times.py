@@ -6,10 +6,10 @@ from itertools import pairwise, product
 
 import pytest
 
-from mockgpu.gpus import GPUS, gpu_named
 from mockgpu.grids import load_grids, roofline_for, whole_prompt
-from mockgpu.model_shapes import MODELS, model_named
 from mockgpu.roofline import PROFILES, Roofline, StepWork, profile_named
+from policies.sizing.gpus import GPUS, gpu_named
+from policies.sizing.model_shapes import MODELS, model_named
 
 GRIDS = load_grids()
 SHAPES = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from mockgpu.gpus import Gpu
-from mockgpu.model_shapes import Llm
+from policies.sizing.gpus import Gpu
+from policies.sizing.model_shapes import Llm
 
 
 def min_tp(model: Llm, gpu: Gpu) -> int:

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from mockgpu.blocks import BlockPool
 from mockgpu.decode_run import DecodeRun
-from mockgpu.gpus import gpu_named
 from mockgpu.grids import roofline_for
 from mockgpu.job import Job, JobState
-from mockgpu.model_shapes import model_named
 from mockgpu.roofline import Roofline, StepWork
 from mockgpu.scheduler import Scheduler
+from policies.sizing.gpus import gpu_named
+from policies.sizing.model_shapes import model_named
 
 
 @cache

@@ -11,10 +11,10 @@ from typing import cast
 import pytest
 
 from mockgpu.fault_grammar import FaultError, FaultKind, InjectedFault, parse_faults
-from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.group_faults import GroupFaults
-from mockgpu.model_shapes import model_named
+from policies.sizing.gpus import gpu_named
+from policies.sizing.model_shapes import model_named
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from statistics import median, quantiles
 
 import pytest
 
-from mockgpu.gpus import GPUS, Gpu
 from mockgpu.grids import Grid, GridCorrection, load_grids, roofline_for, whole_prompt
-from mockgpu.model_shapes import MODELS, Llm
 from mockgpu.roofline import PROFILES, Roofline, StepWork
+from policies.sizing.gpus import GPUS, Gpu
+from policies.sizing.model_shapes import MODELS, Llm
 
 GRIDS = load_grids()
 

@@ -12,7 +12,6 @@ import pytest
 from kvtransfer.protocol.outcomes import EndReason, TransferOutcome, outcome_for
 from mockgpu.blocks import BLOCK_TOKENS
 from mockgpu.fault_grammar import FaultKind, InjectedFault
-from mockgpu.gpus import gpu_named
 from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.handoff.kv_handoff import KvHandoff
 from mockgpu.handoff.link_speed import PacedLink
@@ -20,8 +19,9 @@ from mockgpu.job import Job
 from mockgpu.kv_contents import scaled_layout
 from mockgpu.kv_memory import KvMemory
 from mockgpu.leg_params import AgentPeer, DecodeLeg
-from mockgpu.model_shapes import model_named
 from mockgpu.request_parser import ApiError
+from policies.sizing.gpus import gpu_named
+from policies.sizing.model_shapes import model_named
 from tests.fair_time import PATIENCE_S
 
 BLOCKS = 64

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from mockgpu.gpus import Gpu, gpu_named
 from mockgpu.grids import roofline_for, whole_prompt
-from mockgpu.model_shapes import RULE_OF_THUMB, Llm, free_kv_bytes, kv_capacity_tokens, model_named
 from mockgpu.roofline import PROFILES, Roofline, StepWork
+from policies.sizing.gpus import Gpu, gpu_named
+from policies.sizing.memory import RULE_OF_THUMB, free_kv_bytes, kv_capacity_tokens
+from policies.sizing.model_shapes import Llm, model_named
 from tests.unit.mockgpu.formulas import ideal_decode_s, kv_transfer_s, min_tp, weights_load_s
 
 A100, H100, H200, B200 = (gpu_named(name) for name in ("a100", "h100", "h200", "b200"))

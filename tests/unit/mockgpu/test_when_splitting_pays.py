@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mockgpu.gpus import gpu_named
 from mockgpu.grids import roofline_for
-from mockgpu.model_shapes import model_named
 from mockgpu.roofline import PROFILES, StepWork
+from policies.sizing.gpus import gpu_named
+from policies.sizing.model_shapes import model_named
 from tests.unit.mockgpu.formulas import kv_transfer_s
 
 PAGE = (Path(__file__).parents[3] / "docs/when-splitting-pays.md").read_text()

@@ -19,7 +19,8 @@ from gateway.cli.doctor.engine import check_engine, engine_kind_of
 from gateway.cli.doctor.findings import CheckVerdict, fail_finding, group_findings, pass_finding
 from gateway.cli.doctor.probe import EngineConnection, ProbeResponse, ProbeResult
 from gateway.config import Config
-from policies.model import Endpoint, EngineKind, Layout
+from policies.model import Endpoint, EngineKind
+from policies.sizing.layout import Layout
 from tests.chaos.gateway_fleet import gateway_fleet
 from tests.redis_server import redis_server
 

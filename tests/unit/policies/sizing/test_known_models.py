@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policies.known_models import AttentionShape, attention_shape, tp_problem
+from policies.sizing.known_models import AttentionShape, attention_shape, tp_problem
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Sizing: model shapes, GPUs, the memory check, layout rules, costs. Pure, for every command."""

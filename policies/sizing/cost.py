@@ -1,0 +1,132 @@
+"""What tokens cost: dollars per million by engine seconds, the TP tax, and shares of an engine.
+
+Prices are dollars per GPU and hour. All attribution is by seconds of the engine, so that the parts
+add up to what the GPUs cost while they were busy; idle time is a line of its own.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+HOUR_S = 3600.0
+MILLION = 1e6
+
+
+def usd_of(price_hour: float, gpus: int, seconds: float) -> float:
+    """Return what `gpus` GPUs cost for some seconds."""
+    return price_hour * gpus * seconds / HOUR_S
+
+
+def usd_per_million(price_hour: float, gpus: int, tokens_s: float) -> float:
+    """Return dollars per million tokens at a throughput of the whole group."""
+    return usd_of(price_hour, gpus, 1.0) / tokens_s * MILLION
+
+
+def tp_tax(tokens_s_gpu: float, base_tokens_s_gpu: float) -> float:
+    """Return the change of tokens/s per GPU against a smaller TP size: -0.18 is 18 % lost."""
+    return tokens_s_gpu / base_tokens_s_gpu - 1
+
+
+class RequestSeconds(msgspec.Struct, frozen=True):
+    """Seconds of one engine that one request takes, alone or as its share of a batch.
+
+    prompt_s  to compute its uncached prompt tokens as if nothing stood before them
+    cached_s  more, because these tokens attend to the cached ones
+    answer_s  its share of the decode steps of all its answer tokens
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    answer_tokens: int
+    prompt_s: float
+    cached_s: float
+    answer_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the whole request."""
+        return self.prompt_s + self.cached_s + self.answer_s
+
+
+class TokenPrices(msgspec.Struct, frozen=True):
+    """Dollars per million tokens of each kind. None where a request has no such tokens."""
+
+    prompt: float | None
+    cached: float | None
+    answer: float | None
+
+
+def token_prices(use: RequestSeconds, price_hour: float, gpus: int) -> TokenPrices:
+    """Return the prices whose sum over a request's tokens is what its seconds cost."""
+
+    def price(seconds: float, tokens: int) -> float | None:
+        return usd_of(price_hour, gpus, seconds) / tokens * MILLION if tokens else None
+
+    return TokenPrices(
+        prompt=price(use.prompt_s, use.prompt_tokens),
+        cached=price(use.cached_s, use.cached_tokens),
+        answer=price(use.answer_s, use.answer_tokens),
+    )
+
+
+class EngineShare:
+    """Divides the busy time of one engine among its requests, by weight, as they come and go.
+
+    Each request has a weight while it is in the engine: 1 while its prompt is computed, less while
+    it decodes in a batch. An interval's seconds are divided in proportion to the weights. One
+    running sum, of seconds per weight, serves all requests, so every event takes constant time.
+    """
+
+    __slots__ = ("_now_s", "_per_weight_s", "_weight", "busy_s", "idle_s")
+
+    def __init__(self, now_s: float) -> None:
+        self._now_s, self._per_weight_s, self._weight = now_s, 0.0, 0.0
+        self.busy_s = self.idle_s = 0.0
+
+    def advance(self, now_s: float) -> None:
+        """Account the time up to now."""
+        elapsed = now_s - self._now_s
+        if elapsed <= 0:
+            return
+        self._now_s = now_s
+        if self._weight > 0:
+            self._per_weight_s += elapsed / self._weight
+            self.busy_s += elapsed
+        else:
+            self.idle_s += elapsed
+
+    def enter(self, now_s: float, weight: float) -> RequestShare:
+        """Begin a request's share. Raises ValueError for a weight that is not positive."""
+        if weight <= 0:
+            raise ValueError(f"the weight of a request is {weight}: it must be positive")
+        self.advance(now_s)
+        self._weight += weight
+        return RequestShare(weight, self._per_weight_s)
+
+    def change(self, now_s: float, share: RequestShare, weight: float) -> float:
+        """Give a request another weight, or 0 to end its share; return its seconds so far."""
+        self.advance(now_s)
+        share.seconds += share.weight * (self._per_weight_s - share.since)
+        self._weight += weight - share.weight
+        share.weight, share.since = weight, self._per_weight_s
+        if self._weight < 1e-9:  # the last request left: drop the rounding of its predecessors
+            self._weight = 0.0
+        return share.seconds
+
+
+class RequestShare:
+    """One request's part of an engine: its weight, since when, and its seconds before that."""
+
+    __slots__ = ("seconds", "since", "weight")
+
+    def __init__(self, weight: float, since: float) -> None:
+        self.weight, self.since, self.seconds = weight, since, 0.0
+
+
+def decode_weight(batch: int, context_tokens: float, kv_tokens: float) -> float:
+    """Return the weight of a decoding request: its part of a step's sequences or of the KV held.
+
+    Prefill has weight 1, because a prompt alone fills a step. A request whose context takes much of
+    the KV cache keeps others out, so it pays for that part even if few decode.
+    """
+    return max(1 / max(1, batch), min(1.0, context_tokens / kv_tokens))

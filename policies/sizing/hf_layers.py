@@ -1,0 +1,135 @@
+"""Kinds of layers in a config.json: full or window attention, state space, dense or experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from policies.sizing.hf_members import ConfigError, ConfigMembers
+
+STATE_BYTES = 2  # vLLM keeps states of state-space layers in the model's type
+
+
+class LayerKinds(msgspec.Struct, frozen=True):
+    """How many layers of a model are of each kind, and the size of state-space layers.
+
+    `mlps` are layers with an MLP or a mixture of experts; `state_params` and `state_bytes` are of
+    all state-space layers, the latter per sequence.
+    """
+
+    layers: int
+    attention_layers: int
+    window_layers: int
+    window: int
+    mlps: int
+    moe_layers: int
+    state_params: float
+    state_bytes: float
+
+
+def layer_kinds(config: ConfigMembers) -> LayerKinds:
+    """Return the kinds of layers. Raises ConfigError for a pattern that does not fit."""
+    layers = config.count("num_hidden_layers")
+    pattern = config.get("hybrid_override_pattern")
+    if isinstance(pattern, str):
+        return _lettered(config, pattern, layers)
+    attention = _attention_places(config, layers)
+    windows = _window_places(config, attention)
+    moe = _moe_layers(config, layers)
+    params, state = _state_space(config)
+    states = layers - len(attention)
+    if states and not state:
+        raise ConfigError(
+            f"{states} layers of config.json have no attention, and their state is not of a known "
+            "kind: known are Mamba 1 and 2 (mamba_d_state, ssm_state_size)"
+        )
+    return LayerKinds(
+        *(layers, len(attention), len(windows), config.optional("sliding_window", 0)),
+        *(layers, moe, params * states, state * states),
+    )
+
+
+def _lettered(config: ConfigMembers, pattern: str, layers: int) -> LayerKinds:
+    """Read Nemotron-H's pattern: M is a state-space layer, * attention, - an MLP, E experts."""
+    if len(pattern) != layers:
+        raise ConfigError(f"hybrid_override_pattern has {len(pattern)} letters for {layers} layers")
+    params, state = _state_space(config)
+    states, experts = pattern.count("M"), pattern.count("E")
+    return LayerKinds(
+        *(layers, pattern.count("*"), 0, 0, pattern.count("-") + experts, experts),
+        *(params * states, state * states),
+    )
+
+
+def _attention_places(config: ConfigMembers, layers: int) -> list[int]:
+    """Return the layers with attention: all, unless the configuration names state-space ones."""
+    types = config.get("layer_types")
+    if isinstance(types, list):
+        if len(types) != layers:
+            raise ConfigError(f"layer_types has {len(types)} entries for {layers} layers")
+        return [
+            place
+            for place, kind in enumerate(types)
+            if "attention" in str(kind) and "linear" not in str(kind)
+        ]
+    named = config.get("attn_layer_indices")
+    if isinstance(named, list):
+        return [place for place in named if isinstance(place, int) and 0 <= place < layers]
+    if config.has("attn_layer_period"):
+        period, offset = config.count("attn_layer_period"), config.optional("attn_layer_offset", 0)
+        return [place for place in range(layers) if place % period == offset]
+    return list(range(layers))
+
+
+def _window_places(config: ConfigMembers, attention: Sequence[int]) -> list[int]:
+    """Return the layers whose attention is limited to a window."""
+    if not config.optional("sliding_window", 0) or not config.flag("use_sliding_window", True):
+        return []
+    types = config.get("layer_types")
+    if isinstance(types, list):
+        return [place for place in attention if str(types[place]).startswith("sliding")]
+    period = config.optional("sliding_window_pattern", 2 if config.family == "gemma2" else 0)
+    if period:
+        return [place for place in attention if (place + 1) % period]
+    first = config.optional("max_window_layers", 0)
+    return [place for place in attention if place >= first]
+
+
+def _moe_layers(config: ConfigMembers, layers: int) -> int:
+    if not config.experts:
+        return 0
+    if config.has("expert_layer_period"):
+        period = config.count("expert_layer_period")
+        offset = config.optional("expert_layer_offset", 0)
+        return sum(place % period == offset for place in range(layers))
+    step = config.optional("decoder_sparse_step", config.optional("interleave_moe_layer_step", 1))
+    dense = config.get("mlp_only_layers") or []
+    first = config.optional("first_k_dense_replace", 0)
+    return sum(
+        place >= first and (place + 1) % step == 0 and place not in dense for place in range(layers)
+    )
+
+
+def _state_space(config: ConfigMembers) -> tuple[float, float]:
+    """Return parameters of one state-space layer (Mamba 1 or 2), and its state per sequence."""
+    width = config.count("hidden_size")
+    if config.has("mamba_d_state"):
+        size, kernel = config.count("mamba_d_state"), config.optional("mamba_d_conv", 4)
+        inner = width * config.optional("mamba_expand", 2)
+        heads = config.optional("mamba_n_heads", 0)
+        groups = config.optional("mamba_n_groups", 1)
+    elif config.has("ssm_state_size"):
+        size, kernel = config.count("ssm_state_size"), config.optional("conv_kernel", 4)
+        heads = config.count("mamba_num_heads")
+        inner = heads * config.count("mamba_head_dim")
+        groups = config.optional("n_groups", 1)
+    else:
+        return 0.0, 0.0
+    if not heads:  # Mamba 1
+        rank = config.optional("mamba_dt_rank", -(-width // 16))
+        params = width * 2 * inner + inner * (kernel + 1 + rank + 2 * size + rank + size + 2)
+        return params + inner * width, STATE_BYTES * inner * (size + kernel - 1)
+    channels = inner + 2 * groups * size
+    params = width * (inner + channels + heads) + channels * (kernel + 1) + 3 * heads + inner
+    return params + inner * width, STATE_BYTES * (inner * size + channels * (kernel - 1))

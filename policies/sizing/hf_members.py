@@ -1,0 +1,108 @@
+"""Typed reading of the members of a config.json, with errors that say what is valid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MAX_COUNT = 1 << 40
+
+
+class ConfigError(ValueError):
+    """A config.json that does not describe a known kind of decoder."""
+
+
+class ConfigMembers:
+    """Members of a config.json. Reading one of a wrong type raises ConfigError."""
+
+    def __init__(self, members: dict[str, Any]) -> None:
+        self._members = members
+        self.family = str(members.get("model_type", ""))
+
+    def has(self, name: str) -> bool:
+        """Return whether the member is present and not null."""
+        return self._members.get(name) is not None
+
+    def get(self, name: str) -> Any:
+        """Return a member as it is; None if absent."""
+        return self._members.get(name)
+
+    def require(self, *names: str) -> None:
+        """Raise ConfigError, naming all members that are absent."""
+        if missing := [name for name in names if not self.has(name)]:
+            raise ConfigError(f"config.json lacks {', '.join(missing)}")
+
+    def require_one(self, *names: str) -> None:
+        """Raise ConfigError if none of the members is present."""
+        if not any(map(self.has, names)):
+            raise ConfigError(f"config.json lacks {names[0]} (or {' or '.join(names[1:])})")
+
+    def count(self, name: str) -> int:
+        """Return a member that is a positive integer."""
+        value = self._members.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MAX_COUNT:
+            raise ConfigError(f"{name} of config.json is {value!r}: a positive integer is needed")
+        return value
+
+    def optional(self, name: str, default: int) -> int:
+        """Return a positive integer, or `default` if the member is absent, null or 0."""
+        return self.count(name) if self._members.get(name) else default
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return a boolean, or `default` if the member is absent."""
+        return bool(self._members.get(name, default))
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output head is the input embedding."""
+        return self.flag("tie_word_embeddings", self.family.startswith("gemma"))
+
+    @property
+    def intermediate(self) -> int:
+        """Width of a dense MLP."""
+        names = ("intermediate_size_mlp", "intermediate_size", "ffn_hidden_size")
+        return next(
+            (self.count(name) for name in names if self.has(name)),
+            self.optional("moe_intermediate_size", 0),
+        )
+
+    @property
+    def experts(self) -> int:
+        """Routed experts per layer; 0 for a dense model."""
+        names = ("n_routed_experts", "num_local_experts", "num_experts")
+        return next((self.count(name) for name in names if self._members.get(name)), 0)
+
+    @property
+    def max_context(self) -> int:
+        """Longest prompt plus answer."""
+        return self.optional("max_position_embeddings", 131_072)
+
+    def weight_bytes(self) -> tuple[float, str]:
+        """Return bytes per quantised parameter, and "experts" if only experts are quantised."""
+        quantised = self._members.get("quantization_config")
+        if not isinstance(quantised, dict):
+            wide = str(self._members.get("torch_dtype", self._members.get("dtype")))
+            return (4.0 if wide == "float32" else 2.0), ""
+        method = str(quantised.get("quant_method", ""))
+        if method == "mxfp4":
+            return 0.5 + 1 / 32, "experts"
+        bits = _bits(quantised)
+        if bits is None and "fp8" not in method:
+            raise ConfigError(
+                f"quant_method {method!r} of config.json is unknown: known are fp8, mxfp4, and "
+                "those with bits or num_bits"
+            )
+        return (1.0 if bits is None else bits / 8), ""
+
+
+def _bits(quantised: Any) -> int | None:
+    """Return the first `bits` or `num_bits` of a quantisation section, in any depth up to 4."""
+    pending = [(quantised, 0)]
+    while pending:
+        section, depth = pending.pop(0)
+        for key in ("bits", "num_bits"):
+            value = section.get(key)
+            if isinstance(value, int) and 1 <= value <= 16:
+                return value
+        if depth < 4:
+            pending += [(part, depth + 1) for part in section.values() if isinstance(part, dict)]
+    return None

@@ -1,0 +1,189 @@
+"""The memory check: weights and KV per GPU of a layout, and a verdict in requests of a context.
+
+Shapes are in model_shapes.py, GPUs in gpus.py. Constants of the reserve name their source and
+error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+
+import msgspec
+
+from policies.sizing.gpus import Gpu
+from policies.sizing.layout import Layout, layers_of_stages
+from policies.sizing.model_shapes import Llm
+
+GIB = 1 << 30
+
+
+class Reserve(msgspec.Struct, frozen=True):
+    """GPU memory that is not for weights and KV: the untouched share, and the engine's own use."""
+
+    untouched: float = 0.1
+    engine_bytes: float = 3.5 * GIB
+    nccl_bytes: float = 0.36 * GIB
+
+    def usable(self, gpu: Gpu, ranks: int) -> float:
+        """Return the bytes per GPU for weights and KV. Several ranks need buffers of NCCL."""
+        return (
+            gpu.hbm_bytes * (1 - self.untouched)
+            - self.engine_bytes
+            - (self.nccl_bytes if ranks > 1 else 0)
+        )
+
+
+# vLLM's gpu_memory_utilization of 0.9, and aiconfigurator's figures for context, activations,
+# graphs and NCCL (0.34 to 0.39 GiB). Engines differ by about 2 GiB, most by the size of a step's
+# activations; RESERVE_ERROR_BYTES is printed beside a verdict.
+ENGINE_RESERVE = Reserve()
+RULE_OF_THUMB = Reserve(engine_bytes=0, nccl_bytes=0)
+RESERVE_ERROR_BYTES = 2 * GIB
+
+
+class MemoryVerdict(Enum):
+    """What a layout does with a model."""
+
+    DOES_NOT_LOAD = "does not load"
+    SERVES_NONE = "loads, but serves no request"
+    SERVES = "serves"
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """Requests that must fit at once, the tokens of each, and the share of KV to keep free."""
+
+    context: int
+    concurrency: int = 1
+    headroom: float = 0.15
+
+
+class MemoryCheck(msgspec.Struct, frozen=True):
+    """The result of the check. Bytes are of the GPU of the stage with the least room for KV.
+
+    tokens     tokens of KV that the whole engine holds, in requests of the demanded context
+    served     requests of that context that fit at once
+    spare      share of KV beyond the demanded requests, relative to them; negative if they do not
+               fit
+    """
+
+    verdict: MemoryVerdict
+    demand: Demand
+    weights_bytes: float
+    usable_bytes: float
+    free_bytes: float
+    kv_token_bytes: float
+    tokens: int
+    served: int
+    spare: float
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether the demanded requests fit with their headroom."""
+        return self.verdict is MemoryVerdict.SERVES and self.spare >= self.demand.headroom
+
+    @property
+    def text(self) -> str:
+        """The verdict as a sentence."""
+        context, demand = f"{self.demand.context:,} tokens", self.demand
+        if self.verdict is MemoryVerdict.DOES_NOT_LOAD:
+            return "does not load"
+        if self.verdict is MemoryVerdict.SERVES_NONE:
+            return f"loads, but serves no request of {context}"
+        return (
+            f"serves {self.served} requests of {context} "
+            f"(wanted {demand.concurrency}, spare {self.spare:.1%} of them, "
+            f"wanted {demand.headroom:.0%})"
+        )
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """One pipeline stage: bytes of weights and of KV per token on each of its GPUs."""
+
+    weights_bytes: float
+    kv_token_bytes: float
+
+
+def stages(model: Llm, layout: Layout) -> Iterator[Stage]:
+    """Yield the pipeline stages, first to last."""
+    counts = layers_of_stages(model.layers, layout.pp)
+    kv_layer_bytes = model.kv_rank_bytes(layout.tp) / model.layers / layout.cp
+    start = 0
+    for place, layers in enumerate(counts):
+        ends = (place == 0, place == layout.pp - 1)
+        params = _layer_params(model, layout, start, layers) + _end_params(model, layout, ends)
+        yield Stage(params * model.param_bytes, kv_layer_bytes * layers)
+        start += layers
+
+
+def _layer_params(model: Llm, layout: Layout, start: int, layers: int) -> float:
+    """Return the parameters on one GPU of `layers` layers from `start` on, without embeddings."""
+    ends = model.embedding_params * (1 if model.is_tied else 2)
+    split_params = (
+        model.params - ends - model.expert_params - model.kv_proj_params - model.replicated_params
+    )
+    per_layer = (
+        split_params / layout.tp
+        + model.kv_proj_params * model.kv_share(layout.tp)
+        + model.replicated_params
+    ) / model.layers
+    total = per_layer * layers
+    if model.expert_params:
+        first_moe = model.layers - model.moe_layers
+        moe_layers = max(0, start + layers - max(start, first_moe))
+        ranks = layout.ep if layout.ep > 1 else layout.tp
+        total += model.expert_params / model.moe_layers * moe_layers / ranks
+    return total
+
+
+def _end_params(model: Llm, layout: Layout, ends: tuple[bool, bool]) -> float:
+    """Return the embedding and output head on one GPU of a stage that is (first, last)."""
+    copies = 1 if model.is_tied and all(ends) else sum(ends)
+    return copies * model.embedding_params / layout.tp
+
+
+def check_memory(
+    model: Llm, gpu: Gpu, layout: Layout, demand: Demand, reserve: Reserve = ENGINE_RESERVE
+) -> MemoryCheck:
+    """Return whether the layout holds the weights and the KV of the demanded requests.
+
+    The stage with the least room for KV decides, because each token needs all stages. Attention
+    with DP has a cache per rank, so the tokens of all ranks count.
+    """
+    usable = reserve.usable(gpu, layout.gpus)
+    parts = list(stages(model, layout))
+    tightest = min(parts, key=lambda stage: _stage_tokens(model, layout, stage, demand, usable))
+    rank_tokens = _stage_tokens(model, layout, tightest, demand, usable)
+    served = rank_tokens // demand.context * layout.dp
+    tokens = rank_tokens * layout.dp
+    if max(stage.weights_bytes for stage in parts) > gpu.hbm_bytes:
+        verdict, tokens, served = MemoryVerdict.DOES_NOT_LOAD, 0, 0
+    else:
+        verdict = MemoryVerdict.SERVES if served else MemoryVerdict.SERVES_NONE
+    spare = tokens / (demand.concurrency * demand.context) - 1
+    return MemoryCheck(
+        *(verdict, demand, tightest.weights_bytes, usable, usable - tightest.weights_bytes),
+        *(tightest.kv_token_bytes, tokens, served, spare),
+    )
+
+
+def _stage_tokens(model: Llm, layout: Layout, stage: Stage, demand: Demand, usable: float) -> int:
+    """Return the tokens of one rank's cache in this stage, in requests of the demanded context."""
+    kept = model.cached_tokens(demand.context) * stage.kv_token_bytes
+    state = model.state_bytes / (layout.tp * layout.pp)
+    return max(0, int((usable - stage.weights_bytes) * demand.context / (kept + state)))
+
+
+def free_kv_bytes(model: Llm, gpu: Gpu, tp: int, reserve: Reserve = ENGINE_RESERVE) -> float:
+    """Return the bytes left for KV on a rank of a TP group; negative if the weights do not fit."""
+    return check_memory(model, gpu, Layout(tp), Demand(1), reserve).free_bytes
+
+
+def kv_capacity_tokens(model: Llm, gpu: Gpu, tp: int, reserve: Reserve = ENGINE_RESERVE) -> int:
+    """Return the tokens of KV that a TP group holds; 0 if the weights do not fit."""
+    return check_memory(model, gpu, Layout(tp), Demand(1), reserve).tokens
+
+
+def min_gpus(model: Llm, gpu: Gpu) -> int:
+    """Return the fewest GPUs whose raw memory holds the weights: a bound, not a layout."""
+    return -int(-model.weights_bytes // gpu.hbm_bytes)

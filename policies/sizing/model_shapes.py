@@ -1,0 +1,205 @@
+"""Model shapes and their sizes: parameters, weights, and KV per token and per request.
+
+The built-in shapes are the models' published configurations with their published totals; a local
+config.json gives a shape counted tensor by tensor (hf_config.py). Not here: what fits a GPU
+(memory.py), times (mockgpu/roofline.py), rates of GPUs (gpus.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+
+
+class Llm(msgspec.Struct, frozen=True):
+    """A decoder's shape. Counts of parameters are over all layers.
+
+    kv_scalars     scalars cached per token and layer: 2 x kv_heads x head_dim, or MLA's latent
+    shardable_kv   ranks that can split the cache: kv_heads for GQA, 1 for MLA (all on each rank)
+    embedding_params   of the input embedding, and as many of the output head unless `is_tied`
+    expert_params  of all routed experts; they are in the last `moe_layers` layers
+    kv_proj_params     of the key and value projections, replicated where TP exceeds the KV heads
+    replicated_params  on each rank of a TP group: norms, routers, MLA's down projections
+    bf16_params    kept in two bytes each when the other weights are quantised
+    window_layers  layers that attend to, and keep, the last `window` tokens only
+    state_layers   layers without a KV cache, whose state takes `state_bytes` per sequence in all
+    """
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    head_dim: int
+    kv_scalars: int
+    shardable_kv: int
+    params: float
+    active_params: float
+    weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+    max_context: int = 131_072
+    grid_name: str = ""
+    embedding_params: float = 0.0
+    is_tied: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_params: float = 0.0
+    moe_layers: int = 0
+    kv_proj_params: float = 0.0
+    replicated_params: float = 0.0
+    bf16_params: float = 0.0
+    window_layers: int = 0
+    window: int = 0
+    state_layers: int = 0
+    state_bytes: float = 0.0
+
+    @property
+    def weights_bytes(self) -> float:
+        """Bytes of all weights."""
+        return self.params * self.param_bytes
+
+    @property
+    def param_bytes(self) -> float:
+        """Mean bytes per parameter."""
+        kept = self.bf16_params * max(0.0, 2.0 - self.weight_bytes)
+        return self.weight_bytes + kept / self.params
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of one token's hidden state, as all-reduced and passed between stages."""
+        return 2 * self.width
+
+    @property
+    def allreduces(self) -> int:
+        """Collectives per step of a TP group: after attention and after the MLP of each layer."""
+        return 2 * self.layers
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers that cache keys and values of each token."""
+        return self.layers - self.state_layers
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of KV cache per token, over all layers and KV heads."""
+        return int(self.kv_layers * self.kv_scalars * self.kv_bytes)
+
+    @property
+    def mla(self) -> bool:
+        """Whether the cache is one latent per token instead of keys and values per head."""
+        return self.shardable_kv == 1 and self.kv_scalars != 2 * self.head_dim
+
+    def kv_share(self, tp: int) -> float:
+        """Return the share of the cache on one rank: whole heads, and at least one."""
+        return -(-self.shardable_kv // tp) / self.shardable_kv
+
+    def kv_rank_bytes(self, tp: int) -> float:
+        """Return bytes of KV per token on one rank.
+
+        Beyond `shardable_kv` ranks, heads are replicated.
+        """
+        return self.kv_token_bytes * self.kv_share(tp)
+
+    def cached_tokens(self, context: int) -> float:
+        """Return the tokens whose KV a request of `context` tokens keeps, in the mean of layers."""
+        if not self.kv_layers:
+            return 0.0
+        in_windows = self.window_layers * min(context, self.window)
+        return ((self.kv_layers - self.window_layers) * context + in_windows) / self.kv_layers
+
+
+def gqa(
+    name: str,
+    layers: int,
+    width: int,
+    heads: int,
+    kv_heads: int,
+    params: float,
+    grid_name: str = "",
+    vocabulary: int = 0,
+) -> Llm:
+    """Return a dense bf16 model with grouped-query attention and heads of 128."""
+    return Llm(
+        name,
+        layers,
+        width,
+        heads,
+        128,
+        2 * kv_heads * 128,
+        kv_heads,
+        params,
+        params,
+        grid_name=grid_name,
+        embedding_params=vocabulary * width,
+    )
+
+
+def fp8(model: Llm, name: str, grid_name: str = "") -> Llm:
+    """Return the same model with one-byte weights. The cache stays bf16, as in vLLM's default."""
+    return msgspec.structs.replace(model, name=name, weight_bytes=1.0, grid_name=grid_name)
+
+
+_LLAMA_3_VOCABULARY = 128_256
+_LLAMA_8B = gqa(
+    *("meta-llama/Llama-3.1-8B-Instruct", 32, 4096, 32, 8, 8.03e9),
+    *("Meta-Llama-3.1-8B", _LLAMA_3_VOCABULARY),
+)
+_LLAMA_70B = gqa(
+    *("meta-llama/Llama-3.1-70B-Instruct", 80, 8192, 64, 8, 70.6e9),
+    *("Meta-Llama-3.1-70B", _LLAMA_3_VOCABULARY),
+)
+_LLAMA_405B = gqa(
+    *("meta-llama/Llama-3.1-405B-Instruct", 126, 16384, 128, 8, 405.9e9),
+    *("Meta-Llama-3.1-405B", _LLAMA_3_VOCABULARY),
+)
+
+
+def _llamas() -> dict[str, Llm]:
+    small, large, huge = _LLAMA_8B, _LLAMA_70B, _LLAMA_405B
+    llama2 = gqa("meta-llama/Llama-2-13b", 40, 5120, 40, 40, 13.0e9, vocabulary=32_000)
+    large_fp8 = fp8(large, "meta-llama/Llama-3.1-70B-Instruct-FP8", "Llama-3.1-70B-Instruct-FP8")
+    return {
+        "demo-8b": small,
+        "llama-3.1-8b": small,
+        "llama-3.1-8b-fp8": fp8(small, "meta-llama/Llama-3.1-8B-Instruct-FP8"),
+        "llama-3.1-70b": large,
+        "llama-3.1-70b-fp8": large_fp8,
+        "llama-3.1-405b": huge,
+        "llama-3.1-405b-fp8": fp8(huge, "meta-llama/Llama-3.1-405B-Instruct-FP8"),
+        "llama-2-13b": msgspec.structs.replace(llama2, max_context=4_096),
+    }
+
+
+def _deepseek_v3() -> Llm:
+    """671B parameters, of which 58 layers of 256 experts of 3 x 7168 x 2048 are 653.9B."""
+    return Llm(
+        *("deepseek-ai/DeepSeek-V3", 61, 7168, 128, 192, 576, 1, 671e9, 37e9),
+        weight_bytes=1.0,
+        max_context=163_840,
+        embedding_params=129_280 * 7168,
+        experts=256,
+        experts_per_token=8,
+        expert_params=58 * 256 * 3 * 7168 * 2048,
+        moe_layers=58,
+    )
+
+
+def _table() -> dict[str, Llm]:
+    qwen = gqa("Qwen/Qwen3-32B", 64, 5120, 64, 8, 32.8e9, vocabulary=151_936)
+    short = _llamas() | {
+        "qwen3-32b": msgspec.structs.replace(qwen, max_context=40_960),
+        "deepseek-v3": _deepseek_v3(),
+    }
+    return short | {model.name.lower(): model for model in short.values()}
+
+
+MODELS: Mapping[str, Llm] = MappingProxyType(_table())
+
+
+def model_named(name: str) -> Llm:
+    """Return the shape for a short or full model name, in any case. Raises ValueError."""
+    model = MODELS.get(name.lower())
+    if model is None:
+        raise ValueError(f"unknown model {name!r}: known are {', '.join(MODELS)}")
+    return model

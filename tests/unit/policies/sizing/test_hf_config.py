@@ -1,0 +1,170 @@
+"""Shapes from config.json files of published models, and errors for incomplete ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policies.sizing.hf_config import shape_from_config
+from policies.sizing.hf_members import ConfigError
+from policies.sizing.layout import Layout
+from policies.sizing.memory import stages
+from policies.sizing.model_shapes import Llm, model_named
+
+FOLDER = Path(__file__).parents[3] / "data" / "models"
+
+
+def read(name: str) -> dict[str, Any]:
+    members = json.loads((FOLDER / f"{name}.json").read_text())
+    assert isinstance(members, dict)
+    return members
+
+
+def shape(name: str) -> Llm:
+    return shape_from_config(read(name), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active", "weights_gb"),
+    [
+        ("llama-3.2-1b", 1.236, 1.236, 2.47),
+        ("llama-3.1-8b", 8.030, 8.030, 16.06),
+        ("llama-3.1-70b", 70.554, 70.554, 141.1),
+        ("llama-3.1-405b", 405.853, 405.853, 811.7),
+        ("qwen2.5-7b", 7.616, 7.616, 15.23),
+        ("qwen3-30b-a3b", 30.53, 3.35, 61.1),
+        ("mixtral-8x7b", 46.70, 12.88, 93.4),
+        ("deepseek-v3", 671.03, 37.55, 674.0),
+        ("gpt-oss-120b", 116.83, 5.71, 65.2),
+        ("gemma-3-27b", 27.01, 27.01, 54.0),
+        ("llama-4-scout", 107.77, 17.17, 215.5),
+        ("jamba-mini", 51.57, 12.1, 103.1),
+    ],
+)
+def test_parameters_are_counted_as_published(
+    name: str, billions: float, active: float, weights_gb: float
+) -> None:
+    model = shape(name)
+    assert model.params == pytest.approx(billions * 1e9, rel=0.002)
+    assert model.active_params == pytest.approx(active * 1e9, rel=0.005)
+    assert model.weights_bytes == pytest.approx(weights_gb * 1e9, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_token_bytes", "ranks"),
+    [
+        ("llama-3.1-70b", 327_680, 8),
+        ("qwen3-30b-a3b", 98_304, 4),
+        ("deepseek-v3", 70_272, 1),
+        ("jamba-mini", 16_384, 8),
+    ],
+)
+def test_kv_per_token_and_the_ranks_that_divide_it(
+    name: str, kv_token_bytes: int, ranks: int
+) -> None:
+    model = shape(name)
+    assert (model.kv_token_bytes, model.shardable_kv) == (kv_token_bytes, ranks)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "deepseek-v3"])
+def test_a_built_in_shape_is_that_of_its_config(name: str) -> None:
+    counted, built_in = shape(name), model_named(name)
+    assert counted.kv_token_bytes == built_in.kv_token_bytes
+    assert counted.params == pytest.approx(built_in.params, rel=0.001)
+    assert (counted.layers, counted.heads, counted.experts) == (
+        built_in.layers,
+        built_in.heads,
+        built_in.experts,
+    )
+    assert counted.expert_params == built_in.expert_params
+
+
+def test_windows_and_states_are_read_from_patterns() -> None:
+    gemma, jamba, oss = shape("gemma-3-27b"), shape("jamba-mini"), shape("gpt-oss-120b")
+    assert (gemma.window_layers, gemma.window) == (52, 1024)
+    assert (oss.window_layers, oss.window) == (18, 128)
+    assert (jamba.state_layers, jamba.moe_layers) == (28, 16)
+    # 28 layers keep 8192 channels x (16 states + 3 of the convolution), two bytes each.
+    assert jamba.state_bytes == 28 * 8192 * 19 * 2
+    assert shape("qwen2.5-7b").window_layers == 0
+
+
+def test_a_pattern_of_letters_is_read() -> None:
+    members = read("llama-3.1-8b") | {
+        "num_hidden_layers": 6,
+        "hybrid_override_pattern": "M-M*M-",
+        "ssm_state_size": 128,
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+    }
+    model = shape_from_config(members, "letters")
+    assert (model.layers, model.state_layers, model.moe_layers) == (6, 5, 0)
+    assert model.kv_layers == 1
+    assert model.state_bytes == 3 * 2 * (4096 * 128 + (4096 + 2 * 8 * 128) * 3)
+
+
+def test_replicated_parameters_are_on_every_rank() -> None:
+    model = shape("qwen3-30b-a3b")
+    (one,) = stages(model, Layout(8))
+    kv_heads_twice = model.kv_proj_params * (1 / 4 - 1 / 8) + model.replicated_params * 7 / 8
+    assert one.weights_bytes == pytest.approx(2 * (model.params / 8 + kv_heads_twice), rel=1e-6)
+
+
+def test_a_tied_embedding_is_on_the_first_and_the_last_stage() -> None:
+    model = shape("llama-3.2-1b")
+    held = sum(stage.weights_bytes for stage in stages(model, Layout(pp=4)))
+    assert held == pytest.approx(2 * (model.params + model.embedding_params), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None, "vocab_size": None}, "config.json lacks hidden_size, vocab_size"),
+        ({"intermediate_size": None}, "lacks intermediate_size (or moe_intermediate_size"),
+        ({"num_hidden_layers": "80"}, "num_hidden_layers of config.json is '80': a positive"),
+        ({"num_key_value_heads": 7}, "num_key_value_heads 7 does not divide 64 heads"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 80 layers"),
+        ({"layer_types": ["linear_attention"] * 80}, "80 layers of config.json have no attention"),
+        ({"quantization_config": {"quant_method": "magic"}}, "quant_method 'magic'"),
+        ({"kv_lora_rank": 512}, "lacks qk_rope_head_dim, qk_nope_head_dim, v_head_dim"),
+    ],
+)
+def test_an_incomplete_config_is_refused_with_what_is_missing(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        shape_from_config(read("llama-3.1-70b") | change, "broken")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("config", [[], "llama", None, 3])
+def test_what_is_not_an_object_is_refused(config: object) -> None:
+    with pytest.raises(ConfigError, match="not an object"):
+        shape_from_config(config, "broken")
+
+
+@pytest.mark.parametrize(
+    ("section", "bytes_each"),
+    [
+        ({"quant_method": "fp8"}, 1.0),
+        ({"quant_method": "awq", "bits": 4}, 0.5),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 8}}},
+            },
+            1.0,
+        ),
+    ],
+)
+def test_quantised_weights_are_smaller_except_for_the_embeddings(
+    section: dict[str, Any], bytes_each: float
+) -> None:
+    model = shape_from_config(read("llama-3.1-70b") | {"quantization_config": section}, "small")
+    kept = 2 * model.embedding_params + model.replicated_params
+    expected = (model.params - kept) * bytes_each + 2 * kept
+    assert model.weights_bytes == pytest.approx(expected, rel=1e-9)

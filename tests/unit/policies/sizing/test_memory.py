@@ -1,0 +1,163 @@
+"""The memory check: worked examples of published guides, and properties over layouts."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.sizing.gpus import GPUS, gpu_named
+from policies.sizing.layout import Layout, layers_of_stages
+from policies.sizing.memory import (
+    ENGINE_RESERVE,
+    RULE_OF_THUMB,
+    Demand,
+    MemoryCheck,
+    MemoryVerdict,
+    check_memory,
+    min_gpus,
+    stages,
+)
+from policies.sizing.model_shapes import model_named
+
+HARBOR = Demand(8192, 24)
+
+
+def checked(
+    model: str, gpu: str, layout: Layout, demand: Demand = HARBOR, rule_of_thumb: bool = False
+) -> MemoryCheck:
+    reserve = RULE_OF_THUMB if rule_of_thumb else ENGINE_RESERVE
+    return check_memory(model_named(model), gpu_named(gpu), layout, demand, reserve)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "layout", "verdict"),
+    [
+        ("llama-3.1-70b", "h100", Layout(1), MemoryVerdict.DOES_NOT_LOAD),
+        ("llama-3.1-70b", "h100", Layout(2), MemoryVerdict.SERVES_NONE),
+        ("llama-3.1-70b", "h100", Layout(4), MemoryVerdict.SERVES),
+        ("llama-3.1-70b-fp8", "h100", Layout(1), MemoryVerdict.SERVES_NONE),
+        ("llama-3.1-405b", "h100", Layout(11), MemoryVerdict.SERVES_NONE),
+        ("llama-3.1-405b", "h100", Layout(8), MemoryVerdict.DOES_NOT_LOAD),
+        ("deepseek-v3", "h100", Layout(8), MemoryVerdict.DOES_NOT_LOAD),
+        ("deepseek-v3", "h200", Layout(8), MemoryVerdict.SERVES),
+    ],
+)
+def test_a_layout_does_not_load_or_serves_nothing_or_serves(
+    model: str, gpu: str, layout: Layout, verdict: MemoryVerdict
+) -> None:
+    assert checked(model, gpu, layout).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "layout", "tokens"),
+    [
+        ("llama-3.1-70b", "h100", Layout(4), 397_404),
+        ("llama-3.1-70b", "h100", Layout(8), 1_225_716),
+        ("llama-3.1-70b-fp8", "h100", Layout(2), 198_702),
+        ("llama-3.1-70b-fp8", "h100", Layout(4), 612_858),
+        ("llama-3.1-405b", "h100", Layout(16), 265_343),
+        ("llama-3.1-405b", "h100", Layout(8, 2), 530_687),
+        ("llama-3.1-405b", "h100", Layout(8, 4), 2_593_176),
+        ("llama-3.1-405b-fp8", "h100", Layout(8), 265_343),
+        ("deepseek-v3", "h200", Layout(8), 553_283),
+        ("deepseek-v3", "b200", Layout(8), 1_052_771),
+    ],
+)
+def test_the_kv_cache_holds_as_many_tokens_as_computed_by_hand(
+    model: str, gpu: str, layout: Layout, tokens: int
+) -> None:
+    assert checked(model, gpu, layout).tokens == pytest.approx(tokens, rel=0.01)
+
+
+def test_70b_at_tp_2_serves_no_request_of_8k_although_its_weights_fit() -> None:
+    check = checked("llama-3.1-70b", "h100", Layout(2))
+    assert check.text == "loads, but serves no request of 8,192 tokens"
+    thumb = checked("llama-3.1-70b", "h100", Layout(2), rule_of_thumb=True)
+    assert thumb.tokens == pytest.approx(8_544, rel=0.01)
+
+
+def test_fp8_at_tp_2_holds_24_requests_of_8k_with_1_1_percent_and_is_refused_for_10() -> None:
+    check = checked("llama-3.1-70b-fp8", "h100", Layout(2), Demand(8192, 24, 0.10))
+    assert check.served == 24
+    assert check.spare == pytest.approx(0.0107, abs=0.0005)
+    assert not check.is_enough
+    wide = checked("llama-3.1-70b-fp8", "h100", Layout(4), Demand(8192, 24, 0.15))
+    assert wide.is_enough
+    assert wide.spare == pytest.approx(2.12, abs=0.01)
+
+
+def test_tp_8_with_pp_2_holds_twice_the_kv_of_tp_16_because_there_are_8_kv_heads() -> None:
+    wide = checked("llama-3.1-405b", "h100", Layout(16)).tokens
+    deep = checked("llama-3.1-405b", "h100", Layout(8, 2)).tokens
+    assert deep / wide == pytest.approx(2, rel=0.001)
+
+
+def test_405b_at_tp_8_with_pp_4_holds_25_gb_per_gpu() -> None:
+    check = checked("llama-3.1-405b", "h100", Layout(8, 4))
+    assert check.weights_bytes == pytest.approx(25.4e9, rel=0.01)
+
+
+def test_attention_with_dp_holds_a_cache_per_rank() -> None:
+    spread = check_memory(model_named("deepseek-v3"), gpu_named("h200"), Layout(dp=8, ep=8), HARBOR)
+    alone = spread.tokens / 8
+    # 17.1 GB of attention and shared experts on each rank, and an eighth of 653.9 GB of experts.
+    assert spread.weights_bytes == pytest.approx(17.1e9 + 653.9e9 / 8, rel=0.01)
+    assert alone == pytest.approx((spread.usable_bytes - spread.weights_bytes) / 70_272, rel=0.01)
+
+
+def test_405b_needs_11_gpus_by_division_and_fp8_weights_need_6() -> None:
+    assert min_gpus(model_named("llama-3.1-405b"), gpu_named("h100")) == 11
+    assert min_gpus(model_named("llama-3.1-405b-fp8"), gpu_named("h100")) == 6
+    assert min_gpus(model_named("llama-3.1-70b"), gpu_named("h100")) == 2
+    assert min_gpus(model_named("llama-3.1-70b-fp8"), gpu_named("h100")) == 1
+
+
+def test_a_window_layer_keeps_the_window_and_a_state_layer_its_state() -> None:
+    full = model_named("llama-3.1-8b")
+    half = msgspec.structs.replace(full, window_layers=16, window=1024)
+    state = msgspec.structs.replace(full, state_layers=16, state_bytes=64e6)
+    demand = Demand(16_384, 1)
+
+    def request_bytes(model: object) -> float:
+        check = check_memory(model, gpu_named("h100"), Layout(1), demand)  # type: ignore[arg-type]
+        return check.free_bytes / check.tokens * demand.context
+
+    whole = full.kv_token_bytes * 16_384
+    assert request_bytes(half) == pytest.approx(whole * (0.5 + 0.5 / 16), rel=0.001)
+    assert request_bytes(state) == pytest.approx(whole / 2 + 64e6, rel=0.001)
+
+
+def test_context_parallel_ranks_divide_the_cache() -> None:
+    one = checked("llama-3.1-70b", "h100", Layout(4))
+    two = checked("llama-3.1-70b", "h100", Layout(4, cp=2))
+    assert two.tokens == pytest.approx(2 * one.tokens, rel=0.001)
+
+
+@given(st.integers(1, 200), st.integers(1, 16))
+def test_stages_hold_all_layers_and_differ_by_one_at_most(layers: int, pp: int) -> None:
+    counts = layers_of_stages(layers, pp)
+    assert sum(counts) == layers
+    assert max(counts) - min(counts) <= 1
+    assert pp == 1 or counts[-1] == min(counts)
+
+
+@given(st.sampled_from(["llama-3.1-70b", "llama-3.1-405b", "qwen3-32b", "deepseek-v3"]), st.data())
+def test_the_gpus_together_hold_every_parameter_once(model: str, data: st.DataObject) -> None:
+    shape = model_named(model)
+    tp, pp = data.draw(st.sampled_from([1, 2, 4, 8])), data.draw(st.integers(1, 8))
+    held = sum(stage.weights_bytes for stage in stages(shape, Layout(tp, pp))) * tp
+    assert held == pytest.approx(shape.weights_bytes, rel=1e-6)
+
+
+@given(st.sampled_from(sorted(GPUS)), st.sampled_from([1, 2, 4, 8]), st.integers(1, 131_072))
+def test_a_larger_tp_never_holds_less_and_a_demand_within_the_spare_is_enough(
+    gpu: str, tp: int, context: int
+) -> None:
+    small = checked("llama-3.1-70b", gpu, Layout(tp), Demand(context, 4))
+    large = checked("llama-3.1-70b", gpu, Layout(2 * tp), Demand(context, 4))
+    assert large.tokens >= small.tokens
+    assert small.is_enough == (
+        small.verdict is MemoryVerdict.SERVES and small.tokens >= 4 * context * 1.15
+    )
