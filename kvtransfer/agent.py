@@ -93,9 +93,7 @@ class Agent:
                 f"{len(regions)} regions for {layout.ranks} ranks, {len(transports)} transports"
             )
         _all_sealed_or_none(transports)
-        sizes = [layout.rank_block_bytes(rank) for rank in range(layout.ranks)]
-        if [region.block_bytes for region in regions] != sizes:
-            raise ValueError(f"this layout needs blocks of {sizes} bytes per rank")
+        _check_regions(layout, regions, transports)
         self.options = options or AgentOptions()
         self.address = ""
         self._name, self._layout, self._regions = name, layout, list(regions)
@@ -475,6 +473,23 @@ class Agent:
             handle.layers = command.layers
         if self._bell is not None:
             self._bell.on_change(handle)
+
+
+def _check_regions(
+    layout: KvLayout, regions: Sequence[Region], transports: Sequence[Transport]
+) -> None:
+    """Raise ValueError for regions that the layout or a transport cannot describe."""
+    sizes = [layout.rank_block_bytes(rank) for rank in range(layout.ranks)]
+    if [region.block_bytes for region in regions] != sizes:
+        raise ValueError(f"this layout needs blocks of {sizes} bytes per rank")
+    if layout.blocks and any(region.blocks != layout.blocks for region in regions):
+        raise ValueError(f"this layout needs {layout.blocks} blocks in every region")
+    if not layout.order.is_block_outermost and any(
+        transport.name == "rdma" for transport in transports
+    ):
+        raise ValueError(
+            f"rdma registers whole blocks, which are not contiguous in the order {layout.order}"
+        )
 
 
 def _all_sealed_or_none(transports: Sequence[Transport]) -> None:

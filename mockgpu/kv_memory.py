@@ -95,7 +95,7 @@ class KvMemory:
 def _by_block(rank: NDArray[np.uint8], layout: KvLayout) -> Words:
     """View a rank's bytes as words [blocks, layers, parts, heads, tokens, words]."""
     words, per_row = rank.view(np.uint64), layout.row_bytes // WORD_BYTES
-    if layout.order is KvOrder.HND:
+    if layout.order is KvOrder.BLHNC:
         return words.reshape(
             -1, layout.layers, layout.parts, layout.rank_heads, layout.block_tokens, per_row
         )

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.layout.layout import KvLayout, KvOrder
+from kvtransfer.layout.layout import KvLayout, KvSteps
 
 Offsets = NDArray[np.int64]
 
@@ -112,8 +112,16 @@ def max_runs(
 def build_runs(
     src: KvLayout, dst: KvLayout, segments: Segments, share: PairShare, most_run_bytes: int
 ) -> ByteRuns:
-    """Return the runs of a share of these segments, joined, none longer than `most_run_bytes`."""
-    return _split_long(_join(_pieces(src, dst, segments, share)), most_run_bytes)
+    """Return the runs of a share of these segments, joined, none longer than `most_run_bytes`.
+
+    If blocks are not the outermost axis on either side, runs are in the order of the sink's memory:
+    there the blocks of one layer or head are neighbours, not the layers of one block.
+    """
+    pieces = _pieces(src, dst, segments, share)
+    if not (src.order.is_block_outermost or dst.order.is_block_outermost):
+        sorting = np.argsort(pieces.dst, kind="stable")
+        pieces = ByteRuns(pieces.src[sorting], pieces.dst[sorting], pieces.length[sorting])
+    return _split_long(_join(pieces), most_run_bytes)
 
 
 def _pieces(src: KvLayout, dst: KvLayout, segments: Segments, share: PairShare) -> ByteRuns:
@@ -163,9 +171,13 @@ def _axes(src: KvLayout, dst: KvLayout, share: PairShare, tokens: int) -> tuple[
 
     A piece starts as one row and absorbs every axis along which both sides are contiguous.
     """
-    steps = zip(_steps(src), _steps(dst), strict=True)
+    from_steps, to_steps = _steps(src, share.pair.src_rank), _steps(dst, share.pair.dst_rank)
     sizes = (len(share.layers), src.parts, len(share.heads), tokens)
-    axes = [_Axis(size, *both) for size, both in zip(sizes, steps, strict=True) if size > 1]
+    axes = [
+        _Axis(size, getattr(from_steps, name), getattr(to_steps, name))
+        for name, size in zip(("layer", "part", "head", "token"), sizes, strict=True)
+        if size > 1
+    ]
     n_bytes = src.row_bytes
     while (
         joined := next((axis for axis in axes if axis.src_step == axis.dst_step == n_bytes), None)
@@ -188,12 +200,8 @@ def _lattice(
     return (src_at, dst_at), n_bytes
 
 
-def _steps(layout: KvLayout) -> tuple[int, int, int, int]:
-    """Return the bytes from one layer, part, head and token of a block to the next."""
-    row, heads, tokens = layout.row_bytes, layout.rank_heads, layout.block_tokens
-    part = row * heads * tokens
-    head, token = (row * tokens, row) if layout.order is KvOrder.HND else (row, row * heads)
-    return part * layout.parts, part, head, token
+def _steps(layout: KvLayout, rank: int) -> KvSteps:
+    return layout.steps(rank // layout.tp)
 
 
 def _origin(
@@ -201,10 +209,10 @@ def _origin(
 ) -> Offsets:
     """Return the offset of the share's first layer and head of these tokens in the region."""
     stage, tp_rank = divmod(rank, layout.tp)
-    layer, _, head, token = _steps(layout)
-    inside = (share.layers.start - layout.layers_of(stage).start) * layer
-    inside += (share.heads.start - layout.heads_of(tp_rank).start) * head
-    return blocks * layout.rank_block_bytes(rank) + tokens * token + inside
+    steps = layout.steps(stage)
+    inside = (share.layers.start - layout.layers_of(stage).start) * steps.layer
+    inside += (share.heads.start - layout.heads_of(tp_rank).start) * steps.head
+    return blocks * steps.block + tokens * steps.token + inside
 
 
 def _join(runs: ByteRuns) -> ByteRuns:

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from enum import StrEnum
 from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,29 +23,69 @@ _MAXIMA: Mapping[str, int] = MappingProxyType(
         "pp": 256,
     }
 )
+_MAX_BLOCKS = 1 << 24
+_MAX_SCALE_BYTES = 64
 
 
 class KvDtype(StrEnum):
     """The type of one cached scalar."""
 
+    FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
     FP8_E4M3 = "fp8_e4m3"
     FP8_E5M2 = "fp8_e5m2"
+    INT8 = "int8"
 
     @property
     def n_bytes(self) -> int:
-        return 2 if self in (KvDtype.BF16, KvDtype.FP16) else 1
+        return _SCALAR_BYTES.get(self, 1)
+
+
+_SCALAR_BYTES = MappingProxyType({KvDtype.FP32: 4, KvDtype.BF16: 2, KvDtype.FP16: 2})
 
 
 class KvOrder(StrEnum):
-    """The row order in one layer's keys or values of a block.
+    """The order in memory of layers, blocks, heads and tokens, from the outermost in.
 
-    HND: by head, then token. NHD: by token, then head.
+    The letters are those of vLLM 0.32: L layers, B blocks, H heads, N tokens of a block, C the
+    content of one token and head. Where keys and values lie is KvContent's.
     """
 
-    HND = "hnd"
-    NHD = "nhd"
+    LBHNC = "lbhnc"
+    LBNHC = "lbnhc"
+    LHBNC = "lhbnc"
+    BLHNC = "blhnc"
+    BLNHC = "blnhc"
+    BHLNC = "bhlnc"
+
+    @property
+    def is_block_outermost(self) -> bool:
+        """Whether the bytes of a block are contiguous over all layers."""
+        return self.value[0] == "b"
+
+
+class KvContent(StrEnum):
+    """Where the keys and the values lie. The attention backend of an engine decides it.
+
+    PLANES   the keys of all heads and tokens of a layer of a block, then the values
+    HEADS    for each head the keys of the block's tokens, then the values (vLLM's CPU backend)
+    TOKENS   for each token and head its key, then its value (vLLM's FlashAttention and Triton)
+    """
+
+    PLANES = "planes"
+    HEADS = "heads"
+    TOKENS = "tokens"
+
+
+class KvSteps(NamedTuple):
+    """The bytes from one layer, block, part (keys, values), head and token to the next."""
+
+    layer: int
+    block: int
+    part: int
+    head: int
+    token: int
 
 
 class KvLayout(msgspec.Struct, frozen=True):
@@ -58,13 +99,14 @@ class KvLayout(msgspec.Struct, frozen=True):
     block_tokens   tokens per block of the paged cache
     tp             tensor-parallel ranks; heads are split until each rank has one, then repeated
     mla            one latent per token instead of keys and values, on every tensor-parallel rank
-    order          order of heads and tokens inside a block
+    order          order of layers, blocks, heads and tokens in a rank's memory
     pp             pipeline stages; stage s holds the layers from s * layers // pp on
+    content        where keys and values lie; with MLA there is only one place
+    blocks         blocks of every rank's memory; 0: unknown, if `order` begins with the blocks
+    scale_bytes    bytes of a row's own quantisation scale, which follow its scalars
 
-    Rank (stage, tp rank) has the number stage * tp + tp rank. Its cache is one sequence of blocks.
-    A block holds its layers, each layer its keys and then its values, these their rows in `order`.
-    Raises ValueError for an impossible shape. The upper bounds keep plans for a peer's layout
-    computable.
+    Rank (stage, tp rank) has the number stage * tp + tp rank. Its memory has no gaps. Raises
+    ValueError for an impossible shape. The upper bounds keep plans for a peer's layout computable.
     """
 
     layers: int
@@ -74,8 +116,11 @@ class KvLayout(msgspec.Struct, frozen=True):
     block_tokens: int
     tp: int = 1
     mla: bool = False
-    order: KvOrder = KvOrder.HND
+    order: KvOrder = KvOrder.BLHNC
     pp: int = 1
+    content: KvContent = KvContent.PLANES
+    blocks: int = 0
+    scale_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name, maximum in _MAXIMA.items():
@@ -90,6 +135,22 @@ class KvLayout(msgspec.Struct, frozen=True):
             )
         if self.pp > self.layers:
             raise ValueError(f"{self.layers} layers are too few for {self.pp} stages")
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        if not 0 <= self.blocks <= _MAX_BLOCKS or not 0 <= self.scale_bytes <= _MAX_SCALE_BYTES:
+            raise ValueError(
+                f"blocks {self.blocks} or scale_bytes {self.scale_bytes} is out of range"
+            )
+        if not (self.blocks or self.order.is_block_outermost):
+            raise ValueError(f"the order {self.order} needs the number of blocks")
+        if self.mla:
+            return
+        inner = self.order.value[-3:]
+        if self.content is KvContent.HEADS and inner == "nhc":
+            raise ValueError(f"content heads is not possible in the order {self.order}")
+        if self.content is KvContent.PLANES and inner not in ("hnc", "nhc"):
+            raise ValueError(f"content planes is not possible in the order {self.order}")
 
     @property
     def ranks(self) -> int:
@@ -104,7 +165,7 @@ class KvLayout(msgspec.Struct, frozen=True):
     @property
     def row_bytes(self) -> int:
         """Bytes of one head of one token's keys in one layer: the smallest unit that moves."""
-        return self.head_dim * self.dtype.n_bytes
+        return self.head_dim * self.dtype.n_bytes + self.scale_bytes
 
     @property
     def rank_heads(self) -> int:
@@ -138,14 +199,36 @@ class KvLayout(msgspec.Struct, frozen=True):
         first = tp_rank * self.kv_heads // self.tp
         return range(first, first + self.rank_heads)
 
+    def steps(self, stage: int) -> KvSteps:
+        """Return the steps through the memory of any rank of a pipeline stage."""
+        sizes = {
+            "l": len(self.layers_of(stage)),
+            "b": self.blocks,
+            "p": self.parts,
+            "h": self.rank_heads,
+            "n": self.block_tokens,
+        }
+        steps, step = {}, self.row_bytes
+        for axis in reversed(self._axes()):
+            steps[axis], step = step, step * sizes[axis]
+        return KvSteps(*(steps[axis] for axis in sizes))
+
+    def _axes(self) -> str:
+        """Return the axes from the outermost in, with p for keys and values."""
+        axes = self.order.value[:-1]
+        if self.content is KvContent.TOKENS or self.mla:
+            return axes + "p"
+        place = axes.index("n") if self.content is KvContent.HEADS else len(axes) - 2
+        return axes[:place] + "p" + axes[place:]
+
     def has_same_blocks(self, other: KvLayout) -> bool:
         """Return whether one layer of a block has the same bytes on a rank of either layout.
 
         Neighbouring layers can then move as one run.
         """
-        return all(
+        return self.order.value.startswith("bl") and all(
             getattr(self, name) == getattr(other, name)
-            for name in ("block_tokens", "rank_heads", "order")
+            for name in ("block_tokens", "rank_heads", "order", "content")
         )
 
     def fingerprint(self) -> str:
@@ -160,10 +243,11 @@ class KvLayout(msgspec.Struct, frozen=True):
     def mismatch(self, other: KvLayout) -> str | None:
         """Return why a cache of `other` can never become one of this layout; None: it can.
 
-        Ranks, stages, block size and order may differ; resharding converts them. Shape and type may
-        not: bytes of another type would decode as garbage without an error.
+        Ranks, stages, block size, order and the places of keys and values may differ; resharding
+        converts them. Shape and type may not: bytes of another type would decode as garbage
+        without an error.
         """
-        for name in ("mla", "layers", "kv_heads", "head_dim", "dtype"):
+        for name in ("mla", "layers", "kv_heads", "head_dim", "dtype", "scale_bytes"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name} differs: {mine} here, {theirs} there"

@@ -22,7 +22,7 @@ class RegionError(Exception):
 class Region:
     """The KV blocks of one rank and their generations.
 
-    bytes        uint8 (blocks * block_bytes,): block b begins at b * block_bytes
+    bytes        uint8 (blocks * block_bytes,): where a block lies in it is the layout's order
     generations  uint32 (blocks,): incremented when a block changes owner; wraps around
     address      address of the first byte, for iovecs and memory registration
     fd           memory file that peers on this host can map; None: no such file

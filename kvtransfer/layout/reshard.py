@@ -240,7 +240,8 @@ def _checked(blocks: Blocks, layout: KvLayout, tokens: int, side: str) -> Offset
     if numbers.ndim != 1 or numbers.size < count:
         raise ValueError(f"{tokens} tokens do not fit into {numbers.size} blocks of the {side}")
     numbers = numbers[:count]
-    if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() >= _MOST_BLOCK:
+    limit = layout.blocks or _MOST_BLOCK
+    if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() >= limit:
         raise ValueError(f"the {side} has an invalid block number")
     return numbers.astype(np.int64)
 
@@ -257,7 +258,14 @@ def _chunks(
     Runs that will join are counted separately.
     """
     share_by_shape = {
-        (len(share.layers), len(share.heads)): share for band in shares for share in band
+        (
+            len(share.layers),
+            len(share.heads),
+            share.pair.src_rank // src.tp,
+            share.pair.dst_rank // dst.tp,
+        ): share
+        for band in shares
+        for share in band
     }.values()
     lengths, which = np.unique(segments.tokens, return_inverse=True)
     most = np.array(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.protocol.outcomes import EndReason
 
-VERSION = 5
+VERSION = 6
 MAX_BLOCKS = 1 << 20
 MAX_MESSAGE_BYTES = 4 * MAX_BLOCKS + (96 << 10)
 _MOST_NAME, _MOST_TICKET = 256, 1024

@@ -49,7 +49,7 @@ def cell(
     )
     inner = (
         (head - first_head) * size + token
-        if layout.order is KvOrder.HND
+        if layout.order is KvOrder.BLHNC
         else token * here + head - first_head
     )
     return (((block * (last - first) + layer - first) * parts + part) * here * size + inner) * row

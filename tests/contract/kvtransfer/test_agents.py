@@ -48,7 +48,7 @@ def blocks_for(layout: KvLayout, tokens: int, seed: int) -> list[int]:
         (shaped(tp=2, pp=2), shaped(tp=4, pp=1)),
         (shaped(block_tokens=16), shaped(block_tokens=32)),
         (shaped(block_tokens=64), shaped(block_tokens=16, tp=4)),
-        (shaped(order=KvOrder.NHD), shaped(order=KvOrder.HND, tp=4)),
+        (shaped(order=KvOrder.BLNHC), shaped(order=KvOrder.BLHNC, tp=4)),
         (MLA, shaped(MLA, tp=2)),
         (MLA, shaped(MLA, tp=8, block_tokens=32)),
     ],

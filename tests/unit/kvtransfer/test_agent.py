@@ -17,7 +17,7 @@ from kvtransfer import agent as agent_module
 from kvtransfer.agent import Agent
 from kvtransfer.contract import LinkOwner, TransportError, WindowHead
 from kvtransfer.layout.block_mapping import ByteRuns
-from kvtransfer.layout.layout import pair_fingerprint
+from kvtransfer.layout.layout import KvContent, KvOrder, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.messages import Accept, pack_blocks
 from kvtransfer.protocol.outcomes import EndReason
@@ -80,6 +80,17 @@ def test_sealed_and_plain_transports_cannot_be_combined(sealed: bool | None, fit
         return
     with pytest.raises(ValueError, match="to be sealed, and rdma sends them plain"):
         Agent("p", SMALL, regions(), key=KEY, transports=ways)
+
+
+def test_an_agent_refuses_memory_that_its_layout_or_a_transport_cannot_describe() -> None:
+    layers_first = replace(SMALL, order=KvOrder.LBHNC, content=KvContent.HEADS, blocks=8)
+    way = Inproc(InprocWire(VirtualClock()))
+    Agent("p", layers_first, regions(), key=KEY, transports=[way])
+    with pytest.raises(ValueError, match="7 blocks in every region"):
+        Agent("p", replace(layers_first, blocks=7), regions(), key=KEY, transports=[way])
+    way.name = "rdma"
+    with pytest.raises(ValueError, match="not contiguous in the order lbhnc"):
+        Agent("p", layers_first, regions(), key=KEY, transports=[way])
 
 
 def test_rdma_reports_that_it_does_not_seal() -> None:

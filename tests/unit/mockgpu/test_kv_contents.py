@@ -41,7 +41,7 @@ def memory(layout: KvLayout) -> KvMemory:
     )
 
 
-def small(tp: int, order: KvOrder = KvOrder.HND, mla: bool = False) -> KvLayout:
+def small(tp: int, order: KvOrder = KvOrder.BLHNC, mla: bool = False) -> KvLayout:
     model = model_named("deepseek-v3" if mla else "demo-8b")
     layout = scaled_layout(model, tp, 1 / 256)
     return KvLayout(3, layout.kv_heads, 8, layout.dtype, layout.block_tokens, tp, mla, order)
@@ -68,7 +68,7 @@ def test_states_and_masks_do_not_repeat() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [small(1), small(4), small(16), small(2, KvOrder.NHD), small(4, mla=True)]
+    "layout", [small(1), small(4), small(16), small(2, KvOrder.BLNHC), small(4, mla=True)]
 )
 @given(st.integers(1, 90), st.integers(0, 90), st.randoms(use_true_random=False))
 @settings(max_examples=25, deadline=None)
@@ -104,7 +104,7 @@ def test_different_damage_leaves_different_taints() -> None:
 CUTS = [
     (small(a, x, mla), small(b, y, mla))
     for (a, b), mla in itertools.product(((4, 2), (2, 4), (8, 8), (1, 16), (16, 2)), (False, True))
-    for x, y in ((KvOrder.HND, KvOrder.HND), (KvOrder.NHD, KvOrder.HND))
+    for x, y in ((KvOrder.BLHNC, KvOrder.BLHNC), (KvOrder.BLNHC, KvOrder.BLHNC))
 ]
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvtransfer.layout.layout import KvDtype, KvLayout, KvOrder
+from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.layout.reshard import TransferPlan, plan_transfer
 from kvtransfer.transfer.receive_tracker import ReceiveTracker
 
@@ -19,6 +19,7 @@ Words = NDArray[np.uint64]
 WORD = 8
 UNTOUCHED = np.uint64(0xDEAD_DEAD_DEAD_DEAD)
 FOREIGN = np.uint64(1 << 62)
+BLOCKS = 23
 
 
 @st.composite
@@ -27,10 +28,12 @@ def layout_pairs(draw: st.DrawFn) -> tuple[KvLayout, KvLayout]:
     mla = draw(st.booleans())
     kv_heads = 1 if mla else draw(st.sampled_from([1, 2, 4, 8]))
     layers = draw(st.integers(1, 5))
-    dtype = draw(st.sampled_from([KvDtype.BF16, KvDtype.FP8_E4M3]))
+    dtype = draw(st.sampled_from([KvDtype.FP32, KvDtype.BF16, KvDtype.FP8_E4M3, KvDtype.INT8]))
     head_dim = draw(st.sampled_from([8, 16]))
+    scale_bytes = draw(st.sampled_from([0, 8]))
 
     def one() -> KvLayout:
+        order = draw(st.sampled_from(KvOrder))
         return KvLayout(
             layers=layers,
             kv_heads=kv_heads,
@@ -39,55 +42,76 @@ def layout_pairs(draw: st.DrawFn) -> tuple[KvLayout, KvLayout]:
             block_tokens=draw(st.sampled_from([1, 2, 3, 4, 6, 8])),
             tp=draw(st.sampled_from([1, 2, 4, 8])),
             mla=mla,
-            order=draw(st.sampled_from(KvOrder)),
+            order=order,
             pp=draw(st.integers(1, layers)),
+            content=draw(st.sampled_from(contents(order))),
+            blocks=BLOCKS,
+            scale_bytes=scale_bytes,
         )
 
     return one(), one()
 
 
-def names(layout: KvLayout, rank: int, first_token: int) -> Words:
-    """Return the content of a block from `first_token` on for this rank, by
-    kvtransfer/layout/layout.py's description.
+def contents(order: KvOrder) -> list[KvContent]:
+    """Return the places of keys and values that are possible in this order."""
+    heads_first = order.index("h") < order.index("n")
+    adjacent = abs(order.index("h") - order.index("n")) == 1 and order.endswith(("hnc", "nhc"))
+    return [
+        KvContent.TOKENS,
+        *([KvContent.HEADS] if heads_first else []),
+        *([KvContent.PLANES] if adjacent else []),
+    ]
+
+
+def in_memory(layout: KvLayout, values: Words) -> Words:
+    """Return a rank's memory for values [layer, block, head, token, part, word].
+
+    As vLLM describes it: an array [L, B, H, N, C] whose axes are transposed, and a backend that
+    divides (N, C) of a head, or (H, N, C) of a block, between keys and values.
     """
+    layers, blocks, heads, tokens, parts, words = values.shape
+    if layout.content is KvContent.PLANES:
+        values = values.transpose(0, 1, 4, 2, 3, 5)
+        axes = {"l": 0, "b": 1, "h": 3, "n": 4}
+        order = [axes[axis] for axis in layout.order[:-1]]
+        return values.transpose(*order[:2], 2, *order[2:], 5).ravel()
+    if layout.content is KvContent.HEADS:
+        values = values.transpose(0, 1, 2, 4, 3, 5)
+    logical = values.reshape(layers, blocks, heads, tokens, parts * words)
+    return logical.transpose(*("lbhnc".index(axis) for axis in layout.order)).ravel()
+
+
+def source(layout: KvLayout, rank: int, blocks: list[int]) -> Words:
+    """Return a rank's memory in which every scalar of the request has a name of its own."""
     stage, tp_rank = divmod(rank, layout.tp)
-    tokens = range(first_token, first_token + layout.block_tokens)
-    words = range(layout.row_bytes // WORD)
-    layers, parts, heads = layout.layers_of(stage), range(layout.parts), layout.heads_of(tp_rank)
-    axes = [layers, parts, heads, tokens, words]
-    weights = [10**9, 10**8, 10**6, 10, 1]
-    if layout.order is KvOrder.NHD:
-        axes[2:4], weights[2:4] = [tokens, heads], [10, 10**6]
-    grids = np.ix_(*(np.array(axis, np.uint64) for axis in axes))
-    total: Words = sum(
-        (grid * np.uint64(weight) for grid, weight in zip(grids, weights, strict=True)),
-        np.uint64(1),
-    )
-    return total.ravel()
-
-
-def token_of(words: Words) -> Words:
-    return (words - np.uint64(1)) % np.uint64(10**6) // np.uint64(10)
-
-
-def region(layout: KvLayout, rank: int, blocks: int, fill: np.uint64) -> Words:
-    return np.full((blocks, layout.rank_block_bytes(rank) // WORD), fill, np.uint64)
-
-
-def source(layout: KvLayout, rank: int, blocks: list[int], spare: int) -> Words:
-    memory = region(layout, rank, len(blocks) + spare, FOREIGN)
+    layers, heads = layout.layers_of(stage), layout.heads_of(tp_rank)
+    size, words = layout.block_tokens, layout.row_bytes // WORD
+    shape = (len(layers), BLOCKS, len(heads), size, layout.parts, words)
+    values = np.full(shape, FOREIGN, np.uint64)
     for number, block in enumerate(blocks):
-        memory[block] = names(layout, rank, number * layout.block_tokens)
-    return memory
+        tokens = range(number * size, (number + 1) * size)
+        axes = (layers, heads, tokens, range(layout.parts), range(words))
+        weights = (10**9, 10**6, 10, 10**8, 1)
+        values[:, block] = sum(
+            (
+                np.array(grid, np.uint64) * np.uint64(weight)
+                for grid, weight in zip(np.ix_(*axes), weights, strict=True)
+            ),
+            np.uint64(1),
+        )
+    return in_memory(layout, values)
 
 
-def expected(layout: KvLayout, rank: int, blocks: list[int], spare: int, covered: range) -> Words:
-    memory = region(layout, rank, len(blocks) + spare, UNTOUCHED)
-    for number, block in enumerate(blocks):
-        whole = names(layout, rank, number * layout.block_tokens)
-        inside = (token_of(whole) >= covered.start) & (token_of(whole) < covered.stop)
-        memory[block] = np.where(inside, whole, UNTOUCHED)
-    return memory
+def expected(layout: KvLayout, rank: int, blocks: list[int], covered: range) -> Words:
+    """Return the memory after the transfer: the names of the covered tokens, else untouched."""
+    whole = source(layout, rank, blocks)
+    tokens = (whole - np.uint64(1)) % np.uint64(10**6) // np.uint64(10)
+    inside = (whole != FOREIGN) & (tokens >= covered.start) & (tokens < covered.stop)
+    return np.where(inside, whole, UNTOUCHED)
+
+
+def untouched(layout: KvLayout, rank: int) -> Words:
+    return np.full(BLOCKS * layout.rank_block_bytes(rank) // WORD, UNTOUCHED, np.uint64)
 
 
 def carry_out(
@@ -122,10 +146,7 @@ def test_every_scalar_arrives_in_its_place_once_and_nothing_else_is_touched(
     src, dst = layouts
     tokens = data.draw(st.integers(1, 20), "tokens")
     skip = data.draw(st.integers(0, tokens - 1), "skip_tokens")
-    spare = data.draw(st.integers(0, 3), "spare blocks")
-    blocks = [
-        data.draw(some_blocks(-(-tokens // layout.block_tokens), spare)) for layout in layouts
-    ]
+    blocks = [data.draw(some_blocks(-(-tokens // layout.block_tokens))) for layout in layouts]
     transfer_plan = plan_transfer(
         src,
         dst,
@@ -140,11 +161,9 @@ def test_every_scalar_arrives_in_its_place_once_and_nothing_else_is_touched(
     assert any(
         transfer_plan.tokens.stop - tokens < size for size in (src.block_tokens, dst.block_tokens)
     )
-    sources = [source(src, rank, blocks[0], spare) for rank in range(src.ranks)]
-    sinks = [region(dst, rank, len(blocks[1]) + spare, UNTOUCHED) for rank in range(dst.ranks)]
-    wanted = [
-        expected(dst, rank, blocks[1], spare, transfer_plan.tokens) for rank in range(dst.ranks)
-    ]
+    sources = [source(src, rank, blocks[0]) for rank in range(src.ranks)]
+    sinks = [untouched(dst, rank) for rank in range(dst.ranks)]
+    wanted = [expected(dst, rank, blocks[1], transfer_plan.tokens) for rank in range(dst.ranks)]
     written = carry_out(
         transfer_plan,
         sources,
@@ -158,11 +177,12 @@ def test_every_scalar_arrives_in_its_place_once_and_nothing_else_is_touched(
 
 
 @st.composite
-def some_blocks(draw: st.DrawFn, count: int, spare: int) -> list[int]:
+def some_blocks(draw: st.DrawFn, count: int) -> list[int]:
     """Draw consecutive or scattered blocks."""
     if draw(st.booleans()):
-        return list(range(spare, spare + count))
-    return draw(st.permutations(range(count + spare)))[:count]
+        first = draw(st.integers(0, BLOCKS - count))
+        return list(range(first, first + count))
+    return draw(st.permutations(range(BLOCKS)))[:count]
 
 
 @settings(max_examples=50, deadline=None)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from kvtransfer.layout.layout import KvDtype, KvLayout, KvOrder
+from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder, KvSteps
 
 LLAMA_70B = KvLayout(layers=80, kv_heads=8, head_dim=128, dtype=KvDtype.BF16, block_tokens=16, tp=4)
 DEEPSEEK_V3 = KvLayout(
@@ -61,7 +61,7 @@ def test_fp8_halves_a_token() -> None:
 
 
 def test_a_fingerprint_is_the_same_everywhere_and_differs_with_every_field() -> None:
-    assert LLAMA_70B.fingerprint() == replace(LLAMA_70B).fingerprint() == "c7066f0db00f7b5b"
+    assert LLAMA_70B.fingerprint() == replace(LLAMA_70B).fingerprint() == "166ec75cc4ec4656"
     others = [
         replace(LLAMA_70B, **change)
         for change in (
@@ -72,15 +72,18 @@ def test_a_fingerprint_is_the_same_everywhere_and_differs_with_every_field() -> 
             {"block_tokens": 32},
             {"tp": 8},
             {"pp": 2},
-            {"order": KvOrder.NHD},
+            {"order": KvOrder.BLNHC},
+            {"content": KvContent.HEADS},
+            {"blocks": 9},
+            {"scale_bytes": 4},
         )
     ]
-    assert len({layout.fingerprint() for layout in [LLAMA_70B, DEEPSEEK_V3, *others]}) == 10
+    assert len({layout.fingerprint() for layout in [LLAMA_70B, DEEPSEEK_V3, *others]}) == 13
 
 
 def test_ranks_and_blocks_may_differ_but_shape_and_type_may_not() -> None:
     assert (
-        LLAMA_70B.mismatch(replace(LLAMA_70B, tp=8, pp=2, block_tokens=64, order=KvOrder.NHD))
+        LLAMA_70B.mismatch(replace(LLAMA_70B, tp=8, pp=2, block_tokens=64, order=KvOrder.BLNHC))
         is None
     )
     assert LLAMA_70B.mismatch(replace(LLAMA_70B, layers=32)) == "layers differs: 80 here, 32 there"
@@ -89,18 +92,62 @@ def test_ranks_and_blocks_may_differ_but_shape_and_type_may_not() -> None:
         == "dtype differs: bf16 here, fp16 there"
     )
     assert LLAMA_70B.mismatch(DEEPSEEK_V3) == "mla differs: False here, True there"
+    outermost = replace(LLAMA_70B, order=KvOrder.LBHNC, content=KvContent.HEADS, blocks=7)
+    assert LLAMA_70B.mismatch(outermost) is None
+    assert (
+        LLAMA_70B.mismatch(replace(LLAMA_70B, scale_bytes=4))
+        == "scale_bytes differs: 0 here, 4 there"
+    )
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"layers": 0}, {"tp": 3}, {"mla": True}, {"kv_heads": 6}, {"pp": 81}, {"tp": 1 << 20}]
+    "wrong",
+    [
+        {"layers": 0},
+        {"tp": 3},
+        {"mla": True},
+        {"kv_heads": 6},
+        {"pp": 81},
+        {"tp": 1 << 20},
+        {"order": KvOrder.LBHNC},
+        {"blocks": -1},
+        {"scale_bytes": 65},
+        {"order": KvOrder.LBNHC, "blocks": 9, "content": KvContent.HEADS},
+        {"order": KvOrder.LHBNC, "blocks": 9},
+        {"order": KvOrder.BHLNC},
+    ],
 )
 def test_impossible_shapes_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"must be|too few|neither split nor repeated|one head"):
+    with pytest.raises(
+        ValueError,
+        match=r"must be|too few|neither split|one head|needs the number|range|not possible",
+    ):
         replace(LLAMA_70B, **wrong)
 
 
 def test_a_layer_of_a_block_is_the_same_bytes_only_where_nothing_inside_it_differs() -> None:
     assert LLAMA_70B.has_same_blocks(replace(LLAMA_70B, pp=2))
     assert replace(LLAMA_70B, tp=8).has_same_blocks(replace(LLAMA_70B, tp=16))
-    for change in ({"tp": 8}, {"block_tokens": 32}, {"order": KvOrder.NHD}):
+    changes = ({"tp": 8}, {"block_tokens": 32}, {"order": KvOrder.BLNHC})
+    for change in (*changes, {"content": KvContent.HEADS}):
         assert not LLAMA_70B.has_same_blocks(replace(LLAMA_70B, **change))
+
+
+@pytest.mark.parametrize(
+    ("order", "content", "steps"),
+    [
+        (KvOrder.BLHNC, KvContent.PLANES, KvSteps(96, 192, 48, 24, 8)),
+        (KvOrder.LBHNC, KvContent.HEADS, KvSteps(480, 96, 24, 48, 8)),
+        (KvOrder.LBNHC, KvContent.TOKENS, KvSteps(480, 96, 8, 16, 32)),
+        (KvOrder.LHBNC, KvContent.HEADS, KvSteps(480, 48, 24, 240, 8)),
+        (KvOrder.BHLNC, KvContent.TOKENS, KvSteps(48, 192, 8, 96, 16)),
+    ],
+)
+def test_the_steps_through_memory_follow_the_order_and_the_place_of_the_values(
+    order: KvOrder, content: KvContent, steps: KvSteps
+) -> None:
+    layout = KvLayout(
+        2, kv_heads=2, head_dim=4, dtype=KvDtype.FP16, block_tokens=3, order=order,
+        content=content, blocks=5,
+    )  # fmt: skip
+    assert layout.steps(0) == steps

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from kvtransfer.layout import reshard
 from kvtransfer.layout.block_mapping import RankPair
-from kvtransfer.layout.layout import KvDtype, KvLayout, KvOrder
+from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.layout.reshard import (
     MAX_RUNS,
     LayoutMismatch,
@@ -140,14 +140,14 @@ def test_stages_meet_only_where_they_share_layers() -> None:
 
 
 def test_another_order_is_cut_into_rows() -> None:
-    transfer_plan = plan_transfer(SMALL, replace(SMALL, order=KvOrder.NHD), [0], [0], 16)
+    transfer_plan = plan_transfer(SMALL, replace(SMALL, order=KvOrder.BLNHC), [0], [0], 16)
     assert shape(transfer_plan) == [(RankPair(0, 0), [SMALL.row_bytes] * (4 * 2 * 4 * 16))], (
         "few could be joined, so none is"
     )
     one_head = replace(SMALL, tp=4)
     assert (
         len(
-            plan_transfer(one_head, replace(one_head, order=KvOrder.NHD), [0], [0], 16)
+            plan_transfer(one_head, replace(one_head, order=KvOrder.BLNHC), [0], [0], 16)
             .runs(0, 0)
             .length
         )
@@ -248,7 +248,7 @@ def test_groups_and_pairs_outside_the_plan_are_index_errors() -> None:
 
 def test_however_much_is_cut_again_a_group_has_few_runs_of_a_pair() -> None:
     """Runs are computed while other links wait, so there must not be too many."""
-    other, blocks = replace(SMALL, order=KvOrder.NHD), list(range(0, 1600, 2))
+    other, blocks = replace(SMALL, order=KvOrder.BLNHC), list(range(0, 1600, 2))
     transfer_plan = plan_transfer(SMALL, other, blocks, blocks, 800 * 16, group_layers=1)
     runs_of_block = 16 * 4 * 2
     assert transfer_plan.groups == 4 * 2, "layers, and tokens in two chunks each"
@@ -300,7 +300,8 @@ def test_agents_of_one_version_make_the_same_plans() -> None:
         {"pp": 3},
         {"block_tokens": 8},
         {"block_tokens": 24},
-        {"order": KvOrder.NHD},
+        {"order": KvOrder.BLNHC},
+        {"order": KvOrder.LBHNC, "content": KvContent.HEADS, "blocks": 10},
     ):
         other = replace(SMALL, **change)
         for src, dst in ((SMALL, other), (other, SMALL)):
@@ -316,7 +317,7 @@ def test_agents_of_one_version_make_the_same_plans() -> None:
                             (pair, runs.src.tolist(), runs.dst.tolist(), runs.length.tolist())
                         ).encode()
                     )
-    assert (messages.VERSION, digest.hexdigest()[:16]) == (5, "93e654cb41ad7531")
+    assert (messages.VERSION, digest.hexdigest()[:16]) == (6, "59afa0767f122ea5")
 
 
 @pytest.mark.parametrize("most_runs", [1, 7, 1 << 16])
@@ -339,3 +340,41 @@ def test_the_bytes_of_all_groups_are_those_of_each(most_runs: int) -> None:
         == pieces
     )
     assert transfer_plan.n_bytes == sum(pieces)
+
+
+VLLM_CPU = replace(SMALL, order=KvOrder.LBHNC, content=KvContent.HEADS, blocks=10)
+
+
+def copied(src: KvLayout, dst: KvLayout, memory: np.ndarray) -> np.ndarray:
+    """Return the sink's memory [block, bytes] after moving block 0 of the source's two ranks."""
+    sink = np.zeros(10 * dst.rank_block_bytes(0), np.uint8)
+    plan = plan_transfer(src, dst, [0], [0], 16)
+    for number, pair in enumerate(plan.pairs(0)):
+        runs = plan.runs(0, number)
+        for at, to, length in zip(runs.src, runs.dst, runs.length, strict=True):
+            sink[to : to + length] = memory[pair.src_rank][at : at + length]
+    return sink
+
+
+def test_a_wrong_content_would_put_heads_of_two_ranks_into_wrong_places_without_an_error() -> None:
+    """So the content belongs to the layout: equal sizes prove nothing."""
+    one = VLLM_CPU
+    two = replace(one, tp=2)
+    shape = (one.layers, 10, one.kv_heads, 2, 16, one.row_bytes)
+    whole = np.random.default_rng(7).integers(1, 256, shape, np.uint8)
+    ranks = np.stack([whole[:, :, :2].ravel(), whole[:, :, 2:].ravel()])
+    right = np.zeros(shape, np.uint8)
+    right[:, 0] = whole[:, 0]
+    np.testing.assert_array_equal(copied(two, one, ranks), right.ravel())
+    wrong = [replace(layout, content=KvContent.PLANES) for layout in (two, one)]
+    assert (copied(*wrong, ranks) != right.ravel()).mean() > 0.04
+
+
+def test_layers_are_runs_of_neighbouring_blocks_where_they_are_outermost() -> None:
+    plan = plan_transfer(VLLM_CPU, VLLM_CPU, [2, 3, 4], [5, 6, 7], 48)
+    assert shape(plan) == [(RankPair(0, 0), [3 * VLLM_CPU.rank_layer_bytes] * 4)]
+
+
+def test_a_block_behind_the_end_of_a_layer_is_refused() -> None:
+    with pytest.raises(ValueError, match="invalid block number"):
+        plan_transfer(VLLM_CPU, VLLM_CPU, [10], [0], 16)
