@@ -1,0 +1,207 @@
+"""Chat completions as Anthropic messages: a whole answer, a stream, an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from gateway.protocol.translate.chat_answers import (
+    ChatAnswer,
+    ChatChoice,
+    ChatToolCall,
+    ChatUsage,
+    ErrorDetail,
+    TranslationError,
+    read_answer,
+    read_error,
+)
+from gateway.protocol.translate.event_stream import format_event
+from gateway.protocol.translate.request_reader import encode
+from gateway.protocol.translate.stream_translator import StreamTranslator
+
+_STOP_REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "length": "max_tokens",
+        "tool_calls": "tool_use",
+        "function_call": "tool_use",
+        "content_filter": "refusal",
+    }
+)
+_ERROR_TYPES: Mapping[int, str] = MappingProxyType(
+    {
+        400: "invalid_request_error",
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+        529: "overloaded_error",
+    }
+)
+_TYPES_IN_STREAM: Mapping[str, str] = MappingProxyType(
+    {
+        "invalid_request_error": "invalid_request_error",
+        "BadRequestError": "invalid_request_error",
+        "overloaded_error": "overloaded_error",
+        "rate_limit_error": "rate_limit_error",
+        "service_unavailable_error": "overloaded_error",
+    }
+)
+_decode = msgspec.json.Decoder().decode
+
+
+def from_chat(body: bytes, model: str) -> bytes:
+    """Translate a chat completion to a message of `model`. Raises TranslationError."""
+    answer = read_answer(body)
+    if not answer.choices:
+        raise TranslationError("The engine's answer has no choice.")
+    choice, content = answer.choices[0], list[dict[str, Any]]()
+    message = choice.message
+    if message.thought:
+        content.append({"type": "thinking", "thinking": message.thought, "signature": ""})
+    if text := message.content or message.refusal:
+        content.append({"type": "text", "text": text})
+    content += [_tool_use(call, _arguments(call)) for call in message.tool_calls or ()]
+    reason, sequence = _stop(choice, has_tools=bool(message.tool_calls))
+    return encode(
+        _message(answer.id, model, content, answer.usage or ChatUsage())
+        | {"stop_reason": reason, "stop_sequence": sequence}
+    )
+
+
+def from_error(status: int, body: bytes) -> bytes:
+    """Translate an error response in OpenAI's shape."""
+    try:
+        detail = msgspec.json.decode(body, type=ChatAnswer).error
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        detail = None
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    message = read_error(detail).message
+    return encode({"type": "error", "error": {"type": kind, "message": message}})
+
+
+def _message(
+    chat_id: str, model: str, content: list[dict[str, Any]], usage: ChatUsage
+) -> dict[str, Any]:
+    return {
+        "id": f"msg_{chat_id.removeprefix('chatcmpl-')}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": content,
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _usage(usage),
+    }
+
+
+def _usage(usage: ChatUsage) -> dict[str, int]:
+    """Return the counts; those of the prompt add up to all of it, unlike OpenAI's."""
+    return {
+        "input_tokens": max(0, usage.prompt_tokens - usage.cached_tokens),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def _stop(choice: ChatChoice, *, has_tools: bool) -> tuple[str, str | None]:
+    """Return the stop reason and sequence. Engines may end a forced tool call with `stop`."""
+    reason = choice.finish_reason or "stop"
+    if reason == "stop" and has_tools:
+        return "tool_use", None
+    if reason == "stop" and choice.stop_string is not None:
+        return "stop_sequence", choice.stop_string
+    return _STOP_REASONS.get(reason, "end_turn"), None
+
+
+def _tool_use(call: ChatToolCall, arguments: object) -> dict[str, Any]:
+    name = call.function.name or ""
+    return {"type": "tool_use", "id": call.id or "", "name": name, "input": arguments}
+
+
+def _arguments(call: ChatToolCall) -> object:
+    """Return the arguments as an object; what is none stands in one, so that nothing is lost."""
+    text = call.function.arguments or "{}"
+    try:
+        arguments = _decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"INVALID_JSON": text}
+
+
+class MessagesStream(StreamTranslator):
+    """The events of a message, from chat chunks."""
+
+    __slots__ = ("_index", "_kind", "_model")
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self._model = model
+        self._index = -1
+        self._kind: str | tuple[str, int] | None = None
+
+    def _start(self, answer: ChatAnswer) -> Iterator[bytes]:
+        message = _message(answer.id, self._model, [], self.usage)
+        yield format_event("message_start", {"type": "message_start", "message": message})
+
+    def _delta(self, choice: ChatChoice) -> Iterator[bytes]:
+        delta = choice.delta
+        if delta.thought:
+            yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            yield self._piece({"type": "thinking_delta", "thinking": delta.thought})
+        if text := delta.content or delta.refusal:
+            yield from self._open("text", {"type": "text", "text": ""})
+            yield self._piece({"type": "text_delta", "text": text})
+        for call in delta.tool_calls or ():
+            yield from self._call(call)
+
+    def _call(self, call: ChatToolCall) -> Iterator[bytes]:
+        kind = ("tool_use", call.index)
+        if self._kind != kind:
+            self.note_call(call.index)
+            yield from self._open(kind, _tool_use(call, {}))
+        if call.function.arguments:
+            piece = {"type": "input_json_delta", "partial_json": call.function.arguments}
+            yield self._piece(piece)
+
+    def _open(self, kind: str | tuple[str, int], block: dict[str, Any]) -> Iterator[bytes]:
+        """Start a block of another kind than the current one, which ends."""
+        if self._kind == kind:
+            return
+        yield from self._close()
+        self._kind = kind
+        self._index += 1
+        start = {"type": "content_block_start", "index": self._index, "content_block": block}
+        yield format_event("content_block_start", start)
+
+    def _close(self) -> Iterator[bytes]:
+        if self._kind is None:
+            return
+        if self._kind == "thinking":
+            yield self._piece({"type": "signature_delta", "signature": ""})
+        self._kind = None
+        stop = {"type": "content_block_stop", "index": self._index}
+        yield format_event("content_block_stop", stop)
+
+    def _piece(self, delta: dict[str, Any]) -> bytes:
+        event = {"type": "content_block_delta", "index": self._index, "delta": delta}
+        return format_event("content_block_delta", event)
+
+    def _end(self) -> Iterator[bytes]:
+        yield from self._close()
+        reason, sequence = _stop(self.ending, has_tools=bool(self.seen_calls))
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        event = {"type": "message_delta", "delta": delta, "usage": _usage(self.usage)}
+        yield format_event("message_delta", event)
+        yield format_event("message_stop", {"type": "message_stop"})
+
+    def _fail(self, detail: ErrorDetail) -> Iterator[bytes]:
+        kind = _TYPES_IN_STREAM.get(detail.type or "", "api_error")
+        error = {"type": "error", "error": {"type": kind, "message": detail.message}}
+        yield format_event("error", error)

@@ -1,0 +1,172 @@
+"""Anthropic Messages requests as chat completions, and token counts as engines' /tokenize."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from gateway.protocol.translate.messages_content import chat_messages, system_text
+from gateway.protocol.translate.request_reader import (
+    SAMPLING,
+    MemberHandler,
+    copy_member,
+    encode,
+    list_of,
+    mapping_of,
+    mistyped,
+    only,
+    read_object,
+    refuse_member,
+    require,
+    skip_member,
+    text_of,
+    translate_members,
+    untranslatable,
+)
+
+_TOOL_MEMBERS = frozenset(
+    {
+        *("type", "name", "description", "input_schema", "strict", "cache_control"),
+        *("allowed_callers", "defer_loading", "eager_input_streaming", "input_examples"),
+    }
+)
+_CHOICES: Mapping[str, str] = MappingProxyType({"auto": "auto", "any": "required", "none": "none"})
+
+
+def to_chat(body: bytes) -> bytes:
+    """Translate a body of /v1/messages. Raises GatewayError (400) that names a member.
+
+    What only advises a service is left out: cache_control, metadata, service_tier, thinking.
+    """
+    members = read_object(body)
+    require(members, "model", "messages", "max_tokens")
+    return encode(_chat(members))
+
+
+def to_tokenize(body: bytes) -> bytes:
+    """Translate a body of /v1/messages/count_tokens for vLLM's /tokenize. Raises GatewayError."""
+    members = read_object(body)
+    require(members, "model", "messages")
+    chat = _chat(members)
+    names = ("model", "messages", "tools", "chat_template", "chat_template_kwargs")
+    return encode({name: chat[name] for name in names if name in chat})
+
+
+def count_of(answer: bytes) -> bytes:
+    """Translate the answer of /tokenize to one of count_tokens. Raises GatewayError."""
+    return encode({"input_tokens": int(mapping_of(read_object(answer), "answer").get("count", 0))})
+
+
+def _chat(members: Mapping[str, Any]) -> dict[str, Any]:
+    system = system_text(members.get("system"), list_of(members["messages"], "messages"))
+    chat = translate_members(members, _HANDLERS)
+    if system:
+        chat["messages"].insert(0, {"role": "system", "content": system})
+    if chat.get("tools"):
+        chat.setdefault("tool_choice", "auto")
+    return chat
+
+
+def _messages(value: Any, name: str, chat: dict[str, Any]) -> None:
+    chat["messages"] = chat_messages(value)
+
+
+def _stream(value: Any, name: str, chat: dict[str, Any]) -> None:
+    if value is not True and value is not False:
+        raise mistyped(name, "a boolean")
+    if value:
+        chat |= {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def _max_tokens(value: Any, name: str, chat: dict[str, Any]) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise mistyped(name, "a whole number of at least 1")
+    chat["max_tokens"] = value
+
+
+def _stop(value: Any, name: str, chat: dict[str, Any]) -> None:
+    chat["stop"] = [text_of(item, name) for item in list_of(value, name)]
+
+
+def _tools(value: Any, name: str, chat: dict[str, Any]) -> None:
+    tools = [
+        _tool(mapping_of(tool, f"tools[{index}]"), f"tools[{index}]")
+        for index, tool in enumerate(list_of(value, name))
+    ]
+    if tools:
+        chat["tools"] = tools
+
+
+def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        raise untranslatable(f"{path}.type", str(kind))
+    only(tool, _TOOL_MEMBERS, path)
+    function: dict[str, Any] = {"name": text_of(tool.get("name"), f"{path}.name")}
+    if tool.get("description") is not None:
+        function["description"] = text_of(tool["description"], f"{path}.description")
+    schema = mapping_of(tool.get("input_schema"), f"{path}.input_schema")
+    function["parameters"] = schema if "type" in schema else {"type": "object", **schema}
+    if tool.get("strict") is not None:
+        function["strict"] = tool["strict"]
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(value: Any, name: str, chat: dict[str, Any]) -> None:
+    choice = mapping_of(value, name)
+    kind = choice.get("type")
+    if kind == "tool":
+        chosen = text_of(choice.get("name"), f"{name}.name")
+        chat[name] = {"type": "function", "function": {"name": chosen}}
+    elif kind in _CHOICES:
+        chat[name] = _CHOICES[str(kind)]
+    else:
+        raise untranslatable(f"{name}.type", str(kind))
+    if choice.get("disable_parallel_tool_use"):
+        chat["parallel_tool_calls"] = False
+
+
+def _output_config(value: Any, name: str, chat: dict[str, Any]) -> None:
+    config = mapping_of(value, name)
+    only(config, frozenset({"format", "effort"}), name)
+    if config.get("format") is not None:
+        _output_format(config["format"], f"{name}.format", chat)
+    if config.get("effort") is not None:
+        chat["reasoning_effort"] = text_of(config["effort"], f"{name}.effort")
+
+
+def _output_format(value: Any, name: str, chat: dict[str, Any]) -> None:
+    output = mapping_of(value, name)
+    if output.get("type") != "json_schema":
+        raise untranslatable(f"{name}.type", str(output.get("type")))
+    schema = output.get("schema", output.get("json_schema"))
+    chat["response_format"] = {
+        "type": "json_schema",
+        "json_schema": {"name": "output", "schema": mapping_of(schema, f"{name}.schema")},
+    }
+
+
+_HANDLERS: Mapping[str, MemberHandler] = MappingProxyType(
+    {
+        **dict.fromkeys(SAMPLING, copy_member),
+        **dict.fromkeys(("container", "mcp_servers", "fallbacks"), refuse_member),
+        **dict.fromkeys(
+            (
+                *("betas", "cache_control", "context_management", "diagnostics", "inference_geo"),
+                *("metadata", "service_tier", "speed", "system", "thinking"),
+            ),
+            skip_member,
+        ),
+        "model": copy_member,
+        "messages": _messages,
+        "max_tokens": _max_tokens,
+        "stop_sequences": _stop,
+        "stream": _stream,
+        "tools": _tools,
+        "tool_choice": _tool_choice,
+        "output_config": _output_config,
+        "output_format": _output_format,
+        "prompt_cache_key": copy_member,
+    }
+)

@@ -1,0 +1,125 @@
+"""Reads request bodies for translation: values by type, and errors that name the member."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.protocol.errors import Failure, GatewayError
+
+_decode = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
+
+MemberHandler = Callable[[Any, str, dict[str, Any]], None]
+"""Writes the counterpart of a member's value, with its name, into a chat request."""
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Decode a body. Raises GatewayError if it is no JSON object."""
+    try:
+        members = _decode(body)
+    except RecursionError:
+        raise GatewayError(Failure.BAD_REQUEST, "The JSON body is nested too deeply.") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        message = f"Could not parse the JSON body: {error}."
+        raise GatewayError(Failure.BAD_REQUEST, message) from None
+    if not isinstance(members, dict):
+        raise GatewayError(Failure.BAD_REQUEST, "The body must be a JSON object.")
+    return members
+
+
+def encode(value: object) -> bytes:
+    """Encode plain data as JSON."""
+    return _encode(value)
+
+
+def untranslatable(name: str, what: str = "") -> GatewayError:
+    """Create the error for a member without a counterpart in chat completions."""
+    message = (
+        f"'{name}'{f' ({what})' if what else ''} cannot be translated to chat completions, the "
+        "only API of this model's engines."
+    )
+    return GatewayError(Failure.BAD_REQUEST, message, param=name)
+
+
+def mistyped(name: str, expected: str) -> GatewayError:
+    """Create the error for a member of a wrong type."""
+    return GatewayError(Failure.BAD_REQUEST, f"'{name}' must be {expected}.", param=name)
+
+
+def text_of(value: Any, name: str) -> str:
+    """Return a string. Raises GatewayError."""
+    if not isinstance(value, str):
+        raise mistyped(name, "a string")
+    return value
+
+
+def list_of(value: Any, name: str) -> list[Any]:
+    """Return a list. Raises GatewayError."""
+    if not isinstance(value, list):
+        raise mistyped(name, "a list")
+    return value
+
+
+def mapping_of(value: Any, name: str) -> dict[str, Any]:
+    """Return an object. Raises GatewayError."""
+    if not isinstance(value, dict):
+        raise mistyped(name, "an object")
+    return value
+
+
+def require(members: Mapping[str, Any], *names: str) -> None:
+    """Raise GatewayError for the first required member that is missing."""
+    for name in names:
+        if members.get(name) is None:
+            message = f"Missing required parameter: '{name}'."
+            raise GatewayError(Failure.BAD_REQUEST, message, param=name)
+
+
+def only(members: Mapping[str, Any], known: frozenset[str], path: str) -> None:
+    """Refuse the first member with a value that is not known."""
+    for name, value in members.items():
+        if name not in known and value is not None:
+            raise untranslatable(f"{path}.{name}")
+
+
+def copy_member(value: Any, name: str, chat: dict[str, Any]) -> None:
+    """Write a member of both APIs as it is."""
+    chat[name] = value
+
+
+def skip_member(value: Any, name: str, chat: dict[str, Any]) -> None:
+    """Leave out a member that is advice to a service, without which the answer is as valid."""
+
+
+def refuse_member(value: Any, name: str, chat: dict[str, Any]) -> None:
+    """Refuse a member unless it asks for nothing."""
+    if value not in (None, False, [], {}, ""):
+        raise untranslatable(name)
+
+
+def translate_members(
+    members: Mapping[str, Any], handlers: Mapping[str, MemberHandler]
+) -> dict[str, Any]:
+    """Return the chat request of all members. Raises GatewayError for one without a handler."""
+    chat: dict[str, Any] = {}
+    for name, value in members.items():
+        if value is not None:
+            handlers.get(name, refuse_unknown)(value, name, chat)
+    return chat
+
+
+def refuse_unknown(value: Any, name: str, chat: dict[str, Any]) -> None:
+    """Refuse a member that is not known."""
+    raise untranslatable(name)
+
+
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos"),
+    *("chat_template", "chat_template_kwargs", "structured_outputs", "vllm_xargs", "cache_salt"),
+    *("priority", "extra_key", "skip_special_tokens", "session_params"),
+)
+"""Members that have the same name and meaning in chat completions."""

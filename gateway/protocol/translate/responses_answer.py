@@ -1,0 +1,152 @@
+"""Chat completions as Responses: the object of a whole answer, and what streams share with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.protocol.translate.chat_answers import (
+    ChatToolCall,
+    ChatUsage,
+    TranslationError,
+    read_answer,
+)
+from gateway.protocol.translate.request_reader import encode, read_object
+
+_ECHOED: Mapping[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "prompt_cache_key": None,
+    "safety_identifier": None,
+    "service_tier": "auto",
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": None,
+    "truncation": "disabled",
+    "user": None,
+}
+"""Members of a request that its response repeats, and their defaults."""
+
+
+def echo(request: bytes) -> dict[str, Any]:
+    """Return what a response repeats of its request's body. Nothing is ever stored."""
+    members = read_object(request)
+    repeated = {
+        name: members[name] if members.get(name) is not None else default
+        for name, default in _ECHOED.items()
+    }
+    reasoning = members.get("reasoning") or {}
+    return repeated | {
+        "background": False,
+        "previous_response_id": None,
+        "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+        "store": False,
+    }
+
+
+def from_chat(body: bytes, model: str, echoed: Mapping[str, Any]) -> bytes:
+    """Translate a chat completion to a response of `model`. Raises TranslationError."""
+    answer = read_answer(body)
+    if not answer.choices:
+        raise TranslationError("The engine's answer has no choice.")
+    choice, key = answer.choices[0], answer.id.removeprefix("chatcmpl-")
+    message, output = choice.message, list[dict[str, Any]]()
+    if message.thought:
+        output.append(reasoning_item(f"rs_{key}_{len(output)}", message.thought))
+    if text := message.content or message.refusal:
+        part = refusal_part(text) if not message.content else text_part(text)
+        output.append(message_item(f"msg_{key}_{len(output)}", part, "completed"))
+    for call in message.tool_calls or ():
+        output.append(call_item(f"fc_{key}_{len(output)}", call, "completed"))
+    head = response_head(key, model, answer.created, echoed)
+    return encode(
+        head
+        | ended(choice.finish_reason, output)
+        | {"usage": usage_of(answer.usage or ChatUsage())}
+    )
+
+
+def response_head(key: str, model: str, created: int, echoed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a response in progress, without any output."""
+    return {
+        "id": f"resp_{key}",
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "model": model,
+        "output": [],
+        "usage": None,
+        **echoed,
+    }
+
+
+def ended(finish_reason: str | None, output: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the members that differ once a response is complete or was cut off."""
+    reasons = {"length": "max_output_tokens", "content_filter": "content_filter"}
+    reason = reasons.get(finish_reason or "")
+    if reason is not None and output:
+        output[-1] = output[-1] | {"status": "incomplete"}
+    return {
+        "status": "completed" if reason is None else "incomplete",
+        "incomplete_details": None if reason is None else {"reason": reason},
+        "output": output,
+    }
+
+
+def usage_of(usage: ChatUsage) -> dict[str, Any]:
+    """Return the counts under their names in this API."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """Return a content part of text."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def refusal_part(text: str) -> dict[str, Any]:
+    """Return a content part in which the model refuses."""
+    return {"type": "refusal", "refusal": text}
+
+
+def message_item(item_id: str, part: dict[str, Any] | None, status: str) -> dict[str, Any]:
+    """Return a message with one content part, or none yet."""
+    content = [] if part is None else [part]
+    return {
+        "id": item_id,
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": content,
+    }
+
+
+def reasoning_item(item_id: str, text: str | None) -> dict[str, Any]:
+    """Return a reasoning item with its text, or none yet."""
+    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
+    return {"id": item_id, "type": "reasoning", "summary": [], "content": content}
+
+
+def call_item(item_id: str, call: ChatToolCall, status: str) -> dict[str, Any]:
+    """Return a function call, with its arguments so far."""
+    return {
+        "id": item_id,
+        "type": "function_call",
+        "status": status,
+        "call_id": call.id or "",
+        "name": call.function.name or "",
+        "arguments": call.function.arguments or "",
+    }

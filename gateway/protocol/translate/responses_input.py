@@ -1,0 +1,153 @@
+"""The input items of a Responses request as chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.protocol.translate.request_reader import (
+    list_of,
+    mapping_of,
+    mistyped,
+    text_of,
+    untranslatable,
+)
+
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+"""Roles of items, and of chat messages. Templates of open models do not know `developer`."""
+
+_TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+
+
+class _Conversation:
+    """The messages so far. Reasoning, text and tool calls of one turn become one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._thoughts: list[str] = []
+
+    def add(self, message: dict[str, Any]) -> None:
+        """Append a message of any role; reasoning goes with the assistant's."""
+        if message["role"] == "assistant":
+            self._attach_thoughts(message)
+        else:
+            self._thoughts = []
+        self.messages.append(message)
+
+    def think(self, text: str) -> None:
+        """Keep reasoning for the message that follows it."""
+        self._thoughts.append(text)
+
+    def call(self, call: dict[str, Any]) -> None:
+        """Append a tool call to the assistant's message, which it may have to begin."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant" or self._thoughts:
+            last = {"role": "assistant", "content": None}
+            self.add(last)
+        last.setdefault("tool_calls", []).append(call)
+
+    def _attach_thoughts(self, message: dict[str, Any]) -> None:
+        if self._thoughts:
+            message["reasoning_content"] = "\n".join(self._thoughts)
+            self._thoughts = []
+
+
+def input_messages(value: Any) -> list[dict[str, Any]]:
+    """Return the chat messages of `input`. Raises GatewayError that names the item."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    conversation = _Conversation()
+    for index, item in enumerate(list_of(value, "input")):
+        _add_item(mapping_of(item, f"input[{index}]"), f"input[{index}]", conversation)
+    return conversation.messages
+
+
+def _add_item(item: Mapping[str, Any], path: str, conversation: _Conversation) -> None:
+    kind = item.get("type") or "message"
+    if kind == "message":
+        conversation.add(_message(item, path))
+    elif kind == "function_call":
+        conversation.call(_call(item, path))
+    elif kind == "function_call_output":
+        _add_result(item, path, conversation)
+    elif kind == "reasoning":
+        if text := _reasoning(item, path):
+            conversation.think(text)
+    else:
+        raise untranslatable(f"{path}.type", str(kind))
+
+
+def _message(item: Mapping[str, Any], path: str) -> dict[str, Any]:
+    role = _ROLES.get(str(item.get("role")))
+    if role is None:
+        raise mistyped(f"{path}.role", "user, assistant, system or developer")
+    content = item.get("content")
+    if isinstance(content, str):
+        return {"role": role, "content": content}
+    return {"role": role, "content": _compact(_parts(content, f"{path}.content"))}
+
+
+def _parts(content: Any, path: str) -> list[dict[str, Any]]:
+    return [
+        _part(mapping_of(part, f"{path}[{index}]"), f"{path}[{index}]")
+        for index, part in enumerate(list_of(content, path))
+    ]
+
+
+def _part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind in _TEXTS:
+        return {"type": "text", "text": text_of(part.get("text"), f"{path}.text")}
+    if kind == "refusal":
+        return {"type": "text", "text": text_of(part.get("refusal"), f"{path}.refusal")}
+    if kind == "input_image":
+        if part.get("image_url") is None:
+            raise untranslatable(f"{path}.file_id")
+        image = {"url": text_of(part["image_url"], f"{path}.image_url")}
+        if part.get("detail") is not None:
+            image["detail"] = text_of(part["detail"], f"{path}.detail")
+        return {"type": "image_url", "image_url": image}
+    if kind == "input_audio":
+        audio = mapping_of(part.get("input_audio"), f"{path}.input_audio")
+        return {"type": "input_audio", "input_audio": audio}
+    raise untranslatable(f"{path}.type", str(kind))
+
+
+def _compact(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return a single text as a string, which every engine and template accepts."""
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+
+
+def _call(item: Mapping[str, Any], path: str) -> dict[str, Any]:
+    name = text_of(item.get("name"), f"{path}.name")
+    arguments = text_of(item.get("arguments"), f"{path}.arguments")
+    return {
+        "id": text_of(item.get("call_id"), f"{path}.call_id"),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _add_result(item: Mapping[str, Any], path: str, conversation: _Conversation) -> None:
+    """Add a tool's result; its images follow as the user's, as a tool message has only text."""
+    output = item.get("output")
+    parts = (
+        [{"type": "text", "text": output}]
+        if isinstance(output, str)
+        else _parts(output, f"{path}.output")
+    )
+    text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+    call = text_of(item.get("call_id"), f"{path}.call_id")
+    conversation.add({"role": "tool", "tool_call_id": call, "content": text})
+    images = [part for part in parts if part["type"] != "text"]
+    if images:
+        conversation.add({"role": "user", "content": images})
+
+
+def _reasoning(item: Mapping[str, Any], path: str) -> str:
+    """Return the text of a reasoning item: its content, else its summary."""
+    for key in ("content", "summary"):
+        parts = _parts(item.get(key) or [], f"{path}.{key}")
+        if parts:
+            return "\n".join(part["text"] for part in parts if part["type"] == "text")
+    return ""

@@ -1,0 +1,159 @@
+"""OpenAI Responses requests as chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from gateway.protocol.translate.request_reader import (
+    SAMPLING,
+    MemberHandler,
+    copy_member,
+    encode,
+    list_of,
+    mapping_of,
+    mistyped,
+    only,
+    read_object,
+    refuse_member,
+    require,
+    skip_member,
+    text_of,
+    translate_members,
+    untranslatable,
+)
+from gateway.protocol.translate.responses_input import input_messages
+
+_TOOL_MEMBERS = frozenset(
+    {"type", "name", "description", "parameters", "strict", "defer_loading", "allowed_callers"}
+)
+_FORMAT_MEMBERS = ("name", "description", "schema", "strict")
+_LOGPROBS = "message.output_text.logprobs"
+
+
+def to_chat(body: bytes) -> bytes:
+    """Translate a body of /v1/responses. Raises GatewayError (400) that names a member.
+
+    What only advises a service is left out: metadata, service_tier, store, reasoning.summary.
+    """
+    members = read_object(body)
+    require(members, "model", "input")
+    chat = translate_members(members, _HANDLERS)
+    if members.get("instructions"):
+        instructions = text_of(members["instructions"], "instructions")
+        chat["messages"].insert(0, {"role": "system", "content": instructions})
+    return encode(chat)
+
+
+def _input(value: Any, name: str, chat: dict[str, Any]) -> None:
+    chat["messages"] = input_messages(value)
+
+
+def _stream(value: Any, name: str, chat: dict[str, Any]) -> None:
+    if value is not True and value is not False:
+        raise mistyped(name, "a boolean")
+    if value:
+        chat |= {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def _max_tokens(value: Any, name: str, chat: dict[str, Any]) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise mistyped(name, "a whole number of at least 1")
+    chat["max_tokens"] = value
+
+
+def _tools(value: Any, name: str, chat: dict[str, Any]) -> None:
+    tools = []
+    for index, tool in enumerate(list_of(value, name)):
+        path = f"{name}[{index}]"
+        kind = mapping_of(tool, path).get("type")
+        if kind != "function":
+            raise untranslatable(f"{path}.type", str(kind))
+        only(tool, _TOOL_MEMBERS, path)
+        function = {"name": text_of(tool.get("name"), f"{path}.name")} | {
+            key: tool[key]
+            for key in ("description", "parameters", "strict")
+            if tool.get(key) is not None
+        }
+        tools.append({"type": "function", "function": function})
+    if tools:
+        chat["tools"] = tools
+
+
+def _tool_choice(value: Any, name: str, chat: dict[str, Any]) -> None:
+    if value in ("none", "auto", "required"):
+        chat[name] = value
+        return
+    choice = mapping_of(value, name)
+    if choice.get("type") != "function":
+        raise untranslatable(f"{name}.type", str(choice.get("type")))
+    chosen = text_of(choice.get("name"), f"{name}.name")
+    chat[name] = {"type": "function", "function": {"name": chosen}}
+
+
+def _text(value: Any, name: str, chat: dict[str, Any]) -> None:
+    config = mapping_of(value, name)
+    only(config, frozenset({"format", "verbosity"}), name)
+    output = mapping_of(config.get("format") or {"type": "text"}, f"{name}.format")
+    kind = output.get("type")
+    if kind == "json_schema":
+        schema = {key: output[key] for key in _FORMAT_MEMBERS if output.get(key) is not None}
+        chat["response_format"] = {"type": kind, "json_schema": {"name": "output", **schema}}
+    elif kind == "json_object":
+        chat["response_format"] = {"type": kind}
+    elif kind != "text":
+        raise untranslatable(f"{name}.format.type", str(kind))
+
+
+def _reasoning(value: Any, name: str, chat: dict[str, Any]) -> None:
+    config = mapping_of(value, name)
+    if config.get("effort") is not None:
+        chat["reasoning_effort"] = text_of(config["effort"], f"{name}.effort")
+
+
+def _include(value: Any, name: str, chat: dict[str, Any]) -> None:
+    """Accept what needs no counterpart: encrypted reasoning, and parts of hosted tools' results."""
+    for index, item in enumerate(list_of(value, name)):
+        if item == _LOGPROBS:
+            raise untranslatable(f"{name}[{index}]", _LOGPROBS)
+
+
+def _truncation(value: Any, name: str, chat: dict[str, Any]) -> None:
+    if value != "disabled":
+        raise untranslatable(name, str(value))
+
+
+_HANDLERS: Mapping[str, MemberHandler] = MappingProxyType(
+    {
+        **dict.fromkeys(SAMPLING, copy_member),
+        **dict.fromkeys(
+            (
+                *("background", "context_management", "conversation", "modalities"),
+                *("previous_response_id", "prompt", "top_logprobs"),
+            ),
+            refuse_member,
+        ),
+        **dict.fromkeys(
+            (
+                *("client_metadata", "instructions", "max_tool_calls", "metadata"),
+                *("prompt_cache_retention", "safety_identifier", "service_tier", "store"),
+                *("stream_options", "prompt_cache_options", "moderation"),
+            ),
+            skip_member,
+        ),
+        "model": copy_member,
+        "user": copy_member,
+        "prompt_cache_key": copy_member,
+        "input": _input,
+        "include": _include,
+        "max_output_tokens": _max_tokens,
+        "parallel_tool_calls": copy_member,
+        "reasoning": _reasoning,
+        "stream": _stream,
+        "text": _text,
+        "tool_choice": _tool_choice,
+        "tools": _tools,
+        "truncation": _truncation,
+    }
+)

@@ -1,0 +1,182 @@
+"""A stream of chat chunks as the events of a Responses stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.protocol.translate.chat_answers import (
+    ChatAnswer,
+    ChatChoice,
+    ChatFunction,
+    ChatToolCall,
+    ErrorDetail,
+    TranslationError,
+)
+from gateway.protocol.translate.event_stream import format_event
+from gateway.protocol.translate.responses_answer import (
+    call_item,
+    ended,
+    message_item,
+    reasoning_item,
+    refusal_part,
+    response_head,
+    text_part,
+    usage_of,
+)
+from gateway.protocol.translate.stream_translator import StreamTranslator
+
+MAX_ANSWER_CHARS = 32 * 1024 * 1024
+"""Limit for the text of one answer, which the last events repeat."""
+
+
+class OpenItem(msgspec.Struct):
+    """The output item that the engine is writing; its text arrives in pieces."""
+
+    kind: str
+    item_id: str
+    call: ChatToolCall | None = None
+    pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All pieces so far."""
+        return "".join(self.pieces)
+
+
+class ResponsesStream(StreamTranslator):
+    """The events of a response, from chat chunks. They are numbered from 0."""
+
+    __slots__ = ("_echoed", "_head", "_item", "_key", "_model", "_output", "_sequence", "_size")
+
+    def __init__(self, model: str, echoed: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._model = model
+        self._echoed = echoed
+        self._head: dict[str, Any] = {}
+        self._item: OpenItem | None = None
+        self._output: list[dict[str, Any]] = []
+        self._key = ""
+        self._sequence = self._size = 0
+
+    def _start(self, answer: ChatAnswer) -> Iterator[bytes]:
+        self._key = answer.id.removeprefix("chatcmpl-")
+        self._head = response_head(self._key, self._model, answer.created, self._echoed)
+        for name in ("created", "in_progress"):
+            yield self._emit(f"response.{name}", {"response": self._head})
+
+    def _delta(self, choice: ChatChoice) -> Iterator[bytes]:
+        delta = choice.delta
+        if delta.thought:
+            yield from self._open("reasoning")
+            yield self._piece("response.reasoning_text.delta", delta.thought)
+        if delta.content:
+            yield from self._open("text")
+            yield self._piece("response.output_text.delta", delta.content, logprobs=[])
+        if delta.refusal:
+            yield from self._open("refusal")
+            yield self._piece("response.refusal.delta", delta.refusal)
+        for call in delta.tool_calls or ():
+            yield from self._call(call)
+
+    def _call(self, call: ChatToolCall) -> Iterator[bytes]:
+        current = self._item.call if self._item is not None else None
+        if current is None or current.index != call.index:
+            self.note_call(call.index)
+            yield from self._close()
+            yield from self._open("call", call)
+        if call.function.arguments:
+            yield self._piece("response.function_call_arguments.delta", call.function.arguments)
+
+    def _open(self, kind: str, call: ChatToolCall | None = None) -> Iterator[bytes]:
+        """Start an item of another kind than the current one, which ends."""
+        if self._item is not None and self._item.kind == kind:
+            return
+        yield from self._close()
+        prefix = {"reasoning": "rs", "call": "fc"}.get(kind, "msg")
+        self._item = OpenItem(kind, f"{prefix}_{self._key}_{len(self._output)}", call)
+        event = {"output_index": len(self._output), "item": self._item_now("in_progress", None)}
+        yield self._emit("response.output_item.added", event)
+        if kind != "call":
+            yield self._emit("response.content_part.added", self._place(part=self._part("")))
+
+    def _close(self) -> Iterator[bytes]:
+        """End the current item: the events that repeat its text, and the item itself."""
+        item = self._item
+        if item is None:
+            return
+        text = item.text
+        if item.kind == "call":
+            place = {"item_id": item.item_id, "output_index": len(self._output)}
+            name = item.call.function.name if item.call is not None else ""
+            done = {**place, "name": name or "", "arguments": text}
+            yield self._emit("response.function_call_arguments.done", done)
+        else:
+            yield self._emit(*self._text_done(item.kind, text))
+            yield self._emit("response.content_part.done", self._place(part=self._part(text)))
+        finished = self._item_now("completed", text)
+        event = {"output_index": len(self._output), "item": finished}
+        yield self._emit("response.output_item.done", event)
+        self._output.append(finished)
+        self._item = None
+
+    def _text_done(self, kind: str, text: str) -> tuple[str, dict[str, Any]]:
+        if kind == "reasoning":
+            return "response.reasoning_text.done", self._place(text=text)
+        if kind == "refusal":
+            return "response.refusal.done", self._place(refusal=text)
+        return "response.output_text.done", self._place(text=text, logprobs=[])
+
+    def _item_now(self, status: str, text: str | None) -> dict[str, Any]:
+        """Return the current item as it is sent; `text` is None at its start."""
+        item = self._item
+        assert item is not None
+        if item.kind == "reasoning":
+            return reasoning_item(item.item_id, text)
+        if item.call is not None:
+            function = ChatFunction(item.call.function.name, text)
+            return call_item(item.item_id, ChatToolCall(item.call.id, function), status)
+        part = None if text is None else self._part(text)
+        return message_item(item.item_id, part, status)
+
+    def _part(self, text: str) -> dict[str, Any]:
+        kind = self._item.kind if self._item is not None else "text"
+        if kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return refusal_part(text) if kind == "refusal" else text_part(text)
+
+    def _place(self, **members: Any) -> dict[str, Any]:
+        """Return the place of the current content part, with further members."""
+        item_id = self._item.item_id if self._item is not None else ""
+        place = {"item_id": item_id, "output_index": len(self._output), "content_index": 0}
+        return place | members
+
+    def _piece(self, name: str, text: str, **members: Any) -> bytes:
+        item = self._item
+        assert item is not None
+        self._size += len(text)
+        if self._size > MAX_ANSWER_CHARS:
+            raise TranslationError("The engine's answer is too long to be translated.")
+        item.pieces.append(text)
+        event = self._place(delta=text, **members)
+        if item.kind == "call":
+            del event["content_index"]
+        return self._emit(name, event)
+
+    def _emit(self, name: str, members: dict[str, Any]) -> bytes:
+        event = {"type": name, "sequence_number": self._sequence, **members}
+        self._sequence += 1
+        return format_event(name, event)
+
+    def _end(self) -> Iterator[bytes]:
+        yield from self._close()
+        last = ended(self.ending.finish_reason, self._output) | {"usage": usage_of(self.usage)}
+        yield self._emit(f"response.{last['status']}", {"response": self._head | last})
+
+    def _fail(self, detail: ErrorDetail) -> Iterator[bytes]:
+        code = detail.code if isinstance(detail.code, str) else "server_error"
+        error = {"code": code, "message": detail.message}
+        state = {"status": "failed", "error": error, "output": self._output}
+        yield self._emit("response.failed", {"response": self._head | state})

@@ -1,0 +1,112 @@
+"""What the translations of streams have in common: reading chunks, and how a stream ends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+from gateway.protocol.translate.chat_answers import (
+    ChatAnswer,
+    ChatChoice,
+    ChatUsage,
+    ErrorDetail,
+    TranslationError,
+    read_answer,
+    read_error,
+)
+from gateway.protocol.translate.event_stream import EventReader
+
+TOO_EARLY = ErrorDetail("The engine's answer ended too early.")
+
+
+class StreamTranslator(ABC):
+    """Translates the bytes of one stream of chat chunks to the events of another API.
+
+    feed() takes bytes in any pieces, finish() marks the end of the engine's answer. After the last
+    event, or an error, both return nothing.
+
+    finish_reason, usage  the last choice that had a finish reason, and the last counts
+    """
+
+    __slots__ = ("_events", "_has_started", "_is_over", "ending", "seen_calls", "usage")
+
+    def __init__(self) -> None:
+        self._events = EventReader()
+        self._has_started = self._is_over = False
+        self.ending = ChatChoice()
+        self.usage = ChatUsage()
+        self.seen_calls: set[int] = set()
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the events that the next bytes complete."""
+        return self._translate(lambda: self._events.feed(data))
+
+    def finish(self) -> bytes:
+        """Return the events that are left when the engine's answer is over."""
+        left = self._translate(self._events.flush)
+        if self._is_over:
+            return left
+        if self.ending.finish_reason is None:
+            return left + self._stop(self._fail(TOO_EARLY))
+        return left + self._stop(self._end())
+
+    @abstractmethod
+    def _start(self, answer: ChatAnswer) -> Iterator[bytes]:
+        """Yield the events before the first piece of the answer."""
+
+    @abstractmethod
+    def _delta(self, choice: ChatChoice) -> Iterator[bytes]:
+        """Yield the events of one chunk. Raises TranslationError."""
+
+    @abstractmethod
+    def _end(self) -> Iterator[bytes]:
+        """Yield the events after the last piece of the answer."""
+
+    @abstractmethod
+    def _fail(self, detail: ErrorDetail) -> Iterator[bytes]:
+        """Yield the events with which a stream ends that has failed."""
+
+    def note_call(self, index: int) -> None:
+        """Note the start of a tool call. Raises TranslationError if it has ended already."""
+        if index in self.seen_calls:
+            raise TranslationError("The engine wrote two tool calls at once.")
+        self.seen_calls.add(index)
+
+    def _translate(self, read: Callable[[], list[bytes]]) -> bytes:
+        out: list[bytes] = []
+        try:
+            for event in () if self._is_over else read():
+                out.append(self._event(event))
+                if self._is_over:
+                    break
+        except TranslationError as error:
+            out.append(self._stop(self._fail(ErrorDetail(str(error)))))
+        return b"".join(out)
+
+    def _event(self, data: bytes) -> bytes:
+        if data.strip() == b"[DONE]":
+            return self._stop(self._end())
+        answer = read_answer(data)
+        if answer.error is not None:
+            return self._stop(self._fail(read_error(answer.error)))
+        if answer.usage is not None:
+            self.usage = answer.usage
+        started = self._begin(answer)
+        if not answer.choices:
+            return started
+        choice = answer.choices[0]
+        if choice.finish_reason is not None:
+            self.ending = choice
+        return started + b"".join(self._delta(choice))
+
+    def _begin(self, answer: ChatAnswer) -> bytes:
+        if self._has_started:
+            return b""
+        self._has_started = True
+        return b"".join(self._start(answer))
+
+    def _stop(self, last: Iterator[bytes]) -> bytes:
+        """Return the last events; a stream that has none before begins with the usual ones."""
+        started = self._begin(ChatAnswer())
+        self._is_over = True
+        return started + b"".join(last)

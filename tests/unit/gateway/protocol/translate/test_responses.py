@@ -1,0 +1,213 @@
+"""OpenAI Responses as chat completions: requests, answers, events."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from gateway.protocol.errors import GatewayError
+from gateway.protocol.translate import responses_answer, responses_request
+from gateway.protocol.translate.responses_stream import ResponsesStream
+from tests.unit.gateway.protocol.translate.chats import (
+    Piece,
+    answer,
+    chunk,
+    events,
+    response_of,
+    stream,
+)
+
+TOOL = {"type": "function", "name": "run", "parameters": {"type": "object"}, "strict": False}
+REQUEST: dict[str, Any] = {"model": "m", "input": "x", "tools": [TOOL], "max_output_tokens": 50}
+PIECES: list[Piece] = [
+    ("thought", "hm"),
+    ("text", "ok"),
+    ("call", ("run", '{"a":1}')),
+    ("call", ("up", "{}")),
+]
+
+
+def chat(**members: Any) -> dict[str, Any]:
+    body = json.dumps({"model": "m", "input": "x"} | members).encode()
+    return dict(json.loads(responses_request.to_chat(body)))
+
+
+def echoed() -> dict[str, Any]:
+    return responses_answer.echo(json.dumps(REQUEST).encode())
+
+
+def test_a_turn_of_an_agent_becomes_chat_messages() -> None:
+    items = [
+        {"type": "message", "role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "List the files."}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "run", "arguments": '{"cmd": "ls"}'},
+        {"type": "function_call", "call_id": "c2", "name": "run", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "a.py"},
+        {
+            "type": "function_call_output",
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "b.py"}],
+        },
+        {"type": "function_call", "call_id": "c3", "name": "run", "arguments": "{}"},
+    ]
+    request = chat(instructions="You code.", input=items, tools=[TOOL])
+
+    def call(number: int, arguments: str) -> dict[str, Any]:
+        function = {"name": "run", "arguments": arguments}
+        return {"id": f"c{number}", "type": "function", "function": function}
+
+    assert request["messages"] == [
+        {"role": "system", "content": "You code."},
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "List the files."},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [call(1, '{"cmd": "ls"}'), call(2, "{}")],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "a.py"},
+        {"role": "tool", "tool_call_id": "c2", "content": "b.py"},
+        {"role": "assistant", "content": None, "tool_calls": [call(3, "{}")]},
+    ]
+    assert request["tools"] == [
+        {
+            "type": "function",
+            "function": {"name": "run", "parameters": {"type": "object"}, "strict": False},
+        }
+    ]
+
+
+def test_members_keep_their_meaning() -> None:
+    request = chat(
+        stream=True,
+        max_output_tokens=5,
+        temperature=0,
+        parallel_tool_calls=False,
+        reasoning={"effort": "high", "summary": "auto"},
+        text={
+            "format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}},
+            "verbosity": "low",
+        },
+        tool_choice={"type": "function", "name": "run"},
+        include=["reasoning.encrypted_content"],
+        store=True,
+        prompt_cache_key="session-1",
+        metadata={"a": "b"},
+    )
+    assert request["stream_options"] == {"include_usage": True}
+    assert (request["max_tokens"], request["reasoning_effort"]) == (5, "high")
+    assert request["response_format"]["json_schema"] == {"name": "n", "schema": {"type": "object"}}
+    assert request["tool_choice"] == {"type": "function", "function": {"name": "run"}}
+    assert request["prompt_cache_key"] == "session-1"
+    assert not request.keys() & {"store", "include", "metadata", "text", "reasoning", "input"}
+
+
+@pytest.mark.parametrize(
+    ("members", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
+            "input[0].content[0].type",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+            "input[0].content[0].file_id",
+        ),
+        ({"new_member": 1}, "new_member"),
+        ({"text": {"format": {"type": "odd"}}}, "text.format.type"),
+        ({"input": None}, "input"),
+        ({"input": 3}, "input"),
+    ],
+)
+def test_what_cannot_be_translated_is_refused_by_name(members: dict[str, Any], param: str) -> None:
+    with pytest.raises(GatewayError) as refused:
+        chat(**members)
+    assert refused.value.status == 400
+    assert refused.value.param == param
+
+
+def test_nothing_asked_for_is_nothing_refused() -> None:
+    chat(previous_response_id=None, background=False, truncation="disabled", top_logprobs=0)
+
+
+def test_a_whole_answer_is_what_the_sdk_expects() -> None:
+    whole = responses_answer.from_chat(answer(PIECES, "tool_calls"), "m", echoed())
+    response = Response.model_validate_json(whole)
+    assert [item.type for item in response.output] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+    assert (response.output_text, response.status) == ("ok", "completed")
+    assert response.usage is not None
+    assert response.usage.input_tokens_details.cached_tokens == 100
+    assert response.tools[0].type == "function"
+    assert response.max_output_tokens == 50
+
+
+def test_the_events_of_a_stream_are_what_the_sdk_expects_in_order() -> None:
+    out = ResponsesStream("m", echoed()).feed(stream(PIECES, "tool_calls", size=99))
+    adapter = TypeAdapter[Any](ResponseStreamEvent)
+    for event in events(out):
+        assert adapter.validate_python(event).type == event["type"]
+    part = ["content_part.added", "{}.delta", "{}.done", "content_part.done"]
+    call = [f"function_call_arguments.{end}" for end in ("delta", "done")]
+    expected = ["created", "in_progress"]
+    for body in (
+        [name.format("reasoning_text") for name in part],
+        [name.format("output_text") for name in part],
+        call,
+        call,
+    ):
+        expected += ["output_item.added", *body, "output_item.done"]
+    assert [event["type"].removeprefix("response.") for event in events(out)] == [
+        *expected,
+        "completed",
+    ]
+
+
+def test_an_answer_that_is_cut_off_is_incomplete() -> None:
+    out = ResponsesStream("m", echoed()).feed(stream([("text", "a")], "length"))
+    assert events(out)[-1]["type"] == "response.incomplete"
+    response = response_of(out)
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    whole = json.loads(responses_answer.from_chat(answer([("text", "a")], "length"), "m", echoed()))
+    assert response == whole
+
+
+def test_an_error_in_a_stream_fails_the_response() -> None:
+    translator = ResponsesStream("m", echoed())
+    failed = b'data: {"error": {"message": "gone", "code": "overloaded"}}\n\n'
+    last = events(translator.feed(chunk({"content": "a"}) + failed))[-1]
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"] == {"code": "overloaded", "message": "gone"}
+    assert translator.finish() == b""
+
+
+def test_an_error_before_anything_else_has_a_response_too() -> None:
+    out = ResponsesStream("m", echoed()).feed(b'data: {"error": "gone"}\n\n')
+    assert [event["type"] for event in events(out)] == [
+        "response.created",
+        "response.in_progress",
+        "response.failed",
+    ]
