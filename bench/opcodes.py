@@ -24,7 +24,15 @@ from typing import Any
 
 import uvloop
 from cells import chat_body, paced, prompt_tree
-from systems import ROOT, SOURCES, all_systems, backend, build_tools, free_base
+from systems import (
+    BACKENDS,
+    ROOT,
+    backend,
+    backend_urls,
+    build_tools,
+    free_base,
+    penstock_command,
+)
 
 sys.path.insert(0, str(ROOT))
 
@@ -46,6 +54,7 @@ CALLBACKS = frozenset(
 )
 """Qualified names of the event loop's callbacks whose instructions count."""
 WARM_UP, COUNTED = 32, 33
+FLEETS = (4, 64, 1024)
 SHORT, LONG = 4, 24
 """Chunks of two streams: the difference between their counts is the cost of the extra chunks."""
 
@@ -59,23 +68,36 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of request: the policy that routes it, and the bodies to send in turn."""
+    """One kind of request: the policy that routes it, the bodies to send in turn, and the number of
+    endpoints.
+    """
 
     name: str
     policy: str
     bodies: list[bytes]
+    endpoints: int = BACKENDS
 
 
 def kinds() -> list[Kind]:
     """Return the kinds of requests. Chunks come 10 ms apart, so that each is read on its own."""
     stream = {chunks: [paced(chunks, 10_000, 10_000)] for chunks in (SHORT, LONG)}
-    long_prompts = prompt_tree(2_000, random.Random(2_000))
+    plain, long_prompts = (
+        [chat_body(QUESTION, stream=False)],
+        prompt_tree(2_000, random.Random(2_000)),
+    )
     return [
         Kind("plain", "round_robin", [chat_body(QUESTION, stream=False)]),
         Kind("plain, prefix_aware", "prefix_aware", [chat_body(QUESTION, stream=False)]),
         Kind("2k-token prompt, prefix_aware", "prefix_aware", long_prompts),
         Kind(f"stream of {SHORT} chunks", "round_robin", stream[SHORT]),
         Kind(f"stream of {LONG} chunks", "round_robin", stream[LONG]),
+        *(
+            Kind(f"{endpoints} endpoints, {name}{policy}", policy, bodies, endpoints)
+            for endpoints in FLEETS
+            for policy in ("round_robin", "least_loaded", "prefix_aware", "priced")
+            for name, bodies in (("", plain), ("2k-token prompt, ", long_prompts))
+            if name == "" or policy in ("prefix_aware", "priced")
+        ),
     ]
 
 
@@ -134,8 +156,9 @@ class CallCounter:
 
 async def count_kind(kind: Kind, base: int, work: Path) -> Call:
     """Return the call tree of the kind's median request, by total instructions."""
-    system = next(item for item in all_systems(base) if item.key == f"{SOURCES}/{kind.policy}")
-    return await median_call(Path(system.command(work, system.port)[-1]), system.port, kind.bodies)
+    port = base + kind.endpoints + 100
+    command = penstock_command(kind.policy, backend_urls(base, kind.endpoints))
+    return await median_call(Path(command(work, port)[-1]), port, kind.bodies)
 
 
 async def median_call(config: Path, port: int, bodies: list[bytes]) -> Call:
@@ -181,11 +204,13 @@ def main() -> None:
     )
     options = parser.parse_args()
     build_tools()
-    base, totals = free_base(), {}
-    with tempfile.TemporaryDirectory(prefix="penstock-opcodes-") as work, backend(base):
+    totals: dict[str, int] = {}
+    with tempfile.TemporaryDirectory(prefix="penstock-opcodes-") as work:
         for kind in kinds():
             if kind.name.startswith(options.kinds):
-                call = uvloop.run(count_kind(kind, base, Path(work)))
+                base = free_base(kind.endpoints)
+                with backend(base, kind.endpoints):
+                    call = uvloop.run(count_kind(kind, base, Path(work)))
                 totals[kind.name] = call.total
                 print(f"{call.total:6}  {kind.name}")
                 if options.functions:

@@ -67,14 +67,14 @@ class System:
         return f"{self.name}/{self.policy}"
 
 
-def free_base() -> int:
+def free_base(ports: int = BACKENDS) -> int:
     """Return a round port number from which the backend's ports are free.
 
-    The ports of the systems begin 100 above.
+    The ports of the systems begin 100 above those of BACKENDS backends.
     """
     for base in range(19000, 26000, 1000):
         try:
-            for port in range(base, base + BACKENDS):
+            for port in range(base, base + ports):
                 with socket.socket() as probe:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind(("127.0.0.1", port))
@@ -84,9 +84,9 @@ def free_base() -> int:
     raise SystemExit("no free ports for the backend from 19000 to 25000")
 
 
-def backend_urls(base: int) -> list[str]:
+def backend_urls(base: int, ports: int = BACKENDS) -> list[str]:
     """Return the URLs of the static TP groups that every system serves."""
-    return [f"http://127.0.0.1:{base + i}" for i in range(BACKENDS)]
+    return [f"http://127.0.0.1:{base + i}" for i in range(ports)]
 
 
 @dataclass(frozen=True)
@@ -441,14 +441,14 @@ def _is_serving(system: System) -> bool:
 
 
 @contextmanager
-def backend(base: int) -> Iterator[None]:
+def backend(base: int, ports: int = BACKENDS) -> Iterator[None]:
     """Run the static TP groups on the load generator's core while the block runs."""
-    command = [str(BIN / "backend"), "--port", str(base), "--ports", str(BACKENDS)]
+    command = [str(BIN / "backend"), "--port", str(base), "--ports", str(ports)]
     process = subprocess.Popen(pinned(LOAD_CORE, command), stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
         if process.stdout.readline() != b"ready\n":
-            raise SystemExit(f"the backend could not listen on {base}..{base + BACKENDS - 1}")
+            raise SystemExit(f"the backend could not listen on {base}..{base + ports - 1}")
         yield
     finally:
         process.terminate()

@@ -28,6 +28,7 @@ from gateway.protocol.upstream_error import UpstreamError
 from gateway.telemetry.accounting import Accounting
 from gateway.trials.canary import CanaryArms, CanarySampler
 from gateway.trials.shadow import Shadows
+from policies.candidate_order import CandidateOrder
 from policies.contract import Policy
 from policies.model import STANDARD, Candidate, Endpoint, Request, Slo
 
@@ -81,6 +82,7 @@ class Route(msgspec.Struct, frozen=True):
     sequences: int = 256
     engine_name: str = ""
     is_partial: bool = False
+    order: CandidateOrder | None = None
 
     @property
     def served_model(self) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from policies.load import EndpointLoad
 from policies.model import Candidate, RoutingQuery
 
 Filter = Callable[[RoutingQuery, Sequence[Candidate]], Sequence[Candidate]]
@@ -65,6 +66,37 @@ Costs of phases add up.
 """
 
 
+class Ranking(msgspec.Struct, frozen=True):
+    """How candidates are kept in order between requests (policies/candidate_order.py).
+
+    With a ranking, a request's filters, scorers and picker only see a shortlist: the candidates
+    that have most of its prompt cached, and the best of the others. A policy's score must keep this
+    contract for the shortlist to contain the candidate that a scan of all would pick:
+
+    1. Apart from `now`, a score depends on the request, on the candidate's load, and on the tokens
+       that it and the best candidate have cached. It does not rise when fewer are cached.
+    2. Of two candidates of one group with equally many tokens cached, the one with the lower key
+       never scores lower. With equal keys it also never scores lower in a lower group.
+    3. Whatever changes a key, a group or a filter's answer marks the load (`mark_changed`).
+
+    Where rule 2 holds only by and large, `depth` candidates per group are scored, and the pick is
+    as good as that of a scan up to the error of the key. This is so for forecasts, which depend on
+    the length of the prompt.
+
+    key         cost of a candidate without the request: lower is better; arguments: it, now
+    group       a number by which rule 2 must tell loads apart, such as requests in flight; None if
+                there is one group
+    is_settled  whether rule 2 holds exactly for a load; None if it does for all. Others are scored
+                in addition (SHORTLIST_UNSETTLED at most per group)
+    depth       settled candidates to score per group and number of cached tokens
+    """
+
+    key: Callable[[Candidate, float], float]
+    group: Callable[[EndpointLoad], int] | None = None
+    is_settled: Callable[[EndpointLoad], bool] | None = None
+    depth: int = 1
+
+
 class WeightedScorer(msgspec.Struct, frozen=True):
     """A scorer and the weight of its score."""
 
@@ -99,6 +131,7 @@ class Policy(msgspec.Struct, frozen=True):
     price_terms     names the parts of each candidate's score, for explanations
     phase_prices    prices single phases of a request, so that the policy can also decide about
                     splitting (policies/pricing/split.py)
+    ranking         keeps the candidates of a large pool in order; None: every pick scans all
 
     `score` (the weighted sum of all scorers) and `first_attempt_filters` are derived from the other
     fields.
@@ -112,6 +145,7 @@ class Policy(msgspec.Struct, frozen=True):
     reads_forecast: bool = False
     price_terms: PriceTermsFunction | None = None
     phase_prices: PhasePrices | None = None
+    ranking: Ranking | None = None
     score: Scorer = weighted_sum(())
     first_attempt_filters: tuple[Filter, ...] = ()
 

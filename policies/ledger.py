@@ -76,6 +76,8 @@ class LoadBooking(QueuedPrompt):
             load.prefill_tokens += uncached
         if load.is_modelled:
             self._begin(now, is_handoff)
+        if load.changes is not None:
+            load.changes.record(load.slot)
 
     @property
     def predicted_ttft_s(self) -> float | None:
@@ -141,6 +143,7 @@ class LoadBooking(QueuedPrompt):
                 load.timeline.on_kv_arrived(self)
                 self._place()
                 self._compute(now)
+            load.mark_changed()
 
     def on_kv_arrived(self, now: float) -> None:
         """Start decoding a reservation whose KV has arrived; no first token will be reported."""
@@ -170,6 +173,8 @@ class LoadBooking(QueuedPrompt):
         load.decode_tokens += prompt - self._context
         load.decoding += 1
         self._uncached, self._context, self.is_decoding = 0, prompt, True
+        if load.changes is not None:
+            load.changes.record(load.slot)
 
     def finish(self, now: float, output_tokens: int | None = None) -> None:
         """End the booking and give back what it still holds.
@@ -182,8 +187,7 @@ class LoadBooking(QueuedPrompt):
         if load.is_modelled:
             load.timeline.advance(load, now)
         self._open = False
-        request = self._request
-        output = request.output_tokens
+        request, output = self._request, self._request.output_tokens
         load.in_flight -= 1
         if output > 1:
             load.answers -= 1
@@ -196,6 +200,7 @@ class LoadBooking(QueuedPrompt):
         del load.bookings[self]
         if load.is_modelled:
             load.timeline.on_ended(load, self, now, output_tokens)
+        load.mark_changed()
 
     def drop(self, now: float) -> None:
         """End the booking of a request without a complete answer."""
@@ -238,6 +243,7 @@ def set_modelled(load: EndpointLoad, modelled: bool, now: float) -> None:
         for entry in sorted(load.bookings, key=lambda entry: not entry.is_decoding):
             entry.rejoin_timeline(now)
         load.timeline.refresh_forecast(load, now)
+    load.mark_changed()
 
 
 def record_scrape(
@@ -256,10 +262,11 @@ def record_scrape(
     their way, is not external. Only requests in excess at two scrapes in a row therefore count.
     """
     beyond = max(0, (running or 0) + (waiting or 0) - load.in_flight)
+    if load.in_flight or beyond or load.unexplained_requests or kv_usage != load.kv_usage:
+        load.mark_changed()
     load.external_requests = min(beyond, load.unexplained_requests)
-    load.unexplained_requests = beyond
+    load.unexplained_requests, load.scraped_at = beyond, now
     load.running, load.waiting, load.kv_usage = running, waiting, kv_usage
-    load.scraped_at = now
     if kv_tokens is not None:
         load.kv_tokens = kv_tokens
     if load.is_modelled:
@@ -283,13 +290,13 @@ def set_peer_load(load: EndpointLoad, source: bytes, share: PeerShare | None, no
     else:
         others.shares[source] = after
     for name in FIELDS:
-        difference = getattr(after, name) - getattr(before, name)
-        if difference:
+        if difference := getattr(after, name) - getattr(before, name):
             setattr(others, name, getattr(others, name) + difference)
             setattr(load, name, getattr(load, name) + difference)
     if load.is_modelled:
         load.timeline.advance(load, now)
         load.timeline.refresh_forecast(load, now)
+    load.mark_changed()
     return True
 
 

@@ -12,6 +12,41 @@ from policies.engine.step_time import SpeedBelief
 
 NO_SOFT_CAP = 1 << 30
 
+CHANGES = 4096
+"""How many changes a LoadChanges keeps; a power of two."""
+
+
+class LoadChanges:
+    """The slots whose loads changed lately, oldest overwritten, for any number of readers.
+
+    A reader keeps the count up to which it has read. One that is more than CHANGES behind has
+    missed changes and must read every load.
+
+    count  changes so far; change n is in slots[n % CHANGES]
+    """
+
+    __slots__ = ("count", "slots")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.slots = [0] * CHANGES
+
+    def record(self, slot: int) -> None:
+        """Record that the load in this slot has changed."""
+        count = self.count
+        self.slots[count & (CHANGES - 1)] = slot
+        self.count = count + 1
+
+    def since(self, count: int) -> list[int] | None:
+        """Return the slots changed after the first `count` changes; None if some were lost."""
+        behind = self.count - count
+        if behind > CHANGES:
+            return None
+        begin, end = count & (CHANGES - 1), self.count & (CHANGES - 1)
+        if begin <= end and behind < CHANGES:
+            return self.slots[begin:end]
+        return self.slots[begin:] + self.slots[:end]
+
 
 class EndpointLoad(EngineLoad):
     """Everything that changes about an endpoint, as read by policies.
@@ -38,6 +73,8 @@ class EndpointLoad(EngineLoad):
     is_modelled         whether any policy reads the forecast; if none does, the timeline does not
                         advance
     timeline            the engine model (engine_timeline.py)
+    changes             where changes of this load are recorded for rankings of candidates; None
+                        while no ranking reads them
     """
 
     __slots__ = (
@@ -61,7 +98,7 @@ class EndpointLoad(EngineLoad):
             "scraped_at",
             "slot",
         ),
-        *("timeline", "waiting"),
+        *("changes", "timeline", "waiting"),
     )
 
     def __init__(self, slot: int, belief: SpeedBelief | None = None) -> None:
@@ -80,7 +117,13 @@ class EndpointLoad(EngineLoad):
         self.unexplained_requests = 0
         self.timeline = EngineTimeline()
         self.is_modelled = True
+        self.changes: LoadChanges | None = None
         self.timeline.refresh_forecast(self, 0.0)
+
+    def mark_changed(self) -> None:
+        """Record that anything has changed by which candidates are filtered or scored."""
+        if self.changes is not None:
+            self.changes.record(self.slot)
 
 
 LOAD_FIELDS = (*EngineLoad.__slots__, *EndpointLoad.__slots__)

@@ -156,8 +156,9 @@ class RoutingQuery(msgspec.Struct, frozen=True):
 class Pick(msgspec.Struct, frozen=True):
     """The routing decision and its reasons. Higher scores are better; the unit is the policy's own.
 
-    `candidates` are those that passed the filters, `scores` their scores in the same order. Both
-    are references, kept to explain the pick.
+    `candidates` are those that passed the filters and were scored, `scores` their scores in the
+    same order; of a large pool they are a shortlist (policies/candidate_order.py). Both are
+    references, kept to explain the pick. `candidate_count` is how many passed the filters.
     """
 
     candidate: Candidate

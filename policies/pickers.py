@@ -113,6 +113,10 @@ class Rotation:
         last[candidates[chosen].load.slot] = self._turn
         return chosen
 
+    def last_turn(self, candidate: Candidate, now: float) -> float:
+        """Return the number of the candidate's last turn; 0 if it had none."""
+        return max(0.0, self._last_turn.get(candidate.load.slot, 0.0))
+
     def _add_new_slots(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> None:
         for candidate in candidates:
             self._last_turn.setdefault(candidate.load.slot, -query.rng.random())

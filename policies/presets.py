@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from policies import filters, pickers, scorers
-from policies.contract import Filter, Policy, Scorer, WeightedScorer
+from policies.contract import Filter, Policy, Ranking, Scorer, WeightedScorer
 from policies.param_types import NonNegative
 
 DEFAULT_FILTERS: tuple[Filter, ...] = (
@@ -32,11 +32,13 @@ class RoundRobin(PolicyParams, frozen=True):
     """Choose endpoints in turn. No parameters."""
 
     def build(self) -> Policy:
+        rotation = pickers.Rotation()
         return Policy(
             name="round_robin",
             filters=DEFAULT_FILTERS,
             scorers=(WeightedScorer(scorers.constant()),),
-            picker=pickers.Rotation(),
+            picker=rotation,
+            ranking=Ranking(rotation.last_turn),
         )
 
 
@@ -62,6 +64,10 @@ class LeastLoaded(PolicyParams, frozen=True):
                 ),
             ),
             picker=pickers.best,
+            ranking=Ranking(
+                scorers.booked_work(self.output_weight, self.request_tokens),
+                group=scorers.requests_from_outside,
+            ),
         )
 
 
@@ -88,6 +94,11 @@ class PrefixAware(PolicyParams, frozen=True):
             scorers=(WeightedScorer(self._scorer()),),
             picker=pickers.best,
             reads_prefix=True,
+            ranking=Ranking(
+                scorers.queued_work(self.decode_weight),
+                group=scorers.requests_in_flight,
+                is_settled=scorers.has_room_and_own_requests_only,
+            ),
         )
 
     def _scorer(self) -> Scorer:

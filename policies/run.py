@@ -14,10 +14,14 @@ from policies.contract import Policy
 from policies.model import Candidate, Pick, RoutingQuery
 
 
-def pick(policy: Policy, query: RoutingQuery, candidates: Sequence[Candidate]) -> Pick | None:
+def pick(
+    policy: Policy, query: RoutingQuery, candidates: Sequence[Candidate], considered: int = 0
+) -> Pick | None:
     """Choose the endpoint for a request.
 
     None if the filters keep none (`rejecting_filter` names the filter).
+
+    considered  how many candidates a shortlist stands for; 0 if `candidates` are all there are
     """
     remaining = candidates
     for filter_ in policy.filters if query.failed_endpoints else policy.first_attempt_filters:
@@ -29,9 +33,8 @@ def pick(policy: Policy, query: RoutingQuery, candidates: Sequence[Candidate]) -
     candidate, cached = remaining[index], query.cached_by_slot
     slot = candidate.load.slot
     cached_tokens = cached[slot] if slot < len(cached) else 0
-    return Pick(
-        candidate, cached_tokens, scores[index], len(remaining), policy.name, scores, remaining
-    )
+    count = considered or len(remaining)
+    return Pick(candidate, cached_tokens, scores[index], count, policy.name, scores, remaining)
 
 
 def repick(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:

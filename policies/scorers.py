@@ -7,11 +7,14 @@ Each factory takes its parameters once and returns a function without side effec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from policies.contract import Scorer
 from policies.load import EndpointLoad
 from policies.model import Candidate, RoutingQuery
+
+_TYPICAL_PROMPT = 1000.0
+"""Tokens that a ranking assumes for a request, where a score multiplies by its prompt."""
 
 
 def constant() -> Scorer:
@@ -52,6 +55,27 @@ def outstanding_work(output_weight: float, request_tokens: float, fresh_s: float
         ]
 
     return score
+
+
+def booked_work(output_weight: float, request_tokens: float) -> Callable[[Candidate, float], float]:
+    """Return the key by which `outstanding_work` ranks candidates with equally many external
+    requests.
+    """
+
+    def key(candidate: Candidate, now: float) -> float:
+        load = candidate.load
+        return (
+            load.prefill_tokens
+            + output_weight * load.expected_tokens
+            + request_tokens * load.in_flight
+        )
+
+    return key
+
+
+def requests_from_outside(load: EndpointLoad) -> int:
+    """Return the external requests at the last scrape, however old it is."""
+    return load.external_requests
 
 
 def fewest_requests(fresh_s: float) -> Scorer:
@@ -143,6 +167,30 @@ def external_requests(load: EndpointLoad, now: float, fresh_s: float) -> int:
 def _pressure(load: EndpointLoad) -> float:
     """Return 0 up to 90 % of KV in use at the last scrape, rising to 1 at 100 %."""
     return 0.0 if load.kv_usage is None or load.kv_usage < 0.9 else (load.kv_usage - 0.9) * 10.0
+
+
+def has_room_and_own_requests_only(load: EndpointLoad) -> bool:
+    """Whether the last scrape showed neither external requests nor nearly full KV memory."""
+    return not load.external_requests and not _pressure(load)
+
+
+def requests_in_flight(load: EndpointLoad) -> int:
+    """Return the requests that a redundant prefill would slow down."""
+    return load.in_flight
+
+
+def queued_work(decode_weight: float) -> Callable[[Candidate, float], float]:
+    """Return the key by which `uncached_work` ranks candidates with equally many requests."""
+
+    def key(candidate: Candidate, now: float) -> float:
+        load = candidate.load
+        return (
+            load.prefill_tokens
+            + decode_weight * (load.decode_tokens + load.expected_tokens)
+            + _TYPICAL_PROMPT * (load.external_requests + _pressure(load))
+        )
+
+    return key
 
 
 def decode_load(request_tokens: float, transfer_weight: float, fresh_s: float) -> Scorer:

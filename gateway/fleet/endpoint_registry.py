@@ -8,7 +8,7 @@ configuration. After an endpoint has left the configuration, it keeps them until
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from time import monotonic
 from urllib.parse import urlsplit
@@ -24,7 +24,7 @@ from gateway.util.tls import Encryption
 from policies.engine.step_time import SpeedBelief, shape_for
 from policies.health.health import Health, HealthState
 from policies.health.speed_record import SpeedRecord
-from policies.load import EndpointLoad
+from policies.load import EndpointLoad, LoadChanges
 from policies.model import Candidate, Endpoint, Role
 from policies.sizing.layout import Layout
 
@@ -139,6 +139,7 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
     """What a configuration makes of the registry. Valid until the registry changes.
 
     pools           candidates by pool
+    changes         where the changes of the endpoints' loads are recorded
     name_conflicts  (pool, spec) of discovered endpoints whose name another endpoint already has
     """
 
@@ -146,6 +147,7 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
     timeouts: UpstreamTimeouts
     members: tuple[PlannedEndpoint, ...]
     pools: Mapping[str, tuple[Candidate, ...]]
+    changes: LoadChanges
     name_conflicts: tuple[tuple[str, EndpointSpec], ...] = ()
 
     def filter_by_model(
@@ -201,6 +203,7 @@ class EndpointRegistry:
     def __init__(self, write_queue: WriteQueue) -> None:
         self.by_slot: list[LiveEndpoint] = []
         self._free: set[int] = set()
+        self._changes = LoadChanges()
         self._write_queue = write_queue
         self._is_first_plan = True
         self._contexts = ClientContexts()
@@ -231,11 +234,9 @@ class EndpointRegistry:
                         endpoint, spec, load, timeouts, self._write_queue, encryption
                     )
                 members.append(PlannedEndpoint(live, endpoint, spec))
-        pools: dict[str, list[Candidate]] = {pool: [] for pool in config.pools}
-        for member in members:
-            pools[member.endpoint.pool].append(Candidate(member.endpoint, member.live.load))
-        candidates = {pool: tuple(listed) for pool, listed in pools.items()}
-        return RegistryPlan(config, timeouts, tuple(members), candidates, tuple(conflicts))
+        candidates = _candidates_by_pool(config, members)
+        parts = (tuple(members), candidates, self._changes, tuple(conflicts))
+        return RegistryPlan(config, timeouts, *parts)
 
     def _usable_discovered(
         self, config: Config
@@ -323,6 +324,15 @@ class EndpointRegistry:
     def release(self, live: LiveEndpoint) -> None:
         """Free the slot of an endpoint that no request can reach any more."""
         self._free.add(live.load.slot)
+
+
+def _candidates_by_pool(
+    config: Config, members: Sequence[PlannedEndpoint]
+) -> dict[str, tuple[Candidate, ...]]:
+    pools: dict[str, list[Candidate]] = {pool: [] for pool in config.pools}
+    for member in members:
+        pools[member.endpoint.pool].append(Candidate(member.endpoint, member.live.load))
+    return {pool: tuple(candidates) for pool, candidates in pools.items()}
 
 
 def to_endpoint(pool: str, spec: EndpointSpec) -> Endpoint:

@@ -144,6 +144,7 @@ class EndpointTable:
         if not live.is_leaving:
             return
         live.load.is_available = False
+        live.load.mark_changed()
         live.upstream.close()
         self.prefixes.index.forget(live.load.slot)
         self.prefixes.index.set_capacity(live.load.slot, None)
@@ -166,12 +167,22 @@ class EndpointTable:
     # Routing
 
     def build_query(
-        self, request: Request, fingerprint: Fingerprint | None, tried: Sequence[str]
+        self,
+        request: Request,
+        fingerprint: Fingerprint | None,
+        tried: Sequence[str],
+        *,
+        in_order: bool = False,
     ) -> RoutingQuery:
-        """Build the routing query of a request, with the believed cached tokens per endpoint."""
+        """Build the routing query of a request, with the believed cached tokens per endpoint.
+
+        in_order  the candidates are kept in order, so that only holders of the prompt are needed
+        """
         cached: Sequence[int] = ()
         if fingerprint is not None:
-            cached = self.prefixes.cached_tokens(fingerprint, request.prompt_tokens)
+            prefixes = self.prefixes
+            find = prefixes.holders if in_order and not tried else prefixes.cached_tokens
+            cached = find(fingerprint, request.prompt_tokens)
         return RoutingQuery(request, monotonic(), self.rng, cached, frozenset(tried), fingerprint)
 
     def book(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Booking:
@@ -225,6 +236,7 @@ class EndpointTable:
         if cached_tokens is None:
             index.insert_keys(keys, load.slot, tokens_per_block)
             self._update_index_figures(load)
+            load.mark_changed()
         else:
             index.trim_keys(keys, load.slot, cached_tokens, tokens_per_block)
 
@@ -353,6 +365,7 @@ class EndpointTable:
             self._metrics.ejections_total.labels(name, str(after.cause)).inc()
             self.prefixes.index.forget(live.load.slot)
             live.load.prefix_cache_tokens = live.load.eviction_regret = 0.0
+            live.load.mark_changed()
         if after.state is health.HealthState.DEAD:
             live.upstream.fail_all("ejected", "the engine is dead")
         if before.state in OUT_OF_ROTATION and after.state not in OUT_OF_ROTATION:
@@ -380,13 +393,13 @@ class EndpointTable:
         for candidate in self._pools.get(pool, ()):
             live = self._by_slot[candidate.load.slot]
             if live.is_drained:
-                live.load.is_available = False
+                _set_available(live.load, is_available=False)
             else:
                 by_role.setdefault(live.endpoint.role, []).append(live)
         for peers in by_role.values():
             verdicts = health.available_endpoints([live.health for live in peers], self._limits)
             for live, is_available in zip(peers, verdicts, strict=True):
-                live.load.is_available = is_available
+                _set_available(live.load, is_available=is_available)
 
     def set_drained(self, live: LiveEndpoint, is_drained: bool) -> int:
         """Stop or resume routing to an endpoint; return its requests in flight."""
@@ -414,10 +427,12 @@ class EndpointTable:
         """Ramp the endpoint's concurrency up from a low cap, because its caches are cold."""
         live.slow_start_at = now
         live.load.soft_cap = slow_start.soft_cap(live.endpoint.max_concurrency, 0.0, self._ramp_s)
+        live.load.mark_changed()
 
     def _raise_slow_start_cap(self, live: LiveEndpoint, started_at: float, now: float) -> None:
         cap = slow_start.soft_cap(live.endpoint.max_concurrency, now - started_at, self._ramp_s)
         live.load.soft_cap = cap
+        live.load.mark_changed()
         if cap == NO_SOFT_CAP:
             live.slow_start_at = None
 
@@ -441,6 +456,7 @@ class EndpointTable:
             self._begin_slow_start(live, now)
             return
         live.slow_start_at, live.load.soft_cap = None, stall.SUSPECT_CEILING
+        live.load.mark_changed()
         log.warning("endpoint %s is %s: %s", name, verdict, describe_slowness(slowness))
         if verdict is SpeedVerdict.SLOW:
             live.speed.restart()
@@ -457,6 +473,7 @@ class EndpointTable:
             live.load.soft_cap = 0
         elif live.load.soft_cap == NO_SOFT_CAP or live.throttled_until is not None:
             live.load.soft_cap, live.throttled_until = 0, monotonic() + stall.DOUBT_S
+        live.load.mark_changed()
 
     def glance(self, now: float) -> Sequence[LiveEndpoint]:
         """Return the endpoints whose current prefill step is late; doubt those that are very
@@ -475,8 +492,10 @@ class EndpointTable:
         for live in self.all():
             if is_reviewed and live.load.soft_cap == 0:
                 live.load.soft_cap = stall.SUSPECT_CEILING
+                live.load.mark_changed()
             if live.throttled_until is not None and now >= live.throttled_until:
                 ceiling = live.load.soft_cap = stall.raised_ceiling(live.load.soft_cap)
+                live.load.mark_changed()
                 live.throttled_until = None if ceiling == NO_SOFT_CAP else now + stall.RAMP_S
             if live.slow_start_at is not None:
                 self._raise_slow_start_cap(live, live.slow_start_at, now)
@@ -490,7 +509,8 @@ class EndpointTable:
     def stop_routing(self) -> None:
         """Stop routing to all endpoints, because the gateway is stopping."""
         for live in self.all():
-            live.is_drained, live.load.is_available = True, False
+            live.is_drained = True
+            _set_available(live.load, is_available=False)
         self.on_change()
 
     def fail_streams(self, *, immediately: bool = False) -> int:
@@ -513,6 +533,12 @@ class EndpointTable:
 async def _assume_healthy(_: LiveEndpoint) -> bool | None:
     """Stand in for health probes where no health checker runs."""
     return True
+
+
+def _set_available(load: EndpointLoad, *, is_available: bool) -> None:
+    if load.is_available is not is_available:
+        load.is_available = is_available
+        load.mark_changed()
 
 
 def _health_limits(config: Config) -> HealthLimits:

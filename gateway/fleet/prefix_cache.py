@@ -12,6 +12,7 @@ from policies.model import INFERRED_SESSION
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 from policies.prefix.growing_prefix import GrowingPrefixes
 from policies.prefix.prefix_index import PrefixIndex
+from policies.prefix.prefix_match import PrefixMatch
 
 
 class PrefixCacheView:
@@ -53,3 +54,7 @@ class PrefixCacheView:
     def cached_tokens(self, fingerprint: Fingerprint, prompt_tokens: int) -> Sequence[int]:
         """Return the prompt tokens believed to be cached at each endpoint, by slot."""
         return self.index.match(fingerprint, prompt_tokens)
+
+    def holders(self, fingerprint: Fingerprint, prompt_tokens: int) -> PrefixMatch:
+        """Return the same as `cached_tokens`, without a list of all endpoints."""
+        return self.index.match_holders(fingerprint, prompt_tokens)

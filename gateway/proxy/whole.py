@@ -44,11 +44,14 @@ class WholePlan:
         self.call = call
 
     def choose(self, left_out: Sequence[str]) -> Pick | None:
-        route = self.route
-        ask = self.ask = self.gateway.endpoints.build_query(
-            self.call.request, self.exchange.fingerprint, left_out
-        )
-        pick = run.pick(route.policy, ask, route.candidates)
+        route, endpoints = self.route, self.gateway.endpoints
+        request, fingerprint, order = self.call.request, self.exchange.fingerprint, self.route.order
+        if order is None:
+            ask = self.ask = endpoints.build_query(request, fingerprint, left_out)
+            pick = run.pick(route.policy, ask, route.candidates)
+        else:
+            ask = self.ask = endpoints.build_query(request, fingerprint, left_out, in_order=True)
+            pick = order.pick(ask)
         return pick or pick_over_cap(route, ask, self.call)
 
     async def attempt(self, pick: Pick) -> UpstreamError | None:

@@ -30,8 +30,10 @@ from gateway.trials.canary import CanaryArms, create_sampler
 from gateway.trials.shadow import Shadows
 from policies import admission_registry, registry
 from policies.admission.admission import Admission
+from policies.candidate_order import create_order
 from policies.contract import Policy
 from policies.filters import applicable
+from policies.load import LoadChanges
 from policies.model import Candidate, EngineKind, Slo
 
 
@@ -101,6 +103,7 @@ def build_plan(
             continue
         slo = levels.get_class(model.slo)
         route = _route(config, model, policies[pool], trials[pool], rooms[pool], slo, listing)
+        route = _with_order(route, adoption.changes)
         routes.update(dict.fromkeys((model.name, *model.aliases), route))
     tenants, limits = _keys(config)
     generation = before.generation + 1 if before is not None else 1
@@ -178,6 +181,21 @@ def _keys(config: Config) -> tuple[dict[bytes, str], dict[bytes, tuple[str, ...]
             if models:
                 limits[digest] = models
     return tenants, limits
+
+
+def _with_order(route: Route, changes: LoadChanges) -> Route:
+    """Return the route, and its canary, with their candidates kept in order if they are many.
+
+    Shadows compare scans of all candidates, so a route that has any scans them as well.
+    """
+    canary = route.canary
+    if canary is not None:
+        second = _with_order(canary.route, changes)
+        canary = msgspec.structs.replace(canary, route=second)
+    order = None
+    if route.shadows is None:
+        order = create_order(route.policy, route.candidates, changes)
+    return msgspec.structs.replace(route, canary=canary, order=order)
 
 
 def _policies(config: Config, before: Snapshot | None) -> dict[str, Policy]:

@@ -18,6 +18,7 @@ from policies.admission.prompt_length import CLOSE_ENOUGH, PromptLengths, is_tex
 from policies.engine.output_length import OutputLengths
 from policies.latency.latency import ttfts
 from policies.model import Pick, RoutingQuery, Slo
+from policies.prefix.prefix_match import longest_match
 
 FAILED = "failed"
 TRUNCATED_REASONS = frozenset((None, "length", "abort", "error"))
@@ -272,7 +273,7 @@ class SloTracker:
         spread      cached at another endpoint than the picked one
         evicted     believed to be cached at the picked endpoint, which no longer had them
         """
-        prompt, longest = query.request.prompt_tokens, max(query.cached_by_slot)
+        prompt, longest = query.request.prompt_tokens, longest_match(query.cached_by_slot)
         self._never_seen.value += max(0, prompt - longest)
         self._spread.value += max(0, longest - believed)
         if usage.cached_tokens is not None and usage.cached_tokens < believed:

@@ -33,6 +33,7 @@ from policies.admission.tenant_usage import TenantUsage
 from policies.latency.latency import prefill_s
 from policies.model import STANDARD, Candidate, Pick, Request, RoutingQuery
 from policies.param_types import Exponent, Fraction, NonNegative, Positive
+from policies.prefix.prefix_match import longest_match
 from policies.pricing.cost_estimate import CostEstimate, estimate_cost, remaining_ttft_s
 
 LEARN = 0.02
@@ -412,7 +413,7 @@ class PricedAdmission:
         self._tpot_budget = _typical(self._tpot_budget, request.slo.tpot_s, STANDARD.tpot_s)
         self._usage.record(request.tenant, work_s, admitted=True)
         if request.session:
-            cached_somewhere = max(query.cached_by_slot, default=0)
+            cached_somewhere = longest_match(query.cached_by_slot)
             self._sessions.on_booked(
                 request.session,
                 request.prompt_tokens,

@@ -13,6 +13,7 @@ from itertools import islice
 import msgspec
 
 from policies.prefix.fingerprint import Fingerprint
+from policies.prefix.prefix_match import PrefixMatch
 from policies.prefix.sampled_keys import SAMPLE_LENGTHS, Keys
 
 BLOCK_COST_BYTES = 192
@@ -209,13 +210,25 @@ class PrefixIndex:
         Bytes are converted to tokens by `prompt_tokens / fingerprint.n_bytes`. Slots never used are
         beyond the end of the list.
         """
-        reach = [0] * len(self._holders)
+        tokens = [0] * len(self._holders)
+        for slot, count in self._tokens_by_holder(fingerprint, prompt_tokens).items():
+            tokens[slot] = count
+        return tokens
+
+    def match_holders(self, fingerprint: Fingerprint, prompt_tokens: int) -> PrefixMatch:
+        """Return the same as `match`, without a list of all slots."""
+        tokens = self._tokens_by_holder(fingerprint, prompt_tokens)
+        longest = max(tokens.values()) if tokens else 0
+        return PrefixMatch(len(self._holders), tokens, (), longest)
+
+    def _tokens_by_holder(self, fingerprint: Fingerprint, prompt_tokens: int) -> dict[int, int]:
+        """Return the tokens of the prompt that each holder of any has."""
         known = self._count_known(fingerprint.sampled_keys)
         if not known:
-            return reach
-        self._measure_reach(fingerprint.sampled_keys, known - 1, reach)
+            return {}
         scale = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
-        return [int(blocks * scale) for blocks in reach]
+        reach = self._measure_reach(fingerprint.sampled_keys, known - 1)
+        return {slot: int(blocks * scale) for slot, blocks in reach.items()}
 
     def cached_tokens(self, slot: int) -> float:
         """Return the tokens the endpoint in this slot is believed to hold, over all prompts."""
@@ -230,12 +243,11 @@ class PrefixIndex:
         """
         return self._holders[slot].regret() if slot < len(self._holders) else 0.0
 
-    def _measure_reach(self, keys: Keys, last: int, reach: list[int]) -> None:
-        """Write into `reach` how many blocks each slot holds. Bisects only where holders change."""
+    def _measure_reach(self, keys: Keys, last: int) -> dict[int, int]:
+        """Return how many blocks each holder holds. Bisects only where holders change."""
         first_holders, last_holders = self._holders_of(keys[0]), self._holders_of(keys[last])
         alive = {first_holders: self._alive(first_holders), last_holders: self._alive(last_holders)}
-        for slot in alive[last_holders]:
-            reach[slot] = SAMPLE_LENGTHS[last]
+        reach = dict.fromkeys(alive[last_holders], SAMPLE_LENGTHS[last])
         pending = [(0, first_holders, last, last_holders)]
         while pending:
             low, at_low, high, at_high = pending.pop()
@@ -250,8 +262,9 @@ class PrefixIndex:
                 continue
             length = SAMPLE_LENGTHS[low]
             for slot in alive[at_low]:
-                if reach[slot] < length:
+                if reach.get(slot, 0) < length:
                     reach[slot] = length
+        return reach
 
     def _holders_of(self, key: int) -> int:
         return self._shards[key & self._shard_mask].get(key, 0)

@@ -15,7 +15,7 @@ from policies.prefix.fingerprint import Fingerprinter
 from policies.run import pick, rejecting_filter
 from tests.contract.policies.extremes import builds
 
-LIVE = [name for name in LOAD_FIELDS if name not in ("slot", "belief", "timeline")]
+LIVE = [name for name in LOAD_FIELDS if name not in ("slot", "belief", "changes", "timeline")]
 PRINTS = Fingerprinter(b"sixteen bytes at least")
 TEXT = Random(1).randbytes(20 * PRINTS.block_bytes)
 pytestmark = pytest.mark.parametrize("name", registry.names())

@@ -1,0 +1,273 @@
+"""A pool's candidates in the order of a policy's ranking, so that a pick need not scan them all.
+
+A request costs the same in a pool of a thousand endpoints as in one of ten: only loads that have
+changed since the last pick are ranked again, and filters, scorers and picker of policies/run.py
+see a shortlist. What a policy must keep for that is in policies.contract.Ranking. A retry, and a
+request for which the shortlist holds no endpoint, scans all candidates.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from itertools import islice
+from math import inf
+
+from policies import run
+from policies.contract import Policy, Ranking
+from policies.filters import available, below_cap
+from policies.load import LoadChanges
+from policies.model import Candidate, Pick, RoutingQuery
+from policies.prefix.prefix_match import PrefixMatch, WideMatch
+
+LEAST_CANDIDATES = 24
+"""Smallest pool that is kept in order: below, scanning all candidates costs less."""
+
+SHORTLIST = 4
+"""Candidates that a shortlist has at least, so that a slow request can move to another one."""
+
+SHORTLIST_HOLDERS = 8
+"""Holders of a prompt that are scored without asking which of them can be the best."""
+
+SHORTLIST_UNSETTLED = 12
+"""Candidates of a group whose key may be wrong that are scored in addition, at most."""
+
+STEPS = 256
+"""Entries of a group that are looked at in the search for one with a common prefix cached."""
+
+Entry = tuple[float, float, int, int]
+"""A place in the order: key, a random number that breaks ties, slot and group."""
+
+
+class CandidateOrder:
+    """The candidates of one route, in order. Owned by one event loop.
+
+    The order is built with the first pick, and brought up to date with every pick.
+    """
+
+    __slots__ = (
+        *("_by_slot", "_candidates", "_changes", "_conditions", "_count", "_entries", "_groups"),
+        *("_numbers", "_pending", "_policy", "_ranking", "eligible"),
+    )
+
+    def __init__(
+        self,
+        policy: Policy,
+        ranking: Ranking,
+        candidates: Sequence[Candidate],
+        changes: LoadChanges,
+    ) -> None:
+        """`changes` records the changes of all these candidates' loads from the first pick on."""
+        self._policy, self._ranking = policy, ranking
+        self._candidates, self._changes = candidates, changes
+        self._by_slot: dict[int, Candidate] = {}
+        self._conditions = tuple(
+            filter_
+            for filter_ in policy.first_attempt_filters
+            if filter_ not in (available, below_cap)
+        )
+        self._count = 0
+        self._entries: dict[int, Entry] = {}
+        self._groups: dict[int, list[Entry]] = {}
+        self._numbers: list[int] = []
+        self._pending = -1
+        self.eligible = 0
+
+    def pick(self, query: RoutingQuery) -> Pick | None:
+        """Choose the endpoint for a request, as policies.run.pick() does for all candidates."""
+        if not query.failed_endpoints:
+            self._catch_up(query)
+            shortlist = self._shortlist(query)
+            if shortlist:
+                pick = run.pick(self._policy, query, shortlist, self.eligible)
+                if pick is not None:
+                    match = query.cached_by_slot
+                    if isinstance(match, PrefixMatch) and match.wide:
+                        match.settle(candidate.load.slot for candidate in shortlist)
+                    # A picker may keep state by which candidates are ranked.
+                    self._pending = pick.candidate.load.slot
+                    return pick
+        return run.pick(self._policy, query, self._candidates)
+
+    # Keeping order
+
+    def _catch_up(self, query: RoutingQuery) -> None:
+        """Rank the loads that have changed since the last pick."""
+        changes = self._changes
+        if not self._by_slot:
+            self._build(query)
+        elif changes.count != self._count:
+            slots = changes.since(self._count)
+            if slots is None or len(slots) > len(self._candidates):
+                slots = list(self._by_slot)
+            self._count = changes.count
+            for slot in slots if len(slots) < 2 else set(slots):
+                if slot in self._by_slot:
+                    self._rank(slot, query)
+        if self._pending >= 0:
+            self._rank(self._pending, query)
+            self._pending = -1
+
+    def _build(self, query: RoutingQuery) -> None:
+        """Rank all candidates, and have their changes recorded from now on."""
+        self._count = self._changes.count
+        for candidate in self._candidates:
+            candidate.load.changes = self._changes
+            self._by_slot[candidate.load.slot] = candidate
+            entry = self._entry(candidate, query)
+            if entry is not None:
+                self._entries[entry[2]] = entry
+                self._groups.setdefault(entry[3], []).append(entry)
+        for entries in self._groups.values():
+            entries.sort()
+        self._numbers = sorted(self._groups)
+        self.eligible = len(self._entries)
+
+    def _entry(self, candidate: Candidate, query: RoutingQuery) -> Entry | None:
+        """Return the candidate's place; None if it may get no request."""
+        load, ranking = candidate.load, self._ranking
+        if (
+            not load.is_available
+            or load.in_flight >= candidate.endpoint.max_concurrency
+            or load.in_flight >= load.soft_cap
+        ):
+            return None
+        group = 0 if ranking.group is None else ranking.group(load)
+        return ranking.key(candidate, query.now), query.rng.random(), load.slot, group
+
+    def _rank(self, slot: int, query: RoutingQuery) -> None:
+        """Move one candidate to the place that its load has now."""
+        new, old = self._entry(self._by_slot[slot], query), self._entries.get(slot)
+        if old is not None:
+            if new is not None and old[0] == new[0] and old[3] == new[3]:
+                return
+            self._remove(old)
+        if new is not None:
+            self._entries[slot] = new
+            group = self._groups.get(new[3])
+            if group is None:
+                self._groups[new[3]] = [new]
+                insort(self._numbers, new[3])
+            else:
+                insort(group, new)
+        elif old is not None:
+            del self._entries[slot]
+        self.eligible = len(self._entries)
+
+    def _remove(self, entry: Entry) -> None:
+        entries = self._groups[entry[3]]
+        del entries[bisect_left(entries, entry)]
+        if not entries:
+            del self._groups[entry[3]]
+            self._numbers.remove(entry[3])
+
+    # Reading it
+
+    def _shortlist(self, query: RoutingQuery) -> list[Candidate]:
+        """Return the candidates to score: the holders of the prompt, and the best of the others."""
+        match, by_slot = query.cached_by_slot, self._by_slot
+        chosen = dict.fromkeys(self._holders(match))
+        wide = match.wide if isinstance(match, PrefixMatch) else ()
+        best = [inf] * (len(wide) + 1)
+        for number in self._numbers:
+            self._add_leaders(self._groups[number], query, wide, best, chosen)
+        if len(chosen) < SHORTLIST:
+            self._fill_up(query, chosen)
+        return [by_slot[slot] for slot in chosen]
+
+    def _holders(self, match: Sequence[int]) -> list[int]:
+        """Return the slots of eligible candidates with part of the prompt cached.
+
+        Where they are more than SHORTLIST_HOLDERS, those that can be the best.
+        """
+        entries = self._entries
+        if isinstance(match, PrefixMatch):
+            slots = [slot for slot in match.narrow if slot in entries]
+        else:
+            slots = [slot for slot, count in enumerate(match) if count and slot in entries]
+        if len(slots) <= SHORTLIST_HOLDERS:
+            return slots
+        # Of many holders, those that no other one is sure to beat.
+        slots.sort(key=lambda slot: (entries[slot][3], entries[slot][0]))
+        is_settled, depth = self._ranking.is_settled, self._ranking.depth
+        leaders: list[int] = []
+        beaten_by: list[tuple[int, float]] = []
+        for slot in slots:
+            tokens, key = match[slot], entries[slot][0]
+            better = [held for held, other in beaten_by if held >= tokens and other <= key]
+            if len(better) < depth:
+                leaders.append(slot)
+                if is_settled is None or is_settled(self._by_slot[slot].load):
+                    beaten_by.append((tokens, key))
+        return leaders
+
+    def _add_leaders(
+        self,
+        entries: Sequence[Entry],
+        query: RoutingQuery,
+        wide: Sequence[WideMatch],
+        best: list[float],
+        chosen: dict[int, None],
+    ) -> None:
+        """Add the candidates of one group that no candidate seen before is sure to beat.
+
+        wide  prefixes that too many endpoints hold to list them, longest first
+        best  by the longest of these that a candidate holds (the last: none), the lowest key of
+              those that hold as much or more; updated for the groups that follow
+        """
+        is_settled, depth = self._ranking.is_settled, self._ranking.depth
+        taken, unsettled = [0] * len(best), 0
+        for entry in islice(entries, STEPS):
+            if entry[0] >= best[0]:
+                return
+            slot = entry[2]
+            if slot in chosen or not self._meets_conditions(slot, query):
+                continue
+            level = _level(slot, wide)
+            if entry[0] >= best[level]:
+                continue
+            if is_settled is not None and not is_settled(self._by_slot[slot].load):
+                unsettled += 1
+                if unsettled > SHORTLIST_UNSETTLED:
+                    return
+                level = len(best)
+            chosen[slot] = None
+            for shorter in range(level, len(best)):
+                taken[shorter] += 1
+                if taken[shorter] >= depth:
+                    best[shorter] = entry[0]
+
+    def _meets_conditions(self, slot: int, query: RoutingQuery) -> bool:
+        """Return whether the filters that depend on the request keep the candidate."""
+        if not self._conditions:
+            return True
+        candidate = (self._by_slot[slot],)
+        return all(filter_(query, candidate) for filter_ in self._conditions)
+
+    def _fill_up(self, query: RoutingQuery, chosen: dict[int, None]) -> None:
+        """Add the next best candidates up to SHORTLIST."""
+        for number in self._numbers:
+            for entry in islice(self._groups[number], STEPS):
+                if entry[2] not in chosen and self._meets_conditions(entry[2], query):
+                    chosen[entry[2]] = None
+                    if len(chosen) >= SHORTLIST:
+                        return
+
+
+def _level(slot: int, wide: Sequence[WideMatch]) -> int:
+    """Return the index of the longest of these prefixes that the slot holds; their number if it
+    holds none.
+    """
+    for level, prefix in enumerate(wide):
+        if prefix.holds(slot):
+            return level
+    return len(wide)
+
+
+def create_order(
+    policy: Policy, candidates: Sequence[Candidate], changes: LoadChanges
+) -> CandidateOrder | None:
+    """Return an order of these candidates; None if they are few or the policy has no ranking."""
+    if policy.ranking is None or len(candidates) < LEAST_CANDIDATES:
+        return None
+    return CandidateOrder(policy, policy.ranking, candidates, changes)

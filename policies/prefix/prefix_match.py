@@ -1,0 +1,68 @@
+"""What a prefix index knows about one prompt in a large pool: the few endpoints that hold it.
+
+A list of tokens by slot would be as long as the pool, for each request.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+
+class WideMatch:
+    """A prefix of the prompt that many endpoints hold, such as a common system prompt.
+
+    tokens  length of the prefix
+    """
+
+    __slots__ = ("_oldest_alive", "_stamps", "tokens")
+
+    def __init__(self, tokens: int, stamps: array[int], oldest_alive: Sequence[int]) -> None:
+        """`stamps` are the holders' stamps by slot, `oldest_alive` the oldest valid ones."""
+        self.tokens = tokens
+        self._stamps, self._oldest_alive = stamps, oldest_alive
+
+    def holds(self, slot: int) -> bool:
+        """Return whether the endpoint in this slot is believed to hold the prefix."""
+        stamps = self._stamps
+        return slot < len(stamps) and stamps[slot] >= self._oldest_alive[slot]
+
+
+class PrefixMatch(Sequence[int]):
+    """The prompt tokens that each slot is believed to hold, without a list of all slots.
+
+    narrow   tokens by slot, of prefixes that few endpoints hold
+    wide     shorter prefixes that many endpoints hold, longest first; they change with the index
+    longest  the most tokens that any slot holds
+    """
+
+    __slots__ = ("_slots", "longest", "narrow", "wide")
+
+    def __init__(
+        self, slots: int, narrow: dict[int, int], wide: Sequence[WideMatch], longest: int
+    ) -> None:
+        self._slots = slots
+        self.narrow, self.wide, self.longest = narrow, wide, longest
+
+    def __len__(self) -> int:
+        return self._slots
+
+    def __getitem__(self, slot: int) -> int:  # type: ignore[override]
+        if not 0 <= slot < self._slots:
+            raise IndexError(slot)
+        tokens = self.narrow.get(slot)
+        if tokens is not None:
+            return tokens
+        return next((layer.tokens for layer in self.wide if layer.holds(slot)), 0)
+
+    def settle(self, slots: Iterable[int]) -> None:
+        """Keep what these slots hold now and forget the others, before the index learns a pick."""
+        self.narrow |= {slot: self[slot] for slot in slots}
+        self.wide = ()
+
+
+def longest_match(cached_by_slot: Sequence[int]) -> int:
+    """Return the most tokens that any slot holds; 0 if there is none."""
+    if isinstance(cached_by_slot, PrefixMatch):
+        return cached_by_slot.longest
+    return max(cached_by_slot, default=0)

@@ -1,0 +1,197 @@
+"""Candidates kept in order against a scan of all of them: the same pick, whatever happens."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import ledger, registry, run
+from policies.candidate_order import CandidateOrder, create_order
+from policies.contract import Policy
+from policies.ledger import LoadBooking
+from policies.load import NO_SOFT_CAP, LoadChanges
+from policies.model import Candidate, Pick, Request, RoutingQuery
+from policies.pickers import Rotation
+from policies.prefix.fingerprint import Fingerprint, Fingerprinter
+from policies.prefix.prefix_index import PrefixIndex
+from tests.unit.policies.builders import candidate
+
+PRINTS = Fingerprinter(b"0123456789abcdef", block_bytes=8)
+EXACT = ("least_loaded", "prefix_aware")
+
+
+class Pool:
+    """Endpoints under random traffic, and an order of them."""
+
+    def __init__(
+        self, policy: Policy, size: int, rng: Random, *, has_external: bool = False
+    ) -> None:
+        self.has_external = has_external
+        self.rng, self.policy, self.now = rng, policy, 100.0
+        self.candidates = [candidate(slot, cap=rng.choice((2, 8, 1000))) for slot in range(size)]
+        for member in self.candidates:
+            ledger.set_modelled(member.load, policy.reads_forecast, self.now)
+        assert policy.ranking is not None
+        self.order = CandidateOrder(policy, policy.ranking, self.candidates, LoadChanges())
+        self.index = PrefixIndex(1 << 22)
+        self.bookings: list[LoadBooking] = []
+
+    def act(self) -> None:
+        """Let something happen to one endpoint or request."""
+        rng, self.now = self.rng, self.now + self.rng.choice((0.0, 0.001, 0.3))
+        load = rng.choice(self.candidates).load
+        event = rng.randrange(7)
+        if event == 0 and self.bookings:
+            self.bookings.pop(rng.randrange(len(self.bookings))).finish(self.now, 5)
+        elif event == 1 and self.bookings:
+            rng.choice(self.bookings).on_first_token(self.now)
+        elif event == 2:
+            reading = (load.in_flight, 0, 0.2)
+            if self.has_external:
+                reading = rng.randrange(4), rng.randrange(3), rng.choice((0.2, 0.95))
+            ledger.record_scrape(load, *reading, 50_000, self.now)
+        elif event == 3:
+            load.is_available = rng.random() < 0.8
+            load.mark_changed()
+        elif event == 4:
+            load.soft_cap = rng.choice((0, 1, 3, NO_SOFT_CAP))
+            load.mark_changed()
+
+    def ask(self) -> tuple[RoutingQuery, RoutingQuery, Fingerprint]:
+        """Return a request's query for a scan, and the same one for the order."""
+        rng, length = self.rng, self.rng.randrange(1, 60)
+        system = b"s" * 8 * rng.choice((0, 4, 9))
+        text = system + bytes([rng.randrange(3)]) * 8 * (length // 2) + rng.randbytes(8 * length)
+        fingerprint = PRINTS.fingerprint(b"", text)
+        request = Request("id", "m", "t", len(text) // 4, rng.choice((1, 50, 400)), stream=True)
+        match = self.index.match(fingerprint, request.prompt_tokens)
+        holders = self.index.match_holders(fingerprint, request.prompt_tokens)
+        return (
+            RoutingQuery(request, self.now, rng, match),
+            RoutingQuery(request, self.now, rng, holders),
+            fingerprint,
+        )
+
+    def book(self, pick: Pick, request: Request, fingerprint: Fingerprint) -> None:
+        load = pick.candidate.load
+        self.index.insert(fingerprint, load.slot, request.prompt_tokens)
+        self.bookings.append(ledger.book(load, request, pick.cached_tokens, self.now))
+
+
+def eligible(pool: Pool, query: RoutingQuery) -> list[Candidate]:
+    """Return what the policy's filters keep of all candidates."""
+    remaining = pool.candidates
+    for keep in pool.policy.first_attempt_filters:
+        remaining = list(keep(query, remaining))
+    return remaining
+
+
+@pytest.mark.parametrize("name", EXACT)
+@given(seed=st.integers(0, 1 << 32), size=st.integers(1, 60))
+@settings(max_examples=40, deadline=None)
+def test_no_endpoint_scores_better_than_the_one_picked_in_order(
+    name: str, seed: int, size: int
+) -> None:
+    pool = Pool(registry.build(name, {}), size, Random(seed))
+    for _ in range(80):
+        pool.act()
+        query, sparse, fingerprint = pool.ask()
+        remaining = eligible(pool, query)
+        pick = pool.order.pick(sparse)
+        if not remaining:
+            assert pick is None
+            continue
+        assert pick is not None
+        scores = pool.policy.score(query, remaining)
+        chosen = remaining.index(pick.candidate)
+        assert scores[chosen] == pytest.approx(max(scores), abs=1e-6), (scores, chosen)
+        slot, cached = pick.candidate.load.slot, query.cached_by_slot
+        assert pick.cached_tokens == (cached[slot] if slot < len(cached) else 0)
+        pool.book(pick, query.request, fingerprint)
+
+
+@given(seed=st.integers(0, 1 << 32), size=st.integers(1, 60))
+@settings(max_examples=40, deadline=None)
+def test_a_rotation_in_order_gives_the_turn_to_whom_it_is_due(seed: int, size: int) -> None:
+    pool = Pool(registry.build("round_robin", {}), size, Random(seed))
+    rotation = pool.policy.picker
+    assert isinstance(rotation, Rotation)
+    for _ in range(120):
+        pool.act()
+        query, sparse, fingerprint = pool.ask()
+        remaining = eligible(pool, query)
+        turns = {id(member): rotation.last_turn(member, 0.0) for member in remaining}
+        pick = pool.order.pick(sparse)
+        assert (pick is None) == (not remaining)
+        if pick is not None:
+            assert turns[id(pick.candidate)] == min(turns.values())
+            if pool.rng.random() < 0.8:  # else the request went away between pick and booking
+                pool.book(pick, query.request, fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("name", "has_external"), [("priced", False), *((name, True) for name in (*EXACT, "priced"))]
+)
+def test_picks_in_order_are_as_good_as_those_of_scans_but_for_noise(
+    name: str, has_external: bool
+) -> None:
+    """Where the key is a forecast or a scrape counts requests of others, it is an estimate."""
+    lost = paid = 0.0
+    for seed in range(12):
+        pool = Pool(registry.build(name, {}), 60, Random(seed), has_external=has_external)
+        for _ in range(120):
+            pool.act()
+            query, sparse, fingerprint = pool.ask()
+            remaining = eligible(pool, query)
+            pick = pool.order.pick(sparse)
+            assert (pick is None) == (not remaining)
+            if pick is not None:
+                costs = [-score for score in pool.policy.score(query, remaining)]
+                cost = costs[remaining.index(pick.candidate)]
+                lost += cost - min(costs)
+                paid += cost
+                pool.book(pick, query.request, fingerprint)
+    assert 0.0 <= lost <= 0.02 * paid, lost / paid
+
+
+@pytest.mark.parametrize("name", [*EXACT, "round_robin", "priced"])
+def test_a_retry_scans_all_endpoints_that_have_not_failed(name: str) -> None:
+    pool = Pool(registry.build(name, {}), 30, Random(1))
+    query, _, _ = pool.ask()
+    failed = frozenset(member.endpoint.name for member in pool.candidates[1:])
+    again = RoutingQuery(query.request, query.now, pool.rng, failed_endpoints=failed)
+    pick = pool.order.pick(again)
+    assert pick is not None
+    assert pick.candidate is pool.candidates[0]
+
+
+def test_an_order_that_missed_more_changes_than_are_kept_ranks_all_again() -> None:
+    pool = Pool(registry.build("least_loaded", {}), 30, Random(1))
+    query, _, _ = pool.ask()
+    assert pool.order.pick(query) is not None
+    for _ in range(2000):
+        for member in pool.candidates[1:]:
+            ledger.book(member.load, query.request, 0, pool.now)
+    pick = pool.order.pick(query)
+    assert pick is not None
+    assert pick.candidate is pool.candidates[0]
+    assert pick.candidate_count == len(eligible(pool, query))
+
+
+@pytest.mark.parametrize(("name", "size"), [("round_robin", 4), ("power_of_two", 1000)])
+def test_a_small_pool_and_a_policy_without_a_ranking_have_no_order(name: str, size: int) -> None:
+    members = [candidate(slot) for slot in range(size)]
+    assert create_order(registry.build(name, {}), members, LoadChanges()) is None
+
+
+def test_the_considered_endpoints_are_counted_and_not_the_shortlist() -> None:
+    pool = Pool(registry.build("least_loaded", {}), 60, Random(3))
+    query, _, _ = pool.ask()
+    pick, scan = pool.order.pick(query), run.pick(pool.policy, query, pool.candidates)
+    assert pick is not None
+    assert scan is not None
+    assert pick.candidate_count == scan.candidate_count == 60
+    assert len(pick.candidates) < 10
