@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gateway.config import Traces
 from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.openai import Api
+from gateway.protocol.apis import CHAT
 from gateway.protocol.relay import Relay
 from gateway.protocol.trace_context import LegSpan, Trace, propagated_headers
 from gateway.telemetry.otlp import SpanExporter
@@ -41,7 +41,7 @@ def main() -> None:
         3.0,
         True,
     )
-    exchange = Exchange("req_1", Api.CHAT, "client", 0.5)
+    exchange = Exchange("req_1", CHAT, "client", 0.5)
     exchange.model, exchange.status, exchange.relay = "m", 200, relay
     exchange.received_at, exchange.parsed_at, exchange.admitted_at = 1.0, 1.1, 1.2
     exchange.picked_at, exchange.sent_at = 1.3, 1.4

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from gateway.admission.controller import AdmissionController, PoolQueue
     from gateway.fleet.booking import Booking
     from gateway.metrics.metric_types import Histogram
+    from gateway.protocol.apis import Api
     from gateway.protocol.errors import GatewayError
-    from gateway.protocol.openai import Api, Call
+    from gateway.protocol.openai import Call
     from gateway.protocol.relay import Relay, UpstreamError
     from gateway.protocol.token_ledger import Ledger
     from gateway.protocol.trace_context import Trace

@@ -28,14 +28,15 @@ from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.name_table import find
 from gateway.http.client import Client
 from gateway.metrics.metric_types import Histogram
+from gateway.protocol.apis import Api
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.forwarded import TrustedProxies, proxy_request_id
-from gateway.protocol.openai import Api, Call, CallContext, parse_call
+from gateway.protocol.openai import Call, CallContext, parse_call
 from gateway.proxy import tier_fallback
 from gateway.proxy.attempts import attempts, end_retries
 from gateway.proxy.pair import SplitAttempts, SplitPlan
 from gateway.proxy.rest import continue_stream
-from gateway.proxy.whole import WholePlan
+from gateway.proxy.whole import UncountedPlan, WholePlan
 from gateway.route import Gateway, Route, Snapshot
 from gateway.telemetry.slo_outcomes import admission_outcome
 from policies.model import Request, RoutingQuery
@@ -143,12 +144,15 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
         route = route.canary.choose(exchange, call.request, route)
     exchange.model = route.name
     exchange.parsed_at = admitted_at = monotonic()
+    if not exchange.api.is_admitted:
+        await _serve_uncounted(gateway, exchange, client, route, call)
+        return
     if wish.has_short_deadline or not route.room.try_take():
         route = await _admit(gateway, snapshot, exchange, route, call)
         admitted_at = monotonic()
     with route.room:
         exchange.admitted_at = admitted_at
-        if route.fingerprints and exchange.fingerprint is None:
+        if route.fingerprints and exchange.fingerprint is None and exchange.api.generates:
             exchange.fingerprint = gateway.endpoints.prefixes.fingerprint(call, route.name)
             if route.room.reads_sessions:
                 gateway.endpoints.prefixes.recognise_session(call, exchange.fingerprint)
@@ -159,6 +163,16 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
             problem = await attempts(plan)
         if problem is not None:
             await continue_stream(gateway, exchange, client, route, call, problem)
+
+
+async def _serve_uncounted(
+    gateway: Gateway, exchange: Exchange, client: Client, route: Route, call: Call
+) -> None:
+    """Serve a request that computes no tokens: nothing is gained by making it wait."""
+    exchange.admitted_at = exchange.parsed_at
+    problem = await attempts(UncountedPlan(gateway, exchange, client, route, call))
+    if problem is not None:
+        await continue_stream(gateway, exchange, client, route, call, problem)
 
 
 async def _receive_body(gateway: Gateway, exchange: Exchange, client: Client) -> bytes:
@@ -181,9 +195,7 @@ async def _admit(
     Raises GatewayError for a refusal. Returns the route whose room gave the Permit: the request's
     own or, instead of a refusal, a smaller model's.
     """
-    fingerprint = exchange.fingerprint = (
-        gateway.endpoints.prefixes.fingerprint(call, route.name) if route.fingerprints else None
-    )
+    fingerprint = exchange.fingerprint = _fingerprint(gateway, route, call)
     if fingerprint is not None and route.room.reads_sessions:
         gateway.endpoints.prefixes.recognise_session(call, fingerprint)
     # No closure: in a compiled module it would form a reference cycle with this coroutine, and keep
@@ -199,6 +211,13 @@ async def _admit(
         exchange.fingerprint = None
         return tier
     return _current_route(gateway, snapshot, exchange, route, call)
+
+
+def _fingerprint(gateway: Gateway, route: Route, call: Call) -> Fingerprint | None:
+    """Return the prompt's fingerprint; None if no policy reads it or nothing reuses the prompt."""
+    if not route.fingerprints or not call.api.generates:
+        return None
+    return gateway.endpoints.prefixes.fingerprint(call, route.name)
 
 
 def _ask(

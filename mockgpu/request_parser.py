@@ -350,10 +350,11 @@ def _prompts(prompt: str | list[Any] | None) -> list[bytes]:
     many = prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
     if len(many) > MAX_PROMPTS:
         raise ApiError(400, f"at most {MAX_PROMPTS} prompts, got {len(many)}", "prompt")
-    return [_one_prompt(part) for part in many]
+    return [one_prompt(part) for part in many]
 
 
-def _one_prompt(part: object) -> bytes:
+def one_prompt(part: object) -> bytes:
+    """Return a text or a list of token ids as tokens. Raises ApiError."""
     if isinstance(part, str) and part:
         return token_bytes(part)
     ids = isinstance(part, list) and part and all(type(i) is int and 0 <= i < 1 << 32 for i in part)
@@ -389,6 +390,17 @@ def _limit(prompts: list[bytes], requested: int | None, context: int) -> int:
         )
         raise ApiError(400, message, "input_tokens")
     return context - longest if requested is None else at_least
+
+
+def check_context(prompts: list[bytes], context: int) -> None:
+    """Raise ApiError 400 if a prompt alone exceeds the context."""
+    longest = max(token_count(prompt) for prompt in prompts)
+    if longest > context:
+        message = (
+            f"This model's maximum context length is {context} tokens. However, your input "
+            f"contains {longest} tokens. Please reduce the length of the input."
+        )
+        raise ApiError(400, message, "input_tokens")
 
 
 def _forced_tool(body: RequestBody) -> str | None:

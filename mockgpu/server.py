@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 from aiohttp import web
 
-from mockgpu import openai_format
+from mockgpu import openai_format, pooling
 from mockgpu.choice import Choice, build_choices
 from mockgpu.engine_formats import (
     EngineFormat,
@@ -44,6 +44,7 @@ from mockgpu.request_parser import (
     ParsedHandoff,
     ParsedRequest,
     RequestBody,
+    check_context,
     check_handoff,
     client_request_id,
     decode_body,
@@ -109,6 +110,8 @@ class MockServer:
                 web.post("/v1/completions", self.completions),
                 web.get("/v1/models", self.models),
                 web.post("/tokenize", self.tokenize),
+                web.post("/detokenize", self.detokenize),
+                *(web.post(path, self.pool) for path in pooling.READERS),
                 web.get("/health", self.health),
                 web.get("/ping", self.health),
                 web.post("/ping", self.health),
@@ -117,14 +120,20 @@ class MockServer:
                 web.get("/openapi.json", self.openapi),
                 web.get("/metrics", self.metrics),
                 web.get("/prometheus/metrics", self.metrics),
-                web.get("/mock/state", self.state),
-                web.post("/mock/renew", self.renew),
-                web.get("/mock/fault", self.show_faults),
-                web.post("/mock/fault", self.set_faults),
-                web.delete("/mock/fault", self.clear_faults),
+                *self._mock_routes(),
             ]
         )
         return app
+
+    def _mock_routes(self) -> list[web.RouteDef]:
+        """Return the routes that a real engine does not have."""
+        return [
+            web.get("/mock/state", self.state),
+            web.post("/mock/renew", self.renew),
+            web.get("/mock/fault", self.show_faults),
+            web.post("/mock/fault", self.set_faults),
+            web.delete("/mock/fault", self.clear_faults),
+        ]
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -325,6 +334,31 @@ class MockServer:
         return web.Response(
             body=openai_format.tokenize_response(prompt, self.group.spec.context), content_type=JSON
         )
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        """POST /detokenize."""
+        return _json(pooling.detokenize(await request.read()))
+
+    async def pool(self, request: web.Request) -> web.Response:
+        """POST to one of the APIs that compute no text; a prompt takes the time of its prefill."""
+        fault = self.faults.pick_fault()
+        if fault is not None and fault.kind is FaultKind.RESET_BEFORE_HEADERS:
+            _reset_now(request)
+        if request.content_type != JSON:
+            raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
+        name = client_request_id(request.headers) or uuid.uuid4().hex
+        read = pooling.READERS[request.path]
+        job = read(await request.read(), request.headers, self.group.spec.served_name, name)
+        if fault is not None and fault.kind is FaultKind.ERROR:
+            raise ApiError(fault.status, "Injected fault")
+        check_context(job.ask.prompts, self.group.spec.context)
+        choices = build_choices(job.ask)
+        answer = PendingResponse(len(choices), asyncio.get_running_loop())
+        with self._submitted(choices, [WholeSink(answer) for _ in choices], fault):
+            error = await answer.done
+        if error is not None:
+            raise error
+        return _json(job.build(int(time.time())))
 
     async def health(self, _: web.Request) -> web.Response:
         """GET /health: 503 if the engine is dead. A hanging engine answers 200."""

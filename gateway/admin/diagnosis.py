@@ -49,6 +49,7 @@ WHOLE_TEXTS: Mapping[str, str] = MappingProxyType(
         "short": "their prompts are short",
         "cached": "the decode endpoint had their prompts cached",
         "whole_cheaper": "one endpoint was faster",
+        "api": "their API cannot be split",
         "one_token": "they request one token",
         "choices": "they request several choices",
         "prompts": "they contain several prompts",

@@ -61,11 +61,12 @@ class Quotas:
         quota = self.by_tenant.get(request.tenant)
         if quota is not None:
             tokens = request.prompt_tokens + request.output_tokens
-            refused = quota.take(tokens, monotonic(), request.prompts)
+            requests = _charged_requests(request)
+            refused = quota.take(tokens, monotonic(), requests)
             if refused is not None:
                 raise rate_limit_error(refused)
             if self.updates is not None:
-                self.updates.add_quota_use(request.tenant, request.prompts, tokens)
+                self.updates.add_quota_use(request.tenant, requests, tokens)
         return quota
 
     def settle(
@@ -82,8 +83,9 @@ class Quotas:
         prompt_tokens  as the engine counted them; None if it reported none
         """
         if output_tokens is None:
-            requests, tokens = -request.prompts, -(request.prompt_tokens + request.output_tokens)
-            quota.refund(-tokens, request.prompts)
+            charged = _charged_requests(request)
+            requests, tokens = -charged, -(request.prompt_tokens + request.output_tokens)
+            quota.refund(-tokens, charged)
         else:
             requests, tokens = 0, output_tokens - request.output_tokens
             if prompt_tokens is not None:
@@ -91,6 +93,14 @@ class Quotas:
             quota.correct(tokens)
         if self.updates is not None:
             self.updates.add_quota_use(request.tenant, requests, tokens)
+
+
+def _charged_requests(request: Request) -> int:
+    """Return how many requests are charged: one per prompt that is answered by itself.
+
+    A batch of texts to embed has one answer.
+    """
+    return request.prompts if request.choices >= request.prompts else 1
 
 
 def rate_limit_error(refused: QuotaRefusal) -> GatewayError:

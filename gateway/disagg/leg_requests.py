@@ -21,8 +21,9 @@ from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.http.client import Client
 from gateway.legs.forward import client_lines, response_headers
+from gateway.protocol.apis import CHAT
 from gateway.protocol.json_splice import edited, shows_usage
-from gateway.protocol.openai import Api, Call
+from gateway.protocol.openai import Call
 from gateway.protocol.relay import Relay
 from gateway.protocol.resume_terms import ContinuationTerms as ResumeTerms
 from gateway.protocol.resume_terms import continuation_terms, with_token_ids
@@ -57,8 +58,8 @@ _OUTPUT_MEMBERS = frozenset(
     )
 )
 
-# Local names: Enum attribute access is slow before Python 3.12.
-_CHAT, _FIRST_ANSWER = Api.CHAT, Prerequisite.FIRST_ANSWER
+# A local name: Enum attribute access is slow before Python 3.12.
+_FIRST_ANSWER = Prerequisite.FIRST_ANSWER
 
 _SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
 _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -154,7 +155,7 @@ class LegRequests:
         self.terms = HandoffTerms(
             request_id,
             number,
-            call.api is _CHAT,
+            call.api is CHAT,
             facts.host,
             facts.bootstrap,
             context.gateway.handoffs.identity(prefill.name, number),
@@ -311,5 +312,5 @@ class LegRequests:
             lines += trace.add_leg(role, endpoint.name, monotonic())
         for name, value in edits.headers:
             lines += f"{name}: {value}\r\n"
-        head = place.upstream.request_head(context.exchange.api)
+        head = place.upstream.request_head(context.exchange.api.path)
         return head + (lines + "\r\n").encode("utf-8", "surrogateescape"), body

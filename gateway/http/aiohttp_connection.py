@@ -29,8 +29,8 @@ from gateway.http.connection import ClientConnection, Serve, add_piece
 from gateway.http.connection_phase import Phase
 from gateway.http.large_bodies import LARGE_BODY, WaitForTurn
 from gateway.http.write_queue import WriteQueue
+from gateway.protocol.apis import API_PATHS
 from gateway.protocol.errors import Failure, GatewayError, new_request_id
-from gateway.protocol.openai import GENERATION_PATHS
 
 ALLOWED_METHODS = frozenset({"POST"})
 SUPPORTED_VERSIONS = (HttpVersion11, HttpVersion10)  # aiohttp's parser also accepts 0.9 and 2.0
@@ -367,7 +367,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             self.send_error(head_errors.unknown_coding(), new_request_id())
             return False
         # The second lookup handles a query string or a target in absolute form.
-        api = GENERATION_PATHS.get(message.path) or GENERATION_PATHS.get(message.url.raw_path)
+        api = API_PATHS.get(message.path) or API_PATHS.get(message.url.raw_path)
         if api is None or message.method not in ALLOWED_METHODS:
             return await self._serve_with_aiohttp(message, payload)
         await self._serve(self, api)

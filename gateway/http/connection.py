@@ -30,6 +30,7 @@ from gateway.http.connection_phase import (
     idle_expiry,
     reader_expiry,
 )
+from gateway.protocol.apis import Api
 from gateway.protocol.errors import (
     Failure,
     GatewayError,
@@ -38,7 +39,6 @@ from gateway.protocol.errors import (
     reason_phrase,
     retry_headers,
 )
-from gateway.protocol.openai import Api
 
 if TYPE_CHECKING:
     from gateway.http.client import Client

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from aiohttp import web
 
+from gateway.protocol.apis import API_PATHS
 from gateway.protocol.errors import Failure, GatewayError, error_body, new_request_id, retry_headers
 from gateway.protocol.model_cards import (
     ListedModel,
@@ -22,7 +23,6 @@ from gateway.protocol.model_cards import (
     openai_list,
     wants_anthropic,
 )
-from gateway.protocol.openai import GENERATION_PATHS
 
 SERVER_NAME = "penstock"  # replaces aiohttp's own name and version
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -105,7 +105,7 @@ async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPMethodNotAllowed as problem:
         return _error(request, _method_not_allowed(request, sorted(problem.allowed_methods)))
     except web.HTTPNotFound:
-        if request.rel_url.raw_path in GENERATION_PATHS:
+        if request.rel_url.raw_path in API_PATHS:
             return _error(request, _method_not_allowed(request, ["POST"]))
         path = request.path[:64].encode("ascii", "backslashreplace").decode()
         message = f"Unknown request URL: {request.method} {path}."

@@ -13,9 +13,10 @@ from time import monotonic
 from gateway.exchange import Exchange
 from gateway.fleet.booking import Booking
 from gateway.http.client import Client
+from gateway.protocol.apis import CHAT, COMPLETIONS, Api
 from gateway.protocol.errors import openai_error_body
 from gateway.protocol.forwarded import all_values
-from gateway.protocol.openai import Api, Call
+from gateway.protocol.openai import Call
 from gateway.protocol.relay import Relay, UpstreamError
 from gateway.protocol.rewrite import ModelNameRewriter
 from gateway.protocol.service_class import HeaderFields
@@ -51,7 +52,7 @@ def prepare(
     body = call
     # No lookup in a mapping by engine: hashing an Enum is slow.
     if served != call.request.model or endpoint.engine is TRTLLM:
-        body = call.adapted_to(served, known_members(endpoint.engine, chat=call.api is Api.CHAT))
+        body = call.adapted_to(served, _accepted_members(call.api, endpoint.engine))
     if call.salt and endpoint.salt_member:
         body = body.with_salt(call.salt_member(endpoint.salt_member))
     relay = Relay(
@@ -62,10 +63,17 @@ def prepare(
         chunk_gaps=exchange.gaps,
         choice_count=call.request.choices,
     )
-    head = booking.upstream.request_head(exchange.api) + request_headers(
+    head = booking.upstream.request_head(exchange.api.path) + request_headers(
         exchange, client.headers, len(body.body), endpoint.name
     )
     return head, body, relay
+
+
+def _accepted_members(api: Api, engine: EngineKind) -> frozenset[str] | None:
+    """Return the members that the engine accepts in a request of this API; None: all."""
+    if api is not CHAT and api is not COMPLETIONS:
+        return None
+    return known_members(engine, chat=api is CHAT)
 
 
 def settle_failure(exchange: Exchange, client: Client, relay: Relay, booking: Booking) -> None:

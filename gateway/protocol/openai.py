@@ -10,11 +10,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from enum import StrEnum
 from typing import Protocol
 
 import msgspec
 
+from gateway.protocol.apis import PREAMBLE, Api
 from gateway.protocol.cache_salts import MAX_CLIENT_SALT, CacheSalts
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.json_members import (
@@ -40,19 +40,6 @@ from gateway.protocol.sessions import SESSION_MEMBERS, with_body_session
 from policies.admission.prompt_length import PromptLengths
 from policies.engine.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengths
 from policies.model import Request, Slo
-
-
-class Api(StrEnum):
-    """The generation endpoints; the paths at the engines are the same."""
-
-    CHAT = "/v1/chat/completions"
-    COMPLETIONS = "/v1/completions"
-
-
-# A module-level name, because looking up an Enum member on its class is ten times slower.
-_COMPLETIONS = Api.COMPLETIONS
-
-GENERATION_PATHS: Mapping[str, Api] = {str(api): api for api in Api}
 
 # Members that make an engine read, write or wait for another request's KV cache, or that pin its
 # scheduling. Engines trust them, and a malformed one can crash them (engines.md B.0), so a client
@@ -83,19 +70,14 @@ EXTRA_ARGS = (
     "vllm_xargs"  # vLLM merges it into its extra arguments, so it can contain the same names
 )
 
-# The parts of the rendered prompt, in rendering order (for prefix identity).
-PROMPT_MEMBERS: Mapping[Api, tuple[str, ...]] = {
-    Api.CHAT: ("chat_template", "chat_template_kwargs", "tools", "documents", "messages"),
-    Api.COMPLETIONS: ("prompt",),
-}
-CONVERSATION: Mapping[Api, str] = {api: names[-1] for api, names in PROMPT_MEMBERS.items()}
-"""The member of PROMPT_MEMBERS that is required."""
-
-_PREAMBLE = frozenset(name for names in PROMPT_MEMBERS.values() for name in names[:-1])
 
 # max_tokens is an upper bound, rarely the expected length: a huge one must not look like much load.
 MAX_EXPECTED_TOKENS = 2048
-MAX_NUMBERS = {"n": 128, "best_of": 128, "max_tokens": 2**24, "max_completion_tokens": 2**24}
+MAX_NUMBERS = {
+    "n": 128,
+    "best_of": 128,
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), 2**24),
+}
 MAX_MEMBER_BYTES = {
     "stop": 16 * 1024,
     "stop_token_ids": 16 * 1024,
@@ -227,16 +209,15 @@ def parse_call(
         raise _unknown_model(requested, models, unlisted) from None
     served, numbers = model.served_model, _numbers(members)
     prompt, media, ids, longest = _read_prompt(body, api, members, numbers, model)
-    estimated = 0
-    output_tokens = numbers.get("max_completion_tokens") or numbers.get("max_tokens")
+    limit = numbers.get(api.output_limit) or numbers.get("max_tokens")
+    output_tokens = limit if api.generates else 1  # what computes no text ends at its first token
     if model.context_tokens is not None:
         _check_context(longest, output_tokens or 0, model.context_tokens)
-    if ids is None:
-        estimated, ids = _estimate(prompt, context, served, media)
+    estimated, ids = _estimate(prompt, context, served, media) if ids is None else (0, ids)
     choices, prompts = (
         (1, 1)
         if SEQUENCE_MEMBERS.isdisjoint(numbers)
-        else count_sequences(numbers, model.sequences)
+        else count_sequences(numbers, model.sequences, generates=api.generates)
     )
     wish, arrived_s = context.preferences, context.arrived_s
     slo = model.slo if wish.is_default else wish.resolve_slo(model.slo)
@@ -280,20 +261,28 @@ def _read_prompt(
 
     Lengths are in tokens; None: the body has no token ids. Further prompts count in `numbers`.
     """
-    name = CONVERSATION[api]
+    name = api.conversation
     if name not in members:
-        raise missing_member(name)
+        name = _alternative(api, members)
     prompt: tuple[msgspec.Raw, ...] = (members[name],)
-    if not _PREAMBLE.isdisjoint(members):
-        prompt = _prompt(PROMPT_MEMBERS[api], members)
-    if api is _COMPLETIONS:
-        prompts, ids, longest = read_prompts(members, model.sequences)
+    if not PREAMBLE.isdisjoint(members):
+        prompt = _prompt(api.prompt, members)
+    if api.lists_prompts:
+        prompts, ids, longest = read_prompts(members, name, api.max_prompts or model.sequences)
         if prompts > 1:
             numbers["prompt"] = prompts
         return prompt, 0, ids, longest
     if len(body) > MIN_MEDIUM_BYTES and may_contain_media(body):
         return *_replace_media(prompt), None, 0
-    return prompt, 0, None, 0
+    return prompt, 0, None if api.is_admitted else 0, 0
+
+
+def _alternative(api: Api, members: Mapping[str, msgspec.Raw]) -> str:
+    """Return the member that replaces the conversation. Raises GatewayError if there is none."""
+    names = [name for name in api.prompt if name in api.alternatives and name in members]
+    if not names:
+        raise missing_member(api.conversation)
+    return names[-1]
 
 
 def _estimate(

@@ -1,4 +1,4 @@
-"""The head of an ordinary request: a POST to a generation path with one Content-Length. Sans-IO.
+"""The head of an ordinary request: a POST to a known path with one Content-Length. Sans-IO.
 
 The grammar is deliberately narrower than HTTP's: it accepts what SDKs and proxies send when it is
 unambiguous where the request ends. Any other request goes to the full parser (AiohttpConnection),
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from gateway.protocol.openai import GENERATION_PATHS, Api
+from gateway.protocol.apis import API_PATHS, Api
 from gateway.protocol.service_class import HeaderFields
 
 MAX_HEAD_BYTES = 8 * 1024  # bytes; the full parser handles, and if necessary refuses, longer ones
@@ -21,7 +21,10 @@ MAX_PARTIAL_HEAD = 64 * 1024  # bytes; applies to heads of all kinds
 # continuation lines, bare CR or LF. Each byte can match only one part, so matching takes linear
 # time. The repeats are not possessive: CPython before 3.11.5 matches those wrongly (gh-106052) and
 # would accept empty values.
-_LINE = rb"POST (/v1/chat/completions|/v1/completions) HTTP/1\.1\r\n"
+_PATHS = "|".join(map(re.escape, API_PATHS)).encode()
+# A query is allowed and has no effect; the bytes are those of the unreserved characters, escapes,
+# and separators that forms use.
+_LINE = rb"POST (%b)(?:\?[A-Za-z0-9._~%%&=+,:;@/-]*)? HTTP/1\.1\r\n" % _PATHS
 _NAME, _VALUE = rb"[A-Za-z][A-Za-z0-9-]*", rb"[!-~]+(?: [!-~]+)*"
 _HEAD = re.compile(rb"%b((?:%b: ?%b\r\n){1,%d})\r\n" % (_LINE, _NAME, _VALUE, MAX_FIELDS))
 _FIELD = re.compile(r"([^:]+): ?([^\r]+)\r\n")
@@ -117,7 +120,7 @@ def read_head(data: bytes, offset: int) -> RequestHead | None:
     ):
         return None
     return RequestHead(
-        GENERATION_PATHS[match[1].decode("ascii")],
+        API_PATHS[match[1].decode("ascii")],
         headers,
         data[offset : length.start(1)],
         data[length.end(1) : match.end()],

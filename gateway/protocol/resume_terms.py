@@ -15,8 +15,9 @@ from types import MappingProxyType
 
 import msgspec
 
+from gateway.protocol.apis import CHAT
 from gateway.protocol.json_splice import Members, edited
-from gateway.protocol.openai import Api, Call
+from gateway.protocol.openai import Call
 from kvtransfer.dialects import RequestEdits, encode_members
 
 # How each token is drawn, independent of the tokens before it.
@@ -117,8 +118,8 @@ class ContinuationTerms(msgspec.Struct, frozen=True):
 def continuation_terms(call: Call) -> ContinuationTerms | None:
     """Return the terms of a request whose answer could be continued exactly; None otherwise."""
     members = call.members
-    chat = call.api is Api.CHAT
-    if not call.request.stream or call.request.choices != 1:
+    chat = call.api is CHAT
+    if not call.api.can_resume or not call.request.stream or call.request.choices != 1:
         return None
     if not all(_is_continuable(name, raw, chat=chat) for name, raw in members.items()):
         return None

@@ -1,8 +1,8 @@
 """Counts the sequences that one request makes an engine generate: prompts times choices.
 
-A completions request may hold a list of prompts, each of which is scheduled like a request of its
-own. They are counted in raw JSON by their quotes or brackets, without decoding. Lists of anything
-else are counted too; engines reject those.
+A request may hold a list of prompts, each of which is scheduled like a request of its own. They
+are counted in raw JSON by their quotes or brackets, without decoding. Lists of anything else are
+counted too; engines reject those.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Prompts(NamedTuple):
 ONE_PROMPT = Prompts()
 
 
-def read_prompts(members: Mapping[str, msgspec.Raw], most: int) -> Prompts:
-    """Count the prompts of a completions request. Raises GatewayError for more than `most`."""
-    prompts = _read(members[PROMPT_MEMBER], most)
+def read_prompts(members: Mapping[str, msgspec.Raw], name: str, most: int) -> Prompts:
+    """Count the prompts in the member `name`. Raises GatewayError for more than `most`."""
+    prompts = _read(members[name], name, most)
     embeds = members.get(EMBEDS_MEMBER)
     if embeds is not None and memoryview(embeds)[0] == _LIST:
         number = _checked(EMBEDS_MEMBER, _count_strings(bytes(embeds), most), most)
@@ -50,13 +50,19 @@ def read_prompts(members: Mapping[str, msgspec.Raw], most: int) -> Prompts:
     return prompts
 
 
-def count_sequences(numbers: Mapping[str, int], most: int) -> tuple[int, int]:
+def count_sequences(
+    numbers: Mapping[str, int], most: int, *, generates: bool = True
+) -> tuple[int, int]:
     """Return the number of choices in the response, and of prompts.
+
+    A request that generates no text has one response for all its prompts.
 
     `numbers` holds the request's values of the SEQUENCE_MEMBERS. Raises GatewayError for more
     than `most` sequences.
     """
     prompts, choices = numbers.get(PROMPT_MEMBER, 1), numbers.get("n", 1)
+    if not generates:
+        return 1, prompts
     sequences = prompts * max(choices, numbers.get("best_of", 1))
     if sequences > most:
         names = ("n", "best_of") if prompts == 1 else (PROMPT_MEMBER,)
@@ -64,15 +70,15 @@ def count_sequences(numbers: Mapping[str, int], most: int) -> tuple[int, int]:
     return prompts * choices, prompts
 
 
-def _read(prompt: msgspec.Raw, most: int) -> Prompts:
+def _read(prompt: msgspec.Raw, name: str, most: int) -> Prompts:
     if memoryview(prompt)[0] != _LIST:
         return ONE_PROMPT
     text = bytes(prompt)
     strings = _count_strings(text, most)
     if strings:
-        return Prompts(_checked(PROMPT_MEMBER, strings, most))
+        return Prompts(_checked(name, strings, most))
     # The list's own closing bracket is one of them.
-    prompts = _checked(PROMPT_MEMBER, max(1, text.count(b"]") - 1), most)
+    prompts = _checked(name, max(1, text.count(b"]") - 1), most)
     if not text.lstrip(b"[ \t\r\n")[:1].isdigit():
         return Prompts(prompts)
     longest = max(part.lstrip(b"[, \t\r\n").count(b",") + 1 for part in text.split(b"]"))

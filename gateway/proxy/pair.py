@@ -23,12 +23,18 @@ from gateway.proxy.whole import WholePlan, pick_longest
 from gateway.route import Gateway, Route
 from policies import run
 from policies.model import Pick, RoutingQuery
-from policies.pricing.split import EndpointPair, SplitDecision, SplitReason
+from policies.pricing.split import EndpointPair, SplitDecision, SplitReason, SplitShape
 
 SplitAttempts = AttemptPlan[Pick | EndpointPair]
 """SplitPlan's type for the loop: a choice of two types is more than the type checker infers."""
 
-_UNSPLITTABLE = (SplitReason.CHOICES, SplitReason.PROMPTS, SplitReason.PROMPT_SCORES)
+_WHOLE_ONLY = SplitShape(can_hand_over=False)
+_UNSPLITTABLE = (
+    SplitReason.API,
+    SplitReason.CHOICES,
+    SplitReason.PROMPTS,
+    SplitReason.PROMPT_SCORES,
+)
 
 
 class SplitPlan:
@@ -83,7 +89,10 @@ class SplitPlan:
         mode = splitting.get(self._route.name, False)
         if self._recompute and any(candidate.load.is_available for candidate in pools.alone):
             return SplitDecision(None, SplitReason.RECOMPUTE, mode)
-        return context.split.splitter.decide(pools, ask, shape(context.call.members), mode)
+        call = context.call
+        is_whole = not call.api.can_split
+        form = _WHOLE_ONLY if is_whole else shape(call.members)
+        return context.split.splitter.decide(pools, ask, form, mode)
 
     def _pick_alone(self, ask: RoutingQuery) -> Pick | None:
         """Pick one endpoint for the whole request.

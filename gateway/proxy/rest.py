@@ -14,7 +14,8 @@ from gateway.exchange import Exchange
 from gateway.fleet.booking import Booking
 from gateway.http.client import Client
 from gateway.legs import forward
-from gateway.protocol.openai import Api, Call
+from gateway.protocol.apis import COMPLETIONS
+from gateway.protocol.openai import Call
 from gateway.protocol.relay import SHUTDOWN, Relay, UpstreamError
 from gateway.protocol.response_framing import LAST_CHUNK, encode_chunk
 from gateway.protocol.resume_terms import call_with_token_ids, continuation_terms
@@ -60,7 +61,7 @@ def prepare_recorded(
         hold_until_token=True,
         chunk_gaps=exchange.gaps,
     )
-    head = booking.upstream.request_head(exchange.api)
+    head = booking.upstream.request_head(exchange.api.path)
     head += forward.request_headers(exchange, client.headers, len(body.body), endpoint.name)
     return head, body, relay
 
@@ -235,7 +236,7 @@ class RestPlan:
         recorder = LedgerRecorder(ledger, ledger.render_rest, served, asked)
         relay = ContinuationRelay(b"", on_first_token, self._client.is_http_1_0, recorder)
         length, name = len(body.body), booking.endpoint.name
-        head = booking.upstream.request_head(Api.COMPLETIONS)
+        head = booking.upstream.request_head(COMPLETIONS.path)
         head += forward.request_headers(exchange, self._client.headers, length, name)
         try:
             await booking.upstream.send(head, body, relay, self._client)

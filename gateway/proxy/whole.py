@@ -114,6 +114,20 @@ class WholePlan:
         raise no_endpoint_error(self.exchange, self.route, self.ask, problem)
 
 
+class UncountedPlan(WholePlan):
+    """A request that computes no tokens, such as /tokenize: it has no permit and needs no place."""
+
+    __slots__ = ()
+
+    def choose(self, left_out: Sequence[str]) -> Pick | None:
+        route, policy = self.route, self.route.policy
+        ask = self.ask = self.gateway.endpoints.build_query(self.call.request, None, left_out)
+        # The queue must not count a request that it did not admit.
+        self.exchange.first_ask = ask
+        filters = tuple(keep for keep in policy.filters if keep is not below_cap)
+        return run.pick(replace(policy, filters=filters), ask, route.candidates)
+
+
 def pick_over_cap(route: Route, ask: RoutingQuery, call: Call) -> Pick | None:
     """Pick an endpoint beyond its cap, if those below theirs cannot serve the request.
 

@@ -418,7 +418,7 @@ def _line(
         unix_offset + start,
         exchange.id,
         exchange.client,
-        exchange.api,
+        exchange.api.path,
         exchange.status,
         exchange.outcome,
         int((now - start) * 1e6),

@@ -41,5 +41,3 @@ RETRIES = "penstock.retries"
 SPLIT_REASON = "penstock.split.reason"
 DIALECT = "penstock.split.dialect"
 TRANSPORT = "penstock.split.transport"
-
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}

@@ -109,7 +109,7 @@ class _Tree:
 def build_spans(exchange: Exchange, trace: Trace, now: float, unix_offset: float) -> list[Span]:
     """Return all spans of a request that ended at `now`, the root first."""
     spans = _Tree(trace, unix_offset)
-    operation = semconv.OPERATIONS.get(exchange.api, "request")
+    operation = exchange.api.operation
     is_ok = exchange.status < 500 and exchange.outcome in ("served", "refused", "client_gone")
     failure = "" if is_ok else (exchange.reason or exchange.outcome)
     name = f"{operation} {exchange.model}" if exchange.model else operation
@@ -186,7 +186,7 @@ def _root_attributes(exchange: Exchange, operation: str) -> Attributes:
         semconv.OPERATION: operation,
         semconv.PROVIDER: "penstock",
         semconv.METHOD: "POST",
-        semconv.ROUTE: str(exchange.api),
+        semconv.ROUTE: exchange.api.path,
         semconv.STATUS: exchange.status or None,
         semconv.REQUEST_ID: exchange.id,
         semconv.REQUEST_MODEL: (exchange.model if call is None else call.requested_model) or None,

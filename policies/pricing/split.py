@@ -32,6 +32,7 @@ class SplitReason(StrEnum):
     SHORT = "short"
     CACHED = "cached"
     ONE_TOKEN = "one_token"  # noqa: S105
+    API = "api"  # not split: engines hand nothing over in this API
     CHOICES = "choices"
     PROMPTS = "prompts"
     PROMPT_SCORES = "prompt_scores"
@@ -51,12 +52,14 @@ class SplitShape(msgspec.Struct, frozen=True):
     scores_prompt  log probabilities or an echo of the prompt are requested: the decoder would
                    compute it all again
     max_tokens     the client's limit of output tokens; None without one
+    can_hand_over  the request's API lets an engine hand its KV to another one
     """
 
     choices: int = 1
     prompts: int = 1
     scores_prompt: bool = False
     max_tokens: int | None = None
+    can_hand_over: bool = True
 
 
 class SplitRule(msgspec.Struct, frozen=True):
@@ -175,6 +178,8 @@ def unsplittable_reason(shape: SplitShape) -> SplitReason | None:
 
     Sources: engines.md B.1 (not splittable) and 0.9.
     """
+    if not shape.can_hand_over:
+        return SplitReason.API
     if shape.choices > 1:
         return SplitReason.CHOICES
     if shape.prompts > 1:

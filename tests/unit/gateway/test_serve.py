@@ -13,7 +13,7 @@ from gateway import serve
 from gateway.exchange import Exchange
 from gateway.http.client import Client
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.openai import Api
+from gateway.protocol import apis
 from gateway.route import Gateway
 from gateway.serve import GAPS_EVERY, RequestFactory
 from tests.replaced import stand_in
@@ -28,7 +28,7 @@ def begun(patch: pytest.MonkeyPatch, number: int, tracer: Any = None) -> list[Ex
     patch.setattr(serve, "serve", lambda gateway, exchange, client: exchange)
     gateway = stand_in(Gateway, SimpleNamespace(accounts=SimpleNamespace(tracer=tracer)))
     beginning = RequestFactory(gateway, Metrics().itl_seconds)
-    return [cast(Exchange, beginning.serve(CLIENT, Api.CHAT)) for _ in range(number)]
+    return [cast(Exchange, beginning.serve(CLIENT, apis.CHAT)) for _ in range(number)]
 
 
 def test_ids_have_one_length_and_differ_from_their_first_digits_on_in_every_process(
@@ -51,4 +51,4 @@ def test_an_exchange_has_its_client_s_address_and_its_place_in_the_client_s_trac
     (exchange,) = begun(
         monkeypatch, 1, SimpleNamespace(start_trace=lambda headers: headers["traceparent"])
     )
-    assert (exchange.api, exchange.client, exchange.trace) == (Api.CHAT, "10.0.0.7", "theirs")
+    assert (exchange.api, exchange.client, exchange.trace) == (apis.CHAT, "10.0.0.7", "theirs")

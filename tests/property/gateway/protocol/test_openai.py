@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gateway.protocol import apis
 from gateway.protocol.errors import GatewayError
 from gateway.protocol.openai import (
     BYTES_PER_TOKEN,
@@ -18,7 +19,6 @@ from gateway.protocol.openai import (
     EXTRA_ARGS,
     MAX_MEMBER_BYTES,
     MAX_NUMBERS,
-    Api,
     Call,
     CallContext,
     parse_call,
@@ -109,7 +109,7 @@ def chat(others: dict[str, Any], rng: Random, model: str = "demo") -> Members:
     return members
 
 
-def parsed(body: bytes, api: Api = Api.CHAT, served: str = "demo") -> Call:
+def parsed(body: bytes, api: apis.Api = apis.CHAT, served: str = "demo") -> Call:
     return parse_call(
         body,
         api,
@@ -222,7 +222,7 @@ def _compact(members: Members) -> bytes:
 @given(st.text(st.characters(exclude_categories=["Cs"])), RNG)
 def test_text_is_counted_by_its_bytes(text: str, rng: Random) -> None:
     prompt = written(text, rng)
-    call = parsed(f'{{"model":"demo","prompt":{prompt}}}'.encode(), Api.COMPLETIONS)
+    call = parsed(f'{{"model":"demo","prompt":{prompt}}}'.encode(), apis.COMPLETIONS)
     assert call.request.prompt_tokens == len(prompt.encode()) // BYTES_PER_TOKEN + 1
     assert [bytes(part) for part in call.prompt] == [prompt.encode()]
 
@@ -231,7 +231,7 @@ def test_text_is_counted_by_its_bytes(text: str, rng: Random) -> None:
 @given(st.lists(st.integers(0, 200_000), min_size=1, max_size=200), RNG)
 def test_token_ids_are_counted_exactly(ids: list[int], rng: Random) -> None:
     body = f'{{"model":"demo","prompt":{written(ids, rng)}}}'.encode()
-    assert parsed(body, Api.COMPLETIONS).request.prompt_tokens == len(ids)
+    assert parsed(body, apis.COMPLETIONS).request.prompt_tokens == len(ids)
 
 
 @settings(deadline=None)

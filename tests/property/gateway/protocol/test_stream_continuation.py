@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.protocol import apis
 from gateway.protocol.errors import Failure
-from gateway.protocol.openai import Api
 from gateway.protocol.relay import Relay, RelayState, UpstreamError
 from gateway.protocol.response_framing import LAST_CHUNK, ChunkedBody, encode_chunk
 from gateway.protocol.resume_terms import ContinuationTerms, continuation_terms
@@ -83,7 +83,9 @@ def events(
 def terms(chat: bool, usage: bool, most: int) -> ContinuationTerms:
     body = {"stream": True, "max_tokens": most, "stream_options": {"include_usage": usage}}
     request = (test_openai.CHAT if chat else test_openai.COMPLETION) | body
-    result = continuation_terms(test_openai.parsed(request, Api.CHAT if chat else Api.COMPLETIONS))
+    result = continuation_terms(
+        test_openai.parsed(request, apis.CHAT if chat else apis.COMPLETIONS)
+    )
     assert result is not None
     return result
 

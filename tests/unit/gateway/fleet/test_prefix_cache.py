@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from gateway.fleet.prefix_cache import PrefixCacheView
-from gateway.protocol.openai import Api, Call, CallContext, parse_call
+from gateway.protocol import apis
+from gateway.protocol.openai import Call, CallContext, parse_call
 from gateway.protocol.service_class import NO_PREFERENCES
 from policies.model import INFERRED_SESSION
 from tests.unit.gateway.protocol.test_openai import Model
@@ -21,7 +22,7 @@ ANSWERED = [*MESSAGES, {"role": "assistant", "content": "Oil."}, {"role": "user"
 def sent(view: PrefixCacheView, messages: list[Any], tenant: str = "", **members: Any) -> Call:
     body = json.dumps({"model": "demo", "messages": messages, **members}).encode()
     context = CallContext("req_1", tenant, NO_PREFERENCES, 0.0)
-    call = parse_call(body, Api.CHAT, {"demo": Model()}, context)
+    call = parse_call(body, apis.CHAT, {"demo": Model()}, context)
     view.recognise_session(call, view.fingerprint(call, "demo"))
     return call
 

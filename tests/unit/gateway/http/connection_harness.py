@@ -18,8 +18,8 @@ from gateway.http.client import Client
 from gateway.http.client_connections import ClientConnections
 from gateway.http.fast_connection import FastConnection
 from gateway.http.write_queue import WriteQueue
+from gateway.protocol import apis
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.openai import Api
 from gateway.util.networks import Networks
 
 TURNS = 24  # loop iterations, more than any response here takes
@@ -156,7 +156,7 @@ class Harness:
         assert self.budget.reserved == 0
         return outcome
 
-    async def _serve(self, client: Client, api: Api) -> None:
+    async def _serve(self, client: Client, api: apis.Api) -> None:
         try:
             body = await client.read_body(self.reserve)
         except GatewayError as error:
@@ -164,7 +164,7 @@ class Harness:
             return
         if self._slow:
             await asyncio.sleep(0)
-        self.served.append((str(api), body, client.headers.get("x-mark")))
+        self.served.append((api.path, body, client.headers.get("x-mark")))
         client.send_response(
             200, json.dumps({"bytes": len(body)}).encode(), [("x-request-id", "req_1")]
         )
@@ -188,7 +188,7 @@ def _parse_responses(text: bytes) -> list[tuple[int, bytes]]:
 
 
 def request(
-    body: bytes = b"{}", *fields: str, path: str = Api.CHAT, length: str | None = None
+    body: bytes = b"{}", *fields: str, path: str = apis.CHAT.path, length: str | None = None
 ) -> bytes:
     """Build a POST request with a Content-Length, unless the arguments say otherwise."""
     framing = f"Content-Length: {len(body)}" if length is None else length
@@ -200,7 +200,8 @@ def request(
 ORDINARY = [
     request(),
     request(b'{"model":"demo"}', "X-Mark: 1"),
-    request(b"x" * 300, "x-mark: two words, and more", path=Api.COMPLETIONS),
+    request(b"x" * 300, "x-mark: two words, and more", path=apis.COMPLETIONS.path),
+    request(path=f"{apis.EMBEDDINGS.path}?api-version=1"),
     request(b"", "Connection: keep-alive", "Authorization: Bearer sk-a"),
     request(request(path="/v1/smuggled"), "X-Mark: a request inside"),
     request(b"{}", length="CONTENT-LENGTH:2"),
@@ -209,8 +210,8 @@ ORDINARY = [
 ODD = [
     b"GET /v1/models HTTP/1.1\r\nHost: test\r\n\r\n",
     request(b"2\r\n{}\r\n0\r\n\r\n", length="Transfer-Encoding: chunked"),
-    request(path="/v1/embeddings"),
-    request(path=f"{Api.CHAT}?api-version=1"),
+    request(path="/v1/unknown"),
+    request(path=f"{apis.CHAT.path}?quoted='1'"),
     request(b"{}", "X-Empty:"),
     request(b"{}", "X-Mark:  two blanks"),
     request(b"{}", "X-Mark: same", "X-Mark: same"),

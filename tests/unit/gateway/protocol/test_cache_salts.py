@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from gateway.config import Config
 from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.protocol import apis
 from gateway.protocol.cache_salts import MAX_CLIENT_SALT, CacheSalts, new_cache_salts
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.openai import Api, Call, CallContext, parse_call
+from gateway.protocol.openai import Call, CallContext, parse_call
 from gateway.protocol.service_class import NO_PREFERENCES
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
@@ -48,7 +49,7 @@ def salts(*tenants: Mapping[str, Any], **sections: Any) -> CacheSalts:
 
 def call(body: Mapping[str, Any], result: CacheSalts | None, tenant: str = "a") -> Call:
     caller = CallContext("req_1", tenant, NO_PREFERENCES, 0.0, None, result)
-    return parse_call(json.dumps(body).encode(), Api.CHAT, {"demo": Model()}, caller)
+    return parse_call(json.dumps(body).encode(), apis.CHAT, {"demo": Model()}, caller)
 
     # Which requests share a salt
 
@@ -163,7 +164,7 @@ def test_without_tenants_and_salts_a_request_passes_unchanged() -> None:
     raw = json.dumps(CHAT).encode()
     sent = parse_call(
         raw,
-        Api.CHAT,
+        apis.CHAT,
         {"demo": Model()},
         CallContext("req_1", "", NO_PREFERENCES, 0.0, None, salts()),
     )

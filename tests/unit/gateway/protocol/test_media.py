@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.protocol import apis
 from gateway.protocol.media import MEDIA_TOKENS, may_contain_media, replace_media
-from gateway.protocol.openai import Api, Call, CallContext, parse_call
+from gateway.protocol.openai import Call, CallContext, parse_call
 from gateway.protocol.service_class import NO_PREFERENCES
 from policies.admission.prompt_length import PromptLengths
 from tests.unit.gateway.protocol.test_openai import Model
@@ -42,7 +43,7 @@ def parsed(
     raw = json.dumps(body, separators=separators).encode()
     return parse_call(
         raw,
-        Api.CHAT,
+        apis.CHAT,
         {"demo": Model()},
         CallContext("r", "", NO_PREFERENCES, 0.0, prompt_lengths=prompts),
     )
@@ -78,7 +79,7 @@ def test_media_in_the_result_of_a_tool_count_as_media() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": [TEXT, PARTS[0], PARTS[4]]},
     ]
     body = json.dumps({"model": "demo", "messages": messages}).encode()
-    call = parse_call(body, Api.CHAT, {"demo": Model()}, CallContext("r", "", NO_PREFERENCES, 0.0))
+    call = parse_call(body, apis.CHAT, {"demo": Model()}, CallContext("r", "", NO_PREFERENCES, 0.0))
     assert (call.media_count, call.request.prompt_tokens < 2 * MEDIA_TOKENS + 200) == (2, True)
 
 

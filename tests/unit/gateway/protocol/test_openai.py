@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gateway.protocol import json_members
+from gateway.protocol import apis, json_members
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.json_members import MAX_DIGITS, MAX_MEMBERS, MAX_NAME_CHARS, SMALL_BODY_BYTES
 from gateway.protocol.openai import (
@@ -15,7 +15,6 @@ from gateway.protocol.openai import (
     MAX_EXPECTED_TOKENS,
     MAX_MEMBER_BYTES,
     MAX_NUMBERS,
-    Api,
     Call,
     CallContext,
     parse_call,
@@ -37,7 +36,7 @@ class Model(NamedTuple):
 
 
 def parsed(
-    body: dict[str, Any] | bytes, api: Api = Api.CHAT, context_tokens: int | None = None
+    body: dict[str, Any] | bytes, api: apis.Api = apis.CHAT, context_tokens: int | None = None
 ) -> Call:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     return parse_call(
@@ -49,7 +48,7 @@ def parsed(
 
 
 def refusal(
-    body: dict[str, Any] | bytes, api: Api = Api.CHAT, context_tokens: int | None = None
+    body: dict[str, Any] | bytes, api: apis.Api = apis.CHAT, context_tokens: int | None = None
 ) -> GatewayError:
     with pytest.raises(GatewayError) as refused:
         parsed(body, api, context_tokens)
@@ -149,7 +148,9 @@ def test_the_expected_output_is_limited_by_the_client(
     ],
 )
 def test_prompt_tokens_are_counted_for_ids_and_estimated_for_text(prompt: Any, tokens: int) -> None:
-    assert parsed({**COMPLETION, "prompt": prompt}, Api.COMPLETIONS).request.prompt_tokens == tokens
+    assert (
+        parsed({**COMPLETION, "prompt": prompt}, apis.COMPLETIONS).request.prompt_tokens == tokens
+    )
 
 
 def test_the_prompt_includes_what_is_rendered_before_the_conversation() -> None:
@@ -170,9 +171,9 @@ def test_a_request_streams_only_if_stream_is_true(value: str, stream: bool) -> N
 
 
 def test_a_request_that_exceeds_the_context_is_rejected_with_both_numbers() -> None:
-    parsed({**COMPLETION, "prompt": [1] * 60, "max_tokens": 4}, Api.COMPLETIONS, context_tokens=64)
+    parsed({**COMPLETION, "prompt": [1] * 60, "max_tokens": 4}, apis.COMPLETIONS, context_tokens=64)
     error = refusal(
-        {**COMPLETION, "prompt": [1] * 60, "max_tokens": 5}, Api.COMPLETIONS, context_tokens=64
+        {**COMPLETION, "prompt": [1] * 60, "max_tokens": 5}, apis.COMPLETIONS, context_tokens=64
     )
     assert error.failure is Failure.CONTEXT_TOO_LONG
     assert "64 tokens" in error.message
@@ -181,15 +182,15 @@ def test_a_request_that_exceeds_the_context_is_rejected_with_both_numbers() -> N
 
 def test_each_of_several_prompts_must_fit_the_context() -> None:
     fit, too_long = [[1] * 60, [2] * 59], [[1] * 3, [2] * 61, [3] * 60]
-    parsed({**COMPLETION, "prompt": fit, "max_tokens": 4}, Api.COMPLETIONS, context_tokens=64)
+    parsed({**COMPLETION, "prompt": fit, "max_tokens": 4}, apis.COMPLETIONS, context_tokens=64)
     error = refusal(
-        {**COMPLETION, "prompt": too_long, "max_tokens": 4}, Api.COMPLETIONS, context_tokens=64
+        {**COMPLETION, "prompt": too_long, "max_tokens": 4}, apis.COMPLETIONS, context_tokens=64
     )
     assert "65 (61 in the prompt" in error.message
 
 
 def test_text_is_never_rejected_for_its_length() -> None:
-    assert parsed({**COMPLETION, "prompt": "x" * 10_000}, Api.COMPLETIONS, context_tokens=64)
+    assert parsed({**COMPLETION, "prompt": "x" * 10_000}, apis.COMPLETIONS, context_tokens=64)
 
 
 @pytest.mark.parametrize(
@@ -214,8 +215,10 @@ def test_the_model_must_be_a_string(model: Any) -> None:
     assert refusal({**CHAT, "model": model}).param == "model"
 
 
-@pytest.mark.parametrize(("api", "missing"), [(Api.CHAT, "messages"), (Api.COMPLETIONS, "prompt")])
-def test_a_missing_prompt_is_named(api: Api, missing: str) -> None:
+@pytest.mark.parametrize(
+    ("api", "missing"), [(apis.CHAT, "messages"), (apis.COMPLETIONS, "prompt")]
+)
+def test_a_missing_prompt_is_named(api: apis.Api, missing: str) -> None:
     assert refusal({"model": "demo"}, api).param == missing
 
 
@@ -269,7 +272,7 @@ def test_a_response_without_a_bound_is_expected_to_be_as_long_as_earlier_ones() 
 
     def expected(**more: Any) -> int:
         return parse_call(
-            json.dumps(CHAT | more).encode(), Api.CHAT, {"demo": Model()}, caller
+            json.dumps(CHAT | more).encode(), apis.CHAT, {"demo": Model()}, caller
         ).request.output_tokens
 
     assert expected() == DEFAULT_OUTPUT_TOKENS

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.protocol.openai import Api, Call
+from gateway.protocol import apis
+from gateway.protocol.openai import Call
 from gateway.protocol.resume_terms import call_with_token_ids, continuation_terms
 from tests.unit.gateway.protocol import test_openai
 
@@ -16,7 +17,7 @@ TEXT = test_openai.COMPLETION | {"stream": True}
 
 
 def call(body: dict[str, Any]) -> Call:
-    return test_openai.parsed(body, Api.CHAT if "messages" in body else Api.COMPLETIONS)
+    return test_openai.parsed(body, apis.CHAT if "messages" in body else apis.COMPLETIONS)
 
 
 @pytest.mark.parametrize(

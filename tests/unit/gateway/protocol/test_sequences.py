@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from gateway.admission.quotas import Quotas
 from gateway.config import Tenant
+from gateway.protocol import apis
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.openai import Api, Call, CallContext, parse_call
+from gateway.protocol.openai import Call, CallContext, parse_call
 from gateway.protocol.sequences import SLICE, _count_strings
 from gateway.protocol.service_class import NO_PREFERENCES
 from policies.model import STANDARD, Slo
@@ -45,7 +46,7 @@ def parsed(prompt: Any, most: int = MOST, context_tokens: int | None = None, **o
     )
     model = Model(context_tokens=context_tokens, sequences=most)
     return parse_call(
-        body, Api.COMPLETIONS, {"demo": model}, CallContext("req_1", "acme", NO_PREFERENCES, 0.0)
+        body, apis.COMPLETIONS, {"demo": model}, CallContext("req_1", "acme", NO_PREFERENCES, 0.0)
     )
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from gateway.config import Config
+from gateway.protocol import apis
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.openai import Api, Call, CallContext, parse_call
+from gateway.protocol.openai import Call, CallContext, parse_call
 from gateway.protocol.service_class import (
     MAX_SESSION_CHARS,
     NO_PREFERENCES,
@@ -54,7 +55,7 @@ def call(
     usual = levels().get_class("standard")
     return parse_call(
         raw,
-        Api.COMPLETIONS,
+        apis.COMPLETIONS,
         {"demo": Model(usual, is_low_first)},
         CallContext("r", tenant, wish, arrived_s),
     )

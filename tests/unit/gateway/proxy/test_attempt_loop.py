@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from gateway.exchange import Exchange
-from gateway.protocol.openai import Api
+from gateway.protocol import apis
 from gateway.protocol.relay import UpstreamError
 from gateway.proxy.attempts import attempts
 from gateway.route import Gateway
@@ -41,7 +41,7 @@ class Plan:
     """Picks the first endpoint that is left; attempts fail as listed, and then succeed."""
 
     def __init__(self, endpoints: Endpoints, *failures: UpstreamError) -> None:
-        self.exchange = Exchange("req_1", Api.CHAT, "10.0.0.1", 0.0)
+        self.exchange = Exchange("req_1", apis.CHAT, "10.0.0.1", 0.0)
         self.gateway = stand_in(Gateway, SimpleNamespace(endpoints=endpoints))
         self.failures = list(failures)
         self.attempted: list[str] = []

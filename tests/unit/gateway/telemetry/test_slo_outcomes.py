@@ -10,7 +10,8 @@ import pytest
 from gateway.config import Observability
 from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.openai import Api, Call
+from gateway.protocol import apis
+from gateway.protocol.openai import Call
 from gateway.protocol.relay import Relay
 from gateway.protocol.stream_scan import TokenUsage
 from gateway.telemetry.accounting import AccessLog, Accounting
@@ -43,10 +44,10 @@ def candidate(slot: int, prefill_tokens: int = 0) -> Candidate:
 
 
 def exchange(number: int = 1, **request: object) -> Exchange:
-    x = Exchange(f"req_{number}", Api.CHAT, "127.0.0.1", 0.0)
+    x = Exchange(f"req_{number}", apis.CHAT, "127.0.0.1", 0.0)
     x.received_at, x.model = 0.0, "demo"
     x.call = Call(
-        Api.CHAT, Request(x.id, "demo", "", 1000, 100, slo=SLO, **request), "demo", b"{}", ()
+        apis.CHAT, Request(x.id, "demo", "", 1000, 100, slo=SLO, **request), "demo", b"{}", ()
     )  # type: ignore[arg-type]
     return x
 

@@ -1,0 +1,139 @@
+"""The table of APIs: one value for each path that clients call and engines serve.
+
+What differs between APIs is a member of the value, so the stages of a request contain no branch
+per API. Not here: parsing (gateway/protocol/openai.py) and HTTP heads
+(gateway/protocol/request_head.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+MAX_INPUTS = 2048
+"""Inputs of one request that computes no text, as in OpenAI's API."""
+
+
+class Api(msgspec.Struct, frozen=True, eq=False):
+    """One API. Values are compared by identity.
+
+    path           as clients and the gateway send it, without a query
+    operation      the name of its spans (gen_ai.operation.name), and the last part of span names
+    conversation   the required member with the prompt, or the last part of it
+    prompt         the members with the prompt, in the order in which an engine renders them
+    alternatives   members that may replace `conversation`
+    output_limit   the member that limits the answer's tokens; `max_tokens` counts too
+    generates      the answer is text, so it has a length to expect and may be a stream
+    is_admitted    the engine computes tokens, so the request waits for a permit and may be shed
+    lists_prompts  `conversation` may be a list of independent prompts
+    max_prompts    the most prompts in such a list; None: what the model allows
+    can_split      prefill and decode may run at different endpoints
+    can_resume     another endpoint may continue a broken stream
+    """
+
+    path: str
+    operation: str
+    conversation: str
+    prompt: tuple[str, ...]
+    alternatives: frozenset[str] = frozenset()
+    output_limit: str = "max_completion_tokens"
+    generates: bool = False
+    is_admitted: bool = True
+    lists_prompts: bool = False
+    max_prompts: int | None = None
+    can_split: bool = False
+    can_resume: bool = False
+
+
+CHAT = Api(
+    "/v1/chat/completions",
+    "chat",
+    "messages",
+    ("chat_template", "chat_template_kwargs", "tools", "documents", "messages"),
+    generates=True,
+    can_split=True,
+    can_resume=True,
+)
+COMPLETIONS = Api(
+    "/v1/completions",
+    "text_completion",
+    "prompt",
+    ("prompt",),
+    generates=True,
+    lists_prompts=True,
+    can_split=True,
+    can_resume=True,
+)
+
+
+def _inputs(path: str, operation: str) -> Api:
+    """Return an API that computes something about each text of `input`, or about a chat."""
+    return Api(
+        path,
+        operation,
+        "input",
+        ("input", "messages"),
+        alternatives=frozenset(("messages",)),
+        lists_prompts=True,
+        max_prompts=MAX_INPUTS,
+    )
+
+
+def _rerank(path: str) -> Api:
+    """Return an API that scores each of `documents` for a `query`."""
+    return Api(
+        path,
+        "rerank",
+        "documents",
+        ("query", "documents"),
+        lists_prompts=True,
+        max_prompts=MAX_INPUTS,
+    )
+
+
+def _score(path: str) -> Api:
+    """Return an API that scores pairs of texts, whose members engines name in several ways."""
+    first, second = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
+    others = frozenset((*first, *second)) - {"text_2"}
+    return Api(
+        path,
+        "score",
+        "text_2",
+        (*first, *second),
+        alternatives=others,
+        lists_prompts=True,
+        max_prompts=MAX_INPUTS,
+    )
+
+
+EMBEDDINGS = _inputs("/v1/embeddings", "embeddings")
+CLASSIFY = _inputs("/classify", "classify")
+POOLING = _inputs("/pooling", "pooling")
+MODERATIONS = _inputs("/v1/moderations", "moderation")
+RERANK = _rerank("/v1/rerank")
+SCORE = _score("/v1/score")
+TOKENIZE = Api(
+    "/tokenize",
+    "tokenize",
+    "prompt",
+    ("prompt", "messages"),
+    alternatives=frozenset(("messages",)),
+    is_admitted=False,
+)
+DETOKENIZE = Api("/detokenize", "detokenize", "tokens", ("tokens",), is_admitted=False)
+
+APIS: tuple[Api, ...] = (
+    *(CHAT, COMPLETIONS, EMBEDDINGS, CLASSIFY, POOLING, MODERATIONS),
+    *(RERANK, _rerank("/rerank"), _rerank("/v2/rerank")),
+    *(SCORE, _score("/score")),
+    *(TOKENIZE, DETOKENIZE),
+)
+"""Every API whose requests are POSTs to a fixed path."""
+
+API_PATHS: Mapping[str, Api] = {api.path: api for api in APIS}
+
+PREAMBLE = frozenset(name for api in APIS for name in api.prompt) - frozenset(
+    api.conversation for api in APIS if api.generates
+)
+"""Members whose presence means that a prompt may have more parts than the conversation."""

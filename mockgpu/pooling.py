@@ -1,0 +1,311 @@
+"""The APIs that compute no text: embeddings, scores, classes, moderation, and detokenizing.
+
+Bodies in, response objects out. The figures depend on the words of a text only, so equal texts have
+equal vectors and texts with common words are similar. Not here: the job that takes the engine's
+time (mockgpu/server.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from xxhash import xxh3_64_intdigest
+
+from mockgpu.request_parser import (
+    ApiError,
+    ParsedRequest,
+    RequestBody,
+    TokenId,
+    check_rank,
+    decode_body,
+    one_prompt,
+)
+from mockgpu.text import render_chat, token_bytes, token_count
+
+DIMENSIONS = 64
+MAX_INPUTS = 2048
+LABELS = ("LABEL_0", "LABEL_1")
+CATEGORIES = ("harassment", "hate", "self-harm", "sexual", "violence")
+
+Document = str | dict[str, Any]
+
+
+class InputBody(msgspec.Struct, frozen=True):
+    """A request about each of its inputs, or about one chat."""
+
+    model: str | None = None
+    input: str | list[Any] | None = None
+    messages: list[dict[str, Any]] | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Meta(ge=1, le=DIMENSIONS)] | None = None
+
+
+class PairBody(msgspec.Struct, frozen=True):
+    """A request about pairs of texts, in the forms that engines accept."""
+
+    model: str | None = None
+    query: Document | None = None
+    documents: Document | list[Document] | None = None
+    items: Document | list[Document] | None = None
+    queries: Document | list[Document] | None = None
+    text_1: Document | list[Document] | None = None
+    text_2: Document | list[Document] | None = None
+    top_n: int = 0
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True):
+    """The body of POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+class PoolingRequest(msgspec.Struct, frozen=True):
+    """A checked request: its prompts as a job of the engine, and how to build the response."""
+
+    ask: ParsedRequest
+    build: Callable[[int], dict[str, Any]]
+
+
+Reader = Callable[[bytes, Mapping[str, str], str, str], PoolingRequest]
+"""Reads a body, headers, the served model name and the request id. Raises ApiError."""
+
+
+def read_embeddings(
+    raw: bytes, headers: Mapping[str, str], served: str, name: str
+) -> PoolingRequest:
+    """Read POST /v1/embeddings."""
+    return _about_inputs(raw, headers, served, f"embd-{name}", "embedding", _embedding)
+
+
+def read_pooling(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
+    """Read POST /pooling: the vectors of the embeddings, under another name."""
+    return _about_inputs(raw, headers, served, f"pool-{name}", "pooling", _pooled)
+
+
+def read_classify(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
+    """Read POST /classify."""
+    return _about_inputs(raw, headers, served, f"classify-{name}", None, _class)
+
+
+def read_moderations(
+    raw: bytes, headers: Mapping[str, str], served: str, name: str
+) -> PoolingRequest:
+    """Read POST /v1/moderations. No text is flagged."""
+    _, prompts = _inputs(raw, headers, served)
+    ask = _job(f"modr-{name}", served, prompts)
+
+    def build(_: int) -> dict[str, Any]:
+        return {"id": ask.id, "model": served, "results": [_verdict(prompt) for prompt in prompts]}
+
+    return PoolingRequest(ask, build)
+
+
+def read_rerank(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
+    """Read POST /rerank: the documents in the order of their relevance."""
+    body = decode_body(raw, PairBody)
+    _check_model(body.model, served, headers)
+    if body.query is None or body.documents is None:
+        raise ApiError(400, "1 validation error: query and documents are required", "documents")
+    query, documents = _document(body.query), [_document(part) for part in _listed(body.documents)]
+    ask = _job(f"rerank-{name}", served, [query + text for text in documents])
+
+    def build(created: int) -> dict[str, Any]:
+        results = _ranked(query, documents)[: body.top_n or len(documents)]
+        return {"id": ask.id, "model": served, "usage": _usage(ask), "results": results}
+
+    return PoolingRequest(ask, build)
+
+
+def _ranked(query: bytes, documents: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Return the documents with their scores, the most similar one first."""
+    scores = [similarity(query, text) for text in documents]
+    return [
+        {
+            "index": index,
+            "document": {"text": documents[index].decode("utf-8", "replace").rstrip("\n")},
+            "relevance_score": scores[index],
+        }
+        for index in sorted(range(len(documents)), key=lambda index: -scores[index])
+    ]
+
+
+def read_score(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
+    """Read POST /score: the similarity of each pair."""
+    body = decode_body(raw, PairBody)
+    _check_model(body.model, served, headers)
+    first = body.queries if body.text_1 is None else body.text_1
+    second = body.text_2 or body.documents or body.items
+    if first is None or second is None:
+        raise ApiError(400, "1 validation error: two texts are required", "text_2")
+    firsts, seconds = _listed(first), _listed(second)
+    if len(firsts) not in (1, len(seconds)):
+        raise ApiError(400, "Input lengths must be either 1:1, 1:N or N:N", "text_2")
+    firsts = firsts * (len(seconds) // len(firsts))
+    pairs = [(_document(a), _document(b)) for a, b in zip(firsts, seconds, strict=True)]
+    ask = _job(f"score-{name}", served, [a + b for a, b in pairs])
+
+    def build(created: int) -> dict[str, Any]:
+        data = [
+            {"index": index, "object": "score", "score": similarity(a, b)}
+            for index, (a, b) in enumerate(pairs)
+        ]
+        return _listing(ask, created, served, data)
+
+    return PoolingRequest(ask, build)
+
+
+def detokenize(raw: bytes) -> dict[str, Any]:
+    """Return the response of /detokenize: the text of these token ids."""
+    tokens = array("I", decode_body(raw, DetokenizeBody).tokens).tobytes()
+    return {"prompt": tokens.decode("utf-8", "replace")}
+
+
+def vector(text: bytes, dimensions: int = DIMENSIONS) -> list[float]:
+    """Return a vector of length 1 in which each word of the text has its own direction."""
+    values = [0.0] * dimensions
+    for word in text.split() or [b""]:
+        digest = xxh3_64_intdigest(word)
+        for index in range(dimensions):
+            values[index] += 1.0 if digest >> (index % 64) & 1 else -1.0
+    length = math.sqrt(sum(value * value for value in values)) or 1.0
+    return [value / length for value in values]
+
+
+def similarity(first: bytes, second: bytes) -> float:
+    """Return the cosine of two texts' vectors, between 0 and 1."""
+    product = sum(a * b for a, b in zip(vector(first), vector(second), strict=True))
+    return min(1.0, max(0.0, product))
+
+
+def _about_inputs(
+    raw: bytes,
+    headers: Mapping[str, str],
+    served: str,
+    name: str,
+    kind: str | None,
+    build_one: Callable[[bytes, InputBody], dict[str, Any]],
+) -> PoolingRequest:
+    body, prompts = _inputs(raw, headers, served)
+    ask = _job(name, served, prompts)
+
+    def build(created: int) -> dict[str, Any]:
+        objects = {} if kind is None else {"object": kind}
+        data = [
+            {"index": index} | objects | build_one(prompt, body)
+            for index, prompt in enumerate(prompts)
+        ]
+        return _listing(ask, created, served, data)
+
+    return PoolingRequest(ask, build)
+
+
+def _embedding(prompt: bytes, body: InputBody) -> dict[str, Any]:
+    return {"embedding": _encoded(vector(prompt, body.dimensions or DIMENSIONS), body)}
+
+
+def _pooled(prompt: bytes, body: InputBody) -> dict[str, Any]:
+    return {"data": _encoded(vector(prompt, body.dimensions or DIMENSIONS), body)}
+
+
+def _class(prompt: bytes, _: InputBody) -> dict[str, Any]:
+    share = xxh3_64_intdigest(prompt) % 1000 / 1000
+    probs = [share, 1.0 - share]
+    return {
+        "label": LABELS[probs.index(max(probs))],
+        "probs": probs,
+        "num_classes": len(LABELS),
+    }
+
+
+def _verdict(prompt: bytes) -> dict[str, Any]:
+    scores = {
+        name: xxh3_64_intdigest(prompt, seed) % 100 / 1000 for seed, name in enumerate(CATEGORIES)
+    }
+    return {
+        "flagged": False,
+        "categories": dict.fromkeys(CATEGORIES, False),
+        "category_scores": scores,
+    }
+
+
+def _encoded(values: Sequence[float], body: InputBody) -> list[float] | str:
+    if body.encoding_format == "float":
+        return list(values)
+    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+
+
+def _inputs(raw: bytes, headers: Mapping[str, str], served: str) -> tuple[InputBody, list[bytes]]:
+    """Return the body and its prompts as tokens. Raises ApiError."""
+    body = decode_body(raw, InputBody)
+    _check_model(body.model, served, headers)
+    if body.messages:
+        return body, [render_chat({"messages": body.messages, "add_generation_prompt": False})]
+    if not body.input:
+        raise ApiError(400, "1 validation error: input: field required and not empty", "input")
+    parts = [body.input] if isinstance(body.input, str) or _is_ids(body.input) else body.input
+    if len(parts) > MAX_INPUTS:
+        raise ApiError(400, f"at most {MAX_INPUTS} inputs, got {len(parts)}", "input")
+    return body, [one_prompt(part) for part in parts]
+
+
+def _is_ids(value: Sequence[object]) -> bool:
+    return isinstance(value[0], int)
+
+
+def _check_model(model: str | None, served: str, headers: Mapping[str, str]) -> None:
+    check_rank(headers)
+    if model is not None and model != served:
+        raise ApiError(404, f"The model `{model}` does not exist.", "model")
+
+
+def _listed(value: Document | list[Document]) -> list[Document]:
+    parts = value if isinstance(value, list) else [value]
+    if not parts or len(parts) > MAX_INPUTS:
+        raise ApiError(400, f"1 to {MAX_INPUTS} texts are required, got {len(parts)}", "documents")
+    return parts
+
+
+def _document(part: Document) -> bytes:
+    text = part if isinstance(part, str) else part.get("text")
+    return token_bytes(text) if isinstance(text, str) else token_bytes(str(part))
+
+
+def _job(name: str, served: str, prompts: list[bytes]) -> ParsedRequest:
+    """Return the request whose first token marks the end of the computation."""
+    return ParsedRequest(name, False, served, prompts, 1, 1, False, RequestBody(), (), None)
+
+
+def _usage(ask: ParsedRequest) -> dict[str, int]:
+    tokens = sum(token_count(prompt) for prompt in ask.prompts)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def _listing(
+    ask: ParsedRequest, created: int, served: str, data: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "id": ask.id,
+        "object": "list",
+        "created": created,
+        "model": served,
+        "data": data,
+        "usage": _usage(ask),
+    }
+
+
+READERS: Mapping[str, Reader] = {
+    "/v1/embeddings": read_embeddings,
+    "/pooling": read_pooling,
+    "/classify": read_classify,
+    "/v1/moderations": read_moderations,
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), read_rerank),
+    **dict.fromkeys(("/score", "/v1/score"), read_score),
+}

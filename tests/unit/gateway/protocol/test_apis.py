@@ -1,0 +1,126 @@
+"""The table of APIs: what each one's prompt is, and what a parsed request of it expects."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import pytest
+
+from gateway.protocol import apis
+from gateway.protocol.apis import API_PATHS, APIS, Api
+from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.openai import Call, CallContext, parse_call
+from gateway.protocol.request_head import read_head
+from gateway.protocol.resume_terms import continuation_terms
+from gateway.protocol.service_class import NO_PREFERENCES
+from policies.model import STANDARD, Slo
+
+TEXT = "How deep is the reservoir behind the dam?"
+RERANK = {"query": "dam", "documents": [TEXT]}
+SCORE = {"text_1": "dam", "text_2": [TEXT]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}]},
+    "/v1/completions": {"prompt": TEXT},
+    "/v1/embeddings": {"input": TEXT},
+    "/classify": {"input": TEXT},
+    "/pooling": {"input": TEXT},
+    "/v1/moderations": {"input": TEXT},
+    **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), RERANK),
+    **dict.fromkeys(("/v1/score", "/score"), SCORE),
+    "/tokenize": {"prompt": TEXT},
+    "/detokenize": {"tokens": [1, 2, 3]},
+}
+
+
+class Model(NamedTuple):
+    served_model: str = "demo"
+    context_tokens: int | None = None
+    slo: Slo = STANDARD
+    is_low_first: bool = True
+    sequences: int = 8
+
+
+def parsed(api: Api, body: dict[str, Any], served: str = "demo") -> Call:
+    return parse_call(
+        json.dumps({"model": "demo", **body}).encode(),
+        api,
+        {"demo": Model(served)},
+        CallContext("req_1", "acme", NO_PREFERENCES, 0.0),
+    )
+
+
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.path)
+def test_a_body_of_each_api_parses_and_its_prompt_is_measured(api: Api) -> None:
+    call = parsed(api, BODIES[api.path])
+    assert call.api is api
+    assert call.prompt
+    assert (call.request.prompt_tokens > 0) is api.is_admitted
+    assert call.request.output_tokens == (256 if api.generates else 1)
+
+
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.path)
+def test_a_body_without_the_prompt_is_refused_with_the_member_s_name(api: Api) -> None:
+    with pytest.raises(GatewayError) as refused:
+        parsed(api, {})
+    assert (refused.value.failure, refused.value.param) == (Failure.BAD_REQUEST, api.conversation)
+
+
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.path)
+def test_the_engine_s_name_of_the_model_is_sent_and_internals_are_not(api: Api) -> None:
+    call = parsed(api, {**BODIES[api.path], "kv_transfer_params": {}, "rid": "x"}, "engine-name")
+    body = json.loads(call.body)
+    assert body == {"model": "engine-name", **BODIES[api.path]}
+
+
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.path)
+def test_the_fast_connection_recognises_each_path_with_and_without_a_query(api: Api) -> None:
+    for query in ("", "?beta=true", "?a=%20b&c"):
+        head = f"POST {api.path}{query} HTTP/1.1\r\nHost: gw\r\nContent-Length: 2\r\n\r\n"
+        result = read_head(head.encode(), 0)
+        assert result is not None
+        assert result.api is api
+
+
+def test_paths_are_unique_and_operations_name_spans() -> None:
+    assert len(API_PATHS) == len(APIS)
+    assert all(api.operation and " " not in api.operation for api in APIS)
+
+
+def test_only_text_apis_can_be_resumed_or_split() -> None:
+    for api in APIS:
+        assert api.generates or not (api.can_split or api.can_resume)
+        call = parsed(api, {**BODIES[api.path], "stream": True})
+        assert (continuation_terms(call) is not None) is api.can_resume
+
+
+def test_inputs_of_a_batch_are_counted_and_bounded_apart_from_the_model_s_sequences() -> None:
+    call = parsed(apis.EMBEDDINGS, {"input": [TEXT] * 100})
+    assert (call.request.prompts, call.request.choices) == (100, 1)
+    assert call.request.output_tokens == 1
+    with pytest.raises(GatewayError) as refused:
+        parsed(apis.EMBEDDINGS, {"input": ["x"] * 2049})
+    assert refused.value.param == "input"
+
+
+def test_token_ids_of_an_input_are_counted_exactly() -> None:
+    assert parsed(apis.EMBEDDINGS, {"input": [1, 2, 3]}).request.prompt_tokens == 3
+    assert parsed(apis.EMBEDDINGS, {"input": [[1, 2], [3, 4, 5]]}).request.prompt_tokens == 5
+
+
+def test_both_texts_of_a_rerank_and_of_a_score_count() -> None:
+    for api in (apis.RERANK, apis.SCORE):
+        short = parsed(api, BODIES[api.path]).request.prompt_tokens
+        first = api.prompt[0]
+        long = parsed(api, {**BODIES[api.path], first: "x" * 4000}).request.prompt_tokens
+        assert long - short >= 900
+
+
+@pytest.mark.parametrize("name", sorted(apis.SCORE.alternatives))
+def test_a_score_is_accepted_in_each_of_its_forms(name: str) -> None:
+    assert parsed(apis.SCORE, {name: TEXT}).request.prompt_tokens > 5
+
+
+def test_embeddings_and_tokenize_accept_a_chat() -> None:
+    for api in (apis.EMBEDDINGS, apis.TOKENIZE):
+        assert parsed(api, {"messages": [{"role": "user", "content": TEXT}]}).prompt
