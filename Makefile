@@ -25,10 +25,13 @@ RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer tests/chaos/test_kv_processes
 
 COMPILED_TESTS ?= tests/unit/gateway tests/unit/policies tests/property/gateway tests/property/policies tests/e2e/test_openai_sdk.py
 
+WHEEL_TESTS ?= tests/unit tests/property tests/contract tests/e2e
+PYTHONS ?=
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split bench-paired bench-tls goodput zoo observe real compiled test-compiled load policies gateways restarts attacks tls soak overload isolation clocks web docs lock deploy-check clean
+.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split bench-paired bench-tls goodput zoo observe real compiled test-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation clocks web docs lock deploy-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,11 +63,20 @@ kv-trials: $(VENV)/.dev ## run 10,000 seeded faults of KV transfer on all transp
 bench: $(VENV)/.dev ## compare this gateway with its peers under the same load (docs/performance.md)
 	$(PY) bench/peers.py
 
-compiled: $(VENV)/.dev ## compile the request path with Cython, as for the image, into build/compiled (needs cc)
+compiled: $(VENV)/.dev ## compile the request path with Cython, as in the wheels, into build/compiled (needs cc; 3 minutes)
 	$(PY) -m tools.compile.compile build/compiled
 
 test-compiled: compiled ## run unit, property and SDK tests on the compiled modules
 	PENSTOCK_HOME=$(CURDIR)/build/compiled $(PY) -m pytest -o "pythonpath=build/compiled ." $(or $(TESTS),$(COMPILED_TESTS))
+
+wheel: $(VENV)/.dev ## build sdist and wheels into dist/, compiled for every CPython found (PYTHONS="python3.12"; needs cc)
+	$(PY) -m tools.compile.wheel $(PYTHONS)
+
+test-wheel: $(VENV)/.dev ## build a wheel for this Python, and run unit, property, contract and e2e tests on it
+	$(PY) -m tools.compile.wheel --one
+	rm -rf build/wheel/site
+	$(PY) -m pip install -q --no-deps --target build/wheel/site dist/penstock-*-$$($(PY) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl
+	PENSTOCK_HOME=$(CURDIR)/build/wheel/site $(PY) -m pytest -o "pythonpath=build/wheel/site ." $(or $(TESTS),$(WHEEL_TESTS))
 
 bench-paired: $(VENV)/.dev ## compare the CPU per request and chunk with an older revision (BASE=main~20; PAIRED="--pairs 40")
 	@test -n "$(BASE)" || { echo "make bench-paired needs a revision to compare with: make bench-paired BASE=main~20" >&2; exit 1; }
@@ -147,7 +159,7 @@ lock: $(VENV)/.dev ## update the lock files from pyproject.toml (needs the netwo
 	sh deploy/lock.sh $(PYTHON)
 
 clean: ## remove everything that make creates
-	rm -rf $(VENV) .venv-peers build bench/bin penstock.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers build dist bench/bin penstock.egg-info .mypy_cache .ruff_cache .hypothesis
 
 # Stamp files: the set-up runs once, and again when a lock or pyproject.toml changes.
 $(VENV)/bin/python:

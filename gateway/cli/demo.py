@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 import msgspec
 from rich.console import Console
@@ -26,6 +26,7 @@ from rich.console import Console
 from gateway.cli.output import DEFAULT_ADMIN_URL
 from gateway.config import ConfigError, LoadedConfig, json_schema, load_with_warnings
 from gateway.util.addresses import is_port_free
+from gateway.util.version import build_kind
 from kvtransfer.dialects import DIALECTS, Prerequisite
 
 FOLDER = Path("penstock-demo")
@@ -406,6 +407,7 @@ def _welcome(demo: DemoOptions, file: Path) -> str:
         admin=admin,
         file=file,
         folder=FOLDER,
+        build=_BUILDS[build_kind()],
         split="" if demo.dialect is None else _SPLIT.format(url=url, model=demo.model),
         next_steps=_next_steps(demo, file, url, admin),
     )
@@ -436,6 +438,13 @@ def _next_steps(demo: DemoOptions, file: Path, url: str, admin: str) -> str:
     return "\n".join(f"  {step:{width}}   # {purpose}" for step, purpose in steps.items())
 
 
+_BUILDS = MappingProxyType(
+    {
+        "compiled": "compiled, as installed from a wheel",
+        "sources": "the sources; a wheel with compiled modules needs less CPU (docs/install.md)",
+    }
+)
+
 _WELCOME = """\
 Penstock demo: {groups} mock TP groups serve "{model}" with policy {policy}. No GPU needed.
 
@@ -443,6 +452,7 @@ Penstock demo: {groups} mock TP groups serve "{model}" with policy {policy}. No 
   Live view  {admin}   (/metrics /endpoints /config)
   Config     {file}
   Requests   {folder}/access.log
+  Runs       {build}
 
 Try it in another terminal:
 

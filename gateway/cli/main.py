@@ -28,7 +28,7 @@ from rich.console import Console
 
 from gateway.cli.admin_client import AdminAddress, AdminClient, with_admin_options
 from gateway.cli.output import JsonOption, exit_with_error, is_utf8_output, print_json, print_line
-from gateway.util.version import is_compiled, program_version
+from gateway.util.version import build_kind, is_compiled, program_version
 
 if TYPE_CHECKING:
     from gateway.config import ConfigError, LoadedConfig, Problem
@@ -141,6 +141,11 @@ def options(
     """A request router and prefill/decode gateway for LLM inference engines."""
 
 
+EXTRAS: Mapping[str, str] = MappingProxyType(
+    {"numpy": "demo", "textual": "top", "cryptography": "seal"}
+)
+"""Optional packages by module, with the extra of this project that installs each."""
+
 WRITE_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Error numbers that mean that the output device accepts no more data."""
 
@@ -153,6 +158,8 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")
     try:
         app(prog_name="penstock")
+    except ModuleNotFoundError as error:
+        _exit_without_extra(error)
     except OSError as error:
         if error.errno not in WRITE_FAILURES:
             raise
@@ -160,6 +167,22 @@ def main() -> None:
         # Python flushes stdout once more on exit; without this, that flush would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _exit_without_extra(error: ModuleNotFoundError) -> NoReturn:
+    """Print which extra has the missing package and exit with status 1.
+
+    Raises the error again if no extra has it.
+    """
+    module = (error.name or "").partition(".")[0]
+    if module not in EXTRAS:
+        raise error
+    print_line(
+        f"this needs {module}, which is not installed: pip install 'penstock[{EXTRAS[module]}]'",
+        style="red",
+        err=True,
+    )
+    sys.exit(1)
 
 
 @app.command()
@@ -383,12 +406,12 @@ def schema() -> None:
 
 @app.command()
 def version(as_json: JsonOption = False) -> None:
-    """Print the version, and whether the hot path is compiled."""
-    own, python, compiled = program_version(), platform.python_version(), is_compiled()
+    """Print the version, and whether the hot path is compiled or runs from sources."""
+    own, python = program_version(), platform.python_version()
     if as_json:
-        print_json({"penstock": own, "python": python, "compiled": compiled})
+        print_json({"penstock": own, "python": python, "compiled": is_compiled()})
     else:
-        print_line(f"penstock {own} (Python {python}{', compiled' if compiled else ''})")
+        print_line(f"penstock {own} (Python {python}, {build_kind()})")
 
 
 def _serve(loaded: LoadedConfig, file: Path | None, workers: int) -> int:

@@ -8,6 +8,7 @@ continue_stream()   what follows when a stream breaks after its first byte: its 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from gateway.config import Resume
 from gateway.exchange import Exchange
@@ -226,13 +227,8 @@ class RestPlan:
         member, salt = booking.endpoint.salt_member, self._call.salt.decode()
         salts = {member: salt} if member and salt else {}
         body = _Body(ledger.terms.rest_body(served, ledger.prompt_ids, ledger.shown_ids, salts))
-
-        def on_first_token() -> None:
-            booking.on_first_token()
-            body.body = b""
-            ledger.resumes += 1
-            exchange.give_back_retry_turn(self.gateway.gate)
-
+        # No closure: in a compiled module it would hold this coroutine, and the relay with it.
+        on_first_token = partial(self._on_first_token, booking, body)
         recorder = LedgerRecorder(ledger, ledger.render_rest, served, asked)
         relay = ContinuationRelay(b"", on_first_token, self._client.is_http_1_0, recorder)
         length, name = len(body.body), booking.endpoint.name
@@ -246,6 +242,12 @@ class RestPlan:
             return f"status_{forward.refusal_status(relay)}"
         booking.on_served(relay.usage)
         return RESUMED
+
+    def _on_first_token(self, booking: Booking, body: _Body) -> None:
+        booking.on_first_token()
+        body.body = b""
+        self._ledger.resumes += 1
+        self.exchange.give_back_retry_turn(self.gateway.gate)
 
     def _close(self) -> None:
         """Write the end of an answer that lacks nothing else."""

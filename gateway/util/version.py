@@ -15,6 +15,11 @@ def program_version() -> str:
         return "unknown"
 
 
+def build_kind() -> str:
+    """Return what runs: "compiled" (extension modules) or "sources"."""
+    return "compiled" if is_compiled() else "sources"
+
+
 def is_compiled() -> bool:
     """Whether the extension modules are used instead of their sources
     (tools/compile/compile.py).

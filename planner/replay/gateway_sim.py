@@ -15,13 +15,14 @@ from planner.replay.group import ReplayGroup
 from planner.replay.inflight import InflightRequest
 from planner.replay.options import CacheView, ReplayOptions
 from planner.replay.record import ReplayRecord
+from planner.replay.trace_fingerprint import fingerprint_of_chain
 from planner.text_generator import BYTES_PER_TOKEN
 from planner.traces.shape import TraceRequest
 from policies import run
 from policies.contract import Policy
 from policies.engine.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengths
 from policies.model import Candidate, Pick, Request, RoutingQuery
-from policies.prefix.fingerprint import Fingerprint, fingerprint_of_chain
+from policies.prefix.fingerprint import Fingerprint
 from policies.prefix.prefix_index import PrefixIndex
 
 INDEX_BYTES = 256 << 20

@@ -8,10 +8,8 @@ choice: tools, template arguments and messages are parts; tenant, model and LoRA
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
-from collections.abc import Sequence
-
-import numpy as np
 
 from policies.prefix import block_hash
 from policies.prefix.sampled_keys import MAX_BLOCKS, Keys, sample_keys
@@ -80,10 +78,10 @@ class Fingerprinter:
         self._salt_key = hashlib.blake2b(secret, person=b"penstock-salt").digest()
         words = block_bytes // 8
         numbers = _secret_numbers(secret, words + MAX_BLOCKS + 2)
-        word_keys, places = numbers[:words] | np.uint64(1), numbers[words : words + MAX_BLOCKS]
-        self._arithmetic = block_hash.DEFAULT_ARITHMETIC(
-            word_keys, places, int(numbers[-2]) | 1, int(numbers[-1]) | 1
-        )
+        word_keys = array("Q", [number | 1 for number in numbers[:words]])
+        places = numbers[words : words + MAX_BLOCKS]
+        arithmetic = default_arithmetic()
+        self._arithmetic = arithmetic(word_keys, places, numbers[-2] | 1, numbers[-1] | 1)
         self._seeds: dict[bytes, int] = {}
 
     def fingerprint(self, salt: bytes, *parts: bytes | memoryview) -> Fingerprint:
@@ -111,27 +109,23 @@ class Fingerprinter:
         return Fingerprint(keys, self.block_bytes, len(data))
 
 
-def _secret_numbers(secret: bytes, count: int) -> block_hash.Numbers:
+def default_arithmetic() -> type[block_hash.KeyArithmetic]:
+    """Return the fastest arithmetic here: compiled, then numpy's, then Python's."""
+    if block_hash.is_loop_compiled():
+        return block_hash.ScalarArithmetic
+    try:
+        from policies.prefix.numpy_hash import NumpyArithmetic
+    except ModuleNotFoundError:  # numpy belongs to the extra `demo`
+        return block_hash.ScalarArithmetic
+    return NumpyArithmetic
+
+
+def _secret_numbers(secret: bytes, count: int) -> Keys:
     """Derive `count` independent 64-bit numbers from the secret."""
-    stretched = hashlib.shake_256(b"penstock-fingerprint" + secret).digest(8 * count)
-    return np.frombuffer(stretched, np.dtype("<u8")).astype(np.uint64)
-
-
-def fingerprint_of_chain(
-    ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0
-) -> Fingerprint:
-    """Return the fingerprint of a prompt known only by chained block ids, as in traces.
-
-    Keys are the ids, mixed over 64 bits (splitmix64's finalizer), because the index distributes its
-    entries by low bits. Not for client prompts: anyone who knows the ids knows the keys.
-    """
-    keys = np.array(ids, np.uint64)
-    keys += np.uint64(salt & 0xFFFFFFFFFFFFFFFF)
-    for shift, odd in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        keys ^= keys >> np.uint64(shift)
-        keys *= np.uint64(odd)
-    keys ^= keys >> np.uint64(31)
-    return Fingerprint(array("Q", keys.tobytes()), block_bytes, n_bytes)
+    numbers = array("Q", hashlib.shake_256(b"penstock-fingerprint" + secret).digest(8 * count))
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
 
 
 def block_ids(fingerprint: Fingerprint, bytes_each: int = 2048) -> list[int]:

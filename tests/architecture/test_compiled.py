@@ -1,5 +1,4 @@
-"""The build of compiled modules: existing modules, correct C classes and declarations, valid
-training.
+"""The build of compiled modules: existing modules, correct C classes and declarations.
 
 Tests tools/compile.
 """
@@ -7,22 +6,17 @@ Tests tools/compile.
 from __future__ import annotations
 
 import ast
-import json
-from collections import Counter
 from pathlib import Path
-from random import Random
 
 import pytest
 
-from gateway.config import load_text
-from tools.compile import classes, training
-from tools.compile import compile as compiling
+from tools.compile import classes, source_tree
 from tools.compile.declarations import declarations
 
 ROOT = Path(__file__).parents[2]
 
 
-PROJECT = compiling.read(ROOT)
+PROJECT = source_tree.read(ROOT)
 
 
 def told(module: str) -> list[str]:
@@ -54,8 +48,8 @@ def of(**sources: str) -> classes.Project:
 
 
 def test_every_module_that_is_compiled_exists() -> None:
-    assert all((ROOT / name).exists() for name in compiling.MODULES)
-    assert len(set(compiling.MODULES)) == len(compiling.MODULES)
+    assert all((ROOT / name).exists() for name in source_tree.MODULES)
+    assert len(set(source_tree.MODULES)) == len(source_tree.MODULES)
 
 
 def test_a_build_is_known_by_all_that_is_copied_into_it(
@@ -68,14 +62,14 @@ def test_a_build_is_known_by_all_that_is_copied_into_it(
         "tools/compile/compile.py",
         "gateway/model.so",
     )
-    for name in (*names, *compiling.PROJECT_FILES, "requirements-compile.lock"):
+    for name in (*names, *source_tree.PROJECT_FILES, "requirements-compile.lock"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("old")
-    monkeypatch.setattr(compiling, "ROOT", tmp_path)
-    seen = [compiling._build_digest()]
+    monkeypatch.setattr(source_tree, "ROOT", tmp_path)
+    seen = [source_tree.tree_digest()]
     for name in names:
         (tmp_path / name).write_text("new")
-        seen.append(compiling._build_digest())
+        seen.append(source_tree.tree_digest())
     assert len(set(seen)) == len(names)
     assert seen[-1] == seen[-2]  # what is compiled already is not copied
 
@@ -163,6 +157,15 @@ def test_a_method_is_declared_with_the_c_classes_and_bytes_of_its_annotations() 
     )
 
 
+def test_a_method_called_with_unpacked_arguments_stays_pythons() -> None:
+    item = ITEM + "    def m(self, a): pass\n    def k(self, a): pass\n    def j(self, a): pass\n"
+    user = (
+        "def use(one, values, named):\n    one.m(*values)\n    one.k(values)\n    one.j(**named)\n"
+    )
+    declared = declarations("item", of(item=item, user=user))
+    assert [name for name in "mkj" if f" {name}(" in declared] == ["k"]
+
+
 def test_a_method_handed_on_by_another_module_or_found_in_two_of_a_kin_stays_pythons() -> None:
     item = ITEM + "    def m(self): pass\n    def k(self): pass\n"
     user = "from item import Item\ndef use(one: Item, loop):\n    loop.call_soon(one.m)\n"
@@ -209,15 +212,3 @@ def test_a_class_imported_for_types_alone_is_known_unless_that_closes_a_circle_o
     assert "Second" not in of(first=first, second=second.format("helper")).known_classes("first")
     stands = "from first import First\nclass Second(First):\n    __slots__ = ()\n"
     assert "Second" not in of(first=first, second=stands).known_classes("first")
-
-
-def test_the_training_is_a_configuration_and_a_mix_that_asks_for_all_of_it() -> None:
-    plain, priced, prefill, decode = ([f"http://127.0.0.1:{port}"] for port in range(4001, 4005))
-    text = training.configuration(plain, priced, prefill, decode).encode()
-    served = {model.name for model in load_text(text, "training", {}).config.models}
-    bodies = [json.loads(body) for body in training.mix(Random(0))]
-    assert len(bodies) == training.REQUESTS
-    kinds = Counter((body["model"], "stream" in body) for body in bodies)
-    assert {model for model, _ in kinds} == served
-    assert min(kinds.values()) > 50
-    assert max(len(body["messages"][0]["content"]) for body in bodies) > 100_000

@@ -110,6 +110,16 @@ class Project:
             - fields
         )
 
+    @cached_property
+    def called_with_unpacking(self) -> frozenset[str]:
+        """Names of functions and methods called with *arguments or **keywords, as C cannot."""
+        return frozenset(
+            ast.unparse(node.func).rpartition(".")[2]
+            for module in self.compiled
+            for node in ast.walk(self.trees[module])
+            if isinstance(node, ast.Call) and _unpacks(node)
+        )
+
 
 def project(trees: Mapping[str, ast.Module], compiled: Collection[str]) -> Project:
     """Build the project of all modules, of which some are compiled."""
@@ -168,6 +178,13 @@ def _used_as_values(module: str, tree: ast.Module) -> Iterator[str]:
                 yield from [
                     f"{owner}.{node.attr}" for owner in owners.get(ast.unparse(node.value), ())
                 ] or [node.attr]
+
+
+def _unpacks(call: ast.Call) -> bool:
+    """Whether a call unpacks its arguments."""
+    return any(isinstance(argument, ast.Starred) for argument in call.args) or any(
+        keyword.arg is None for keyword in call.keywords
+    )
 
 
 def _reachable(first: str, following: Mapping[str, Iterable[str]]) -> set[str]:

@@ -82,7 +82,7 @@ def declarations(module: str, project: Project) -> str:
         ]
         lines += [
             c_types.signature(function)
-            for function in _c_functions(functions, _used_as_values({module}, project))
+            for function in _c_functions(functions, _need_python_form({module}, project))
         ]
     return "\n".join([*lines, ""]) if lines else ""
 
@@ -102,7 +102,7 @@ def _declare_class(
     }
     # A method that related classes override must stay a Python method.
     excluded = {method.name for other in related.values() for method in _functions(other)}
-    excluded |= _used_as_values({"", full, *related}, project)
+    excluded |= _need_python_form({"", full, *related}, project)
     for method in _c_functions(_functions(node), excluded):
         yield f"    {c_types.signature(method, of_class=True)}"
     yield "    pass"
@@ -118,12 +118,12 @@ def _functions(node: ast.ClassDef) -> list[ast.FunctionDef]:
     return [item for item in node.body if isinstance(item, ast.FunctionDef)]
 
 
-def _used_as_values(containers: Collection[str], project: Project) -> set[str]:
+def _need_python_form(containers: Collection[str], project: Project) -> set[str]:
     return {
         name.rpartition(".")[2]
         for name in project.used_as_values
         if container_of(name) in containers
-    }
+    } | project.called_with_unpacking
 
 
 def _c_functions(

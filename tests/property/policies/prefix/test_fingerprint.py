@@ -5,13 +5,13 @@ from __future__ import annotations
 from array import array
 from itertools import pairwise
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.prefix.block_hash import KeyArithmetic, Numbers, NumpyArithmetic, ScalarArithmetic
+from policies.prefix.block_hash import KeyArithmetic, ScalarArithmetic
 from policies.prefix.fingerprint import Fingerprinter
-from policies.prefix.sampled_keys import SAMPLE_LENGTHS, sample_keys
+from policies.prefix.numpy_hash import NumpyArithmetic
+from policies.prefix.sampled_keys import SAMPLE_LENGTHS, Keys, sample_keys
 
 BLOCK = 16
 PRINTS = Fingerprinter(b"0123456789abcdef", block_bytes=BLOCK)
@@ -20,11 +20,9 @@ prompts = st.binary(max_size=40 * BLOCK)
 words = st.integers(0, 2**64 - 1)
 
 
-def numbers(count: int) -> st.SearchStrategy[Numbers]:
+def numbers(count: int) -> st.SearchStrategy[Keys]:
     """Draw this many secret numbers."""
-    return st.lists(words, min_size=count, max_size=count).map(
-        lambda values: np.array(values, np.uint64)
-    )
+    return st.lists(words, min_size=count, max_size=count).map(lambda values: array("Q", values))
 
 
 @given(st.binary(max_size=20 * BLOCK), prompts, prompts)
@@ -80,7 +78,7 @@ def test_different_secrets_share_no_key(prompt: bytes) -> None:
     numbers(2), numbers(300), words, words, words, st.binary(min_size=BLOCK, max_size=300 * BLOCK)
 )
 def test_word_by_word_gives_the_keys_that_whole_arrays_give(
-    word_keys: Numbers, places: Numbers, fold: int, mix: int, seed: int, data: bytes
+    word_keys: Keys, places: Keys, fold: int, mix: int, seed: int, data: bytes
 ) -> None:
     def keys(arithmetic: type[KeyArithmetic]) -> list[int]:
         return (

@@ -19,6 +19,7 @@ from gateway.fleet.prefix_cache import PrefixCacheView
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from policies.health.speed_record import Measure, Slowness, SpeedRecord
+from tests.replaced import replace_method
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -100,7 +101,7 @@ async def test_a_slow_engine_does_not_return_because_its_peer_was_busy_once(
             live.endpoint, live.spec, live.load, live.upstream.timeouts, live.upstream.outbox
         )
         live.speed.slowness = Slowness(Measure.TPOT, 3.0, 0.3, 0.1)
-        monkeypatch.setattr(type(table), "find_peer", lambda self, live: peer)
+        replace_method(monkeypatch, type(table), "find_peer", lambda self, live: peer)
         times = {live: list(own_s), peer: list(peer_s)}
 
         async def taken(endpoint: LiveEndpoint, _: object) -> float:

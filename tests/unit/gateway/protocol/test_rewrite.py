@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from gateway.protocol.relay import UpstreamError
 from gateway.protocol.resume_terms import ContinuationTerms
 from gateway.protocol.rewrite import MAX_HELD_EVENT, CachedTokensRewriter, ModelNameRewriter
-from gateway.protocol.token_ledger import MAX_EVENT_BYTES, LedgerRecorder
+from gateway.protocol.token_ledger import MAX_EVENT_BYTES, Ledger, LedgerRecorder
+from tests.replaced import stand_in
 
 PARTS = st.lists(
     st.sampled_from(
@@ -98,7 +99,7 @@ class CountingLedger:
 
 def recorder() -> LedgerRecorder:
     return LedgerRecorder(
-        CountingLedger(),  # type: ignore[arg-type]
+        stand_in(Ledger, CountingLedger()),
         lambda chunk: b"%d " % len(chunk["a"]),
         "served",
         "mine",

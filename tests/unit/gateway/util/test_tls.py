@@ -15,10 +15,12 @@ from gateway.config import ConfigError, LoadedConfig, load_with_warnings
 from gateway.config.diff import diff
 from gateway.config.tls_files import named_certificates
 from gateway.config.tls_sections import ListenerTls
+from gateway.http.client_connections import ClientConnections
 from gateway.http.tls_listener import TlsListener, TlsListeners
 from gateway.reload.reloader import _bound
 from gateway.util import tls
 from tests.authority import Authority, Files
+from tests.replaced import stand_in
 
 JANUARY_2020 = 1577836800.0
 
@@ -246,8 +248,9 @@ def test_disabled_verification_causes_a_warning(tmp_path: Path, tail: str, path:
 
 def test_a_plain_listener_uses_its_http_protocols_directly() -> None:
     nothing: Any = None
+    connections = stand_in(ClientConnections, nothing)
     assert (
-        TlsListeners(nothing, nothing, nothing).wrap_factory("api", None, asyncio.Protocol)
+        TlsListeners(connections, nothing, nothing).wrap_factory("api", None, asyncio.Protocol)
         is asyncio.Protocol
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from planner.replay.trace_fingerprint import fingerprint_of_chain
 from policies.admission.admission import Admit, DrainRate, RequestOutcome, Shed, Wait
 from policies.admission.priced import PricedAdmission, PricedAdmissionParams
 from policies.admission_registry import build_admission
@@ -20,7 +21,6 @@ from policies.model import (
     SessionHints,
     Slo,
 )
-from policies.prefix.fingerprint import fingerprint_of_chain
 from policies.registry import PolicyConfigError
 from tests.unit.policies.builders import View, ask, candidate, draining, shed
 

