@@ -96,7 +96,7 @@ async def serve(gateway: Gateway, exchange: Exchange, client: Client) -> None:
         await _handle(gateway, exchange, client)
     except GatewayError as error:
         exchange.set_refused(error)
-        client.send_error(error, exchange.id)
+        client.send_error(error, exchange.id, exchange.api.errors)
     except asyncio.CancelledError:
         exchange.set_client_gone()
         raise
@@ -270,4 +270,4 @@ def _answer_internal_error(exchange: Exchange, client: Client) -> None:
         client.close_after_write()
     else:
         error = GatewayError(Failure.INTERNAL, "The gateway failed on this request.")
-        client.send_error(error, exchange.id)
+        client.send_error(error, exchange.id, exchange.api.errors)

@@ -292,6 +292,11 @@ def _all_prompts(body: RequestBody, chat: bool) -> list[bytes]:
     return [render_chat(_chat_parts(body))] if chat else _prompts(body.prompt)
 
 
+def chat_prompt(body: RequestBody) -> bytes:
+    """Return the rendered prompt of a chat. Raises ApiError."""
+    return render_chat(_chat_parts(body))
+
+
 def parse_prompt(raw: bytes) -> bytes:
     """Return the prompt of a /tokenize body, chat or completion, as tokens. Raises ApiError."""
     body = decode_body(raw, RequestBody)

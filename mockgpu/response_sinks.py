@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from typing import Protocol
 
 from mockgpu.fault_grammar import FaultKind, InjectedFault
 from mockgpu.job import Job
-from mockgpu.openai_format import StreamChunks, http_chunk
+from mockgpu.openai_format import http_chunk
 from mockgpu.request_parser import ApiError
 
 KEEP_ALIVE = http_chunk(b": keep-alive\n\n")
@@ -36,6 +37,14 @@ class PendingResponse:
         """Fail the whole response, because the engine lost a choice."""
         if not self.done.done():
             self.done.set_result(error)
+
+
+class TokenEvents(Protocol):
+    """The events of one streamed choice, in the words of its API."""
+
+    def next(self, cached: int | None) -> bytes:
+        """Return the HTTP chunks of the next token."""
+        ...
 
 
 class WholeSink:
@@ -65,7 +74,7 @@ class StreamSink:
     def __init__(
         self,
         answer: PendingResponse,
-        chunks: StreamChunks,
+        chunks: TokenEvents,
         job: Job,
         transport: asyncio.Transport,
         cached: bool,
@@ -99,7 +108,7 @@ class FaultySink(StreamSink):
     def __init__(
         self,
         answer: PendingResponse,
-        chunks: StreamChunks,
+        chunks: TokenEvents,
         job: Job,
         transport: asyncio.Transport,
         cached: bool,

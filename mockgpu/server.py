@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 from aiohttp import web
 
-from mockgpu import openai_format, pooling
+from mockgpu import messages_format, openai_format, pooling
 from mockgpu.choice import Choice, build_choices
 from mockgpu.engine_formats import (
     EngineFormat,
@@ -37,6 +37,7 @@ from mockgpu.fault_grammar import (
 from mockgpu.group import TokenSink, TpGroup
 from mockgpu.group_faults import GroupFaults
 from mockgpu.leg_params import DecodeLeg, PrefillLeg
+from mockgpu.named_events import EventChunks, NamedEventFormat, read_members
 from mockgpu.request_parser import (
     NO_LEG,
     ApiError,
@@ -44,6 +45,7 @@ from mockgpu.request_parser import (
     ParsedHandoff,
     ParsedRequest,
     RequestBody,
+    chat_prompt,
     check_context,
     check_handoff,
     client_request_id,
@@ -59,6 +61,8 @@ from mockgpu.response_sinks import (
     break_off,
     reset_connection,
 )
+from mockgpu.responses_format import ResponsesFormat
+from mockgpu.text import token_count
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.pd_role import PdRole
@@ -67,6 +71,11 @@ VERSION = "0.33.0"
 MAX_BODY_BYTES = 32 << 20
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
+
+FORMATS: Mapping[str, NamedEventFormat] = {
+    "/v1/messages": messages_format.MessagesFormat(),
+    "/v1/responses": ResponsesFormat(),
+}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -111,6 +120,8 @@ class MockServer:
                 web.get("/v1/models", self.models),
                 web.post("/tokenize", self.tokenize),
                 web.post("/detokenize", self.detokenize),
+                web.post("/v1/messages/count_tokens", self.count_tokens),
+                *(web.post(path, self.converse) for path in FORMATS),
                 *(web.post(path, self.pool) for path in pooling.READERS),
                 web.get("/health", self.health),
                 web.get("/ping", self.health),
@@ -148,9 +159,9 @@ class MockServer:
             api_error = error
         except ConnectionResetError:  # the client left before its response began
             raise asyncio.CancelledError from None
-        return web.Response(
-            status=api_error.status, body=error_body(api_error, self._engine), content_type=JSON
-        )
+        form = FORMATS.get(request.path.removesuffix("/count_tokens"))
+        body = error_body(api_error, self._engine) if form is None else form.error(api_error)
+        return web.Response(status=api_error.status, body=body, content_type=JSON)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
@@ -161,9 +172,7 @@ class MockServer:
         return await self._generate(request, chat=False)
 
     async def _generate(self, request: web.Request, chat: bool) -> web.StreamResponse:
-        fault = self.faults.pick_fault()
-        if fault is not None and fault.kind is FaultKind.RESET_BEFORE_HEADERS:
-            _reset_now(request)
+        fault = self._pick_fault(request)
         ask = await self._read(request, chat)
         if fault is not None and fault.kind is FaultKind.ERROR:
             raise ApiError(fault.status, "Injected fault")
@@ -175,6 +184,71 @@ class MockServer:
         if ask.is_stream:
             return await self._stream(request, ask, choices, answer, fault)
         return await self._whole(request, ask, choices, answer, fault)
+
+    def _pick_fault(self, request: web.Request) -> InjectedFault | None:
+        """Return the fault of this request; one that strikes before a response strikes now."""
+        fault = self.faults.pick_fault()
+        if fault is not None and fault.kind is FaultKind.RESET_BEFORE_HEADERS:
+            _reset_now(request)
+        return fault
+
+    async def converse(self, request: web.Request) -> web.StreamResponse:
+        """POST to an API that means a chat and whose streams have named events."""
+        form, fault = FORMATS[request.path], self._pick_fault(request)
+        _check_content_type(request)
+        raw = await request.read()
+        members = read_members(raw)
+        name = client_request_id(request.headers) or uuid.uuid4().hex
+        ask = self._parse(raw, form.read(members), request, form.prefix + name, True)
+        if fault is not None and fault.kind is FaultKind.ERROR:
+            raise ApiError(fault.status, "Injected fault")
+        (choice,) = build_choices(ask)
+        if ask.is_stream:
+            chunks = form.chunks(ask, choice, int(time.time()), members)
+            return await self._stream_events(request, form, chunks, choice, fault)
+        answer = PendingResponse(1, asyncio.get_running_loop())
+        with self._submitted([choice], [WholeSink(answer)], fault):
+            error = await answer.done
+        if error is not None:
+            raise error
+        body = form.whole(ask, choice, int(time.time()), self._cached(ask, [choice]), members)
+        if fault is not None and fault.kind in BREAKING_FAULTS:
+            await _break_whole(request, msgspec.json.encode(body), fault.kind)
+        return _json(body)
+
+    async def _stream_events(
+        self,
+        request: web.Request,
+        form: NamedEventFormat,
+        chunks: EventChunks,
+        choice: Choice,
+        fault: InjectedFault | None,
+    ) -> web.StreamResponse:
+        """Send headers and first events at once, then tokens, then the end or the error."""
+        answer, transport = PendingResponse(1, asyncio.get_running_loop()), _transport(request)
+        details, job = self.group.spec.cached_details, choice.job
+        sink = StreamSink(answer, chunks, job, transport, details)
+        if fault is not None and fault.kind in STREAM_FAULTS:
+            sink = FaultySink(answer, chunks, job, transport, details, fault)
+        response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM})
+        response.enable_chunked_encoding()
+        with self._submitted([choice], [sink], fault):
+            await response.prepare(request)
+            if fault is not None and fault.kind is FaultKind.RESET_AFTER_HEADERS:
+                _reset_now(request)
+            transport.write(chunks.begin())
+            error = await answer.done
+        if transport.is_closing():
+            raise asyncio.CancelledError
+        cached = max(0, job.cached) if details else None
+        transport.write(chunks.end(cached) if error is None else form.failure(error))
+        await response.write_eof()
+        return response
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        """POST /v1/messages/count_tokens."""
+        chat = messages_format.count_body(read_members(await request.read()))
+        return _json({"input_tokens": token_count(chat_prompt(chat))})
 
     async def _whole(
         self,
@@ -219,12 +293,16 @@ class MockServer:
 
     async def _read(self, request: web.Request, chat: bool) -> ParsedRequest:
         """Parse a request. If a decode leg is refused, tell its prefill group to free the KV."""
-        if request.content_type != JSON:
-            raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
+        _check_content_type(request)
         raw = await request.read()
         name = client_request_id(request.headers) or uuid.uuid4().hex
         request_id = f"chatcmpl-{name}" if chat else f"cmpl-{name}"
         body = decode_body(raw, RequestBody)
+        return self._parse(raw, body, request, request_id, chat)
+
+    def _parse(
+        self, raw: bytes, body: RequestBody, request: web.Request, request_id: str, chat: bool
+    ) -> ParsedRequest:
         reading = self._reading(raw, body, request, request_id)
         spec = self.group.spec
         try:
@@ -341,11 +419,8 @@ class MockServer:
 
     async def pool(self, request: web.Request) -> web.Response:
         """POST to one of the APIs that compute no text; a prompt takes the time of its prefill."""
-        fault = self.faults.pick_fault()
-        if fault is not None and fault.kind is FaultKind.RESET_BEFORE_HEADERS:
-            _reset_now(request)
-        if request.content_type != JSON:
-            raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
+        fault = self._pick_fault(request)
+        _check_content_type(request)
         name = client_request_id(request.headers) or uuid.uuid4().hex
         read = pooling.READERS[request.path]
         job = read(await request.read(), request.headers, self.group.spec.served_name, name)
@@ -444,6 +519,11 @@ class MockServer:
 
 def _json(payload: object) -> web.Response:
     return web.Response(body=msgspec.json.encode(payload), content_type=JSON)
+
+
+def _check_content_type(request: web.Request) -> None:
+    if request.content_type != JSON:
+        raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
 
 
 def _reset_now(request: web.Request) -> NoReturn:

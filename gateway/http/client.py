@@ -10,6 +10,7 @@ from typing import Protocol
 
 from gateway.http.large_bodies import WaitForTurn
 from gateway.http.upstream import Downstream
+from gateway.protocol.error_shapes import OPENAI, ErrorShape
 from gateway.protocol.errors import GatewayError
 
 
@@ -41,8 +42,8 @@ class Client(Downstream, Protocol):
         """
         ...
 
-    def send_error(self, error: GatewayError, request_id: str) -> None:
-        """Send an error response."""
+    def send_error(self, error: GatewayError, request_id: str, shape: ErrorShape = OPENAI) -> None:
+        """Send an error response in the API's shape."""
         ...
 
     def send_response(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:

@@ -31,10 +31,10 @@ from gateway.http.connection_phase import (
     reader_expiry,
 )
 from gateway.protocol.apis import Api
+from gateway.protocol.error_shapes import OPENAI, ErrorShape
 from gateway.protocol.errors import (
     Failure,
     GatewayError,
-    error_body,
     new_request_id,
     reason_phrase,
     retry_headers,
@@ -133,11 +133,10 @@ class ClientConnection(ABC):
             outbox: WriteQueue = self._outbox
             outbox.enqueue(transport, data)
 
-    def send_error(self, error: GatewayError, request_id: str) -> None:
-        """Send an error response."""
-        self.send_response(
-            error.status, error_body(error), [("x-request-id", request_id), *retry_headers(error)]
-        )
+    def send_error(self, error: GatewayError, request_id: str, shape: ErrorShape = OPENAI) -> None:
+        """Send an error response in the API's shape."""
+        headers = [("x-request-id", request_id), *retry_headers(error)]
+        self.send_response(error.status, shape.body(error, request_id), headers)
 
     def send_response(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
         """Send a complete JSON response."""

@@ -13,11 +13,11 @@ from typing import Protocol
 from aiohttp import web
 
 from gateway.protocol.apis import API_PATHS
-from gateway.protocol.errors import Failure, GatewayError, error_body, new_request_id, retry_headers
+from gateway.protocol.error_shapes import ANTHROPIC, OPENAI
+from gateway.protocol.errors import Failure, GatewayError, new_request_id, retry_headers
 from gateway.protocol.model_cards import (
     ListedModel,
     anthropic_card,
-    anthropic_error,
     anthropic_list,
     openai_card,
     openai_list,
@@ -121,10 +121,13 @@ def _method_not_allowed(request: web.Request, allowed: list[str]) -> GatewayErro
 def _error(request: web.Request, error: GatewayError) -> web.Response:
     """Return an error in the shape of the client's API."""
     request_id = new_request_id()
-    is_anthropic = wants_anthropic(request.headers)
+    api = API_PATHS.get(request.rel_url.raw_path)
+    shape = OPENAI if api is None else api.errors
+    if wants_anthropic(request.headers):
+        shape = ANTHROPIC
     return web.Response(
         status=error.status,
-        body=anthropic_error(error, request_id) if is_anthropic else error_body(error),
+        body=shape.body(error, request_id),
         content_type="application/json",
         headers=[("server", SERVER_NAME), ("x-request-id", request_id), *retry_headers(error)],
     )

@@ -14,7 +14,7 @@ from gateway.exchange import Exchange
 from gateway.fleet.booking import Booking
 from gateway.http.client import Client
 from gateway.protocol.apis import CHAT, COMPLETIONS, Api
-from gateway.protocol.errors import openai_error_body
+from gateway.protocol.event_relay import EventRelay
 from gateway.protocol.forwarded import all_values
 from gateway.protocol.openai import Call
 from gateway.protocol.relay import Relay, UpstreamError
@@ -55,14 +55,15 @@ def prepare(
         body = call.adapted_to(served, _accepted_members(call.api, endpoint.engine))
     if call.salt and endpoint.salt_member:
         body = body.with_salt(call.salt_member(endpoint.salt_member))
-    relay = Relay(
-        response_headers(exchange, client, endpoint.name),
-        on_first,
-        client.is_http_1_0,
-        ModelNameRewriter(served, call.requested_model) if served != call.requested_model else None,
-        chunk_gaps=exchange.gaps,
-        choice_count=call.request.choices,
-    )
+    headers, is_http_1_0 = response_headers(exchange, client, endpoint.name), client.is_http_1_0
+    asked, grammar = call.requested_model, call.api.grammar
+    rewriter = ModelNameRewriter(served, asked) if served != asked else None
+    if grammar is None:
+        choices = call.request.choices
+        relay = Relay(headers, on_first, is_http_1_0, rewriter, False, exchange.gaps, choices)
+    else:
+        errors = call.api.errors
+        relay = EventRelay(headers, on_first, is_http_1_0, rewriter, exchange.gaps, grammar, errors)
     head = booking.upstream.request_head(exchange.api.path) + request_headers(
         exchange, client.headers, len(body.body), endpoint.name
     )
@@ -100,7 +101,8 @@ def forward_refusal(exchange: Exchange, client: Client, relay: Relay, endpoint: 
         ("x-should-retry", "false"),
         ("x-penstock-endpoint", endpoint),
     ]
-    client.send_response(status, openai_error_body(status, relay.refusal_body), headers)
+    body = exchange.api.errors.from_engine(status, relay.refusal_body)
+    client.send_response(status, body, headers)
 
 
 def refusal_status(relay: Relay) -> int:

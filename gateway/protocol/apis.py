@@ -11,6 +11,10 @@ from collections.abc import Mapping
 
 import msgspec
 
+from gateway.protocol import error_shapes, event_grammar
+from gateway.protocol.error_shapes import ErrorShape
+from gateway.protocol.event_grammar import EventGrammar
+
 MAX_INPUTS = 2048
 """Inputs of one request that computes no text, as in OpenAI's API."""
 
@@ -30,6 +34,8 @@ class Api(msgspec.Struct, frozen=True, eq=False):
     max_prompts    the most prompts in such a list; None: what the model allows
     can_split      prefill and decode may run at different endpoints
     can_resume     another endpoint may continue a broken stream
+    errors         how it reports errors
+    grammar        the events of its streams; None: those of chat completions
     """
 
     path: str
@@ -44,6 +50,8 @@ class Api(msgspec.Struct, frozen=True, eq=False):
     max_prompts: int | None = None
     can_split: bool = False
     can_resume: bool = False
+    errors: ErrorShape = error_shapes.OPENAI
+    grammar: EventGrammar | None = None
 
 
 CHAT = Api(
@@ -64,6 +72,37 @@ COMPLETIONS = Api(
     lists_prompts=True,
     can_split=True,
     can_resume=True,
+)
+
+
+MESSAGES = Api(
+    "/v1/messages",
+    "chat",
+    "messages",
+    ("chat_template_kwargs", "tools", "system", "messages"),
+    output_limit="max_tokens",
+    generates=True,
+    errors=error_shapes.ANTHROPIC,
+    grammar=event_grammar.MESSAGES,
+)
+COUNT_TOKENS = Api(
+    "/v1/messages/count_tokens",
+    "count_tokens",
+    "messages",
+    ("tools", "system", "messages"),
+    is_admitted=False,
+    errors=error_shapes.ANTHROPIC,
+    grammar=event_grammar.MESSAGES,
+)
+RESPONSES = Api(
+    "/v1/responses",
+    "chat",
+    "input",
+    ("chat_template_kwargs", "tools", "instructions", "input"),
+    output_limit="max_output_tokens",
+    generates=True,
+    errors=error_shapes.RESPONSES,
+    grammar=event_grammar.RESPONSES,
 )
 
 
@@ -124,7 +163,8 @@ TOKENIZE = Api(
 DETOKENIZE = Api("/detokenize", "detokenize", "tokens", ("tokens",), is_admitted=False)
 
 APIS: tuple[Api, ...] = (
-    *(CHAT, COMPLETIONS, EMBEDDINGS, CLASSIFY, POOLING, MODERATIONS),
+    *(CHAT, COMPLETIONS, MESSAGES, COUNT_TOKENS, RESPONSES),
+    *(EMBEDDINGS, CLASSIFY, POOLING, MODERATIONS),
     *(RERANK, _rerank("/rerank"), _rerank("/v2/rerank")),
     *(SCORE, _score("/score")),
     *(TOKENIZE, DETOKENIZE),

@@ -7,23 +7,12 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Protocol
 
-import msgspec
-
 from gateway.protocol.errors import Failure, GatewayError
 
 VERSION_HEADER = "anthropic-version"
 DEFAULT_PAGE, MAX_PAGE = 20, 1000  # entries of a page in Anthropic's API
 
 _LIMIT = re.compile(r"[0-9]{1,4}")
-_ERROR_TYPES: Mapping[int, str] = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 
 
 class ListedModel(Protocol):
@@ -113,15 +102,3 @@ def _position(names: Sequence[str], name: str, param: str) -> int:
     if name not in names:
         raise GatewayError(Failure.BAD_REQUEST, f"'{param}' names no model.", param=param)
     return names.index(name)
-
-
-def anthropic_error(error: GatewayError, request_id: str) -> bytes:
-    """Return an error in Anthropic's shape as JSON."""
-    status = error.status
-    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    body = {
-        "type": "error",
-        "error": {"type": kind, "message": error.message},
-        "request_id": request_id,
-    }
-    return msgspec.json.encode(body)

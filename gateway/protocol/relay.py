@@ -57,7 +57,7 @@ TAIL_BYTES = 16 * 1024  # bytes of a plain response that are kept for scanning
 
 _CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 _CLOSED = b"connection: close\r\n\r\n"
-_EVENT, _ERROR = b"\ndata:", b'"error"'
+EVENT_MARKER, _ERROR = b"\ndata:", b'"error"'
 
 
 class RelayState(Enum):
@@ -242,7 +242,7 @@ class Relay:
         """
         if not self.is_at_boundary:
             return b""
-        event = b"" if self._is_done_sent else error_event(failure, message)
+        event = b"" if self._is_done_sent else self._error_event(failure, message)
         return event if self.is_http_1_0 else encode_chunk(event) + LAST_CHUNK
 
     @property
@@ -297,11 +297,24 @@ class Relay:
         """Whether the first bytes do not show yet what kind of response this is."""
         if not data:
             return not self._body.is_complete
-        return (
-            self._is_sse
-            and isinstance(self._body, ChunkedBody)
-            and is_undecided(data, self.hold_until_token)
-        )
+        return self._is_sse and isinstance(self._body, ChunkedBody) and self._holds_stream(data)
+
+    # What depends on the stream's events: gateway/protocol/event_relay.py replaces these.
+
+    def _holds_stream(self, data: bytes) -> bool:
+        return is_undecided(data, self.hold_until_token)
+
+    def _find_leading_error(self, data: bytes) -> re.Match[bytes] | None:
+        return find_leading_error(data, self.hold_until_token)
+
+    def _leading_error_status(self, data: bytes, error: re.Match[bytes]) -> int | None:
+        return client_error_status(data, error)
+
+    def _refusal_text(self) -> bytes:
+        return error_text(self.refusal_body)
+
+    def _error_event(self, failure: Failure, message: str) -> bytes:
+        return error_event(failure, message)
 
     def _set_head(self, head: ResponseHead) -> None:
         if 100 <= head.status < 200:
@@ -338,12 +351,12 @@ class Relay:
         if self._body.is_complete:
             self.state = DONE
             if self._is_sse:
-                self.refusal_body = error_text(self.refusal_body)
+                self.refusal_body = self._refusal_text()
         return b""
 
     def _handle_leading_error(self, data: bytes, error: re.Match[bytes]) -> bytes:
         """Turn a leading error event about the request into a refusal; raise for any other."""
-        status = client_error_status(data, error)
+        status = self._leading_error_status(data, error)
         if status is None:
             raise UpstreamError("engine_error", "the engine sent an error event")
         self.is_refused, self.status, self.state = True, status, REFUSED
@@ -352,7 +365,7 @@ class Relay:
     def _commit(self, data: bytes, now: float) -> bytes:
         """Start forwarding the body, unless its first bytes break the response."""
         assert self.head is not None
-        if self._is_sse and (error := find_leading_error(data, self.hold_until_token)) is not None:
+        if self._is_sse and (error := self._find_leading_error(data)) is not None:
             return self._handle_leading_error(data, error)
         self.state = FLOWING
         if self._is_sse:
@@ -425,7 +438,7 @@ class Relay:
         Uses find() because `in` first tries bytes as an int, at the cost of an exception.
         """
         window = self._resume_event(payload) if self._partial_event else payload
-        self.event_count += window.count(_EVENT) + window.startswith(b"data:")
+        self.event_count += window.count(EVENT_MARKER) + window.startswith(b"data:")
         if self.first_token_at is None and TOKEN_PATTERN.search(window):
             self.first_token_at = now
             self._notify_first_token()
@@ -447,7 +460,7 @@ class Relay:
     def _resume_event(self, payload: bytes) -> bytes:
         """Prepend the partial event, which was counted when its beginning was scanned."""
         carry, self._partial_event = self._partial_event, b""
-        self.event_count -= carry.count(_EVENT) + carry.startswith(b"data:")
+        self.event_count -= carry.count(EVENT_MARKER) + carry.startswith(b"data:")
         return carry + payload
 
     def _hold_size_line(self, data: bytes) -> bytes:
@@ -494,7 +507,7 @@ class Relay:
         if event is None:
             self.has_error_event = True
             event = b"\n\n" if self._partial_event else b""  # complete the partial event
-            event += error_event(Failure.UPSTREAM_FAILED, "the engine ended its stream early")
+            event += self._error_event(Failure.UPSTREAM_FAILED, "the engine ended its stream early")
         if self.is_http_1_0:
             return out + event
         body = (

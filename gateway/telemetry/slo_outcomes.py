@@ -21,7 +21,9 @@ from policies.model import Pick, RoutingQuery, Slo
 from policies.prefix.prefix_match import longest_match
 
 FAILED = "failed"
-TRUNCATED_REASONS = frozenset((None, "length", "abort", "error"))
+TRUNCATED_REASONS = frozenset(
+    (None, "length", "abort", "error", "max_tokens", "incomplete", "failed", "cancelled")
+)
 """Finish reasons of responses whose natural length is unknown."""
 LEARN_SINGLY, LEARN_BATCH = 16, 8
 """The first responses of a kind are learned from one by one, later ones in batches."""

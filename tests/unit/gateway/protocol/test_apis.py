@@ -22,6 +22,9 @@ SCORE = {"text_1": "dam", "text_2": [TEXT]}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}]},
     "/v1/completions": {"prompt": TEXT},
+    "/v1/messages": {"messages": [{"role": "user", "content": TEXT}]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": TEXT}]},
+    "/v1/responses": {"input": TEXT},
     "/v1/embeddings": {"input": TEXT},
     "/classify": {"input": TEXT},
     "/pooling": {"input": TEXT},

@@ -1,0 +1,91 @@
+"""The shapes in which APIs report errors: own refusals, errors in a stream, an engine's 4xx."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from gateway.protocol.errors import (
+    Failure,
+    GatewayError,
+    error_body,
+    error_event,
+    openai_error_body,
+)
+
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})')
+
+
+class ErrorShape(msgspec.Struct, frozen=True, eq=False):
+    """How one family of APIs writes errors.
+
+    body      JSON of an own refusal; takes the error and the request's id
+    event     the event that ends a stream; takes the failure, its message and the newest events
+    from_engine  JSON of an engine's refusal; takes its status and body
+    """
+
+    body: Callable[[GatewayError, str], bytes]
+    event: Callable[[Failure, str, bytes], bytes]
+    from_engine: Callable[[int, bytes], bytes]
+
+
+def _openai_body(error: GatewayError, _: str) -> bytes:
+    return error_body(error)
+
+
+def _openai_event(failure: Failure, message: str, _: bytes) -> bytes:
+    return error_event(failure, message)
+
+
+def _responses_event(failure: Failure, message: str, newest: bytes) -> bytes:
+    """Return the `error` event of a Responses stream, with the number after the newest event's.
+
+    Its own members are what the API documents; SDKs raise on the member `error`.
+    """
+    row, numbers = failure.value, _SEQUENCE_NUMBER.findall(newest)
+    error = {"message": message, "type": row.error_type, "param": None, "code": row.in_stream_code}
+    event = {
+        "type": "error",
+        "code": row.in_stream_code,
+        "message": message,
+        "param": None,
+        "sequence_number": int(numbers[-1]) + 1 if numbers else 0,
+        "error": error,
+    }
+    return b"event: error\ndata: %b\n\n" % msgspec.json.encode(event)
+
+
+def anthropic_error(error: GatewayError, request_id: str) -> bytes:
+    """Return an error in Anthropic's shape as JSON."""
+    return _anthropic(error.status, error.message, {"request_id": request_id})
+
+
+def _anthropic_event(failure: Failure, message: str, _: bytes) -> bytes:
+    return b"event: error\ndata: %b\n\n" % _anthropic(failure.value.status, message, {})
+
+
+def _anthropic_from_engine(status: int, body: bytes) -> bytes:
+    message = msgspec.json.decode(openai_error_body(status, body))["error"]["message"]
+    return _anthropic(status, message, {})
+
+
+def _anthropic(status: int, message: str, more: Mapping[str, str]) -> bytes:
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    error = {"type": "error", "error": {"type": kind, "message": message}, **more}
+    return msgspec.json.encode(error)
+
+
+OPENAI = ErrorShape(_openai_body, _openai_event, openai_error_body)
+RESPONSES = ErrorShape(_openai_body, _responses_event, openai_error_body)
+ANTHROPIC = ErrorShape(anthropic_error, _anthropic_event, _anthropic_from_engine)

@@ -1,0 +1,129 @@
+"""Relays an answer whose stream has named events, by the grammar of its API. Sans-IO.
+
+Everything but the meaning of events is as in gateway/protocol/relay.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from gateway.metrics.metric_types import Histogram
+from gateway.protocol.error_shapes import ErrorShape
+from gateway.protocol.errors import Failure
+from gateway.protocol.event_grammar import EventGrammar, merge_usage, named_error_status
+from gateway.protocol.relay import EVENT_MARKER, MAX_PARTIAL_EVENT, Relay
+from gateway.protocol.response_framing import LAST_CHUNK
+from gateway.protocol.rewrite import ModelNameRewriter
+from gateway.protocol.stream_scan import (
+    EVENT_ENDS,
+    MAX_LEADING_ERROR,
+    USAGE,
+    TokenUsage,
+    last_event_end,
+)
+from gateway.protocol.upstream_error import UpstreamError
+
+_ERROR_DATA = re.compile(rb"(?:^|\n)event: ?error\r?\ndata: ?([^\r\n]*)")
+
+
+class EventRelay(Relay):
+    """One response in transit whose stream has named events.
+
+    What comes before the first event of the engine's work is held back, as long as an endpoint may
+    still fail unnoticed: engines announce a response before they compute any of it.
+    """
+
+    __slots__ = ("_errors", "_first_usage", "_grammar")
+
+    def __init__(
+        self,
+        own_headers: bytes,
+        on_first_token: Callable[[], None] | None,
+        is_http_1_0: bool,
+        rewriter: ModelNameRewriter | None,
+        chunk_gaps: Histogram | None,
+        grammar: EventGrammar,
+        errors: ErrorShape,
+    ) -> None:
+        super().__init__(own_headers, on_first_token, is_http_1_0, rewriter, chunk_gaps=chunk_gaps)
+        self._grammar, self._errors = grammar, errors
+        self._first_usage = TokenUsage()
+
+    @property
+    def usage(self) -> TokenUsage:
+        """Token counts; only valid once the response is complete."""
+        if self._usage_result is None:
+            last = self._grammar.find_usage(self._usage_payload)
+            self._usage_result = merge_usage(self._first_usage, last)
+        return self._usage_result
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why generation ended, as the engine reports it; None if it did not."""
+        if self._finish_payload:
+            reasons = self._grammar.finish.findall(self._finish_payload)
+            self._finish_reason = reasons[-1].decode() if reasons else None
+            self._finish_payload = b""
+        return self._finish_reason
+
+    def _holds_stream(self, data: bytes) -> bool:
+        first = self._grammar.first.search(data)
+        if first is None and data.endswith(LAST_CHUNK):
+            raise UpstreamError("truncated", "the engine ended its stream before its answer")
+        if len(data) >= MAX_LEADING_ERROR or data.endswith(LAST_CHUNK):
+            return False
+        if first is None:
+            return True
+        is_whole = any(data.find(end, first.end()) >= 0 for end in EVENT_ENDS)
+        return self._is_error(first) and not is_whole
+
+    def _find_leading_error(self, data: bytes) -> re.Match[bytes] | None:
+        first = self._grammar.first.search(data)
+        return first if first is not None and self._is_error(first) else None
+
+    def _is_error(self, event: re.Match[bytes]) -> bool:
+        return self._grammar.error.match(event[0]) is not None
+
+    def _leading_error_status(self, data: bytes, error: re.Match[bytes]) -> int | None:
+        return named_error_status(data[error.start() :])
+
+    def _refusal_text(self) -> bytes:
+        match = _ERROR_DATA.search(self.refusal_body)
+        return self.refusal_body if match is None else match[1]
+
+    def _error_event(self, failure: Failure, message: str) -> bytes:
+        return self._errors.event(failure, message, self._last_payload)
+
+    def _scan_plain(self, payload: bytes, now: float) -> None:
+        """Scan part of a plain response, whose first byte counts as its first token."""
+        super()._scan_plain(payload, now)
+        self._finish_payload = self._last_payload
+
+    def _scan_events(self, payload: bytes, now: float) -> None:
+        """Scan a payload of a stream, together with the partial event that it continues."""
+        window = self._resume_event(payload) if self._partial_event else payload
+        grammar = self._grammar
+        self.event_count += window.count(EVENT_MARKER) + window.startswith(b"data:")
+        if self.first_token_at is None and grammar.token.search(window):
+            self.first_token_at = now
+            self._notify_first_token()
+        if window.find(USAGE) >= 0:
+            self._first_usage = merge_usage(self._first_usage, grammar.find_usage(window))
+            self._usage_payload = window
+        if grammar.finish.search(window):
+            self._finish_payload = window
+        if window.find(b"event:") >= 0 and not self._has_done_marker:
+            self.has_error_event = grammar.error.search(window) is not None
+            self._has_done_marker = self.has_error_event or grammar.end.search(window) is not None
+        self._last_payload = window
+        if not window.endswith(EVENT_ENDS):
+            self._partial_event = window[last_event_end(window) :][-MAX_PARTIAL_EVENT:]
+
+    def _missing_done_event(self) -> bytes | None:
+        return None
+
+    def _finish_body(self, out: bytes) -> bytes:
+        if self._is_sse and self._partial_event.strip():
+            self._has_done_marker = False  # its last event is cut off
+        return super()._finish_body(out)

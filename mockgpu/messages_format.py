@@ -1,0 +1,186 @@
+"""Anthropic's Messages API, as vLLM serves it: requests as chats, answers as events and objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from mockgpu.choice import Choice
+from mockgpu.named_events import chat_body, flat_text, named_event
+from mockgpu.openai_format import http_chunk
+from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
+from mockgpu.text import TOKEN_BYTES
+
+_PASSED = ("model", "max_tokens", "stream", "temperature", "top_p", "kv_transfer_params")
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessagesFormat:
+    """The words of the Messages API for a chat."""
+
+    prefix = "msg_"
+
+    def read(self, members: dict[str, Any]) -> RequestBody:
+        """Return the chat of a body. `max_tokens` is required."""
+        if not isinstance(members.get("max_tokens"), int):
+            raise ApiError(400, "1 validation error: max_tokens: field required", "max_tokens")
+        return count_body(members)
+
+    def chunks(
+        self, ask: ParsedRequest, choice: Choice, created: int, members: Mapping[str, Any]
+    ) -> MessagesChunks:
+        """Return the events of a streamed answer."""
+        return MessagesChunks(ask, choice)
+
+    def whole(
+        self,
+        ask: ParsedRequest,
+        choice: Choice,
+        created: int,
+        cached: int | None,
+        members: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Return the message."""
+        block: dict[str, Any] = {"type": "text", "text": choice.text}
+        if ask.tool is not None:
+            block = _tool_use(ask, {"words": choice.text})
+        usage = _usage(ask, choice.output_tokens, cached)
+        return _message(ask, [block], usage) | _ending(choice)
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the JSON of an error."""
+        detail = {"type": error.kind, "message": error.message}
+        return msgspec.json.encode({"type": "error", "error": detail})
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the event that ends a failed stream."""
+        detail = {"type": "internal_error", "message": error.message}
+        return http_chunk(named_event("error", {"type": "error", "error": detail}))
+
+
+class MessagesChunks:
+    """The events of one streamed message: one content block, in pieces of a token."""
+
+    __slots__ = ("_ask", "_choice", "_made")
+
+    def __init__(self, ask: ParsedRequest, choice: Choice) -> None:
+        self._ask, self._choice = ask, choice
+        self._made = 0
+
+    def begin(self) -> bytes:
+        """Return nothing: the message begins with its first token."""
+        return b""
+
+    def next(self, cached: int | None) -> bytes:
+        """Return the events of the next token; before the first one, message and block begin."""
+        start = self._made * TOKEN_BYTES
+        self._made += 1
+        piece = self._choice.text[start : start + TOKEN_BYTES]
+        opening = self._opening(cached) if self._made == 1 else b""
+        return http_chunk(opening + (self._delta(piece) if piece else b""))
+
+    def end(self, cached: int | None) -> bytes:
+        """Return the end of the block and of the message."""
+        closing = self._delta('"}', raw=True) if self._ask.tool is not None else b""
+        usage = _usage(self._ask, self._choice.output_tokens, cached)
+        delta = {"type": "message_delta", "delta": _ending(self._choice), "usage": usage}
+        return http_chunk(
+            closing
+            + named_event("content_block_stop", {"type": "content_block_stop", "index": 0})
+            + named_event("message_delta", delta)
+            + named_event("message_stop", {"type": "message_stop"})
+        )
+
+    def _opening(self, cached: int | None) -> bytes:
+        message = _message(self._ask, [], _usage(self._ask, 0, cached))
+        start = named_event("message_start", {"type": "message_start", "message": message})
+        block: dict[str, Any] = {"type": "text", "text": ""}
+        if self._ask.tool is not None:
+            block = _tool_use(self._ask, {})
+        data = {"type": "content_block_start", "index": 0, "content_block": block}
+        first = b"" if self._ask.tool is None else self._delta('{"words":"', raw=True)
+        return start + named_event("content_block_start", data) + first
+
+    def _delta(self, piece: str, raw: bool = False) -> bytes:
+        is_tool = raw or self._ask.tool is not None
+        delta = (
+            {"type": "input_json_delta", "partial_json": piece}
+            if is_tool
+            else {"type": "text_delta", "text": piece}
+        )
+        data = {"type": "content_block_delta", "index": 0, "delta": delta}
+        return named_event("content_block_delta", data)
+
+
+def count_body(members: Mapping[str, Any]) -> RequestBody:
+    """Return the chat of a body, which may lack a limit of tokens."""
+    messages = members.get("messages")
+    if not isinstance(messages, list):
+        raise ApiError(400, "1 validation error: messages: field required", "messages")
+    chat: dict[str, Any] = {name: members[name] for name in _PASSED if name in members}
+    chat["messages"] = _chat_messages(members.get("system"), messages)
+    chat["stop"] = members.get("stop_sequences")
+    if members.get("tools"):
+        chat["tools"] = [_function(tool) for tool in members["tools"]]
+        chat["tool_choice"] = _tool_choice(members.get("tool_choice"))
+    return chat_body(chat)
+
+
+def _chat_messages(system: object, messages: list[Any]) -> list[Any]:
+    first = [] if system is None else [{"role": "system", "content": flat_text(system, ("text",))}]
+    if not all(isinstance(message, dict) for message in messages):
+        raise ApiError(400, "1 validation error: messages: each must be an object", "messages")
+    return first + [
+        {**message, "content": flat_text(message.get("content"), ("text",))} for message in messages
+    ]
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": tool.get("name"), "parameters": tool.get("input_schema")},
+    }
+
+
+def _tool_choice(choice: object) -> Any:
+    if not isinstance(choice, dict):
+        return None
+    if choice.get("type") == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return {"any": "required", "auto": "auto", "none": "none"}.get(str(choice.get("type")))
+
+
+def _message(
+    ask: ParsedRequest, content: list[dict[str, Any]], usage: dict[str, int]
+) -> dict[str, Any]:
+    return {
+        "id": ask.id,
+        "type": "message",
+        "role": "assistant",
+        "content": content,
+        "model": ask.model,
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": usage,
+    }
+
+
+def _ending(choice: Choice) -> dict[str, Any]:
+    reason = _STOP_REASONS.get(choice.finish_reason, "end_turn")
+    if choice.stop_reason is not None and reason == "end_turn":
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": choice.stop_reason}
+
+
+def _tool_use(ask: ParsedRequest, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"toolu_{ask.id}", "name": ask.tool, "input": arguments}
+
+
+def _usage(ask: ParsedRequest, output_tokens: int, cached: int | None) -> dict[str, int]:
+    usage = {"input_tokens": ask.prompt_tokens, "output_tokens": output_tokens}
+    if cached is not None:
+        usage["input_tokens"] -= max(0, cached)
+        usage["cache_read_input_tokens"] = max(0, cached)
+    return usage

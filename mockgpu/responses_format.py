@@ -1,0 +1,222 @@
+"""OpenAI's Responses API, as vLLM serves it: requests as chats, answers as events and objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mockgpu.choice import Choice
+from mockgpu.named_events import chat_body, flat_text, named_event
+from mockgpu.openai_format import http_chunk
+from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
+from mockgpu.text import TOKEN_BYTES
+
+_PASSED = ("model", "stream", "temperature", "top_p", "cache_salt", "kv_transfer_params", "seed")
+_ECHOED = ("instructions", "metadata", "tools", "tool_choice", "max_output_tokens", "temperature")
+_TEXTS = ("input_text", "output_text", "text")
+
+
+class ResponsesFormat:
+    """The words of the Responses API for a chat."""
+
+    prefix = "resp_"
+
+    def read(self, members: dict[str, Any]) -> RequestBody:
+        """Return the chat of a body."""
+        chat: dict[str, Any] = {name: members[name] for name in _PASSED if name in members}
+        chat["messages"] = chat_messages(members)
+        chat["max_completion_tokens"] = members.get("max_output_tokens")
+        functions = [tool for tool in members.get("tools") or () if tool.get("type") == "function"]
+        if functions:
+            chat["tools"] = [{"type": "function", "function": tool} for tool in functions]
+            chat["tool_choice"] = _tool_choice(members.get("tool_choice"))
+        return chat_body(chat)
+
+    def chunks(
+        self, ask: ParsedRequest, choice: Choice, created: int, members: Mapping[str, Any]
+    ) -> ResponsesChunks:
+        """Return the events of a streamed answer."""
+        return ResponsesChunks(ask, choice, created, members)
+
+    def whole(
+        self,
+        ask: ParsedRequest,
+        choice: Choice,
+        created: int,
+        cached: int | None,
+        members: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Return the response."""
+        return finished(ask, choice, created, cached, members)
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the JSON of an error."""
+        return error.body()
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the event that ends a failed stream."""
+        data = {"type": "error", "code": str(error.status), "message": error.message, "param": None}
+        return http_chunk(named_event("error", data))
+
+
+class ResponsesChunks:
+    """The events of one streamed response: one output item, in pieces of a token."""
+
+    __slots__ = ("_ask", "_choice", "_created", "_made", "_members", "_number")
+
+    def __init__(
+        self, ask: ParsedRequest, choice: Choice, created: int, members: Mapping[str, Any]
+    ) -> None:
+        self._ask, self._choice, self._created, self._members = ask, choice, created, members
+        self._made = self._number = 0
+
+    def begin(self) -> bytes:
+        """Return the events that the engine sends before it has computed anything."""
+        response = _response(self._ask, self._created, self._members)
+        return http_chunk(
+            self._event("response.created", response=response)
+            + self._event("response.in_progress", response=response)
+        )
+
+    def next(self, cached: int | None) -> bytes:
+        """Return the events of the next token; before the first one, the item begins."""
+        start = self._made * TOKEN_BYTES
+        self._made += 1
+        piece = self._choice.text[start : start + TOKEN_BYTES]
+        opening = self._opening() if self._made == 1 else b""
+        return http_chunk(opening + (self._delta(piece) if piece else b""))
+
+    def end(self, cached: int | None) -> bytes:
+        """Return the end of the item and of the response."""
+        ask, choice = self._ask, self._choice
+        item = output_item(ask, choice)
+        if ask.tool is None:
+            part = item["content"][0]
+            closing = self._part("response.output_text.done", text=choice.text, logprobs=[])
+            closing += self._part("response.content_part.done", part=part)
+        else:
+            name = "response.function_call_arguments"
+            closing = self._delta('"}') + self._item(
+                f"{name}.done", arguments=item["arguments"], name=ask.tool
+            )
+        response = finished(ask, choice, self._created, cached, self._members)
+        return http_chunk(
+            closing
+            + self._event("response.output_item.done", output_index=0, item=item)
+            + self._event(f"response.{response['status']}", response=response)
+        )
+
+    def _opening(self) -> bytes:
+        begun = output_item(self._ask, None)
+        opening = self._event("response.output_item.added", output_index=0, item=begun)
+        if self._ask.tool is not None:
+            return opening + self._delta('{"words":"')
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return opening + self._part("response.content_part.added", part=part)
+
+    def _delta(self, piece: str) -> bytes:
+        if self._ask.tool is not None:
+            return self._item("response.function_call_arguments.delta", delta=piece)
+        return self._part("response.output_text.delta", delta=piece, logprobs=[])
+
+    def _part(self, name: str, /, **data: Any) -> bytes:
+        return self._item(name, content_index=0, **data)
+
+    def _item(self, name: str, /, **data: Any) -> bytes:
+        return self._event(name, output_index=0, item_id=item_id(self._ask), **data)
+
+    def _event(self, name: str, /, **data: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return named_event(name, {**data, "sequence_number": number, "type": name})
+
+
+def chat_messages(members: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages that a body's instructions and input mean. Raises ApiError."""
+    given = members.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not items:
+        raise ApiError(400, "1 validation error: input: field required and not empty", "input")
+    first = members.get("instructions")
+    messages = [] if first is None else [{"role": "system", "content": first}]
+    return messages + [_message(item) for item in items]
+
+
+def _message(item: object) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise ApiError(400, "1 validation error: input: each item must be an object", "input")
+    kind = item.get("type", "message")
+    if kind == "function_call_output":
+        return {"role": "tool", "content": item.get("output")}
+    if kind != "message":
+        return {"role": "assistant", "content": [item]}
+    return {"role": item.get("role"), "content": flat_text(item.get("content"), _TEXTS)}
+
+
+def _tool_choice(choice: object) -> Any:
+    if isinstance(choice, dict) and "name" in choice:
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return choice
+
+
+def item_id(ask: ParsedRequest) -> str:
+    """Return the id of the answer's only output item."""
+    return f"{'msg' if ask.tool is None else 'fc'}_{ask.id.removeprefix('resp_')}"
+
+
+def output_item(ask: ParsedRequest, choice: Choice | None) -> dict[str, Any]:
+    """Return the answer's only output item; None: as it begins."""
+    status = "in_progress" if choice is None else "completed"
+    item: dict[str, Any] = {"id": item_id(ask), "status": status}
+    if ask.tool is not None:
+        arguments = "" if choice is None else '{"words":"' + choice.text + '"}'
+        call_id = f"call_{ask.id.removeprefix('resp_')}"
+        return item | {
+            "type": "function_call",
+            "call_id": call_id,
+            "name": ask.tool,
+            "arguments": arguments,
+        }
+    part = {"type": "output_text", "annotations": [], "logprobs": []}
+    content = [] if choice is None else [{**part, "text": choice.text}]
+    return item | {"type": "message", "role": "assistant", "content": content}
+
+
+def finished(
+    ask: ParsedRequest,
+    choice: Choice,
+    created: int,
+    cached: int | None,
+    members: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the finished response object."""
+    is_cut = choice.finish_reason == "length"
+    return _response(ask, created, members) | {
+        "output": [output_item(ask, choice)],
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "usage": {
+            "input_tokens": ask.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": max(0, cached or 0)},
+            "output_tokens": choice.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": ask.prompt_tokens + choice.output_tokens,
+        },
+    }
+
+
+def _response(ask: ParsedRequest, created: int, members: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "id": ask.id,
+        "created_at": created,
+        "incomplete_details": None,
+        **{name: members.get(name) for name in _ECHOED},
+        "tools": members.get("tools") or [],
+        "tool_choice": members.get("tool_choice") or "auto",
+        "parallel_tool_calls": members.get("parallel_tool_calls", True),
+        "model": ask.model,
+        "object": "response",
+        "output": [],
+        "previous_response_id": members.get("previous_response_id"),
+        "status": "in_progress",
+        "usage": None,
+    }
