@@ -218,12 +218,12 @@ def print_ledger() -> None:
         "\nmicroseconds".ljust(23),
         *(name.rjust(12) for name in ("book", "first_token", "finished", "ttfts")),
     )
-    for name, *options in (
+    for name, endpoints, gap_s, prompt_tokens, is_modelled in (
         ("counted only, 4 ep", 4, 0.35, 5000, False),
         ("3 a second, 4 ep", 4, 0.35, 5000, True),
         ("500 a second, 64 ep", 64, 0.002, 60, True),
     ):
-        bench = LedgerBench(*options)
+        bench = LedgerBench(endpoints, gap_s, prompt_tokens, is_modelled)
         best = map(min, zip(*[bench.measure_round() for _ in range(4 * ROUNDS)], strict=True))
         print(name.ljust(22), *(f"{value:12.2f}" for value in best))
 

@@ -215,8 +215,10 @@ def main() -> None:
                 print(f"{call.total:6}  {kind.name}")
                 if options.functions:
                     print("\n".join(call.lines()))
-    ends = [totals.get(f"stream of {chunks} chunks") for chunks in (SHORT, LONG)]
-    if None not in ends:
+    ends = [
+        totals[name] for chunks in (SHORT, LONG) if (name := f"stream of {chunks} chunks") in totals
+    ]
+    if len(ends) == 2:
         print(f"{(ends[1] - ends[0]) / (LONG - SHORT):6.0f}  per chunk that is read on its own")
 
 

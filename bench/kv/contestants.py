@@ -150,7 +150,15 @@ def _has_versions(packages: tuple[str, ...]) -> bool:
 
 
 def _pip(*packages: str) -> str | None:
-    command = [PEERS_PYTHON, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages]
+    command = [
+        str(PEERS_PYTHON),
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        *packages,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if not result.returncode:
         return None

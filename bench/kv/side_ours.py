@@ -144,7 +144,7 @@ class LinkSide:
 
     # ---- callbacks of the link (LinkOwner) ----
 
-    def linked(self, link: Link) -> None:
+    def on_linked(self, link: Link) -> None:
         """Use the first connection as the link and further ones as its lanes."""
         link.secure(SECRET)
         if self.link is None:
@@ -155,17 +155,17 @@ class LinkSide:
         if not self.lanes_left:
             self.joined.set()
 
-    def message(self, link: Link, data: bytes) -> None:
+    def on_message(self, link: Link, data: bytes) -> None:
         if data.startswith(GRANT):
             link.accept(self.transfer, data[len(GRANT) :])
             self.granted.set()
         else:
             self.replies += 1
 
-    def incoming(self, link: Link, head: WindowHead) -> WindowSlice | None:
+    def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
         return self.expected.get(head.first)
 
-    def landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
+    def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
         if verdict is not WindowVerdict.OK:
             self.wrong = f"a window arrived with verdict {verdict}"
         with self.counting:  # each lane calls on its own thread
@@ -176,12 +176,12 @@ class LinkSide:
         elif last:
             link.send(ALL)
 
-    def sent(self, link: Link, head: WindowHead) -> None: ...
+    def on_sent(self, link: Link, head: WindowHead) -> None: ...
 
-    def fenced(self, link: Link, transfer: int) -> None:
+    def on_fenced(self, link: Link, transfer: int) -> None:
         self.free.set()
 
-    def lost(self, link: Link, reason: str) -> None:
+    def on_lost(self, link: Link, reason: str) -> None:
         self.wrong = f"the link is lost: {reason}"
 
 

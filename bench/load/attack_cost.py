@@ -192,8 +192,10 @@ async def measure_agent(pairs: int, links: int) -> Result:
                 under = await link_times(source, links)
             counted.append((_quantiles(without), _quantiles(under)))
         grown = source.cost.peak_resident_bytes - resident
-    without, under = (_median([pair[side] for pair in counted]) for side in (0, 1))
-    return Result(AGENT_ATTACK, without, under, len(counted), 0.0, grown, 0, 0, MOST_GROWTH)
+    median_without, median_under = (_median([pair[arm] for pair in counted]) for arm in (0, 1))
+    return Result(
+        AGENT_ATTACK, median_without, median_under, len(counted), 0.0, grown, 0, 0, MOST_GROWTH
+    )
 
 
 def _quantiles(times: list[float]) -> Window:

@@ -26,7 +26,8 @@ SHAPES = ("chat", "shared-prefix")
 @events.init.add_listener
 def make_sessions(environment: Environment, **_: Any) -> None:
     """Create a stream of sessions per shape for all users, so that they share prefixes."""
-    environment.sessions = {name: shapes()[name].sessions(0) for name in SHAPES}
+    sessions = {name: shapes()[name].sessions(0) for name in SHAPES}
+    environment.sessions = sessions  # type: ignore[attr-defined]
 
 
 class StreamingUser(HttpUser):

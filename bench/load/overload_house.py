@@ -111,7 +111,7 @@ def run_fleet(admission: str, policy: str, longest_s: float) -> Iterator[Overloa
         file.write_text(_gateway_config(admission, policy, engines, log))
         serve = pinned(OWN_CORE, [sys.executable, "-m", "gateway", "serve", "--config", str(file)])
         running = stack.enter_context(
-            processes.running(serve, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV)
+            processes.run_process(serve, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENV)
         )
         gateway = GatewayProcess(running)
         assert running.stderr is not None
@@ -200,7 +200,7 @@ def _off_the_gateways_core() -> Iterator[None]:
 def _piped(*arguments: str, core: int | None = None) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, *arguments]
     placed = command if core is None else pinned(core, command)
-    with processes.running(placed, stdout=subprocess.PIPE, env=ENV) as process:
+    with processes.run_process(placed, stdout=subprocess.PIPE, env=ENV) as process:
         yield process
 
 

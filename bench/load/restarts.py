@@ -21,7 +21,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from tests.e2e.processes import (
@@ -77,7 +77,7 @@ def activated(folder: Path, config: str, patience: str) -> Iterator[GatewayProce
         assert process.stderr
         running_gateway = GatewayProcess(process)
         threading.Timer(1.0, _connect, ports[:1]).start()
-        running_gateway.hear(process.stderr)
+        running_gateway.read_until_ready(process.stderr)
         yield running_gateway
 
 
@@ -116,10 +116,10 @@ async def restart_workers(
         await asyncio.sleep(3.0)
         for number in range(restarts):
             before, text = learned_state(running_gateway), "replaced all"
-            known = running_gateway.said.count(text)
+            known = running_gateway.stderr_text.count(text)
             os.kill(running_gateway.pid, signal.SIGUSR2)
             async with asyncio.timeout(120):
-                while running_gateway.said.count(text) == known:
+                while running_gateway.stderr_text.count(text) == known:
                     await asyncio.sleep(0.05)
             _print_restart(
                 number, "workers replaced", before, learned_state(running_gateway), load.counts
@@ -157,7 +157,7 @@ def run_mode(mode: str, options: argparse.Namespace) -> bool:
         f"{mode}: {options.restarts} restarts, {options.streams} streams on keep-alive connections",
         flush=True,
     )
-    open_gateway: Callable[[Path, str, str], object] = (
+    open_gateway: Callable[[Path, str, str], AbstractContextManager[GatewayProcess]] = (
         activated if mode == "socket" else gateway_process
     )
     work = restart_workers if mode == "workers" else restart_by_successors
@@ -169,7 +169,7 @@ def run_mode(mode: str, options: argparse.Namespace) -> bool:
         with (
             open_gateway(Path(folder), config, "") as running_gateway,
             killing_successors(running_gateway),
-        ):  # type: ignore[attr-defined]
+        ):
             counts = asyncio.run(
                 work(running_gateway, options.restarts, options.streams, options.shorts)
             )

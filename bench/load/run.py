@@ -95,9 +95,7 @@ def _await_models(process: subprocess.Popen[bytes], url: str) -> None:
     deadline = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise SystemExit(
-                f"{' '.join(map(str, process.args))} ended with status {process.returncode}"
-            )
+            raise SystemExit(f"{process.args!r} ended with status {process.returncode}")
         try:
             with urllib.request.urlopen(f"{url}/v1/models", timeout=2) as answer:
                 if json.load(answer)["data"]:

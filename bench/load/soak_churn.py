@@ -80,10 +80,10 @@ class Churn:
         """Kill a group and start another process on its port."""
         self._failures.append((group.name, time.monotonic()))
         await asyncio.to_thread(group.mock.kill)
-        await self._fleet.until(group, lambda status: not is_available(status))
+        await self._fleet.wait_until(group, lambda status: not is_available(status))
         group.mock.start()
-        await asyncio.to_thread(group.mock.ready)
-        await self._fleet.until(group, is_available)
+        await asyncio.to_thread(group.mock.wait_until_ready)
+        await self._fleet.wait_until(group, is_available)
 
     async def _freeze_whole(self) -> None:
         await self._suspend(self._pick_group("both"))
@@ -99,17 +99,17 @@ class Churn:
             await asyncio.sleep(FROZEN_S)
         finally:
             group.mock.thaw()
-        await self._fleet.until(group, is_available)
+        await self._fleet.wait_until(group, is_available)
 
     async def _drain(self) -> None:
         """Drain a group by the admin API and put it back into rotation."""
         group = self._pick_group("both", "prefill", "decode")
         await self._fleet.drain(group, "drain")
-        await self._fleet.until(
+        await self._fleet.wait_until(
             group, lambda status: status is not None and not status["in_flight"]
         )
         await self._fleet.drain(group, "undrain")
-        await self._fleet.until(group, is_available)
+        await self._fleet.wait_until(group, is_available)
 
     async def _add_and_remove(self) -> None:
         """Add a new group by a reload, and remove it by another."""
@@ -117,14 +117,14 @@ class Churn:
         role = self._rng.choice(("both", "prefill", "decode"))
         group = start_group(f"added-{self._added}", role, self._speed)
         try:
-            await asyncio.to_thread(group.mock.ready)
+            await asyncio.to_thread(group.mock.wait_until_ready)
             self._fleet.groups.append(group)
             await self._fleet.reload()
-            await self._fleet.until(group, is_available)
+            await self._fleet.wait_until(group, is_available)
             await asyncio.sleep(self._rng.uniform(1.0, 3.0))
             self._fleet.groups.remove(group)
             await self._fleet.reload()
-            await self._fleet.until(group, lambda status: status is None)
+            await self._fleet.wait_until(group, lambda status: status is None)
         finally:
             await asyncio.to_thread(group.mock.end)
 

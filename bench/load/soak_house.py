@@ -84,7 +84,7 @@ class SoakFleet:
             "timeouts: {stall: 2secs}\n" if bad else ""
         )
         draft = self._file.with_suffix(".new")
-        draft.write_text(processes.whole(text))
+        draft.write_text(processes.complete_config(text))
         draft.rename(self._file)
 
         async def is_processed() -> bool:

@@ -100,7 +100,8 @@ class TenantClient:
             "stream_options": {"include_usage": True},
         }
         headers = {"authorization": f"Bearer sk-{tenant}"}
-        started, first, usage = time.perf_counter(), 0.0, {}
+        started, first = time.perf_counter(), 0.0
+        usage: dict[str, Any] = {}
         async with self._http.post(
             f"{self._url}/v1/chat/completions", json=body, headers=headers
         ) as answer:
@@ -204,7 +205,8 @@ async def real_engine() -> AsyncIterator[list[str]]:
 
     if not (REAL / "installed").exists():
         raise SystemExit("the real engine is not installed; run `make real` first")
-    engine = Engine("P", *free_ports(2), 0)
+    port, side_port = free_ports(2)
+    engine = Engine("P", port, side_port, 0)
     engine.start()
     try:
         await engine.ready()

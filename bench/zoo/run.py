@@ -92,9 +92,9 @@ class Comparison:
             if result.dropped:
                 return
         results = [
-            result
+            known
             for policy in RULES
-            if (result := self._file.known.get((*self._place, policy))) is not None
+            if (known := self._file.known.get((*self._place, policy))) is not None
         ]
         reference = reference_step(results)
         best = best_rules(results, FINALISTS)

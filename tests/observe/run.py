@@ -23,16 +23,16 @@ import aiohttp
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.e2e.split_fleet import SENTENCE, SplitFleet, split_fleet
 from tests.unit.tools.monitoring.test_live_scrape import (
-    WITHOUT_A_CHILD,
+    WITHOUT_CHILDREN,
     Seen,
-    a_little_of_everything,
-    by_hand,
-    note,
+    cause_every_event,
+    handwritten_queries,
+    record_series,
 )
 from tools.monitoring.dashboards import family_name
 from tools.monitoring.files import RULES, queries
 from tools.monitoring.grafana import filter_by_variables
-from tools.monitoring.promql import resolve_variables, selectors
+from tools.monitoring.promql import fill_variables, find_selectors
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 20
@@ -97,7 +97,7 @@ async def traffic(fleet: GatewayFleet, halves: SplitFleet) -> None:
     """A little of everything, so that its counters exist from the first scrapes on, and then more
     of the ordinary.
     """
-    await a_little_of_everything(fleet)
+    await cause_every_event(fleet)
     for member in fleet.groups:
         member.faults.apply("")
     for number in range(SECONDS * 2):
@@ -114,15 +114,15 @@ async def judged(fleet: GatewayFleet, halves: SplitFleet, port: int) -> int:
     """
     seen: Seen = defaultdict(set)
     for each in (fleet, halves):
-        note(each.app.metrics.render().decode(), seen)
-    url, hand = f"http://127.0.0.1:{port}/api/v1", by_hand()
+        record_series(each.app.metrics.render().decode(), seen)
+    url, hand = f"http://127.0.0.1:{port}/api/v1", handwritten_queries()
     catalogue = fleet.app.metrics.catalogue()
     labelled = {spec.name for spec in catalogue if spec.labels}
     empty: list[str] = []
     excused: set[str] = set()
     unknown = asked_for = 0
     for where, query in queries().items():
-        sent = resolve_variables(
+        sent = fill_variables(
             filter_by_variables(query, catalogue) if where.startswith("penstock-") else query, "10s"
         )
         found = await answer_of(fleet.http, f"{url}/query", query=sent)
@@ -131,11 +131,11 @@ async def judged(fleet: GatewayFleet, halves: SplitFleet, port: int) -> int:
         if not found:
             silent = {
                 each.name
-                for each in selectors(query)
+                for each in find_selectors(query)
                 if family_name(each.name) in labelled and not seen[each.name]
             }
             excused |= silent
-            if not silent or (query in hand and not silent <= WITHOUT_A_CHILD.keys()):
+            if not silent or (query in hand and not silent <= WITHOUT_CHILDREN.keys()):
                 empty.append(f"{where}: {query}")
     rules = [
         rule
