@@ -307,7 +307,9 @@ class HealthSpec(Section):
     """When an endpoint is ejected, and when it returns."""
 
     interval: Interval = setting(
-        "1s", "Time between two probes; at most 1s for an ejected endpoint."
+        "1s",
+        "Time between two probes; at most 1s for an ejected endpoint. Answers stand for probes; "
+        "endpoints without requests get at most 256 probes per second, all together.",
     )
     timeout: Duration = setting("1s", "Maximum response time of a probe.")
     failures: Count = setting(
@@ -348,7 +350,9 @@ class HealthSpec(Section):
 class Scrape(Section):
     """Reading engines' load from their /metrics."""
 
-    interval: Interval = setting("1s", "Time between two scrapes of one endpoint.")
+    interval: Interval = setting(
+        "1s", "Time between two scrapes of a busy endpoint; three times as long without requests."
+    )
     timeout: Duration = setting("1s", "Maximum response time of a scrape.")
     stale: Duration = setting("5s", "Age from which a scrape is not used any more.")
 

@@ -479,20 +479,24 @@ class EndpointTable:
         """Return the endpoints whose current prefill step is late; doubt those that are very
         late.
         """
+        self._review_speeds(now)
         stalled, doubtful = self.speed_monitor.stalled(self._pools, self._by_slot, now)
         for live in doubtful:
             self.throttle(live)
         return stalled
 
-    def sweep(self, now: float) -> None:
-        """Review speeds, raise slow-start caps and check the deadlines of all connections."""
+    def _review_speeds(self, now: float) -> None:
         for live, verdict in self.speed_monitor.sweep(self._pools, self._by_slot, now):
             self._on_speed(live, verdict, now)
-        is_reviewed = self.speed_monitor.reviewed_at == now
-        for live in self.all():
-            if is_reviewed and live.load.soft_cap == 0:
+        for live in self.speed_monitor.reviewed:
+            if live.load.soft_cap == 0:
                 live.load.soft_cap = stall.SUSPECT_CEILING
                 live.load.mark_changed()
+
+    def sweep(self, now: float) -> None:
+        """Review speeds, raise slow-start caps and check the deadlines of all connections."""
+        self._review_speeds(now)
+        for live in self.all():
             if live.throttled_until is not None and now >= live.throttled_until:
                 ceiling = live.load.soft_cap = stall.raised_ceiling(live.load.soft_cap)
                 live.load.mark_changed()

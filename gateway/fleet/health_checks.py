@@ -1,8 +1,9 @@
 """Health checks: polls the health, load and models of every endpoint.
 
-The requests use aiohttp's client, because they are not on the path of client requests. The loss of
-an engine's metrics costs freshness only (faults.md F29): policies then rely on the gateway's own
-bookings.
+What is due at a poll is decided in gateway/fleet/poll_plan.py. Polls use kept connections of
+gateway/http/poll_client.py; requests that make an engine generate are rare and use aiohttp's
+client. The loss of an engine's metrics costs freshness only (faults.md F29): policies then rely on
+the gateway's own bookings.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from gateway.config import Config
 from gateway.fleet import scrape
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import OUT_OF_ROTATION, EndpointTable
+from gateway.fleet.model_list_news import ModelListNews
+from gateway.fleet.poll_plan import PollPlan
+from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
 from gateway.http.upstream import is_local_error
+from gateway.protocol.response_framing import FramingError
 from kvtransfer.dialects import standalone_members
 from policies.health.health import HealthEvent, is_probe_due
 from policies.health.speed_record import Measure, Slowness
@@ -38,7 +43,11 @@ RECOVERY_S = 1.0  # longest time between two probes of an ejected endpoint, what
 CHECK_S = 0.5  # timeout of a health check that a request waits for
 NO_LIST = (404, 405, 501)  # statuses of an engine without /v1/models
 CONNECTION_LOST = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
-PROBE_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
+PROBE_ERRORS = (
+    *(aiohttp.ClientError, TimeoutError, OSError),
+    *(ConnectError, ConnectionLostError, FramingError),
+)
+FIRST_POLLS = 128  # endpoints polled at the same time before the gateway serves
 
 
 class SpeedProbe(msgspec.Struct, frozen=True):
@@ -67,7 +76,7 @@ def is_ejected_as_slow(live: LiveEndpoint) -> bool:
 
 
 class HealthChecker:
-    """Runs two tasks per endpoint: one polls it, the other checks that it makes progress.
+    """Runs a task per endpoint that polls it, and one that checks that all make progress.
 
     Endpoints that leave are no longer polled, because they get no new requests.
     """
@@ -78,8 +87,12 @@ class HealthChecker:
         """`on_models_changed` is called when an engine's list of models has changed."""
         self._config = config
         self._endpoints = endpoints
-        self._on_models_changed = on_models_changed
-        self._tasks: dict[LiveEndpoint, tuple[asyncio.Task[None], ...]] = {}
+        self._model_lists = ModelListNews(on_models_changed)
+        self._tasks: dict[LiveEndpoint, asyncio.Task[None]] = {}
+        self._clients: dict[LiveEndpoint, PollClient] = {}
+        self._plans: dict[LiveEndpoint, PollPlan] = {}
+        self._progress_task: asyncio.Task[None] | None = None
+        self._progress_checks: dict[LiveEndpoint, asyncio.Task[None]] = {}
         self._recoveries: dict[LiveEndpoint, asyncio.Task[None]] = {}
         self._peer_s: dict[LiveEndpoint, tuple[Slowness, float]] = {}
         self._checks: dict[LiveEndpoint, asyncio.Task[bool | None]] = {}
@@ -93,11 +106,20 @@ class HealthChecker:
             # No connection limit: hung engines must not delay the probes of others.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
         )
-        lives = self._endpoints.all()
-        await asyncio.gather(*(self._log_errors(self._poll, live) for live in lives))
+        first_polls = asyncio.Semaphore(FIRST_POLLS)
+        with self._model_lists.held_back():
+            await asyncio.gather(
+                *(self._poll_first(live, first_polls) for live in self._endpoints.all())
+            )
         for live in self._endpoints.all():
             if live not in self._tasks:  # a reload during the first poll has started them
                 self._watch(live)
+        checks = self._check_progress_repeatedly()
+        self._progress_task = asyncio.create_task(checks, name="check progress")
+
+    async def _poll_first(self, live: LiveEndpoint, first_polls: asyncio.Semaphore) -> None:
+        async with first_polls:
+            await self._log_errors(self._poll, live)
 
     def reconfigure(self, config: Config) -> None:
         """Apply a new configuration: poll added endpoints at once, and leaving ones no more."""
@@ -106,51 +128,75 @@ class HealthChecker:
             return
         for live in self._endpoints.all():
             if live.is_leaving:
-                recovery = self._recoveries.get(live)
-                self._peer_s.pop(live, None)
-                recoveries = [] if recovery is None else [recovery]
-                for task in (*self._tasks.pop(live, ()), *recoveries):
-                    task.cancel()
+                self._unwatch(live)
             elif live not in self._tasks:
                 self._watch(live, immediately=True)
 
     def _watch(self, live: LiveEndpoint, *, immediately: bool = False) -> None:
-        name = live.endpoint.name
-        polls = self._repeat(self._poll, live, self._poll_interval_s, immediately=immediately)
-        progress_checks = self._repeat(self._check_progress, live, self._progress_check_interval_s)
-        self._tasks[live] = (
-            asyncio.create_task(polls, name=f"poll {name}"),
-            asyncio.create_task(progress_checks, name=f"check progress of {name}"),
-        )
+        polls = self._poll_repeatedly(live, immediately=immediately)
+        self._tasks[live] = asyncio.create_task(polls, name=f"poll {live.endpoint.name}")
+
+    def _unwatch(self, live: LiveEndpoint) -> None:
+        for tasks in (self._tasks, self._recoveries, self._progress_checks):
+            task = tasks.pop(live, None)
+            if task is not None:
+                task.cancel()
+        self._peer_s.pop(live, None)
+        self._plans.pop(live, None)
+        client = self._clients.pop(live, None)
+        if client is not None:
+            client.close()
 
     def _poll_interval_s(self) -> float:
         return min(self._config.health.interval, self._config.scrape.interval)
 
-    def _progress_check_interval_s(self) -> float:
-        return self._config.health.progress / 10
-
     async def stop(self) -> None:
-        tasks: list[asyncio.Task[Any]] = [task for pair in self._tasks.values() for task in pair]
+        tasks: list[asyncio.Task[Any]] = [*self._tasks.values(), *self._progress_checks.values()]
         tasks += [*self._recoveries.values(), *self._checks.values(), *self._listings.values()]
+        if self._progress_task is not None:
+            tasks.append(self._progress_task)
+        self._model_lists.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for client in self._clients.values():
+            client.close()
         if self._session is not None:
             await self._session.close()
 
-    async def _repeat(
-        self,
-        action: Callable[[LiveEndpoint], Awaitable[None]],
-        live: LiveEndpoint,
-        interval_s: Callable[[], float],
-        *,
-        immediately: bool = False,
-    ) -> None:
+    async def _poll_repeatedly(self, live: LiveEndpoint, *, immediately: bool) -> None:
+        """Poll an endpoint until cancelled. The first time is random: polls spread over time."""
+        rng, pause = self._endpoints.rng, 0.0 if immediately else self._endpoints.rng.random()
         while True:
-            if not immediately:
-                await asyncio.sleep(interval_s() * self._endpoints.rng.uniform(0.9, 1.1))
-            immediately = False
-            await self._log_errors(action, live)
+            await asyncio.sleep(self._poll_interval_s() * pause)
+            await self._log_errors(self._poll, live)
+            pause = rng.uniform(0.9, 1.1)
+
+    async def _check_progress_repeatedly(self) -> None:
+        """Look for endpoints that are silent, and check those that may have stalled."""
+        while True:
+            await asyncio.sleep(self._config.health.progress / 10)
+            now = monotonic()
+            for live in self._endpoints.all():
+                if (
+                    live.load.is_available
+                    and not live.is_leaving
+                    and live not in self._progress_checks
+                    and self._is_silent(live, now)
+                ):
+                    check = self._log_errors(self._check_progress, live)
+                    name = f"check progress of {live.endpoint.name}"
+                    self._progress_checks[live] = task = asyncio.create_task(check, name=name)
+                    task.add_done_callback(partial(self._end_progress_check, live))
+
+    def _end_progress_check(self, live: LiveEndpoint, task: asyncio.Task[None]) -> None:
+        if self._progress_checks.get(live) is task:
+            del self._progress_checks[live]
+
+    def _is_silent(self, live: LiveEndpoint, now: float) -> bool:
+        """Return whether requests wait, and the engine has been silent for half its limit."""
+        silence_s = live.upstream.silence_duration_s(now)
+        return bool(silence_s) and silence_s >= self._endpoints.silence_limit_s(live) / 2
 
     async def _log_errors(
         self, action: Callable[[LiveEndpoint], Awaitable[None]], live: LiveEndpoint
@@ -215,8 +261,14 @@ class HealthChecker:
             task.add_done_callback(lambda _: self._listings.pop(live, None))
 
     async def _poll(self, live: LiveEndpoint) -> None:
-        probes = () if live in self._recoveries else (self._probe(live),)
-        await asyncio.gather(*probes, self._scrape(live), self._list_models_if_due(live))
+        """Do what is due; one request after another, over one connection."""
+        plan = self._plans.setdefault(live, PollPlan())
+        plan.begin(live, self._config, len(self._plans), monotonic())
+        if plan.needs_probe and live not in self._recoveries:
+            await self._probe(live)
+        if plan.needs_scrape:
+            await self._scrape(live)
+        await self._list_models_if_due(live)
 
     async def _probe(self, live: LiveEndpoint) -> None:
         status, timeout_s = None, self._config.health.timeout
@@ -239,14 +291,12 @@ class HealthChecker:
         self._endpoints.on_probe(live, status)
 
     async def _check_progress(self, live: LiveEndpoint) -> None:
-        """Request one token from an endpoint that has been silent for half its limit.
+        """Request one token from an endpoint that has been silent too long.
 
         Without a token it is reported as stalled.
         """
         limit_s = self._endpoints.silence_limit_s(live)
         silence_s = live.upstream.silence_duration_s(monotonic())
-        if silence_s < limit_s / 2 or not live.load.is_available:
-            return
         timeout_s = max(self._config.health.timeout, limit_s - silence_s)
         if await self._generates(live, timeout_s):
             self._endpoints.on_progress(live)
@@ -358,7 +408,7 @@ class HealthChecker:
         live.models_at = monotonic()
         if (names, status == 200) != (live.models, live.has_list):
             live.models, live.has_list = names, status == 200
-            self._on_models_changed()
+            self._model_lists.on_changed()
 
     async def _get(
         self, live: LiveEndpoint, path: str, timeout_s: float
@@ -379,25 +429,29 @@ class HealthChecker:
     ) -> tuple[int, bytes]:
         """Return status and body of a POST with `json_body`, or of a GET without one.
 
-        Raises one of UNREACHABLE when the engine cannot be reached or does not answer in time.
+        Raises one of PROBE_ERRORS when the engine cannot be reached or does not answer in time.
         """
         try:
-            return await self._send(live, path, timeout_s, limit, json_body)
+            if json_body is not None:
+                return await self._post(live, path, timeout_s, limit, json_body)
+            client = self._clients.get(live)
+            if client is None:
+                client = self._clients[live] = PollClient(live.endpoint.url)
+            client.configure(live.key_header, live.encryption)
+            return await client.get(path, timeout_s, limit)
         except PROBE_ERRORS as error:
             _clear_frames(error)
             raise
 
-    async def _send(
+    async def _post(
         self, live: LiveEndpoint, path: str, timeout_s: float, limit: int, json_body: object
     ) -> tuple[int, bytes]:
         assert self._session is not None
-        url, method = live.endpoint.url + path, "GET" if json_body is None else "POST"
         encryption = live.encryption
         async with (
             asyncio.timeout(timeout_s),
-            self._session.request(
-                method,
-                url,
+            self._session.post(
+                live.endpoint.url + path,
                 headers=live.key_header,
                 json=json_body,
                 ssl=True if encryption is None else encryption.context,
@@ -423,9 +477,9 @@ def _model_of(live: LiveEndpoint) -> str | None:
 
 def _is_unreachable(error: BaseException) -> bool:
     """Return whether the connection failed or was lost, so that nothing listens there."""
-    if isinstance(error, aiohttp.ClientConnectorError):
+    if isinstance(error, ConnectError):
         return not is_local_error(error.os_error)
-    return isinstance(error, aiohttp.ServerDisconnectedError) or (
+    return isinstance(error, ConnectionLostError) or (
         isinstance(error, OSError) and error.errno in CONNECTION_LOST
     )
 

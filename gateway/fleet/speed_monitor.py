@@ -26,43 +26,104 @@ MEASURE_TEXTS = {"ttft": "to the first token", "tpot": "per token", "answer": "p
 IN_ROTATION = (HealthState.UP, HealthState.RETURNING)
 
 
+COHORT = 64
+"""Endpoints that are compared with each other; a larger pool consists of several cohorts."""
+
+COHORTS_AT_ONCE = 4
+
+
+class _Cohort:
+    """Endpoints of one pool that are reviewed together.
+
+    index       number of the cohort in its pool
+    events      events of each endpoint's streams so far, at the last review
+    is_partial  the pool has other cohorts
+    """
+
+    __slots__ = ("events", "index", "is_partial", "lives", "pool", "reviewed_at")
+
+    def __init__(
+        self, pool: str, index: int, lives: Sequence[LiveEndpoint], *, is_partial: bool
+    ) -> None:
+        self.pool, self.index, self.lives, self.is_partial = pool, index, lives, is_partial
+        self.reviewed_at = 0.0
+        self.events: dict[LiveEndpoint, dict[Relay, int]] = {}
+
+    def sample_streams(self, elapsed_s: float, now: float) -> None:
+        """Record the pace of all streams since the last review."""
+        before, self.events, self.reviewed_at = self.events, {}, now
+        for live in self.lives:
+            counts = sample_stream_pace(live, before.get(live, {}), elapsed_s, now)
+            self.events[live] = counts
+
+
 class SpeedMonitor:
     """Samples streams and reviews pools. A reload replaces `limits`."""
 
-    __slots__ = ("_events", "_expectations", "_glanced_at", "limits", "reviewed_at")
+    __slots__ = (
+        *("_cohorts", "_expectations", "_glanced_at", "_next_cohort", "_pools", "limits"),
+        "reviewed",
+    )
 
     def __init__(self, limits: SlowLimits) -> None:
         self.limits = limits
-        self.reviewed_at = self._glanced_at = 0.0
-        self._events: dict[LiveEndpoint, dict[Relay, int]] = {}
+        self._glanced_at, self._next_cohort = 0.0, 0
+        self._pools: Mapping[str, Sequence[Candidate]] = {}
+        self._cohorts: list[_Cohort] = []
         self._expectations: dict[str, Expectations] = {}
+        self.reviewed: list[LiveEndpoint] = []
 
     def sweep(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
     ) -> Iterator[tuple[LiveEndpoint, SpeedVerdict]]:
-        """Review all pools if a review is due; yield the endpoints whose verdict has changed."""
-        elapsed_s = now - self.reviewed_at
-        if elapsed_s < REVIEW_S:
+        """Review what is due; yield the endpoints whose verdict has changed.
+
+        `reviewed` lists the endpoints that were reviewed. Of the cohorts of large pools one is
+        reviewed per call, so that no call takes long.
+        """
+        self._follow(pools, by_slot)
+        self.reviewed = []
+        is_over = False
+        for cohort in self._cohorts:
+            elapsed_s = now - cohort.reviewed_at
+            if elapsed_s >= REVIEW_S and not (is_over and cohort.is_partial):
+                is_over = is_over or cohort.is_partial
+                cohort.sample_streams(elapsed_s, now)
+                self.reviewed += cohort.lives
+                yield from self._review(cohort, now)
+
+    def _follow(
+        self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint]
+    ) -> None:
+        """Form new cohorts after the endpoints have changed."""
+        if pools is self._pools:
             return
-        self.reviewed_at = now
-        events, self._events = self._events, {}
+        self._pools, before = pools, {(part.pool, part.index): part for part in self._cohorts}
+        self._cohorts = []
         for pool, candidates in pools.items():
             lives = [by_slot[candidate.load.slot] for candidate in candidates]
-            for live in lives:
-                self._events[live] = sample_stream_pace(live, events.get(live, {}), elapsed_s, now)
-            yield from self._review(pool, lives, now)
+            count = -(-len(lives) // COHORT) or 1
+            for index in range(count):
+                cohort = _Cohort(pool, index, lives[index::count], is_partial=count > 1)
+                old = before.get((pool, index))
+                if old is not None:
+                    cohort.reviewed_at, cohort.events = old.reviewed_at, old.events
+                self._cohorts.append(cohort)
 
-    def _review(
-        self, pool: str, lives: Sequence[LiveEndpoint], now: float
-    ) -> Iterator[tuple[LiveEndpoint, SpeedVerdict]]:
-        """Review one pool.
+    def _review(self, cohort: _Cohort, now: float) -> Iterator[tuple[LiveEndpoint, SpeedVerdict]]:
+        """Review one cohort.
 
         Endpoints out of rotation are not judged, and peers are not compared to them.
         """
-        rated = [live for live in lives if _is_rated(live)]
+        rated = [live for live in cohort.lives if _is_rated(live)]
         before = [live.speed.verdict for live in rated]
         members = [_member(live) for live in rated]
-        self._expectations_of(pool).yardsticks = speed_outlier.review(members, now, self.limits)
+        yardsticks = speed_outlier.review(members, now, self.limits)
+        expectations = self._expectations_of(cohort.pool)
+        if cohort.is_partial:  # what another cohort has shown is better than nothing
+            known = {kind: times for kind, times in yardsticks.items() if times.count}
+            yardsticks = {**expectations.yardsticks, **known}
+        expectations.yardsticks = yardsticks
         for live, verdict in zip(rated, before, strict=True):
             if live.speed.verdict is not verdict:
                 yield live, live.speed.verdict
@@ -73,23 +134,32 @@ class SpeedMonitor:
         """Return the endpoints whose prefill step is much later than at their peers, and the
         endpoints to doubt.
 
-        Called every GLANCE_S. After a gap between two calls the gateway itself was delayed, and the
-        age of a step proves nothing.
+        Called every GLANCE_S; looks at COHORTS_AT_ONCE cohorts in turn. After a gap between two
+        calls the gateway itself was delayed, and the age of a step proves nothing.
         """
         elapsed_s, self._glanced_at = now - self._glanced_at, now
         if elapsed_s > LATE_GLANCES * GLANCE_S or not self.limits.factor:
             return [], []
+        self._follow(pools, by_slot)
         late, doubtful = list[LiveEndpoint](), list[LiveEndpoint]()
-        for pool, candidates in pools.items():
-            if any(_has_waited(by_slot[candidate.load.slot], now) for candidate in candidates):
-                lives = [by_slot[candidate.load.slot] for candidate in candidates]
-                rated = [live for live in lives if _is_rated(live)]
+        for cohort in self._take_turn():
+            if any(live.load.in_flight and _has_waited(live, now) for live in cohort.lives):
+                rated = [live for live in cohort.lives if _is_rated(live)]
                 members = [_member(live) for live in rated]
-                stalled = self._expectations_of(pool).stalled(members, now)
+                stalled = self._expectations_of(cohort.pool).stalled(members, now)
                 doubted = [stall.is_doubted(live.load) for live in rated]
                 late += [rated[index] for _, index in stalled]
                 doubtful += [rated[index] for index in stall.choose_doubted(stalled, doubted)]
         return late, doubtful
+
+    def _take_turn(self) -> Sequence[_Cohort]:
+        """Return the cohorts to look at now: all, or the next ones if they are many."""
+        cohorts = self._cohorts
+        if len(cohorts) <= COHORTS_AT_ONCE:
+            return cohorts
+        first = self._next_cohort % len(cohorts)
+        self._next_cohort = first + COHORTS_AT_ONCE
+        return [*cohorts[first:], *cohorts][:COHORTS_AT_ONCE]
 
     def predict_first_byte_s(
         self, live: LiveEndpoint, request: Request, tokens: int

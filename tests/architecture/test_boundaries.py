@@ -66,7 +66,7 @@ OTHER_PACKAGES = (
     *("gateway.admin", "gateway.app", "gateway.cli", "gateway.config", "gateway.lifecycle"),
     *("gateway.reload", "gateway.restart", "gateway.peers", "gateway.workers"),
     *("gateway.fleet.discovery", "gateway.fleet.health_checks", "gateway.fleet.scrape"),
-    *("gateway.http.listener_sockets", "gateway.http.models_api"),
+    *("gateway.http.listener_sockets", "gateway.http.models_api", "gateway.http.poll_client"),
 )
 
 

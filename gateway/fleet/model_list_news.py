@@ -1,0 +1,60 @@
+"""News of changed lists of models, passed on at once or together.
+
+A change rebuilds the routes, which takes milliseconds in a large fleet, and a roll-out changes the
+lists of a thousand engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+
+GAP_PER_REPORT = 10.0
+"""Pause between two reports, in durations of a report: they take a tenth of the time at most."""
+
+
+class ModelListNews:
+    """Calls `report` for changes: the first at once, and those that follow soon together."""
+
+    __slots__ = ("_has_news", "_is_held_back", "_next_at", "_report", "_timer")
+
+    def __init__(self, report: Callable[[], None]) -> None:
+        self._report = report
+        self._next_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_news = self._is_held_back = False
+
+    def on_changed(self) -> None:
+        """Take note of a change."""
+        self._has_news = True
+        if self._timer is not None or self._is_held_back:
+            return
+        wait_s = self._next_at - monotonic()
+        if wait_s > 0.0:
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._pass_on)
+        else:
+            self._pass_on()
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Report all changes within the block once, at its end."""
+        self._is_held_back = True
+        try:
+            yield
+        finally:
+            self._is_held_back = False
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        self._timer = None
+        if self._has_news:
+            self._has_news, began = False, monotonic()
+            self._report()
+            self._next_at = monotonic() + GAP_PER_REPORT * (monotonic() - began)
+
+    def close(self) -> None:
+        """Report nothing any more."""
+        if self._timer is not None:
+            self._timer.cancel()

@@ -1,0 +1,87 @@
+"""What is due at a poll of one endpoint: its health, its load or neither. No I/O.
+
+A pool of a thousand endpoints is polled every second, so a poll asks only for what is not known:
+an engine whose answers arrive is alive, and the load of an idle one rarely changes.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from gateway.config import Config
+from gateway.fleet.endpoint_registry import LiveEndpoint
+from policies.health.health import HealthState
+
+QUIET_PROBES_PER_S = 256
+"""Probes per second of endpoints that are up and have no requests: in a large fleet, each such
+endpoint is probed less often. The first request finds out as well, and goes elsewhere.
+"""
+
+UNPROBED_POLLS = 4
+"""Polls in a row, at most, in which answers stand for a probe."""
+
+IDLE_SCRAPE = 3.0
+"""Intervals between two scrapes of an endpoint without requests."""
+
+FRESH_SHARE = 0.6
+"""Share of `scrape.stale` after which an idle endpoint is scraped, if that is sooner."""
+
+TOLERANCE = 0.8
+"""Share of an interval after which something is due: polls come with jitter."""
+
+
+class PollPlan:
+    """When an endpoint was last asked for its health and its load, and what it is asked next."""
+
+    __slots__ = (
+        *("_polled_at", "_probed_at", "_scraped_at", "_unprobed"),
+        *("needs_probe", "needs_scrape"),
+    )
+
+    def __init__(self) -> None:
+        self._polled_at, self._probed_at, self._scraped_at = 0.0, -inf, -inf
+        self._unprobed = 0
+        self.needs_probe = self.needs_scrape = True
+
+    def begin(self, live: LiveEndpoint, config: Config, endpoints: int, now: float) -> None:
+        """Decide what this poll asks for, and assume that it does so.
+
+        endpoints  number of endpoints of the gateway
+        """
+        interval_s = config.health.interval
+        if not live.load.in_flight and live.health.state is HealthState.UP and live.load.is_proven:
+            interval_s = max(interval_s, endpoints / QUIET_PROBES_PER_S)
+        self.needs_probe = self._is_due(self._probed_at, interval_s, now) and not self._shows_life(
+            live
+        )
+        self.needs_scrape = self._is_due(
+            self._scraped_at, self._scrape_interval_s(live, config), now
+        )
+        self._unprobed = 0 if self.needs_probe else self._unprobed + 1
+        if self.needs_probe:
+            self._probed_at = now
+        if self.needs_scrape:
+            self._scraped_at = now
+        self._polled_at = now
+
+    @staticmethod
+    def _is_due(last: float, interval_s: float, now: float) -> bool:
+        return now - last >= TOLERANCE * interval_s
+
+    def _shows_life(self, live: LiveEndpoint) -> bool:
+        """Return whether a healthy endpoint has sent part of an answer since the last poll."""
+        return (
+            live.health.state is HealthState.UP
+            and live.load.is_proven
+            and live.upstream.last_body_at > self._polled_at
+            and self._unprobed < UNPROBED_POLLS
+        )
+
+    @staticmethod
+    def _scrape_interval_s(live: LiveEndpoint, config: Config) -> float:
+        """Return how old the last scrape may become: less while it may explain waiting."""
+        interval_s = config.scrape.interval
+        load = live.load
+        if load.in_flight or load.unexplained_requests or load.scraped_at is None:
+            return interval_s
+        return max(interval_s, min(IDLE_SCRAPE * interval_s, FRESH_SHARE * config.scrape.stale))

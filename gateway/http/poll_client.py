@@ -1,0 +1,186 @@
+"""GETs of the gateway's own to one engine: health, metrics and models, over kept connections.
+
+A thousand engines are polled every second, so a poll costs one write and one read. Requests of
+clients use gateway/http/upstream.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from time import monotonic
+from typing import cast
+from urllib.parse import urlsplit
+
+from gateway.protocol.response_framing import FramingError
+from gateway.protocol.short_response import ShortResponse
+from gateway.util.tls import Encryption
+
+IDLE_S = 4.0  # uvicorn closes connections that have been idle for 5 s
+MOST_IDLE = 2
+
+
+class ConnectError(Exception):
+    """No connection could be opened; `os_error` is the reason."""
+
+    def __init__(self, os_error: OSError) -> None:
+        super().__init__(str(os_error))
+        self.os_error = os_error
+
+
+class ConnectionLostError(Exception):
+    """The connection ended before a response came."""
+
+
+class _PollConnection(asyncio.Protocol):
+    """One connection, which carries one GET at a time."""
+
+    __slots__ = ("_response", "_waiter", "idle_since", "transport")
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.idle_since = 0.0
+        self._response: ShortResponse | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def exchange(self, request: bytes, response: ShortResponse) -> None:
+        """Send a request and wait until `response` is complete.
+
+        Raises ConnectionLostError or FramingError. The connection is closed if it fails or the
+        caller stops waiting.
+        """
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionLostError("closed while idle")
+        waiter = self._waiter = asyncio.get_running_loop().create_future()
+        self._response = response
+        transport.write(request)
+        try:
+            await waiter
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._waiter = self._response = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        response, waiter = self._response, self._waiter
+        if response is None or waiter is None:  # unsolicited bytes
+            self.close()
+            return
+        try:
+            response.feed(data)
+        except FramingError as error:
+            self._resolve(error)
+            return
+        if response.is_complete:
+            self._resolve(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        response = self._response
+        if response is None:
+            return
+        if exc is None and response.end():
+            self._resolve(None)
+        elif response.status:
+            self._resolve(FramingError("the response ended too early"))
+        else:
+            self._resolve(ConnectionLostError(str(exc or "closed")))
+
+    def _resolve(self, error: Exception | None) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            if error is None:
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(error)
+
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class PollClient:
+    """The polling connections to one engine."""
+
+    __slots__ = ("_encryption", "_head", "_host", "_idle", "_key_header", "_path", "_port")
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._host = parts.hostname or ""
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._path = parts.path.rstrip("/")
+        self._head = f" HTTP/1.1\r\nhost: {parts.netloc}\r\naccept: */*\r\nuser-agent: penstock\r\n"
+        self._encryption: Encryption | None = None
+        self._key_header: Mapping[str, str] = {}
+        self._idle: list[_PollConnection] = []
+
+    def configure(self, key_header: Mapping[str, str], encryption: Encryption | None) -> None:
+        """Use this key and these TLS settings; other ones close the connections."""
+        if encryption is not self._encryption:
+            self.close()
+        self._key_header, self._encryption = key_header, encryption
+
+    async def get(self, path: str, timeout_s: float, limit: int) -> tuple[int, bytes]:
+        """Return status and body, `limit` bytes at most.
+
+        If a kept connection was lost before a byte of the response, a new one is tried. Raises
+        ConnectError, ConnectionLostError, FramingError, or TimeoutError after `timeout_s`.
+        """
+        fields = "".join(f"{name}: {value}\r\n" for name, value in self._key_header.items())
+        request = f"GET {self._path}{path}{self._head}{fields}\r\n".encode()
+        async with asyncio.timeout(timeout_s):
+            kept = self._take_idle()
+            if kept is not None:
+                response = ShortResponse(limit)
+                try:
+                    return await self._exchange(kept, request, response)
+                except ConnectionLostError:
+                    if response.has_begun:
+                        raise
+            return await self._exchange(await self._open(), request, ShortResponse(limit))
+
+    async def _exchange(
+        self, connection: _PollConnection, request: bytes, response: ShortResponse
+    ) -> tuple[int, bytes]:
+        await connection.exchange(request, response)
+        if response.can_be_followed and len(self._idle) < MOST_IDLE:
+            connection.idle_since = monotonic()
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return response.status, bytes(response.body)
+
+    def _take_idle(self) -> _PollConnection | None:
+        """Return the connection that was used last, if it is likely to be open still."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.transport is not None and monotonic() - connection.idle_since < IDLE_S:
+                return connection
+            connection.close()
+        return None
+
+    async def _open(self) -> _PollConnection:
+        loop, encryption = asyncio.get_running_loop(), self._encryption
+        name = None if encryption is None else encryption.server_name or self._host
+        try:
+            _, connection = await loop.create_connection(
+                _PollConnection,
+                self._host,
+                self._port,
+                ssl=None if encryption is None else encryption.context,
+                server_hostname=name,
+            )
+        except OSError as error:
+            raise ConnectError(error) from None
+        return connection
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()

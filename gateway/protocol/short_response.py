@@ -1,0 +1,80 @@
+"""A short HTTP/1.1 response that is read whole, sans-IO: for the gateway's own GETs to engines.
+
+Not for clients' requests: their answers are relayed as they arrive (gateway/protocol/relay.py).
+"""
+
+from __future__ import annotations
+
+from gateway.protocol.response_framing import (
+    MAX_HEAD_BYTES,
+    FramingError,
+    RawBody,
+    ResponseBody,
+    new_body,
+    parse_head,
+)
+
+HEAD_END = b"\r\n\r\n"
+
+
+class ShortResponse:
+    """One response being received.
+
+    status          of the final head; 0 before it has arrived
+    body            the payload so far, `limit` bytes at most
+    is_complete     no more bytes are needed: the end has arrived, or the limit has been reached
+    can_be_followed the connection can carry another response after this one
+    """
+
+    __slots__ = ("_body", "_buffer", "_keep_alive", "_limit", "body", "is_complete", "status")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._buffer = b""
+        self._body: ResponseBody | None = None
+        self._keep_alive = False
+        self.body = bytearray()
+        self.status = 0
+        self.is_complete = False
+
+    @property
+    def can_be_followed(self) -> bool:
+        body = self._body
+        return self._keep_alive and body is not None and body.is_complete and not body.surplus_bytes
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any byte has arrived."""
+        return bool(self.status or self._buffer)
+
+    def feed(self, data: bytes) -> None:
+        """Take the bytes that have arrived. Raises FramingError if they are no valid response."""
+        while self._body is None:
+            buffer = self._buffer + data
+            end = buffer.find(HEAD_END)
+            if end < 0:
+                if len(buffer) > MAX_HEAD_BYTES:
+                    raise FramingError("the head is too long")
+                self._buffer = buffer
+                return
+            self._buffer, data = b"", buffer[end + len(HEAD_END) :]
+            self._read_head(buffer[: end + 2])
+        self.body += self._body.feed(data)
+        if len(self.body) >= self._limit:
+            del self.body[self._limit :]
+            self.is_complete = True
+        self.is_complete = self.is_complete or self._body.is_complete
+
+    def _read_head(self, head: bytes) -> None:
+        # Not from the cache of the request path: the heads of a thousand engines would flush it.
+        parsed = parse_head.__wrapped__(head)
+        if parsed.status < 200:  # an interim response: the final one follows
+            return
+        self.status, self._keep_alive = parsed.status, parsed.keep_alive
+        self._body = new_body(parsed)
+
+    def end(self) -> bool:
+        """Take the end of the connection; return whether the response is complete with it."""
+        self._keep_alive = False
+        self.is_complete = self.is_complete or isinstance(self._body, RawBody)
+        return self.is_complete

@@ -1,0 +1,97 @@
+"""What a poll asks an endpoint for: less of busy ones, less often of quiet ones."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import pytest
+
+from gateway.config import Config, config_from_engines
+from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.poll_plan import QUIET_PROBES_PER_S, UNPROBED_POLLS, PollPlan
+from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.http.write_queue import WriteQueue
+from gateway.metrics.catalogue import Metrics
+from policies.health.health import HealthEvent
+
+
+@pytest.fixture
+async def fleet() -> tuple[EndpointTable, LiveEndpoint, Config]:
+    config = config_from_engines(
+        ["http://127.0.0.1:1", "http://127.0.0.1:2"], "round_robin", "127.0.0.1", 0, 0
+    ).config
+    table = EndpointTable(
+        config,
+        PrefixCacheView(b"s" * 32, 2**20, 512),
+        Metrics(),
+        Random(1),
+        WriteQueue(asyncio.get_running_loop()),
+    )
+    table.apply(table.plan(config))
+    return table, table.all()[0], config
+
+
+def asked(
+    plan: PollPlan, live: LiveEndpoint, config: Config, seconds: int, endpoints: int = 2
+) -> list[tuple[bool, bool]]:
+    """Poll once a second; return what each poll asks for: a probe, a scrape."""
+    asks = []
+    for second in range(seconds):
+        plan.begin(live, config, endpoints, 100.0 + second)
+        asks.append((plan.needs_probe, plan.needs_scrape))
+    return asks
+
+
+async def test_an_idle_endpoint_is_probed_at_its_interval_and_scraped_less_often(
+    fleet: tuple[EndpointTable, LiveEndpoint, Config],
+) -> None:
+    _, live, config = fleet
+    live.load.scraped_at = 100.0
+    asks = asked(PollPlan(), live, config, 6)
+    assert [probe for probe, _ in asks] == [True] * 6
+    assert [scrape for _, scrape in asks] == [True, False, False, True, False, False]
+
+
+async def test_a_busy_endpoint_is_scraped_at_every_interval(
+    fleet: tuple[EndpointTable, LiveEndpoint, Config],
+) -> None:
+    _, live, config = fleet
+    live.load.scraped_at, live.load.in_flight = 100.0, 1
+    assert all(scrape for _, scrape in asked(PollPlan(), live, config, 6))
+
+
+async def test_answers_stand_for_probes_but_not_for_all(
+    fleet: tuple[EndpointTable, LiveEndpoint, Config],
+) -> None:
+    _, live, config = fleet
+    plan, probes = PollPlan(), list[bool]()
+    for second in range(2 + 2 * UNPROBED_POLLS):
+        live.upstream.last_body_at = 99.5 + second
+        plan.begin(live, config, 2, 100.0 + second)
+        probes.append(plan.needs_probe)
+    assert sum(probes) == 2
+    assert probes.index(True, probes.index(True) + 1) - probes.index(True) - 1 == UNPROBED_POLLS
+
+
+async def test_an_endpoint_that_has_failed_is_probed_whatever_it_answers(
+    fleet: tuple[EndpointTable, LiveEndpoint, Config],
+) -> None:
+    table, live, config = fleet
+    table.on_event(live, HealthEvent.FAILED)
+    plan = PollPlan()
+    for second in range(4):
+        live.upstream.last_body_at = 99.5 + second
+        plan.begin(live, config, 4 * QUIET_PROBES_PER_S, 100.0 + second)
+        assert plan.needs_probe
+
+
+async def test_quiet_endpoints_of_a_large_fleet_share_a_rate_of_probes(
+    fleet: tuple[EndpointTable, LiveEndpoint, Config],
+) -> None:
+    _, live, config = fleet
+    asks = asked(PollPlan(), live, config, 20, endpoints=4 * QUIET_PROBES_PER_S)
+    assert sum(probe for probe, _ in asks) == 5
+    live.load.in_flight = 1
+    assert sum(probe for probe, _ in asked(PollPlan(), live, config, 20, endpoints=2000)) == 20
