@@ -225,12 +225,19 @@ class SendQueue:
         src_rank, dst_rank = offer.plan.pairs(head.group)[head.pair]
         runs = offer.plan.runs(head.group, head.pair).cut(head.first, head.count)
         region = self._regions[src_rank]
-        current = _still_current(offer, region, src_rank, blocks_of(runs, region.block_bytes))
+        blocks = offer.spec.distinct
+        if offer.plan.src.order.is_block_outermost:
+            blocks = blocks_of(runs, region.block_bytes)
+        current = _still_current(offer, region, src_rank, blocks)
         return PutWindow(self._link, head, WindowSlice(runs, region, src_rank, dst_rank, current))
 
 
 def blocks_of(runs: ByteRuns, block_bytes: int) -> NDArray[np.int64]:
-    """Return the source's blocks that these runs read, in order, without direct repetitions."""
+    """Return the source's blocks that these runs read, in order, without direct repetitions.
+
+    Only where blocks are outermost in memory: otherwise a run's offset does not give its block, and
+    a window depends on all blocks of its offer.
+    """
     first, last = runs.src // block_bytes, (runs.src + runs.length - 1) // block_bytes
     longest = int((last - first).max())
     if longest:

@@ -42,17 +42,21 @@ def cell(
     first_head = 0 if layout.mla else tp_rank * layout.kv_heads // layout.tp
     if not (first <= layer < last and first_head <= head < first_head + here):
         return None
-    parts, size, row = (
-        (1 if layout.mla else 2),
-        layout.block_tokens,
-        layout.head_dim * layout.dtype.n_bytes,
-    )
-    inner = (
-        (head - first_head) * size + token
-        if layout.order is KvOrder.BLHNC
-        else token * here + head - first_head
-    )
-    return (((block * (last - first) + layer - first) * parts + part) * here * size + inner) * row
+    sizes = {
+        "l": last - first,
+        "b": layout.blocks,
+        "p": 1 if layout.mla else 2,
+        "h": here,
+        "n": layout.block_tokens,
+    }
+    index = {"l": layer - first, "b": block, "p": part, "h": head - first_head, "n": token}
+    axes = list(layout.order[:-1])
+    place = {"planes": 2, "heads": axes.index("n"), "tokens": 4}[layout.content]
+    axes.insert(place, "p")
+    offset = 0
+    for axis in axes:
+        offset = offset * sizes[axis] + index[axis]
+    return offset * layout.head_dim * layout.dtype.n_bytes
 
 
 class Cache:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvtransfer.layout.layout import KvDtype, KvLayout, KvOrder
+from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.protocol.outcomes import EndReason, OutcomeKind
 from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, groups, until
 from tests.contract.kvtransfer.links import PATIENCE_S, TRANSPORTS, kind_of
@@ -75,6 +75,41 @@ async def test_every_byte_arrives_in_its_place(
         assert (await soon(offer.wait_ended())).kind is OutcomeKind.LANDED
         assert cache.differs(dst, sink.regions, into) == 0
         assert landing.layers == src.layers
+
+
+LAYERS_FIRST = shaped(order=KvOrder.LBHNC, content=KvContent.HEADS, blocks=32)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        (LAYERS_FIRST, LAYERS_FIRST),
+        (shaped(LAYERS_FIRST, tp=2), shaped(LAYERS_FIRST, tp=1)),
+        (shaped(LAYERS_FIRST, order=KvOrder.LBNHC, content=KvContent.TOKENS), SMALL),
+        (SMALL, shaped(LAYERS_FIRST, order=KvOrder.BHLNC, content=KvContent.TOKENS)),
+    ],
+)
+async def test_caches_with_layers_outermost_move_and_their_blocks_are_fenced(
+    transport: str, src: KvLayout, dst: KvLayout
+) -> None:
+    """A window of such a cache depends on every block of its offer."""
+    if kind_of(transport) == "rdma":
+        pytest.skip("an agent with rdma refuses these layouts")
+    tokens = 75
+    cache, other = Cache(src, tokens, seed=3), Cache(src, tokens, seed=4)
+    async with groups(transport, src, dst) as (source, sink):
+        out_of, into = blocks_for(src, tokens, 1), blocks_for(dst, tokens, 2)
+        cache.write(src, source.regions, out_of)
+        offer = source.agent.offer("r", out_of, tokens)
+        landing = sink.agent.fetch(source.agent.address, "r", into, tokens, ticket=offer.ticket)
+        assert (await soon(landing.wait_ended())).has_landed
+        assert cache.differs(dst, sink.regions, into) == 0
+        source.agent.offer("s", out_of, tokens, public=True)
+        for region in source.regions:
+            region.bump(out_of[-1:])
+        other.write(src, source.regions, out_of)
+        landing = sink.agent.fetch(source.agent.address, "s", into, tokens)
+        assert (await soon(landing.wait_ended())).reason is EndReason.STALE
 
 
 async def test_blocks_that_were_not_reserved_stay_as_they_are(transport: str) -> None:
