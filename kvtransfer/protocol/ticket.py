@@ -1,8 +1,10 @@
 """Tickets: a source's permission to fetch one offer, once. Opaque text for gateways and engines.
 
 A ticket names an offer, its agent and that agent's epoch, the sink, the blocks with their
-generations, and an end time. An HMAC proves that the agent issued it. Not here: the offers
-(kvtransfer/transfer/source.py), or proof of who presents a ticket (kvtransfer/protocol/session.py).
+generations, and an end time. An HMAC proves that a holder of the fleet's key issued it: the agent
+for an offer that exists, or another process of the engine before the offer is made. Not here: the
+offers (kvtransfer/transfer/source.py), or proof of who presents a ticket
+(kvtransfer/protocol/session.py).
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ MAX_CHARS = 1024
 _MAC_BYTES = 32
 _LEAST_KEY_BYTES = 16
 _DOMAIN = b"penstock kv ticket 1\0"
+AHEAD = bytes(16)
+"""The digest of a ticket that is minted before its offer: its blocks are not known yet."""
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -54,7 +58,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     offer       name of the offer at its source
     agent       name of the source
     epoch       16 random bytes, drawn at every start of the source
-    digest      `digest_of` the promised blocks and generations
+    digest      `block_digest` of the promised blocks and generations, or AHEAD
     not_after   seconds on the monotonic clock of the source, which issues and checks it
     nonce       16 random bytes that identify the ticket, so that it is used once
     sink        the only agent that may present it; None: any of the fleet
@@ -74,6 +78,16 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 # Created at import: msgspec crashes if two threads use a type for the first time at once.
 _DECODER = msgspec.msgpack.Decoder(Ticket)
+
+
+def mint_ahead(
+    key: bytes, offer: str, agent: str, epoch: bytes, nonce: bytes, not_after: float
+) -> str:
+    """Mint the ticket of an offer that the agent will make with this nonce.
+
+    Any holder of the key on the agent's host may: `not_after` is on that host's monotonic clock.
+    """
+    return mint(key, Ticket(offer, agent, epoch, AHEAD, not_after, nonce))
 
 
 def renewed_nonce(nonce: bytes) -> bytes:

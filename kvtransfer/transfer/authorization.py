@@ -15,6 +15,7 @@ from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.messages import AgentCard
 from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.protocol.ticket import (
+    AHEAD,
     SpentTickets,
     Ticket,
     TicketRefusal,
@@ -66,16 +67,19 @@ class Authorizer:
     ) -> Ticket | EndReason:
         """Check a ticket without spending it. Returns the ticket, or the reason for refusing it.
 
-        A valid ticket whose offer does not exist any more is refused as GONE.
+        A valid ticket whose offer does not exist any more is refused as GONE. One that was minted
+        ahead is valid before its offer exists; the caller knows whether the offer has ended.
         """
         try:
             ticket = check(self._key, text, now, epoch=self._card.epoch, sink=sink)
             if ticket.offer != name:
                 return EndReason.BAD_TICKET
             self._used.check_unspent(ticket, now)
+            if offer is None and ticket.digest == AHEAD:
+                return ticket
             if offer is None or ticket.nonce not in offer.nonces:
                 return EndReason.GONE
-            if ticket.digest != self._digest_now(offer):
+            if ticket.digest not in (AHEAD, self._digest_now(offer)):
                 return EndReason.STALE
         except TicketRefused as refused:
             return _REASON.get(refused.reason, EndReason.BAD_TICKET)

@@ -120,7 +120,7 @@ class TransferSource:
         self._push_deadline(offer)
         waiting, gave_up = self._pending_invites.take_for_offer(spec.name, now)
         if waiting is not None:
-            return offer.ticket, self._match_invite(offer, waiting.link, waiting.invite, None, now)
+            return offer.ticket, self._answer_invite(offer, waiting.link, waiting.invite, now)
         if gave_up is not None and may_fetch_by_name(spec, gave_up):
             return offer.ticket, self._end(
                 offer, EndReason.CANCELLED, f"{gave_up} gave up before", now
@@ -220,12 +220,16 @@ class TransferSource:
         if invite.transfer <= outlet.newest:
             raise ProtocolError(f"transfer {invite.transfer} is not new")
         outlet.newest = invite.transfer
-        offer = self._names.get(invite.name)
+        return self._answer_invite(self._names.get(invite.name), link, invite, now)
+
+    def _answer_invite(
+        self, offer: LeasedOffer | None, link: Link, invite: Invite, now: float
+    ) -> list[Command]:
+        """Check an invitation's ticket, then match it with its offer or let it wait for that."""
         ticket: Ticket | None = None
         if invite.ticket is not None:
-            checked = self._authorizer.check(
-                invite.ticket, offer, invite.name, outlet.card.agent, now
-            )
+            agent = self._outlets[link].card.agent
+            checked = self._authorizer.check(invite.ticket, offer, invite.name, agent, now)
             if isinstance(checked, EndReason):
                 return self._refuse(link, invite.transfer, checked)
             ticket = checked

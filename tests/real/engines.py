@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -31,6 +31,19 @@ DTYPE = "float32"  # a recomputed prompt must produce the tokens that decoding p
 READY_WITHIN_S = 600.0
 
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+
+
+def penstock_connector(key_file: Path) -> dict[str, object]:
+    """Return the configuration of our own connector."""
+    return {
+        "kv_connector": "PenstockConnector",
+        "kv_connector_module_path": "kvtransfer.engines.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"key_file": str(key_file)},
+    }
+
+
 ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -46,11 +59,20 @@ ENV = {
 
 
 class Engine:
-    """One vLLM server with the NixlConnector. Killed and started again it has the same ports and a
+    """One vLLM server with a connector. Killed and started again it has the same ports and a
     new engine id.
     """
 
-    def __init__(self, name: str, port: int, side_port: int, place: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        port: int,
+        side_port: int,
+        place: int,
+        connector: Mapping[str, object] = CONNECTOR,
+        tp: int = 1,
+    ) -> None:
+        self._connector, self._tp = connector, tp
         self.name, self.port, self.side_port, self._place = name, port, side_port, place
         self.url = f"http://127.0.0.1:{port}"
         self.log = REAL / f"{name}.log"
@@ -62,7 +84,12 @@ class Engine:
         self._output = self.log.open("wb")
         self._process = subprocess.Popen(
             self._command(),
-            env={**os.environ, **ENV, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port)},
+            env={
+                **os.environ,
+                **ENV,
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port),
+                "PYTHONPATH": str(ROOT),
+            },
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -82,7 +109,8 @@ class Engine:
             *("--host", "127.0.0.1", "--port", str(self.port), "--seed", "7", "--dtype", DTYPE),
             *("--max-model-len", "4096", "--num-gpu-blocks-override", str(BLOCKS)),
             *("--enforce-eager", "--enable-prompt-tokens-details"),
-            *("--kv-transfer-config", json.dumps(CONNECTOR)),
+            *("--kv-transfer-config", json.dumps(self._connector)),
+            *("--tensor-parallel-size", str(self._tp)),
         ]
 
     def _cores(self) -> str:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.agent import Agent
 from kvtransfer.contract import Transport
-from kvtransfer.layout.layout import KvDtype, KvLayout, KvOrder
+from kvtransfer.layout.layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.transports.inproc import InprocWire

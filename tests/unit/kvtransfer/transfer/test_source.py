@@ -18,7 +18,7 @@ from kvtransfer.protocol.messages import (
     pack_blocks,
 )
 from kvtransfer.protocol.outcomes import EndReason
-from kvtransfer.protocol.ticket import check
+from kvtransfer.protocol.ticket import check, mint_ahead
 from kvtransfer.transfer.commands import Command, ComputePlan, ResolveHandle, SendMessage
 from kvtransfer.transfer.send_queue import OfferSpec
 from kvtransfer.transfer.source import TransferSource
@@ -142,6 +142,51 @@ def test_a_ticket_of_a_refused_invitation_is_not_spent() -> None:
     assert refusals(book.on_invite(link, invite(2, ticket), 0.2)) == []  # type: ignore[arg-type]
     assert book.counts["moving"] == 1
     assert refusals(book.on_invite(link, invite(3, ticket), 0.3)) == [EndReason.TICKET_SPENT]  # type: ignore[arg-type]
+
+
+def ahead(nonce: bytes = b"n" * 16, epoch: bytes | None = None, not_after: float = 30.0) -> str:
+    """Return a ticket for offer r that another process of the engine minted before the offer."""
+    return mint_ahead(b"k" * 32, "r", "p", epoch or b"p" * 16, nonce, not_after)
+
+
+def test_a_ticket_minted_ahead_fetches_the_offer_with_its_nonce_once() -> None:
+    book, link = book_and_link("d1")
+    book.offer(7, OfferSpec("r", np.array([1]), 4, 30.0, 4, b"n" * 16), 0.0)
+    other = ahead(nonce=b"x" * 16)
+    assert refusals(book.on_invite(link, invite(1, other), 0.1)) == [EndReason.GONE]  # type: ignore[arg-type]
+    assert refusals(book.on_invite(link, invite(2, ahead()), 0.1)) == []  # type: ignore[arg-type]
+    assert book.counts["moving"] == 1
+    assert refusals(book.on_invite(link, invite(3, ahead()), 0.2)) == [EndReason.TICKET_SPENT]  # type: ignore[arg-type]
+
+
+def test_an_invitation_with_a_ticket_minted_ahead_waits_for_its_offer() -> None:
+    book, link = book_and_link("d1")
+    assert book.on_invite(link, invite(1, ahead()), 0.0) == []  # type: ignore[arg-type]
+    assert book.counts["waiting_invitations"] == 1
+    _, commands = book.offer(7, OfferSpec("r", np.array([1]), 4, 30.0, 4, b"n" * 16), 0.1)
+    assert refusals(commands) == []
+    assert book.counts["moving"] == 1
+
+
+def test_a_waiting_invitation_is_refused_if_its_offer_has_another_nonce_or_came_too_late() -> None:
+    for nonce, now, reason in (
+        (b"x" * 16, 0.1, EndReason.GONE),
+        (b"n" * 16, 40.0, EndReason.TICKET_EXPIRED),
+    ):
+        book, link = book_and_link("d1")
+        book.on_invite(link, invite(1, ahead()), 0.0)  # type: ignore[arg-type]
+        _, commands = book.offer(7, OfferSpec("r", np.array([1]), 4, 30.0, 4, nonce), now)
+        assert refusals(commands) == [reason]
+        assert book.counts["offered"] == 1
+
+
+def test_a_ticket_minted_ahead_for_an_earlier_start_or_an_ended_offer_is_refused() -> None:
+    book, link = book_and_link("d1")
+    early = ahead(epoch=b"o" * 16)
+    assert refusals(book.on_invite(link, invite(1, early), 0.0)) == [EndReason.TICKET_EXPIRED]  # type: ignore[arg-type]
+    book.offer(7, OfferSpec("r", np.array([1]), 4, 30.0, 4, b"n" * 16), 0.1)
+    book.revoke(7, EndReason.REVOKED, "", 0.2)
+    assert refusals(book.on_invite(link, invite(2, ahead()), 0.3)) == [EndReason.GONE]  # type: ignore[arg-type]
 
 
 def test_a_renewed_ticket_leaves_earlier_tickets_valid() -> None:

@@ -1,0 +1,319 @@
+"""PenstockConnector: moves KV between vLLM engines by Penstock's transfer agents.
+
+    --kv-transfer-config '{"kv_connector": "PenstockConnector", "kv_role": "kv_both",
+      "kv_connector_module_path": "kvtransfer.engines.vllm.connector",
+      "kv_load_failure_policy": "recompute",
+      "kv_connector_extra_config": {"key_file": "/etc/penstock/kv.key"}}'
+
+It translates vLLM's objects and callbacks. Decisions are in the other modules of this package.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.request import RequestStatus
+
+from kvtransfer.agent import Agent
+from kvtransfer.engines.vllm.geometry import (
+    CacheFacts,
+    LayerView,
+    UnsupportedCache,
+    describe_cache,
+    find_memory,
+)
+from kvtransfer.engines.vllm.handoff import WorkerAddress
+from kvtransfer.engines.vllm.scheduler import HandoffScheduler, PromptRequest, StepOrders
+from kvtransfer.engines.vllm.worker import TransferWorker
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.transfer.handles import TransferHandle
+from kvtransfer.transports.tcp import Tcp
+from kvtransfer.util.options import AgentOptions
+
+log = logging.getLogger("penstock")
+
+SUPPORTED = ("0.32.",)
+# How long a step without any computation waits for a transfer to end.
+_IDLE_STEP_S = 0.002
+
+if not vllm.__version__.startswith(SUPPORTED):
+    raise ImportError(f"PenstockConnector supports vLLM {SUPPORTED[0]}x, not {vllm.__version__}")
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """The orders of one step, from the scheduler to the workers."""
+
+    orders: StepOrders
+
+
+@dataclass
+class AgentMetadata(KVConnectorHandshakeMetadata):
+    """A worker's agent, for the scheduler."""
+
+    worker: WorkerAddress
+    layout: KvLayout
+
+
+class ConnectorOptions:
+    """kv_connector_extra_config. Raises ValueError for a missing or unknown member.
+
+    key_file    file with the fleet's key, the same at every engine
+    host        address to listen on; engines on other hosts connect to it
+    lease_s     how long a finished prefill is kept for its decode engine
+    timeout_s   how long a decode engine waits for KV
+    """
+
+    def __init__(self, members: dict[str, Any]) -> None:
+        values = dict(members)
+        path = values.pop("key_file", None)
+        if not path:
+            raise ValueError("kv_connector_extra_config needs key_file, the fleet's key")
+        self.key = Path(path).read_bytes().strip()
+        self.host = str(values.pop("host", "127.0.0.1"))
+        self.lease_s = float(values.pop("lease_s", 30.0))
+        self.timeout_s = float(values.pop("timeout_s", 30.0))
+        if values:
+            raise ValueError(f"kv_connector_extra_config has no member {sorted(values)[0]}")
+
+
+class PenstockConnector(KVConnectorBase_V1):
+    """vLLM's connector: one object in the scheduler's process, one in each worker's."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._options = ConnectorOptions(transfer.kv_connector_extra_config)
+        self._engine = transfer.engine_id
+        if transfer.kv_load_failure_policy != "recompute":
+            log.warning(
+                "kv_load_failure_policy is %s: a request whose KV does not arrive fails; "
+                "set it to recompute",
+                transfer.kv_load_failure_policy,
+            )
+        self._layout: KvLayout | None = None
+        self._family = _family(vllm_config)
+        self._worker: TransferWorker | None = None
+        self._agent: Agent | None = None
+        self._changed = threading.Event()
+        self._scheduler = HandoffScheduler(
+            self._options.key,
+            self._engine,
+            self._family,
+            lease_s=self._options.lease_s,
+            clock=time.monotonic,
+            warn=log.warning,
+        )
+
+    # ---- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Start this rank's agent over its KV cache. Raises UnsupportedCache."""
+        rank = get_tensor_model_parallel_rank()
+        facts = _facts(self._vllm_config, self._kv_cache_config)
+        self._layout = layout = describe_cache(facts)
+        region = _region(layout, list(kv_caches.values()), f"{self._engine}-{rank}")
+        self._agent = Agent(
+            f"{self._engine}:{rank}:{secrets.token_hex(4)}",
+            layout,
+            [region],
+            key=self._options.key,
+            transports=[Tcp(self._options.host)],
+            options=AgentOptions(family=self._family),
+        )
+        self._agent.open(self)
+        self._worker = TransferWorker(self._agent, layout, rank, self._options.timeout_s)
+        log.info("kv: rank %d listens on %s", rank, self._agent.address)
+
+    def on_change(self, handle: TransferHandle) -> None:
+        """Wake a step that waits. Called on the agent's threads."""
+        self._changed.set()
+
+    def get_handshake_metadata(self) -> AgentMetadata | None:
+        agent = self._agent
+        if agent is None or self._layout is None:
+            return None
+        return AgentMetadata(WorkerAddress(agent.address, agent.name, agent.epoch), self._layout)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin the transfers that the scheduler ordered for this step."""
+        assert self._worker is not None
+        orders = self._get_connector_metadata().orders
+        self._changed.clear()
+        self._worker.carry_out(orders)
+        if not orders.has_work and not self._worker.is_idle:
+            self._changed.wait(_IDLE_STEP_S)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """No-op: a request is scheduled only once its KV has arrived."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """No-op: KV leaves from vLLM's own blocks."""
+
+    def wait_for_save(self) -> None:
+        """No-op: blocks stay until `get_transfer_results` reports the end of their offer."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self._worker is not None
+        done = self._worker.take_finished()
+        return KVConnectorTransferResults(done.sent, done.received, done.failed)
+
+    def shutdown(self) -> None:
+        """End all transfers behind their fences, and stop the agent."""
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.begin_close()
+            agent.finish_close()
+
+    # ---- scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        ranks = [metadata[rank] for rank in sorted(metadata)]
+        self._scheduler.set_workers([rank.worker for rank in ranks], ranks[0].layout)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        count = self._scheduler.loadable_tokens(_prompt_of(request), num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        (numbers,) = blocks.get_block_ids()
+        self._scheduler.begin_load(request.request_id, numbers, num_external_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        has_work = scheduler_output.total_num_scheduled_tokens > 0
+        return StepMetadata(self._scheduler.take_orders(has_work))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.on_ended(
+            connector_output.finished_sending or (), connector_output.finished_recving or ()
+        )
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Offer the KV of a finished prefill leg; end any other request's part in transfers."""
+        prompt = _prompt_of(request)
+        self._scheduler.forget(request.request_id)
+        tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        asked = prompt.params.get("do_remote_decode") is True
+        finished = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+        if not (asked and finished and block_ids and tokens):
+            return False, None
+        return True, self._scheduler.finish_prefill(prompt, block_ids, tokens)
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.has_pending_work
+
+
+def _prompt_of(request: Any) -> PromptRequest:
+    lora = request.lora_request.lora_name if request.lora_request else ""
+    images = [str(feature.identifier) for feature in request.mm_features or ()]
+    variant = "\0".join((lora, *images)) if lora or images else ""
+    params = request.kv_transfer_params
+    return PromptRequest(
+        request.request_id,
+        request.prompt_token_ids or (),
+        params if isinstance(params, dict) else {},
+        variant,
+    )
+
+
+def _family(config: Any) -> str:
+    """Return what must be equal at both engines: version, model, and quantisation."""
+    model, cache = config.model_config, config.cache_config
+    text = repr(
+        (
+            model.hf_config.to_json_string(),
+            str(model.dtype),
+            model.quantization,
+            cache.cache_dtype,
+            model.revision,
+        )
+    )
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return f"vllm-{vllm.__version__.rpartition('.')[0]}-{digest}"
+
+
+def _facts(config: Any, caches: Any) -> CacheFacts:
+    """Read what describes the cache. Raises UnsupportedCache for caches of several kinds."""
+    groups = [group for group in caches.kv_cache_groups if group.enable_kv_transfer]
+    if len(groups) != 1 or len(caches.kv_cache_tensors) != 1:
+        raise UnsupportedCache(
+            f"{len(groups)} cache groups in {len(caches.kv_cache_tensors)} places are not supported"
+        )
+    parallel, spec = config.parallel_config, groups[0].kv_cache_spec
+    if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        raise UnsupportedCache("pipeline and decode context parallelism are not supported")
+    if parallel.tensor_parallel_size > 1:
+        raise UnsupportedCache("tensor parallelism is not supported yet")
+    if getattr(spec, "page_size_padded", None) or spec.num_head_slots is not None:
+        raise UnsupportedCache("padded pages and packed heads are not supported")
+    latent = "MLA" in type(spec).__name__
+    if not latent and spec.head_size_v != spec.head_size:
+        raise UnsupportedCache("keys and values have different sizes")
+    (backend, *others) = {
+        backend.get_name() for backend in get_current_attn_backends(config, groups[0].layer_names)
+    }
+    if others:
+        raise UnsupportedCache(f"layers use several attention backends: {backend}, {others}")
+    kind = config.cache_config.cache_dtype
+    return CacheFacts(
+        backend=backend,
+        order=caches.kv_cache_layout or config.cache_config.get_resolved_kv_cache_layout().name,
+        dtype=str(spec.dtype).removeprefix("torch.") if kind == "auto" else kind,
+        layers=len(caches.kv_cache_tensors[0].layers),
+        blocks=caches.num_blocks,
+        block_tokens=spec.block_size,
+        kv_heads=config.model_config.get_total_num_kv_heads(),
+        head_size=spec.head_size,
+        cell_bytes=spec.state_content_size_bytes,
+        tp=parallel.tensor_parallel_size,
+        latent=latent,
+    )
+
+
+def _region(layout: KvLayout, tensors: Sequence[Any], name: str) -> Region:
+    """Wrap the memory behind the layers' tensors. Raises UnsupportedCache."""
+    views = []
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise UnsupportedCache(f"KV on {tensor.device.type}: only host memory is supported")
+        size = tensor.element_size()
+        steps = tuple(step * size for step in tensor.stride()[:-1])
+        shape = (*tensor.shape[:-1], tensor.shape[-1] * size)
+        if tensor.stride()[-1] != 1:
+            raise UnsupportedCache("the scalars of a token are not contiguous")
+        views.append(LayerView(tensor.data_ptr(), tuple(shape), (*steps, 1)))
+    address = find_memory(layout, views)
+    n_bytes = layout.blocks * layout.rank_block_bytes(0)
+    # The engine owns the memory and lives longer than the agent.
+    memory = (ctypes.c_uint8 * n_bytes).from_address(address)
+    return Region.over(np.ctypeslib.as_array(memory), layout.rank_block_bytes(0), name=name)

@@ -1,0 +1,146 @@
+"""The layout of vLLM's KV cache, from facts that a worker can read.
+
+vLLM 0.32 stores every cache as [L, B, H, N, C] in one of six orders. What lies inside C depends on
+the attention backend. A cache that this module cannot describe is refused, never guessed. Not here:
+reading the facts (kvtransfer/engines/vllm/connector.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import msgspec
+
+from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
+
+_CONTENTS: Mapping[str, KvContent] = MappingProxyType(
+    {
+        "CPU_ATTN": KvContent.HEADS,
+        "FLASH_ATTN": KvContent.TOKENS,
+        "TRITON_ATTN": KvContent.TOKENS,
+        "FLEX_ATTENTION": KvContent.TOKENS,
+        "FLASHINFER": KvContent.TOKENS,
+    }
+)
+_DTYPES: Mapping[str, KvDtype] = MappingProxyType(
+    {
+        "float32": KvDtype.FP32,
+        "bfloat16": KvDtype.BF16,
+        "float16": KvDtype.FP16,
+        "fp8": KvDtype.FP8_E4M3,
+        "fp8_e4m3": KvDtype.FP8_E4M3,
+        "fp8_per_token_head": KvDtype.FP8_E4M3,
+        "fp8_e5m2": KvDtype.FP8_E5M2,
+        "int8_per_token_head": KvDtype.INT8,
+    }
+)
+_SCALE_BYTES = 4
+
+
+class UnsupportedCache(Exception):
+    """The connector cannot describe this cache, so it must not move. The message says why."""
+
+
+class CacheFacts(msgspec.Struct, frozen=True):
+    """What a vLLM worker knows of its KV cache.
+
+    backend       name of the attention backend, such as CPU_ATTN
+    order         resolved layout, such as LBHNC
+    dtype         cache type, such as float32 or fp8_per_token_head
+    kv_heads      key/value heads of the model
+    cell_bytes    bytes of one head and token (C)
+    latent        multi-head latent attention: one row per token instead of keys and values
+    """
+
+    backend: str
+    order: str
+    dtype: str
+    layers: int
+    blocks: int
+    block_tokens: int
+    kv_heads: int
+    head_size: int
+    cell_bytes: int
+    tp: int
+    latent: bool = False
+
+
+class LayerView(NamedTuple):
+    """One layer's tensor [B, H, N, C]: its address, and sizes and steps in bytes (C in bytes)."""
+
+    address: int
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+
+
+def describe_cache(facts: CacheFacts) -> KvLayout:
+    """Return the layout of this cache. Raises UnsupportedCache."""
+    content = _CONTENTS.get(facts.backend)
+    if content is None and not facts.latent:
+        raise UnsupportedCache(
+            f"where the attention backend {facts.backend} puts keys and values is not known; "
+            f"known are {', '.join(sorted(_CONTENTS))}"
+        )
+    dtype = _DTYPES.get(facts.dtype)
+    if dtype is None:
+        raise UnsupportedCache(f"a cache of type {facts.dtype} is not supported")
+    scale_bytes = _SCALE_BYTES if facts.dtype.endswith("_per_token_head") else 0
+    if scale_bytes and facts.backend != "TRITON_ATTN":
+        raise UnsupportedCache(f"the place of {facts.backend}'s scales is not known")
+    try:
+        layout = KvLayout(
+            layers=facts.layers,
+            kv_heads=1 if facts.latent else facts.kv_heads,
+            head_dim=facts.head_size,
+            dtype=dtype,
+            block_tokens=facts.block_tokens,
+            tp=facts.tp,
+            mla=facts.latent,
+            order=KvOrder(facts.order.lower()),
+            content=KvContent.TOKENS if facts.latent or content is None else content,
+            blocks=facts.blocks,
+            scale_bytes=scale_bytes,
+        )
+    except ValueError as error:
+        raise UnsupportedCache(str(error)) from error
+    cell = layout.parts * layout.row_bytes
+    if cell != facts.cell_bytes:
+        raise UnsupportedCache(
+            f"a head's token takes {facts.cell_bytes} bytes, and {cell} are explained by its type"
+        )
+    return layout
+
+
+def find_memory(layout: KvLayout, views: Sequence[LayerView]) -> int:
+    """Return the address of a rank's memory, if every layer lies where the layout says.
+
+    `views` are in the order of the layers. Raises UnsupportedCache for any other place, such as
+    padded pages or caches that vLLM allocated separately.
+    """
+    if len(views) != layout.layers:
+        raise UnsupportedCache(f"{len(views)} layers have a cache, not {layout.layers}")
+    steps = layout.steps(0)
+    cell = layout.parts * layout.row_bytes
+    shape = (layout.blocks, layout.rank_heads, layout.block_tokens, cell)
+    token = cell if layout.content is KvContent.HEADS else steps.token
+    wanted = (steps.block, steps.head, token, 1)
+    for layer, view in enumerate(views):
+        address = views[0].address + layer * steps.layer
+        places = [
+            (have, want)
+            for size, have, want in zip(view.shape, view.steps, wanted, strict=True)
+            if size > 1
+        ]
+        if (
+            view.shape != shape
+            or view.address != address
+            or any(have != want for have, want in places)
+        ):
+            raise UnsupportedCache(
+                f"layer {layer} is {view.shape} with steps {view.steps} at byte "
+                f"{view.address - views[0].address}; the layout says {shape} with {wanted} at "
+                f"byte {layer * steps.layer}"
+            )
+    return views[0].address

@@ -1,0 +1,102 @@
+"""The handoff: what a prefill engine's scheduler gives a decode engine's, in kv_transfer_params.
+
+It names an offer, the prompt and the workers that hold the KV, with a ticket for each. An HMAC
+covers all of it: a decode engine uses a handoff only for the prompt that it was made for. Not here:
+the tickets' own check, which the workers make (kvtransfer/protocol/ticket.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from kvtransfer.layout.layout import KvLayout
+
+_DOMAIN = b"penstock vllm handoff 1\0"
+_MAC_BYTES = 32
+_MAX_CHARS = 1 << 20
+
+
+class HandoffRefused(Exception):
+    """The handoff is malformed or forged. The message never quotes it."""
+
+
+class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
+    """How to reach the agent of one rank. `epoch` is of its start."""
+
+    address: str
+    agent: str
+    epoch: bytes
+
+
+class RankSource(msgspec.Struct, frozen=True, array_like=True):
+    """Where the KV of one rank is, and the ticket to fetch it."""
+
+    address: str
+    ticket: str
+
+
+class Handoff(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The KV of one prompt, ready at a prefill engine.
+
+    name      of the offer, the same at every rank
+    prompt    `digest_prompt` of the tokens
+    tokens    prompt tokens whose KV is offered
+    layout    of the prefill engine's cache
+    family    what else must be equal: model, weights, quantisation, engine version
+    sources   one per rank of the prefill engine
+    """
+
+    name: str
+    prompt: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
+    layout: KvLayout
+    family: str
+    sources: list[RankSource]
+
+
+_DECODER = msgspec.msgpack.Decoder(Handoff)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def digest_prompt(tokens: Sequence[int], variant: str = "") -> bytes:
+    """Return 16 bytes that identify a prompt: its tokens, and what else changes its KV.
+
+    variant   the adapter's name and the identities of images, or whatever the engine has
+    """
+    state = hashlib.blake2b(digest_size=16, person=b"kv-prompt")
+    state.update(len(variant.encode()).to_bytes(8, "little") + variant.encode())
+    state.update(np.asarray(tokens, "<u4").tobytes())
+    return state.digest()
+
+
+def seal_handoff(key: bytes, handoff: Handoff) -> str:
+    """Return the handoff as text that proves its origin to a holder of the key."""
+    body = _ENCODER.encode(handoff)
+    return base64.urlsafe_b64encode(_mac(key, body) + body).decode()
+
+
+def open_handoff(key: bytes, text: object) -> Handoff:
+    """Return the handoff in the text. Raises HandoffRefused."""
+    if not isinstance(text, str) or len(text) > _MAX_CHARS:
+        raise HandoffRefused("the handoff is not text of a plausible length")
+    try:
+        data = base64.b64decode(text, altchars=b"-_", validate=True)
+    except ValueError as error:
+        raise HandoffRefused("the handoff is not base64url text") from error
+    if not hmac.compare_digest(_mac(key, data[_MAC_BYTES:]), data[:_MAC_BYTES]):
+        raise HandoffRefused("the handoff was not made with this fleet's key")
+    try:
+        return _DECODER.decode(data[_MAC_BYTES:])
+    except (msgspec.DecodeError, ValueError) as error:
+        raise HandoffRefused("the handoff is of another version") from error
+
+
+def _mac(key: bytes, body: bytes) -> bytes:
+    return hmac.digest(key, _DOMAIN + body, "sha256")

@@ -1,0 +1,243 @@
+"""HandoffScheduler: what vLLM's scheduler process decides about handoffs.
+
+It makes handoffs of finished prefills, checks those of incoming requests, and gives the workers
+orders for each step. Plain values in and out. Not here: vLLM's objects
+(kvtransfer/engines/vllm/connector.py), or any transfer (kvtransfer/engines/vllm/worker.py).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvtransfer.engines.vllm.handoff import (
+    Handoff,
+    HandoffRefused,
+    RankSource,
+    WorkerAddress,
+    digest_prompt,
+    open_handoff,
+    seal_handoff,
+)
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.protocol.ticket import mint_ahead
+
+MEMBER = "kv_handoff"
+"""The member of kv_transfer_params that holds the handoff."""
+
+
+class OfferOrder(msgspec.Struct, frozen=True):
+    """Workers: offer the KV of a finished prefill. `nonces` are the tickets', one per rank."""
+
+    request: str
+    name: str
+    blocks: list[int]
+    tokens: int
+    ttl_s: float
+    nonces: list[bytes]
+
+
+class LoadOrder(msgspec.Struct, frozen=True):
+    """Workers: fetch tokens [skip, tokens) of a handoff into these blocks."""
+
+    request: str
+    name: str
+    blocks: list[int]
+    tokens: int
+    skip: int
+    layout: KvLayout
+    sources: list[RankSource]
+
+
+class StepOrders(msgspec.Struct):
+    """The orders of one step. `unused` are handoffs that will not be fetched."""
+
+    offers: list[OfferOrder] = []
+    loads: list[LoadOrder] = []
+    cancels: list[str] = []
+    unused: list[LoadOrder] = []
+    has_work: bool = False
+
+
+class Counts(msgspec.Struct):
+    """What became of handoffs, since the start."""
+
+    offered: int = 0
+    accepted: int = 0
+    refused: int = 0
+    cached: int = 0
+
+
+class PromptRequest(msgspec.Struct, frozen=True):
+    """A request as the scheduler knows it. `params` are its kv_transfer_params."""
+
+    id: str
+    prompt: Sequence[int]
+    params: dict[str, object]
+    variant: str = ""
+
+
+class HandoffScheduler:
+    """The handoffs of one engine.
+
+    key        the fleet's
+    clock      the monotonic clock of this host
+    warn       is called with a sentence for every handoff that is refused
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        engine: str,
+        family: str,
+        *,
+        lease_s: float,
+        clock: Callable[[], float],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._key, self._engine, self._family = key, engine, family
+        self._layout: KvLayout | None = None
+        self._lease_s, self._clock, self._warn = lease_s, clock, warn
+        self._workers: list[WorkerAddress] = []
+        self._orders = StepOrders()
+        self._accepted: dict[str, Handoff] = {}
+        self._used: set[str] = set()
+        self._sending: set[str] = set()
+        self._loading: set[str] = set()
+        self.counts = Counts()
+
+    def set_workers(self, workers: Sequence[WorkerAddress], layout: KvLayout) -> None:
+        """Set the agents of all ranks, in order. Raises ValueError for another number of ranks."""
+        if len(workers) != layout.ranks:
+            raise ValueError(f"{len(workers)} workers of {layout.ranks} have an agent")
+        self._workers, self._layout = list(workers), layout
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether blocks depend on a transfer, so that the engine must continue to step."""
+        orders = self._orders
+        return bool(
+            self._sending or self._loading or orders.offers or orders.loads or orders.unused
+        )
+
+    def loadable_tokens(self, request: PromptRequest, computed: int) -> int:
+        """Return how many tokens beyond `computed` the request's handoff provides.
+
+        A handoff that was used, forged, made for another prompt, or by an engine of another kind
+        provides none: the engine then computes the prompt.
+        """
+        text = request.params.get(MEMBER)
+        if text is None or request.id in self._used:
+            return 0
+        handoff = self._accepted.get(request.id)
+        if handoff is None:
+            try:
+                handoff = self._checked(request, text)
+            except HandoffRefused as refused:
+                self._used.add(request.id)
+                self.counts.refused += 1
+                self._warn(f"request {request.id}: {refused}; the prompt is computed here")
+                return 0
+            self._accepted[request.id] = handoff
+        return max(0, handoff.tokens - computed)
+
+    def _checked(self, request: PromptRequest, text: object) -> Handoff:
+        handoff = open_handoff(self._key, text)
+        if handoff.family != self._family:
+            raise HandoffRefused(f"it is of {handoff.family}, and this is {self._family}")
+        if self._layout is None:
+            raise HandoffRefused("the workers have no agents yet")
+        mismatch = self._layout.mismatch(handoff.layout)
+        if mismatch is not None:
+            raise HandoffRefused(mismatch)
+        prompt = request.prompt[: handoff.tokens]
+        if digest_prompt(prompt, request.variant) != handoff.prompt:
+            raise HandoffRefused("the handoff was made for another prompt")
+        return handoff
+
+    def begin_load(self, request: str, blocks: Sequence[int], tokens: int) -> None:
+        """Order the load of the handoff's last `tokens` tokens; 0: it is not needed.
+
+        No-op for a request without a handoff, and for the second call for one request.
+        """
+        handoff = self._accepted.pop(request, None)
+        if handoff is None:
+            return
+        self._used.add(request)
+        order = LoadOrder(
+            request,
+            handoff.name,
+            list(blocks),
+            handoff.tokens,
+            handoff.tokens - tokens,
+            handoff.layout,
+            handoff.sources,
+        )
+        if tokens == 0:
+            self.counts.cached += 1
+            self._orders.unused.append(order)
+            return
+        self.counts.accepted += 1
+        self._loading.add(request)
+        self._orders.loads.append(order)
+
+    def finish_prefill(
+        self, request: PromptRequest, blocks: Sequence[int], tokens: int
+    ) -> dict[str, object]:
+        """Order the offer of a finished prefill, and return its kv_transfer_params.
+
+        The blocks belong to the offer until every worker reports its end. The members beside the
+        handoff are those of vLLM's own connectors, which gateways check.
+        """
+        assert self._layout is not None
+        name = f"{request.id[:200]}/{secrets.token_hex(8)}"
+        not_after = self._clock() + self._lease_s
+        nonces = [secrets.token_bytes(16) for _ in self._workers]
+        sources = [
+            RankSource(
+                worker.address,
+                mint_ahead(self._key, name, worker.agent, worker.epoch, nonce, not_after),
+            )
+            for worker, nonce in zip(self._workers, nonces, strict=True)
+        ]
+        prompt = digest_prompt(request.prompt[:tokens], request.variant)
+        handoff = Handoff(name, prompt, tokens, self._layout, self._family, sources)
+        self._orders.offers.append(
+            OfferOrder(request.id, name, list(blocks), tokens, self._lease_s, nonces)
+        )
+        self._sending.add(request.id)
+        self.counts.offered += 1
+        host, _, port = self._workers[0].address.rpartition(":")
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(blocks)],
+            "remote_engine_id": self._engine,
+            "remote_request_id": request.id,
+            "remote_host": host,
+            "remote_port": int(port),
+            "tp_size": self._layout.tp,
+            "remote_num_tokens": tokens,
+            MEMBER: seal_handoff(self._key, handoff),
+        }
+
+    def forget(self, request: str) -> None:
+        """End a request: cancel its load, or release a handoff that it did not use."""
+        if request in self._accepted:
+            self.begin_load(request, [], 0)
+        if request in self._loading:
+            self._orders.cancels.append(request)
+        self._used.discard(request)
+
+    def on_ended(self, sent: Sequence[str], received: Sequence[str]) -> None:
+        """Note the transfers whose blocks belong to the engine again."""
+        self._sending.difference_update(sent)
+        self._loading.difference_update(received)
+
+    def take_orders(self, has_work: bool) -> StepOrders:
+        """Return the orders since the last step. `has_work`: the step computes something."""
+        orders, self._orders = self._orders, StepOrders()
+        orders.has_work = has_work
+        return orders

@@ -1,0 +1,133 @@
+"""TransferWorker: one worker's transfers, as the scheduler process orders them.
+
+It keeps the handles of an Agent by request and reports their ends. Not here: vLLM's objects
+(kvtransfer/engines/vllm/connector.py), or what is transferred at all
+(kvtransfer/engines/vllm/scheduler.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from kvtransfer.agent import Agent
+from kvtransfer.engines.vllm.handoff import RankSource
+from kvtransfer.engines.vllm.scheduler import LoadOrder, OfferOrder, StepOrders
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.transfer.handles import Landing, Offer
+
+log = logging.getLogger("penstock")
+
+_UNUSED_BLOCKS, _UNUSED_TOKENS = (0,), 1
+
+
+class FinishedTransfers(msgspec.Struct):
+    """Requests whose blocks belong to the engine again, since the last report.
+
+    `failed` are those of `received` whose KV must be computed.
+    """
+
+    sent: set[str] = msgspec.field(default_factory=set)
+    received: set[str] = msgspec.field(default_factory=set)
+    failed: set[str] = msgspec.field(default_factory=set)
+
+
+class TransferWorker:
+    """The transfers of one rank. Called on one thread."""
+
+    def __init__(self, agent: Agent, layout: KvLayout, rank: int, timeout_s: float) -> None:
+        self._agent, self._layout, self._rank, self._timeout_s = agent, layout, rank, timeout_s
+        self._offers: dict[str, Offer] = {}
+        self._landings: dict[str, list[Landing]] = {}
+        self._unstarted: set[str] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no transfer of this rank is under way."""
+        return not (self._offers or self._landings or self._unstarted)
+
+    def carry_out(self, orders: StepOrders) -> None:
+        """Begin and cancel transfers."""
+        for offer in orders.offers:
+            self._offer(offer)
+        for load in orders.loads:
+            self._load(load)
+        for request in orders.cancels:
+            for landing in self._landings.get(request, ()):
+                landing.cancel("the request was aborted")
+        for unused in orders.unused:
+            self._release(unused)
+
+    def _offer(self, order: OfferOrder) -> None:
+        self._offers[order.request] = self._agent.offer(
+            order.name,
+            order.blocks,
+            order.tokens,
+            ttl_s=order.ttl_s,
+            nonce=order.nonces[self._rank],
+        )
+
+    def _load(self, order: LoadOrder) -> None:
+        """Fetch this rank's heads from each rank of the source that has some of them."""
+        try:
+            self._landings[order.request] = [
+                self._fetch(source, order) for source in self._sources(order)
+            ]
+        except ValueError as error:
+            log.warning("kv: request %s cannot be fetched: %s", order.request, error)
+            self._unstarted.add(order.request)
+
+    def _sources(self, order: LoadOrder) -> Sequence[RankSource]:
+        return order.sources
+
+    def _fetch(self, source: RankSource, order: LoadOrder) -> Landing:
+        return self._agent.fetch(
+            source.address,
+            order.name,
+            order.blocks,
+            order.tokens,
+            ticket=source.ticket,
+            skip_tokens=order.skip,
+            timeout_s=self._timeout_s,
+        )
+
+    def _release(self, order: LoadOrder) -> None:
+        """Let the sources free blocks that will not be fetched. One rank does it for all."""
+        if self._rank:
+            return
+        for source in order.sources:
+            landing = self._agent.fetch(
+                source.address, order.name, _UNUSED_BLOCKS, _UNUSED_TOKENS, ticket=source.ticket
+            )
+            landing.cancel("the KV is not needed")
+
+    def take_finished(self) -> FinishedTransfers:
+        """Return the transfers that have ended since the last call, each once."""
+        finished = FinishedTransfers(received=set(self._unstarted), failed=set(self._unstarted))
+        self._unstarted.clear()
+        for request, offer in list(self._offers.items()):
+            if offer.outcome is not None:
+                finished.sent.add(request)
+                del self._offers[request]
+        for request, landings in list(self._landings.items()):
+            outcomes = [landing.outcome for landing in landings]
+            if None in outcomes:
+                self._stop_with_a_failed_one(landings)
+                continue
+            del self._landings[request]
+            finished.received.add(request)
+            failures = [end for end in outcomes if end is not None and not end.has_landed]
+            if failures:
+                finished.failed.add(request)
+                log.warning("kv: request %s was not received: %s", request, failures[0])
+        return finished
+
+    @staticmethod
+    def _stop_with_a_failed_one(landings: list[Landing]) -> None:
+        """Cancel the landings of a request of which one has failed."""
+        if any(landing.outcome and not landing.outcome.has_landed for landing in landings):
+            for landing in landings:
+                if landing.outcome is None:
+                    landing.cancel("another rank's KV was not received")

@@ -1,0 +1,164 @@
+"""PenstockConnector between two real engines: right answers, whatever becomes of a handoff."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.real.asking import Answer, ask, body, differences, prompt
+from tests.real.engines import REAL, Engine, free_ports, penstock_connector
+from tests.real.fronts import config, gateway
+
+REQUESTS, AT_ONCE = 60, 4
+LEASE_S = 30.0
+_ASK_FOR_HANDOFF = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
+    """Two engines with the connector, up and idle."""
+    if not (REAL / "installed").exists():
+        pytest.fail("the real engines are not installed; `make real` does it")
+    key = tmp_path_factory.mktemp("kv") / "key"
+    key.write_bytes(b"the key of this fleet, 32 bytes.")
+    ports, connector = free_ports(2), penstock_connector(key)
+    engines = Engine("KP", ports[0], 0, 0, connector), Engine("KD", ports[1], 0, 1, connector)
+    try:
+        for engine in engines:
+            engine.start()
+        for engine in engines:
+            asyncio.run(engine.ready())
+        yield engines
+    finally:
+        for engine in engines:
+            engine.kill()
+
+
+@pytest.fixture
+async def idle(pair: tuple[Engine, Engine]) -> AsyncIterator[tuple[Engine, Engine]]:
+    """The engines, which must hold nothing before and after the test."""
+    for engine in pair:
+        await engine.idle_within(20.0)
+    yield pair
+    for engine in pair:
+        if engine.running:
+            await engine.idle_within(LEASE_S / 2)
+
+
+async def handoff_of(engine: Engine, asked: dict[str, Any]) -> dict[str, Any]:
+    """Return what the engine answers to the prefill leg of this request."""
+    leg = asked | {"max_tokens": 1, "stream": False, "kv_transfer_params": _ASK_FOR_HANDOFF}
+    for name in ("stream_options", "logprobs", "top_logprobs"):
+        leg.pop(name, None)
+    url = f"{engine.url}/v1/chat/completions"
+    async with aiohttp.ClientSession() as http, http.post(url, json=leg) as answer:
+        params = (await answer.json())["kv_transfer_params"]
+        assert isinstance(params, dict)
+        return params
+
+
+async def fetched(engine: Engine) -> float:
+    """Return how many tokens the engine has received instead of computing them."""
+    return (await engine.numbers())["external_prefix_cache_hits_total"]
+
+
+async def all_answers(url: str, **members: object) -> list[Answer]:
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(i: int) -> Answer:
+        async with gate:
+            return await ask(url, body(prompt(150 + 9 * i, seed=i), stream=bool(i % 2), **members))
+
+    return list(await asyncio.gather(*map(one, range(REQUESTS))))
+
+
+async def test_split_answers_equal_the_aggregated_ones(
+    idle: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    p, d = idle
+    aggregated = await all_answers(d.url, cache_salt="aggregated")
+    before = await fetched(d)
+    with gateway(tmp_path, config({"P": (p.url, "prefill"), "D": (d.url, "decode")})) as front:
+        split = await all_answers(front.url)
+    for whole, halved in zip(aggregated, split, strict=True):
+        assert (halved.status, halved.error) == (200, "")
+        assert differences(halved, whole) == []
+        assert halved.finish_reason == whole.finish_reason
+    # Each prompt begins with its seed, so only a chat template's first tokens are shared.
+    assert await fetched(d) - before == sum(answer.prompt_tokens for answer in split)
+    lines = [json.loads(line) for line in (tmp_path / "access.jsonl").read_text().splitlines()]
+    assert len([line for line in lines if line["status"] == 200]) == REQUESTS
+
+
+async def test_a_replayed_or_foreign_handoff_gets_the_right_answer(
+    idle: tuple[Engine, Engine],
+) -> None:
+    p, d = idle
+    mine, other = body(prompt(300, seed=3001)), body(prompt(280, seed=3002))
+    handoff = await handoff_of(p, mine)
+    first = await ask(d.url, mine | {"kv_transfer_params": handoff})
+    for asked, salt in ((other, "a"), (mine, "b")):
+        whole = await ask(d.url, asked | {"cache_salt": salt})
+        before = await fetched(d)
+        answer = await ask(d.url, asked | {"cache_salt": salt * 2, "kv_transfer_params": handoff})
+        assert (answer.status, differences(answer, whole)) == (200, [])
+        assert await fetched(d) - before in (0, answer.prompt_tokens)
+    assert differences(first, await ask(d.url, mine | {"cache_salt": "c"})) == []
+    changed = handoff | {"kv_handoff": handoff["kv_handoff"][:-8] + "AAAAAAAA"}
+    answer = await ask(d.url, other | {"cache_salt": "d", "kv_transfer_params": changed})
+    assert differences(answer, await ask(d.url, other | {"cache_salt": "e"})) == []
+
+
+async def test_a_handoff_that_is_not_needed_frees_its_blocks_at_once(
+    idle: tuple[Engine, Engine],
+) -> None:
+    p, d = idle
+    asked = body(prompt(600, seed=3101), max_tokens=2)
+    await ask(d.url, asked)
+    longer = body(prompt(600, seed=3101), max_tokens=2)
+    handoff = await handoff_of(p, longer)
+    assert await p.blocks_held() > 0
+    assert (await ask(d.url, longer | {"kv_transfer_params": handoff})).status == 200
+    assert await p.idle_within(5.0) < LEASE_S / 3
+
+
+async def test_a_client_that_leaves_while_kv_moves_leaves_no_block_behind(
+    idle: tuple[Engine, Engine],
+) -> None:
+    p, d = idle
+    asked = body(prompt(900, seed=3201), max_tokens=64, stream=True)
+    for delay_s in (0.0, 0.01, 0.05):
+        handoff = await handoff_of(p, asked)
+        leg = asyncio.ensure_future(ask(d.url, asked | {"kv_transfer_params": handoff}))
+        await asyncio.sleep(delay_s)
+        leg.cancel()
+        await asyncio.gather(leg, return_exceptions=True)
+    # One that left before D had seen its request frees nothing; that lease ends by itself.
+    for engine in (d, p):
+        await engine.idle_within(LEASE_S + 5.0)
+
+
+async def test_a_dead_prefill_engine_costs_a_computation_and_no_wrong_token(
+    idle: tuple[Engine, Engine],
+) -> None:
+    p, d = idle
+    asked = body(prompt(300, seed=3301))
+    handoff = await handoff_of(p, asked)
+    p.kill()
+    answer = await ask(d.url, asked | {"kv_transfer_params": handoff})
+    assert (answer.status, answer.error) == (200, "")
+    assert differences(answer, await ask(d.url, asked | {"cache_salt": "whole"})) == []
+    await d.idle_within(10.0)
+    p.start()
+    await p.ready()
+    handoff = await handoff_of(p, asked)
+    before = await fetched(d)
+    again = await ask(d.url, asked | {"cache_salt": "again", "kv_transfer_params": handoff})
+    assert differences(again, answer) == []
+    assert await fetched(d) - before == again.prompt_tokens

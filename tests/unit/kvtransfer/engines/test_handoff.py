@@ -1,0 +1,184 @@
+"""Handoffs: used once, for the prompt that they were made for, and only from a holder of the key."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtransfer.engines.vllm.handoff import (
+    HandoffRefused,
+    WorkerAddress,
+    digest_prompt,
+    open_handoff,
+)
+from kvtransfer.engines.vllm.scheduler import MEMBER, HandoffScheduler, PromptRequest
+from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
+from kvtransfer.protocol.ticket import AHEAD, check
+
+KEY = b"k" * 32
+EPOCH = b"e" * 16
+LAYOUT = KvLayout(
+    2, kv_heads=2, head_dim=8, dtype=KvDtype.FP32, block_tokens=4,
+    order=KvOrder.LBHNC, content=KvContent.HEADS, blocks=9,
+)  # fmt: skip
+PROMPT = list(range(11))
+
+
+def scheduler(
+    warnings: list[str] | None = None, *, key: bytes = KEY, family: str = "f", tp: int = 1
+) -> HandoffScheduler:
+    said = warnings if warnings is not None else []
+    made = HandoffScheduler(
+        key, "engine", family, lease_s=30.0, clock=lambda: 100.0, warn=said.append
+    )
+    workers = [WorkerAddress(f"127.0.0.1:{900 + rank}", f"p{rank}", EPOCH) for rank in range(tp)]
+    made.set_workers(workers, KvLayout(**{**_fields(LAYOUT), "tp": tp}))
+    return made
+
+
+def _fields(layout: KvLayout) -> dict[str, object]:
+    return {name: getattr(layout, name) for name in layout.__struct_fields__}
+
+
+def offered(source: HandoffScheduler, prompt: list[int] = PROMPT) -> dict[str, object]:
+    return source.finish_prefill(PromptRequest("p1", prompt, {}), [3, 5, 7], len(prompt))
+
+
+def test_a_handoff_is_loaded_for_its_prompt() -> None:
+    source, sink = scheduler(), scheduler()
+    params = offered(source)
+    (offer,) = source.take_orders(True).offers
+    assert (offer.request, offer.blocks, offer.tokens, offer.ttl_s) == ("p1", [3, 5, 7], 11, 30.0)
+    request = PromptRequest("d1", PROMPT, params)
+    assert sink.loadable_tokens(request, 4) == 7
+    assert sink.loadable_tokens(request, 4) == 7
+    sink.begin_load("d1", [1, 2, 8], 7)
+    (load,) = sink.take_orders(False).loads
+    assert (load.name, load.blocks, load.tokens, load.skip) == (offer.name, [1, 2, 8], 11, 4)
+    ticket = check(KEY, load.sources[0].ticket, 129.0, epoch=EPOCH, sink="any")
+    assert (ticket.offer, ticket.nonce, ticket.digest) == (offer.name, offer.nonces[0], AHEAD)
+    assert (sink.counts.accepted, source.counts.offered) == (1, 1)
+
+
+def test_a_longer_prompt_loads_the_part_that_was_offered() -> None:
+    source, sink = scheduler(), scheduler()
+    request = PromptRequest("d1", [*PROMPT, 99, 98], offered(source))
+    assert sink.loadable_tokens(request, 0) == 11
+
+
+@pytest.mark.parametrize(
+    ("prompt", "variant"),
+    [([*PROMPT[:-1], 99], ""), (PROMPT[:-1], ""), (PROMPT, "adapter"), ([], "")],
+)
+def test_a_handoff_replayed_with_another_prompt_is_computed(
+    prompt: list[int], variant: str
+) -> None:
+    warnings: list[str] = []
+    source, sink = scheduler(), scheduler(warnings)
+    request = PromptRequest("d1", prompt, offered(source), variant)
+    assert sink.loadable_tokens(request, 0) == 0
+    assert warnings == [
+        "request d1: the handoff was made for another prompt; the prompt is computed here"
+    ]
+    assert sink.loadable_tokens(request, 0) == 0
+    assert (len(warnings), sink.counts.refused) == (1, 1)
+    assert not sink.has_pending_work
+
+
+def test_a_handoff_of_another_fleet_or_another_model_is_computed() -> None:
+    for source, reason in (
+        (scheduler(key=b"x" * 32), "not made with this fleet's key"),
+        (scheduler(family="g"), "it is of g, and this is f"),
+    ):
+        warnings: list[str] = []
+        request = PromptRequest("d1", PROMPT, offered(source))
+        assert scheduler(warnings).loadable_tokens(request, 0) == 0
+        assert reason in warnings[0]
+
+
+@pytest.mark.parametrize("text", [7, None, "", "=", "A" * 100, "é" * 100, "A" * (1 << 21)])
+def test_text_that_is_no_handoff_is_refused(text: object) -> None:
+    with pytest.raises(HandoffRefused):
+        open_handoff(KEY, text)
+
+
+def test_every_changed_byte_of_a_handoff_is_detected() -> None:
+    text = str(offered(scheduler())[MEMBER])
+    for index in range(0, len(text) - 3, 7):
+        other = "A" if text[index] != "A" else "B"
+        with pytest.raises(HandoffRefused):
+            open_handoff(KEY, text[:index] + other + text[index + 1 :])
+
+
+def test_a_request_uses_its_handoff_once() -> None:
+    sink, request = scheduler(), PromptRequest("d1", PROMPT, offered(scheduler()))
+    assert sink.loadable_tokens(request, 0) == 11
+    sink.begin_load("d1", [1, 2, 3], 11)
+    sink.begin_load("d1", [1, 2, 3], 0)
+    assert sink.loadable_tokens(request, 0) == 0
+    orders = sink.take_orders(False)
+    assert (len(orders.loads), orders.unused) == (1, [])
+
+
+def test_a_handoff_that_is_not_needed_is_released_at_its_source() -> None:
+    sink, request = scheduler(), PromptRequest("d1", PROMPT, offered(scheduler()))
+    assert sink.loadable_tokens(request, 12) == 0
+    sink.begin_load("d1", [1, 2, 3], 0)
+    assert sink.has_pending_work
+    (unused,) = sink.take_orders(False).unused
+    assert unused.request == "d1"
+    assert (sink.counts.cached, sink.has_pending_work) == (1, False)
+
+
+def test_an_aborted_request_cancels_its_load_or_releases_its_handoff() -> None:
+    source = scheduler()
+    loading, waiting = (PromptRequest(name, PROMPT, offered(source)) for name in ("d1", "d2"))
+    sink = scheduler()
+    for request in (loading, waiting):
+        assert sink.loadable_tokens(request, 0) == 11
+    sink.begin_load("d1", [1, 2, 3], 11)
+    sink.forget("d1")
+    sink.forget("d2")
+    orders = sink.take_orders(False)
+    assert (orders.cancels, [order.request for order in orders.unused]) == (["d1"], ["d2"])
+    assert sink.has_pending_work
+    sink.on_ended([], ["d1"])
+    assert not sink.has_pending_work
+
+
+def test_an_engine_steps_until_its_offers_have_ended() -> None:
+    source = scheduler()
+    offered(source)
+    source.take_orders(True)
+    assert source.has_pending_work
+    source.on_ended(["p1"], [])
+    assert not source.has_pending_work
+
+
+def test_every_rank_has_a_ticket_and_a_missing_worker_is_refused() -> None:
+    source = scheduler(tp=2)
+    handoff = open_handoff(KEY, offered(source)[MEMBER])
+    assert [item.address for item in handoff.sources] == ["127.0.0.1:900", "127.0.0.1:901"]
+    assert len({item.ticket for item in handoff.sources}) == 2
+    with pytest.raises(ValueError, match="1 workers of 2"):
+        source.set_workers(
+            [WorkerAddress("a:1", "p0", EPOCH)], KvLayout(**{**_fields(LAYOUT), "tp": 2})
+        )
+
+
+def test_the_handoff_has_the_members_that_gateways_check() -> None:
+    params = offered(scheduler())
+    assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
+    assert (params["remote_host"], params["remote_port"], params["tp_size"]) == (
+        "127.0.0.1",
+        900,
+        1,
+    )
+    assert params["remote_block_ids"] == [[3, 5, 7]]
+
+
+def test_prompts_differ_by_tokens_and_by_variant() -> None:
+    digests = {
+        digest_prompt([1, 2]), digest_prompt([1, 2, 0]), digest_prompt([2, 1]),
+        digest_prompt([1, 2], "a"), digest_prompt([1, 2], "b"),
+    }  # fmt: skip
+    assert len(digests) == 5

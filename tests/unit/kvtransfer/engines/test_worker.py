@@ -1,0 +1,176 @@
+"""A worker's transfers over simulated links: offered, fetched, cancelled, reported once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from msgspec.structs import replace
+
+from kvtransfer.agent import Agent
+from kvtransfer.engines.vllm.handoff import WorkerAddress
+from kvtransfer.engines.vllm.scheduler import (
+    HandoffScheduler,
+    LoadOrder,
+    OfferOrder,
+    PromptRequest,
+    StepOrders,
+)
+from kvtransfer.engines.vllm.worker import FinishedTransfers, TransferWorker
+from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.transports.inproc import Inproc, InprocWire
+from kvtransfer.util.clock import VirtualClock
+
+KEY = b"k" * 32
+LAYOUT = KvLayout(
+    2, kv_heads=2, head_dim=8, dtype=KvDtype.FP32, block_tokens=4,
+    order=KvOrder.LBHNC, content=KvContent.HEADS, blocks=9,
+)  # fmt: skip
+PROMPT = list(range(11))
+
+
+class Engine:
+    """One engine's scheduler and worker, in simulated time."""
+
+    def __init__(self, name: str, wire: InprocWire, clock: VirtualClock) -> None:
+        way = Inproc(wire)
+        size = LAYOUT.rank_block_bytes(0)
+        self.memory = bytearray(9 * size)
+        region = Region.over(self.memory, size, name=name)
+        self.agent = Agent(name, LAYOUT, [region], key=KEY, transports=[way], clock=way.agent_clock)
+        self.agent.open()
+        self.worker = TransferWorker(self.agent, LAYOUT, 0, timeout_s=5.0)
+        self.scheduler = HandoffScheduler(
+            KEY, name, "f", lease_s=30.0, clock=clock.now, warn=lambda _: None
+        )
+        address = WorkerAddress(self.agent.address + ":0", name, self.agent.epoch)
+        self.scheduler.set_workers([address], LAYOUT)
+
+    def step(self) -> FinishedTransfers:
+        self.worker.carry_out(self.scheduler.take_orders(False))
+        done = self.worker.take_finished()
+        self.scheduler.on_ended(list(done.sent), list(done.received))
+        return done
+
+
+@pytest.fixture
+def pair() -> tuple[VirtualClock, Engine, Engine]:
+    clock = VirtualClock()
+    wire = InprocWire(clock)
+    return clock, Engine("p", wire, clock), Engine("d", wire, clock)
+
+
+def finished(clock: VirtualClock, engine: Engine, what: str) -> Callable[[], bool]:
+    """Return a condition: the engine has reported a transfer of this kind."""
+    seen = FinishedTransfers()
+
+    def done() -> bool:
+        step = engine.step()
+        seen.sent |= step.sent
+        seen.received |= step.received
+        seen.failed |= step.failed
+        return bool(getattr(seen, what))
+
+    return done
+
+
+def handed_over(p: Engine, d: Engine) -> PromptRequest:
+    """Return a request at D that may load the KV which P has just offered."""
+    params = p.scheduler.finish_prefill(PromptRequest("p1", PROMPT, {}), [1, 2, 3], 11)
+    p.step()
+    request = PromptRequest("d1", PROMPT, params)
+    assert d.scheduler.loadable_tokens(request, 0) == 11
+    return request
+
+
+def without_port(order: LoadOrder) -> LoadOrder:
+    """Return the order with the address of the simulated wire, which has no port."""
+    return replace(
+        order, sources=[replace(item, address=item.address[:-2]) for item in order.sources]
+    )
+
+
+def test_kv_moves_from_worker_to_worker_and_each_end_is_reported_once(
+    pair: tuple[VirtualClock, Engine, Engine],
+) -> None:
+    clock, p, d = pair
+    p.memory[:] = b"\x07" * len(p.memory)
+    handed_over(p, d)
+    d.scheduler.begin_load("d1", [4, 5, 6], 11)
+    orders = d.scheduler.take_orders(False)
+    orders.loads = [without_port(order) for order in orders.loads]
+    d.worker.carry_out(orders)
+    assert clock.run(5, finished(clock, d, "received"))
+    assert clock.run(5, finished(clock, p, "sent"))
+    assert sum(d.memory) == 7 * len(d.memory) * 3 // 9
+    assert d.worker.is_idle
+    assert p.worker.is_idle
+    assert not p.scheduler.has_pending_work
+    assert not d.scheduler.has_pending_work
+    assert d.step() == p.step() == FinishedTransfers()
+
+
+def test_a_load_that_fails_is_reported_as_failed_behind_its_fence(
+    pair: tuple[VirtualClock, Engine, Engine],
+) -> None:
+    clock, p, d = pair
+    handed_over(p, d)
+    d.scheduler.begin_load("d1", [4, 5, 6], 11)
+    orders = d.scheduler.take_orders(False)
+    (load,) = (without_port(order) for order in orders.loads)
+    wrong = [replace(load.sources[0], ticket="forged")]
+    d.worker.carry_out(StepOrders(loads=[replace(load, sources=wrong)]))
+    seen = FinishedTransfers()
+    assert clock.run(5, lambda: bool(seen.failed or _merge(seen, d.worker.take_finished())))
+    assert (seen.received, seen.failed) == ({"d1"}, {"d1"})
+
+
+def _merge(into: FinishedTransfers, more: FinishedTransfers) -> bool:
+    into.received |= more.received
+    into.failed |= more.failed
+    return bool(into.failed)
+
+
+def test_blocks_that_cannot_hold_the_tokens_fail_the_load_alone(
+    pair: tuple[VirtualClock, Engine, Engine],
+) -> None:
+    _, p, d = pair
+    handed_over(p, d)
+    d.scheduler.begin_load("d1", [4], 11)
+    done = d.step()
+    assert (done.received, done.failed) == ({"d1"}, {"d1"})
+    assert d.worker.is_idle
+
+
+def test_an_aborted_load_ends_and_frees_both_ends(
+    pair: tuple[VirtualClock, Engine, Engine],
+) -> None:
+    clock, p, d = pair
+    handed_over(p, d)
+    d.scheduler.begin_load("d1", [4, 5, 6], 11)
+    orders = d.scheduler.take_orders(False)
+    orders.loads = [without_port(order) for order in orders.loads]
+    d.worker.carry_out(orders)
+    d.scheduler.forget("d1")
+    assert clock.run(5, finished(clock, d, "received"))
+    assert clock.run(5, finished(clock, p, "sent"))
+
+
+def test_an_unused_handoff_frees_the_source_long_before_its_lease(
+    pair: tuple[VirtualClock, Engine, Engine],
+) -> None:
+    clock, p, d = pair
+    handed_over(p, d)
+    d.scheduler.begin_load("d1", [4, 5, 6], 0)
+    orders = d.scheduler.take_orders(False)
+    d.worker.carry_out(StepOrders(unused=[without_port(order) for order in orders.unused]))
+    assert clock.run(2, finished(clock, p, "sent"))
+
+
+def test_a_step_carries_out_several_offers(pair: tuple[VirtualClock, Engine, Engine]) -> None:
+    _, p, _ = pair
+    offers = [OfferOrder(f"r{i}", f"r{i}/x", [i], 4, 1.0, [bytes([i]) * 16]) for i in range(3)]
+    p.worker.carry_out(StepOrders(offers=offers))
+    assert not p.worker.is_idle
+    assert p.agent.stats()["leases"]["offered"] == 3
