@@ -68,13 +68,15 @@ _FENCES_S = 5.0
 
 
 class Agent:
-    """One tensor-parallel group's end of all its KV transfers.
+    """One tensor-parallel group's end of all its KV transfers, or one rank's of that group.
 
     layout, regions   the group's KV layout, and one region per rank; the memory outlives the agent
     key               the fleet's shared secret, at least 16 bytes; peers without it are refused
     transports        the first one gives `address` and dials peers; a pair of agents then
                       switches to the best transport that both have
     clock             None: a thread owned by the agent
+    rank              the only rank that this agent has, with one region; None: it has all ranks
+    group             with `rank`: the same at the agents of all ranks, and at no other agent
     """
 
     def __init__(
@@ -87,13 +89,18 @@ class Agent:
         transports: Sequence[Transport],
         clock: Clock | None = None,
         options: AgentOptions | None = None,
+        rank: int | None = None,
+        group: str = "",
     ) -> None:
-        if len(regions) != layout.ranks or not transports:
+        ranks = range(layout.ranks) if rank is None else [rank]
+        if len(regions) != len(ranks) or not transports:
             raise ValueError(
-                f"{len(regions)} regions for {layout.ranks} ranks, {len(transports)} transports"
+                f"{len(regions)} regions for {len(ranks)} ranks, {len(transports)} transports"
             )
+        if rank is not None and not (0 <= rank < layout.ranks and group):
+            raise ValueError(f"rank {rank} of {layout.ranks} needs the name of its group")
         _all_sealed_or_none(transports)
-        _check_regions(layout, regions, transports)
+        _check_regions(layout, ranks, regions, transports)
         self.options = options or AgentOptions()
         self.address = ""
         self._name, self._layout, self._regions = name, layout, list(regions)
@@ -103,8 +110,16 @@ class Agent:
         self._lock = AgentLock()
         self._tally = AgentStats()
         host = host_id() if self.options.host is None else self.options.host
-        self._card = AgentCard(name, secrets.token_bytes(16), layout, self.options.family, host)
-        self._sink = TransferSink(layout, self._regions, self.options, self._tally)
+        self._card = AgentCard(
+            name,
+            secrets.token_bytes(16),
+            layout,
+            self.options.family,
+            host,
+            rank=-1 if rank is None else rank,
+            group=group,
+        )
+        self._sink = TransferSink(layout, self._regions, self.options, self._tally, rank)
         self._source = TransferSource(self._card, self._regions, key, self.options, self._tally)
         books = (self._sink, self._source, self._tally)
         self._board = LinkManager(
@@ -487,20 +502,23 @@ class Agent:
 
 
 def _check_regions(
-    layout: KvLayout, regions: Sequence[Region], transports: Sequence[Transport]
+    layout: KvLayout,
+    ranks: Sequence[int],
+    regions: Sequence[Region],
+    transports: Sequence[Transport],
 ) -> None:
     """Raise ValueError for regions that the layout or a transport cannot describe."""
-    sizes = [layout.rank_block_bytes(rank) for rank in range(layout.ranks)]
+    sizes = [layout.rank_block_bytes(rank) for rank in ranks]
     if [region.block_bytes for region in regions] != sizes:
         raise ValueError(f"this layout needs blocks of {sizes} bytes per rank")
     if layout.blocks and any(region.blocks != layout.blocks for region in regions):
         raise ValueError(f"this layout needs {layout.blocks} blocks in every region")
-    if not layout.order.is_block_outermost and any(
-        transport.name == "rdma" for transport in transports
-    ):
-        raise ValueError(
-            f"rdma registers whole blocks, which are not contiguous in the order {layout.order}"
-        )
+    for transport in transports:
+        if transport.name in ("rdma", "shm") and not layout.order.is_block_outermost:
+            raise ValueError(
+                f"{transport.name} finds blocks by their offset, which the order {layout.order} "
+                "does not allow"
+            )
 
 
 def _all_sealed_or_none(transports: Sequence[Transport]) -> None:

@@ -51,6 +51,7 @@ class WindowHead(msgspec.Struct, frozen=True, array_like=True):
 class WindowSlice(msgspec.Struct, frozen=True):
     """A window in one end's plan: its runs, and this end's region to read from or write to.
 
+    A rank is the index of a region in its agent, which may have only one rank of its group.
     `is_current` returns whether the source's blocks still have the promised generations; None on a
     sink. A transport calls it right before and right after it reads the source's memory, on
     whichever side that happens.

@@ -15,6 +15,11 @@ from numpy.typing import NDArray
 Blocks = Sequence[int] | NDArray[np.int64]
 
 
+def local_rank(rank: int, has_all: bool) -> int:
+    """Return the index of a rank's region in its agent, which has all ranks or only this one."""
+    return rank if has_all else 0
+
+
 class RegionError(Exception):
     """The memory is unusable: wrong size, read-only, or a file that can be resized."""
 

@@ -48,6 +48,16 @@ class PlannedWindow(NamedTuple):
     n_bytes: int
 
 
+class Ranks(NamedTuple):
+    """The ranks whose bytes a plan moves: one of the source or of the sink; None: all of them."""
+
+    src: int | None = None
+    dst: int | None = None
+
+
+ALL_RANKS = Ranks()
+
+
 class _Limits(NamedTuple):
     """The longest run, and the number of runs per pair in a group."""
 
@@ -74,6 +84,7 @@ class TransferPlan:
         tokens: range,
         group_layers: int,
         limits: _Limits,
+        ranks: Ranks = ALL_RANKS,
     ) -> None:
         self.src, self.dst, self.tokens, self.group_layers = src, dst, tokens, group_layers
         bands = [
@@ -81,7 +92,7 @@ class TransferPlan:
             for first in range(0, src.layers, group_layers)
         ]
         self._shares = shares = tuple(
-            tuple(_shares(src, dst, band, layers)) for band, layers in enumerate(bands)
+            tuple(_shares(src, dst, band, layers, ranks)) for band, layers in enumerate(bands)
         )
         chunks = _chunks(src, dst, segments, shares, limits)
         self._chunk_tokens = tuple(int(chunk.tokens.sum()) for chunk in chunks)
@@ -93,7 +104,7 @@ class TransferPlan:
             return build_runs(src, dst, chunks[chunk], shares[band][pair], limits.run_bytes)
 
         # Windows come group by group, so the runs of two groups are enough to cache.
-        self._cached_runs = lru_cache(2 * max(map(len, shares)))(make)
+        self._cached_runs = lru_cache(max(2, 2 * max(map(len, shares))))(make)
 
     def layers(self, group: int) -> range:
         """Return the layers of a group. Raises IndexError."""
@@ -176,6 +187,7 @@ def plan_transfer(
     group_layers: int | None = None,
     max_run_bytes: int = MAX_RUN_BYTES,
     max_runs: int = MAX_RUNS,
+    ranks: Ranks = ALL_RANKS,
 ) -> TransferPlan:
     """Plan how tokens [skip_tokens, tokens) of a request get from `src` into `dst`.
 
@@ -183,13 +195,16 @@ def plan_transfer(
                              the same on every rank
     group_layers             layers per group; None: by `layers_per_group`
     max_runs                 runs of a pair in a group, exceeded by up to one segment
+    ranks                    plan only what these ranks move
 
     Every byte of these tokens is covered exactly once on every destination rank. So is the rest of
     the last block, up to the nearest block end on either side: a whole block is one run, a partial
     one has a run per layer and head. Nothing before `skip_tokens` is written. Heads that several
-    source ranks hold are read from each of them in turn, over groups and destination ranks.
+    source ranks hold are read from each of them in turn, over groups and destination ranks; if one
+    rank of the source is given, always from the same one (`source_ranks`).
 
-    Raises LayoutMismatch, or ValueError if the blocks cannot hold the tokens.
+    Raises LayoutMismatch, or ValueError if the blocks cannot hold the tokens or these ranks have
+    nothing in common.
     """
     reason = dst.mismatch(src)
     if reason is not None:
@@ -210,7 +225,34 @@ def plan_transfer(
             f"and most_runs {max_runs} must be at least 1"
         )
     segments = split_segments(src, dst, from_blocks, to_blocks, covered)
-    return TransferPlan(src, dst, segments, covered, group_layers, _Limits(max_run_bytes, max_runs))
+    limits = _Limits(max_run_bytes, max_runs)
+    plan = TransferPlan(src, dst, segments, covered, group_layers, limits, ranks)
+    if not plan.n_bytes:
+        raise ValueError(f"rank {ranks.src} has nothing for rank {ranks.dst}")
+    return plan
+
+
+def source_ranks(src: KvLayout, dst: KvLayout, dst_rank: int) -> list[int]:
+    """Return the ranks of the source from which one rank of the sink fetches, each by itself."""
+    return sorted({pair.src_rank for pair in _rank_pairs(src, dst) if pair.dst_rank == dst_rank})
+
+
+def sink_ranks(src: KvLayout, dst: KvLayout, src_rank: int | None) -> list[int]:
+    """Return the ranks of the sink that fetch from one rank of the source; None: from any."""
+    return sorted(
+        {pair.dst_rank for pair in _rank_pairs(src, dst) if src_rank in (None, pair.src_rank)}
+    )
+
+
+def _rank_pairs(src: KvLayout, dst: KvLayout) -> list[RankPair]:
+    """Return all pairs that move bytes if every rank of the source is an agent of its own."""
+    stages = [(a, b) for a, b, _ in _common_layers(src, dst, range(src.layers))]
+    heads = [(a, b) for a, b, _ in _common_heads(src, dst, 0)]
+    return [
+        RankPair(src_stage * src.tp + src_tp, dst_stage * dst.tp + dst_tp)
+        for src_stage, dst_stage in stages
+        for src_tp, dst_tp in heads
+    ]
 
 
 def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYTES) -> int:
@@ -271,7 +313,11 @@ def _chunks(
     most = np.array(
         [
             max(
-                max_runs(src, dst, share, int(length), limits.run_bytes) for share in share_by_shape
+                (
+                    max_runs(src, dst, share, int(length), limits.run_bytes)
+                    for share in share_by_shape
+                ),
+                default=1,
             )
             for length in lengths
         ]
@@ -282,13 +328,17 @@ def _chunks(
     return [Segments(*(column[a:b] for column in segments)) for a, b in pairwise(cuts)]
 
 
-def _shares(src: KvLayout, dst: KvLayout, band: int, layers: range) -> Iterator[PairShare]:
+def _shares(
+    src: KvLayout, dst: KvLayout, band: int, layers: range, ranks: Ranks
+) -> Iterator[PairShare]:
     """Return which pairs move which heads of these layers, sorted by pair."""
     shares = []
+    turn = band if ranks.src is None else 0
     for src_stage, dst_stage, common in _common_layers(src, dst, layers):
-        for src_tp, dst_tp, heads in _common_heads(src, dst, band):
+        for src_tp, dst_tp, heads in _common_heads(src, dst, turn):
             pair = RankPair(src_stage * src.tp + src_tp, dst_stage * dst.tp + dst_tp)
-            shares.append(PairShare(pair, common, heads))
+            if ranks.src in (None, pair.src_rank) and ranks.dst in (None, pair.dst_rank):
+                shares.append(PairShare(pair, common, heads))
     return iter(sorted(shares, key=lambda share: share.pair))
 
 

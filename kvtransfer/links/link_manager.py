@@ -442,7 +442,12 @@ class LinkManager:
             fallback.link.close()
         log.info("kv %s: linked to %s by %s", self.card.agent, peer.agent, peer_link.link.transport)
         return self._sink.on_linked(
-            dialling.address, peer_link.link, peer.layout, peer.agent, self._clock.now()
+            dialling.address,
+            peer_link.link,
+            peer.layout,
+            peer.agent,
+            self._clock.now(),
+            peer.only_rank,
         )
 
     def _redial(self, dialling: DialRequest, reason: EndReason, detail: str) -> list[Command]:

@@ -47,6 +47,8 @@ class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     family      what else must be equal, like the layout: weights, quantisation
     host        equal exactly on one machine
     addresses   by transport, where else the agent can be dialled
+    rank        the only rank that this agent has; -1: all ranks of the layout
+    group       the same at the agents of all ranks of one group, and at no other agent
     """
 
     agent: Name
@@ -55,6 +57,13 @@ class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     family: ShortText = ""
     host: ShortText = ""
     addresses: Annotated[dict[ShortText, Address], msgspec.Meta(max_length=8)] = {}
+    rank: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 17)] = -1
+    group: ShortText = ""
+
+    @property
+    def only_rank(self) -> int | None:
+        """The rank that this agent has by itself; None: it has all."""
+        return None if self.rank < 0 else self.rank
 
 
 class LinkHello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):

@@ -145,7 +145,8 @@ def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None =
 class SpentTickets:
     """The spent tickets, each remembered until it would be refused as expired.
 
-    It is bounded: when full, it refuses further tickets. Not thread-safe.
+    Every rank of a sink group spends a ticket by itself. Bounded: when full, further tickets are
+    refused. Not thread-safe.
     """
 
     def __init__(self, most: int = 1 << 18) -> None:
@@ -156,20 +157,28 @@ class SpentTickets:
     def __len__(self) -> int:
         return len(self._nonces)
 
-    def check_unspent(self, ticket: Ticket, now: float) -> None:
-        """Raise TicketRefused if the ticket is spent, or if too many are remembered."""
+    def check_unspent(self, ticket: Ticket, now: float, rank: int = -1) -> None:
+        """Raise TicketRefused if this rank has spent the ticket, or if too many are remembered.
+
+        rank   of the sink in its group; -1: it has all ranks
+        """
         while self._by_end and self._by_end[0][0] <= now:
             self._nonces.discard(heappop(self._by_end)[1])
-        if ticket.nonce in self._nonces:
+        if _spent_key(ticket, rank) in self._nonces:
             raise TicketRefused(TicketRefusal.SPENT, "the ticket has been used")
         if len(self._nonces) >= self._most:
             raise TicketRefused(TicketRefusal.TOO_MANY, f"{self._most} tickets are in use")
 
-    def spend(self, ticket: Ticket, now: float) -> None:
+    def spend(self, ticket: Ticket, now: float, rank: int = -1) -> None:
         """Mark the ticket as spent. Raises TicketRefused as `check_unspent` does."""
-        self.check_unspent(ticket, now)
-        self._nonces.add(ticket.nonce)
-        heappush(self._by_end, (ticket.not_after, ticket.nonce))
+        self.check_unspent(ticket, now, rank)
+        key = _spent_key(ticket, rank)
+        self._nonces.add(key)
+        heappush(self._by_end, (ticket.not_after, key))
+
+
+def _spent_key(ticket: Ticket, rank: int) -> bytes:
+    return ticket.nonce if rank < 0 else ticket.nonce + rank.to_bytes(4, "little")
 
 
 def _mac(key: bytes, body: bytes) -> bytes:

@@ -63,7 +63,7 @@ class Authorizer:
         return mint(self._key, ticket)
 
     def check(
-        self, text: str, offer: LeasedOffer | None, name: str, sink: str, now: float
+        self, text: str, offer: LeasedOffer | None, name: str, sink: AgentCard, now: float
     ) -> Ticket | EndReason:
         """Check a ticket without spending it. Returns the ticket, or the reason for refusing it.
 
@@ -71,10 +71,10 @@ class Authorizer:
         ahead is valid before its offer exists; the caller knows whether the offer has ended.
         """
         try:
-            ticket = check(self._key, text, now, epoch=self._card.epoch, sink=sink)
+            ticket = check(self._key, text, now, epoch=self._card.epoch, sink=sink.agent)
             if ticket.offer != name:
                 return EndReason.BAD_TICKET
-            self._used.check_unspent(ticket, now)
+            self._used.check_unspent(ticket, now, sink.rank)
             if offer is None and ticket.digest == AHEAD:
                 return ticket
             if offer is None or ticket.nonce not in offer.nonces:
@@ -85,10 +85,10 @@ class Authorizer:
             return _REASON.get(refused.reason, EndReason.BAD_TICKET)
         return ticket
 
-    def spend(self, ticket: Ticket, now: float) -> EndReason | None:
-        """Mark the ticket as used. Returns None, or the reason for refusing it."""
+    def spend(self, ticket: Ticket, sink: AgentCard, now: float) -> EndReason | None:
+        """Mark the ticket as used by this sink's rank. Returns None, or why it is refused."""
         try:
-            self._used.spend(ticket, now)
+            self._used.spend(ticket, now, sink.rank)
         except TicketRefused as refused:
             return _REASON.get(refused.reason, EndReason.BAD_TICKET)
         return None

@@ -19,26 +19,30 @@ from kvtransfer.util.ttl_map import TtlMap
 
 
 class PendingInvite(msgspec.Struct, frozen=True):
-    """An invitation that waits for its offer, until `deadline` at most."""
+    """An invitation of one rank that waits for its offer, until `deadline` at most."""
 
     link: Link
     invite: Invite
+    rank: int
     deadline: float
 
 
 class PendingInvites:
-    """The waiting invitations: one per name, bounded in total. Owned by TransferSource."""
+    """The waiting invitations: one per name and rank of the sink, bounded in total.
+
+    Owned by TransferSource.
+    """
 
     def __init__(self, options: AgentOptions) -> None:
         self._options = options
-        self._waiting: dict[str, PendingInvite] = {}
-        self._names: dict[tuple[Link, int], str] = {}
-        self._deadlines: list[tuple[float, str]] = []
+        self._waiting: dict[str, dict[int, PendingInvite]] = {}
+        self._names: dict[tuple[Link, int], tuple[str, int]] = {}
+        self._deadlines: list[tuple[float, str, int]] = []
         self._ended: TtlMap[EndReason] = TtlMap(options.name_memory_s)
         self._unwanted: TtlMap[str] = TtlMap(options.name_memory_s)
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._names)
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the awaited names."""
@@ -46,50 +50,66 @@ class PendingInvites:
 
     def next_deadline(self) -> float | None:
         """Return a time at or before the earliest deadline; None: nothing waits."""
-        while self._deadlines and self._deadlines[0][1] not in self._waiting:
+        while self._deadlines and self._find(*self._deadlines[0][1:]) is None:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def add(self, link: Link, invite: Invite, now: float) -> EndReason | None:
-        """Add an invitation. Returns None, or the reason for refusing it."""
+    def _find(self, name: str, rank: int) -> PendingInvite | None:
+        return self._waiting.get(name, {}).get(rank)
+
+    def add(self, link: Link, invite: Invite, rank: int, now: float) -> EndReason | None:
+        """Add an invitation of this rank; -1: of an agent that has all ranks.
+
+        Returns None, or the reason for refusing it.
+        """
         ended = self._ended.get(invite.name, now)
         if ended is not None:
             return ended
-        if invite.name in self._waiting:
+        ranks = self._waiting.get(invite.name, {})
+        # Either one agent waits for all ranks, or several wait for one each.
+        if rank in ranks or (ranks and -1 in (rank, *ranks)):
             return EndReason.NAME_TAKEN
-        if len(self._waiting) >= self._options.max_waiting_invites:
+        if len(self._names) >= self._options.max_waiting_invites:
             return EndReason.TOO_MANY_WAITING
         self._unwanted.pop(invite.name, now)
         until = now + min(invite.wait_s, self._options.invite_wait_s)
-        self._waiting[invite.name] = PendingInvite(link, invite, until)
-        self._names[link, invite.transfer] = invite.name
-        heapq.heappush(self._deadlines, (until, invite.name))
+        self._waiting.setdefault(invite.name, {})[rank] = PendingInvite(link, invite, rank, until)
+        self._names[link, invite.transfer] = invite.name, rank
+        heapq.heappush(self._deadlines, (until, invite.name, rank))
         return None
 
-    def take_for_offer(self, name: str, now: float) -> tuple[PendingInvite | None, str | None]:
-        """Take the invitation that waits for `name`, now that it is offered.
+    def take_for_offer(self, name: str, now: float) -> tuple[list[PendingInvite], str | None]:
+        """Take the invitations that wait for `name`, now that it is offered.
 
-        Also returns the agent that recently waited for the name and gave up. Both may be None.
+        Also returns the agent that recently waited for the name and gave up, or None.
         """
         self._ended.pop(name, now)
         return self.remove(name), self._unwanted.pop(name, now)
 
-    def remove(self, name: str) -> PendingInvite | None:
-        """Remove and return the invitation that waits for `name`, if any."""
-        guest = self._waiting.pop(name, None)
-        if guest is not None:
-            del self._names[guest.link, guest.invite.transfer]
-        return guest
+    def remove(self, name: str) -> list[PendingInvite]:
+        """Remove and return the invitations that wait for `name`."""
+        removed = list(self._waiting.pop(name, {}).values())
+        for pending in removed:
+            del self._names[pending.link, pending.invite.transfer]
+        return removed
+
+    def _remove_one(self, name: str, rank: int) -> None:
+        ranks = self._waiting[name]
+        pending = ranks.pop(rank)
+        del self._names[pending.link, pending.invite.transfer]
+        if not ranks:
+            del self._waiting[name]
 
     def withdraw(self, link: Link, transfer: int, agent: str | None, now: float) -> bool:
         """Remove the invitation of this transfer. Returns False if there is none.
 
         `agent`: the sink that does not want the offer later either; None: it may.
         """
-        name = self._names.get((link, transfer))
-        if name is None:
+        waiting = self._names.get((link, transfer))
+        if waiting is None:
             return False
-        self.remove(name)
+        name, rank = waiting
+        self._remove_one(name, rank)
         if agent is not None:
             self.mark_unwanted(name, agent, now)
         return True
@@ -105,21 +125,22 @@ class PendingInvites:
 
     def remove_link(self, link: Link) -> None:
         """Remove all invitations that came over this link."""
-        for name in [
-            name for (invited_over, _), name in self._names.items() if invited_over is link
+        for waiting in [
+            waiting for (invited_over, _), waiting in self._names.items() if invited_over is link
         ]:
-            self.remove(name)
+            self._remove_one(*waiting)
 
     def mark_ended(self, name: str, reason: EndReason, now: float) -> None:
         """Refuse later invitations for this name with `reason`, for a while."""
         self._ended.put(name, reason, now)
 
-    def take_expired(self, now: float) -> list[str]:
-        """Remove expired deadlines, and return the names whose invitations have expired."""
+    def take_expired(self, now: float) -> list[PendingInvite]:
+        """Remove and return the invitations that have expired."""
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, name = heapq.heappop(self._deadlines)
-            waiting = self._waiting.get(name)
-            if waiting is not None and waiting.deadline <= now:
-                expired.append(name)
+            _, name, rank = heapq.heappop(self._deadlines)
+            pending = self._find(name, rank)
+            if pending is not None and pending.deadline <= now:
+                self._remove_one(name, rank)
+                expired.append(pending)
         return expired

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from kvtransfer.contract import Link, WindowHead, WindowSlice
 from kvtransfer.layout.block_mapping import ByteRuns, sorted_distinct
-from kvtransfer.layout.memory_regions import Region
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.memory_regions import Region, local_rank
 from kvtransfer.layout.reshard import MAX_RUNS, TransferPlan
 from kvtransfer.protocol.lease import Lease
 from kvtransfer.protocol.messages import AgentCard
@@ -60,9 +61,13 @@ class LeasedOffer:
     sorted_blocks   its block numbers in order, for a fast search per window
     nonces          of its latest tickets
     link, transfer  the sink that has taken it; the claim is complete once `plan` is set
+    shares          by rank of the sink's group, once a rank has claimed its share (shared_offers)
+    whole, rank     of a share: the offer, and the rank that may claim it
+    claimed_by      the group that shares it, and that group's layout
     """
 
     __slots__ = (
+        "claimed_by",
         "generations",
         "head",
         "lease",
@@ -72,13 +77,16 @@ class LeasedOffer:
         "plan",
         "priority",
         "put_bytes",
+        "rank",
         "ready_layers",
+        "shares",
         "sorted_blocks",
         "spec",
         "started_at",
         "ticket",
         "transfer",
         "urgent_at",
+        "whole",
         "window_bytes",
         "windows",
     )  # fmt: skip
@@ -100,6 +108,15 @@ class LeasedOffer:
         self.windows: Iterator[WindowHead | None] = iter(())
         self.head: WindowHead | None = None
         self.put_bytes = 0
+        self.shares: dict[int, LeasedOffer] = {}
+        self.whole: LeasedOffer | None = None
+        self.rank = -1
+        self.claimed_by: tuple[str, KvLayout] | None = None
+
+    @property
+    def is_unclaimed(self) -> bool:
+        """Whether no sink has fetched any part of it. False for a share."""
+        return self.plan is None and self.claimed_by is None and self.whole is None
 
     @property
     def is_live(self) -> bool:
@@ -224,12 +241,16 @@ class SendQueue:
         offer.put_bytes += head.n_bytes
         src_rank, dst_rank = offer.plan.pairs(head.group)[head.pair]
         runs = offer.plan.runs(head.group, head.pair).cut(head.first, head.count)
-        region = self._regions[src_rank]
+        src, dst = (
+            local_rank(src_rank, len(self._regions) > 1),
+            local_rank(dst_rank, self.card.only_rank is None),
+        )
+        region = self._regions[src]
         blocks = offer.spec.distinct
         if offer.plan.src.order.is_block_outermost:
             blocks = blocks_of(runs, region.block_bytes)
-        current = _still_current(offer, region, src_rank, blocks)
-        return PutWindow(self._link, head, WindowSlice(runs, region, src_rank, dst_rank, current))
+        current = _still_current(offer, region, src, blocks)
+        return PutWindow(self._link, head, WindowSlice(runs, region, src, dst, current))
 
 
 def blocks_of(runs: ByteRuns, block_bytes: int) -> NDArray[np.int64]:

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from kvtransfer.contract import Link, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.layout.block_mapping import sorted_distinct
 from kvtransfer.layout.layout import KvLayout, pair_fingerprint
-from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import LayoutMismatch, TransferPlan, max_pairs, plan_transfer
+from kvtransfer.layout.memory_regions import Region, local_rank
+from kvtransfer.layout.reshard import LayoutMismatch, Ranks, TransferPlan, max_pairs, plan_transfer
 from kvtransfer.protocol.messages import (
     MAX_BLOCKS,
     MAX_TOKENS,
@@ -97,6 +97,7 @@ class BlockReservation:
         "peer",
         "plan",
         "request",
+        "source_rank",
         "started_at",
         "state",
         "tracker",
@@ -110,6 +111,7 @@ class BlockReservation:
         self.is_invited = False
         self.peer = ""
         self.layout: KvLayout | None = None
+        self.source_rank: int | None = None
         self.plan: TransferPlan | None = None
         self.tracker: ReceiveTracker | None = None
         self.moving_since = now
@@ -121,14 +123,22 @@ class TransferSink:
     """The reservations of one agent.
 
     The caller numbers them; the numbers are also used on the wire.
+
+    rank   the only rank of the layout that `regions` has; None: all
     """
 
     def __init__(
-        self, layout: KvLayout, regions: Sequence[Region], options: AgentOptions, tally: AgentStats
+        self,
+        layout: KvLayout,
+        regions: Sequence[Region],
+        options: AgentOptions,
+        tally: AgentStats,
+        rank: int | None = None,
     ) -> None:
         self._layout, self._regions, self._options, self._tally = layout, regions, options, tally
         self._reservations: dict[int, BlockReservation] = {}
-        self._links: dict[str, tuple[Link, KvLayout, str]] = {}
+        self._rank = rank
+        self._links: dict[str, tuple[Link, KvLayout, str, int | None]] = {}
         self._waiting: dict[str, list[BlockReservation]] = {}
         self._deadlines: list[tuple[float, int]] = []
 
@@ -156,10 +166,19 @@ class TransferSink:
         return [DialPeer(request.address)] if waiting is None else []
 
     def on_linked(
-        self, address: str, link: Link, layout: KvLayout, agent: str, now: float
+        self,
+        address: str,
+        link: Link,
+        layout: KvLayout,
+        agent: str,
+        now: float,
+        rank: int | None = None,
     ) -> list[Command]:
-        """Invite the peer of a new link, for all landings that waited for it."""
-        self._links[address] = (link, layout, agent)
+        """Invite the peer of a new link, for all landings that waited for it.
+
+        rank   the only rank that the peer has; None: all
+        """
+        self._links[address] = (link, layout, agent, rank)
         commands: list[Command] = []
         for reservation in self._waiting.pop(address, []):
             if reservation.number in self._reservations:
@@ -287,7 +306,9 @@ class TransferSink:
             self._tally.discarded["unplanned"] += 1
             raise
         src_rank, dst_rank = reservation.plan.pairs(head.group)[head.pair]
-        return WindowSlice(runs, self._regions[dst_rank], src_rank, dst_rank)
+        src = local_rank(src_rank, reservation.source_rank is None)
+        dst = local_rank(dst_rank, self._rank is None)
+        return WindowSlice(runs, self._regions[dst], src, dst)
 
     def on_bad_window(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
         """End a landing whose source has another plan: the missing bytes would never come."""
@@ -368,7 +389,9 @@ class TransferSink:
 
     def _invite(self, reservation: BlockReservation, now: float) -> Command:
         request = reservation.request
-        link, reservation.layout, reservation.peer = self._links[request.address]
+        link, reservation.layout, reservation.peer, reservation.source_rank = self._links[
+            request.address
+        ]
         reservation.state, reservation.link = SinkState.INVITED, link
         left_s = max(0.0, reservation.deadline - now)
         invite = Invite(
@@ -419,10 +442,12 @@ class TransferSink:
                 request.tokens,
                 skip_tokens=request.skip_tokens,
                 group_layers=message.group_layers,
+                ranks=Ranks(reservation.source_rank, self._rank),
             )
         except (LayoutMismatch, ValueError) as error:
             return str(error)
-        transfer_plan.runs(0, 0)
+        if transfer_plan.pairs(0):
+            transfer_plan.runs(0, 0)
         return ReceiveTracker(transfer_plan)
 
     def _find(self, link: Link, transfer: int) -> BlockReservation | None:

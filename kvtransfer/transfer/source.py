@@ -17,6 +17,7 @@ from kvtransfer.layout.layout import pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import (
     LayoutMismatch,
+    Ranks,
     TransferPlan,
     layers_per_group,
     max_pairs,
@@ -54,6 +55,7 @@ from kvtransfer.transfer.commands import (
 from kvtransfer.transfer.flow_control import BandwidthMeter, Priority
 from kvtransfer.transfer.pending_invites import PendingInvites
 from kvtransfer.transfer.send_queue import LeasedOffer, OfferSpec, SendQueue
+from kvtransfer.transfer.shared_offers import OfferSharing
 from kvtransfer.transfer.stats import AgentStats
 from kvtransfer.util.options import AgentOptions
 
@@ -75,6 +77,7 @@ class TransferSource:
         self._outlets: dict[Link, SendQueue] = {}
         self._pending_invites = PendingInvites(options)
         self._authorizer = Authorizer(key, card, regions)
+        self._sharing = OfferSharing(card, self._add_share)
         self.bandwidth = BandwidthMeter()
         self._offer_counts = np.zeros(min(region.blocks for region in regions), np.int32)
         self._deadlines: list[tuple[float, int]] = []
@@ -88,7 +91,8 @@ class TransferSource:
 
     def unclaimed_s(self, now: float) -> float:
         """Return the total seconds that KV waited here without being fetched, over all offers."""
-        waiting = [now - offer.started_at for offer in self._offers.values() if offer.plan is None]
+        offers = self._offers.values()
+        waiting = [now - offer.started_at for offer in offers if offer.is_unclaimed]
         return self._tally.unclaimed_s + sum(waiting)
 
     def in_flight_bytes(self) -> int:
@@ -119,8 +123,15 @@ class TransferSource:
         self._offer_counts[spec.distinct] += 1
         self._push_deadline(offer)
         waiting, gave_up = self._pending_invites.take_for_offer(spec.name, now)
-        if waiting is not None:
-            return offer.ticket, self._answer_invite(offer, waiting.link, waiting.invite, now)
+        if waiting:
+            commands = [
+                command
+                for pending in waiting
+                for command in self._answer_invite(
+                    self._names.get(spec.name), pending.link, pending.invite, now
+                )
+            ]
+            return offer.ticket, commands
         if gave_up is not None and may_fetch_by_name(spec, gave_up):
             return offer.ticket, self._end(
                 offer, EndReason.CANCELLED, f"{gave_up} gave up before", now
@@ -133,6 +144,9 @@ class TransferSource:
         if offer is None or layers <= offer.ready_layers:
             return []
         offer.ready_layers = layers
+        if offer.shares:
+            shares = list(offer.shares.values())
+            return [c for share in shares for c in self.mark_ready(share.number, layers, now)]
         if offer.link is None:
             return []
         self._outlets[offer.link].enqueue(offer, now)
@@ -147,6 +161,8 @@ class TransferSource:
         offer = self._offers.get(number)
         if offer is None or not self._renew(offer, now + ttl_s, now):
             return None
+        for share in offer.shares.values():
+            self._renew(share, now + ttl_s, now)
         offer.nonces.append(renewed_nonce(offer.nonces[-1]))
         offer.ticket = self._authorizer.issue(offer)
         return offer.ticket
@@ -207,8 +223,8 @@ class TransferSource:
                 commands += self._end(offer, EndReason.LEASE_EXPIRED, "", now)
             elif offer is not None:
                 self._push_deadline(offer)
-        for name in self._pending_invites.take_expired(now):
-            commands += self._refuse_waiting(name, EndReason.NEVER_OFFERED, "")
+        for pending in self._pending_invites.take_expired(now):
+            commands += self._refuse(pending.link, pending.invite.transfer, EndReason.NEVER_OFFERED)
         return commands
 
     def on_invite(self, link: Link, invite: Invite, now: float) -> list[Command]:
@@ -228,13 +244,14 @@ class TransferSource:
         """Check an invitation's ticket, then match it with its offer or let it wait for that."""
         ticket: Ticket | None = None
         if invite.ticket is not None:
-            agent = self._outlets[link].card.agent
-            checked = self._authorizer.check(invite.ticket, offer, invite.name, agent, now)
+            card = self._outlets[link].card
+            checked = self._authorizer.check(invite.ticket, offer, invite.name, card, now)
             if isinstance(checked, EndReason):
                 return self._refuse(link, invite.transfer, checked)
             ticket = checked
         if offer is None:
-            refused = self._pending_invites.add(link, invite, now)
+            rank = self._outlets[link].card.rank
+            refused = self._pending_invites.add(link, invite, rank, now)
             return [] if refused is None else self._refuse(link, invite.transfer, refused)
         return self._match_invite(offer, link, invite, ticket, now)
 
@@ -258,14 +275,15 @@ class TransferSource:
 
         Ignored if that sink may not fetch it.
         """
-        agent, offer = self._outlets[link].card.agent, self._names.get(message.name)
+        card, offer = self._outlets[link].card, self._names.get(message.name)
+        agent = card.agent
         if message.ticket is None:
             may_fetch = offer is not None and may_fetch_by_name(offer.spec, agent)
             if offer is None:
                 self._pending_invites.mark_unwanted(message.name, agent, now)
         else:
             may_fetch = not isinstance(
-                self._authorizer.check(message.ticket, offer, message.name, agent, now), EndReason
+                self._authorizer.check(message.ticket, offer, message.name, card, now), EndReason
             )
         return (
             self._end(offer, EndReason.CANCELLED, "", now)
@@ -320,12 +338,11 @@ class TransferSource:
             raise ValueError(f"blocks lie between 0 and {self._offer_counts.size}")
 
     def _refuse_waiting(self, name: str, reason: EndReason, detail: str) -> list[Command]:
-        waiting = self._pending_invites.remove(name)
-        return (
-            []
-            if waiting is None
-            else self._refuse(waiting.link, waiting.invite.transfer, reason, detail)
-        )
+        return [
+            command
+            for pending in self._pending_invites.remove(name)
+            for command in self._refuse(pending.link, pending.invite.transfer, reason, detail)
+        ]
 
     def _refuse(
         self, link: Link, transfer: int, reason: EndReason, detail: str = ""
@@ -340,12 +357,14 @@ class TransferSource:
         outlet = self._outlets[link]
         if ticket is None and not may_fetch_by_name(offer.spec, outlet.card.agent):
             return self._refuse(link, invite.transfer, EndReason.BAD_TICKET)
-        if offer.link is not None:
-            return self._refuse(link, invite.transfer, EndReason.NAME_TAKEN)
         if invite.tokens > offer.spec.tokens:
             return self._refuse(
                 link, invite.transfer, EndReason.TOKENS, f"{offer.spec.tokens} are on offer"
             )
+        share = self._sharing.share_for(offer, outlet.card, now)
+        if share is None or share.link is not None:
+            return self._refuse(link, invite.transfer, EndReason.NAME_TAKEN)
+        offer = share
         outlet.take(offer, invite.transfer)
 
         def work() -> Callable[[float], list[Command]]:
@@ -356,6 +375,11 @@ class TransferSource:
         group_layers = layers_per_group(layout, invite.tokens - invite.skip_tokens)
         pairs = max_pairs(layout, outlet.card.layout, group_layers)
         return plan_or_defer(max(offer.spec.blocks.size, len(invite.blocks) // 4), pairs, work, now)
+
+    def _add_share(self, share: LeasedOffer) -> None:
+        self._offers[share.number] = share
+        self._offer_counts[share.spec.distinct] += 1
+        self._push_deadline(share)
 
     def _claim(
         self,
@@ -381,7 +405,8 @@ class TransferSource:
             lease = advance(offer.lease, LeaseEvent.CLAIM, now)
         except LeaseError:
             return self._refuse(link, invite.transfer, EndReason.LEASE_EXPIRED) + self.tick(now)
-        if ticket is not None and (refused := self._authorizer.spend(ticket, now)) is not None:
+        refused = None if ticket is None else self._authorizer.spend(ticket, outlet.card, now)
+        if refused is not None:
             return self._refuse(link, invite.transfer, refused)
         offer.lease = lease
         outlet.take(offer, invite.transfer)
@@ -398,7 +423,8 @@ class TransferSource:
         """Accept the invitation and send the windows that are ready."""
         link = offer.link
         assert link is not None
-        self._tally.unclaimed_s += now - offer.started_at
+        if offer.is_unclaimed:
+            self._tally.unclaimed_s += now - offer.started_at
         window_bytes = max(
             1, min(invite.window_bytes, self._options.window_bytes, link.window_bytes)
         )
@@ -436,10 +462,12 @@ class TransferSource:
                 invite.tokens,
                 skip_tokens=invite.skip_tokens,
                 group_layers=layout.layers if at_once else None,
+                ranks=Ranks(self._card.only_rank, card.only_rank),
             )
         except (LayoutMismatch, ValueError) as error:
             return str(error)
-        transfer_plan.runs(0, 0)
+        if transfer_plan.pairs(0):
+            transfer_plan.runs(0, 0)
         return transfer_plan
 
     def _pump(self, outlet: SendQueue, now: float) -> list[Command]:
@@ -456,6 +484,8 @@ class TransferSource:
         return list(puts)
 
     def _renew(self, offer: LeasedOffer, deadline: float, now: float) -> bool:
+        if offer.whole is not None:
+            self._renew(offer.whole, deadline, now)
         try:
             offer.lease = advance(
                 offer.lease, LeaseEvent.RENEW, now, max(deadline, offer.lease.deadline)
@@ -474,16 +504,48 @@ class TransferSource:
 
         The blocks change owner at once; readers find them stale.
         """
+        if offer.number not in self._offers:
+            return []
+        if offer.whole is not None:
+            return self._end_share(offer, offer.whole, reason, detail, now, tell=tell)
+        shares = list(offer.shares.values())
+        offer.shares.clear()
+        ended = [c for share in shares for c in self._release(share, reason, detail, now)]
+        del self._names[offer.spec.name]
+        self._pending_invites.mark_ended(offer.spec.name, EndReason.GONE, now)
+        return ended + self._release(offer, reason, detail, now, tell=tell)
+
+    def _end_share(
+        self,
+        share: LeasedOffer,
+        whole: LeasedOffer,
+        reason: EndReason,
+        detail: str,
+        now: float,
+        *,
+        tell: bool,
+    ) -> list[Command]:
+        """End a rank's share. Its offer ends with the last share, and with any that fails."""
+        del whole.shares[share.rank]
+        commands = self._release(share, reason, detail, now, tell=tell)
+        whole.put_bytes += share.put_bytes
+        if reason is EndReason.LANDED and whole.shares:
+            return commands
+        return commands + self._end(whole, reason, detail, now)
+
+    def _release(
+        self, offer: LeasedOffer, reason: EndReason, detail: str, now: float, *, tell: bool = True
+    ) -> list[Command]:
+        """End an offer without its shares, or a share without its offer."""
+        if offer.is_unclaimed:
+            self._tally.unclaimed_s += now - offer.started_at
         offer.lease = _final_lease(offer.lease, reason, now)
         if reason is EndReason.LANDED and offer.lease.state is LeaseState.EXPIRED:
             reason = EndReason.LEASE_EXPIRED
-        del self._offers[offer.number], self._names[offer.spec.name]
-        self._pending_invites.mark_ended(offer.spec.name, EndReason.GONE, now)
+        del self._offers[offer.number]
         commands: list[Command] = []
         pumped: list[Command] = []
         transport = ""
-        if offer.plan is None:
-            self._tally.unclaimed_s += now - offer.started_at
         if offer.link is not None:
             transport = offer.link.transport
             if offer.link in self._outlets:
@@ -500,13 +562,11 @@ class TransferSource:
             transport=transport,
             detail=detail,
         )
-        self._tally.count_offer(outcome)
-        return [
-            *commands,
-            BumpGenerations(self._release_blocks(offer)),
-            ResolveHandle(offer.number, outcome),
-            *pumped,
-        ]
+        commands.append(BumpGenerations(self._release_blocks(offer)))
+        if offer.whole is None:
+            self._tally.count_offer(outcome)
+            commands.append(ResolveHandle(offer.number, outcome))
+        return commands + pumped
 
     def _release_blocks(self, offer: LeasedOffer) -> NDArray[np.int64]:
         """Return the blocks that no other offer protects.

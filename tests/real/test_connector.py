@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,22 @@ _ASK_FOR_HANDOFF = {"do_remote_decode": True, "do_remote_prefill": False}
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
     """Two engines with the connector, up and idle."""
+    with started(tmp_path_factory.mktemp("kv"), 1) as engines:
+        yield engines
+
+
+@contextmanager
+def started(folder: Path, p_ranks: int) -> Iterator[tuple[Engine, Engine]]:
+    """Start an engine with `p_ranks` tensor-parallel ranks, and one with a single rank."""
     if not (REAL / "installed").exists():
         pytest.fail("the real engines are not installed; `make real` does it")
-    key = tmp_path_factory.mktemp("kv") / "key"
+    key = folder / "key"
     key.write_bytes(b"the key of this fleet, 32 bytes.")
     ports, connector = free_ports(2), penstock_connector(key)
-    engines = Engine("KP", ports[0], 0, 0, connector), Engine("KD", ports[1], 0, 1, connector)
+    engines = (
+        Engine("KP", ports[0], 0, 0, connector, tp=p_ranks),
+        Engine("KD", ports[1], 0, 1, connector),
+    )
     try:
         for engine in engines:
             engine.start()
@@ -162,3 +173,28 @@ async def test_a_dead_prefill_engine_costs_a_computation_and_no_wrong_token(
     again = await ask(d.url, asked | {"cache_salt": "again", "kv_transfer_params": handoff})
     assert differences(again, answer) == []
     assert await fetched(d) - before == again.prompt_tokens
+
+
+RANK_REQUESTS = 8
+
+
+async def _split_by_hand(p: Engine, d: Engine, seed: int) -> tuple[Answer, list[Answer], bool]:
+    """Return a split answer, the aggregated ones of both engines, and whether all KV was fetched."""
+    asked = body(prompt(150 + 40 * (seed % 10), seed=seed), max_tokens=12)
+    whole = [await ask(engine.url, asked | {"cache_salt": f"w{seed}"}) for engine in (p, d)]
+    handoff, before = await handoff_of(p, asked), await fetched(d)
+    answer = await ask(d.url, asked | {"kv_transfer_params": handoff})
+    return answer, whole, await fetched(d) - before == answer.prompt_tokens
+
+
+def test_kv_is_resharded_between_engines_of_two_ranks_and_of_one(tmp_path: Path) -> None:
+    """Each rank is a process with an agent of its own; a wrong head changes every later token."""
+    with started(tmp_path, 2) as (two, one):
+        for source, sink, first in ((two, one, 5000), (one, two, 5100)):
+            for seed in range(first, first + RANK_REQUESTS):
+                answer, whole, all_fetched = asyncio.run(_split_by_hand(source, sink, seed))
+                assert answer.status == 200
+                assert any(differences(answer, other) == [] for other in whole)
+                assert all_fetched
+        for engine in (two, one):
+            asyncio.run(engine.idle_within(20.0))

@@ -56,6 +56,8 @@ log = logging.getLogger("penstock")
 SUPPORTED = ("0.32.",)
 # How long a step without any computation waits for a transfer to end.
 _IDLE_STEP_S = 0.002
+# A worker's step may keep the interpreter, and with it the agent's heartbeats, for seconds.
+_MISSED_BEATS = 12
 
 if not vllm.__version__.startswith(SUPPORTED):
     raise ImportError(f"PenstockConnector supports vLLM {SUPPORTED[0]}x, not {vllm.__version__}")
@@ -133,14 +135,17 @@ class PenstockConnector(KVConnectorBase_V1):
         rank = get_tensor_model_parallel_rank()
         facts = _facts(self._vllm_config, self._kv_cache_config)
         self._layout = layout = describe_cache(facts)
-        region = _region(layout, list(kv_caches.values()), f"{self._engine}-{rank}")
+        layers = self._kv_cache_config.kv_cache_tensors[0].layers
+        region = _region(layout, [kv_caches[name] for name in layers], f"{self._engine}-{rank}")
         self._agent = Agent(
             f"{self._engine}:{rank}:{secrets.token_hex(4)}",
             layout,
             [region],
             key=self._options.key,
             transports=[Tcp(self._options.host)],
-            options=AgentOptions(family=self._family),
+            options=AgentOptions(family=self._family, max_missed_beats=_MISSED_BEATS),
+            rank=rank,
+            group=self._engine,
         )
         self._agent.open(self)
         self._worker = TransferWorker(self._agent, layout, rank, self._options.timeout_s)
@@ -272,8 +277,6 @@ def _facts(config: Any, caches: Any) -> CacheFacts:
     parallel, spec = config.parallel_config, groups[0].kv_cache_spec
     if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         raise UnsupportedCache("pipeline and decode context parallelism are not supported")
-    if parallel.tensor_parallel_size > 1:
-        raise UnsupportedCache("tensor parallelism is not supported yet")
     if getattr(spec, "page_size_padded", None) or spec.num_head_slots is not None:
         raise UnsupportedCache("padded pages and packed heads are not supported")
     latent = "MLA" in type(spec).__name__

@@ -16,6 +16,7 @@ from kvtransfer.agent import Agent
 from kvtransfer.engines.vllm.handoff import RankSource
 from kvtransfer.engines.vllm.scheduler import LoadOrder, OfferOrder, StepOrders
 from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.reshard import source_ranks
 from kvtransfer.transfer.handles import Landing, Offer
 
 log = logging.getLogger("penstock")
@@ -58,7 +59,7 @@ class TransferWorker:
             for landing in self._landings.get(request, ()):
                 landing.cancel("the request was aborted")
         for unused in orders.unused:
-            self._release(unused)
+            self._release(unused.sources, unused)
 
     def _offer(self, order: OfferOrder) -> None:
         self._offers[order.request] = self._agent.offer(
@@ -72,15 +73,20 @@ class TransferWorker:
     def _load(self, order: LoadOrder) -> None:
         """Fetch this rank's heads from each rank of the source that has some of them."""
         try:
+            ranks = source_ranks(order.layout, self._layout, self._rank)
             self._landings[order.request] = [
-                self._fetch(source, order) for source in self._sources(order)
+                self._fetch(order.sources[rank], order) for rank in ranks
             ]
         except ValueError as error:
             log.warning("kv: request %s cannot be fetched: %s", order.request, error)
             self._unstarted.add(order.request)
+        self._release([order.sources[rank] for rank in self._unneeded(order.layout)], order)
 
-    def _sources(self, order: LoadOrder) -> Sequence[RankSource]:
-        return order.sources
+    def _unneeded(self, source: KvLayout) -> list[int]:
+        """Return the source's ranks from which no rank fetches, because others have their heads."""
+        ranks = range(self._layout.ranks)
+        needed = {other for rank in ranks for other in source_ranks(source, self._layout, rank)}
+        return [rank for rank in range(source.ranks) if rank not in needed]
 
     def _fetch(self, source: RankSource, order: LoadOrder) -> Landing:
         return self._agent.fetch(
@@ -93,11 +99,11 @@ class TransferWorker:
             timeout_s=self._timeout_s,
         )
 
-    def _release(self, order: LoadOrder) -> None:
-        """Let the sources free blocks that will not be fetched. One rank does it for all."""
+    def _release(self, sources: Sequence[RankSource], order: LoadOrder) -> None:
+        """Let these sources free blocks that will not be fetched. One rank does it for all."""
         if self._rank:
             return
-        for source in order.sources:
+        for source in sources:
             landing = self._agent.fetch(
                 source.address, order.name, _UNUSED_BLOCKS, _UNUSED_TOKENS, ticket=source.ticket
             )

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
-from kvtransfer.layout.reshard import TransferPlan, plan_transfer
+from kvtransfer.layout.reshard import (
+    Ranks,
+    TransferPlan,
+    plan_transfer,
+    sink_ranks,
+    source_ranks,
+)
 from kvtransfer.transfer.receive_tracker import ReceiveTracker
 
 Words = NDArray[np.uint64]
@@ -204,3 +210,27 @@ def test_source_ranks_with_the_same_heads_send_equal_shares(
             assert np.ptp(load[stage]) == 0
         else:
             assert np.ptp(load[stage]) <= load[stage].sum() / layer_count
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts=layout_pairs(), tokens=st.integers(1, 20), data=st.data())
+def test_plans_between_single_ranks_together_move_every_scalar_once(
+    layouts: tuple[KvLayout, KvLayout], tokens: int, data: st.DataObject
+) -> None:
+    """Each rank's agent plans by itself; `source_ranks` and `sink_ranks` agree on who meets."""
+    src, dst = layouts
+    blocks = [data.draw(some_blocks(-(-tokens // layout.block_tokens))) for layout in layouts]
+    sources = [source(src, rank, blocks[0]) for rank in range(src.ranks)]
+    sinks = [untouched(dst, rank) for rank in range(dst.ranks)]
+    written = 0
+    for rank in range(dst.ranks):
+        for other in source_ranks(src, dst, rank):
+            assert rank in sink_ranks(src, dst, other)
+            plan = plan_transfer(src, dst, *blocks, tokens, ranks=Ranks(other, rank))
+            written += carry_out(plan, sources, sinks, 1 << 20)
+            covered = plan.tokens
+    wanted = [expected(dst, rank, blocks[1], covered) for rank in range(dst.ranks)]
+    for rank in range(dst.ranks):
+        np.testing.assert_array_equal(sinks[rank], wanted[rank], f"rank {rank}")
+    assert written == WORD * sum(int((memory != UNTOUCHED).sum()) for memory in wanted)
+    assert sink_ranks(src, dst, None) == list(range(dst.ranks))

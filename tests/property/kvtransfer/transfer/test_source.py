@@ -55,6 +55,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
+        self.has_ranks = seed % 2 == 1
         self.now = 100.0
         size = LAYOUT.rank_block_bytes(0)
         self.region = Region.over(bytearray(BLOCKS * size), size, name="p")
@@ -143,9 +144,12 @@ class World:
         if len(self.links) < 3:
             self.links.append(FakeLink())
             layout = OTHER if self.rng.random() < 0.1 else LAYOUT
-            self.book.on_linked(
-                self.links[-1], AgentCard(f"d{self.rng.randrange(2)}", b"d" * 16, layout), BUDGET
-            )
+            card = AgentCard(f"d{self.rng.randrange(2)}", b"d" * 16, layout)
+            if self.has_ranks:
+                two = msgspec.structs.replace(layout, tp=2)
+                rank, group = self.rng.randrange(2), f"g{self.rng.random() < 0.1}"
+                card = AgentCard(card.agent, card.epoch, two, rank=rank, group=group)
+            self.book.on_linked(self.links[-1], card, BUDGET)
 
     def offer(self) -> None:
         self.numbers += 1
@@ -294,6 +298,20 @@ def test_any_order_reaches_every_end() -> None:
             world.step()
         ends |= set(world.resolved.values())
     assert ends == set(OutcomeKind)
+
+
+def test_any_order_reaches_ranks_that_share_an_offer() -> None:
+    """Shows that the property above covers ranks that claim, land and fail separately."""
+    shared, half_landed = 0, 0
+    for seed in range(1, 240, 2):
+        world = World(seed)
+        for _ in range(200):
+            world.step()
+            wholes = [offer for offer in world.book._offers.values() if offer.claimed_by]
+            shared += len(wholes)
+            half_landed += sum(len(offer.shares) == 1 for offer in wholes)
+    assert shared > 100
+    assert half_landed > 10
 
 
 def test_landed_is_believed_only_of_what_was_sent() -> None:

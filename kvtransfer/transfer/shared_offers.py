@@ -1,0 +1,60 @@
+"""OfferSharing: one offer that the ranks of a sink group claim separately. Sans-IO.
+
+The first rank that fetches divides the offer into shares, one for each rank that needs bytes of it.
+Every share is claimed, moved and ended by itself and has a lease of its own; all of them protect
+the offer's blocks. Not here: what follows when a share ends (kvtransfer/transfer/source.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+from kvtransfer.layout.reshard import sink_ranks
+from kvtransfer.protocol.lease import Lease, LeaseError, LeaseEvent, advance
+from kvtransfer.protocol.messages import AgentCard
+from kvtransfer.transfer.send_queue import LeasedOffer
+
+
+class OfferSharing:
+    """Divides the offers of one agent. `add` registers a new share and protects its blocks."""
+
+    def __init__(self, card: AgentCard, add: Callable[[LeasedOffer], None]) -> None:
+        self._card, self._add = card, add
+        self._numbers = count(1)
+
+    def share_for(self, offer: LeasedOffer, sink: AgentCard, now: float) -> LeasedOffer | None:
+        """Return what this sink may claim: the offer, or its rank's share of it.
+
+        None: another group shares the offer, or the lease has ended. The caller checks that the
+        result is not claimed yet.
+        """
+        if offer.claimed_by is not None:
+            is_same = offer.claimed_by == (sink.group, sink.layout)
+            return offer.shares.get(sink.rank) if is_same else None
+        layout = self._card.layout
+        if (
+            sink.only_rank is None
+            or offer.link is not None
+            or layout.mismatch(sink.layout) is not None
+        ):
+            return offer
+        ranks = sink_ranks(layout, sink.layout, self._card.only_rank)
+        if ranks == [sink.rank] or sink.rank not in ranks:
+            return offer
+        try:
+            offer.lease = advance(offer.lease, LeaseEvent.CLAIM, now)
+        except LeaseError:
+            return None
+        self._divide(offer, sink, ranks, now)
+        return offer.shares[sink.rank]
+
+    def _divide(self, offer: LeasedOffer, sink: AgentCard, ranks: list[int], now: float) -> None:
+        offer.claimed_by = sink.group, sink.layout
+        for rank in ranks:
+            # Negative, so that no number of the engine's handles is used.
+            share = LeasedOffer(-next(self._numbers), offer.spec, offer.generations, now)
+            share.lease = Lease(offer.spec.name, offer.lease.deadline)
+            share.ready_layers, share.whole, share.rank = offer.ready_layers, offer, rank
+            offer.shares[rank] = share
+            self._add(share)
