@@ -41,6 +41,7 @@ from kvtransfer.transfer.commands import (
     ComputePlan,
     DialPeer,
     DropWindows,
+    EndGroup,
     FenceTransfer,
     PutWindow,
     ReportLayers,
@@ -309,6 +310,16 @@ class Agent:
             self._do(commands)
         return landing
 
+    def join_group(self, addresses: Sequence[str]) -> None:
+        """Watch the agents of the group's other ranks.
+
+        If one is lost, all offers here end as RANK_LOST, and later ones at once, until the next
+        call: a group's KV is of use only as a whole.
+        """
+        with self._lock:
+            self._source.join_group()
+            self._do(self._sink.join_group(addresses))
+
     @property
     def name(self) -> str:
         return self._name
@@ -439,6 +450,8 @@ class Agent:
                 link.drop(transfer)
             case FenceTransfer(link, transfer):
                 link.fence(transfer)
+            case EndGroup(detail):
+                self._do(self._source.lose_rank(detail, self._clock.now()))
             case DialPeer(address):
                 self._board.dial(address)
             case ComputePlan(work):

@@ -16,6 +16,8 @@ from types import MappingProxyType
 
 import msgspec
 
+from kvtransfer.protocol.outcomes import EndReason
+
 
 class LeaseState(StrEnum):
     """The states of a lease. RELEASED, EXPIRED and REVOKED are final."""
@@ -118,3 +120,17 @@ def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None 
         return msgspec.structs.replace(lease, deadline=deadline)
     left = lease.state if after in TERMINAL else None
     return Lease(lease.id, lease.deadline, after, left)
+
+
+def end_lease(lease: Lease, reason: EndReason, now: float) -> Lease:
+    """Return the lease in the final state that this reason implies."""
+    if reason is EndReason.LANDED:
+        try:
+            if lease.state is LeaseState.CLAIMED:
+                lease = advance(lease, LeaseEvent.START, now)
+            return advance(advance(lease, LeaseEvent.LAND, now), LeaseEvent.RELEASE, now)
+        except LeaseError:
+            return advance(lease, LeaseEvent.EXPIRE, now)
+    return advance(
+        lease, LeaseEvent.EXPIRE if reason is EndReason.LEASE_EXPIRED else LeaseEvent.REVOKE, now
+    )

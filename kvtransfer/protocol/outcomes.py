@@ -47,6 +47,7 @@ class EndReason(StrEnum):
     STALE = "stale"
     CORRUPT = "corrupt"
     PROTOCOL = "protocol_error"
+    RANK_LOST = "rank_lost"  # an agent of the source's own group
 
 
 # Reasons after which a new prefill may succeed, by this pair or another. The others would recur.

@@ -87,6 +87,12 @@ class DialPeer(msgspec.Struct, frozen=True):
     address: str
 
 
+class EndGroup(msgspec.Struct, frozen=True):
+    """Source: end all offers, because a rank of the group is lost."""
+
+    detail: str
+
+
 class ComputePlan(msgspec.Struct, frozen=True):
     """Run `work` without the agent's lock, then call its result under the lock.
 
@@ -108,6 +114,7 @@ Command = (
     | ResolveHandle
     | ReportLayers
     | DialPeer
+    | EndGroup
     | ComputePlan
 )
 

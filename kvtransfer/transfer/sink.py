@@ -41,6 +41,7 @@ from kvtransfer.protocol.outcomes import EndReason, outcome_for
 from kvtransfer.transfer.commands import (
     Command,
     DialPeer,
+    EndGroup,
     FenceTransfer,
     ReportLayers,
     ResolveHandle,
@@ -140,6 +141,8 @@ class TransferSink:
         self._rank = rank
         self._links: dict[str, tuple[Link, KvLayout, str, int | None]] = {}
         self._waiting: dict[str, list[BlockReservation]] = {}
+        self._members: set[str] = set()
+        self._member_links: dict[Link, str] = {}
         self._deadlines: list[tuple[float, int]] = []
 
     @property
@@ -165,6 +168,22 @@ class TransferSink:
         self._waiting.setdefault(request.address, []).append(reservation)
         return [DialPeer(request.address)] if waiting is None else []
 
+    def join_group(self, addresses: Sequence[str]) -> list[Command]:
+        """Keep a link to each other agent of the group, so that its loss is noticed."""
+        self._members = set(addresses)
+        self._member_links = {
+            there[0]: address for address, there in self._links.items() if address in self._members
+        }
+        missing = self._members - self._links.keys() - self._waiting.keys()
+        for address in missing:
+            self._waiting[address] = []
+        return [DialPeer(address) for address in sorted(missing)]
+
+    def _lose_member(self, address: str | None, detail: str) -> list[Command]:
+        if address not in self._members:
+            return []
+        return [EndGroup(f"the agent at {address} is lost: {detail}")]
+
     def on_linked(
         self,
         address: str,
@@ -179,6 +198,8 @@ class TransferSink:
         rank   the only rank that the peer has; None: all
         """
         self._links[address] = (link, layout, agent, rank)
+        if address in self._members:
+            self._member_links[link] = address
         commands: list[Command] = []
         for reservation in self._waiting.pop(address, []):
             if reservation.number in self._reservations:
@@ -196,11 +217,12 @@ class TransferSink:
             for reservation in self._waiting.pop(address, [])
             if reservation.number in self._reservations
         ]
-        return [
+        ended = [
             command
             for reservation in waiters
             for command in self._end(reservation, reason, detail, now, tell=False)
         ]
+        return ended + self._lose_member(address, detail or reason)
 
     def retire_link(self, link: Link) -> None:
         """Stop using a link that will end soon.
@@ -217,11 +239,12 @@ class TransferSink:
         affected = [
             reservation for reservation in self._reservations.values() if reservation.link is link
         ]
-        return [
+        ended = [
             command
             for reservation in affected
             for command in self._end(reservation, reason, detail, now, tell=False)
         ]
+        return ended + self._lose_member(self._member_links.pop(link, None), detail or reason)
 
     def cancel(self, number: int, reason: EndReason, detail: str, now: float) -> list[Command]:
         """Give a landing up. No-op if it has already ended."""

@@ -23,7 +23,7 @@ from kvtransfer.layout.reshard import (
     max_pairs,
     plan_transfer,
 )
-from kvtransfer.protocol.lease import Lease, LeaseError, LeaseEvent, LeaseState, advance
+from kvtransfer.protocol.lease import LeaseError, LeaseEvent, LeaseState, advance, end_lease
 from kvtransfer.protocol.messages import (
     MAX_BLOCKS,
     Accept,
@@ -81,6 +81,7 @@ class TransferSource:
         self.bandwidth = BandwidthMeter()
         self._offer_counts = np.zeros(min(region.blocks for region in regions), np.int32)
         self._deadlines: list[tuple[float, int]] = []
+        self._lost_rank: str | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -122,6 +123,8 @@ class TransferSource:
         self._offers[number] = self._names[spec.name] = offer
         self._offer_counts[spec.distinct] += 1
         self._push_deadline(offer)
+        if self._lost_rank is not None:
+            return offer.ticket, self._end(offer, EndReason.RANK_LOST, self._lost_rank, now)
         waiting, gave_up = self._pending_invites.take_for_offer(spec.name, now)
         if waiting:
             commands = [
@@ -171,6 +174,19 @@ class TransferSource:
         """End an offer at once, even while a peer reads it. Readers then find the blocks stale."""
         offer = self._offers.get(number)
         return [] if offer is None else self._end(offer, reason, detail, now)
+
+    def lose_rank(self, detail: str, now: float) -> list[Command]:
+        """End all offers, now and until `join_group`: a rank of the group is lost."""
+        self._lost_rank = detail
+        return [
+            command
+            for number in list(self._offers)
+            for command in self.revoke(number, EndReason.RANK_LOST, detail, now)
+        ]
+
+    def join_group(self) -> None:
+        """Allow offers again after a rank was lost."""
+        self._lost_rank = None
 
     def decline(self, name: str, detail: str, now: float) -> list[Command]:
         """Tell waiting and later sinks that no offer of this name will come."""
@@ -539,7 +555,7 @@ class TransferSource:
         """End an offer without its shares, or a share without its offer."""
         if offer.is_unclaimed:
             self._tally.unclaimed_s += now - offer.started_at
-        offer.lease = _final_lease(offer.lease, reason, now)
+        offer.lease = end_lease(offer.lease, reason, now)
         if reason is EndReason.LANDED and offer.lease.state is LeaseState.EXPIRED:
             reason = EndReason.LEASE_EXPIRED
         del self._offers[offer.number]
@@ -577,17 +593,3 @@ class TransferSource:
         self._offer_counts[blocks] -= 1
         freed: NDArray[np.int64] = blocks[self._offer_counts[blocks] == 0]
         return freed
-
-
-def _final_lease(lease: Lease, reason: EndReason, now: float) -> Lease:
-    """Return the lease in its final state, by the table of kvtransfer/protocol/lease.py."""
-    if reason is EndReason.LANDED:
-        try:
-            if lease.state is LeaseState.CLAIMED:
-                lease = advance(lease, LeaseEvent.START, now)
-            return advance(advance(lease, LeaseEvent.LAND, now), LeaseEvent.RELEASE, now)
-        except LeaseError:
-            return advance(lease, LeaseEvent.EXPIRE, now)
-    return advance(
-        lease, LeaseEvent.EXPIRE if reason is EndReason.LEASE_EXPIRED else LeaseEvent.REVOKE, now
-    )

@@ -52,12 +52,17 @@ class LoadOrder(msgspec.Struct, frozen=True):
 
 
 class StepOrders(msgspec.Struct):
-    """The orders of one step. `unused` are handoffs that will not be fetched."""
+    """The orders of one step.
+
+    unused    handoffs that will not be fetched
+    members   once, the addresses of all ranks' agents
+    """
 
     offers: list[OfferOrder] = []
     loads: list[LoadOrder] = []
     cancels: list[str] = []
     unused: list[LoadOrder] = []
+    members: list[str] = []
     has_work: bool = False
 
 
@@ -113,6 +118,7 @@ class HandoffScheduler:
         if len(workers) != layout.ranks:
             raise ValueError(f"{len(workers)} workers of {layout.ranks} have an agent")
         self._workers, self._layout = list(workers), layout
+        self._orders.members = [worker.address for worker in workers]
 
     @property
     def has_pending_work(self) -> bool:

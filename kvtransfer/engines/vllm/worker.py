@@ -51,6 +51,9 @@ class TransferWorker:
 
     def carry_out(self, orders: StepOrders) -> None:
         """Begin and cancel transfers."""
+        if len(orders.members) > 1:
+            own = self._agent.address
+            self._agent.join_group([address for address in orders.members if address != own])
         for offer in orders.offers:
             self._offer(offer)
         for load in orders.loads:

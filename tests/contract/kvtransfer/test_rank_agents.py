@@ -212,3 +212,37 @@ async def test_a_lost_rank_of_the_sink_ends_the_offer(transport: str) -> None:
         (end,) = await all_ended([offer])
         assert end.kind is not OutcomeKind.LANDED
         assert not (await all_ended([second]))[0].has_landed
+
+
+async def test_a_lost_rank_of_the_source_ends_the_offers_of_its_group(transport: str) -> None:
+    async with rank_groups(transport, SMALL) as (source,):
+        first, second = source.agents
+        first.join_group([second.address])
+        second.join_group([first.address])
+        offers = source.offer(range(1, 6))
+        await until(lambda: all(agent.stats()["links"] == 2 for agent in source.agents))
+        assert [offer.outcome for offer in offers] == [None, None]
+        await second.close()
+        (end,) = await all_ended([offers[0]])
+        assert (end.reason, end.kind, end.is_retriable) == (
+            EndReason.RANK_LOST,
+            OutcomeKind.FAILED,
+            True,
+        )
+        later = first.offer("s", [1], 16)
+        assert (await all_ended([later]))[0].reason is EndReason.RANK_LOST
+        first.join_group([])
+        alone = first.offer("t", [1], 16)
+        assert alone.outcome is None
+        alone.revoke()
+        await all_ended([alone])
+
+
+async def test_a_rank_that_cannot_be_reached_ends_the_offers_of_its_group(transport: str) -> None:
+    async with rank_groups(transport, SMALL) as (source,):
+        first, second = source.agents
+        address = second.address
+        await second.close()
+        offer = first.offer("r", [1], 16)
+        first.join_group([address])
+        assert (await all_ended([offer]))[0].reason is EndReason.RANK_LOST
