@@ -39,6 +39,7 @@ _COMMAND_FUNCTIONS: Mapping[str, str] = MappingProxyType(
         "mock": "mockgpu.cli:mock",
         "bench": "planner.bench.cli:bench",
         "replay": "planner.replay.cli:replay",
+        "size": "planner.size.cli:size",
     }
     | {
         name: f"gateway.cli.config_commands:{name}"
@@ -58,6 +59,7 @@ _COMMAND_ORDER = (
         "mock",
         "bench",
         "replay",
+        "size",
         "check",
         "migrate",
         "status",

@@ -1,4 +1,4 @@
-"""Rules for layouts: TP sizes that an engine rejects, too many GPUs, TP across slow links.
+"""Rules for layouts in a configuration: those of policies/sizing/rules.py, and the GPUs in all.
 
 They read plain data, like gateway/config/cross_checks.py.
 """
@@ -11,71 +11,106 @@ from typing import Any
 from gateway.config.problems import Path
 from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
 from gateway.config.tree import Hardware
-from policies.sizing.known_models import AttentionShape, attention_shape, tp_problem
+from policies.sizing.gpus import GPUS
+from policies.sizing.known_models import ModelFacts, facts_of_name
+from policies.sizing.layout import Layout
+from policies.sizing.memory import Demand, MemoryCheck, check_memory
+from policies.sizing.model_shapes import MODELS
+from policies.sizing.rules import PlannedGroup, layout_findings
 
-RANKS = ("tp", "pp", "dp")
+SIZES = ("tp", "pp", "ep", "dp")
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
     """Yield layouts that cannot start."""
-    for path, names, layout in _layouts(data):
-        tp = get_member(layout, "tp")
-        shape = _known_shape(names)
-        if shape is not None and _is_count(tp):
-            problem = tp_problem(shape, tp)
-            if problem is not None:
-                yield RuleFinding((*path, "tp"), f"{problem}: the engine does not start")
+    yield from _findings(data, is_error=True)
     yield from _too_many_gpus(data)
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
     """Yield layouts that start but are probably unintended."""
+    yield from _findings(data, is_error=False)
+
+
+def _findings(data: Any, is_error: bool) -> Iterator[RuleFinding]:
     domain = get_member(get_member(data, "hardware"), "link_domain_gpus")
     domain = domain if _is_count(domain) else Hardware().link_domain_gpus
-    for path, names, layout in _layouts(data):
-        tp = get_member(layout, "tp")
-        if not _is_count(tp):
-            continue
-        if tp > domain:
-            text = (
-                f"tp {tp} crosses link domains of {domain} GPUs, so every layer waits for the "
-                "network; set hardware.link_domain_gpus if they are larger"
-            )
-            yield RuleFinding((*path, "tp"), text)
-        elif tp & (tp - 1) and _known_shape(names) is None:
-            text = (
-                f"tp {tp} does not divide the attention heads of most models, "
-                "and the shape of this model is unknown"
-            )
-            yield RuleFinding((*path, "tp"), text)
+    for path, names, spec in _endpoints(data):
+        layout = _layout(get_member(spec, "layout"))
+        if layout is not None:
+            group = _group(spec, names, layout, domain, _context(data, path, spec))
+            for finding in layout_findings(group):
+                if finding.is_error is is_error:
+                    yield RuleFinding((*path, "layout", finding.member), finding.text)
+
+
+def _group(
+    spec: Any, names: list[str], layout: Layout, domain: int, context: int | None
+) -> PlannedGroup:
+    engine, cap = get_member(spec, "engine"), get_member(spec, "max_concurrency")
+    # Requests are rarely as long as the model allows, but often as long as a tier of context does.
+    has_tier = _is_count(get_member(spec, "context_tokens"))
+    label = get_member(get_member(spec, "labels"), "gpu")
+    gpu = GPUS.get(label.lower()) if isinstance(label, str) else None
+    return PlannedGroup(
+        layout,
+        _known_facts(names),
+        engine=engine if isinstance(engine, str) else "vllm",
+        domain=domain,
+        has_fast_link=gpu is None or gpu.has_fast_link,
+        memory=_memory(names, gpu.name if gpu else "", layout, context),
+        max_concurrency=cap if _is_count(cap) and has_tier else None,
+    )
+
+
+def _memory(names: list[str], gpu: str, layout: Layout, context: int | None) -> MemoryCheck | None:
+    """Return the memory check for a built-in model on a known GPU; None for all others."""
+    model = next((MODELS[name.lower()] for name in names if name.lower() in MODELS), None)
+    if model is None or gpu not in GPUS:
+        return None
+    return check_memory(model, GPUS[gpu], layout, Demand(context or 1))
 
 
 def _too_many_gpus(data: Any) -> Iterator[RuleFinding]:
     gpus = get_member(get_member(data, "hardware"), "gpus")
-    used = sum(_gpus_of(layout) for _, _, layout in _layouts(data))
+    layouts = (_layout(get_member(spec, "layout")) for _, _, spec in _endpoints(data))
+    used = sum(1 if layout is None else layout.gpus for layout in layouts)
     if _is_count(gpus) and used > gpus:
         text = f"the layouts of all endpoints take {used} GPUs, and there are {gpus}"
         yield RuleFinding(("hardware", "gpus"), text)
 
 
-def _gpus_of(layout: Any) -> int:
-    total = 1
-    for key in RANKS:
-        size = get_member(layout, key)
-        total *= size if _is_count(size) else 1
-    return total
-
-
-def _layouts(data: Any) -> Iterator[tuple[Path, list[str], Any]]:
-    """Yield every endpoint's layout with its path and the model names it serves."""
+def _endpoints(data: Any) -> Iterator[tuple[Path, list[str], Any]]:
+    """Yield every endpoint with its path and the model names it serves."""
     for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
         names = list(_pool_models(data, path[-1]))
         for spec_path, spec in iter_mappings(get_member(pool, "endpoints"), (*path, "endpoints")):
-            yield (*spec_path, "layout"), _served_names(spec, names), get_member(spec, "layout")
+            yield spec_path, _served_names(spec, names), spec
         discovered = get_member(get_member(pool, "discover"), "endpoint")
         if get_member(discovered, "layout") is not None:
-            layout_path = (*path, "discover", "endpoint", "layout")
-            yield layout_path, _served_names(discovered, names), get_member(discovered, "layout")
+            place = (*path, "discover", "endpoint")
+            yield place, _served_names(discovered, names), discovered
+
+
+def _layout(layout: Any) -> Layout | None:
+    """Return a layout whose sizes are all valid; None otherwise."""
+    sizes = [get_member(layout, key) for key in SIZES]
+    if any(size is not None and not _is_count(size) for size in sizes):
+        return None
+    return Layout(*(size or 1 for size in sizes))
+
+
+def _context(data: Any, path: Path, spec: Any) -> int | None:
+    """Return the longest request of an endpoint: its own limit, or the longest of its pool."""
+    own = get_member(spec, "context_tokens")
+    if _is_count(own):
+        return int(own)
+    lengths = [
+        get_member(model, "context_tokens")
+        for _, model in iter_mappings(get_member(data, "models"), ("models",))
+        if get_member(model, "pool") == path[1]
+    ]
+    return max(filter(_is_count, lengths), default=None)
 
 
 def _served_names(spec: Any, names: list[str]) -> list[str]:
@@ -90,8 +125,8 @@ def _pool_models(data: Any, pool: object) -> Iterator[str]:
             yield from (name for name in names if isinstance(name, str))
 
 
-def _known_shape(names: list[str]) -> AttentionShape | None:
-    return next((shape for name in names if (shape := attention_shape(name)) is not None), None)
+def _known_facts(names: list[str]) -> ModelFacts | None:
+    return next((facts for name in names if (facts := facts_of_name(name)) is not None), None)
 
 
 def _is_count(value: Any) -> bool:

@@ -101,15 +101,6 @@ class LayoutSpec(Section):
     )
     dp: Count = setting(1, "Data parallel ranks inside the engine.")
 
-    @model_validator(mode="after")
-    def _has_valid_ep(self) -> LayoutSpec:
-        if (self.tp * self.dp) % self.ep:
-            ranks = self.tp * self.dp
-            raise ValueError(
-                f"ep {self.ep} does not divide tp * dp = {ranks}, the ranks of experts"
-            )
-        return self
-
 
 def _own_host(text: object, check: ValidatorFunctionWrapHandler) -> object:
     """Accept a port alone, which stands for the endpoint's own host."""

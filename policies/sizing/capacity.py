@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, inf, log
 
 # Products of measured rates and times are not exact: 120.0000000001 requests need no sixth replica.
 _ROUNDING = 1e-9
@@ -31,3 +31,32 @@ def ceiling_of(kv_requests: int, promise_requests: int, cap: int | None) -> int:
     cap               max_concurrency of the gateway; None: no cap
     """
     return min(kv_requests, promise_requests, kv_requests if cap is None else cap)
+
+
+def wait_quantile_s(load: float, service_s: float, percentile: float) -> float:
+    """Return the wait before a prefill that `percentile` percent of requests do not exceed.
+
+    `load` is the busy share of a server with Poisson arrivals and equal service times. The mean
+    wait is Pollaczek-Khinchine's; waits beyond zero are taken as exponential, which is close from
+    the 80th percentile on. Infinite for a load of one and more.
+    """
+    if load >= 1:
+        return inf
+    idle = 1 - percentile / 100
+    if load <= idle:
+        return 0.0
+    mean_s = load * service_s / (2 * (1 - load))
+    return mean_s / load * log(load / idle)
+
+
+def replicas_for_wait(load: float, service_s: float, percentile: float, wait_s: float) -> int:
+    """Return the replicas that keep a percentile of waits within `wait_s`.
+
+    `load` is the busy servers in the mean. Raises ValueError if not even an idle replica keeps it.
+    """
+    if wait_s < 0:
+        raise ValueError("a wait below zero is kept by no number of replicas")
+    count = max(1, ceil(load))
+    while wait_quantile_s(load / count, service_s, percentile) > wait_s:
+        count += max(1, count // 16)
+    return count

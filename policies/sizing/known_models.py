@@ -1,7 +1,7 @@
-"""Attention heads of well-known models by name, to determine which TP sizes an engine accepts.
+"""Heads, layers and experts of well-known models by name, for the rules of layouts.
 
-Source: `num_attention_heads` and `num_key_value_heads` in each model's published config.json. Sizes
-and speeds are in policies/engine/step_time.py.
+Source: each model's published config.json. Whole shapes are in model_shapes.py; these few facts are
+enough to judge a layout of a model whose name alone is known.
 """
 
 from __future__ import annotations
@@ -11,40 +11,52 @@ from collections.abc import Sequence
 
 import msgspec
 
+from policies.sizing.model_shapes import Llm
 
-class AttentionShape(msgspec.Struct, frozen=True):
-    """Query heads and key-value heads of an attention layer. `kv_heads` is None for MLA."""
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """What limits the layouts of a model. `kv_heads` is None for MLA; `experts` is 0 if dense."""
 
     heads: int
     kv_heads: int | None
+    layers: int | None = None
+    experts: int = 0
 
 
-_SHAPES: Sequence[tuple[str, AttentionShape]] = (
-    (r"demo-8b", AttentionShape(32, 8)),
-    (r"llama-?2-7b", AttentionShape(32, 32)),
-    (r"llama-?2-13b", AttentionShape(40, 40)),
-    (r"llama-?2-70b", AttentionShape(64, 8)),
-    (r"llama-3\.2-1b", AttentionShape(32, 8)),
-    (r"llama-3\.2-3b", AttentionShape(24, 8)),
-    (r"llama-3(\.1)?-8b", AttentionShape(32, 8)),
-    (r"llama-3(\.[13])?-70b", AttentionShape(64, 8)),
-    (r"llama-3\.1-405b", AttentionShape(128, 8)),
-    (r"llama-4-(scout|maverick)", AttentionShape(40, 8)),
-    (r"mistral-7b", AttentionShape(32, 8)),
-    (r"mixtral-8x7b", AttentionShape(32, 8)),
-    (r"mixtral-8x22b", AttentionShape(48, 8)),
-    (r"qwen2(\.5)?-7b", AttentionShape(28, 4)),
-    (r"qwen2\.5-14b", AttentionShape(40, 8)),
-    (r"qwen2\.5-32b", AttentionShape(40, 8)),
-    (r"qwen2(\.5)?-72b", AttentionShape(64, 8)),
-    (r"qwen3-8b", AttentionShape(32, 8)),
-    (r"qwen3-14b", AttentionShape(40, 8)),
-    (r"qwen3-32b", AttentionShape(64, 8)),
-    (r"qwen3-30b-a3b", AttentionShape(32, 4)),
-    (r"qwen3-235b-a22b", AttentionShape(64, 4)),
-    (r"phi-4", AttentionShape(40, 10)),
-    (r"gpt-oss-(20b|120b)", AttentionShape(64, 8)),
-    (r"deepseek-(v3|r1)", AttentionShape(128, None)),
+def facts_of(model: Llm) -> ModelFacts:
+    """Return the facts of a shape."""
+    kv_heads = None if model.mla else model.shardable_kv
+    return ModelFacts(model.heads, kv_heads, model.layers, model.experts)
+
+
+_SHAPES: Sequence[tuple[str, ModelFacts]] = (
+    (r"demo-8b", ModelFacts(32, 8, 32)),
+    (r"llama-?2-7b", ModelFacts(32, 32, 32)),
+    (r"llama-?2-13b", ModelFacts(40, 40, 40)),
+    (r"llama-?2-70b", ModelFacts(64, 8, 80)),
+    (r"llama-3\.2-1b", ModelFacts(32, 8, 16)),
+    (r"llama-3\.2-3b", ModelFacts(24, 8, 28)),
+    (r"llama-3(\.1)?-8b", ModelFacts(32, 8, 32)),
+    (r"llama-3(\.[13])?-70b", ModelFacts(64, 8, 80)),
+    (r"llama-3\.1-405b", ModelFacts(128, 8, 126)),
+    (r"llama-4-scout", ModelFacts(40, 8, 48, 16)),
+    (r"llama-4-maverick", ModelFacts(40, 8, 48, 128)),
+    (r"mistral-7b", ModelFacts(32, 8, 32)),
+    (r"mixtral-8x7b", ModelFacts(32, 8, 32, 8)),
+    (r"mixtral-8x22b", ModelFacts(48, 8, 56, 8)),
+    (r"qwen2(\.5)?-7b", ModelFacts(28, 4, 28)),
+    (r"qwen2\.5-14b", ModelFacts(40, 8, 48)),
+    (r"qwen2\.5-32b", ModelFacts(40, 8, 64)),
+    (r"qwen2(\.5)?-72b", ModelFacts(64, 8, 80)),
+    (r"qwen3-8b", ModelFacts(32, 8, 36)),
+    (r"qwen3-14b", ModelFacts(40, 8, 40)),
+    (r"qwen3-32b", ModelFacts(64, 8, 64)),
+    (r"qwen3-30b-a3b", ModelFacts(32, 4, 48, 128)),
+    (r"qwen3-235b-a22b", ModelFacts(64, 4, 94, 128)),
+    (r"phi-4", ModelFacts(40, 10, 40)),
+    (r"gpt-oss-20b", ModelFacts(64, 8, 24, 32)),
+    (r"gpt-oss-120b", ModelFacts(64, 8, 36, 128)),
+    (r"deepseek-(v3|r1)", ModelFacts(128, None, 61, 256)),
 )
 _PATTERNS = tuple(
     (re.compile(rf"(?:^|[^a-z0-9.])(?:meta-)?{pattern}(?![a-z0-9.])"), shape)
@@ -52,8 +64,8 @@ _PATTERNS = tuple(
 )
 
 
-def attention_shape(model: str) -> AttentionShape | None:
-    """Return the attention shape of a model by its served or repository name; None if unknown.
+def facts_of_name(model: str) -> ModelFacts | None:
+    """Return the facts of a model by its served or repository name; None if unknown.
 
     Distilled models are unknown: their shape differs from that of the model in their name.
     """
@@ -61,16 +73,3 @@ def attention_shape(model: str) -> AttentionShape | None:
     if "distill" in name:
         return None
     return next((shape for pattern, shape in _PATTERNS if pattern.search(name)), None)
-
-
-def tp_problem(shape: AttentionShape, tp: int) -> str | None:
-    """Return why an engine with this TP size does not start; None if it does.
-
-    vLLM's rules: TP divides the query heads, and KV heads are divided evenly or replicated evenly.
-    """
-    if shape.heads % tp:
-        return f"{shape.heads} attention heads cannot be divided by tp {tp}"
-    kv_heads = shape.kv_heads
-    if kv_heads is not None and kv_heads % tp and tp % kv_heads:
-        return f"{kv_heads} KV heads can be neither divided by tp {tp} nor replicated over it"
-    return None

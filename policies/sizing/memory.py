@@ -90,10 +90,12 @@ class MemoryCheck(msgspec.Struct, frozen=True):
             return "does not load"
         if self.verdict is MemoryVerdict.SERVES_NONE:
             return f"loads, but serves no request of {context}"
+        serves = f"serves {self.served} of {context}"
+        if demand.concurrency == 1:
+            return serves
         return (
-            f"serves {self.served} requests of {context} "
-            f"(wanted {demand.concurrency}, spare {self.spare:.1%} of them, "
-            f"wanted {demand.headroom:.0%})"
+            f"{serves} (wanted {demand.concurrency} with {demand.headroom:.0%} headroom, "
+            f"has {self.spare:.1%})"
         )
 
 

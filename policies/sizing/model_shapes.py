@@ -201,5 +201,6 @@ def model_named(name: str) -> Llm:
     """Return the shape for a short or full model name, in any case. Raises ValueError."""
     model = MODELS.get(name.lower())
     if model is None:
-        raise ValueError(f"unknown model {name!r}: known are {', '.join(MODELS)}")
+        short = ", ".join(known for known in MODELS if "/" not in known)
+        raise ValueError(f"unknown model {name!r}: known are {short}")
     return model

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from policies.sizing.known_models import AttentionShape, attention_shape, tp_problem
+from policies.sizing.known_models import ModelFacts, facts_of_name
+from policies.sizing.rules import heads_problem
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,9 @@ from policies.sizing.known_models import AttentionShape, attention_shape, tp_pro
 def test_a_model_is_known_by_its_served_name_and_by_its_repository(
     name: str, heads: int, kv_heads: int | None
 ) -> None:
-    assert attention_shape(name) == AttentionShape(heads, kv_heads)
+    facts = facts_of_name(name)
+    assert facts is not None
+    assert (facts.heads, facts.kv_heads) == (heads, kv_heads)
 
 
 @pytest.mark.parametrize(
@@ -38,22 +41,22 @@ def test_a_model_is_known_by_its_served_name_and_by_its_repository(
     ],
 )
 def test_a_model_of_another_name_is_not_known(name: str) -> None:
-    assert attention_shape(name) is None
+    assert facts_of_name(name) is None
 
 
 @pytest.mark.parametrize(
     ("shape", "tp", "starts"),
     [
-        (AttentionShape(64, 8), 8, True),
-        (AttentionShape(64, 8), 16, True),  # each KV head on two ranks
-        (AttentionShape(64, 8), 7, False),
-        (AttentionShape(28, 4), 4, True),
-        (AttentionShape(28, 4), 8, False),
-        (AttentionShape(40, 10), 4, False),  # 10 KV heads on 4 ranks
-        (AttentionShape(128, None), 16, True),
+        (ModelFacts(64, 8), 8, True),
+        (ModelFacts(64, 8), 16, True),  # each KV head on two ranks
+        (ModelFacts(64, 8), 7, False),
+        (ModelFacts(28, 4), 4, True),
+        (ModelFacts(28, 4), 8, False),
+        (ModelFacts(40, 10), 4, False),  # 10 KV heads on 4 ranks
+        (ModelFacts(128, None), 16, True),
     ],
 )
 def test_a_tp_size_must_divide_the_heads_and_divide_or_repeat_the_kv_heads(
-    shape: AttentionShape, tp: int, starts: bool
+    shape: ModelFacts, tp: int, starts: bool
 ) -> None:
-    assert (tp_problem(shape, tp) is None) is starts
+    assert (heads_problem(shape, tp) is None) is starts

@@ -1,0 +1,1 @@
+"""`penstock size`: from a model and promises to a fleet, with the reason for each step."""

@@ -1,0 +1,143 @@
+"""A plan under construction: what the gates decided so far, and the finished plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from mockgpu.grids import Grid
+from planner.size.timing import BatchTimes, ReplicaTimes, at_batch
+from planner.size.workload import Workload
+from policies.sizing.cost import TokenPrices, token_prices, usd_of
+from policies.sizing.gpus import Gpu
+from policies.sizing.known_models import ModelFacts, facts_of
+from policies.sizing.layout import Layout
+from policies.sizing.memory import Demand, MemoryCheck, check_memory
+from policies.sizing.model_shapes import Llm
+from policies.sizing.rules import LayoutFinding, PlannedGroup, layout_findings, valid_tp_sizes
+
+
+class SizingError(ValueError):
+    """No plan can be computed; the message says what is valid."""
+
+
+class Gate(msgspec.Struct, frozen=True):
+    """One step of the recipe: a question, its numbers, the answer, and the seed it follows."""
+
+    number: int
+    question: str
+    numbers: tuple[str, ...]
+    answer: str
+    source: str
+    notes: tuple[str, ...] = ()
+
+
+class PlanHardware(msgspec.Struct, frozen=True):
+    """The GPUs to plan with.
+
+    domain   GPUs that fast links connect
+    gpus     GPUs that there are; None: as many as needed
+    """
+
+    gpu: Gpu
+    domain: int
+    gpus: int | None = None
+    price_hour: float = 2.5
+    is_best_effort: bool = False
+
+
+class FleetPlan(msgspec.Struct, frozen=True):
+    """A fleet of equal replicas.
+
+    single, loaded   the replica at batch 1, and at `ceiling` requests
+    wait_s           wait for a prefill that the percentile of requests does not exceed
+    shortfalls       what the plan does not do, one sentence each
+    """
+
+    model: Llm
+    hardware: PlanHardware
+    work: Workload
+    layout: Layout
+    memory: MemoryCheck
+    single: BatchTimes
+    loaded: BatchTimes
+    ceiling: int
+    replicas: int
+    wait_s: float
+    gates: tuple[Gate, ...]
+    shortfalls: tuple[str, ...]
+    findings: tuple[LayoutFinding, ...]
+    is_measured: bool
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the whole fleet."""
+        return self.layout.gpus * self.replicas
+
+    @property
+    def usd_hour(self) -> float:
+        """Dollars per hour of the whole fleet."""
+        return usd_of(self.hardware.price_hour, self.gpus, 3600.0)
+
+    @property
+    def prices(self) -> TokenPrices:
+        """Dollars per million tokens at the ceiling."""
+        return token_prices(self.loaded.seconds, self.hardware.price_hour, self.layout.gpus)
+
+
+class Draft:
+    """Decisions so far. Gates read and replace them; `finish` makes the plan."""
+
+    def __init__(
+        self, model: Llm, hardware: PlanHardware, work: Workload, grids: Sequence[Grid]
+    ) -> None:
+        self.model, self.hardware, self.work, self.grids = model, hardware, work, grids
+        self.facts: ModelFacts = facts_of(model)
+        limit = min(hardware.domain, hardware.gpus or hardware.domain)
+        self.tp_sizes = valid_tp_sizes(self.facts, limit)
+        self.demand = Demand(work.context, work.max_concurrency or 1, work.headroom)
+        self.layout = Layout()
+        self.least_tp = 1
+        self.ceiling, self.replicas, self.wait_s = 1, 1, 0.0
+        self.gates: list[Gate] = []
+        self.shortfalls: list[str] = []
+        self._times: dict[Layout, ReplicaTimes] = {}
+
+    def memory(self, layout: Layout | None = None) -> MemoryCheck:
+        """Return the memory check of a layout; by default of the one decided so far."""
+        return check_memory(self.model, self.hardware.gpu, layout or self.layout, self.demand)
+
+    def times(self, layout: Layout | None = None) -> ReplicaTimes:
+        """Return the step times of a layout; by default of the one decided so far."""
+        layout = layout or self.layout
+        if layout not in self._times:
+            self._times[layout] = ReplicaTimes(self.model, self.hardware.gpu, layout, self.grids)
+        return self._times[layout]
+
+    def add(
+        self, question: str, numbers: Sequence[str], answer: str, source: str, *notes: str
+    ) -> None:
+        """Record a gate. Numbers start at 2: the first gate compares finished plans."""
+        number = len(self.gates) + 2
+        self.gates.append(Gate(number, question, tuple(numbers), answer, source, notes))
+
+    def finish(self) -> FleetPlan:
+        """Return the plan with all rules applied to its layout."""
+        hardware, memory, times = self.hardware, self.memory(), self.times()
+        group = PlannedGroup(
+            self.layout,
+            self.facts,
+            domain=hardware.domain,
+            has_fast_link=hardware.gpu.has_fast_link,
+            gpus=hardware.gpus,
+            memory=memory,
+            max_concurrency=self.work.max_concurrency,
+            min_tp=self.least_tp,
+        )
+        return FleetPlan(
+            *(self.model, hardware, self.work, self.layout, memory),
+            *(at_batch(times, self.work, 1), at_batch(times, self.work, self.ceiling)),
+            *(self.ceiling, self.replicas, self.wait_s, tuple(self.gates)),
+            *(tuple(self.shortfalls), tuple(layout_findings(group)), times.is_measured),
+        )

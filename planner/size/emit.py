@@ -1,0 +1,144 @@
+"""Files and commands for a plan: engines, gateway.yaml, Helm values, and mock groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+
+import msgspec
+
+from planner.size.draft import FleetPlan, SizingError
+from policies.sizing.launch import EngineLaunch, sglang_command, trtllm_options, vllm_command
+from policies.sizing.layout import Layout
+from policies.sizing.model_shapes import MODELS
+
+# A class without one of the two promises gets a limit that no request is meant to reach.
+LOOSE_TTFT_S, LOOSE_TPOT_S = 60.0, 0.5
+
+
+class Emission(msgspec.Struct, frozen=True):
+    """What to emit for.
+
+    source       the model's repository or folder, for the engines
+    name         the name that clients use and engines serve
+    is_quantising  whether engines quantise bf16 weights as they load them
+    first_port   of the engines on 127.0.0.1; following groups use the following ports
+    """
+
+    plan: FleetPlan
+    source: str
+    name: str
+    is_quantising: bool = False
+    first_port: int = 9000
+
+    @property
+    def launch(self) -> EngineLaunch:
+        """The launch of one replica."""
+        plan = self.plan
+        return EngineLaunch(
+            self.source,
+            plan.layout,
+            served_name=self.name,
+            quantization="fp8" if self.is_quantising else None,
+            kv_dtype="fp8" if plan.model.kv_bytes == 1 else None,
+            max_model_len=plan.work.context,
+            max_num_seqs=plan.ceiling,
+        )
+
+
+def _vllm(emission: Emission) -> str:
+    return vllm_command(emission.launch)
+
+
+def _sglang(emission: Emission) -> str:
+    return sglang_command(emission.launch)
+
+
+def _trtllm(emission: Emission) -> str:
+    head = f"# trtllm-serve {emission.source} --extra_llm_api_options this.yaml\n"
+    return head + trtllm_options(emission.launch)
+
+
+def _gateway(emission: Emission) -> str:
+    urls = [
+        f"http://127.0.0.1:{emission.first_port + place}" for place in range(emission.plan.replicas)
+    ]
+    return "\n".join(["version: 1", *_config(emission, urls), ""])
+
+
+def _helm(emission: Emission) -> str:
+    urls = [f"http://engine-{place}.engine:8000" for place in range(emission.plan.replicas)]
+    lines = [f"  {line}" for line in _config(emission, urls)]
+    return "\n".join(["config:", *lines, ""])
+
+
+def _config(emission: Emission, urls: list[str]) -> Iterator[str]:
+    """Yield the lines of a configuration, without its version."""
+    plan = emission.plan
+    gpus = plan.gpus if plan.hardware.gpus is None else max(plan.gpus, plan.hardware.gpus)
+    yield f"hardware: {{gpus: {gpus}, link_domain_gpus: {plan.hardware.domain}}}"
+    yield "models:"
+    yield f"  - {{name: {emission.name}, pool: main, context_tokens: {plan.work.context}}}"
+    yield "pools:"
+    yield "  main:"
+    yield "    endpoints:"
+    for place, url in enumerate(urls):
+        yield f"      - url: {url}"
+        yield f"        name: group-{place}"
+        yield f"        layout: {_flow(plan.layout)}"
+        yield f"        labels: {{gpu: {plan.hardware.gpu.name}}}"
+        yield f"        max_concurrency: {plan.ceiling}"
+        yield f"        kv_tokens: {plan.memory.tokens}"
+    yield from _classes(emission)
+
+
+def _flow(layout: Layout) -> str:
+    sizes = (("pp", layout.pp), ("ep", layout.ep), ("dp", layout.dp))
+    parts = [f"tp: {layout.tp}", *(f"{name}: {size}" for name, size in sizes if size > 1)]
+    return f"{{{', '.join(parts)}}}"
+
+
+def _classes(emission: Emission) -> Iterator[str]:
+    promises = emission.plan.work.promises
+    if not promises:
+        return
+    yield "slo:"
+    yield f"  default: {promises[0].name}"
+    yield "  classes:"
+    for promise in promises:
+        ttft, tpot = promise.ttft_s or LOOSE_TTFT_S, promise.tpot_s or LOOSE_TPOT_S
+        yield f"    {promise.name}: {{ttft: {ttft * 1000:g}ms, tpot: {tpot * 1000:g}ms}}"
+
+
+def _mock(emission: Emission) -> str:
+    plan = emission.plan
+    if emission.name.lower() not in MODELS or plan.layout != Layout(plan.layout.tp):
+        raise SizingError(
+            f"mock groups have TP alone and a built-in model; this plan is {emission.name} with "
+            f"{plan.layout.label}; valid: {', '.join(sorted(MODELS))}"
+        )
+    return (
+        f"penstock mock --groups {plan.replicas} --port {emission.first_port} "
+        f"--model {emission.name} --gpu {plan.hardware.gpu.name} --tp {plan.layout.tp} "
+        f"--max-num-seqs {plan.ceiling} --kv-tokens {plan.memory.tokens}\n"
+    )
+
+
+EMITTERS: Mapping[str, Callable[[Emission], str]] = MappingProxyType(
+    {
+        "vllm": _vllm,
+        "sglang": _sglang,
+        "trtllm": _trtllm,
+        "gateway": _gateway,
+        "helm": _helm,
+        "mock": _mock,
+    }
+)
+
+
+def emit(target: str, emission: Emission) -> str:
+    """Return the text for a target. Raises SizingError for an unknown one."""
+    emitter = EMITTERS.get(target)
+    if emitter is None:
+        raise SizingError(f"unknown target {target!r}; valid: {', '.join(EMITTERS)}")
+    return emitter(emission)

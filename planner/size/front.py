@@ -1,0 +1,208 @@
+"""All layouts of a number of GPUs: what each does, which cannot be, and which none surpasses.
+
+A point is (weights, TP, PP, replicas, batch). Its times are the static estimate of timing.py;
+attainment under real arrivals is a question for a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from mockgpu.grids import Grid
+from mockgpu.roofline import StepTimeParts
+from planner.size.draft import PlanHardware
+from planner.size.timing import ReplicaTimes, at_batch
+from planner.size.units import ms
+from planner.size.workload import Workload
+from policies.sizing.cost import tp_tax, usd_per_million
+from policies.sizing.known_models import facts_of
+from policies.sizing.layout import Layout
+from policies.sizing.memory import Demand, MemoryCheck, MemoryVerdict, check_memory
+from policies.sizing.model_shapes import Llm
+from policies.sizing.rules import heads_problem, valid_tp_sizes
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MAX_LADDER_TP = 16
+
+
+class FleetPoint(msgspec.Struct, frozen=True):
+    """One shape of the fleet at one batch per replica.
+
+    usd_million   dollars per million answer tokens, prompts included
+    kv_use        share of the KV cache that the batch holds
+    reason        why it cannot be; empty if it can
+    is_best       whether no other point is faster and serves more
+    """
+
+    model: str
+    gpu: str
+    tp: int
+    pp: int
+    replicas: int
+    batch: int
+    ttft_s: float
+    tpot_s: float
+    requests_s: float
+    tokens_s_gpu: float
+    usd_million: float
+    kv_use: float
+    reason: str = ""
+    is_best: bool = False
+
+
+def fleet_points(
+    models: Sequence[Llm], hardware: PlanHardware, work: Workload, grids: Sequence[Grid]
+) -> list[FleetPoint]:
+    """Return every point for the GPUs of `hardware`, with the best ones marked."""
+    gpus = hardware.gpus or hardware.domain
+    points = [
+        point
+        for model in models
+        for layout, needless in _layouts(model, hardware, gpus, work)
+        for point in _points(model, hardware, layout, work, grids, needless)
+    ]
+    best = {id(point) for point in best_of([point for point in points if not point.reason])}
+    return [
+        msgspec.structs.replace(point, is_best=True) if id(point) in best else point
+        for point in points
+    ]
+
+
+def best_of(points: Sequence[FleetPoint]) -> list[FleetPoint]:
+    """Return the points that no other point beats in time per token and requests/s at once."""
+    best: list[FleetPoint] = []
+    for point in sorted(points, key=lambda point: (point.tpot_s, -point.requests_s)):
+        if not best or point.requests_s > best[-1].requests_s:
+            best.append(point)
+    return best
+
+
+NEEDLESS_PP = "no PP where TP alone holds the model: stages add latency and bubbles (seed 004)"
+
+
+def _layouts(
+    model: Llm, hardware: PlanHardware, gpus: int, work: Workload
+) -> Iterator[tuple[Layout, str]]:
+    """Yield the layouts, each with why it is not needed; empty if it may be."""
+    sizes = valid_tp_sizes(facts_of(model), min(hardware.domain, gpus))
+    demand = Demand(work.prompt + work.output)
+    alone = any(check_memory(model, hardware.gpu, Layout(tp), demand).served for tp in sizes)
+    for tp in sizes:
+        pp = 1
+        while tp * pp <= gpus and pp <= model.layers:
+            ep = tp if model.experts and model.experts % tp == 0 else 1
+            yield Layout(tp, pp, ep=ep), NEEDLESS_PP if alone and pp > 1 else ""
+            pp *= 2
+
+
+def _points(
+    model: Llm,
+    hardware: PlanHardware,
+    layout: Layout,
+    work: Workload,
+    grids: Sequence[Grid],
+    needless: str,
+) -> Iterator[FleetPoint]:
+    replicas = (hardware.gpus or hardware.domain) // layout.gpus
+    tokens = work.prompt + work.output
+    memory = check_memory(model, hardware.gpu, layout, Demand(tokens))
+    times = ReplicaTimes(model, hardware.gpu, layout, grids)
+    for batch in BATCHES:
+        loaded = at_batch(times, work, batch)
+        speed = loaded.tokens_s * replicas
+        yield FleetPoint(
+            *(model.name, hardware.gpu.name, layout.tp, layout.pp, replicas, batch),
+            *(loaded.ttft_s, loaded.tpot_s, loaded.requests_s * replicas),
+            speed / (replicas * layout.gpus),
+            usd_per_million(hardware.price_hour, layout.gpus * replicas, speed),
+            batch * tokens / memory.tokens if memory.tokens else 0.0,
+            _reason(memory, batch) or needless,
+        )
+
+
+def _reason(memory: MemoryCheck, batch: int) -> str:
+    if memory.verdict is not MemoryVerdict.SERVES:
+        return memory.text
+    if memory.served < batch:
+        return f"the KV cache holds {memory.served} requests"
+    return ""
+
+
+def headline(points: Sequence[FleetPoint], work: Workload) -> str:
+    """Return the one sentence that a reader should remember: replicate, or TP for what."""
+    able = [point for point in points if not point.reason]
+    if not able:
+        return "no layout of these GPUs holds the model"
+    least = min(point.tp * point.pp for point in able)
+    cheapest = min(able, key=lambda point: point.usd_million)
+    fit = (
+        "the model fits one GPU: replication is cheapest"
+        if least == 1
+        else f"the model needs {least} GPUs to fit"
+    )
+    if work.tpot_s is None or cheapest.tpot_s <= work.tpot_s:
+        return fit
+    fast = [point for point in able if point.tpot_s <= work.tpot_s]
+    if not fast:
+        return f"{fit}; no layout keeps {ms(work.tpot_s)} per token"
+    choice = min(fast, key=lambda point: point.usd_million)
+    more = choice.usd_million / cheapest.usd_million - 1
+    return (
+        f"{fit}; TP {choice.tp} at batch {choice.batch} for the {ms(work.tpot_s)} promise costs "
+        f"{more:.0%} more per token than the cheapest"
+    )
+
+
+class LadderStep(msgspec.Struct, frozen=True):
+    """One TP size of the ladder: ideal and expected seconds per token, and where they go.
+
+    `tax` is the change of tokens/s per GPU against the smallest TP size that holds the batch; None
+    where the batch does not fit.
+    """
+
+    tp: int
+    ideal_s: float
+    expected_s: float
+    parts: StepTimeParts
+    tokens_s_gpu: float
+    usd_million: float
+    tax: float | None
+    problem: str
+
+
+def tp_ladder(
+    model: Llm, hardware: PlanHardware, batch: int, context: int, grids: Sequence[Grid]
+) -> list[LadderStep]:
+    """Return TP 1, 2, 4, ... 16: decode at one batch, which speeds up less and less."""
+    steps: list[LadderStep] = []
+    base: float | None = None
+    tp = 1
+    while tp <= MAX_LADDER_TP:
+        times = ReplicaTimes(model, hardware.gpu, Layout(tp), grids)
+        seconds = times.decode_s(batch, context)
+        speed = batch / seconds / tp
+        problem = _ladder_problem(model, hardware, tp, batch, context)
+        if not problem and base is None:
+            base = speed
+        steps.append(
+            LadderStep(
+                *(tp, times.ideal_s(), seconds, times.parts(batch, context), speed),
+                usd_per_million(hardware.price_hour, 1, speed),
+                tp_tax(speed, base) if base is not None and not problem else None,
+                problem,
+            )
+        )
+        tp *= 2
+    return steps
+
+
+def _ladder_problem(model: Llm, hardware: PlanHardware, tp: int, batch: int, context: int) -> str:
+    problem = heads_problem(facts_of(model), tp)
+    if problem is not None:
+        return problem
+    memory = check_memory(model, hardware.gpu, Layout(tp), Demand(context))
+    if _reason(memory, batch):
+        return _reason(memory, batch)
+    return f"crosses link domains of {hardware.domain}" if tp > hardware.domain else ""

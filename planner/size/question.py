@@ -1,0 +1,206 @@
+"""Options of `penstock size` to a question: model, GPUs and workload, with one clear error each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from planner.size.draft import PlanHardware, SizingError
+from planner.size.units import parse_seconds, parse_tokens
+from planner.size.workload import Promise, Workload
+from policies.sizing.gpus import GPUS, Gpu, gpu_from_members, gpu_named
+from policies.sizing.hf_config import shape_from_config
+from policies.sizing.model_shapes import Llm, model_named
+
+MAX_FILE_BYTES = 4 << 20
+QUANTS = ("auto", "bf16", "fp8")
+
+
+class SizeOptions(msgspec.Struct, frozen=True):
+    """The options as given."""
+
+    model: str
+    gpu: str
+    gpus: int | None
+    prompt: str
+    output: str
+    cached: float
+    rate: float | None
+    concurrency: float | None
+    context: str | None
+    ttft: str | None
+    tpot: str | None
+    percentile: float
+    promises: Sequence[str]
+    max_concurrency: int | None
+    headroom: float
+    quant: str
+    kv_dtype: str
+    domain: int | None
+    price: str
+    is_best_effort: bool
+
+
+def model_of(options: SizeOptions) -> Llm:
+    """Return the model: a built-in name, a config.json, or its folder. Raises SizingError."""
+    text = options.model
+    path = Path(text)
+    if path.is_dir():
+        path /= "config.json"
+    try:
+        if path.suffix == ".json":
+            model = shape_from_config(_json(path), path.resolve().parent.name)
+        else:
+            model = model_named(text)
+    except ValueError as error:
+        hint = "" if path.suffix == ".json" else ", or a config.json"
+        raise SizingError(f"{error}{hint}") from None
+    if options.kv_dtype not in ("bf16", "fp8"):
+        raise SizingError(f"unknown --kv-dtype {options.kv_dtype!r}; valid: bf16, fp8")
+    if options.quant not in QUANTS:
+        raise SizingError(f"unknown --quant {options.quant!r}; valid: {', '.join(QUANTS)}")
+    return msgspec.structs.replace(model, kv_bytes=1.0 if options.kv_dtype == "fp8" else 2.0)
+
+
+def _json(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise SizingError(f"{path} is larger than 4 MiB")
+        return json.loads(text)
+    except OSError as error:
+        raise SizingError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise SizingError(f"{path} is not JSON") from None
+
+
+def hardware_of(options: SizeOptions) -> list[PlanHardware]:
+    """Return the kinds of GPU to plan with, at least one. Raises SizingError."""
+    names = [name.strip() for name in options.gpu.split(",") if name.strip()]
+    if not names:
+        raise SizingError(f"--gpu is empty; valid: {', '.join(GPUS)}, or a JSON file")
+    if options.gpus is not None and options.gpus < 1:
+        raise SizingError(f"--gpus {options.gpus}; valid: 1 and more")
+    if options.domain is not None and options.domain < 1:
+        raise SizingError(f"--domain {options.domain}; valid: 1 and more")
+    prices = _prices(options.price)
+    return [
+        PlanHardware(
+            gpu,
+            options.domain or gpu.domain_gpus,
+            options.gpus,
+            prices.get(gpu.name, prices.get("", 2.5)),
+            options.is_best_effort,
+        )
+        for gpu in map(_gpu, names)
+    ]
+
+
+def _gpu(name: str) -> Gpu:
+    try:
+        return gpu_from_members(_json(Path(name))) if name.endswith(".json") else gpu_named(name)
+    except ValueError as error:
+        raise SizingError(str(error)) from None
+
+
+def _prices(text: str) -> Mapping[str, float]:
+    """Return dollars per hour by GPU; the name "" is for all others."""
+    prices: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = part.rpartition("=")
+        try:
+            price = float(number)
+        except ValueError:
+            price = -1.0
+        if not 0 < price < 1e6:
+            raise SizingError(f"--price {part!r}; valid: 2.5, or h100=2.5,h200=3.5")
+        prices[name.strip().lower()] = price
+    return prices
+
+
+def workload_of(options: SizeOptions, model: Llm) -> Workload:
+    """Return the traffic and its promises. Raises SizingError where they contradict each other."""
+    prompt, output = _tokens("--in", options.prompt), _tokens("--out", options.output)
+    context = _tokens("--context", options.context or str(prompt + output))
+    if context < prompt + output:
+        raise SizingError(
+            f"--context {context:,} is shorter than --in {prompt:,} plus --out {output:,}; valid: "
+            f"{prompt + output:,} and more"
+        )
+    if context > model.max_context:
+        raise SizingError(
+            f"--context {context:,} is more than the model's {model.max_context:,} tokens"
+        )
+    _check_load(options)
+    concurrency = options.concurrency
+    if concurrency is None and options.rate is None:
+        concurrency = 1.0
+    return Workload(
+        *(prompt, output, context, options.rate, concurrency, options.cached),
+        *(options.max_concurrency, options.headroom, promises_of(options)),
+    )
+
+
+def _check_load(options: SizeOptions) -> None:
+    if options.rate is not None and options.concurrency is not None:
+        raise SizingError("--rate and --concurrency contradict each other; valid: one of them")
+    limits: tuple[tuple[str, float | None, float, float], ...] = (
+        ("--rate", options.rate, 1e-6, 1e6),
+        ("--concurrency", options.concurrency, 1, 1e7),
+        ("--cached", options.cached, 0, 0.999),
+        ("--headroom", options.headroom, 0, 10),
+        ("--percentile", options.percentile, 50, 99.99),
+        ("--max-concurrency", options.max_concurrency, 1, 1e6),
+    )
+    for name, value, least, most in limits:
+        if value is not None and not least <= value <= most:
+            raise SizingError(f"{name} {value:g}; valid: {least:g} to {most:g}")
+
+
+def _tokens(name: str, text: str) -> int:
+    try:
+        return parse_tokens(text)
+    except ValueError as error:
+        raise SizingError(f"{name}: {error}") from None
+
+
+def _seconds(name: str, text: str | None) -> float | None:
+    try:
+        return None if text is None else parse_seconds(text)
+    except ValueError as error:
+        raise SizingError(f"{name}: {error}") from None
+
+
+def promises_of(options: SizeOptions) -> tuple[Promise, ...]:
+    """Return the classes: of --ttft and --tpot, and one for each --promise."""
+    promises = [_promise(text, options.percentile) for text in options.promises]
+    if options.ttft is not None or options.tpot is not None:
+        ttft_s, tpot_s = _seconds("--ttft", options.ttft), _seconds("--tpot", options.tpot)
+        promises.insert(0, Promise("standard", ttft_s, tpot_s, options.percentile))
+    names = [promise.name for promise in promises]
+    if len(set(names)) < len(names):
+        raise SizingError(f"--promise names a class twice: {', '.join(names)}; valid: once each")
+    if options.is_best_effort and not promises:
+        raise SizingError("--best-effort without a promise; valid: with --ttft or --tpot")
+    return tuple(promises)
+
+
+def _promise(text: str, percentile: float) -> Promise:
+    """Read NAME:ttft=1s,tpot=40ms,p=99."""
+    name, _, rest = text.partition(":")
+    parts = dict(part.split("=", 1) for part in rest.split(",") if "=" in part)
+    if not name or not parts.keys() & {"ttft", "tpot"} or parts.keys() - {"ttft", "tpot", "p"}:
+        raise SizingError(f"--promise {text!r}; valid: chat:ttft=1s,tpot=40ms,p=99")
+    try:
+        kept = float(parts.get("p", percentile))
+    except ValueError:
+        kept = 0.0
+    if not 50 <= kept <= 99.99:
+        raise SizingError(f"--promise {text!r}: p is a percentile; valid: 50 to 99.99")
+    ttft_s = _seconds("--promise", parts.get("ttft"))
+    return Promise(name, ttft_s, _seconds("--promise", parts.get("tpot")), kept)

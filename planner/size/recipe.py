@@ -1,0 +1,72 @@
+"""The ordered recipe: eight gates from a model to a number of replicas, each with its reason.
+
+Each gate takes what the gates before it decided, and records its question, numbers, answer and the
+seed it follows (docs/sizing.md lists the seeds). Gates are in gates.py. Not here: comparing all
+layouts (front.py), or output (show.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from mockgpu.grids import Grid
+from planner.size import gates, load_gates
+from planner.size.draft import Draft, FleetPlan, Gate, PlanHardware, SizingError
+from planner.size.workload import Workload
+from policies.sizing.model_shapes import MODELS, Llm, fp8
+
+__all__ = ["FleetPlan", "Gate", "PlanHardware", "SizingError", "plan_fleet", "variants"]
+
+
+def variants(model: Llm, quant: str) -> list[Llm]:
+    """Return the model as it is, with one-byte weights, or both.
+
+    `quant` is auto, bf16 or fp8. A model whose weights are quantised already has no other variant.
+    """
+    if model.weight_bytes <= 1:
+        return [model]
+    named = MODELS.get(f"{model.name}-fp8".lower())
+    small = named or fp8(model, f"{model.name} (fp8)")
+    if model.embedding_params and named is None:
+        kept = 2 * model.embedding_params + model.replicated_params
+        small = msgspec.structs.replace(small, bf16_params=kept)
+    return {"bf16": [model], "fp8": [small]}.get(quant, [model, small])
+
+
+def plan_fleet(
+    candidates: Sequence[Llm], hardware: PlanHardware, work: Workload, grids: Sequence[Grid]
+) -> FleetPlan:
+    """Return the plan for the candidate that needs the fewest GPUs at equal promises.
+
+    Raises SizingError if none of them can be placed.
+    """
+    plans: list[FleetPlan] = []
+    problems: list[str] = []
+    for model in candidates:
+        try:
+            plans.append(_plan(model, hardware, work, grids))
+        except SizingError as error:
+            problems.append(str(error))
+    if not plans:
+        raise SizingError(problems[-1])
+    best = min(plans, key=lambda plan: (len(plan.shortfalls), plan.gpus))
+    first = gates.quantise(candidates, plans, problems, best)
+    return msgspec.structs.replace(best, gates=(first, *best.gates))
+
+
+def _plan(model: Llm, hardware: PlanHardware, work: Workload, grids: Sequence[Grid]) -> FleetPlan:
+    draft = Draft(model, hardware, work, grids)
+    for gate in (
+        gates.fits_one,
+        gates.least_tp,
+        gates.raise_tp,
+        gates.least_pp,
+        gates.most_ep,
+        gates.split_context,
+        load_gates.count_replicas,
+        load_gates.split_phases,
+    ):
+        gate(draft)
+    return draft.finish()

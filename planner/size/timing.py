@@ -1,0 +1,155 @@
+"""Times of one replica of any layout: prefill, decode steps, and what a batch makes of them.
+
+TP by the mock's step-time model, exact at measured points. PP, EP and DP by what they change in it:
+a stage has a part of the layers, a rank a part of the experts, and tokens travel between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from mockgpu.grids import Grid, grid_for, roofline_for
+from mockgpu.roofline import StepTimeParts, StepWork
+from planner.size.workload import Workload
+from policies.sizing.cost import RequestSeconds
+from policies.sizing.gpus import Gpu
+from policies.sizing.layout import Layout
+from policies.sizing.model_shapes import Llm
+
+# A send and a receive between GPUs of neighbouring stages (aiconfigurator's p2p latency).
+HOP_S = 10e-6
+# Bytes per scalar sent to experts (fp8) and back (bf16), as DeepEP sends them.
+DISPATCH_BYTES, COMBINE_BYTES = 1, 2
+
+
+class ReplicaTimes:
+    """Seconds of steps of one replica. Equal questions are answered from a cache."""
+
+    def __init__(self, model: Llm, gpu: Gpu, layout: Layout, grids: Sequence[Grid]) -> None:
+        self.model, self.gpu, self.layout = model, gpu, layout
+        self._line = roofline_for(_rank_model(model, layout), gpu, layout.tp, grids=grids)
+        self.is_measured = grid_for(model, gpu, layout.tp, grids) is not None and (
+            layout.pp == layout.dp == layout.ep == layout.cp == 1
+        )
+        self._decode: dict[tuple[int, int], float] = {}
+        self._prefill: dict[tuple[int, int], float] = {}
+
+    def prefill_s(self, tokens: int, cached: int = 0) -> float:
+        """Return the seconds until the first token of a prompt alone on the replica."""
+        key = tokens, cached
+        if key not in self._prefill:
+            area = tokens * (cached + tokens / 2)
+            step_s = self._line.step_s(StepWork(tokens, area)) / self.layout.cp
+            self._prefill[key] = step_s + self._travel_s(tokens)
+        return self._prefill[key]
+
+    def decode_s(self, batch: int, context: int) -> float:
+        """Return the seconds between two tokens of each of `batch` sequences.
+
+        Ranks of DP have a part of the batch each; stages of PP work on a part each at a time.
+        """
+        key = batch, context
+        if key not in self._decode:
+            seqs = -(-batch // (self.layout.dp * self.layout.pp))
+            kept = round(seqs * self.model.cached_tokens(context))
+            step_s = self._line.step_s(StepWork(0, 0.0, seqs, kept))
+            self._decode[key] = step_s + self._travel_s(seqs)
+        return self._decode[key]
+
+    def bubble_s(self, tokens: int) -> float:
+        """Return the part of a prefill in which all stages but one wait: pp - 1 stage times."""
+        return self.prefill_s(tokens) * (self.layout.pp - 1) / self.layout.pp
+
+    def parts(self, batch: int, context: int) -> StepTimeParts:
+        """Return where a decode step's time goes, by the equation."""
+        seqs = -(-batch // (self.layout.dp * self.layout.pp))
+        kept = round(seqs * self.model.cached_tokens(context))
+        return self._line.terms(StepWork(0, 0.0, seqs, kept))
+
+    def ideal_s(self) -> float:
+        """Return the seconds to read all active weights once, at peak bandwidth over all ranks."""
+        read = self.model.active_params * self.model.param_bytes
+        return read / (self.layout.tp * self.gpu.hbm_bytes_s)
+
+    def _travel_s(self, tokens: int) -> float:
+        """Return the seconds that tokens travel between stages and to experts and back."""
+        seconds = (self.layout.pp - 1) * (
+            HOP_S + tokens * self.model.activation_bytes / self.gpu.nic_bytes_s
+        )
+        ranks = self.layout.ep
+        if ranks > 1:
+            scalars = tokens / self.layout.tp * self.model.experts_per_token * self.model.width
+            sent = scalars * (DISPATCH_BYTES + COMBINE_BYTES) * (ranks - 1) / ranks
+            speed = self.gpu.link_bytes_s * self.gpu.fit.link_eff
+            latency = 2 * self.gpu.fit.allreduce_us * 1e-6
+            seconds += self.model.moe_layers * (latency + sent / speed)
+        return seconds
+
+
+def _rank_model(model: Llm, layout: Layout) -> Llm:
+    """Return the model of which a TP group of the layout computes a step.
+
+    With EP over more ranks than TP has, each TP group reads only its part of the experts. The grid
+    of the whole model then says nothing.
+    """
+    if layout.ep <= layout.tp:
+        return model
+    params = model.params - model.expert_params * (1 - layout.tp / layout.ep)
+    return msgspec.structs.replace(
+        model, params=params, active_params=min(params, model.active_params), grid_name=""
+    )
+
+
+class BatchTimes(msgspec.Struct, frozen=True):
+    """A replica at a steady batch: times of a request, requests per second, and engine seconds."""
+
+    batch: int
+    ttft_s: float
+    step_s: float
+    tpot_s: float
+    requests_s: float
+    tokens_s: float
+    seconds: RequestSeconds
+
+
+def at_batch(times: ReplicaTimes, work: Workload, batch: int) -> BatchTimes:
+    """Return the static estimate: each request waits for the prefills of the others.
+
+    A cycle of the batch is its prefills and the steps of one answer. Prefills of a pipeline
+    overlap, one in each stage; ranks of DP prefill at the same time.
+    """
+    lanes = times.layout.pp * times.layout.dp
+    ttft_s = times.prefill_s(work.uncached, work.cached)
+    step_s = times.decode_s(batch, work.mean_context)
+    others = max(0.0, batch / lanes - 1)
+    cycle_s = (others + 1) * ttft_s + work.output * step_s
+    alone_s = times.prefill_s(work.uncached)
+    in_lane = max(1.0, batch / lanes)
+    return BatchTimes(
+        batch=batch,
+        ttft_s=ttft_s,
+        step_s=step_s,
+        tpot_s=step_s + others * ttft_s / work.output,
+        requests_s=batch / cycle_s,
+        tokens_s=batch * work.output / cycle_s,
+        seconds=RequestSeconds(
+            *(work.uncached, work.cached, work.output, alone_s * in_lane / batch),
+            *((ttft_s - alone_s) * in_lane / batch, work.output * step_s / batch),
+        ),
+    )
+
+
+def largest_batch(times: ReplicaTimes, work: Workload, limit: int, tpot_s: float | None) -> int:
+    """Return the largest batch up to `limit` that keeps the time per token; 0 if none does."""
+    if limit < 1 or tpot_s is None or at_batch(times, work, limit).tpot_s <= tpot_s:
+        return max(0, limit)
+    low, high = 0, limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        if at_batch(times, work, middle).tpot_s <= tpot_s:
+            low = middle
+        else:
+            high = middle
+    return low

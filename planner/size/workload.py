@@ -1,0 +1,73 @@
+"""The question that `penstock size` answers: traffic, promises and limits. No I/O."""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_BATCH = 256  # vLLM's max_num_seqs; larger batches change a static estimate little
+
+
+class Promise(msgspec.Struct, frozen=True):
+    """Limits for a class of requests, kept for `percentile` percent of them. None: no limit."""
+
+    name: str = "default"
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    percentile: float = 95.0
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """The traffic. One of `rate_s` and `concurrency` is given.
+
+    prompt, output     tokens of a typical request
+    cached_share       of the prompt, that a prefix cache holds
+    context            longest prompt plus answer to serve
+    max_concurrency    the gateway's cap per replica; None: what memory and promises allow
+    headroom           share of KV to keep free
+    """
+
+    prompt: int
+    output: int
+    context: int
+    rate_s: float | None = None
+    concurrency: float | None = None
+    cached_share: float = 0.0
+    max_concurrency: int | None = None
+    headroom: float = 0.15
+    promises: tuple[Promise, ...] = ()
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that the prefix cache holds; at least one is computed."""
+        return min(self.prompt - 1, round(self.prompt * self.cached_share))
+
+    @property
+    def uncached(self) -> int:
+        """Tokens of the prompt that are computed."""
+        return self.prompt - self.cached
+
+    @property
+    def mean_context(self) -> int:
+        """Tokens in the KV cache of a decoding request, in the mean over its answer."""
+        return self.prompt + self.output // 2
+
+    @property
+    def ttft_s(self) -> float | None:
+        """The tightest TTFT of all classes."""
+        return min((p.ttft_s for p in self.promises if p.ttft_s is not None), default=None)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """The tightest TPOT of all classes."""
+        return min((p.tpot_s for p in self.promises if p.tpot_s is not None), default=None)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The tightest promises, by name."""
+        pairs = (("TPOT", self.tpot_s), ("TTFT", self.ttft_s))
+        return {name: limit for name, limit in pairs if limit is not None}
+
+    @property
+    def percentile(self) -> float:
+        """The strictest percentile of the classes with the tightest TTFT."""
+        return max((p.percentile for p in self.promises if p.ttft_s == self.ttft_s), default=95.0)

@@ -1,0 +1,127 @@
+"""Launch commands of engines for a layout: vLLM, SGLang and TensorRT-LLM.
+
+Flag names are those of vLLM 0.20 to 0.33, SGLang 0.5 and TensorRT-LLM 1.x. Only what differs from
+an engine's default is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from policies.sizing.layout import Layout
+
+
+class EngineLaunch(msgspec.Struct, frozen=True):
+    """What to launch. Members that are None or False are left to the engine.
+
+    max_num_seqs of the whole engine; vLLM and TensorRT-LLM are given each rank's part
+    all_to_all   SGLang's all-to-all backend
+    has_eplb     whether SGLang balances experts
+    moe_tp       TensorRT-LLM's ranks per expert; with the layout's ep their product is its TP
+    """
+
+    model: str
+    layout: Layout = Layout()
+    served_name: str | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    kv_dtype: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    port: int | None = None
+    all_to_all: str | None = None
+    has_eplb: bool = False
+    moe_tp: int | None = None
+
+    @property
+    def rank_seqs(self) -> int | None:
+        """Sequences of one rank of DP, rounded up."""
+        seqs = self.max_num_seqs
+        return None if seqs is None else -(-seqs // self.layout.dp)
+
+
+def vllm_command(launch: EngineLaunch, is_module: bool = False) -> str:
+    """Return `vllm serve ...`, or the server module's command."""
+    layout = launch.layout
+    head = f"vllm serve {launch.model}"
+    if is_module:
+        head = f"python -m vllm.entrypoints.openai.api_server\n--model {launch.model}"
+    flags = (
+        *_sized("--tensor-parallel-size", layout.tp, least=0),
+        *_sized("--pipeline-parallel-size", layout.pp),
+        *_sized("--data-parallel-size", layout.dp),
+        *_sized("--decode-context-parallel-size", layout.cp),
+        *(["--enable-expert-parallel"] if layout.ep > 1 else []),
+        *_given("--dtype", launch.dtype),
+        *_given("--quantization", launch.quantization),
+        *_given("--kv-cache-dtype", launch.kv_dtype),
+        *_given("--max-model-len", launch.max_model_len),
+        *_given("--max-num-seqs", launch.rank_seqs),
+        *_given("--served-model-name", launch.served_name),
+        *_given("--port", launch.port),
+    )
+    return _joined(head, flags)
+
+
+def sglang_command(launch: EngineLaunch) -> str:
+    """Return `python -m sglang.launch_server ...`.
+
+    SGLang's tp-size counts all ranks; attention with DP divides them.
+    """
+    layout = launch.layout
+    attention = f"--enable-dp-attention --dp-size {layout.dp}"
+    flags = (
+        f"--model-path {launch.model}",
+        *_sized("--tp-size", layout.tp * layout.dp, least=0),
+        *_sized("--pp-size", layout.pp),
+        *_sized("--ep-size", layout.ep),
+        *([attention] if layout.dp > 1 else []),
+        *(["--enable-eplb"] if launch.has_eplb else []),
+        *_given("--moe-a2a-backend", launch.all_to_all),
+        *_given("--dtype", launch.dtype),
+        *_given("--quantization", launch.quantization),
+        *_given("--kv-cache-dtype", launch.kv_dtype),
+        *_given("--context-length", launch.max_model_len),
+        *_given("--max-running-requests", launch.max_num_seqs),
+        *_given("--served-model-name", launch.served_name),
+        *_given("--port", launch.port),
+    )
+    return _joined("python -m sglang.launch_server", flags)
+
+
+def trtllm_options(launch: EngineLaunch) -> str:
+    """Return the YAML for `trtllm-serve MODEL --extra_llm_api_options FILE`."""
+    layout = launch.layout
+    ranks = layout.tp * layout.dp
+    lines = [f"tensor_parallel_size: {ranks}", f"pipeline_parallel_size: {layout.pp}"]
+    if layout.ep > 1:
+        moe_tp = launch.moe_tp or ranks // layout.ep
+        lines += [
+            f"moe_tensor_parallel_size: {moe_tp}",
+            f"moe_expert_parallel_size: {layout.ep}",
+        ]
+    if layout.dp > 1:
+        lines.append("enable_attention_dp: true")
+    if launch.max_num_seqs is not None:
+        lines.append(f"max_batch_size: {launch.rank_seqs}")
+    if launch.max_model_len is not None:
+        lines.append(f"max_seq_len: {launch.max_model_len}")
+    if launch.kv_dtype is not None:
+        lines.append(f"kv_cache_config: {{dtype: {launch.kv_dtype}}}")
+    return "\n".join(lines) + "\n"
+
+
+def _sized(flag: str, size: int, least: int = 1) -> Iterator[str]:
+    if size > least:
+        yield f"{flag} {size}"
+
+
+def _given(flag: str, value: str | int | None) -> Iterator[str]:
+    if value is not None:
+        yield f"{flag} {value}"
+
+
+def _joined(head: str, flags: Sequence[str]) -> str:
+    return " \\\n  ".join([*head.split("\n"), *flags]) + "\n"

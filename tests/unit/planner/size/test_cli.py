@@ -1,0 +1,212 @@
+"""`penstock size` as a command: text, JSON, emitted files, errors and exit statuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
+
+from gateway.config import load_with_warnings
+from planner.size.cli import size
+
+MODELS = Path(__file__).parents[3] / "data" / "models"
+HARBOR = (
+    *("llama-3.1-70b", "--in", "6000", "--out", "200", "--context", "8k", "--ttft", "1.2s"),
+    *("--tpot", "40ms", "--max-concurrency", "24", "--concurrency", "24"),
+)
+
+
+def run(*arguments: str) -> Result:
+    app = typer.Typer(add_completion=False)
+    app.command()(size)
+    return CliRunner().invoke(app, [*arguments])
+
+
+def plain(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    members = json.loads(result.stdout)
+    assert isinstance(members, dict)
+    return members
+
+
+def test_the_text_has_every_gate_the_fleet_its_prices_and_what_is_left_out() -> None:
+    result = run(*HARBOR)
+    assert result.exit_code == 0
+    questions = [line for line in result.stdout.splitlines() if line[:1].isdigit()]
+    assert [line[0] for line in questions] == list("123456789")
+    assert all("[seed" in line for line in questions)
+    assert "Fleet: " in result.stdout
+    assert "x TP 4" in result.stdout
+    assert "per 1M tokens: prompt $" in result.stdout
+    assert "Not considered: speculative decoding" in result.stdout
+    assert "measured grid" in result.stdout
+
+
+def test_borrowed_constants_are_named_with_a_wider_error() -> None:
+    text = run(*HARBOR, "--gpu", "mi300x").stdout
+    assert "90 % of points within 40% (prefill) and 25% (decode)" in text
+    assert "constants borrowed from h100" in text
+
+
+def test_json_has_the_plan_with_verdict_and_dollars() -> None:
+    (plan,) = plain(*HARBOR)["plans"]
+    assert plan["layout"] == {"tp": 4, "pp": 1, "ep": 1, "dp": 1, "cp": 1}
+    assert plan["memory"]["verdict"] == "serves"
+    assert plan["memory"]["is_enough"] is True
+    assert plan["usd_hour"] == plan["gpus"] * 2.5
+    assert len(plan["gates"]) == 9
+
+
+def test_several_kinds_of_gpu_are_compared_by_price() -> None:
+    kinds = (*HARBOR, "--gpu", "h100,h200,b200", "--price", "h100=2.5,h200=3,b200=50")
+    result = run(*kinds)
+    assert all(f"\n{name} " in result.stdout for name in ("h100", "h200", "b200"))
+    assert len(plain(*kinds)["plans"]) == 3
+
+
+def test_the_front_and_the_ladder_are_tables_and_json() -> None:
+    arguments = (*HARBOR, "--gpus", "16", "--front", "--ladder", "16")
+    text = run(*arguments).stdout
+    assert "for the 40.0 ms promise costs" in text
+    assert "not possible: meta-llama/Llama-3.1-70B-Instruct on h100, TP 1 x PP 1" in text
+    assert "TP tax" in text
+    members = plain(*arguments)
+    assert sum(point["is_best"] for point in members["front"]) >= 5
+    assert [step["tp"] for step in members["ladder"]] == [1, 2, 4, 8, 16]
+    assert members["ladder"][0]["parts"]["weights_s"] > 0
+
+
+def test_a_missed_promise_and_missing_gpus_end_with_status_3() -> None:
+    assert run("llama-3.1-70b", "--tpot", "1ms").exit_code == 3
+    result = run(*HARBOR[:-1], "480", "--gpus", "8")
+    assert result.exit_code == 3
+    assert "MISSED" in result.stdout
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-120b", "jamba-mini"])
+def test_a_config_json_is_sized(model: str) -> None:
+    result = run(str(MODELS / f"{model}.json"), "--gpu", "h200", "--concurrency", "8")
+    assert result.exit_code == 0, result.stderr
+
+
+def test_a_folder_with_a_config_json_is_sized(tmp_path: Path) -> None:
+    folder = tmp_path / "own-model"
+    folder.mkdir()
+    (folder / "config.json").write_text((MODELS / "llama-3.1-8b.json").read_text())
+    result = run(str(folder), "--emit", "vllm", "--gpu", "a100")
+    assert f"vllm serve {folder}" in result.stdout
+    assert "--served-model-name own-model" in result.stdout
+
+
+def test_a_gpu_of_ones_own_is_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    members = {"name": "own", "hbm_gb": 96, "hbm_tb_s": 4, "bf16_tflops": 900, "fp8_tflops": 1800}
+    file.write_text(json.dumps(members | {"link_gb_s": 450, "nic_gb_s": 50, "domain_gpus": 4}))
+    text = run("llama-3.1-70b", "--gpu", str(file), "--quant", "bf16").stdout
+    assert "on own" in text
+    assert "borrowed from h100" in text
+    file.write_text(json.dumps(members))
+    assert "lacks link_gb_s, nic_gb_s" in run("llama-3.1-70b", "--gpu", str(file)).stderr
+    file.write_text(json.dumps(members | {"link_gb_s": 0, "nic_gb_s": 50}))
+    assert "link_gb_s of the GPU is 0" in run("llama-3.1-70b", "--gpu", str(file)).stderr
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-70b", "deepseek-v3", "llama-3.1-405b"])
+def test_the_emitted_gateway_yaml_is_valid_without_a_warning(tmp_path: Path, model: str) -> None:
+    file = tmp_path / "gateway.yaml"
+    options = ("--gpu", "h200", "--concurrency", "40", "--ttft", "2s", "--promise", "slow:tpot=1s")
+    file.write_text(run(model, *options, "--emit", "gateway").stdout)
+    loaded = load_with_warnings(file, {})
+    assert loaded.warnings == ()
+    endpoints = loaded.config.pools["main"].endpoints
+    assert {endpoint.labels["gpu"] for endpoint in endpoints} == {"h200"}
+    assert set(loaded.config.slo.classes) == {"standard", "slow"}
+    used = sum(e.layout.tp * e.layout.pp * e.layout.dp for e in endpoints)
+    assert loaded.config.hardware.gpus == used
+
+
+def test_mock_groups_and_gateway_yaml_agree_on_ports_and_name() -> None:
+    mock, gateway = (run(*HARBOR, "--emit", target).stdout for target in ("mock", "gateway"))
+    assert "penstock mock --groups 2 --port 9000 --model llama-3.1-70b-fp8 " in mock
+    assert "http://127.0.0.1:9000" in gateway
+    assert "{name: llama-3.1-70b-fp8, pool: main, context_tokens: 8192}" in gateway
+
+
+@pytest.mark.parametrize(
+    ("target", "part"),
+    [
+        ("vllm", "--quantization fp8"),
+        ("sglang", "--tp-size 4"),
+        ("trtllm", "tensor_parallel_size: 4"),
+        ("helm", "config:\n  hardware:"),
+    ],
+)
+def test_each_target_is_emitted_alone(target: str, part: str) -> None:
+    result = run(*HARBOR, "--emit", target)
+    assert part in result.stdout
+    assert "Fleet:" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["abacus"], "unknown model 'abacus': known are demo-8b, llama-3.1-8b,"),
+        (["missing.json"], "cannot read missing.json: No such file"),
+        (["llama-3.1-70b", "--gpus", "0"], "--gpus 0; valid: 1 and more"),
+        (["llama-3.1-70b", "--gpu", "x1"], "unknown GPU 'x1': known are a100, h100,"),
+        (["llama-3.1-70b", "--gpu", ","], "--gpu is empty; valid: a100"),
+        (["llama-3.1-70b", "--rate", "1", "--concurrency", "2"], "contradict each other"),
+        (["llama-3.1-70b", "--context", "1k"], "shorter than --in 2,000 plus --out 200; valid:"),
+        (["llama-3.1-70b", "--context", "1m"], "more than the model's 131,072 tokens"),
+        (["llama-3.1-70b", "--tpot", "fast"], "--tpot: 'fast' is not a time above zero; valid:"),
+        (["llama-3.1-70b", "--in", "-3"], "--in: '-3' is not a number of tokens; valid: 8192, 8k"),
+        (["llama-3.1-70b", "--cached", "2"], "--cached 2; valid: 0 to 0.999"),
+        (["llama-3.1-70b", "--quant", "int3"], "unknown --quant 'int3'; valid: auto, bf16, fp8"),
+        (["llama-3.1-70b", "--kv-dtype", "x"], "unknown --kv-dtype 'x'; valid: bf16, fp8"),
+        (["llama-3.1-70b", "--price", "free"], "--price 'free'; valid: 2.5, or h100=2.5"),
+        (["llama-3.1-70b", "--domain", "0"], "--domain 0; valid: 1 and more"),
+        (["llama-3.1-70b", "--best-effort"], "--best-effort without a promise; valid:"),
+        (["llama-3.1-70b", "--promise", "chat"], "--promise 'chat'; valid: chat:ttft=1s"),
+        (["llama-3.1-70b", "--promise", "c:ttft=1s,p=1"], "p is a percentile; valid: 50 to"),
+        (
+            ["llama-3.1-70b", "--promise", "c:ttft=1s", "--promise", "c:tpot=1s"],
+            "names a class twice: c, c",
+        ),
+        (["llama-3.1-70b", "--emit", "helmet"], "unknown target 'helmet'; valid: vllm, sglang"),
+        (["deepseek-v3", "--gpu", "h200", "--emit", "mock"], "mock groups have TP alone"),
+        (["llama-3.1-70b", "--ladder", "0"], "--ladder 0; valid: 1 to 4096"),
+        (["llama-3.1-405b", "--gpus", "4"], "needs TP 4 x PP"),
+    ],
+)
+def test_wrong_input_is_one_line_that_says_what_is_valid(
+    arguments: list[str], message: str
+) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("penstock size: ")
+
+
+def test_a_file_that_is_not_json_or_lacks_members_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("{")
+    assert "is not JSON" in run(str(file)).stderr
+    file.write_text('{"num_hidden_layers": 2}')
+    assert "lacks hidden_size, num_attention_heads, vocab_size" in run(str(file)).stderr
+
+
+def test_the_command_loads_no_server_and_no_arrays() -> None:
+    code = "import planner.size.cli, sys; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    heavy = {"numpy", "aiohttp", "uvloop", "pydantic", "planner.replay", "gateway", "ruamel"}
+    assert not heavy & set(loaded)
