@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from mockgpu.grids import Grid, load_grids
 from planner.size import show
 from planner.size.draft import FleetPlan, SizingError
 from planner.size.emit import EMITTERS, Emission, emit
-from planner.size.front import fleet_points, headline, tp_ladder
+from planner.size.finalist import Finalist
+from planner.size.front import FleetPoint, LadderStep, fleet_points, headline, tp_ladder
 from planner.size.question import SizeOptions, hardware_of, model_of, workload_of
 from planner.size.recipe import plan_fleet, variants
 from policies.sizing.gpus import GPUS
@@ -83,7 +85,31 @@ Emit = Annotated[
 Name = Annotated[
     str | None, typer.Option("--name", help="Name that clients use; by default the model's.")
 ]
+From = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        exists=True,
+        dir_okay=False,
+        help="Replay the plan and the best other shapes on this access log or trace.",
+    ),
+]
+Last = Annotated[
+    str, typer.Option("--last", metavar="TIME", help="With --from: only the end of the log.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+class SizeOutput(msgspec.Struct, frozen=True):
+    """What to print beside the plan, or instead of it."""
+
+    front: bool
+    ladder: int | None
+    target: str | None
+    name: str | None
+    log: Path | None
+    last: str
+    as_json: bool
 
 
 def size(
@@ -111,6 +137,8 @@ def size(
     ladder: Ladder = None,
     emit_: Emit = None,
     name: Name = None,
+    from_: From = None,
+    last: Last = "60m",
     as_json: AsJson = False,
 ) -> None:
     """Size a fleet for a model and promises, with the reason for each step. Needs no GPU."""
@@ -120,50 +148,81 @@ def size(
         best_effort,
     )
     try:
-        raise typer.Exit(_run(options, front, ladder, emit_, name, as_json))
+        raise typer.Exit(
+            _run(options, SizeOutput(front, ladder, emit_, name, from_, last, as_json))
+        )
     except SizingError as error:
         typer.echo(f"penstock size: {error}", err=True)
         raise typer.Exit(2) from None
 
 
-def _run(
-    options: SizeOptions,
-    has_front: bool,
-    batch: int | None,
-    target: str | None,
-    name: str | None,
-    as_json: bool,
-) -> int:
+def _run(options: SizeOptions, output: SizeOutput) -> int:
+    """Make the plan, print what was asked for, and return the exit status."""
+    batch = output.ladder
     if batch is not None and not 1 <= batch <= 4096:
         raise SizingError(f"--ladder {batch}; valid: 1 to 4096")
     model = model_of(options)
     plans = _plans(options, model, grids := load_grids())
     best = min(plans, key=lambda plan: (len(plan.shortfalls), plan.usd_hour))
-    if target is not None:
-        sys.stdout.write(emit(target, _emission(options, model, best, name)))
+    if output.target is not None:
+        sys.stdout.write(emit(output.target, _emission(options, model, best, output.name)))
         return _status(best)
-    points = [
-        point
-        for hardware in (hardware_of(options) if has_front else ())
-        for point in fleet_points(variants(model, options.quant), hardware, best.work, grids)
-    ]
+    points = _points(options, model, best, grids) if output.front else []
     steps = (
         []
         if batch is None
         else tp_ladder(best.model, best.hardware, batch, best.work.mean_context, grids)
     )
-    if as_json:
-        typer.echo(json.dumps(show.as_plain(plans, points, steps), indent=2))
-        return _status(best)
-    lines = [*show.plan_lines(best)]
-    if len(plans) > 1:
-        lines += ["", *show.comparison_lines(plans)]
-    if points:
-        lines += ["", *show.front_lines(points, headline(points, best.work))]
-    if steps:
-        lines += ["", *show.ladder_lines(steps, batch or 1)]
-    typer.echo("\n".join(lines))
+    results = _replayed(options, output, model, best, grids)
+    if output.as_json:
+        plain = show.as_plain(plans, points, steps, results)
+        typer.echo(json.dumps(plain, indent=2))
+    else:
+        typer.echo("\n".join(_lines(plans, best, points, steps, batch or 1, results)))
     return _status(best)
+
+
+def _lines(
+    plans: Sequence[FleetPlan],
+    best: FleetPlan,
+    points: Sequence[FleetPoint],
+    steps: Sequence[LadderStep],
+    batch: int,
+    results: Sequence[Finalist],
+) -> Iterator[str]:
+    yield from show.plan_lines(best)
+    if len(plans) > 1:
+        yield from ("", *show.comparison_lines(plans))
+    if points:
+        yield from ("", *show.front_lines(points, headline(points, best.work)))
+    if steps:
+        yield from ("", *show.ladder_lines(steps, batch))
+    if results:
+        yield from ("", *show.finalist_lines(results))
+
+
+def _points(
+    options: SizeOptions, model: Llm, plan: FleetPlan, grids: Sequence[Grid]
+) -> list[FleetPoint]:
+    return [
+        point
+        for hardware in hardware_of(options)
+        for point in fleet_points(variants(model, options.quant), hardware, plan.work, grids)
+    ]
+
+
+def _replayed(
+    options: SizeOptions, output: SizeOutput, model: Llm, plan: FleetPlan, grids: Sequence[Grid]
+) -> list[Finalist]:
+    """Replay the finalists, if there is a log. The replay is imported only then."""
+    if output.log is None:
+        return []
+    from planner.size.replays import replay_log
+
+    enough = msgspec.structs.replace(plan.hardware, gpus=plan.hardware.gpus or plan.gpus)
+    models = variants(model, options.quant)
+    points = fleet_points(models, enough, plan.work, grids)
+    return replay_log(plan, points, output.log, output.last, is_quiet=output.as_json)
 
 
 def _plans(options: SizeOptions, model: Llm, grids: Sequence[Grid]) -> list[FleetPlan]:

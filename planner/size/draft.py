@@ -22,7 +22,7 @@ class SizingError(ValueError):
     """No plan can be computed; the message says what is valid."""
 
 
-class Gate(msgspec.Struct, frozen=True):
+class RecipeGate(msgspec.Struct, frozen=True):
     """One step of the recipe: a question, its numbers, the answer, and the seed it follows."""
 
     number: int
@@ -65,7 +65,7 @@ class FleetPlan(msgspec.Struct, frozen=True):
     ceiling: int
     replicas: int
     wait_s: float
-    gates: tuple[Gate, ...]
+    gates: tuple[RecipeGate, ...]
     shortfalls: tuple[str, ...]
     findings: tuple[LayoutFinding, ...]
     is_measured: bool
@@ -100,7 +100,7 @@ class Draft:
         self.layout = Layout()
         self.least_tp = 1
         self.ceiling, self.replicas, self.wait_s = 1, 1, 0.0
-        self.gates: list[Gate] = []
+        self.gates: list[RecipeGate] = []
         self.shortfalls: list[str] = []
         self._times: dict[Layout, ReplicaTimes] = {}
 
@@ -120,24 +120,37 @@ class Draft:
     ) -> None:
         """Record a gate. Numbers start at 2: the first gate compares finished plans."""
         number = len(self.gates) + 2
-        self.gates.append(Gate(number, question, tuple(numbers), answer, source, notes))
+        self.gates.append(RecipeGate(number, question, tuple(numbers), answer, source, notes))
 
     def finish(self) -> FleetPlan:
         """Return the plan with all rules applied to its layout."""
         hardware, memory, times = self.hardware, self.memory(), self.times()
-        group = PlannedGroup(
+        group = self._group(memory)
+        return FleetPlan(
+            model=self.model,
+            hardware=hardware,
+            work=self.work,
+            layout=self.layout,
+            memory=memory,
+            single=at_batch(times, self.work, 1),
+            loaded=at_batch(times, self.work, self.ceiling),
+            ceiling=self.ceiling,
+            replicas=self.replicas,
+            wait_s=self.wait_s,
+            gates=tuple(self.gates),
+            shortfalls=tuple(self.shortfalls),
+            findings=tuple(layout_findings(group)),
+            is_measured=times.is_measured,
+        )
+
+    def _group(self, memory: MemoryCheck) -> PlannedGroup:
+        return PlannedGroup(
             self.layout,
             self.facts,
-            domain=hardware.domain,
-            has_fast_link=hardware.gpu.has_fast_link,
-            gpus=hardware.gpus,
+            domain=self.hardware.domain,
+            has_fast_link=self.hardware.gpu.has_fast_link,
+            gpus=self.hardware.gpus,
             memory=memory,
             max_concurrency=self.work.max_concurrency,
             min_tp=self.least_tp,
-        )
-        return FleetPlan(
-            *(self.model, hardware, self.work, self.layout, memory),
-            *(at_batch(times, self.work, 1), at_batch(times, self.work, self.ceiling)),
-            *(self.ceiling, self.replicas, self.wait_s, tuple(self.gates)),
-            *(tuple(self.shortfalls), tuple(layout_findings(group)), times.is_measured),
         )

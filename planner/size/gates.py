@@ -8,7 +8,7 @@ from math import log2
 
 import msgspec
 
-from planner.size.draft import Draft, FleetPlan, Gate, SizingError
+from planner.size.draft import Draft, FleetPlan, RecipeGate, SizingError
 from planner.size.timing import at_batch
 from planner.size.units import gb, ms, usd
 from policies.sizing.cost import usd_per_million
@@ -25,7 +25,7 @@ MAX_CP = 8
 
 def quantise(
     candidates: Sequence[Llm], plans: Sequence[FleetPlan], problems: Sequence[str], best: FleetPlan
-) -> Gate:
+) -> RecipeGate:
     """Return the first gate: whether weights of one byte save GPUs at equal promises."""
     numbers = [
         f"{plan.model.name}: {gb(plan.model.weights_bytes)} of weights, {plan.layout.label}, "
@@ -41,7 +41,7 @@ def quantise(
         instead = f" instead of {others[0]}" if others else ""
         answer = "the weights are" if len(candidates) == 1 else f"yes: {best.gpus} GPUs{instead}"
         notes = ("validate the quality: compare answers to golden prompts with the original",)
-    return Gate(
+    return RecipeGate(
         1, "Quantise?", (*numbers, *problems), answer, "seed 001 (quantise first), 003", notes
     )
 

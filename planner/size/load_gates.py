@@ -124,7 +124,7 @@ def split_phases(draft: Draft) -> None:
     elif stall_s < 0.1 * loaded.step_s:
         answer = "no: prefills hardly delay tokens"
     else:
-        answer = "a replay decides: penstock replay with your access log, on F5 fleets and these"
+        answer = "a replay decides: --from your access log compares both"
     draft.add(
         "Separate prefill and decode?", numbers, answer, "seeds 002, 004 (long prompts, TTFT, TPOT)"
     )

@@ -13,11 +13,11 @@ import msgspec
 
 from mockgpu.grids import Grid
 from planner.size import gates, load_gates
-from planner.size.draft import Draft, FleetPlan, Gate, PlanHardware, SizingError
+from planner.size.draft import Draft, FleetPlan, PlanHardware, RecipeGate, SizingError
 from planner.size.workload import Workload
 from policies.sizing.model_shapes import MODELS, Llm, fp8
 
-__all__ = ["FleetPlan", "Gate", "PlanHardware", "SizingError", "plan_fleet", "variants"]
+__all__ = ["FleetPlan", "PlanHardware", "RecipeGate", "SizingError", "plan_fleet", "variants"]
 
 
 def variants(model: Llm, quant: str) -> list[Llm]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from planner.size.draft import FleetPlan, Gate
+from planner.size.draft import FleetPlan, RecipeGate
+from planner.size.finalist import Finalist
 from planner.size.front import FleetPoint, LadderStep
 from planner.size.units import gb, ms, usd
 
@@ -39,7 +40,7 @@ def _certainty(plan: FleetPlan) -> str:
     return f"{base}; constants borrowed from {gpu.fit_of}" if gpu.fit_of else base
 
 
-def _gate_lines(gate: Gate) -> Iterator[str]:
+def _gate_lines(gate: RecipeGate) -> Iterator[str]:
     yield f"{gate.number}. {gate.question}  [{gate.source}]"
     for line in gate.numbers:
         yield f"     {line}"
@@ -145,6 +146,21 @@ def ladder_lines(steps: Sequence[LadderStep], batch: int) -> Iterator[str]:
     )
 
 
+def finalist_lines(results: Sequence[Finalist]) -> Iterator[str]:
+    """Yield the replayed fleets as a table, best attainment first."""
+    yield "replayed on the log, with the routing policy of production:"
+    heads = ("fleet", "GPUs", "$/hour", "attainment", "TTFT p95", "TPOT p95", "prefix hits")
+    rows = [
+        (
+            *(result.fleet, str(result.gpus), usd(result.usd_hour), f"{result.attainment:.1%}"),
+            *("-" if each is None else ms(each) for each in (result.ttft_p95_s, result.tpot_p95_s)),
+            f"{result.hit_ratio:.0%}",
+        )
+        for result in results
+    ]
+    yield from table(heads, rows)
+
+
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield aligned lines; the first and the last column to the left."""
     widths = [max(len(row[place]) for row in (heads, *rows)) for place in range(len(heads))]
@@ -157,7 +173,10 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def as_plain(
-    plans: Iterable[FleetPlan], points: Sequence[FleetPoint], steps: Sequence[LadderStep]
+    plans: Iterable[FleetPlan],
+    points: Sequence[FleetPoint],
+    steps: Sequence[LadderStep],
+    results: Sequence[Finalist] = (),
 ) -> dict[str, Any]:
     """Return everything as JSON; seconds, bytes and dollars without units."""
     plain: dict[str, Any] = {
@@ -170,6 +189,8 @@ def as_plain(
         plain["ladder"] = [
             msgspec.to_builtins(step) | {"parts": step.parts._asdict()} for step in steps
         ]
+    if results:
+        plain["replayed"] = msgspec.to_builtins(results)
     return plain
 
 

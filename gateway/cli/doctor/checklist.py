@@ -22,10 +22,16 @@ from gateway.cli.doctor.probe import ProbeResult, listed_models
 from gateway.config import Config, Hardware
 from gateway.fleet import scrape
 from policies.model import Endpoint
+from policies.sizing.gpus import GPUS
+from policies.sizing.memory import Demand, check_memory
+from policies.sizing.model_shapes import MODELS
+from policies.sizing.rules import PlannedGroup, layout_findings
 
 FLEET_SUBJECT = "fleet"
 KV_HEADROOM = 1.15
 MAX_BATCH_SLOWDOWN = 4.0
+# An engine whose KV cache is further from the computed size has other settings than assumed.
+MAX_KV_DIFFERENCE = 0.1
 
 
 class CheckedEndpoint(msgspec.Struct, frozen=True):
@@ -68,6 +74,7 @@ def run_checklist(fleet: CheckedFleet) -> list[CheckFinding]:
     parts: tuple[Callable[[CheckedFleet], Iterator[CheckFinding]], ...] = (
         *(
             _fits,
+            _as_computed,
             _links,
             _pace,
             _collectives,
@@ -106,19 +113,40 @@ def _kv_text(kv_tokens: int, context_tokens: int) -> str:
     return f"{kv_tokens:,} tokens of KV hold {requests:.1f} requests of {context_tokens:,} tokens"
 
 
+def _as_computed(fleet: CheckedFleet) -> Iterator[CheckFinding]:
+    """Compare the engines' KV sizes with the memory check, for built-in models on known GPUs."""
+    check = "KV size as computed"
+    for member in fleet.members:
+        endpoint, told = member.endpoint, member.kv_tokens
+        names = (endpoint.served_model, *listed_models(member.probe_result))
+        model = next((MODELS[name.lower()] for name in names if name.lower() in MODELS), None)
+        gpu = GPUS.get(endpoint.labels.get("gpu", "").lower())
+        if told is None or model is None or gpu is None:
+            continue
+        computed = check_memory(model, gpu, endpoint.layout, Demand(1)).tokens
+        text = f"the engine reports {told:,} tokens, computed are {computed:,}"
+        if abs(told - computed) > MAX_KV_DIFFERENCE * computed:
+            fix = "check --gpu-memory-utilization, the KV type, the GPU and the layout in the file"
+            yield warn_finding(endpoint.name, check, text, fix)
+        else:
+            yield pass_finding(endpoint.name, check, text)
+
+
 def _links(fleet: CheckedFleet) -> Iterator[CheckFinding]:
     check = "TP within one fast domain"
     multi_gpu = [endpoint.endpoint for endpoint in fleet.members if endpoint.endpoint.layout.tp > 1]
     hardware = Hardware() if fleet.config is None else fleet.config.hardware
     domain = hardware.link_domain_gpus
-    too_wide = [endpoint.name for endpoint in multi_gpu if endpoint.layout.tp > domain]
+    too_wide = {
+        endpoint.name: finding
+        for endpoint in multi_gpu
+        for finding in layout_findings(PlannedGroup(endpoint.layout, domain=domain))
+        if finding.code == "tp-domain"
+    }
     if too_wide:
-        yield fail_finding(
-            FLEET_SUBJECT,
-            check,
-            f"{', '.join(too_wide)}: TP over more than the {domain} GPUs of a link domain",
-            "use TP within a link domain and PP across; hardware.link_domain_gpus sets its size",
-        )
+        finding = next(iter(too_wide.values()))
+        text = f"{', '.join(too_wide)}: {finding.message}"
+        yield fail_finding(FLEET_SUBJECT, check, text, finding.valid)
     elif multi_gpu:
         yield unknown_finding(
             FLEET_SUBJECT,

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import typer
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from gateway.config import load_with_warnings
 from planner.size.cli import size
@@ -201,6 +200,32 @@ def test_a_file_that_is_not_json_or_lacks_members_is_named(tmp_path: Path) -> No
     assert "is not JSON" in run(str(file)).stderr
     file.write_text('{"num_hidden_layers": 2}')
     assert "lacks hidden_size, num_attention_heads, vocab_size" in run(str(file)).stderr
+
+
+def test_the_plan_and_other_shapes_are_replayed_on_a_log() -> None:
+    trace = MODELS.parent / "mooncake_conversation_1500.jsonl.gz"
+    arguments = ("llama-3.1-70b", "--in", "12000", "--out", "340", "--context", "32k", "--last")
+    options = (*arguments, "60s", "--rate", "3", "--ttft", "5s", "--tpot", "100ms")
+    members = plain(*options, "--from", str(trace))
+    results = members["replayed"]
+    assert 3 <= len(results) <= 5
+    assert any("prefill" in result["fleet"] for result in results)
+    shares = [result["attainment"] for result in results]
+    assert shares == sorted(shares, reverse=True)
+    assert 0 < shares[0] <= 1
+    text = run(*options, "--from", str(trace)).stdout
+    assert "replayed on the log, with the routing policy of production" in text
+
+
+def test_a_log_that_cannot_be_replayed_is_refused_in_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("{}\n")
+    result = run(*HARBOR, "--from", str(file))
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    trace = MODELS.parent / "mooncake_conversation_1500.jsonl.gz"
+    assert "'x' is not a time" in run(*HARBOR, "--from", str(trace), "--last", "x").stderr
+    deep = run("llama-3.1-405b", "--quant", "bf16", "--from", str(trace))
+    assert "--from replays TP alone" in deep.stderr
 
 
 def test_the_command_loads_no_server_and_no_arrays() -> None:

@@ -236,6 +236,26 @@ async def test_probes_report_an_unreachable_engine() -> None:
         assert "decode speed at batch 1 and 16" in ours
 
 
+@pytest.mark.parametrize(
+    ("blocks", "verdict"), [(24_837, CheckVerdict.PASS), (20_000, CheckVerdict.WARN)]
+)
+def test_the_kv_size_of_a_known_model_is_compared_with_the_computed_one(
+    blocks: int, verdict: CheckVerdict
+) -> None:
+    # 70B at TP 4 on H100: 397,404 tokens.
+    metrics = METRICS.replace(b'num_gpu_blocks="1000"', b'num_gpu_blocks="%d"' % blocks)
+    cards = {"data": [{"id": "llama-3.1-70b", "max_model_len": 8192}]}
+    result = well(metrics=response(text=metrics), models=response(cards))
+    member = CheckedEndpoint(endpoint(layout=Layout(4), labels={"gpu": "h100"}), result)
+    (finding,) = (
+        finding
+        for finding in run_checklist(CheckedFleet([member]))
+        if finding.check == "KV size as computed"
+    )
+    assert finding.verdict is verdict
+    assert "computed are 397,404" in finding.seen
+
+
 def test_discovered_endpoints_are_reported_as_not_checked(tmp_path: Path) -> None:
     file = tmp_path / "gateway.yaml"
     file.write_text("version: 1\npools: {chat: {discover: {file: engines.yaml}}}\n")

@@ -1,0 +1,17 @@
+"""The result of one replayed fleet; apart from the replay, which is slow to import."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Finalist(msgspec.Struct, frozen=True):
+    """One replayed fleet. `attainment` is the share of requests served within the promises."""
+
+    fleet: str
+    gpus: int
+    usd_hour: float
+    attainment: float
+    ttft_p95_s: float | None
+    tpot_p95_s: float | None
+    hit_ratio: float
