@@ -85,6 +85,10 @@ Emit = Annotated[
 Name = Annotated[
     str | None, typer.Option("--name", help="Name that clients use; by default the model's.")
 ]
+FirstPort = Annotated[
+    int,
+    typer.Option("--first-port", min=1, max=60_000, help="With --emit: port of the first engine."),
+]
 From = Annotated[
     Path | None,
     typer.Option(
@@ -107,6 +111,7 @@ class SizeOutput(msgspec.Struct, frozen=True):
     ladder: int | None
     target: str | None
     name: str | None
+    first_port: int
     log: Path | None
     last: str
     as_json: bool
@@ -137,6 +142,7 @@ def size(
     ladder: Ladder = None,
     emit_: Emit = None,
     name: Name = None,
+    first_port: FirstPort = 9000,
     from_: From = None,
     last: Last = "60m",
     as_json: AsJson = False,
@@ -149,7 +155,7 @@ def size(
     )
     try:
         raise typer.Exit(
-            _run(options, SizeOutput(front, ladder, emit_, name, from_, last, as_json))
+            _run(options, SizeOutput(front, ladder, emit_, name, first_port, from_, last, as_json))
         )
     except SizingError as error:
         typer.echo(f"penstock size: {error}", err=True)
@@ -165,7 +171,7 @@ def _run(options: SizeOptions, output: SizeOutput) -> int:
     plans = _plans(options, model, grids := load_grids())
     best = min(plans, key=lambda plan: (len(plan.shortfalls), plan.usd_hour))
     if output.target is not None:
-        sys.stdout.write(emit(output.target, _emission(options, model, best, output.name)))
+        sys.stdout.write(emit(output.target, _emission(options, model, best, output)))
         return _status(best)
     points = _points(options, model, best, grids) if output.front else []
     steps = (
@@ -194,7 +200,9 @@ def _lines(
     if len(plans) > 1:
         yield from ("", *show.comparison_lines(plans))
     if points:
-        yield from ("", *show.front_lines(points, headline(points, best.work)))
+        own = [point for point in points if point.gpu == best.hardware.gpu.name]
+        title = f"{best.hardware.gpu.name}: {headline(own, best.work)}"
+        yield from ("", *show.front_lines(points, title))
     if steps:
         yield from ("", *show.ladder_lines(steps, batch))
     if results:
@@ -240,7 +248,7 @@ def _plans(options: SizeOptions, model: Llm, grids: Sequence[Grid]) -> list[Flee
     return plans
 
 
-def _emission(options: SizeOptions, model: Llm, plan: FleetPlan, name: str | None) -> Emission:
+def _emission(options: SizeOptions, model: Llm, plan: FleetPlan, output: SizeOutput) -> Emission:
     is_built_in = options.model.lower() in MODELS
     folder = Path(options.model)
     source = model.name if is_built_in else str(folder if folder.is_dir() else folder.parent)
@@ -248,7 +256,7 @@ def _emission(options: SizeOptions, model: Llm, plan: FleetPlan, name: str | Non
     served = options.model.lower() if is_built_in else Path(source).resolve().name
     if is_quantising:
         served += "-fp8"
-    return Emission(plan, source, name or served, is_quantising)
+    return Emission(plan, source, output.name or served, is_quantising, output.first_port)
 
 
 def _status(plan: FleetPlan) -> int:

@@ -144,6 +144,8 @@ class Draft:
         )
 
     def _group(self, memory: MemoryCheck) -> PlannedGroup:
+        # TP beyond the least was bought for a promise, so it is not too much.
+        least = self.layout.tp if self.work.limits else self.least_tp
         return PlannedGroup(
             self.layout,
             self.facts,
@@ -152,5 +154,5 @@ class Draft:
             gpus=self.hardware.gpus,
             memory=memory,
             max_concurrency=self.work.max_concurrency,
-            min_tp=self.least_tp,
+            min_tp=least,
         )

@@ -23,9 +23,14 @@ __all__ = ["FleetPlan", "PlanHardware", "RecipeGate", "SizingError", "plan_fleet
 def variants(model: Llm, quant: str) -> list[Llm]:
     """Return the model as it is, with one-byte weights, or both.
 
-    `quant` is auto, bf16 or fp8. A model whose weights are quantised already has no other variant.
+    `quant` is auto, bf16 or fp8. A model whose weights are quantised already has no other variant:
+    raises SizingError for bf16.
     """
     if model.weight_bytes <= 1:
+        if quant == "bf16":
+            raise SizingError(
+                f"--quant bf16: the weights of {model.name} are quantised; valid: auto, fp8"
+            )
         return [model]
     named = MODELS.get(f"{model.name}-fp8".lower())
     small = named or fp8(model, f"{model.name} (fp8)")

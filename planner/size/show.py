@@ -101,7 +101,7 @@ def front_lines(points: Sequence[FleetPoint], headline: str) -> Iterator[str]:
             *(str(point.batch), ms(point.ttft_s), ms(point.tpot_s), f"{point.requests_s:.1f}"),
             *(f"{point.tokens_s_gpu:.0f}", usd(point.usd_million), f"{point.kv_use:.0%}"),
         )
-        for point in sorted(points, key=lambda point: point.tpot_s)
+        for point in sorted(points, key=lambda point: (point.gpu, point.tpot_s))
         if point.is_best
     ]
     yield from table((*heads, "tok/s/GPU", "$/1M", "KV"), rows)

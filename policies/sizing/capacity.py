@@ -6,6 +6,8 @@ from math import ceil, inf, log
 
 # Products of measured rates and times are not exact: 120.0000000001 requests need no sixth replica.
 _ROUNDING = 1e-9
+# Steps of 1/16 from a load of one reach a million replicas in about 250.
+_MAX_STEPS = 1000
 
 
 def concurrency_of(rate_s: float, request_s: float) -> float:
@@ -57,6 +59,8 @@ def replicas_for_wait(load: float, service_s: float, percentile: float, wait_s: 
     if wait_s < 0:
         raise ValueError("a wait below zero is kept by no number of replicas")
     count = max(1, ceil(load))
-    while wait_quantile_s(load / count, service_s, percentile) > wait_s:
+    for _ in range(_MAX_STEPS):
+        if wait_quantile_s(load / count, service_s, percentile) <= wait_s:
+            return count
         count += max(1, count // 16)
-    return count
+    raise ValueError(f"no number of replicas keeps a wait of {wait_s} s at a load of {load}")

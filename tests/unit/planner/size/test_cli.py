@@ -168,6 +168,7 @@ def test_each_target_is_emitted_alone(target: str, part: str) -> None:
         (["llama-3.1-70b", "--in", "-3"], "--in: '-3' is not a number of tokens; valid: 8192, 8k"),
         (["llama-3.1-70b", "--cached", "2"], "--cached 2; valid: 0 to 0.999"),
         (["llama-3.1-70b", "--quant", "int3"], "unknown --quant 'int3'; valid: auto, bf16, fp8"),
+        (["deepseek-v3", "--gpu", "h200", "--quant", "bf16"], "are quantised; valid: auto, fp8"),
         (["llama-3.1-70b", "--kv-dtype", "x"], "unknown --kv-dtype 'x'; valid: bf16, fp8"),
         (["llama-3.1-70b", "--price", "free"], "--price 'free'; valid: 2.5, or h100=2.5"),
         (["llama-3.1-70b", "--domain", "0"], "--domain 0; valid: 1 and more"),

@@ -53,6 +53,15 @@ def test_harbor_gets_fp8_at_tp_4_and_the_gate_shows_that_tp_2_has_1_1_percent() 
     assert plan.single.ttft_s + plan.wait_s <= 1.2
 
 
+def test_the_figures_of_the_page_on_sizing() -> None:
+    promises = (Promise("standard", 1.2, 0.038),)
+    work = Workload(6000, 200, 8192, rate_s=4.0, max_concurrency=24, promises=promises)
+    plan, bf16 = planned("llama-3.1-70b", work), planned("llama-3.1-70b", work, quant="bf16")
+    assert (plan.gpus, plan.replicas, plan.ceiling, plan.layout) == (12, 3, 17, Layout(4))
+    assert bf16.gpus == 16
+    assert plan.shortfalls == ()
+
+
 def test_120_requests_at_once_over_24_per_replica_are_five_replicas() -> None:
     work = Workload(6000, 200, 8192, concurrency=120.0, max_concurrency=24)
     plan = planned("llama-3.1-70b", work, quant="fp8")

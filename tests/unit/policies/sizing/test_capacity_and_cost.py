@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.sizing.capacity import ceiling_of, concurrency_of, replicas_for
+from policies.sizing.capacity import (
+    ceiling_of,
+    concurrency_of,
+    replicas_for,
+    replicas_for_wait,
+    wait_quantile_s,
+)
 from policies.sizing.cost import (
     EngineShare,
     RequestSeconds,
@@ -115,3 +122,28 @@ def test_the_shares_of_all_requests_add_up_to_the_busy_time(seed: int, requests:
     engine.advance(now + 1)
     assert paid == pytest.approx(engine.busy_s, rel=1e-9)
     assert engine.busy_s + engine.idle_s == pytest.approx(now + 1)
+
+
+def test_half_the_time_busy_19_of_20_wait_at_most_2_3_services() -> None:
+    # Mean wait 0.5 s / (2 x 0.5) = 0.5 s; 0.5 / 0.5 x ln(0.5 / 0.05) = 2.303 s.
+    assert wait_quantile_s(0.5, 1.0, 95) == pytest.approx(2.3026, rel=1e-4)
+    assert wait_quantile_s(0.5, 0.1, 95) == pytest.approx(0.23026, rel=1e-4)
+    assert wait_quantile_s(0.04, 1.0, 95) == 0.0
+    assert wait_quantile_s(1.0, 1.0, 95) == inf
+
+
+@given(st.floats(0.01, 500), st.floats(0.01, 5), st.sampled_from([90.0, 95.0, 99.0]))
+def test_replicas_keep_the_wait_and_few_fewer_do_not(
+    load: float, wait_s: float, percentile: float
+) -> None:
+    count = replicas_for_wait(load, 1.0, percentile, wait_s)
+    assert wait_quantile_s(load / count, 1.0, percentile) <= wait_s
+    fewer = count - max(1, count // 16) - 1
+    assert fewer < load or wait_quantile_s(load / fewer, 1.0, percentile) > wait_s
+
+
+def test_a_wait_that_no_replica_keeps_is_refused() -> None:
+    with pytest.raises(ValueError, match="below zero"):
+        replicas_for_wait(1.0, 1.0, 95, -0.1)
+    with pytest.raises(ValueError, match="no number of replicas"):
+        replicas_for_wait(1.0, 1.0, 95, float("nan"))

@@ -10,6 +10,7 @@ import pytest
 
 from policies.sizing.hf_config import shape_from_config
 from policies.sizing.hf_members import ConfigError
+from policies.sizing.known_models import facts_of
 from policies.sizing.layout import Layout
 from policies.sizing.memory import stages
 from policies.sizing.model_shapes import Llm, model_named
@@ -168,3 +169,11 @@ def test_quantised_weights_are_smaller_except_for_the_embeddings(
     kept = 2 * model.embedding_params + model.replicated_params
     expected = (model.params - kept) * bytes_each + 2 * kept
     assert model.weights_bytes == pytest.approx(expected, rel=1e-9)
+
+
+def test_one_kv_head_is_not_a_latent() -> None:
+    one_head = shape_from_config(read("llama-3.1-8b") | {"num_key_value_heads": 1}, "mqa")
+    assert (one_head.shardable_kv, one_head.mla) == (1, False)
+    assert shape("deepseek-v3").mla
+    assert facts_of(one_head).kv_heads == 1
+    assert facts_of(shape("deepseek-v3")).kv_heads is None
