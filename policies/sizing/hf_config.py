@@ -18,6 +18,8 @@ from policies.sizing.model_shapes import Llm
 # Families whose MLP has two matrices; all others have a gate as the third.
 _UNGATED = frozenset({"gpt2", "gpt_neox", "opt", "falcon", "phi", "starcoder2", "mpt", "nemotron"})
 _QKV_BIAS = frozenset({"qwen2", "qwen2_moe"})
+# Routers with a bias per expert: for balance (DeepSeek-V3), or of the linear layer.
+_ROUTER_BIAS = frozenset({"deepseek_v3", "gpt_oss"})
 _QK_NORM = frozenset({"qwen3", "qwen3_moe", "gemma3", "gemma3_text"})
 _SANDWICH_NORMS = frozenset({"gemma2", "gemma3", "gemma3_text"})
 
@@ -55,7 +57,7 @@ def _assemble(config: ConfigMembers, kinds: LayerKinds, name: str) -> Llm:
     experts = _experts(config, kinds)
     embedding = config.count("vocab_size") * width
     ends = embedding if config.is_tied else 2 * embedding
-    norms = width * (4 if config.family in _SANDWICH_NORMS else 2) * layers + width
+    norms = width * (_norms_per_layer(config) * layers + 1)
     replicated = attention.replicated_params * kinds.attention_layers + norms + experts.routers
     params = ends + replicated + _split_params(config, kinds, attention) + experts.routed
     params += experts.shared
@@ -73,6 +75,12 @@ def _assemble(config: ConfigMembers, kinds: LayerKinds, name: str) -> Llm:
         bf16_params=kept if weight_bytes < 2 else 0.0,
     )
     return _with_kinds(shape, kinds, experts)
+
+
+def _norms_per_layer(config: ConfigMembers) -> int:
+    if config.has("hybrid_override_pattern"):
+        return 1
+    return 4 if config.family in _SANDWICH_NORMS else 2
 
 
 def _split_params(config: ConfigMembers, kinds: LayerKinds, attention: _Attention) -> float:
@@ -104,6 +112,8 @@ def _gqa(config: ConfigMembers) -> _Attention:
     biases = config.family in _QKV_BIAS or config.flag("attention_bias")
     kv = 2 * kv_heads * dim * (width + biases)
     own = heads * dim * (2 * width + biases) + kv
+    own += width if config.flag("attention_bias") else 0
+    own += heads if config.family == "gpt_oss" else 0  # attention sinks
     norms = 2 * dim if config.family in _QK_NORM else 0
     return _Attention(own, kv, norms, dim, 2 * kv_heads * dim, kv_heads)
 
@@ -151,7 +161,7 @@ def _experts(config: ConfigMembers, kinds: LayerKinds) -> _Experts:
         per_token=per_token,
         routed=layers * count * (_mlp(config, size) + biases),
         shared=layers * _mlp(config, shared_size),
-        routers=layers * count * width,
+        routers=layers * count * (width + (config.family in _ROUTER_BIAS)),
     )
 
 

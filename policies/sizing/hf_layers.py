@@ -129,6 +129,7 @@ def _state_space(config: ConfigMembers) -> tuple[float, float]:
     if not heads:  # Mamba 1
         rank = config.optional("mamba_dt_rank", -(-width // 16))
         params = width * 2 * inner + inner * (kernel + 1 + rank + 2 * size + rank + size + 2)
+        params += rank + 2 * size if config.family == "jamba" else 0  # norms of its projections
         return params + inner * width, STATE_BYTES * inner * (size + kernel - 1)
     channels = inner + 2 * groups * size
     params = width * (inner + channels + heads) + channels * (kernel + 1) + 3 * heads + inner

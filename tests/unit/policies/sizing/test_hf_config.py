@@ -29,27 +29,41 @@ def shape(name: str) -> Llm:
 
 
 @pytest.mark.parametrize(
-    ("name", "billions", "active", "weights_gb"),
+    ("name", "params"),
     [
-        ("llama-3.2-1b", 1.236, 1.236, 2.47),
-        ("llama-3.1-8b", 8.030, 8.030, 16.06),
-        ("llama-3.1-70b", 70.554, 70.554, 141.1),
-        ("llama-3.1-405b", 405.853, 405.853, 811.7),
-        ("qwen2.5-7b", 7.616, 7.616, 15.23),
-        ("qwen3-30b-a3b", 30.53, 3.35, 61.1),
-        ("mixtral-8x7b", 46.70, 12.88, 93.4),
-        ("deepseek-v3", 671.03, 37.55, 674.0),
-        ("gpt-oss-120b", 116.83, 5.71, 65.2),
-        ("gemma-3-27b", 27.01, 27.01, 54.0),
-        ("llama-4-scout", 107.77, 17.17, 215.5),
-        ("jamba-mini", 51.57, 12.1, 103.1),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
+        ("llama-3.1-405b", 405_853_388_800),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("deepseek-v3", 671_026_419_200),
+        ("gpt-oss-120b", 116_829_156_672),
+        ("gemma-3-27b", 27_009_346_304),
+        ("jamba-mini", 51_570_323_328),
     ],
 )
-def test_parameters_are_counted_as_published(
-    name: str, billions: float, active: float, weights_gb: float
+def test_every_parameter_of_a_published_checkpoint_is_counted(name: str, params: int) -> None:
+    assert shape(name).params == params
+
+
+@pytest.mark.parametrize(
+    ("name", "active", "weights_gb"),
+    [
+        ("llama-3.1-8b", 8.030, 16.06),
+        ("qwen3-30b-a3b", 3.35, 61.1),
+        ("mixtral-8x7b", 12.88, 93.4),
+        ("deepseek-v3", 37.55, 674.0),
+        ("gpt-oss-120b", 5.71, 65.2),
+        ("llama-4-scout", 17.17, 215.5),
+        ("jamba-mini", 12.1, 103.1),
+    ],
+)
+def test_active_parameters_and_bytes_are_as_published(
+    name: str, active: float, weights_gb: float
 ) -> None:
     model = shape(name)
-    assert model.params == pytest.approx(billions * 1e9, rel=0.002)
     assert model.active_params == pytest.approx(active * 1e9, rel=0.005)
     assert model.weights_bytes == pytest.approx(weights_gb * 1e9, rel=0.005)
 
@@ -111,6 +125,9 @@ def test_a_pattern_of_letters_is_read() -> None:
 def test_replicated_parameters_are_on_every_rank() -> None:
     model = shape("qwen3-30b-a3b")
     (one,) = stages(model, Layout(8))
+    assert model.kv_proj_params == 48 * 2 * 4 * 128 * 2048
+    routers, norms = 48 * 128 * 2048, 2048 * (2 * 48 + 1) + 48 * 2 * 128
+    assert model.replicated_params == routers + norms
     kv_heads_twice = model.kv_proj_params * (1 / 4 - 1 / 8) + model.replicated_params * 7 / 8
     assert one.weights_bytes == pytest.approx(2 * (model.params / 8 + kv_heads_twice), rel=1e-6)
 
@@ -177,3 +194,64 @@ def test_one_kv_head_is_not_a_latent() -> None:
     assert shape("deepseek-v3").mla
     assert facts_of(one_head).kv_heads == 1
     assert facts_of(shape("deepseek-v3")).kv_heads is None
+
+
+def test_a_mamba_2_layer_is_counted_by_hand() -> None:
+    small = {
+        "num_hidden_layers": 2,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 512,
+        "vocab_size": 100,
+        "hybrid_override_pattern": "M*",
+        "ssm_state_size": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "n_groups": 2,
+    }
+    # 512 inner scalars, 576 channels of the convolution with B and C of two groups.
+    projection_in = 256 * (512 + 576 + 8)
+    convolution = 576 * 4 + 576
+    per_head = 3 * 8  # A, D and the bias of dt
+    state_space = projection_in + convolution + per_head + 512 + 512 * 256
+    attention = 2 * 256 * 256 + 2 * 256 * 128
+    ends, norms = 2 * 100 * 256, 3 * 256
+    assert shape_from_config(small, "s").params == state_space + attention + ends + norms
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({"sliding_window": 4096}, 32),
+        ({"sliding_window": 4096, "use_sliding_window": False}, 0),
+        ({"sliding_window": 4096, "max_window_layers": 28}, 4),
+        ({"sliding_window": 4096, "sliding_window_pattern": 4}, 24),
+        ({"sliding_window": 4096, "model_type": "gemma2"}, 16),
+        ({"sliding_window": None}, 0),
+    ],
+)
+def test_layers_with_a_window_are_counted(change: dict[str, Any], windows: int) -> None:
+    assert shape_from_config(read("llama-3.1-8b") | change, "w").window_layers == windows
+
+
+@pytest.mark.parametrize(
+    ("change", "layers"),
+    [
+        ({}, 48),
+        ({"decoder_sparse_step": 2}, 24),
+        ({"mlp_only_layers": [0, 1]}, 46),
+        ({"first_k_dense_replace": 3}, 45),
+        ({"decoder_sparse_step": None, "expert_layer_period": 4, "expert_layer_offset": 1}, 12),
+    ],
+)
+def test_layers_with_experts_are_counted(change: dict[str, Any], layers: int) -> None:
+    model = shape_from_config(read("qwen3-30b-a3b") | change, "e")
+    assert model.moe_layers == layers
+    assert model.expert_params == layers * 128 * 3 * 2048 * 768
+
+
+def test_layers_with_attention_may_be_listed() -> None:
+    listed = {"attn_layer_indices": [3, 9, 99], "mamba_d_state": 16}
+    model = shape_from_config(read("llama-3.1-8b") | listed, "l")
+    assert model.kv_layers == 2
