@@ -6,7 +6,7 @@ It belongs to the request's own task. Accounting reads it when the request is ov
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gateway.protocol.errors import GatewayError
     from gateway.protocol.openai import Call
     from gateway.protocol.relay import Relay, UpstreamError
+    from gateway.protocol.response_ids import ResponseIds
     from gateway.protocol.token_ledger import Ledger
     from gateway.protocol.trace_context import Trace
     from policies.admission.quota import Quota
@@ -89,6 +90,14 @@ class SplitRecord:
         self.predicted_ttft_s: float | None = None
 
 
+class StoredAt(NamedTuple):
+    """The stored response that a request is about: its id, who keeps it, and the model's name."""
+
+    response_id: str
+    endpoint: str
+    model: str
+
+
 class Exchange:
     """One request, from its head to its account.
 
@@ -114,6 +123,8 @@ class Exchange:
     fingerprint   of the prompt; None where the policy does not read prefixes
     slo_outcome   whether its SLO was met (gateway/telemetry/slo_outcomes.py); "" if unknown
     ttft_s, tpot_s  as the client saw them; predicted_*: as expected at the pick
+    response_ids  creates the id of the response, where its engine may keep it; None elsewhere
+    stored_at     the stored response that the request is about
     pick_snapshot  the best two candidates as they were at the pick; None if the policy has no terms
                   to explain
     split         whether and how it was split; None for models without a split
@@ -163,6 +174,7 @@ class Exchange:
             "status",
             "tenant",
         ),
+        *("response_ids", "stored_at"),
         *("tier", "tpot_s", "trace", "ttft_s", "unsent_attempts"),
     )
 
@@ -204,6 +216,8 @@ class Exchange:
         self.quota: Quota | None = None
         self.ledger: Ledger | None = None
         self.hedge: SecondAttempt | None = None
+        self.response_ids: ResponseIds | None = None
+        self.stored_at: StoredAt | None = None
 
     @property
     def failed_attempts(self) -> int:

@@ -23,6 +23,7 @@ from gateway.protocol.api_keys import digest_of_headers, wrong_key
 from gateway.protocol.cache_salts import CacheSalts
 from gateway.protocol.openai import Call
 from gateway.protocol.relay import Relay
+from gateway.protocol.response_ids import ResponseIds
 from gateway.protocol.service_class import ServiceClasses
 from gateway.protocol.upstream_error import UpstreamError
 from gateway.telemetry.accounting import Accounting
@@ -162,6 +163,7 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     unlisted: Mapping[str, str] = {}
     able: Mapping[str, tuple[int, ...]] = {}
     scopes: Mapping[bytes, ModelScope] = {}
+    response_ids: ResponseIds | None = None
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
         """Return the tenant of a request; "" when no key is required.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -36,6 +36,7 @@ from gateway.proxy import tier_fallback
 from gateway.proxy.attempts import attempts, end_retries
 from gateway.proxy.pair import SplitAttempts, SplitPlan
 from gateway.proxy.rest import continue_stream
+from gateway.proxy.stored import explain_missing, pin_route, serve_stored
 from gateway.proxy.whole import UncountedPlan, WholePlan
 from gateway.route import Gateway, Route, Snapshot
 from gateway.telemetry.slo_outcomes import admission_outcome
@@ -43,6 +44,8 @@ from policies.model import Request, RoutingQuery
 from policies.prefix.fingerprint import Fingerprint
 
 log = logging.getLogger("penstock")
+
+Handler = Callable[[Gateway, Exchange, Client], Coroutine[Any, Any, None]]
 
 GAPS_EVERY = 32  # one request in this many has the times between its stream's chunks measured
 
@@ -84,17 +87,19 @@ class RequestFactory:
             exchange.trace = tracer.start_trace(client.headers)
         if not count % GAPS_EVERY:
             exchange.gaps = self._gaps
-        return serve(gateway, exchange, client)
+        return serve(gateway, exchange, client, _handle if api.conversation else serve_stored)
 
 
-async def serve(gateway: Gateway, exchange: Exchange, client: Client) -> None:
+async def serve(gateway: Gateway, exchange: Exchange, client: Client, handle: Handler) -> None:
     """Answer one request.
 
     Whatever happens, the client gets one answer and the exchange is accounted once.
     """
     try:
-        await _handle(gateway, exchange, client)
+        await handle(gateway, exchange, client)
     except GatewayError as error:
+        if error.failure is Failure.RESPONSE_NOT_FOUND:
+            error = await explain_missing(gateway, exchange, error)
         exchange.set_refused(error)
         client.send_error(error, exchange.id, exchange.api.errors)
     except asyncio.CancelledError:
@@ -156,6 +161,8 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
             exchange.fingerprint = gateway.endpoints.prefixes.fingerprint(call, route.name)
             if route.room.reads_sessions:
                 gateway.endpoints.prefixes.recognise_session(call, exchange.fingerprint)
+        if exchange.api.keeps_answers:
+            route = pin_route(snapshot, exchange, route, call)
         if route.split is None:
             problem = await attempts(WholePlan(gateway, exchange, client, route, call))
         else:

@@ -51,6 +51,7 @@ from mockgpu.options import (
     Role,
     Seed,
     Speed,
+    StoresResponses,
     Tp,
     WireFaults,
 )
@@ -78,6 +79,7 @@ def mock(
     max_queued: MaxQueued = None,
     keep_alive: KeepAlive = KEEP_ALIVE_S,
     cached_details: CachedDetails = True,
+    responses_store: StoresResponses = False,
     dialect: DialectName = None,
     kv_transport: KvTransport = "auto",
     kv_port: KvPort = 0,
@@ -102,6 +104,7 @@ def mock(
         spec = _spec(model, gpu, tp, role, profile, speed)
         limits = (max_num_seqs, max_num_batched_tokens, kv_tokens, max_queued)
         spec = _limited(spec, *limits, cached_details=cached_details)
+        spec = msgspec.structs.replace(spec, stores_responses=responses_store)
         specs = [spec] * groups
         if dialect is not None:
             link = (kv_transport, kv_port, kv_key, kv_scale, kv_gbps or inf)

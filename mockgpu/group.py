@@ -43,6 +43,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
     kv_tokens   None: as many as memory leaves
     speed       10: ten times as fast; inf: no waiting
+    stores_responses  keep responses for later requests
     transfer    how it transfers KV, as a prefill or decode group or both; None: whole requests only
     """
 
@@ -59,6 +60,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     max_queued: int | None = None
     cached_details: bool = True
     transfer: TransferSpec | None = None
+    stores_responses: bool = False
 
     @property
     def capacity_tokens(self) -> int:

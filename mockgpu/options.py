@@ -94,4 +94,7 @@ MaxQueued = Annotated[
 ]
 KeepAlive = Annotated[float, typer.Option(help="Seconds before an idle connection is closed.")]
 CachedDetails = Annotated[bool, typer.Option(help="Report cached_tokens in usage.")]
+StoresResponses = Annotated[
+    bool, typer.Option(help="Keep responses, as vLLM with VLLM_ENABLE_RESPONSES_API_STORE=1.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per group.")]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mockgpu.choice import Choice
 from mockgpu.named_events import chat_body, flat_text, named_event
 from mockgpu.openai_format import http_chunk
 from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
+from mockgpu.responses_store import ResponsesStore, StoredResponse
 from mockgpu.text import TOKEN_BYTES
 
 _PASSED = ("model", "stream", "temperature", "top_p", "cache_salt", "kv_transfer_params", "seed")
@@ -21,10 +22,15 @@ class ResponsesFormat:
 
     prefix = "resp_"
 
+    def __init__(self, store: ResponsesStore) -> None:
+        self._store = store
+
     def read(self, members: dict[str, Any]) -> RequestBody:
         """Return the chat of a body."""
         chat: dict[str, Any] = {name: members[name] for name in _PASSED if name in members}
-        chat["messages"] = chat_messages(members)
+        self._store.check(members)
+        system, messages = self._messages(members)
+        chat["messages"] = system + messages
         chat["max_completion_tokens"] = members.get("max_output_tokens")
         functions = [tool for tool in members.get("tools") or () if tool.get("type") == "function"]
         if functions:
@@ -36,7 +42,7 @@ class ResponsesFormat:
         self, ask: ParsedRequest, choice: Choice, created: int, members: Mapping[str, Any]
     ) -> ResponsesChunks:
         """Return the events of a streamed answer."""
-        return ResponsesChunks(ask, choice, created, members)
+        return ResponsesChunks(ask, choice, created, members, self.whole)
 
     def whole(
         self,
@@ -46,8 +52,21 @@ class ResponsesFormat:
         cached: int | None,
         members: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the response."""
-        return finished(ask, choice, created, cached, members)
+        """Return the response, and keep it."""
+        response = finished(ask, choice, created, cached, members)
+        _, messages = self._messages(members)
+        answer = {"role": "assistant", "content": choice.text}
+        self._store.keep(members, StoredResponse(response, [*messages, answer]))
+        return response
+
+    def _messages(
+        self, members: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the instructions as a message, and the conversation so far. Raises ApiError."""
+        before = self._store.messages_before(members)
+        given = members.get("instructions")
+        system = [] if given is None else [{"role": "system", "content": given}]
+        return system, [*before, *chat_messages(members)]
 
     def error(self, error: ApiError) -> bytes:
         """Return the JSON of an error."""
@@ -62,11 +81,18 @@ class ResponsesFormat:
 class ResponsesChunks:
     """The events of one streamed response: one output item, in pieces of a token."""
 
-    __slots__ = ("_ask", "_choice", "_created", "_made", "_members", "_number")
+    __slots__ = ("_ask", "_choice", "_created", "_finish", "_made", "_members", "_number")
 
     def __init__(
-        self, ask: ParsedRequest, choice: Choice, created: int, members: Mapping[str, Any]
+        self,
+        ask: ParsedRequest,
+        choice: Choice,
+        created: int,
+        members: Mapping[str, Any],
+        finish: Callable[..., dict[str, Any]],
     ) -> None:
+        """Initialize; `finish` returns the finished response."""
+        self._finish = finish
         self._ask, self._choice, self._created, self._members = ask, choice, created, members
         self._made = self._number = 0
 
@@ -99,7 +125,7 @@ class ResponsesChunks:
             closing = self._delta('"}') + self._item(
                 f"{name}.done", arguments=item["arguments"], name=ask.tool
             )
-        response = finished(ask, choice, self._created, cached, self._members)
+        response = self._finish(ask, choice, self._created, cached, self._members)
         return http_chunk(
             closing
             + self._event("response.output_item.done", output_index=0, item=item)
@@ -131,14 +157,12 @@ class ResponsesChunks:
 
 
 def chat_messages(members: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages that a body's instructions and input mean. Raises ApiError."""
+    """Return the messages that a body's input means. Raises ApiError."""
     given = members.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
         raise ApiError(400, "1 validation error: input: field required and not empty", "input")
-    first = members.get("instructions")
-    messages = [] if first is None else [{"role": "system", "content": first}]
-    return messages + [_message(item) for item in items]
+    return [_message(item) for item in items]
 
 
 def _message(item: object) -> dict[str, Any]:

@@ -62,6 +62,7 @@ from mockgpu.response_sinks import (
     reset_connection,
 )
 from mockgpu.responses_format import ResponsesFormat
+from mockgpu.responses_store import ResponsesStore
 from mockgpu.text import token_count
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
@@ -71,11 +72,6 @@ VERSION = "0.33.0"
 MAX_BODY_BYTES = 32 << 20
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
-
-FORMATS: Mapping[str, NamedEventFormat] = {
-    "/v1/messages": messages_format.MessagesFormat(),
-    "/v1/responses": ResponsesFormat(),
-}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -109,6 +105,11 @@ class MockServer:
             VERSION if transfer is None else f"{transfer.version[0]}.{transfer.version[1]}.0"
         )
         self._created = int(time.time())
+        self._stored = ResponsesStore(group.spec.stores_responses)
+        self._formats: Mapping[str, NamedEventFormat] = {
+            "/v1/messages": messages_format.MessagesFormat(),
+            "/v1/responses": ResponsesFormat(self._stored),
+        }
 
     def app(self) -> web.Application:
         """Return the aiohttp application. Serve it with `handler_cancellation=True`."""
@@ -121,7 +122,7 @@ class MockServer:
                 web.post("/tokenize", self.tokenize),
                 web.post("/detokenize", self.detokenize),
                 web.post("/v1/messages/count_tokens", self.count_tokens),
-                *(web.post(path, self.converse) for path in FORMATS),
+                *(web.post(path, self.converse) for path in self._formats),
                 *(web.post(path, self.pool) for path in pooling.READERS),
                 web.get("/health", self.health),
                 web.get("/ping", self.health),
@@ -131,6 +132,9 @@ class MockServer:
                 web.get("/openapi.json", self.openapi),
                 web.get("/metrics", self.metrics),
                 web.get("/prometheus/metrics", self.metrics),
+                web.get("/v1/responses/{id}", self.stored_response),
+                web.delete("/v1/responses/{id}", self.delete_response),
+                web.post("/v1/responses/{id}/cancel", self.cancel_response),
                 *self._mock_routes(),
             ]
         )
@@ -159,7 +163,7 @@ class MockServer:
             api_error = error
         except ConnectionResetError:  # the client left before its response began
             raise asyncio.CancelledError from None
-        form = FORMATS.get(request.path.removesuffix("/count_tokens"))
+        form = self._formats.get(request.path.removesuffix("/count_tokens"))
         body = error_body(api_error, self._engine) if form is None else form.error(api_error)
         return web.Response(status=api_error.status, body=body, content_type=JSON)
 
@@ -194,12 +198,13 @@ class MockServer:
 
     async def converse(self, request: web.Request) -> web.StreamResponse:
         """POST to an API that means a chat and whose streams have named events."""
-        form, fault = FORMATS[request.path], self._pick_fault(request)
+        form, fault = self._formats[request.path], self._pick_fault(request)
         _check_content_type(request)
         raw = await request.read()
         members = read_members(raw)
         name = client_request_id(request.headers) or uuid.uuid4().hex
-        ask = self._parse(raw, form.read(members), request, form.prefix + name, True)
+        request_id = str(members.get("request_id") or form.prefix + name)
+        ask = self._parse(raw, form.read(members), request, request_id, True)
         if fault is not None and fault.kind is FaultKind.ERROR:
             raise ApiError(fault.status, "Injected fault")
         (choice,) = build_choices(ask)
@@ -244,6 +249,19 @@ class MockServer:
         transport.write(chunks.end(cached) if error is None else form.failure(error))
         await response.write_eof()
         return response
+
+    async def stored_response(self, request: web.Request) -> web.Response:
+        """GET /v1/responses/{id}."""
+        return _json(self._stored.find(request.match_info["id"]).response)
+
+    async def delete_response(self, request: web.Request) -> web.Response:
+        """DELETE /v1/responses/{id}, which vLLM does not have."""
+        return _json(self._stored.delete(request.match_info["id"]))
+
+    async def cancel_response(self, request: web.Request) -> web.Response:
+        """POST /v1/responses/{id}/cancel: none runs in the background here."""
+        self._stored.find(request.match_info["id"])
+        raise ApiError(400, "Cannot cancel a synchronous response.", "response_id")
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """POST /v1/messages/count_tokens."""

@@ -29,7 +29,7 @@ from gateway.http.connection import ClientConnection, Serve, add_piece
 from gateway.http.connection_phase import Phase
 from gateway.http.large_bodies import LARGE_BODY, WaitForTurn
 from gateway.http.write_queue import WriteQueue
-from gateway.protocol.apis import API_PATHS
+from gateway.protocol.apis import API_PATHS, stored_api
 from gateway.protocol.errors import Failure, GatewayError, new_request_id
 
 ALLOWED_METHODS = frozenset({"POST"})
@@ -126,6 +126,11 @@ class AiohttpConnection(ClientConnection, RequestHandler):
     def headers(self) -> Mapping[str, str]:
         assert self._message is not None
         return self._message.headers
+
+    @property
+    def target(self) -> str:
+        assert self._message is not None
+        return str(self._message.url.raw_path_qs)
 
     @property
     def is_http_1_0(self) -> bool:
@@ -369,6 +374,8 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         # The second lookup handles a query string or a target in absolute form.
         api = API_PATHS.get(message.path) or API_PATHS.get(message.url.raw_path)
         if api is None or message.method not in ALLOWED_METHODS:
+            api = stored_api(message.method, message.url.raw_path)
+        if api is None:
             return await self._serve_with_aiohttp(message, payload)
         await self._serve(self, api)
         self._payload = None

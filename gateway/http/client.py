@@ -22,6 +22,11 @@ class Client(Downstream, Protocol):
     @property
     def headers(self) -> Mapping[str, str]: ...
     @property
+    def target(self) -> str:
+        """Path and query of the request, for APIs whose path has a variable part."""
+        ...
+
+    @property
     def is_http_1_0(self) -> bool: ...
     @property
     def will_close(self) -> bool:

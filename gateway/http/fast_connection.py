@@ -103,6 +103,10 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         self._is_turn_due = self._reading_paused = False
         self.transport: asyncio.Transport | None = None
 
+    @property
+    def target(self) -> str:
+        return "" if self._head is None else self._head.api.path
+
     # The Client protocol, as far as ClientConnection does not implement it
 
     def take_buffered_body(self) -> bytes:

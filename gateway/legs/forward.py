@@ -14,6 +14,7 @@ from gateway.exchange import Exchange
 from gateway.fleet.booking import Booking
 from gateway.http.client import Client
 from gateway.protocol.apis import CHAT, COMPLETIONS, Api
+from gateway.protocol.errors import response_not_found
 from gateway.protocol.event_relay import EventRelay
 from gateway.protocol.forwarded import all_values
 from gateway.protocol.openai import Call
@@ -54,7 +55,7 @@ def prepare(
     if served != call.request.model or endpoint.engine is TRTLLM:
         body = call.adapted_to(served, _accepted_members(call.api, endpoint.engine))
     if call.salt and endpoint.salt_member:
-        body = body.with_salt(call.salt_member(endpoint.salt_member))
+        body = body.with_member(call.salt_member(endpoint.salt_member))
     headers, is_http_1_0 = response_headers(exchange, client, endpoint.name), client.is_http_1_0
     asked, grammar = call.requested_model, call.api.grammar
     rewriter = ModelNameRewriter(served, asked) if served != asked else None
@@ -63,11 +64,20 @@ def prepare(
         relay = Relay(headers, on_first, is_http_1_0, rewriter, False, exchange.gaps, choices)
     else:
         errors = call.api.errors
+        if exchange.response_ids is not None:
+            body = _with_response_id(exchange, body, endpoint.name, asked if rewriter else "")
         relay = EventRelay(headers, on_first, is_http_1_0, rewriter, exchange.gaps, grammar, errors)
     head = booking.upstream.request_head(exchange.api.path) + request_headers(
         exchange, client.headers, len(body.body), endpoint.name
     )
     return head, body, relay
+
+
+def _with_response_id(exchange: Exchange, body: Call, endpoint: str, model: str) -> Call:
+    """Return a call that names its response: the id leads later requests back to the endpoint."""
+    assert exchange.response_ids is not None
+    name = exchange.response_ids.new(exchange.tenant, endpoint, model)
+    return body.with_member(b',"request_id":"%b"' % name.encode())
 
 
 def _accepted_members(api: Api, engine: EngineKind) -> frozenset[str] | None:
@@ -94,7 +104,9 @@ def forward_refusal(exchange: Exchange, client: Client, relay: Relay, endpoint: 
 
     Raises UpstreamError for other statuses.
     """
-    status = refusal_status(relay)
+    status, stored = refusal_status(relay), exchange.stored_at
+    if status == 404 and stored is not None:
+        raise response_not_found(stored.response_id)
     exchange.status, exchange.outcome, exchange.reason = status, "refused", "engine"
     headers = [
         ("x-request-id", exchange.id),

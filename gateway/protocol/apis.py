@@ -36,6 +36,8 @@ class Api(msgspec.Struct, frozen=True, eq=False):
     can_resume     another endpoint may continue a broken stream
     errors         how it reports errors
     grammar        the events of its streams; None: those of chat completions
+    keeps_answers  an engine may keep the answer for later requests, which need that engine
+    method         of its requests
     """
 
     path: str
@@ -52,6 +54,8 @@ class Api(msgspec.Struct, frozen=True, eq=False):
     can_resume: bool = False
     errors: ErrorShape = error_shapes.OPENAI
     grammar: EventGrammar | None = None
+    keeps_answers: bool = False
+    method: str = "POST"
 
 
 CHAT = Api(
@@ -103,7 +107,22 @@ RESPONSES = Api(
     generates=True,
     errors=error_shapes.RESPONSES,
     grammar=event_grammar.RESPONSES,
+    keeps_answers=True,
 )
+
+
+def _stored(path: str, operation: str, method: str) -> Api:
+    """Return an API about a response that an engine keeps; it has no model and no prompt."""
+    return Api(
+        path,
+        operation,
+        "",
+        (),
+        is_admitted=False,
+        errors=error_shapes.RESPONSES,
+        grammar=event_grammar.RESPONSES,
+        method=method,
+    )
 
 
 def _inputs(path: str, operation: str) -> Api:
@@ -171,7 +190,30 @@ APIS: tuple[Api, ...] = (
 )
 """Every API whose requests are POSTs to a fixed path."""
 
+STORED_PATH, CANCEL_PATH = "/v1/responses/{id}", "/v1/responses/{id}/cancel"
+STORED_APIS: Mapping[tuple[str, str], Api] = {
+    (api.method, api.path): api
+    for api in (
+        _stored(STORED_PATH, "get_response", "GET"),
+        _stored(STORED_PATH, "delete_response", "DELETE"),
+        _stored(CANCEL_PATH, "cancel_response", "POST"),
+    )
+}
+
 API_PATHS: Mapping[str, Api] = {api.path: api for api in APIS}
+
+
+def stored_api(method: str, path: str) -> Api | None:
+    """Return the API of a request about a stored response; None for any other path or method.
+
+    `path` has no query.
+    """
+    rest = path.removeprefix("/v1/responses/")
+    response_id, slash, action = rest.partition("/")
+    if rest == path or not response_id or slash + action not in ("", "/cancel"):
+        return None
+    return STORED_APIS.get((method, CANCEL_PATH if slash else STORED_PATH))
+
 
 PREAMBLE = frozenset(name for api in APIS for name in api.prompt) - frozenset(
     api.conversation for api in APIS if api.generates

@@ -44,13 +44,13 @@ def new_cache_salts(config: Config) -> CacheSalts:
     each tenant or group is derived from its API keys, so that it is equal on all gateways and after
     a restart without any setup.
     """
-    secret = _secret(config)
+    secret = shared_secret(config)
     open_key = hmac.digest(secret or _LABEL, b"no tenant", "sha256")
     if config.cache.isolate == "off":
         return CacheSalts({}, open_key)
     keys: dict[str, bytes] = {}
     for domain, tenants in group_by_domain(config.tenants).items():
-        key = hmac.digest(secret or _derived_secret(tenants), domain, "sha256")
+        key = hmac.digest(secret or derived_secret(tenants), domain, "sha256")
         keys.update(dict.fromkeys((tenant.name for tenant in tenants), key))
     return CacheSalts(keys, open_key)
 
@@ -65,7 +65,8 @@ def group_by_domain(tenants: Sequence[Tenant]) -> dict[bytes, list[Tenant]]:
     return groups
 
 
-def _secret(config: Config) -> bytes | None:
+def shared_secret(config: Config) -> bytes | None:
+    """Return the secret that gateways of this configuration share; None if none is configured."""
     if config.cache.secret is not None:
         return config.cache.secret.reveal().encode()
     if config.shared is not None:
@@ -73,7 +74,7 @@ def _secret(config: Config) -> bytes | None:
     return None
 
 
-def _derived_secret(tenants: Sequence[Tenant]) -> bytes:
+def derived_secret(tenants: Sequence[Tenant]) -> bytes:
     """Derive a secret from these tenants' API keys only, so that other tenants do not affect it."""
     digests = sorted(hashlib.sha256(tenant.key.reveal().encode()).digest() for tenant in tenants)
     return hmac.digest(_LABEL, b"".join(digests), "sha256")

@@ -40,6 +40,7 @@ class Failure(Enum):
     BAD_KEY = ErrorRow(401, "authentication_error", "invalid_api_key")
     NOT_FOUND = ErrorRow(404, "invalid_request_error", "unknown_url")
     MODEL_NOT_FOUND = ErrorRow(404, "invalid_request_error", "model_not_found")
+    RESPONSE_NOT_FOUND = ErrorRow(404, "invalid_request_error", "response_not_found")
     METHOD_NOT_ALLOWED = ErrorRow(405, "invalid_request_error", "method_not_allowed")
     REQUEST_TIMEOUT = ErrorRow(408, "invalid_request_error", "request_timeout")
     TOO_LARGE = ErrorRow(413, "invalid_request_error", "request_too_large")
@@ -111,6 +112,12 @@ def error_event(failure: Failure, message: str) -> bytes:
         + _encode(message, failure.value.error_type, None, failure.value.in_stream_code)
         + b"\n\n"
     )
+
+
+def response_not_found(response_id: str) -> GatewayError:
+    """Return the error for a response that is unknown, of another tenant, or lost."""
+    message = f"Response with id '{response_id[:64]}' not found."
+    return GatewayError(Failure.RESPONSE_NOT_FOUND, message)
 
 
 def shutting_down() -> GatewayError:

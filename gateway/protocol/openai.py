@@ -142,7 +142,7 @@ class Call(msgspec.Struct):
         """Return the salt as a further member `name`; b"" if the engine takes none (no name)."""
         return b',"%b":"%b"' % (name.encode(), self.salt) if name and self.salt else b""
 
-    def with_salt(self, member: bytes) -> Call:
+    def with_member(self, member: bytes) -> Call:
         """Return a copy with `member` spliced into the body before its closing brace."""
         body = self.body
         end = body.rindex(b"}")

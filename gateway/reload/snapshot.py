@@ -22,6 +22,7 @@ from gateway.fleet.name_table import NameTable
 from gateway.legs import forward
 from gateway.protocol.api_keys import key_digest
 from gateway.protocol.cache_salts import new_cache_salts
+from gateway.protocol.response_ids import new_response_ids
 from gateway.protocol.service_class import ServiceClasses
 from gateway.proxy.rest import prepare_recorded
 from gateway.route import CanaryRoute, ModelScope, PoolTrials, Route, Snapshot
@@ -121,6 +122,7 @@ def build_plan(
         named.unlisted,
         able,
         {digest: _scope(routes, unlisted, names) for digest, names in limits.items()},
+        new_response_ids(config),
     )
     return SnapshotPlan(snapshot, adoption, rooms)
 

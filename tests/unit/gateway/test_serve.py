@@ -25,7 +25,7 @@ CLIENT = cast(
 
 def begun(patch: pytest.MonkeyPatch, number: int, tracer: Any = None) -> list[Exchange]:
     """So many exchanges of one process, as the line gets them."""
-    patch.setattr(serve, "serve", lambda gateway, exchange, client: exchange)
+    patch.setattr(serve, "serve", lambda gateway, exchange, client, handle: exchange)
     gateway = stand_in(Gateway, SimpleNamespace(accounts=SimpleNamespace(tracer=tracer)))
     beginning = RequestFactory(gateway, Metrics().itl_seconds)
     return [cast(Exchange, beginning.serve(CLIENT, apis.CHAT)) for _ in range(number)]

@@ -1,0 +1,169 @@
+"""Requests about responses that an engine keeps: the next turn of one, and to read or end one.
+
+They go to the endpoint that the response's id names (gateway/protocol/response_ids.py), because
+engines keep responses in the memory of one process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from time import monotonic
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from gateway.disagg.response_buffer import ResponseBuffer
+from gateway.exchange import Exchange, StoredAt
+from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.http.client import Client
+from gateway.legs import forward
+from gateway.protocol.apis import RESPONSES
+from gateway.protocol.errors import Failure, GatewayError, response_not_found
+from gateway.protocol.event_relay import EventRelay
+from gateway.protocol.json_members import bad_request, member_value
+from gateway.protocol.openai import Call
+from gateway.protocol.relay import Relay, UpstreamError
+from gateway.protocol.rewrite import ModelNameRewriter
+from gateway.route import Gateway, Route, Snapshot
+
+PREVIOUS = "previous_response_id"
+_TARGET = re.compile(
+    r"/v1/responses/([A-Za-z0-9_-]{1,256})(/cancel)?(\?[A-Za-z0-9._~%&=+,\[\]-]{0,512})?"
+)
+# A background job about a response that cannot exist: an engine that keeps responses does not find
+# it, and one that keeps none refuses to run in the background. Neither computes anything.
+_PROBE = (
+    b'{"model":%b,"input":"x","store":true,"background":true,"max_output_tokens":1,'
+    b'"previous_response_id":"resp_0"}'
+)
+
+
+class _Bytes(NamedTuple):
+    """The body of a request."""
+
+    body: bytes
+
+
+def pin_route(snapshot: Snapshot, exchange: Exchange, route: Route, call: Call) -> Route:
+    """Prepare the id of the response; return the route to the engine that keeps the previous one.
+
+    Without a previous response it is the route itself. Raises GatewayError when the id is not the
+    tenant's.
+    """
+    ids = exchange.response_ids = snapshot.response_ids
+    previous = member_value(call.members, PREVIOUS) if PREVIOUS in call.members else None
+    if previous is None or ids is None:
+        return route
+    if not isinstance(previous, str):
+        raise bad_request(f"'{PREVIOUS}' must be a string.", PREVIOUS)
+    names = [candidate.endpoint.name for candidate in route.candidates]
+    kept = ids.find(previous, exchange.tenant, names)
+    if kept is None:
+        raise response_not_found(previous)
+    exchange.stored_at = StoredAt(previous, kept.endpoint, route.name)
+    candidates = tuple(
+        candidate for candidate in route.candidates if candidate.endpoint.name == kept.endpoint
+    )
+    return replace(route, candidates=candidates, split=None, is_partial=True)
+
+
+async def explain_missing(
+    gateway: Gateway, exchange: Exchange, error: GatewayError
+) -> GatewayError:
+    """Return the error for a previous response that its engine does not find.
+
+    It is another one if the engine keeps no responses at all.
+    """
+    stored = exchange.stored_at
+    if stored is None or exchange.api is not RESPONSES:
+        return error
+    live = _live(gateway.endpoints.all(), stored.endpoint)
+    if live is None or await _keeps_responses(gateway, live, stored.model):
+        return error
+    return GatewayError(
+        Failure.BAD_REQUEST,
+        f"The engine keeps no responses, so '{PREVIOUS}' cannot be used: send the whole "
+        "conversation in 'input'. (vLLM keeps them with VLLM_ENABLE_RESPONSES_API_STORE=1.)",
+        param=PREVIOUS,
+    )
+
+
+async def serve_stored(gateway: Gateway, exchange: Exchange, client: Client) -> None:
+    """Read, cancel or delete a response: ask the engine that keeps it. Raises GatewayError."""
+    snapshot = gateway.snapshot
+    if snapshot.tenants:
+        exchange.tenant = snapshot.authenticate(client.headers)
+    await client.read_body(partial(exchange.take_memory, gateway.gate))
+    exchange.received_at = exchange.parsed_at = monotonic()
+    match = _TARGET.fullmatch(client.target)
+    response_id = "" if match is None else match[1]
+    ids, endpoints = snapshot.response_ids, gateway.endpoints.all()
+    names = [live.endpoint.name for live in endpoints]
+    kept = None if ids is None else ids.find(response_id, exchange.tenant, names)
+    live = None if kept is None else _live(endpoints, kept.endpoint)
+    if kept is None or live is None:
+        raise response_not_found(response_id)
+    exchange.stored_at = StoredAt(response_id, kept.endpoint, kept.model)
+    relay = _relay(gateway, exchange, client, live)
+    try:
+        await _ask(exchange, client, live, relay)
+    except UpstreamError as broke:
+        gateway.endpoints.on_failure(live, broke)
+        if not relay.is_committed:
+            message = f"The engine could not answer ({broke.kind})."
+            raise GatewayError(Failure.UPSTREAM_FAILED, message) from None
+        client.close_after_write()
+        exchange.set_interrupted(broke.kind)
+
+
+async def _ask(exchange: Exchange, client: Client, live: LiveEndpoint, relay: Relay) -> None:
+    """Send the request to the engine and relay its answer."""
+    stored, api = exchange.stored_at, exchange.api
+    assert stored is not None
+    _, mark, query = client.target.partition("?")
+    path = api.path.replace("{id}", stored.response_id) + mark + query
+    head = api.method.encode() + live.upstream.request_head(path).removeprefix(b"POST")
+    head += forward.request_headers(exchange, client.headers, 0, stored.endpoint)
+    exchange.sent_at = monotonic()
+    await live.upstream.send(head, _Bytes(b""), relay, client)
+    if relay.is_refused:
+        forward.forward_refusal(exchange, client, relay, stored.endpoint)
+    else:
+        exchange.status = 200
+
+
+def _relay(gateway: Gateway, exchange: Exchange, client: Client, live: LiveEndpoint) -> Relay:
+    """Return the relay of a stored response, which names the model as its request did."""
+    stored = exchange.stored_at
+    assert stored is not None
+    assert RESPONSES.grammar is not None
+    route = gateway.snapshot.routes.get(stored.model) if stored.model else None
+    rewriter = None
+    if route is not None:
+        served = route.resolve_name(live.endpoint)
+        rewriter = ModelNameRewriter(served, stored.model) if served != stored.model else None
+    headers = forward.response_headers(exchange, client, stored.endpoint)
+    grammar, errors = RESPONSES.grammar, RESPONSES.errors
+    return EventRelay(headers, None, client.is_http_1_0, rewriter, None, grammar, errors)
+
+
+async def _keeps_responses(gateway: Gateway, live: LiveEndpoint, model: str) -> bool:
+    """Return whether the engine keeps responses; True if it does not say."""
+    route = gateway.snapshot.routes.get(model)
+    name = live.endpoint.name if route is None else route.resolve_name(live.endpoint)
+    body = _PROBE % msgspec.json.encode(name)
+    head = live.upstream.request_head(RESPONSES.path)
+    head += b"content-length: %d\r\n\r\n" % len(body)
+    relay = Relay(b"", is_http_1_0=True)
+    try:
+        await live.upstream.send(head, _Bytes(body), relay, ResponseBuffer())
+    except UpstreamError:
+        return True
+    return not (relay.status == 400 and b"STORE" in relay.refusal_body)
+
+
+def _live(endpoints: Sequence[LiveEndpoint], name: str) -> LiveEndpoint | None:
+    return next((live for live in endpoints if live.endpoint.name == name), None)

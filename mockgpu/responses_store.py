@@ -1,0 +1,63 @@
+"""The responses that an engine keeps: in memory, and only if it is told to, as vLLM does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from mockgpu.request_parser import ApiError
+
+MAX_RESPONSES = 4096
+_NO_STORE = (
+    "`store=True` (default) is not supported. Please set `store=False` in Responses API or set "
+    "`VLLM_ENABLE_RESPONSES_API_STORE=1` in the env variable to start the vLLM server."
+)
+
+
+class StoredResponse(msgspec.Struct, frozen=True):
+    """One response object, and the conversation up to its end without instructions."""
+
+    response: dict[str, Any]
+    messages: list[dict[str, Any]]
+
+
+class ResponsesStore:
+    """The newest responses by id. Keeps none unless `is_enabled`."""
+
+    __slots__ = ("_responses", "is_enabled")
+
+    def __init__(self, is_enabled: bool = False) -> None:
+        self.is_enabled = is_enabled
+        self._responses: dict[str, StoredResponse] = {}
+
+    def check(self, members: Mapping[str, Any]) -> None:
+        """Raise ApiError for a request that needs a store where there is none."""
+        if members.get("background") and members.get("store", True) and not self.is_enabled:
+            raise ApiError(400, _NO_STORE, "store")
+
+    def messages_before(self, members: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+        """Return the conversation that a request continues. Raises ApiError 404."""
+        previous = members.get("previous_response_id")
+        return () if previous is None else self.find(str(previous)).messages
+
+    def keep(self, members: Mapping[str, Any], stored: StoredResponse) -> None:
+        """Keep a response, unless its request asks not to."""
+        if not self.is_enabled or members.get("store", True) is False:
+            return
+        while len(self._responses) >= MAX_RESPONSES:
+            del self._responses[next(iter(self._responses))]
+        self._responses[stored.response["id"]] = stored
+
+    def find(self, response_id: str) -> StoredResponse:
+        """Return a response. Raises ApiError 404."""
+        if response_id not in self._responses:
+            raise ApiError(404, f"Response with id '{response_id}' not found.", "response_id")
+        return self._responses[response_id]
+
+    def delete(self, response_id: str) -> dict[str, Any]:
+        """Delete a response and return the confirmation. Raises ApiError 404."""
+        self.find(response_id)
+        del self._responses[response_id]
+        return {"id": response_id, "object": "response", "deleted": True}

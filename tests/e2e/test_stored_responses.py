@@ -1,0 +1,160 @@
+"""Responses that engines keep: found by their ids through any gateway, and by their tenant only."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from openai import OpenAI
+
+from mockgpu.text import expected_text
+from tests.e2e.processes import gateway_process, mock_fleet
+
+TEXT, NEXT = "How deep is the reservoir behind the dam?", "And how wide?"
+ACME, ZETA = "sk-acme-secret", "sk-zeta-secret"
+CONFIG = """
+models: [{{name: demo-8b, pool: main}}, {{name: renamed, served_model: demo-8b, pool: main}}]
+pools: {{main: {{policy: {{name: round_robin}}, endpoints: [{{url: '{0}'}}, {{url: '{1}'}}]}}}}
+tenants: [{{name: acme, key: '${{ACME}}'}}, {{name: zeta, key: '${{ZETA}}'}}]
+"""
+
+
+class Fleet(NamedTuple):
+    """Two gateways of one configuration, and their engines."""
+
+    urls: list[str]
+    engines: list[str]
+
+    def sdk(self, gateway: int = 0, key: str = ACME) -> OpenAI:
+        return OpenAI(base_url=f"{self.urls[gateway]}/v1", api_key=key, max_retries=0, timeout=20)
+
+    def asked(
+        self, path: str, body: dict[str, Any] | None = None, key: str = ACME, method: str = "POST"
+    ) -> tuple[int, dict[str, Any]]:
+        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.urls[0] + path, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=20) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+
+def fleet(folder: Any, *options: str) -> Iterator[Fleet]:
+    keys = {"ACME": ACME, "ZETA": ZETA}
+    with mock_fleet(*options) as engines:
+        text = CONFIG.format(*engines)
+        (folder / "a").mkdir()
+        (folder / "b").mkdir()
+        with (
+            gateway_process(folder / "a", text, **keys) as first,
+            gateway_process(folder / "b", text, **keys) as second,
+        ):
+            yield Fleet([first.url, second.url], list(engines))
+            for running in (first, second):
+                assert "Traceback" not in running.stderr_text, running.stderr_text
+
+
+@pytest.fixture(scope="module")
+def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    yield from fleet(tmp_path_factory.mktemp("keeping"), "--responses-store")
+
+
+@pytest.fixture(scope="module")
+def forgetting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    yield from fleet(tmp_path_factory.mktemp("forgetting"))
+
+
+BODY: dict[str, Any] = {"model": "demo-8b", "input": TEXT, "max_output_tokens": 8}
+
+
+def test_the_next_turn_reaches_the_engine_that_keeps_the_last_one_through_any_gateway(
+    keeping: Fleet,
+) -> None:
+    for stream in (False, True):
+        for turn in range(4):
+            with keeping.sdk(turn % 2) as sdk:
+                first = sdk.responses.create(**BODY)
+                said = [{"role": "user", "content": TEXT}]
+                said += [{"role": "assistant", "content": first.output_text}]
+                said += [{"role": "user", "content": NEXT}]
+            with keeping.sdk((turn + 1) % 2) as sdk:
+                more = {**BODY, "input": NEXT, "previous_response_id": first.id}
+                if stream:
+                    with sdk.responses.stream(**more) as events:
+                        second = list(events)[-1].response
+                else:
+                    second = sdk.responses.create(**more)
+            assert second.output_text == expected_text({"messages": said}, 8)
+            assert second.previous_response_id == first.id
+
+
+def test_a_response_can_be_read_and_deleted_under_the_name_it_was_asked_for(
+    keeping: Fleet,
+) -> None:
+    with keeping.sdk() as first, keeping.sdk(1) as second:
+        for name in ("demo-8b", "renamed"):
+            response = first.responses.create(**{**BODY, "model": name})
+            read = second.responses.retrieve(response.id)
+            assert (read.id, read.model, read.output_text) == (
+                response.id,
+                name,
+                response.output_text,
+            )
+            status, error = keeping.asked(f"/v1/responses/{response.id}/cancel")
+            assert (status, error["error"]["type"]) == (400, "invalid_request_error")
+            status, _ = keeping.asked(f"/v1/responses/{response.id}", method="DELETE")
+            assert status == 200
+            assert keeping.asked(f"/v1/responses/{response.id}", method="GET")[0] == 404
+
+
+def test_unknown_lost_and_foreign_ids_are_the_same_404(keeping: Fleet) -> None:
+    lost = keeping.asked("/v1/responses", BODY)[1]["id"]
+    assert keeping.asked(f"/v1/responses/{lost}", method="DELETE")[0] == 200
+    foreign = keeping.asked("/v1/responses", BODY, ZETA)[1]["id"]
+    answers = []
+    for name in (lost, foreign, "resp_" + "A" * 38, "resp_1", "x"):
+        for method, path in (
+            ("GET", f"/v1/responses/{name}"),
+            ("DELETE", f"/v1/responses/{name}"),
+            ("POST", f"/v1/responses/{name}/cancel"),
+        ):
+            status, answer = keeping.asked(path, method=method)
+            answers.append((status, json.dumps(answer).replace(name, "ID")))
+        more = {**BODY, "previous_response_id": name}
+        status, answer = keeping.asked("/v1/responses", more)
+        answers.append((status, json.dumps(answer).replace(name, "ID")))
+    assert len(set(answers)) == 1
+    assert answers[0][0] == 404
+    assert json.loads(answers[0][1])["error"]["code"] == "response_not_found"
+    assert keeping.asked(f"/v1/responses/{foreign}", key=ZETA, method="GET")[0] == 200
+
+
+def test_where_engines_keep_nothing_a_previous_response_is_refused_with_the_reason(
+    forgetting: Fleet,
+) -> None:
+    first = forgetting.asked("/v1/responses", BODY)[1]["id"]
+    status, answer = forgetting.asked("/v1/responses", {**BODY, "previous_response_id": first})
+    error = answer["error"]
+    assert (status, error["param"]) == (400, "previous_response_id")
+    assert "VLLM_ENABLE_RESPONSES_API_STORE" in error["message"]
+    assert forgetting.asked(f"/v1/responses/{first}", method="GET")[0] == 404
+    unknown = {**BODY, "previous_response_id": "resp_1"}
+    assert forgetting.asked("/v1/responses", unknown)[0] == 404
+
+
+def test_a_client_cannot_choose_the_id_of_its_response(keeping: Fleet) -> None:
+    answer = keeping.asked("/v1/responses", {**BODY, "request_id": "resp_mine"})[1]
+    assert answer["id"] != "resp_mine"
+    assert keeping.asked("/v1/responses", {**BODY, "previous_response_id": 7})[0] == 400
+
+
+def test_other_methods_and_paths_below_responses_are_refused(keeping: Fleet) -> None:
+    assert keeping.asked("/v1/responses/resp_1", {}, method="PUT")[0] in (404, 405)
+    assert keeping.asked("/v1/responses/resp_1/input_items", method="GET")[0] == 404
+    assert keeping.asked("/v1/responses/resp_1", key="sk-wrong", method="GET")[0] == 401

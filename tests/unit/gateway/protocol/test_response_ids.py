@@ -1,0 +1,78 @@
+"""Ids of responses: which gateway and tenant can read them, and what they reveal."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config import Config
+from gateway.protocol.response_ids import KeptResponse, ResponseIds, new_response_ids
+
+ENDPOINTS = ["10.0.0.1:8000", "10.0.0.2:8000", "engine-c"]
+IDS = ResponseIds({"acme": b"a" * 32, "zeta": b"z" * 32}, b"o" * 32)
+TENANTS = st.sampled_from(["acme", "zeta", ""])
+NAMES = st.text(max_size=16)
+
+
+@given(TENANTS, st.sampled_from(ENDPOINTS), NAMES)
+def test_an_id_leads_its_tenant_back_to_the_endpoint_and_the_model(
+    tenant: str, endpoint: str, model: str
+) -> None:
+    response_id = IDS.new(tenant, endpoint, model)
+    assert re.fullmatch(r"resp_[A-Za-z0-9_-]{38,124}", response_id)
+    assert IDS.find(response_id, tenant, ENDPOINTS) == KeptResponse(endpoint, model)
+
+
+@given(st.sampled_from(ENDPOINTS), NAMES)
+def test_another_tenant_finds_nothing(endpoint: str, model: str) -> None:
+    response_id = IDS.new("acme", endpoint, model)
+    assert IDS.find(response_id, "zeta", ENDPOINTS) is None
+    assert IDS.find(response_id, "", ENDPOINTS) is None
+
+
+@given(st.text(max_size=300), st.data())
+def test_invented_and_altered_ids_find_nothing(text: str, data: st.DataObject) -> None:
+    assert IDS.find(text, "acme", ENDPOINTS) is None
+    assert IDS.find("resp_" + text, "acme", ENDPOINTS) is None
+    response_id = IDS.new("acme", ENDPOINTS[0], "m")
+    index = data.draw(st.integers(5, len(response_id) - 1))
+    other = data.draw(st.sampled_from("AZaz09_-").filter(lambda c: c != response_id[index]))
+    assert (
+        IDS.find(response_id[:index] + other + response_id[index + 1 :], "acme", ENDPOINTS) is None
+    )
+
+
+def test_an_endpoint_that_was_removed_is_not_found() -> None:
+    assert IDS.find(IDS.new("acme", "engine-c"), "acme", ENDPOINTS[:2]) is None
+
+
+def test_ids_differ_and_show_neither_the_endpoint_nor_the_model() -> None:
+    ids = {IDS.new("acme", "engine-c", "secret-model") for _ in range(100)}
+    assert len(ids) == 100
+    assert not any("engine" in response_id or "secret" in response_id for response_id in ids)
+
+
+POOLS = {"main": {"endpoints": [{"url": "http://127.0.0.1:9000"}]}}
+A, B = ({"name": name, "key": f"sk-{name}"} for name in "ab")
+
+
+def configured(*tenants: dict[str, str], **sections: Any) -> ResponseIds:
+    raw = {"version": 1, "pools": POOLS, "tenants": tenants, **sections}
+    return new_response_ids(Config.model_validate(raw))
+
+
+def test_gateways_with_one_configuration_read_each_other_s_ids() -> None:
+    for sections in ({}, {"cache": {"secret": "sixteen-characters-or-more"}}):
+        response_id = configured(A, **sections).new("a", ENDPOINTS[0])
+        assert configured(B, A, **sections).find(response_id, "a", ENDPOINTS) is not None
+        assert configured(A, B, **sections).find(response_id, "b", ENDPOINTS) is None
+    assert configured().find(configured().new("", ENDPOINTS[0]), "", ENDPOINTS) is not None
+
+
+def test_another_secret_reads_nothing() -> None:
+    first, second = ({"secret": f"sixteen-characters-{digit}"} for digit in "12")
+    response_id = configured(A, cache=first).new("a", ENDPOINTS[0])
+    assert configured(A, cache=second).find(response_id, "a", ENDPOINTS) is None
