@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from io import TextIOWrapper
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import msgspec
 import typer
@@ -247,12 +247,12 @@ def serve(
     ] = None,
     admin_port: AdminPortOption = None,
     workers: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             "--workers",
-            min=1,
-            max=64,
-            help="Number of gateway processes; overrides the configuration.",
+            metavar="N|auto",
+            help="Number of gateway processes, at most 64, or auto: one for each core that they "
+            "may use. Overrides the configuration.",
         ),
     ] = None,
 ) -> None:
@@ -261,6 +261,7 @@ def serve(
         raise typer.BadParameter("give either --config FILE, or --engine URL once per engine")
     if config is not None and (policy, host, port, admin_port) != (None, None, None, None):
         raise typer.BadParameter("with --config, set the policy, host and ports in the file")
+    worker_count = None if workers is None else _parse_workers(workers)
     from gateway.config import ConfigError, config_from_engines, load_with_warnings
 
     try:
@@ -276,7 +277,18 @@ def serve(
             loaded = config_from_engines(engine or [], *settings)
     except ConfigError as error:
         _exit_with_problems(error, as_json=False)
-    raise typer.Exit(_serve(loaded, config, workers or loaded.config.workers))
+    from gateway.workers.worker_count import resolve_worker_count
+
+    count = resolve_worker_count(worker_count or loaded.config.workers)
+    raise typer.Exit(_serve(loaded, config, count))
+
+
+def _parse_workers(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    if not (text.isdecimal() and 1 <= int(text) <= 64):
+        raise typer.BadParameter("give a number from 1 to 64, or auto", param_hint="--workers")
+    return int(text)
 
 
 @app.command()

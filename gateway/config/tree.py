@@ -43,6 +43,7 @@ from gateway.config.values import (
     Size,
     Url,
     Weight,
+    WorkerCount,
     check_sendable,
     setting,
     without_scheme,
@@ -478,6 +479,8 @@ class Config(Section):
     shared: Shared | None = setting(
         None, "One view among several gateways; by default each has its own."
     )
-    workers: Annotated[
-        int, Field(strict=True, ge=1, le=64), BeforeValidator(number_if_substituted)
-    ] = setting(1, "Gateway processes on this machine, which share the API port and one view.")
+    workers: WorkerCount = setting(
+        1,
+        "Gateway processes on this machine, which share the API port and one view. `auto`: one for "
+        "each core that the gateway may use.",
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from ipaddress import ip_network
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -25,6 +25,8 @@ from gateway.config.yaml_source import number_if_substituted
 from gateway.util import units
 
 MIN_INTERVAL_S = 0.01
+AUTO: Literal["auto"] = "auto"
+MAX_WORKERS = 64
 
 _PREFIX = re.compile(r"(?:/[A-Za-z0-9._~%:@+-]+)*")
 _PARAMETERS = re.compile(r"^([0-9]{1,6}(?:\.[0-9]{1,3})?)([MBT])$")
@@ -212,7 +214,21 @@ Parameters = Annotated[
 ]
 """Billions of parameters, written with a unit."""
 
+
+def _worker_count(value: object) -> object:
+    number = number_if_substituted(value)
+    if number == AUTO:
+        return AUTO
+    if type(number) is not int or not 1 <= number <= MAX_WORKERS:
+        raise ValueError(f"must be a number from 1 to {MAX_WORKERS}, or auto")
+    return number
+
+
 Count = Annotated[int, Field(strict=True, ge=1, le=2**40), BeforeValidator(number_if_substituted)]
+WorkerCount = Annotated[
+    Annotated[int, Field(strict=True, ge=1, le=MAX_WORKERS)] | Literal["auto"],
+    BeforeValidator(_worker_count),
+]
 Weight = Annotated[float, Field(ge=1e-6, le=1000), BeforeValidator(number_if_substituted)]
 Port = Annotated[int, Field(strict=True, ge=0, le=65535), BeforeValidator(number_if_substituted)]
 Name = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f\x7f\"\\]+$", max_length=200)]

@@ -8,7 +8,7 @@ merged is in metrics_merge.py, how they are written in exposition.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -35,10 +35,16 @@ class CounterTotals:
         self._ended: Readings = ()
         self._one_at_a_time = asyncio.Lock()
 
-    async def render_page(self, own: Readings = (), *, exemplars: bool = False) -> bytes:
-        """Return the text of a scrape, including the supervisor's `own` families.
+    async def render_page(
+        self,
+        own: Callable[[Mapping[int, Readings]], Readings] = lambda _: (),
+        *,
+        exemplars: bool = False,
+    ) -> bytes:
+        """Return the text of a scrape, including the supervisor's own families.
 
-        Concurrent scrapes run one after the other.
+        `own` returns them for the families of each serving worker, by its number. Concurrent
+        scrapes run one after the other.
         """
         async with self._one_at_a_time:
             workers = [*self._serving(), *self._ending()]
@@ -60,13 +66,14 @@ class CounterTotals:
                     metrics_merge.merge_families, (), [self._ended, *ended]
                 )
             now = [fresh[worker] for worker in serving if worker in fresh]
+            mine = own({worker.number: fresh[worker] for worker in serving if worker in fresh})
             counters_only = [
                 families
                 for worker, families in self._last.items()
                 if worker not in serving or worker not in fresh
             ]
             return await asyncio.to_thread(
-                _render, [*now, own], [self._ended, *counters_only], exemplars
+                _render, [*now, mine], [self._ended, *counters_only], exemplars
             )
 
 

@@ -87,7 +87,7 @@ def _add_merged(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
 
     async def metrics(request: web.Request) -> web.Response:
         exemplars = wants_openmetrics(request.headers.get("Accept", ""))
-        page = await counted.render_page(group.metrics.collect(), exemplars=exemplars)
+        page = await counted.render_page(group.metrics.collect, exemplars=exemplars)
         return web.Response(body=page, headers={"Content-Type": content_type(exemplars=exemplars)})
 
     async def requests(query: RecentQuery) -> dict[str, Any]:

@@ -5,12 +5,16 @@ They are on no dashboard, because a gateway without workers does not have them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+from gateway.config.values import MAX_WORKERS
 from gateway.metrics.labels import Row
 from gateway.metrics.metric_types import (
     Counter,
     FamilyReading,
     FamilySpec,
     Gauge,
+    HistogramValue,
     Label,
     MetricFamily,
     MetricRegistry,
@@ -21,7 +25,10 @@ from gateway.metrics.process_metrics import ProcessMetrics
 class SupervisorMetrics:
     """The metric families of one supervisor."""
 
-    __slots__ = ("_meters", "_process", "deaths_total", "frames_dropped_total", "workers")
+    __slots__ = (
+        *("_meters", "_process", "connections", "deaths_total", "frames_dropped_total", "inflight"),
+        "workers",
+    )
 
     def __init__(self) -> None:
         meters = self._meters = MetricRegistry()
@@ -30,6 +37,15 @@ class SupervisorMetrics:
         self.workers: Gauge = own.gauge(
             "penstock_workers", "Workers that serve requests now."
         ).labels()
+        number = Label("worker", MAX_WORKERS)
+        self.connections: MetricFamily[Gauge] = own.gauge(
+            "penstock_worker_connections", "Open client connections of each worker.", number
+        )
+        self.inflight: MetricFamily[Gauge] = own.gauge(
+            "penstock_worker_inflight",
+            "Requests of each worker that are booked on an endpoint and have not ended.",
+            number,
+        )
         self.deaths_total: Counter = own.counter(
             "penstock_worker_deaths_total", "Workers that ended unexpectedly."
         ).labels()
@@ -43,6 +59,28 @@ class SupervisorMetrics:
         """Return the specification of each family, in order."""
         return tuple(family.spec for family in self._meters.families)
 
-    def collect(self) -> list[FamilyReading]:
-        """Return the values of the families, and the supervisor's `process_*` metrics."""
+    def collect(self, workers: Mapping[int, Sequence[FamilyReading]]) -> list[FamilyReading]:
+        """Return the values of the families, and the supervisor's `process_*` metrics.
+
+        `workers` has the families of each serving worker by its number; the balance among them
+        shows in their connections and requests.
+        """
+        for family, name in (
+            (self.connections, "penstock_connections"),
+            (self.inflight, "penstock_inflight"),
+        ):
+            family.clear()
+            for number, readings in workers.items():
+                family.labels(str(number)).set(_total(name, readings))
         return [*self._meters.collect({}), *self._process.collect()]
+
+
+def _total(name: str, readings: Sequence[FamilyReading]) -> float:
+    """Return the sum of a gauge's series."""
+    return sum(
+        value
+        for reading in readings
+        if reading.spec.name == name
+        for value in reading.values.values()
+        if not isinstance(value, HistogramValue)
+    )

@@ -248,7 +248,7 @@ def series() -> frozenset[str]:
         re.findall(
             r"penstock_\w+",
             (
-                Metrics().render() + render_page(SupervisorMetrics().collect(), exemplars=False)
+                Metrics().render() + render_page(SupervisorMetrics().collect({}), exemplars=False)
             ).decode(),
         )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -21,6 +22,7 @@ class Stub:
     def __init__(self, count: int) -> None:
         self.count: int | None = count
         self.body: bytes | None = None
+        self.number = count
 
     async def request(self, method: str, path: str, timeout_s: float) -> WorkerResponse:
         assert (method, path.partition("?")[0]) == ("GET", "/metrics/readings")
@@ -49,9 +51,24 @@ async def test_process_metrics_of_the_supervisor_are_summed_with_those_of_worker
         FamilyReading(OPEN, {(): 2.0}),
         FamilyReading(FamilySpec("mine", "gauge", "help"), {(): 1.0}),
     ]
-    page = (await counted([Stub(5), Stub(7)], []).render_page(own)).decode()
+    page = (await counted([Stub(5), Stub(7)], []).render_page(lambda _: own)).decode()
     assert "open 14.0\n" in page
     assert "mine 1.0\n" in page
+
+
+async def test_the_supervisor_gets_the_families_of_each_worker_that_responds() -> None:
+    silent = Stub(3)
+    silent.count = None
+    seen: list[Mapping[int, Sequence[FamilyReading]]] = []
+
+    def own(workers: Mapping[int, Sequence[FamilyReading]]) -> list[FamilyReading]:
+        seen.append(workers)
+        return []
+
+    await counted([Stub(5), silent, Stub(7)], [Stub(9)]).render_page(own)
+    assert [
+        {number: page[0].values[()] for number, page in workers.items()} for workers in seen
+    ] == [{5: 5, 7: 7}]
 
 
 async def test_an_openmetrics_scrape_has_exemplars_of_workers() -> None:
