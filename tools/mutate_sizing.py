@@ -79,7 +79,7 @@ def failing_test(tree: Path) -> str | None:
         env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
     if result.returncode == 0:

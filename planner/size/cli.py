@@ -85,6 +85,10 @@ Emit = Annotated[
 Name = Annotated[
     str | None, typer.Option("--name", help="Name that clients use; by default the model's.")
 ]
+Against = Annotated[
+    str | None,
+    typer.Option("--against", help="Also size this model, usually a smaller one, for its cost."),
+]
 FirstPort = Annotated[
     int,
     typer.Option("--first-port", min=1, max=60_000, help="With --emit: port of the first engine."),
@@ -109,6 +113,7 @@ class SizeOutput(msgspec.Struct, frozen=True):
 
     front: bool
     ladder: int | None
+    against: str | None
     target: str | None
     name: str | None
     first_port: int
@@ -140,6 +145,7 @@ def size(
     best_effort: BestEffort = False,
     front: Front = False,
     ladder: Ladder = None,
+    against: Against = None,
     emit_: Emit = None,
     name: Name = None,
     first_port: FirstPort = 9000,
@@ -155,7 +161,10 @@ def size(
     )
     try:
         raise typer.Exit(
-            _run(options, SizeOutput(front, ladder, emit_, name, first_port, from_, last, as_json))
+            _run(
+                options,
+                SizeOutput(front, ladder, against, emit_, name, first_port, from_, last, as_json),
+            )
         )
     except SizingError as error:
         typer.echo(f"penstock size: {error}", err=True)
@@ -180,11 +189,12 @@ def _run(options: SizeOptions, output: SizeOutput) -> int:
         else tp_ladder(best.model, best.hardware, batch, best.work.mean_context, grids)
     )
     results = _replayed(options, output, model, best, grids)
+    other = _against(options, output, grids)
     if output.as_json:
-        plain = show.as_plain(plans, points, steps, results)
+        plain = show.as_plain(plans, points, steps, results, other)
         typer.echo(json.dumps(plain, indent=2))
     else:
-        typer.echo("\n".join(_lines(plans, best, points, steps, batch or 1, results)))
+        typer.echo("\n".join(_lines(plans, best, points, steps, batch or 1, results, other)))
     return _status(best)
 
 
@@ -195,6 +205,7 @@ def _lines(
     steps: Sequence[LadderStep],
     batch: int,
     results: Sequence[Finalist],
+    other: FleetPlan | None,
 ) -> Iterator[str]:
     yield from show.plan_lines(best)
     if len(plans) > 1:
@@ -207,6 +218,17 @@ def _lines(
         yield from ("", *show.ladder_lines(steps, batch))
     if results:
         yield from ("", *show.finalist_lines(results))
+    if other is not None:
+        yield from ("", *show.against_lines(best, other))
+
+
+def _against(options: SizeOptions, output: SizeOutput, grids: Sequence[Grid]) -> FleetPlan | None:
+    """Return the cheapest plan of the other model for the same traffic and promises."""
+    if output.against is None:
+        return None
+    other = msgspec.structs.replace(options, model=output.against)
+    plans = _plans(other, model_of(other), grids)
+    return min(plans, key=lambda plan: (len(plan.shortfalls), plan.usd_hour))
 
 
 def _points(

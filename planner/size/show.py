@@ -161,6 +161,25 @@ def finalist_lines(results: Sequence[Finalist]) -> Iterator[str]:
     yield from table(heads, rows)
 
 
+def against_lines(plan: FleetPlan, other: FleetPlan) -> Iterator[str]:
+    """Yield the cost of two models for the same traffic and promises, side by side."""
+    heads = ("model", "layout", "gpus", "$/hour", "per token", "prompt $/1M", "answer $/1M")
+    rows = [
+        (
+            *(each.model.name, each.layout.label, str(each.gpus), usd(each.usd_hour)),
+            *(ms(each.loaded.tpot_s), usd(each.prices.prompt), usd(each.prices.answer)),
+            str(len(each.shortfalls)),
+        )
+        for each in (plan, other)
+    ]
+    yield from table((*heads, "missed"), rows)
+    share = other.usd_hour / plan.usd_hour
+    yield (
+        f"{other.model.name} costs {share:.0%} of {plan.model.name}; whether it answers as well "
+        "is a question for your own prompts"
+    )
+
+
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield aligned lines; the first and the last column to the left."""
     widths = [max(len(row[place]) for row in (heads, *rows)) for place in range(len(heads))]
@@ -177,6 +196,7 @@ def as_plain(
     points: Sequence[FleetPoint],
     steps: Sequence[LadderStep],
     results: Sequence[Finalist] = (),
+    other: FleetPlan | None = None,
 ) -> dict[str, Any]:
     """Return everything as JSON; seconds, bytes and dollars without units."""
     plain: dict[str, Any] = {
@@ -191,6 +211,8 @@ def as_plain(
         ]
     if results:
         plain["replayed"] = msgspec.to_builtins(results)
+    if other is not None:
+        plain["against"] = _plan_members(other)
     return plain
 
 

@@ -218,6 +218,16 @@ def test_the_plan_and_other_shapes_are_replayed_on_a_log() -> None:
     assert "replayed on the log, with the routing policy of production" in text
 
 
+def test_the_cost_of_a_smaller_model_stands_beside() -> None:
+    arguments = (*HARBOR, "--against", "llama-3.1-8b")
+    text = run(*arguments).stdout
+    assert "meta-llama/Llama-3.1-8B" in text
+    assert "whether it answers as well" in text
+    members = plain(*arguments)
+    assert members["against"]["usd_hour"] < members["plans"][0]["usd_hour"]
+    assert "unknown model 'x'" in run(*HARBOR, "--against", "x").stderr
+
+
 def test_a_log_that_cannot_be_replayed_is_refused_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text("{}\n")

@@ -94,6 +94,36 @@ def test_a_decision_table_follows_from_the_numbers_of_the_workload(
     assert planned(model, work, quant="bf16").layout == layout
 
 
+def test_a_node_of_8_gpus_holds_two_replicas_of_70b_for_100_ms() -> None:
+    # A published exercise; its "four TP 4 replicas per node" are two.
+    work = Workload(2000, 200, 4096, concurrency=8.0, promises=(Promise(tpot_s=0.1),))
+    plan = planned("llama-3.1-70b", work, gpus=8, quant="bf16")
+    assert 8 // plan.layout.gpus == 2
+    assert plan.single.step_s < 0.1
+    assert plan.shortfalls == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "work", "layout", "weight_bytes"),
+    [
+        # Scenarios of a published table: too large for one GPU, and close to fitting.
+        ("llama-3.1-70b", "h100", Workload(2000, 200, 4096, concurrency=8.0), Layout(2), 1.0),
+        # A model that fits one GPU, for throughput.
+        ("llama-2-13b", "h100", Workload(2000, 200, 4096, concurrency=64.0), Layout(1), 1.0),
+        # Interactive, batch 1 to 4: the lowest TP that fits, here over PCIe.
+        ("llama-3.1-8b", "l40s", Workload(2000, 200, 4096, concurrency=4.0), Layout(1), 2.0),
+        # Offline batches: moderate TP and large batches; fp8 at TP 1 saves no GPU here.
+        ("llama-3.1-70b", "h200", Workload(2000, 200, 4096, concurrency=256.0), Layout(2), 2.0),
+    ],
+)
+def test_scenarios_are_answered_from_their_numbers(
+    model: str, gpu: str, work: Workload, layout: Layout, weight_bytes: float
+) -> None:
+    plan = planned(model, work, gpu)
+    assert (plan.layout, plan.model.weight_bytes) == (layout, weight_bytes)
+    assert plan.replicas * plan.ceiling >= (work.concurrency or 0)
+
+
 def test_experts_of_an_mla_model_are_spread_with_attention_at_tp_1() -> None:
     plan = planned("deepseek-v3", Workload(2000, 200, 4096, concurrency=64.0), "h200")
     assert plan.layout == Layout(1, ep=8, dp=8)

@@ -251,6 +251,12 @@ def test_layers_with_experts_are_counted(change: dict[str, Any], layers: int) ->
     assert model.expert_params == layers * 128 * 3 * 2048 * 768
 
 
+def test_the_rank_of_mamba_1_is_a_16th_of_the_width_by_default() -> None:
+    members = read("jamba-mini")
+    assert members.pop("mamba_dt_rank") == 256
+    assert shape_from_config(members, "j").params == shape("jamba-mini").params
+
+
 def test_layers_with_attention_may_be_listed() -> None:
     listed = {"attn_layer_indices": [3, 9, 99], "mamba_d_state": 16}
     model = shape_from_config(read("llama-3.1-8b") | listed, "l")
