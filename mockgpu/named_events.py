@@ -80,6 +80,11 @@ def chat_body(members: Mapping[str, Any]) -> RequestBody:
         raise ApiError(400, f"1 validation error: {error}") from None
 
 
+def chat_of(text: str, model: object, **members: Any) -> RequestBody:
+    """Return a chat of one message. Raises ApiError."""
+    return chat_body({"model": model, "messages": [{"role": "user", "content": text}], **members})
+
+
 def flat_text(content: object, kinds: Sequence[str]) -> object:
     """Return the text of content parts; the parts themselves if one of them is no text."""
     if not isinstance(content, list):

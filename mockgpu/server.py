@@ -11,12 +11,12 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
 
-from mockgpu import messages_format, openai_format, pooling
+from mockgpu import audio_format, messages_format, openai_format, pooling
 from mockgpu.choice import Choice, build_choices
 from mockgpu.engine_formats import (
     EngineFormat,
@@ -36,6 +36,15 @@ from mockgpu.fault_grammar import (
 )
 from mockgpu.group import TokenSink, TpGroup
 from mockgpu.group_faults import GroupFaults
+from mockgpu.http_answers import (
+    JSON,
+    break_whole,
+    check_content_type,
+    form_fields,
+    json_answer,
+    reset_now,
+    transport_of,
+)
 from mockgpu.leg_params import DecodeLeg, PrefillLeg
 from mockgpu.named_events import EventChunks, NamedEventFormat, read_members
 from mockgpu.request_parser import (
@@ -58,8 +67,6 @@ from mockgpu.response_sinks import (
     PendingResponse,
     StreamSink,
     WholeSink,
-    break_off,
-    reset_connection,
 )
 from mockgpu.responses_format import ResponsesFormat
 from mockgpu.responses_store import ResponsesStore
@@ -70,7 +77,6 @@ if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's
 
 VERSION = "0.33.0"
 MAX_BODY_BYTES = 32 << 20
-JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -122,6 +128,8 @@ class MockServer:
                 web.post("/tokenize", self.tokenize),
                 web.post("/detokenize", self.detokenize),
                 web.post("/v1/messages/count_tokens", self.count_tokens),
+                web.post("/v1/audio/transcriptions", self.listen),
+                web.post("/v1/audio/translations", self.listen),
                 *(web.post(path, self.converse) for path in self._formats),
                 *(web.post(path, self.pool) for path in pooling.READERS),
                 web.get("/health", self.health),
@@ -193,13 +201,13 @@ class MockServer:
         """Return the fault of this request; one that strikes before a response strikes now."""
         fault = self.faults.pick_fault()
         if fault is not None and fault.kind is FaultKind.RESET_BEFORE_HEADERS:
-            _reset_now(request)
+            reset_now(request)
         return fault
 
     async def converse(self, request: web.Request) -> web.StreamResponse:
         """POST to an API that means a chat and whose streams have named events."""
         form, fault = self._formats[request.path], self._pick_fault(request)
-        _check_content_type(request)
+        check_content_type(request)
         raw = await request.read()
         members = read_members(raw)
         name = client_request_id(request.headers) or uuid.uuid4().hex
@@ -218,19 +226,38 @@ class MockServer:
             raise error
         body = form.whole(ask, choice, int(time.time()), self._cached(ask, [choice]), members)
         if fault is not None and fault.kind in BREAKING_FAULTS:
-            await _break_whole(request, msgspec.json.encode(body), fault.kind)
-        return _json(body)
+            await break_whole(request, msgspec.json.encode(body), fault.kind)
+        return json_answer(body)
+
+    async def listen(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/audio/transcriptions and translations."""
+        fault = self._pick_fault(request)
+        fields = await form_fields(request)
+        name = client_request_id(request.headers) or uuid.uuid4().hex
+        ask = self._parse(b"{}", audio_format.read_audio(fields), request, f"trsc-{name}", True)
+        if fault is not None and fault.kind is FaultKind.ERROR:
+            raise ApiError(fault.status, "Injected fault")
+        (choice,) = build_choices(ask)
+        if ask.is_stream:
+            chunks = audio_format.AudioChunks(ask, choice, int(time.time()))
+            return await self._stream_events(request, None, chunks, choice, fault)
+        answer = PendingResponse(1, asyncio.get_running_loop())
+        with self._submitted([choice], [WholeSink(answer)], fault):
+            error = await answer.done
+        if error is not None:
+            raise error
+        return json_answer(audio_format.transcription(ask, choice))
 
     async def _stream_events(
         self,
         request: web.Request,
-        form: NamedEventFormat,
+        form: NamedEventFormat | None,
         chunks: EventChunks,
         choice: Choice,
         fault: InjectedFault | None,
     ) -> web.StreamResponse:
         """Send headers and first events at once, then tokens, then the end or the error."""
-        answer, transport = PendingResponse(1, asyncio.get_running_loop()), _transport(request)
+        answer, transport = PendingResponse(1, asyncio.get_running_loop()), transport_of(request)
         details, job = self.group.spec.cached_details, choice.job
         sink = StreamSink(answer, chunks, job, transport, details)
         if fault is not None and fault.kind in STREAM_FAULTS:
@@ -240,23 +267,29 @@ class MockServer:
         with self._submitted([choice], [sink], fault):
             await response.prepare(request)
             if fault is not None and fault.kind is FaultKind.RESET_AFTER_HEADERS:
-                _reset_now(request)
+                reset_now(request)
             transport.write(chunks.begin())
             error = await answer.done
         if transport.is_closing():
             raise asyncio.CancelledError
         cached = max(0, job.cached) if details else None
-        transport.write(chunks.end(cached) if error is None else form.failure(error))
+        transport.write(chunks.end(cached) if error is None else self._failure(form, error))
         await response.write_eof()
         return response
 
+    def _failure(self, form: NamedEventFormat | None, error: ApiError) -> bytes:
+        """Return the end of a failed stream."""
+        if form is not None:
+            return form.failure(error)
+        return openai_format.stream_error(error_body(error, self._engine, streaming=True))
+
     async def stored_response(self, request: web.Request) -> web.Response:
         """GET /v1/responses/{id}."""
-        return _json(self._stored.find(request.match_info["id"]).response)
+        return json_answer(self._stored.find(request.match_info["id"]).response)
 
     async def delete_response(self, request: web.Request) -> web.Response:
         """DELETE /v1/responses/{id}, which vLLM does not have."""
-        return _json(self._stored.delete(request.match_info["id"]))
+        return json_answer(self._stored.delete(request.match_info["id"]))
 
     async def cancel_response(self, request: web.Request) -> web.Response:
         """POST /v1/responses/{id}/cancel: none runs in the background here."""
@@ -266,7 +299,7 @@ class MockServer:
     async def count_tokens(self, request: web.Request) -> web.Response:
         """POST /v1/messages/count_tokens."""
         chat = messages_format.count_body(read_members(await request.read()))
-        return _json({"input_tokens": token_count(chat_prompt(chat))})
+        return json_answer({"input_tokens": token_count(chat_prompt(chat))})
 
     async def _whole(
         self,
@@ -289,7 +322,7 @@ class MockServer:
             self._extras(ask, choices[0]),
         )
         if fault is not None and fault.kind in BREAKING_FAULTS:
-            await _break_whole(request, body, fault.kind)
+            await break_whole(request, body, fault.kind)
         return web.Response(body=body, content_type=JSON)
 
     @contextmanager
@@ -311,7 +344,7 @@ class MockServer:
 
     async def _read(self, request: web.Request, chat: bool) -> ParsedRequest:
         """Parse a request. If a decode leg is refused, tell its prefill group to free the KV."""
-        _check_content_type(request)
+        check_content_type(request)
         raw = await request.read()
         name = client_request_id(request.headers) or uuid.uuid4().hex
         request_id = f"chatcmpl-{name}" if chat else f"cmpl-{name}"
@@ -366,14 +399,14 @@ class MockServer:
     ) -> web.StreamResponse:
         """Send headers at once, let sinks write tokens, then end with [DONE] or the error."""
         created = int(time.time())
-        transport = _transport(request)
+        transport = transport_of(request)
         sinks = [self._sink(ask, choice, created, answer, transport, fault) for choice in choices]
         response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM})
         response.enable_chunked_encoding()
         with self._submitted(choices, sinks, fault):
             await response.prepare(request)
             if fault is not None and fault.kind is FaultKind.RESET_AFTER_HEADERS:
-                _reset_now(request)
+                reset_now(request)
             error = await answer.done
         if transport.is_closing():
             raise asyncio.CancelledError
@@ -422,7 +455,7 @@ class MockServer:
             "max_model_len": spec.context,
             "permission": [],
         }
-        return _json({"object": "list", "data": [card]})
+        return json_answer({"object": "list", "data": [card]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """POST /tokenize, chat or prompt form."""
@@ -433,12 +466,12 @@ class MockServer:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """POST /detokenize."""
-        return _json(pooling.detokenize(await request.read()))
+        return json_answer(pooling.detokenize(await request.read()))
 
     async def pool(self, request: web.Request) -> web.Response:
         """POST to one of the APIs that compute no text; a prompt takes the time of its prefill."""
         fault = self._pick_fault(request)
-        _check_content_type(request)
+        check_content_type(request)
         name = client_request_id(request.headers) or uuid.uuid4().hex
         read = pooling.READERS[request.path]
         job = read(await request.read(), request.headers, self.group.spec.served_name, name)
@@ -451,7 +484,7 @@ class MockServer:
             error = await answer.done
         if error is not None:
             raise error
-        return _json(job.build(int(time.time())))
+        return json_answer(job.build(int(time.time())))
 
     async def health(self, _: web.Request) -> web.Response:
         """GET /health: 503 if the engine is dead. A hanging engine answers 200."""
@@ -459,15 +492,17 @@ class MockServer:
 
     async def load(self, _: web.Request) -> web.Response:
         """GET /load."""
-        return _json({"server_load": self.group.in_flight})
+        return json_answer({"server_load": self.group.in_flight})
 
     async def version(self, _: web.Request) -> web.Response:
         """GET /version of the imitated engine."""
-        return _json({"version": self._version})
+        return json_answer({"version": self._version})
 
     async def openapi(self, _: web.Request) -> web.Response:
         """GET /openapi.json: the members that requests may have."""
-        return _json({"openapi": "3.1.0", "components": {"schemas": request_schemas(self._engine)}})
+        return json_answer(
+            {"openapi": "3.1.0", "components": {"schemas": request_schemas(self._engine)}}
+        )
 
     async def metrics(self, _: web.Request) -> web.Response:
         """GET /metrics."""
@@ -488,7 +523,7 @@ class MockServer:
             "malformed_handoffs": metrics.malformed_handoffs,
             "tainted_answers": metrics.tainted,
         }
-        return _json(state | (self.pd_role.state() if self.pd_role is not None else {}))
+        return json_answer(state | (self.pd_role.state() if self.pd_role is not None else {}))
 
     async def renew(self, request: web.Request) -> web.Response:
         """POST /mock/renew `{"name", "ticket"}`: extend a lease; 404 if it is too late.
@@ -503,11 +538,11 @@ class MockServer:
         )
         if ticket is None:
             raise ApiError(404, "no such lease")
-        return _json({"ticket": ticket})
+        return json_answer({"ticket": ticket})
 
     async def show_faults(self, _: web.Request) -> web.Response:
         """GET /mock/fault: the active spec."""
-        return _json({"spec": self.faults.spec})
+        return json_answer({"spec": self.faults.spec})
 
     async def set_faults(self, request: web.Request) -> web.StreamResponse:
         """POST /mock/fault `{"spec": "..."}`: replace all faults. Windows count from now.
@@ -521,7 +556,7 @@ class MockServer:
             self.faults.check(parse_faults(spec))
         except FaultError as error:
             raise ApiError(400, str(error), "spec") from None
-        response = _json({"spec": spec})
+        response = json_answer({"spec": spec})
         await response.prepare(request)
         await response.write_eof()
         self.faults.apply(spec)
@@ -533,35 +568,3 @@ class MockServer:
         if self.pd_role is not None:
             await self.pd_role.wait_applied()
         return await self.show_faults(request)
-
-
-def _json(payload: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(payload), content_type=JSON)
-
-
-def _check_content_type(request: web.Request) -> None:
-    if request.content_type != JSON:
-        raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
-
-
-def _reset_now(request: web.Request) -> NoReturn:
-    """Reset the client's connection and leave the handler."""
-    reset_connection(_transport(request))
-    raise asyncio.CancelledError
-
-
-async def _break_whole(request: web.Request, body: bytes, kind: FaultKind) -> NoReturn:
-    """Announce the whole body, send none or half of it, and leave the handler."""
-    response = web.StreamResponse(headers={"Content-Type": JSON, "Content-Length": str(len(body))})
-    await response.prepare(request)
-    if kind is not FaultKind.RESET_AFTER_HEADERS:
-        await response.write(body[: len(body) // 2])
-    break_off(_transport(request), kind)
-    raise asyncio.CancelledError
-
-
-def _transport(request: web.Request) -> asyncio.Transport:
-    """Return the client's connection. Cancels the handler if the client has left."""
-    if request.transport is None:
-        raise asyncio.CancelledError
-    return request.transport

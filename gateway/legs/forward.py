@@ -16,6 +16,7 @@ from gateway.http.client import Client
 from gateway.protocol.apis import CHAT, COMPLETIONS, Api
 from gateway.protocol.errors import response_not_found
 from gateway.protocol.event_relay import EventRelay
+from gateway.protocol.forms import form_type
 from gateway.protocol.forwarded import all_values
 from gateway.protocol.openai import Call
 from gateway.protocol.relay import Relay, UpstreamError
@@ -67,9 +68,10 @@ def prepare(
         if exchange.response_ids is not None:
             body = _with_response_id(exchange, body, endpoint.name, asked if rewriter else "")
         relay = EventRelay(headers, on_first, is_http_1_0, rewriter, exchange.gaps, grammar, errors)
-    head = booking.upstream.request_head(exchange.api.path) + request_headers(
-        exchange, client.headers, len(body.body), endpoint.name
-    )
+    head = booking.upstream.request_head(exchange.api.path)
+    if exchange.api.is_form:
+        head = head.replace(b"application/json", form_type(body.body), 1)
+    head += request_headers(exchange, client.headers, len(body.body), endpoint.name)
     return head, body, relay
 
 

@@ -7,13 +7,15 @@ per API. Not here: parsing (gateway/protocol/openai.py) and HTTP heads
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from gateway.protocol import error_shapes, event_grammar
 from gateway.protocol.error_shapes import ErrorShape
 from gateway.protocol.event_grammar import EventGrammar
+from gateway.protocol.forms import read_form
+from gateway.protocol.json_members import read_members
 
 MAX_INPUTS = 2048
 """Inputs of one request that computes no text, as in OpenAI's API."""
@@ -37,6 +39,8 @@ class Api(msgspec.Struct, frozen=True, eq=False):
     errors         how it reports errors
     grammar        the events of its streams; None: those of chat completions
     keeps_answers  an engine may keep the answer for later requests, which need that engine
+    is_form        bodies are forms (multipart/form-data)
+    read           returns the members of a body as raw JSON; raises GatewayError
     method         of its requests
     """
 
@@ -55,6 +59,8 @@ class Api(msgspec.Struct, frozen=True, eq=False):
     errors: ErrorShape = error_shapes.OPENAI
     grammar: EventGrammar | None = None
     keeps_answers: bool = False
+    is_form: bool = False
+    read: Callable[[bytes], dict[str, msgspec.Raw]] = read_members
     method: str = "POST"
 
 
@@ -165,6 +171,21 @@ def _score(path: str) -> Api:
     )
 
 
+def _audio(path: str, operation: str) -> Api:
+    """Return an API that writes down what a recording says."""
+    return Api(
+        path,
+        operation,
+        "file",
+        ("prompt", "file"),
+        generates=True,
+        is_form=True,
+        read=read_form,
+    )
+
+
+TRANSCRIPTIONS = _audio("/v1/audio/transcriptions", "transcription")
+TRANSLATIONS = _audio("/v1/audio/translations", "translation")
 EMBEDDINGS = _inputs("/v1/embeddings", "embeddings")
 CLASSIFY = _inputs("/classify", "classify")
 POOLING = _inputs("/pooling", "pooling")
@@ -186,7 +207,7 @@ APIS: tuple[Api, ...] = (
     *(EMBEDDINGS, CLASSIFY, POOLING, MODERATIONS),
     *(RERANK, _rerank("/rerank"), _rerank("/v2/rerank")),
     *(SCORE, _score("/score")),
-    *(TOKENIZE, DETOKENIZE),
+    *(TOKENIZE, DETOKENIZE, TRANSCRIPTIONS, TRANSLATIONS),
 )
 """Every API whose requests are POSTs to a fixed path."""
 

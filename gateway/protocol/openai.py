@@ -17,6 +17,7 @@ import msgspec
 from gateway.protocol.apis import PREAMBLE, Api
 from gateway.protocol.cache_salts import MAX_CLIENT_SALT, CacheSalts
 from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.forms import edit_form
 from gateway.protocol.json_members import (
     MAX_MEMBERS,
     TooManyMembersError,
@@ -25,7 +26,6 @@ from gateway.protocol.json_members import (
     join_members,
     member_value,
     missing_member,
-    read_members,
     string_member,
 )
 from gateway.protocol.media import (
@@ -145,6 +145,8 @@ class Call(msgspec.Struct):
     def with_member(self, member: bytes) -> Call:
         """Return a copy with `member` spliced into the body before its closing brace."""
         body = self.body
+        if self.api.is_form:  # engines read no such member from a form
+            return self
         end = body.rindex(b"}")
         return msgspec.structs.replace(self, body=b"".join((memoryview(body)[:end], member, b"}")))
 
@@ -154,6 +156,8 @@ class Call(msgspec.Struct):
         `known`: the members that the engine accepts; None: all. Returns self if nothing changes.
         """
         members = self.members
+        if self.api.is_form:
+            return msgspec.structs.replace(self, body=edit_form(self.body, model))
         accepted = {
             name: value for name, value in members.items() if known is None or name in known
         }
@@ -201,7 +205,7 @@ def parse_call(
     `unlisted` has the message for a configured model that is not among `models`. Raises
     GatewayError (400 or 404) that names the problem; such a request is not forwarded.
     """
-    members = read_members(body)
+    members = api.read(body)
     requested = string_member(members, "model")
     try:  # models.get() would not follow patterns of names
         model = models[requested]
@@ -246,7 +250,7 @@ def parse_call(
     salts = context.cache_salts
     salt = b"" if salts is None else _salt(salts, context.tenant, members, internal)
     if internal or requested != served or EXTRA_ARGS in members:
-        body, members = _outbound(body, members, internal, requested, served)
+        body, members = _outbound(body, members, internal, requested, served, api.is_form)
     return Call(api, request, requested, body, prompt, members, salt, estimated, media)
 
 
@@ -405,6 +409,7 @@ def _outbound(
     internal: frozenset[str],
     requested: str,
     served: str,
+    is_form: bool,
 ) -> tuple[bytes, dict[str, msgspec.Raw]]:
     """Return the body to send and its members, without the engine-internal members `internal`."""
     xargs = _without_internal(members[EXTRA_ARGS]) if EXTRA_ARGS in members else None
@@ -414,6 +419,8 @@ def _outbound(
         name: value for name, value in members.items() if name not in internal
     }
     outbound["model"] = msgspec.Raw(msgspec.json.encode(served))
+    if is_form:
+        return edit_form(body, served, internal), outbound
     if xargs is not None:
         outbound[EXTRA_ARGS] = xargs
     return join_members(outbound), outbound

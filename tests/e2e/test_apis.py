@@ -146,3 +146,15 @@ def test_tokens_of_a_text_lead_back_to_it(setup: Setup) -> None:
     _, answer, _ = post(setup.url + "/tokenize", {"model": MODEL, "prompt": TEXT})
     back = post(setup.url + "/detokenize", {"model": MODEL, "tokens": answer["tokens"]})[1]
     assert back["prompt"].rstrip("\n") == TEXT
+
+
+@pytest.mark.parametrize("name", [MODEL, "renamed"])
+def test_the_sdk_gets_what_a_recording_says_whole_and_streamed(setup: Setup, name: str) -> None:
+    recording = ("speech.wav", bytes(range(256)) * 40, "audio/wav")
+    whole = setup.sdk.audio.transcriptions.create(model=name, file=recording)
+    assert len(whole.text.split()) == 11
+    translated = setup.sdk.audio.translations.create(model=name, file=recording)
+    assert translated.text == whole.text
+    stream: Any = setup.sdk.audio.transcriptions.create(model=name, file=recording, stream=True)
+    pieces = [chunk.choices[0]["delta"]["content"] for chunk in stream]
+    assert "".join(pieces).strip() == whole.text

@@ -17,6 +17,7 @@ from gateway.protocol.service_class import NO_PREFERENCES
 from policies.model import STANDARD, Slo
 
 TEXT = "How deep is the reservoir behind the dam?"
+AUDIO = {"file": TEXT}
 RERANK = {"query": "dam", "documents": [TEXT]}
 SCORE = {"text_1": "dam", "text_2": [TEXT]}
 BODIES: dict[str, dict[str, Any]] = {
@@ -31,6 +32,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/moderations": {"input": TEXT},
     **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), RERANK),
     **dict.fromkeys(("/v1/score", "/score"), SCORE),
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), AUDIO),
     "/tokenize": {"prompt": TEXT},
     "/detokenize": {"tokens": [1, 2, 3]},
 }
@@ -44,9 +46,21 @@ class Model(NamedTuple):
     sequences: int = 8
 
 
+def encoded(api: Api, body: dict[str, Any]) -> bytes:
+    """Encode a body as the API's clients do: as JSON or as a form."""
+    if not api.is_form:
+        return json.dumps(body).encode()
+    parts = b""
+    for name, value in body.items():
+        file = '; filename="a.wav"\r\nContent-Type: audio/wav' if name == "file" else ""
+        parts += f'--x9\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'.encode()
+        parts += (value if isinstance(value, str) else json.dumps(value)).encode() + b"\r\n"
+    return parts + b"--x9--\r\n"
+
+
 def parsed(api: Api, body: dict[str, Any], served: str = "demo") -> Call:
     return parse_call(
-        json.dumps({"model": "demo", **body}).encode(),
+        encoded(api, {"model": "demo", **body}),
         api,
         {"demo": Model(served)},
         CallContext("req_1", "acme", NO_PREFERENCES, 0.0),
@@ -72,8 +86,11 @@ def test_a_body_without_the_prompt_is_refused_with_the_member_s_name(api: Api) -
 @pytest.mark.parametrize("api", APIS, ids=lambda api: api.path)
 def test_the_engine_s_name_of_the_model_is_sent_and_internals_are_not(api: Api) -> None:
     call = parsed(api, {**BODIES[api.path], "kv_transfer_params": {}, "rid": "x"}, "engine-name")
-    body = json.loads(call.body)
-    assert body == {"model": "engine-name", **BODIES[api.path]}
+    expected = {"model": "engine-name", **BODIES[api.path]}
+    if api.is_form:
+        assert call.body == encoded(api, expected)
+    else:
+        assert json.loads(call.body) == expected
 
 
 @pytest.mark.parametrize("api", APIS, ids=lambda api: api.path)

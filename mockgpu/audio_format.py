@@ -1,0 +1,74 @@
+"""The audio APIs, as vLLM serves them: a form with a recording in, its words out.
+
+The words depend on the bytes of the recording and its length alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xxhash import xxh3_128_hexdigest
+
+from mockgpu.choice import Choice
+from mockgpu.named_events import chat_of
+from mockgpu.openai_format import DONE, event, http_chunk
+from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
+from mockgpu.text import TOKEN_BYTES
+
+BYTES_PER_TOKEN = 1024
+MAX_TOKENS = 448
+
+
+def read_audio(fields: dict[str, Any]) -> RequestBody:
+    """Return the chat that the fields of a form mean. Raises ApiError."""
+    recording = fields.get("file")
+    if not isinstance(recording, bytes) or not recording:
+        raise ApiError(400, "1 validation error: file: field required", "file")
+    tokens = min(MAX_TOKENS, 1 + len(recording) // BYTES_PER_TOKEN)
+    is_stream = str(fields.get("stream", "")).lower() in ("true", "1")
+    text = f"{xxh3_128_hexdigest(recording)} {fields.get('prompt', '')}"
+    return chat_of(text, fields.get("model"), max_tokens=tokens, stream=is_stream)
+
+
+def transcription(ask: ParsedRequest, choice: Choice) -> dict[str, Any]:
+    """Return the object of a whole answer."""
+    usage = {"type": "duration", "seconds": max(1, ask.limit // 4)}
+    return {"text": choice.text.strip(), "usage": usage}
+
+
+class AudioChunks:
+    """The events of one streamed answer."""
+
+    __slots__ = ("_ask", "_choice", "_created", "_made")
+
+    def __init__(self, ask: ParsedRequest, choice: Choice, created: int) -> None:
+        self._ask, self._choice, self._created = ask, choice, created
+        self._made = 0
+
+    def begin(self) -> bytes:
+        """Return nothing: the first event has the first token."""
+        return b""
+
+    def next(self, cached: int | None) -> bytes:
+        """Return the event of the next token."""
+        start = self._made * TOKEN_BYTES
+        self._made += 1
+        return self._chunk(self._choice.text[start : start + TOKEN_BYTES], None)
+
+    def end(self, cached: int | None) -> bytes:
+        """Return the end of the answer."""
+        return self._chunk("", "stop") + http_chunk(DONE)
+
+    def _chunk(self, piece: str, reason: str | None) -> bytes:
+        choice = {"delta": {"content": piece}, "finish_reason": reason, "index": 0}
+        return http_chunk(
+            event(
+                {
+                    "id": self._ask.id,
+                    "object": "transcription.chunk",
+                    "created": self._created,
+                    "model": self._ask.model,
+                    "choices": [choice],
+                }
+            )
+        )

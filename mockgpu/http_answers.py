@@ -1,0 +1,60 @@
+"""Parts of the mock's HTTP handlers: forms, JSON answers, and connections that break."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, NoReturn
+
+import msgspec
+from aiohttp import web
+
+from mockgpu.fault_grammar import FaultKind
+from mockgpu.request_parser import ApiError
+from mockgpu.response_sinks import break_off, reset_connection
+
+JSON = "application/json"
+
+
+def json_answer(payload: object) -> web.Response:
+    """Return a JSON answer with status 200."""
+    return web.Response(body=msgspec.json.encode(payload), content_type=JSON)
+
+
+async def form_fields(request: web.Request) -> dict[str, Any]:
+    """Return the fields of a form; a file as bytes. Raises ApiError."""
+    if not request.content_type.startswith("multipart/form-data"):
+        raise ApiError(400, "1 validation error: file: field required", "file")
+    fields = await request.post()
+    return {
+        name: value.file.read() if isinstance(value, web.FileField) else value
+        for name, value in fields.items()
+    }
+
+
+def check_content_type(request: web.Request) -> None:
+    """Raise ApiError for a body that is not declared as JSON."""
+    if request.content_type != JSON:
+        raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
+
+
+def reset_now(request: web.Request) -> NoReturn:
+    """Reset the client's connection and leave the handler."""
+    reset_connection(transport_of(request))
+    raise asyncio.CancelledError
+
+
+async def break_whole(request: web.Request, body: bytes, kind: FaultKind) -> NoReturn:
+    """Announce the whole body, send none or half of it, and leave the handler."""
+    response = web.StreamResponse(headers={"Content-Type": JSON, "Content-Length": str(len(body))})
+    await response.prepare(request)
+    if kind is not FaultKind.RESET_AFTER_HEADERS:
+        await response.write(body[: len(body) // 2])
+    break_off(transport_of(request), kind)
+    raise asyncio.CancelledError
+
+
+def transport_of(request: web.Request) -> asyncio.Transport:
+    """Return the client's connection. Cancels the handler if the client has left."""
+    if request.transport is None:
+        raise asyncio.CancelledError
+    return request.transport
