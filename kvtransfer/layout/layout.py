@@ -25,6 +25,7 @@ _MAXIMA: Mapping[str, int] = MappingProxyType(
 )
 _MAX_BLOCKS = 1 << 24
 _MAX_SCALE_BYTES = 64
+_MAX_FORMAT_CHARS = 64
 
 
 class KvDtype(StrEnum):
@@ -69,13 +70,16 @@ class KvContent(StrEnum):
     """Where the keys and the values lie. The attention backend of an engine decides it.
 
     PLANES   the keys of all heads and tokens of a layer of a block, then the values
-    HEADS    for each head the keys of the block's tokens, then the values (vLLM's CPU backend)
+    HEADS    for each head the keys of the block's tokens, then the values
     TOKENS   for each token and head its key, then its value (vLLM's FlashAttention and Triton)
+    PAGES    for each head one page of the block's tokens in a format of the backend's own, in which
+             a token has no place of its own (vLLM's CPU backend). Only whole pages move
     """
 
     PLANES = "planes"
     HEADS = "heads"
     TOKENS = "tokens"
+    PAGES = "pages"
 
 
 class KvSteps(NamedTuple):
@@ -104,6 +108,7 @@ class KvLayout(msgspec.Struct, frozen=True):
     content        where keys and values lie; with MLA there is only one place
     blocks         blocks of every rank's memory; 0: unknown, if `order` begins with the blocks
     scale_bytes    bytes of a row's own quantisation scale, which follow its scalars
+    page_format    with PAGES: the name of their format
 
     Rank (stage, tp rank) has the number stage * tp + tp rank. Its memory has no gaps. Raises
     ValueError for an impossible shape. The upper bounds keep plans for a peer's layout computable.
@@ -121,6 +126,7 @@ class KvLayout(msgspec.Struct, frozen=True):
     content: KvContent = KvContent.PLANES
     blocks: int = 0
     scale_bytes: int = 0
+    page_format: str = ""
 
     def __post_init__(self) -> None:
         for name, maximum in _MAXIMA.items():
@@ -144,11 +150,14 @@ class KvLayout(msgspec.Struct, frozen=True):
             )
         if not (self.blocks or self.order.is_block_outermost):
             raise ValueError(f"the order {self.order} needs the number of blocks")
-        if self.mla:
+        has_pages = self.content is KvContent.PAGES
+        if has_pages != bool(self.page_format) or len(self.page_format) > _MAX_FORMAT_CHARS:
+            raise ValueError("pages, and no other content, have a format with a short name")
+        if self.mla and not has_pages:
             return
         inner = self.order.value[-3:]
-        if self.content is KvContent.HEADS and inner == "nhc":
-            raise ValueError(f"content heads is not possible in the order {self.order}")
+        if self.content in (KvContent.HEADS, KvContent.PAGES) and inner == "nhc":
+            raise ValueError(f"content {self.content} is not possible in the order {self.order}")
         if self.content is KvContent.PLANES and inner not in ("hnc", "nhc"):
             raise ValueError(f"content planes is not possible in the order {self.order}")
 
@@ -218,7 +227,7 @@ class KvLayout(msgspec.Struct, frozen=True):
         axes = self.order.value[:-1]
         if self.content is KvContent.TOKENS or self.mla:
             return axes + "p"
-        place = axes.index("n") if self.content is KvContent.HEADS else len(axes) - 2
+        place = len(axes) - 2 if self.content is KvContent.PLANES else axes.index("n")
         return axes[:place] + "p" + axes[place:]
 
     def has_same_blocks(self, other: KvLayout) -> bool:
@@ -245,9 +254,12 @@ class KvLayout(msgspec.Struct, frozen=True):
 
         Ranks, stages, block size, order and the places of keys and values may differ; resharding
         converts them. Shape and type may not: bytes of another type would decode as garbage
-        without an error.
+        without an error. Nor may anything inside pages.
         """
-        for name in ("mla", "layers", "kv_heads", "head_dim", "dtype", "scale_bytes"):
+        names = ["mla", "layers", "kv_heads", "head_dim", "dtype", "scale_bytes"]
+        if KvContent.PAGES in (self.content, other.content):
+            names += ["content", "page_format", "block_tokens"]
+        for name in names:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name} differs: {mine} here, {theirs} there"

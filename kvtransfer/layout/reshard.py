@@ -25,7 +25,7 @@ from kvtransfer.layout.block_mapping import (
     sorted_distinct,
     split_segments,
 )
-from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.layout import KvContent, KvLayout
 
 Blocks = Sequence[int] | Offsets
 
@@ -211,6 +211,8 @@ def plan_transfer(
         raise LayoutMismatch(reason)
     if not 0 <= skip_tokens < tokens:
         raise ValueError(f"tokens {skip_tokens} to {tokens} are not a valid range")
+    if src.content is KvContent.PAGES and skip_tokens % src.block_tokens:
+        raise ValueError(f"pages of {src.block_tokens} tokens cannot move from token {skip_tokens}")
     from_blocks = _checked(src_blocks, src, tokens, "source")
     to_blocks = _checked(dst_blocks, dst, tokens, "sink")
     if sorted_distinct(to_blocks).size != to_blocks.size:

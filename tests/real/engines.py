@@ -71,8 +71,9 @@ class Engine:
         place: int,
         connector: Mapping[str, object] = CONNECTOR,
         tp: int = 1,
+        options: Sequence[str] = (),
     ) -> None:
-        self._connector, self._tp = connector, tp
+        self._connector, self._tp, self._options = connector, tp, options
         self.name, self.port, self.side_port, self._place = name, port, side_port, place
         self.url = f"http://127.0.0.1:{port}"
         self.log = REAL / f"{name}.log"
@@ -111,6 +112,7 @@ class Engine:
             *("--enforce-eager", "--enable-prompt-tokens-details"),
             *("--kv-transfer-config", json.dumps(self._connector)),
             *("--tensor-parallel-size", str(self._tp)),
+            *self._options,
         ]
 
     def _cores(self) -> str:

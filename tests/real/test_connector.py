@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Eng
 
 
 @contextmanager
-def started(folder: Path, p_ranks: int) -> Iterator[tuple[Engine, Engine]]:
+def started(
+    folder: Path, p_ranks: int, p_options: Sequence[str] = ()
+) -> Iterator[tuple[Engine, Engine]]:
     """Start an engine with `p_ranks` tensor-parallel ranks, and one with a single rank."""
     if not (REAL / "installed").exists():
         pytest.fail("the real engines are not installed; `make real` does it")
@@ -37,7 +39,7 @@ def started(folder: Path, p_ranks: int) -> Iterator[tuple[Engine, Engine]]:
     key.write_bytes(b"the key of this fleet, 32 bytes.")
     ports, connector = free_ports(2), penstock_connector(key)
     engines = (
-        Engine("KP", ports[0], 0, 0, connector, tp=p_ranks),
+        Engine("KP", ports[0], 0, 0, connector, p_ranks, p_options),
         Engine("KD", ports[1], 0, 1, connector),
     )
     try:
@@ -94,13 +96,19 @@ async def test_split_answers_equal_the_aggregated_ones(
 ) -> None:
     p, d = idle
     aggregated = await all_answers(d.url, cache_salt="aggregated")
-    before = await fetched(d)
+    before, counted = await fetched(d), await d.numbers()
     with gateway(tmp_path, config({"P": (p.url, "prefill"), "D": (d.url, "decode")})) as front:
         split = await all_answers(front.url)
     for whole, halved in zip(aggregated, split, strict=True):
         assert (halved.status, halved.error) == (200, "")
         assert differences(halved, whole) == []
         assert halved.finish_reason == whole.finish_reason
+    await d.idle_within(10.0)
+    now = await d.numbers()
+    assert now["kv_handoffs_accepted_total"] - counted["kv_handoffs_accepted_total"] == REQUESTS
+    assert now["kv_ranks_received_total"] - counted["kv_ranks_received_total"] == REQUESTS
+    assert now["kv_ranks_not_received_total"] == counted["kv_ranks_not_received_total"]
+    assert now["kv_received_bytes_total"] > counted["kv_received_bytes_total"]
     # Each prompt begins with its seed, so only a chat template's first tokens are shared.
     assert await fetched(d) - before == sum(answer.prompt_tokens for answer in split)
     lines = [json.loads(line) for line in (tmp_path / "access.jsonl").read_text().splitlines()]
@@ -198,3 +206,22 @@ def test_kv_is_resharded_between_engines_of_two_ranks_and_of_one(tmp_path: Path)
                 assert all_fetched
         for engine in (two, one):
             asyncio.run(engine.idle_within(20.0))
+
+
+def test_pages_of_another_block_size_are_refused_and_computed(tmp_path: Path) -> None:
+    """The CPU backend's kernels arrange a page in their own way: its tokens cannot be moved."""
+    with started(tmp_path, 1, ("--block-size", "32")) as (small, large):
+        for source, sink, seed in ((small, large, 6000), (large, small, 6100)):
+            before = await_numbers(sink)["kv_handoffs_refused_total"]
+            answer, whole, all_fetched = asyncio.run(_split_by_hand(source, sink, seed))
+            assert answer.status == 200
+            assert differences(answer, whole[1]) == []
+            assert not all_fetched
+            assert await_numbers(sink)["kv_handoffs_refused_total"] == before + 1
+        for engine in (small, large):
+            asyncio.run(engine.idle_within(LEASE_S + 5.0))
+
+
+def await_numbers(engine: Engine) -> dict[str, float]:
+    """Return the engine's metrics, for tests that are no coroutines."""
+    return asyncio.run(engine.numbers())

@@ -16,7 +16,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.request import RequestStatus
 
 from kvtransfer.agent import Agent
+from kvtransfer.engines.vllm.counters import COUNTERS, Counts, add_counts
 from kvtransfer.engines.vllm.geometry import (
     CacheFacts,
     LayerView,
@@ -76,6 +82,44 @@ class AgentMetadata(KVConnectorHandshakeMetadata):
 
     worker: WorkerAddress
     layout: KvLayout
+
+
+class ConnectorStats(KVConnectorStats):
+    """Counts of one interval, by name (kvtransfer/engines/vllm/counters.py)."""
+
+    def reset(self) -> None:
+        self.data: dict[str, float] = {}
+
+    def aggregate(self, other: Any) -> ConnectorStats:
+        """Return the sum, for ranks and for the scheduler."""
+        self.data = add_counts(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, float]:
+        """Return what vLLM logs."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class ConnectorMetrics(KVConnectorPromMetrics):
+    """The counters at vLLM's /metrics."""
+
+    def __init__(self, config: Any, types: Any, labels: Any, values: Mapping[int, Any]) -> None:
+        super().__init__(config, types, labels, values)
+        counters = {
+            name: self._counter_cls(f"vllm:{name}", text, labelnames=labels)
+            for name, text in COUNTERS.items()
+        }
+        self._by_engine = {
+            engine: {name: counter.labels(*label) for name, counter in counters.items()}
+            for engine, label in values.items()
+        }
+
+    def observe(self, transfer_stats_data: Counts, engine_idx: int = 0) -> None:
+        for name, amount in transfer_stats_data.items():
+            self._by_engine[engine_idx][name].inc(amount)
 
 
 class ConnectorOptions:
@@ -185,6 +229,22 @@ class PenstockConnector(KVConnectorBase_V1):
         assert self._worker is not None
         done = self._worker.take_finished()
         return KVConnectorTransferResults(done.sent, done.received, done.failed)
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """Return the counts of this process since the last call."""
+        source = self._scheduler if self._worker is None else self._worker
+        counts = source.counts.take()
+        return ConnectorStats(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return ConnectorStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> ConnectorMetrics:
+        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """End all transfers behind their fences, and stop the agent."""
@@ -300,7 +360,14 @@ def _facts(config: Any, caches: Any) -> CacheFacts:
         cell_bytes=spec.state_content_size_bytes,
         tp=parallel.tensor_parallel_size,
         latent=latent,
+        page_format=_page_format(config, spec) if backend == "CPU_ATTN" else "",
     )
+
+
+def _page_format(config: Any, spec: Any) -> str:
+    """Return what decides how the CPU backend's kernels arrange keys and values in a page."""
+    dtype, cache_dtype = config.model_config.dtype, config.cache_config.cache_dtype
+    return f"cpu-{_get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype)}"
 
 
 def _region(layout: KvLayout, tensors: Sequence[Any], name: str) -> Region:

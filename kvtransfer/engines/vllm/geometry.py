@@ -17,12 +17,19 @@ from kvtransfer.layout.layout import KvContent, KvDtype, KvLayout, KvOrder
 
 _CONTENTS: Mapping[str, KvContent] = MappingProxyType(
     {
-        "CPU_ATTN": KvContent.HEADS,
+        "CPU_ATTN": KvContent.PAGES,
         "FLASH_ATTN": KvContent.TOKENS,
         "TRITON_ATTN": KvContent.TOKENS,
         "FLEX_ATTENTION": KvContent.TOKENS,
         "FLASHINFER": KvContent.TOKENS,
     }
+)
+# The backends of latent caches that store a token's row at one place. The CPU's are not known.
+_LATENT_CONTENTS: Mapping[str, KvContent] = MappingProxyType(
+    dict.fromkeys(
+        ("CUTLASS_MLA", "FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA"),
+        KvContent.TOKENS,
+    )
 )
 _DTYPES: Mapping[str, KvDtype] = MappingProxyType(
     {
@@ -52,6 +59,8 @@ class CacheFacts(msgspec.Struct, frozen=True):
     kv_heads      key/value heads of the model
     cell_bytes    bytes of one head and token (C)
     latent        multi-head latent attention: one row per token instead of keys and values
+    page_format   for CPU_ATTN: the instruction set that its kernels use, which decides how they
+                  arrange a page
     """
 
     backend: str
@@ -65,6 +74,7 @@ class CacheFacts(msgspec.Struct, frozen=True):
     cell_bytes: int
     tp: int
     latent: bool = False
+    page_format: str = ""
 
 
 class LayerView(NamedTuple):
@@ -77,11 +87,12 @@ class LayerView(NamedTuple):
 
 def describe_cache(facts: CacheFacts) -> KvLayout:
     """Return the layout of this cache. Raises UnsupportedCache."""
-    content = _CONTENTS.get(facts.backend)
-    if content is None and not facts.latent:
+    contents = _LATENT_CONTENTS if facts.latent else _CONTENTS
+    content = contents.get(facts.backend)
+    if content is None:
         raise UnsupportedCache(
-            f"where the attention backend {facts.backend} puts keys and values is not known; "
-            f"known are {', '.join(sorted(_CONTENTS))}"
+            f"where the attention backend {facts.backend} puts its cache is not known; "
+            f"known are {', '.join(sorted(contents))}"
         )
     dtype = _DTYPES.get(facts.dtype)
     if dtype is None:
@@ -99,9 +110,10 @@ def describe_cache(facts: CacheFacts) -> KvLayout:
             tp=facts.tp,
             mla=facts.latent,
             order=KvOrder(facts.order.lower()),
-            content=KvContent.TOKENS if facts.latent or content is None else content,
+            content=content,
             blocks=facts.blocks,
             scale_bytes=scale_bytes,
+            page_format=facts.page_format,
         )
     except ValueError as error:
         raise UnsupportedCache(str(error)) from error
@@ -124,7 +136,8 @@ def find_memory(layout: KvLayout, views: Sequence[LayerView]) -> int:
     steps = layout.steps(0)
     cell = layout.parts * layout.row_bytes
     shape = (layout.blocks, layout.rank_heads, layout.block_tokens, cell)
-    token = cell if layout.content is KvContent.HEADS else steps.token
+    has_pages = layout.content in (KvContent.HEADS, KvContent.PAGES)
+    token = cell if has_pages else steps.token
     wanted = (steps.block, steps.head, token, 1)
     for layer, view in enumerate(views):
         address = views[0].address + layer * steps.layer

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kvtransfer.engines.vllm.counters import CountBook
 from kvtransfer.engines.vllm.handoff import (
     Handoff,
     HandoffRefused,
@@ -66,15 +67,6 @@ class StepOrders(msgspec.Struct):
     has_work: bool = False
 
 
-class Counts(msgspec.Struct):
-    """What became of handoffs, since the start."""
-
-    offered: int = 0
-    accepted: int = 0
-    refused: int = 0
-    cached: int = 0
-
-
 class PromptRequest(msgspec.Struct, frozen=True):
     """A request as the scheduler knows it. `params` are its kv_transfer_params."""
 
@@ -111,7 +103,7 @@ class HandoffScheduler:
         self._used: set[str] = set()
         self._sending: set[str] = set()
         self._loading: set[str] = set()
-        self.counts = Counts()
+        self.counts = CountBook()
 
     def set_workers(self, workers: Sequence[WorkerAddress], layout: KvLayout) -> None:
         """Set the agents of all ranks, in order. Raises ValueError for another number of ranks."""
@@ -143,7 +135,7 @@ class HandoffScheduler:
                 handoff = self._checked(request, text)
             except HandoffRefused as refused:
                 self._used.add(request.id)
-                self.counts.refused += 1
+                self.counts.add("kv_handoffs_refused")
                 self._warn(f"request {request.id}: {refused}; the prompt is computed here")
                 return 0
             self._accepted[request.id] = handoff
@@ -151,12 +143,13 @@ class HandoffScheduler:
 
     def _checked(self, request: PromptRequest, text: object) -> Handoff:
         handoff = open_handoff(self._key, text)
-        if handoff.family != self._family:
-            raise HandoffRefused(f"it is of {handoff.family}, and this is {self._family}")
         if self._layout is None:
             raise HandoffRefused("the workers have no agents yet")
         mismatch = self._layout.mismatch(handoff.layout)
+        if handoff.family != self._family:
+            mismatch = f"it is of {handoff.family}, and this is {self._family}"
         if mismatch is not None:
+            # Agents that differ so do not link, so the source's blocks wait for its lease's end.
             raise HandoffRefused(mismatch)
         prompt = request.prompt[: handoff.tokens]
         if digest_prompt(prompt, request.variant) != handoff.prompt:
@@ -172,20 +165,12 @@ class HandoffScheduler:
         if handoff is None:
             return
         self._used.add(request)
-        order = LoadOrder(
-            request,
-            handoff.name,
-            list(blocks),
-            handoff.tokens,
-            handoff.tokens - tokens,
-            handoff.layout,
-            handoff.sources,
-        )
+        order = _order(request, handoff, blocks, tokens)
         if tokens == 0:
-            self.counts.cached += 1
+            self.counts.add("kv_handoffs_cached")
             self._orders.unused.append(order)
             return
-        self.counts.accepted += 1
+        self.counts.add("kv_handoffs_accepted")
         self._loading.add(request)
         self._orders.loads.append(order)
 
@@ -214,7 +199,7 @@ class HandoffScheduler:
             OfferOrder(request.id, name, list(blocks), tokens, self._lease_s, nonces)
         )
         self._sending.add(request.id)
-        self.counts.offered += 1
+        self.counts.add("kv_handoffs_offered")
         host, _, port = self._workers[0].address.rpartition(":")
         return {
             "do_remote_prefill": True,
@@ -247,3 +232,16 @@ class HandoffScheduler:
         orders, self._orders = self._orders, StepOrders()
         orders.has_work = has_work
         return orders
+
+
+def _order(request: str, handoff: Handoff, blocks: Sequence[int], tokens: int) -> LoadOrder:
+    """Return the order to fetch the last `tokens` tokens of a handoff."""
+    return LoadOrder(
+        request,
+        handoff.name,
+        list(blocks),
+        handoff.tokens,
+        handoff.tokens - tokens,
+        handoff.layout,
+        handoff.sources,
+    )

@@ -13,10 +13,12 @@ from collections.abc import Sequence
 import msgspec
 
 from kvtransfer.agent import Agent
+from kvtransfer.engines.vllm.counters import CountBook
 from kvtransfer.engines.vllm.handoff import RankSource
 from kvtransfer.engines.vllm.scheduler import LoadOrder, OfferOrder, StepOrders
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.reshard import source_ranks
+from kvtransfer.protocol.outcomes import TransferOutcome
 from kvtransfer.transfer.handles import Landing, Offer
 
 log = logging.getLogger("penstock")
@@ -43,6 +45,7 @@ class TransferWorker:
         self._offers: dict[str, Offer] = {}
         self._landings: dict[str, list[Landing]] = {}
         self._unstarted: set[str] = set()
+        self.counts = CountBook()
 
     @property
     def is_idle(self) -> bool:
@@ -119,6 +122,9 @@ class TransferWorker:
         for request, offer in list(self._offers.items()):
             if offer.outcome is not None:
                 finished.sent.add(request)
+                self.counts.add(
+                    "kv_ranks_sent" if offer.outcome.has_landed else "kv_ranks_not_sent"
+                )
                 del self._offers[request]
         for request, landings in list(self._landings.items()):
             outcomes = [landing.outcome for landing in landings]
@@ -127,11 +133,20 @@ class TransferWorker:
                 continue
             del self._landings[request]
             finished.received.add(request)
+            self._count_landings([end for end in outcomes if end is not None])
             failures = [end for end in outcomes if end is not None and not end.has_landed]
             if failures:
                 finished.failed.add(request)
                 log.warning("kv: request %s was not received: %s", request, failures[0])
         return finished
+
+    def _count_landings(self, outcomes: Sequence[TransferOutcome]) -> None:
+        """Count the fetches of one request, each from one rank of the source."""
+        for end in outcomes:
+            self.counts.add("kv_ranks_received" if end.has_landed else "kv_ranks_not_received")
+            self.counts.add("kv_receive_seconds", end.seconds)
+            if end.has_landed:
+                self.counts.add("kv_received_bytes", end.n_bytes)
 
     @staticmethod
     def _stop_with_a_failed_one(landings: list[Landing]) -> None:

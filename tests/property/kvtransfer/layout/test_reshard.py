@@ -26,6 +26,7 @@ WORD = 8
 UNTOUCHED = np.uint64(0xDEAD_DEAD_DEAD_DEAD)
 FOREIGN = np.uint64(1 << 62)
 BLOCKS = 23
+PAGE_ORDERS = [KvOrder.LBHNC, KvOrder.LHBNC, KvOrder.BLHNC, KvOrder.BHLNC]
 
 
 @st.composite
@@ -37,20 +38,22 @@ def layout_pairs(draw: st.DrawFn) -> tuple[KvLayout, KvLayout]:
     dtype = draw(st.sampled_from([KvDtype.FP32, KvDtype.BF16, KvDtype.FP8_E4M3, KvDtype.INT8]))
     head_dim = draw(st.sampled_from([8, 16]))
     scale_bytes = draw(st.sampled_from([0, 8]))
+    pages_of = draw(st.sampled_from([0, 0, 0, 4]))
 
     def one() -> KvLayout:
-        order = draw(st.sampled_from(KvOrder))
+        order = draw(st.sampled_from(PAGE_ORDERS if pages_of else list(KvOrder)))
         return KvLayout(
             layers=layers,
             kv_heads=kv_heads,
             head_dim=head_dim,
             dtype=dtype,
-            block_tokens=draw(st.sampled_from([1, 2, 3, 4, 6, 8])),
+            block_tokens=pages_of or draw(st.sampled_from([1, 2, 3, 4, 6, 8])),
             tp=draw(st.sampled_from([1, 2, 4, 8])),
             mla=mla,
             order=order,
             pp=draw(st.integers(1, layers)),
-            content=draw(st.sampled_from(contents(order))),
+            content=KvContent.PAGES if pages_of else draw(st.sampled_from(contents(order))),
+            page_format="amx" if pages_of else "",
             blocks=BLOCKS,
             scale_bytes=scale_bytes,
         )
@@ -81,7 +84,7 @@ def in_memory(layout: KvLayout, values: Words) -> Words:
         axes = {"l": 0, "b": 1, "h": 3, "n": 4}
         order = [axes[axis] for axis in layout.order[:-1]]
         return values.transpose(*order[:2], 2, *order[2:], 5).ravel()
-    if layout.content is KvContent.HEADS:
+    if layout.content in (KvContent.HEADS, KvContent.PAGES):
         values = values.transpose(0, 1, 2, 4, 3, 5)
     logical = values.reshape(layers, blocks, heads, tokens, parts * words)
     return logical.transpose(*("lbhnc".index(axis) for axis in layout.order)).ravel()
@@ -152,6 +155,8 @@ def test_every_scalar_arrives_in_its_place_once_and_nothing_else_is_touched(
     src, dst = layouts
     tokens = data.draw(st.integers(1, 20), "tokens")
     skip = data.draw(st.integers(0, tokens - 1), "skip_tokens")
+    if src.content is KvContent.PAGES:
+        skip -= skip % src.block_tokens
     blocks = [data.draw(some_blocks(-(-tokens // layout.block_tokens))) for layout in layouts]
     transfer_plan = plan_transfer(
         src,

@@ -26,8 +26,9 @@ CPU = CacheFacts(
     head_size=8,
     cell_bytes=64,
     tp=1,
+    page_format="cpu-vec",
 )
-FLASH = replace(CPU, backend="FLASH_ATTN", dtype="bfloat16", cell_bytes=32)
+FLASH = replace(CPU, backend="FLASH_ATTN", dtype="bfloat16", cell_bytes=32, page_format="")
 
 
 def views(layout: KvLayout) -> list[LayerView]:
@@ -50,19 +51,32 @@ def views(layout: KvLayout) -> list[LayerView]:
 
 def test_the_backend_decides_where_keys_and_values_lie() -> None:
     layout = describe_cache(CPU)
-    assert (layout.order, layout.content) == (KvOrder.LBHNC, KvContent.HEADS)
+    assert (layout.order, layout.content) == (KvOrder.LBHNC, KvContent.PAGES)
     assert (layout.dtype, layout.blocks, layout.scale_bytes) == (KvDtype.FP32, 9, 0)
     assert describe_cache(FLASH).content is KvContent.TOKENS
     assert describe_cache(CPU).fingerprint() != describe_cache(FLASH).fingerprint()
 
 
+def test_pages_of_another_kernel_or_backend_or_size_are_never_converted() -> None:
+    mine = describe_cache(CPU)
+    assert mine.mismatch(describe_cache(replace(CPU, tp=2))) is None
+    for change, reason in (
+        ({"page_format": "cpu-amx"}, "page_format differs: cpu-vec here, cpu-amx there"),
+        ({"block_tokens": 8}, "block_tokens differs: 4 here, 8 there"),
+        ({"backend": "FLASH_ATTN", "page_format": ""}, "content differs: pages here, tokens there"),
+    ):
+        assert mine.mismatch(describe_cache(replace(CPU, **change))) == reason
+
+
 def test_scales_that_lie_beside_their_scalars_are_part_of_a_row() -> None:
-    facts = replace(CPU, backend="TRITON_ATTN", dtype="int8_per_token_head", cell_bytes=24)
+    facts = replace(
+        CPU, backend="TRITON_ATTN", dtype="int8_per_token_head", cell_bytes=24, page_format=""
+    )
     layout = describe_cache(facts)
     assert (layout.dtype, layout.scale_bytes, layout.row_bytes) == (KvDtype.INT8, 4, 12)
 
 
-def test_a_latent_cache_has_one_row_per_token_on_every_backend() -> None:
+def test_a_latent_cache_has_one_row_per_token_on_every_rank() -> None:
     facts = replace(FLASH, backend="FLASHMLA", latent=True, head_size=576, cell_bytes=1152, tp=4)
     layout = describe_cache(facts)
     assert (layout.mla, layout.kv_heads, layout.parts, layout.rank_heads) == (True, 1, 1, 1)
@@ -71,12 +85,15 @@ def test_a_latent_cache_has_one_row_per_token_on_every_backend() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"backend": "TURBOQUANT"}, "TURBOQUANT puts keys and values is not known"),
+        ({"backend": "TURBOQUANT"}, "TURBOQUANT puts its cache is not known"),
+        ({"backend": "CPU_MLA", "latent": True}, "CPU_MLA puts its cache is not known"),
         ({"dtype": "nvfp4"}, "type nvfp4"),
         ({"dtype": "fp8_per_token_head"}, "place of CPU_ATTN's scales"),
         ({"cell_bytes": 72}, "72 bytes, and 64 are explained"),
         ({"order": "NHBLC"}, "is not a valid KvOrder"),
-        ({"order": "LBNHC"}, "content heads is not possible"),
+        ({"order": "LBNHC"}, "content pages is not possible"),
+        ({"page_format": ""}, "have a format"),
+        ({"backend": "FLASH_ATTN"}, "have a format"),
         ({"tp": 3}, "neither split nor repeated"),
     ],
 )

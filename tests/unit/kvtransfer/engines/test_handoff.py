@@ -56,7 +56,9 @@ def test_a_handoff_is_loaded_for_its_prompt() -> None:
     assert (load.name, load.blocks, load.tokens, load.skip) == (offer.name, [1, 2, 8], 11, 4)
     ticket = check(KEY, load.sources[0].ticket, 129.0, epoch=EPOCH, sink="any")
     assert (ticket.offer, ticket.nonce, ticket.digest) == (offer.name, offer.nonces[0], AHEAD)
-    assert (sink.counts.accepted, source.counts.offered) == (1, 1)
+    assert sink.counts.take() == {"kv_handoffs_accepted": 1}
+    assert source.counts.take() == {"kv_handoffs_offered": 1}
+    assert source.counts.take() == {}
 
 
 def test_a_longer_prompt_loads_the_part_that_was_offered() -> None:
@@ -80,7 +82,7 @@ def test_a_handoff_replayed_with_another_prompt_is_computed(
         "request d1: the handoff was made for another prompt; the prompt is computed here"
     ]
     assert sink.loadable_tokens(request, 0) == 0
-    assert (len(warnings), sink.counts.refused) == (1, 1)
+    assert (len(warnings), sink.counts.take()) == (1, {"kv_handoffs_refused": 1})
     assert not sink.has_pending_work
 
 
@@ -91,8 +93,10 @@ def test_a_handoff_of_another_fleet_or_another_model_is_computed() -> None:
     ):
         warnings: list[str] = []
         request = PromptRequest("d1", PROMPT, offered(source))
-        assert scheduler(warnings).loadable_tokens(request, 0) == 0
+        sink = scheduler(warnings)
+        assert sink.loadable_tokens(request, 0) == 0
         assert reason in warnings[0]
+        assert not sink.has_pending_work
 
 
 @pytest.mark.parametrize("text", [7, None, "", "=", "A" * 100, "é" * 100, "A" * (1 << 21)])
@@ -126,7 +130,7 @@ def test_a_handoff_that_is_not_needed_is_released_at_its_source() -> None:
     assert sink.has_pending_work
     (unused,) = sink.take_orders(False).unused
     assert unused.request == "d1"
-    assert (sink.counts.cached, sink.has_pending_work) == (1, False)
+    assert (sink.counts.take(), sink.has_pending_work) == ({"kv_handoffs_cached": 1}, False)
 
 
 def test_an_aborted_request_cancels_its_load_or_releases_its_handoff() -> None:

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvtransfer.agent import Agent
+from kvtransfer.engines.vllm.counters import CountBook, add_counts
 from kvtransfer.engines.vllm.handoff import WorkerAddress
 from kvtransfer.engines.vllm.scheduler import (
     HandoffScheduler,
@@ -109,6 +110,10 @@ def test_kv_moves_from_worker_to_worker_and_each_end_is_reported_once(
     assert not p.scheduler.has_pending_work
     assert not d.scheduler.has_pending_work
     assert d.step() == p.step() == FinishedTransfers()
+    received = d.worker.counts.take()
+    assert received.pop("kv_receive_seconds") >= 0.0
+    assert received == {"kv_ranks_received": 1, "kv_received_bytes": len(d.memory) * 3 // 9}
+    assert p.worker.counts.take() == {"kv_ranks_sent": 1}
 
 
 def test_a_load_that_fails_is_reported_as_failed_behind_its_fence(
@@ -124,6 +129,7 @@ def test_a_load_that_fails_is_reported_as_failed_behind_its_fence(
     seen = FinishedTransfers()
     assert clock.run(5, lambda: bool(seen.failed or _merge(seen, d.worker.take_finished())))
     assert (seen.received, seen.failed) == ({"d1"}, {"d1"})
+    assert d.worker.counts.take()["kv_ranks_not_received"] == 1
 
 
 def _merge(into: FinishedTransfers, more: FinishedTransfers) -> bool:
@@ -174,3 +180,12 @@ def test_a_step_carries_out_several_offers(pair: tuple[VirtualClock, Engine, Eng
     p.worker.carry_out(StepOrders(offers=offers))
     assert not p.worker.is_idle
     assert p.agent.stats()["leases"]["offered"] == 3
+
+
+def test_reports_add_up_and_an_unknown_counter_is_refused() -> None:
+    assert add_counts({"kv_ranks_sent": 1}, {"kv_ranks_sent": 2, "kv_received_bytes": 5}) == {
+        "kv_ranks_sent": 3,
+        "kv_received_bytes": 5,
+    }
+    with pytest.raises(KeyError):
+        CountBook().add("kv_unknown")

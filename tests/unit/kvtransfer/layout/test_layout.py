@@ -61,7 +61,7 @@ def test_fp8_halves_a_token() -> None:
 
 
 def test_a_fingerprint_is_the_same_everywhere_and_differs_with_every_field() -> None:
-    assert LLAMA_70B.fingerprint() == replace(LLAMA_70B).fingerprint() == "166ec75cc4ec4656"
+    assert LLAMA_70B.fingerprint() == replace(LLAMA_70B).fingerprint() == "1873d2798eaa13df"
     others = [
         replace(LLAMA_70B, **change)
         for change in (
@@ -76,9 +76,10 @@ def test_a_fingerprint_is_the_same_everywhere_and_differs_with_every_field() -> 
             {"content": KvContent.HEADS},
             {"blocks": 9},
             {"scale_bytes": 4},
+            {"content": KvContent.PAGES, "page_format": "amx"},
         )
     ]
-    assert len({layout.fingerprint() for layout in [LLAMA_70B, DEEPSEEK_V3, *others]}) == 13
+    assert len({layout.fingerprint() for layout in [LLAMA_70B, DEEPSEEK_V3, *others]}) == 14
 
 
 def test_ranks_and_blocks_may_differ_but_shape_and_type_may_not() -> None:
@@ -115,12 +116,16 @@ def test_ranks_and_blocks_may_differ_but_shape_and_type_may_not() -> None:
         {"order": KvOrder.LBNHC, "blocks": 9, "content": KvContent.HEADS},
         {"order": KvOrder.LHBNC, "blocks": 9},
         {"order": KvOrder.BHLNC},
+        {"content": KvContent.PAGES},
+        {"page_format": "amx"},
+        {"content": KvContent.PAGES, "page_format": "x" * 65},
+        {"content": KvContent.PAGES, "page_format": "amx", "order": KvOrder.BLNHC},
     ],
 )
 def test_impossible_shapes_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(
         ValueError,
-        match=r"must be|too few|neither split|one head|needs the number|range|not possible",
+        match=r"must be|too few|neither split|one head|needs the number|range|not possible|short name",
     ):
         replace(LLAMA_70B, **wrong)
 

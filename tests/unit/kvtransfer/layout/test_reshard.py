@@ -378,3 +378,19 @@ def test_layers_are_runs_of_neighbouring_blocks_where_they_are_outermost() -> No
 def test_a_block_behind_the_end_of_a_layer_is_refused() -> None:
     with pytest.raises(ValueError, match="invalid block number"):
         plan_transfer(VLLM_CPU, VLLM_CPU, [10], [0], 16)
+
+
+def test_pages_move_whole_and_only_whole() -> None:
+    pages = replace(VLLM_CPU, content=KvContent.PAGES, page_format="cpu-amx")
+    page = 2 * 16 * pages.row_bytes
+    plan = plan_transfer(pages, replace(pages, tp=2), [2, 5], [1, 7], 20, skip_tokens=16)
+    assert shape(plan) == [(RankPair(0, rank), [2 * page] * 4) for rank in (0, 1)]
+    with pytest.raises(ValueError, match="pages of 16 tokens cannot move from token 3"):
+        plan_transfer(pages, pages, [2, 5], [1, 7], 20, skip_tokens=3)
+    for change in (
+        {"block_tokens": 32},
+        {"page_format": "cpu-vec"},
+        {"content": KvContent.HEADS, "page_format": ""},
+    ):
+        with pytest.raises(LayoutMismatch):
+            plan_transfer(pages, replace(pages, **change), [2, 5], [1, 7], 20)

@@ -1,0 +1,49 @@
+"""The connector's counters, which vLLM collects from all processes and serves at /metrics.
+
+Not here: vLLM's classes for them (kvtransfer/engines/vllm/connector.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+Counts = Mapping[str, float]
+
+COUNTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "kv_handoffs_offered": "Prefills whose KV was offered to a decode engine.",
+        "kv_handoffs_accepted": "Handoffs whose KV this engine began to fetch.",
+        "kv_handoffs_refused": "Handoffs that did not fit their request; it was computed here.",
+        "kv_handoffs_cached": "Handoffs that were not needed, because all KV was cached here.",
+        "kv_ranks_received": "Fetches that a rank completed.",
+        "kv_ranks_not_received": "Fetches of a rank that failed, expired or were cancelled.",
+        "kv_ranks_sent": "Offers of a rank that were fetched completely.",
+        "kv_ranks_not_sent": "Offers of a rank that ended without being fetched completely.",
+        "kv_received_bytes": "Bytes of KV that arrived and were verified.",
+        "kv_receive_seconds": "Time from a rank's fetch to its end, added up over fetches.",
+    }
+)
+
+
+class CountBook:
+    """Counts since the last report. Raises KeyError for an unknown counter."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, float] = {}
+
+    def add(self, name: str, amount: float = 1) -> None:
+        """Add to a counter."""
+        if name not in COUNTERS:
+            raise KeyError(name)
+        self._counts[name] = self._counts.get(name, 0) + amount
+
+    def take(self) -> dict[str, float]:
+        """Return what was counted since the last call. Counters without a change are left out."""
+        taken, self._counts = self._counts, {}
+        return taken
+
+
+def add_counts(one: Counts, other: Counts) -> dict[str, float]:
+    """Return the sum of two reports."""
+    return {name: one.get(name, 0) + other.get(name, 0) for name in one.keys() | other.keys()}
