@@ -498,11 +498,14 @@ class MockServer:
         """GET /version of the imitated engine."""
         return json_answer({"version": self._version})
 
-    async def openapi(self, _: web.Request) -> web.Response:
-        """GET /openapi.json: the members that requests may have."""
-        return json_answer(
-            {"openapi": "3.1.0", "components": {"schemas": request_schemas(self._engine)}}
-        )
+    async def openapi(self, request: web.Request) -> web.Response:
+        """GET /openapi.json: the paths, and the members that requests may have."""
+        paths: dict[str, dict[str, Any]] = {
+            resource.canonical: {} for resource in request.app.router.resources()
+        }
+        components = {"schemas": request_schemas(self._engine)}
+        page = {"openapi": "3.1.0", "paths": paths, "components": components}
+        return json_answer(page)
 
     async def metrics(self, _: web.Request) -> web.Response:
         """GET /metrics."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from gateway.cli.doctor.engine_apis import check_apis
 from gateway.cli.doctor.findings import (
     CheckFinding,
     fail_finding,
@@ -66,6 +67,7 @@ def check_engine(
         lambda: _connector(responses, endpoint, split=split),
         lambda: _cache_salt(responses, endpoint),
         lambda: _token(responses, name),
+        lambda: check_apis(responses, name),
         lambda: _connection(responses, name),
     )
     return [finding for check in checks for finding in check()]

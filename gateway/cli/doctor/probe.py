@@ -22,6 +22,7 @@ TIMEOUT_S = 10.0
 MAX_RESPONSE_BYTES = 4 << 20
 METRICS_PATHS = ("/metrics", "/prometheus/metrics")
 PROMPT = "1 2 3 4 5 6 7 8"
+RESPONSES = "/v1/responses"
 REQUEST_SCHEMAS = ("ChatCompletionRequest", "CompletionRequest")
 VLLM_EXTENSIONS = frozenset({"return_token_ids", "ignore_eos"})
 
@@ -42,6 +43,7 @@ class ProbeResult(msgspec.Struct):
     connection_count  connections opened for all GET requests: 1 with keep-alive
     skew_s       the engine's clock minus ours in seconds, from its Date header
     token        the response to a request for one token
+    store        the response to store_request()
     """
 
     url: str
@@ -52,6 +54,7 @@ class ProbeResult(msgspec.Struct):
     models: ProbeResponse | None = None
     metrics: ProbeResponse | None = None
     token: ProbeResponse | None = None
+    store: ProbeResponse | None = None
     connection_count: int = 0
     skew_s: float | None = None
 
@@ -173,6 +176,8 @@ def probe_engine(
         model = next(iter(listed_models(result)), None)
         if more is not None and model is not None:
             result.token = _token(connection, token_request(model), more)
+            if RESPONSES in listed_paths(result):
+                result.store = connection.ask("POST", RESPONSES, store_request(model))
     except (OSError, http.client.HTTPException) as error:
         result.problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     finally:
@@ -195,6 +200,23 @@ def token_request(model: str, tokens: int = 1) -> dict[str, Any]:
     """Return a completion request for `tokens` tokens that also asks for token ids."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}
     return body | {"return_token_ids": True, "ignore_eos": True}
+
+
+def store_request(model: str) -> dict[str, Any]:
+    """Return a request that shows whether an engine keeps responses, and computes nothing.
+
+    An engine that keeps some does not find the previous one (404). An engine that keeps none
+    refuses to run in the background (400).
+    """
+    body = {"model": model, "input": "x", "store": True, "background": True}
+    return body | {"max_output_tokens": 1, "previous_response_id": "resp_0"}
+
+
+def listed_paths(result: ProbeResult) -> frozenset[str]:
+    """Return the paths of the engine's OpenAPI page; empty if it has no such page."""
+    page = result.schema.json if result.schema is not None and result.schema.status == 200 else None
+    paths = page.get("paths") if isinstance(page, dict) else None
+    return frozenset(paths) if isinstance(paths, dict) else frozenset()
 
 
 def listed_models(result: ProbeResult) -> dict[str, int | None]:

@@ -42,9 +42,10 @@ def schema(*chat: str, completion: tuple[str, ...] | None = None) -> ProbeRespon
     }
     return response(
         {
+            "paths": {"/v1/chat/completions": {}, "/v1/responses": {}, "/docs": {}},
             "components": {
                 "schemas": {name: {"properties": dict.fromkeys(of)} for name, of in known.items()}
-            }
+            },
         }
     )
 
@@ -89,6 +90,22 @@ def test_a_healthy_engine_passes_every_check() -> None:
 
 
 @pytest.mark.parametrize(
+    ("store", "words"),
+    [
+        (response(status=404), "it keeps responses"),
+        (response(status=400, text=b"set VLLM_ENABLE_RESPONSES_API_STORE=1"), "it keeps none"),
+    ],
+)
+def test_the_apis_of_an_engine_and_whether_it_keeps_responses_are_shown(
+    store: ProbeResponse, words: str
+) -> None:
+    findings = check_engine(well(store=store), endpoint(), {"m": "m"}, split=False)
+    text = {finding.check: finding.seen for finding in findings}
+    assert text["APIs"].startswith("it lists /v1/chat/completions, /v1/responses; requests to")
+    assert text["stored responses"].startswith(words)
+
+
+@pytest.mark.parametrize(
     ("changes", "check", "verdict"),
     [
         ({"problem": "ConnectionRefusedError"}, "reachable", CheckVerdict.FAIL),
@@ -108,6 +125,9 @@ def test_a_healthy_engine_passes_every_check() -> None:
         ({"token": response({"usage": {}, "choices": [{}]})}, "usage details", CheckVerdict.WARN),
         ({"token": response({"usage": None, "choices": None})}, "token ids", CheckVerdict.UNKNOWN),
         ({"schema": response(status=404)}, "cache salt", CheckVerdict.UNKNOWN),
+        ({"schema": response(status=404)}, "APIs", CheckVerdict.UNKNOWN),
+        ({"schema": response({"paths": [1]})}, "APIs", CheckVerdict.UNKNOWN),
+        ({"store": response(status=500)}, "stored responses", CheckVerdict.UNKNOWN),
         ({"schema": response({"components": [1]})}, "cache salt", CheckVerdict.UNKNOWN),
         ({"schema": schema("model")}, "cache salt", CheckVerdict.FAIL),
         ({"schema": schema("cache_salt", completion=())}, "cache salt", CheckVerdict.FAIL),
@@ -225,7 +245,7 @@ async def test_probes_report_an_unreachable_engine() -> None:
         assert (done.exit_code, reply["ok"]) == (1, False)
         assert verdicts["127.0.0.1:9", "reachable"] == "fail"
         ours = {check: verdict for (subject, check), verdict in verdicts.items() if subject == name}
-        assert ours["cache salt"] == "pass"
+        assert ours["cache salt"] == ours["APIs"] == ours["stored responses"] == "pass"
         assert (
             ours["token ids"]
             == ours["usage details"]

@@ -1,0 +1,41 @@
+"""Which APIs an engine serves, and whether it keeps responses for later requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gateway.cli.doctor.findings import CheckFinding, pass_finding, unknown_finding
+from gateway.cli.doctor.probe import ProbeResult, listed_paths
+from gateway.protocol.apis import APIS, RESPONSES
+
+NO_STORE = b"STORE"
+"""Part of the variable that vLLM's refusal names when it keeps no responses."""
+
+
+def check_apis(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
+    """Yield which APIs the engine lists, and whether it keeps responses."""
+    paths = listed_paths(responses)
+    if not paths:
+        fix = "send each request that your clients use with curl"
+        yield unknown_finding(name, "APIs", "it has no /openapi.json that lists paths", fix)
+        return
+    served = [api.path for api in APIS if api.path in paths]
+    missing = [api.path for api in APIS if api.path not in paths]
+    others = f"; requests to others get its 404: {', '.join(missing)}" if missing else ""
+    yield pass_finding(name, "APIs", f"it lists {', '.join(served) or 'none'}{others}")
+    if RESPONSES.path in paths and responses.store is not None:
+        yield _store(responses.store.status, responses.store.text, name)
+
+
+def _store(status: int, text: bytes, name: str) -> CheckFinding:
+    check = "stored responses"
+    if status == 404:
+        return pass_finding(name, check, "it keeps responses: previous_response_id can be used")
+    if status == 400 and NO_STORE in text:
+        seen = (
+            "it keeps none, so previous_response_id gets 400 "
+            "(vLLM keeps them with VLLM_ENABLE_RESPONSES_API_STORE=1)"
+        )
+        return pass_finding(name, check, seen)
+    fix = "send a response and read it with GET /v1/responses/ID"
+    return unknown_finding(name, check, f"it answers status {status}", fix)
