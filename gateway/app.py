@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from random import Random
-from time import monotonic
+from time import monotonic, time
 
 from aiohttp import web
 
@@ -50,6 +50,7 @@ from gateway.peers.frame_auth import FrameAuth
 from gateway.peers.local_bus import LocalBus
 from gateway.peers.sync_loop import SyncLoop
 from gateway.peers.view import PeerView
+from gateway.protocol.cors import new_cors_rule
 from gateway.protocol.forwarded import TrustedProxies
 from gateway.reload.auto_rollback import AutoRollbackMonitor, GatewayRollbackTarget
 from gateway.reload.file_watcher import FileWatcher
@@ -61,7 +62,7 @@ from gateway.restart.channel import BoundListener
 from gateway.restart.predecessor import Predecessor
 from gateway.restart.start_options import StartOptions, WorkerSettings
 from gateway.route import Gateway
-from gateway.serve import RequestFactory
+from gateway.serve import create_request_factory
 from gateway.telemetry.accounting import AccessLog, Accounting
 from gateway.telemetry.otlp import SpanExporter
 from gateway.util.addresses import http_url, naming_config_key
@@ -98,12 +99,12 @@ class App:
         auth = _frame_auth(config, origin.local)
         self._predecessor, self._has_retired = origin.predecessor, False
         self.secret = _fingerprint_secret(auth, origin.predecessor)
-        self._prefixes = PrefixCacheView(
-            self.secret, config.prefix.index, config.prefix.block_bytes
-        )
+        prefix = config.prefix
+        self._prefixes = PrefixCacheView(self.secret, prefix.index, prefix.block_bytes)
         self._admission = AdmissionController(config)
         trusted = Networks(config.listeners.api.trusted_proxies)
-        refused = self.metrics.runtime_gauges.connections_refused_total
+        gauges = self.metrics.runtime_gauges
+        refused = gauges.connections_refused_total
         self.connections = ClientConnections(
             self._admission, trusted, lambda reason: refused.labels(reason).inc()
         )
@@ -111,8 +112,7 @@ class App:
         rng = Random(secrets.randbits(64))
         self._endpoints = EndpointTable(config, self._prefixes, self.metrics, rng, queue)
         self._endpoints.on_change = self._admission.refresh
-        lost = self.metrics.runtime_gauges.log_lines_dropped_total
-        self._log = AccessLog(config.observability, self._loop, lost)
+        self._log = AccessLog(config.observability, self._loop, gauges.log_lines_dropped_total)
         self._tracer = SpanExporter(self.metrics, Random(secrets.randbits(64)), origin.env)
         self._health_checker = self._create_health_checker(config)
         self._sync_loop = None if auth is None else self._create_sync(auth, origin.local, rng)
@@ -126,7 +126,10 @@ class App:
             Handoffs(self.metrics, rng, queue),
         )
         proxies = TrustedProxies(trusted) if trusted else None
-        self._request_factory = RequestFactory(self.gateway, self.metrics.itl_seconds, proxies)
+        self._cors = new_cors_rule(config.listeners.api.cors_origins)
+        self._request_factory = create_request_factory(
+            self.gateway, self.metrics.itl_seconds, proxies, self._cors
+        )
         attach_metrics(self.gateway, plan, self.metrics)
         self.metrics.pool_by_label = lambda: pool_by_label(
             self.gateway.snapshot.routes.values(), self._endpoints.all()
@@ -136,9 +139,7 @@ class App:
         self.sockets, self._activated = dict(origin.sockets), origin.activated
         self._servers: dict[str, list[asyncio.Server]] = {}
         self._tls = TlsListeners(
-            self.metrics.runtime_gauges,
-            self.connections,
-            lambda: self.gateway.snapshot.config.limits,
+            gauges, self.connections, lambda: self.gateway.snapshot.config.limits
         )
         self._gc_schedule = GcSchedule(monotonic())
         self._sweep_task: asyncio.Task[None] | None = None
@@ -186,7 +187,7 @@ class App:
         if self._local is not None:
             self._endpoints.drain_by_name(self._local.drained)
         self._sweep_task = asyncio.create_task(self._sweep(), name="sweep")
-        self._tick_timer = self._loop.call_later(TICK_S, self._tick)
+        self._tick()
         self._stall_timer = self._loop.call_later(GLANCE_S, self._check_stalls)
         if self._sync_loop is not None:
             await self._sync_loop.start()
@@ -399,7 +400,7 @@ class App:
 
     async def _connection_factory(self) -> Callable[[], FastConnection]:
         """Return the factory of protocols for client connections."""
-        server = models_api.api_application(lambda: self.gateway.snapshot)
+        server = models_api.api_application(lambda: self.gateway.snapshot, self._cors)
         runner = web.AppRunner(server, handler_cancellation=True, access_log=None)
         await runner.setup()
         self._runners.append(runner)
@@ -450,8 +451,9 @@ class App:
         return http_url(listener.host, port, encrypted=listener.tls is not None)
 
     def _tick(self) -> None:
-        """Advance the admissions' clock."""
+        """Advance the clocks of the admissions and of the responses' dates."""
         self._tick_timer = self._loop.call_later(TICK_S, self._tick)
+        self.connections.clock.update(time())
         try:
             self._admission.tick(monotonic())
         except Exception:  # an admission may be third-party code

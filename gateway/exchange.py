@@ -135,6 +135,7 @@ class Exchange:
     canary_arm    the side of a canary that counts it; None in a pool without a canary
     hedge         its second attempt; None if there was none
     proxy_request_id  the x-request-id of a trusted proxy; ""  without one
+    client_request_id  the client's own id of the request; "" without one
     ledger        the tokens of its answer, for continuing it elsewhere; None if that is not
                   possible
     """
@@ -152,6 +153,7 @@ class Exchange:
         ),
         *(
             "client",
+            "client_request_id",
             "detail",
             "fingerprint",
             "gaps",
@@ -183,7 +185,7 @@ class Exchange:
         self.api = api
         self.client = client
         self.accepted_at = accepted_at
-        self.proxy_request_id = ""
+        self.proxy_request_id = self.client_request_id = ""
         self.received_at: float | None = None
         self.parsed_at: float | None = None
         self.admitted_at: float | None = None

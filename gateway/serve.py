@@ -29,6 +29,7 @@ from gateway.fleet.name_table import find
 from gateway.http.client import Client
 from gateway.metrics.metric_types import Histogram
 from gateway.protocol.apis import Api
+from gateway.protocol.cors import CorsLines, CorsRule
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.forwarded import TrustedProxies, proxy_request_id
 from gateway.protocol.openai import Call, CallContext, parse_call
@@ -90,6 +91,35 @@ class RequestFactory:
         return serve(gateway, exchange, client, _handle if api.conversation else serve_stored)
 
 
+class CorsRequestFactory(RequestFactory):
+    """A factory whose responses permit pages of other origins."""
+
+    __slots__ = ("_cors",)
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        gaps: Histogram,
+        proxies: TrustedProxies | None,
+        cors: CorsRule,
+    ) -> None:
+        super().__init__(gateway, gaps, proxies)
+        self._cors = cors
+
+    def serve(self, client: Client, api: Api) -> Coroutine[Any, Any, None]:
+        client.response_lines = CorsLines(client.clock, self._cors.response_headers(client.headers))
+        return super().serve(client, api)
+
+
+def create_request_factory(
+    gateway: Gateway, gaps: Histogram, proxies: TrustedProxies | None, cors: CorsRule | None
+) -> RequestFactory:
+    """Create the factory of requests; `cors` is None where no page of another origin may call."""
+    if cors is None:
+        return RequestFactory(gateway, gaps, proxies)
+    return CorsRequestFactory(gateway, gaps, proxies, cors)
+
+
 async def serve(gateway: Gateway, exchange: Exchange, client: Client, handle: Handler) -> None:
     """Answer one request.
 
@@ -126,6 +156,8 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     if snapshot.tenants:
         exchange.tenant = snapshot.authenticate(client.headers)
     wish = snapshot.levels.read_preferences(client.headers, exchange.tenant)
+    if wish.client_request_id:
+        exchange.client_request_id = wish.client_request_id
     body = client.take_buffered_body() or await _receive_body(gateway, exchange, client)
     exchange.received_at = received_at = monotonic()
     exchange.take_memory(gate, len(body))

@@ -37,6 +37,7 @@ from gateway.config.values import (
     Interval,
     Label,
     Name,
+    Origin,
     Port,
     Secret,
     Section,
@@ -73,6 +74,11 @@ class ApiListener(Listener):
         (),
         "Networks of your own proxies and balancers, in CIDR notation. They are exempt from "
         "limits per client address, and their X-Forwarded-For and x-request-id are trusted.",
+    )
+    cors_origins: Annotated[tuple[Origin, ...], Field(max_length=256)] = setting(
+        (),
+        "Origins of web pages that may call the API from a browser, as in https://app.example.com, "
+        "or * for all. None by default.",
     )
 
 

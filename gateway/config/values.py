@@ -144,6 +144,18 @@ def _host_and_port(text: str) -> str:
     return text
 
 
+def _origin(text: str) -> str:
+    """Check the origin of a page, in the form in which browsers send it."""
+    parts = urlsplit(text)
+    is_origin = f"{parts.scheme}://{parts.netloc}" == text and parts.hostname and parts.scheme
+    if text != "*" and (not is_origin or text.lower() != text or "@" in parts.netloc):
+        raise ValueError(
+            "is not an origin; write scheme, host and port in lower case without a path, as in "
+            "https://app.example.com, or *"
+        )
+    return text
+
+
 def _redis_url(url: str) -> str:
     parts = urlsplit(url)
     try:
@@ -238,6 +250,9 @@ Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:_-]+$", max_lengt
 Url = Annotated[str, StringConstraints(max_length=2048), AfterValidator(engine_url)]
 HttpPath = Annotated[str, StringConstraints(pattern=r"^/[!-~]*$", max_length=200)]
 Label = Annotated[str, StringConstraints(max_length=200)]
+Origin = Annotated[
+    str, StringConstraints(pattern=r"^[!-~]+$", max_length=300), AfterValidator(_origin)
+]
 Cidr = Annotated[str, StringConstraints(max_length=64), AfterValidator(_cidr)]
 Bootstrap = Annotated[str, StringConstraints(max_length=300), AfterValidator(_host_and_port)]
 

@@ -73,10 +73,12 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         "_unread",
         "_unread_counted",
         "address",
+        "clock",
         "is_draining",
         "paused_at",
         "phase",
         "phase_since",
+        "response_lines",
         "will_close",
     )
 

@@ -12,6 +12,7 @@ from gateway.http.large_bodies import WaitForTurn
 from gateway.http.upstream import Downstream
 from gateway.protocol.error_shapes import OPENAI, ErrorShape
 from gateway.protocol.errors import GatewayError
+from gateway.protocol.response_clock import ResponseClock, ResponseLines
 
 
 class Client(Downstream, Protocol):
@@ -32,6 +33,10 @@ class Client(Downstream, Protocol):
     def will_close(self) -> bool:
         """Whether the connection closes after this response, whose head must announce it."""
         ...
+
+    clock: ResponseClock
+    response_lines: ResponseLines
+    """Header lines of every response: the clock, or what a request adds to it."""
 
     def take_buffered_body(self) -> bytes:
         """Return the body if it has been received already, else nothing; then await body()."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.response_clock import ResponseClock
 from gateway.util.networks import Networks, client_group
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class CountedConnection(Protocol):
 class ClientConnections:
     """All open client connections and the number of unread bytes of each.
 
+    clock       has the Date line of responses
     on_refused  called with the reason when a connection or its unread bytes are refused
     """
 
@@ -57,6 +59,7 @@ class ClientConnections:
         "_per_client",
         "_trusted",
         "_unread",
+        "clock",
         "on_refused",
         "unread_bytes",
     )
@@ -72,6 +75,7 @@ class ClientConnections:
         self._per_client: dict[str, int] = {}
         self._unread: OrderedDict[CountedConnection, int] = OrderedDict()
         self.unread_bytes = 0
+        self.clock = ResponseClock()
 
     def __len__(self) -> int:
         return len(self._connections)

@@ -39,6 +39,7 @@ from gateway.protocol.errors import (
     reason_phrase,
     retry_headers,
 )
+from gateway.protocol.response_clock import ResponseClock, ResponseLines
 
 if TYPE_CHECKING:
     from gateway.http.client import Client
@@ -74,6 +75,8 @@ class ClientConnection(ABC):
     is_draining      another process accepts new connections; the next response is the last one here
     will_close       the next response is the last one, and its head announces that
     _must_close      close the connection after the current response
+    clock            has the Date line of responses
+    response_lines   header lines of every response: the clock, or what a request adds to it
     _reading_paused  too much is buffered, so the event loop cannot notice that the client has left
     """
 
@@ -84,6 +87,8 @@ class ClientConnection(ABC):
     phase: Phase
     phase_since: float
     paused_at: float | None
+    clock: ResponseClock
+    response_lines: ResponseLines
     _connections: ClientConnections
     _limits: Limits
     _serve: Serve
@@ -102,6 +107,7 @@ class ClientConnection(ABC):
         self._connections = connections
         self._limits = limits
         self._outbox = outbox
+        self.clock = self.response_lines = connections.clock
         self._source = None
         self._must_close = self.is_draining = self.will_close = False
         self.address = ""
@@ -146,7 +152,7 @@ class ClientConnection(ABC):
         if self._must_close or self._should_close:
             lines += "connection: close\r\n"
         first = f"HTTP/1.1 {status} {reason_phrase(status)}\r\ncontent-type: application/json\r\n"
-        head = f"{first}content-length: {len(body)}\r\n{lines}\r\n"
+        head = f"{first}{self.response_lines.line}content-length: {len(body)}\r\n{lines}\r\n"
         self.write(head.encode("latin-1", "replace") + body)
 
     def close_after_write(self) -> None:

@@ -22,6 +22,7 @@ from gateway.http.eager_task import EagerFuture, EagerTask, new_future
 from gateway.http.large_bodies import LARGE_BODY, WaitForTurn
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.errors import GatewayError, new_request_id
+from gateway.protocol.http2_refusal import PREFACE, REFUSAL
 from gateway.protocol.request_head import (
     RequestHead,
     is_partial_head,
@@ -70,11 +71,13 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         "_unread",
         "_unread_counted",
         "address",
+        "clock",
         "headers",
         "is_draining",
         "paused_at",
         "phase",
         "phase_since",
+        "response_lines",
         "transport",
         "will_close",
     )
@@ -277,10 +280,17 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self._close_gracefully()
 
     def _keep_or_switch(self, data: bytes) -> None:
-        """Keep a partial head for the next read; switch to aiohttp for any other request."""
+        """Keep a partial head for the next read; switch to aiohttp for any other request.
+
+        Only HTTP/2 is refused here, because its frames are no request of HTTP/1.1.
+        """
         if self.transport is None or self.phase is CLOSING:
             return
-        if is_partial_head(data):
+        if not self.headers and data.startswith(PREFACE):
+            self._must_close = True
+            self.write(REFUSAL)
+            self._linger()
+        elif is_partial_head(data):
             self._unread, self._offset = data, 0
             if self.phase is IDLE:
                 self._enter(HEAD)

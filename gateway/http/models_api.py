@@ -1,18 +1,20 @@
-"""The API listener's non-generation requests: the model list, and OpenAI-shaped errors.
+"""The API listener's other requests: models, health, version, preflights, and errors.
 
 Generation requests never arrive here; the client connections serve them directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from time import time
 from typing import Protocol
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from gateway.protocol.apis import API_PATHS
+from gateway.protocol.cors import CorsRule
 from gateway.protocol.error_shapes import ANTHROPIC, OPENAI
 from gateway.protocol.errors import Failure, GatewayError, new_request_id, retry_headers
 from gateway.protocol.model_cards import (
@@ -23,9 +25,10 @@ from gateway.protocol.model_cards import (
     openai_list,
     wants_anthropic,
 )
+from gateway.util.version import program_version
 
 SERVER_NAME = "penstock"  # replaces aiohttp's own name and version
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+CORS_METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 
 
 class ModelNames(Protocol):
@@ -49,10 +52,13 @@ class ModelCatalogue(ModelNames, Protocol):
         """Return the models that the key of an authenticated request is valid for."""
 
 
-def api_application(catalogue: Callable[[], ModelCatalogue]) -> web.Application:
-    """Create the application: GET /v1/models and /v1/models/{id}, 405 and 404 for the rest.
+def api_application(
+    catalogue: Callable[[], ModelCatalogue], cors: CorsRule | None = None
+) -> web.Application:
+    """Create the application: models, health and version; 405 and 404 for the rest.
 
-    `catalogue` returns the models of the running configuration.
+    `catalogue` returns the models of the running configuration. `cors` permits pages of other
+    origins and answers their preflights.
     """
     created = int(time())
 
@@ -76,10 +82,23 @@ def api_application(catalogue: Callable[[], ModelCatalogue]) -> web.Application:
         card = anthropic_card if wants_anthropic(request.headers) else openai_card
         return _ok(card(name, model, created))
 
-    server = web.Application(middlewares=[_openai_errors])
-    server.router.add_get("/v1/models", list_models, allow_head=False)
-    server.router.add_get("/v1/models/{name:.+}", show_model, allow_head=False)
+    server = web.Application(middlewares=[_cors_middleware(cors), _openai_errors])
+    server.router.add_get("/v1/models", list_models)
+    server.router.add_get("/v1/models/{name:.+}", show_model)
+    for path in ("/health", "/ping"):
+        server.router.add_get(path, _show_alive)
+    server.router.add_post("/ping", _show_alive)
+    server.router.add_get("/version", _show_version)
     return server
+
+
+async def _show_alive(_: web.Request) -> web.StreamResponse:
+    """Answer without a body and without a key: load balancers only read the status."""
+    return web.Response(headers=_common_headers())
+
+
+async def _show_version(_: web.Request) -> web.StreamResponse:
+    return _ok({"version": program_version()})
 
 
 def _unknown(models: ModelNames, name: str) -> GatewayError:
@@ -90,9 +109,30 @@ def _unknown(models: ModelNames, name: str) -> GatewayError:
 
 
 def _ok(body: dict[str, object]) -> web.Response:
-    return web.json_response(
-        body, headers={"server": SERVER_NAME, "x-request-id": new_request_id()}
-    )
+    return web.json_response(body, headers=_common_headers())
+
+
+def _common_headers() -> dict[str, str]:
+    return {"server": SERVER_NAME, "x-request-id": new_request_id()}
+
+
+def _cors_middleware(cors: CorsRule | None) -> Middleware:
+    @web.middleware
+    async def add_cors(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if cors is None:
+            return await handler(request)
+        preflight = (
+            cors.preflight_headers(request.headers, CORS_METHODS)
+            if request.method == "OPTIONS"
+            else None
+        )
+        if preflight is not None:
+            return web.Response(status=204, headers=[*_common_headers().items(), *preflight])
+        response = await handler(request)
+        response.headers.extend(cors.response_headers(request.headers))
+        return response
+
+    return add_cors
 
 
 @web.middleware
@@ -115,7 +155,7 @@ async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamRe
 def _method_not_allowed(request: web.Request, allowed: list[str]) -> GatewayError:
     names = ", ".join(allowed)
     message = f"Not allowed here: {request.method}. Allowed: {names}."
-    return GatewayError(Failure.METHOD_NOT_ALLOWED, message)
+    return GatewayError(Failure.METHOD_NOT_ALLOWED, message, headers=(("allow", names),))
 
 
 def _error(request: web.Request, error: GatewayError) -> web.Response:

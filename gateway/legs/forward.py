@@ -135,7 +135,8 @@ def refusal_status(relay: Relay) -> int:
 def response_headers(exchange: Exchange, client: Client, endpoint: str) -> bytes:
     """Return the response headers that the gateway adds, without status line and framing."""
     lines = (
-        f"x-request-id: {exchange.id}\r\nx-penstock-endpoint: {endpoint}\r\n"
+        f"{client.response_lines.line}x-request-id: {exchange.id}\r\n"
+        f"x-penstock-endpoint: {endpoint}\r\n"
         "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
     )
     if exchange.tier:

@@ -56,7 +56,11 @@ class TrustedProxies:
 
 def proxy_request_id(headers: Mapping[str, str]) -> str:
     """Return the proxy's request id for the access log; "" if missing or not plain characters."""
-    text = headers.get(REQUEST_ID, "")
+    return plain_request_id(headers.get(REQUEST_ID, ""))
+
+
+def plain_request_id(text: str) -> str:
+    """Return a request id for the access log; "" if it is not of plain characters."""
     return text if _REQUEST_ID.fullmatch(text) else ""
 
 

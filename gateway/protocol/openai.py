@@ -28,6 +28,7 @@ from gateway.protocol.json_members import (
     missing_member,
     string_member,
 )
+from gateway.protocol.lax_numbers import lax_integer
 from gateway.protocol.media import (
     BYTES_PER_TOKEN,
     MIN_MEDIUM_BYTES,
@@ -200,29 +201,27 @@ def parse_call(
     context: CallContext,
     unlisted: Mapping[str, str] = _ALL_LISTED,
 ) -> Call:
-    """Parse and check a body.
+    """Parse and check a body. Raises GatewayError (400 or 404) that names the problem.
 
-    `unlisted` has the message for a configured model that is not among `models`. Raises
-    GatewayError (400 or 404) that names the problem; such a request is not forwarded.
+    `unlisted` has the message for a configured model that is not among `models`.
     """
     members = api.read(body)
-    requested = string_member(members, "model")
-    try:  # models.get() would not follow patterns of names
-        model = models[requested]
-    except KeyError:
-        raise _unknown_model(requested, models, unlisted) from None
-    served, numbers = model.served_model, _numbers(members)
+    try:
+        requested = string_member(members, "model")
+        model = models[requested]  # models.get() would not follow patterns of names
+        numbers = _numbers(members)
+    except (GatewayError, KeyError, LaxNumberError):
+        body, requested, model, numbers = _read_unusual(members, models, unlisted, api.is_form)
+    served = model.served_model
     prompt, media, ids, longest = _read_prompt(body, api, members, numbers, model)
     limit = numbers.get(api.output_limit) or numbers.get("max_tokens")
     output_tokens = limit if api.generates else 1  # what computes no text ends at its first token
     if model.context_tokens is not None:
         _check_context(longest, output_tokens or 0, model.context_tokens)
     estimated, ids = _estimate(prompt, context, served, media) if ids is None else (0, ids)
-    choices, prompts = (
-        (1, 1)
-        if SEQUENCE_MEMBERS.isdisjoint(numbers)
-        else count_sequences(numbers, model.sequences, generates=api.generates)
-    )
+    choices = prompts = 1
+    if not SEQUENCE_MEMBERS.isdisjoint(numbers):
+        choices, prompts = count_sequences(numbers, model.sequences, generates=api.generates)
     wish, arrived_s = context.preferences, context.arrived_s
     slo = model.slo if wish.is_default else wish.resolve_slo(model.slo)
     request = Request(
@@ -368,8 +367,46 @@ def _unknown_model(
     return GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
 
 
+def _read_unusual(
+    members: dict[str, msgspec.Raw],
+    models: Mapping[str, ModelInfo],
+    unlisted: Mapping[str, str],
+    is_form: bool,
+) -> tuple[bytes, str, ModelInfo, dict[str, int]]:
+    """Read a request that names no model, or has numbers in another form than usual.
+
+    Return its body in the usual form, the name of the model, the model, and the numbers. Raises
+    GatewayError for what is invalid. A form is not rewritten.
+    """
+    if "model" not in members or bytes(members["model"]) == b"null":
+        names = {model.served_model for model in models.values()}
+        if is_form or len(names) != 1:
+            raise missing_member("model")
+        members["model"] = msgspec.Raw(msgspec.json.encode(names.pop()))
+    requested = string_member(members, "model")
+    try:
+        model = models[requested]
+    except KeyError:
+        raise _unknown_model(requested, models, unlisted) from None
+    for name in () if is_form else MAX_NUMBERS.keys() & members:
+        number = lax_integer(member_value(members, name))
+        if number is not None:
+            members[name] = msgspec.Raw(b"%d" % number)
+    try:
+        return join_members(members), requested, model, _numbers(members)
+    except LaxNumberError:
+        raise bad_request("A number in the form is not an integer.") from None
+
+
+class LaxNumberError(Exception):
+    """Raised for an integer in a form that vLLM accepts too, such as "3"."""
+
+
 def _numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
-    """Read the integers that have limits, and reject what could harm an engine (faults.md A06)."""
+    """Read the integers that have limits, and reject what could harm an engine (faults.md A06).
+
+    Raises LaxNumberError for an integer in another form.
+    """
     numbers: dict[str, int] = {}
     for name in _GUARDED.intersection(members):
         if name in MAX_MEMBER_BYTES:
@@ -377,13 +414,22 @@ def _numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
                 raise bad_request(f"'{name}' is larger than {MAX_MEMBER_BYTES[name]} bytes.", name)
         elif (value := member_value(members, name)) is not None:
             is_valid = type(value) is int and 1 <= value <= MAX_NUMBERS[name]
-            numbers[name] = value if is_valid else _bounded(name, value)
+            numbers[name] = value if is_valid else _bounded(name, value, members)
     return numbers
 
 
-def _bounded(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise bad_request(f"'{name}' must be an integer.", name)
+def _bounded(name: str, value: object, members: Mapping[str, msgspec.Raw]) -> int:
+    """Return the number that an unusual value stands for; raise GatewayError for an invalid one.
+
+    A completion may generate nothing, to have its prompt scored. That is a token here, the least
+    that a request may count.
+    """
+    if type(value) is not int:
+        if lax_integer(value) is None:
+            raise bad_request(f"'{name}' must be an integer.", name)
+        raise LaxNumberError
+    if value == 0 and name == "max_tokens" and bytes(members.get("echo", b"")) == b"true":
+        return 1
     if not 1 <= value <= MAX_NUMBERS[name]:
         raise bad_request(f"'{name}' must be between 1 and {MAX_NUMBERS[name]}, not {value}.", name)
     return value

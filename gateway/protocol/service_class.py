@@ -13,6 +13,7 @@ import msgspec
 
 from gateway.config import Config, Tenant
 from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.forwarded import plain_request_id
 from gateway.protocol.sessions import (
     MAX_SESSION_CHARS,
     SESSION_HEADER,
@@ -28,6 +29,7 @@ TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 TPOT_HEADERS = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
 PRIORITY_HEADER = "x-priority"
 TIMEOUT_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")
+CLIENT_ID_HEADERS = ("x-client-request-id", "x-request-id")
 HEADER_NAMES = frozenset(
     (
         CLASS_HEADER,
@@ -37,6 +39,7 @@ HEADER_NAMES = frozenset(
         PRIORITY_HEADER,
         *SESSION_HEADER_NAMES,
         *TIMEOUT_HEADERS,
+        *CLIENT_ID_HEADERS,
     )
 )
 
@@ -58,6 +61,7 @@ class RequestPreferences(msgspec.Struct, frozen=True):
     default_priority    the effective priority when the body does not give one
     session             key of the session, "" without one; session_source: its header
     session_hints       what the headers say about the session's future; None: nothing
+    client_request_id   the client's own id of the request, for the access log
     patience_s          how long the client waits for the first byte
     has_short_deadline  patience_s is so short that it is checked even when nothing is overloaded
     is_default          neither a class nor a budget is given
@@ -75,6 +79,7 @@ class RequestPreferences(msgspec.Struct, frozen=True):
     default_priority: int = 0
     session_source: str = ""
     session_hints: SessionHints | None = None
+    client_request_id: str = ""
 
     def resolve_slo(self, model_slo: Slo) -> Slo:
         """Return the SLO of a request for a model whose default SLO is `model_slo`."""
@@ -169,6 +174,7 @@ class ServiceClasses:
             default_priority=_clamp(priority or 0, most_priority),
             session_source=session.source,
             session_hints=SessionHints(is_last=True) if session.is_last else None,
+            client_request_id=_client_request_id(given),
         )
 
     def _defaults(self, tenant: Tenant) -> RequestPreferences:
@@ -224,6 +230,11 @@ def _check_session(given: Mapping[str, str]) -> None:
     text = given.get(SESSION_HEADER, "")
     if len(text) > MAX_SESSION_CHARS:
         raise _invalid(SESSION_HEADER, text, f"at most {MAX_SESSION_CHARS} characters long")
+
+
+def _client_request_id(given: Mapping[str, str]) -> str:
+    ids = (plain_request_id(given.get(name, "")) for name in CLIENT_ID_HEADERS)
+    return next(filter(None, ids), "")
 
 
 def _patience_s(given: Mapping[str, str]) -> float | None:

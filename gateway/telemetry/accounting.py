@@ -51,6 +51,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     blocks             chained ids of the prompt's 2 KiB blocks; only with `access_blocks`
     resumes            how often the stream was continued on another endpoint
     hedge_loser        the endpoint whose concurrent attempt was cancelled
+    client_request_id  the id that the client itself gave the request
     session            what names its session: a header, a member of the body, or `prefix`
     """
 
@@ -103,6 +104,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     resumes: int = 0
     hedge_loser: str = ""
     session: str = ""
+    client_request_id: str = ""
 
 
 class AccessLog:
@@ -455,6 +457,8 @@ def _line(
         line.requested_model = call.requested_model
     if call is not None and call.request.session:
         line.session = call.request.session_source
+    if exchange.client_request_id and exchange.client_request_id != exchange.proxy_request_id:
+        line.client_request_id = exchange.client_request_id
     if exchange.proxy_request_id:
         line.proxy_request_id = exchange.proxy_request_id
     if exchange.trace is not None:

@@ -39,6 +39,7 @@ class Engine:
         self.is_strict = is_strict
         self.asked: list[str] = []
         self.headers: list[dict[str, str]] = []
+        self.bodies: list[dict[str, Any]] = []
         self.url = ""
         self.is_held = False
 
@@ -51,6 +52,7 @@ class Engine:
         body = await request.json()
         name = body["model"]
         self.asked.append(name)
+        self.bodies.append(body)
         self.headers.append({key.lower(): value for key, value in request.headers.items()})
         if self.is_strict and self.models is not None and name not in self.models:
             error = {

@@ -242,5 +242,4 @@ LAST = [
     request(b"{}").replace(b"Host: test\r\n", b""),
     request(b"{}", length="Content-Length: 999999999"),
     b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\x03\x03",
-    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
 ]

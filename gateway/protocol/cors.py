@@ -1,0 +1,89 @@
+"""Cross-origin requests: which pages in browsers may call the API, and what a browser has to know.
+
+No cookies take part, since the API has none: a page sends its key itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from gateway.protocol.response_clock import ResponseClock
+
+ANY_ORIGIN = "*"
+MAX_AGE_S = 600
+MAX_REQUESTED_CHARS = 2048  # characters of the requested headers' names
+
+Headers = tuple[tuple[str, str], ...]
+
+_EXPOSED = (
+    "x-request-id, x-penstock-endpoint, x-penstock-prefill, x-penstock-tier, x-should-retry, "
+    "retry-after, retry-after-ms, x-ratelimit-limit-requests, x-ratelimit-limit-tokens, "
+    "x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, "
+    "x-ratelimit-reset-tokens"
+)
+_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?:[ \t]*,[ \t]*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
+
+
+class CorsRule:
+    """The origins that may call the API. Immutable."""
+
+    __slots__ = ("_is_any", "_origins")
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        """`origins`: scheme, host and port as browsers send them; "*" permits all."""
+        self._is_any = ANY_ORIGIN in origins
+        self._origins = frozenset(origins)
+
+    def response_headers(self, headers: Mapping[str, str]) -> Headers:
+        """Return what to add to the response of a request; () if its origin is not permitted."""
+        origin = headers.get("origin", "")
+        if not origin:
+            return () if self._is_any else (("vary", "origin"),)
+        if not self._is_any and origin not in self._origins:
+            return (("vary", "origin"),)
+        exposed = ("access-control-expose-headers", _EXPOSED)
+        if self._is_any:
+            return ("access-control-allow-origin", ANY_ORIGIN), exposed
+        return ("access-control-allow-origin", origin), ("vary", "origin"), exposed
+
+    def preflight_headers(
+        self, headers: Mapping[str, str], methods: Sequence[str]
+    ) -> Headers | None:
+        """Return the headers of a preflight's response; None if the request is no preflight.
+
+        A preflight of another origin gets a response without permissions.
+        """
+        if "access-control-request-method" not in headers or "origin" not in headers:
+            return None
+        permitted = self.response_headers(headers)
+        if permitted[0][0] != "access-control-allow-origin":
+            return permitted
+        requested = headers.get("access-control-request-headers", "").strip()
+        is_valid = len(requested) <= MAX_REQUESTED_CHARS and _NAMES.fullmatch(requested)
+        names = (("access-control-allow-headers", requested),) if is_valid else ()
+        return (
+            *permitted,
+            ("access-control-allow-methods", ", ".join(methods)),
+            *names,
+            ("access-control-max-age", str(MAX_AGE_S)),
+        )
+
+
+def new_cors_rule(origins: Sequence[str]) -> CorsRule | None:
+    """Return the rule of a list of origins; None for an empty list."""
+    return CorsRule(origins) if origins else None
+
+
+class CorsLines:
+    """The Date of a response and its headers for pages of other origins."""
+
+    __slots__ = ("_clock", "_lines")
+
+    def __init__(self, clock: ResponseClock, headers: Headers) -> None:
+        self._clock = clock
+        self._lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
+
+    @property
+    def line(self) -> str:
+        return self._clock.line + self._lines

@@ -1,0 +1,25 @@
+"""Cleartext HTTP/2 with prior knowledge: how it begins, and the answer that it is not spoken here.
+
+A client that knows HTTP/2 understands the refusal and may repeat its requests over HTTP/1.1
+(RFC 9113, 3.4 and 7).
+"""
+
+from __future__ import annotations
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\n"
+"""The first bytes of an HTTP/2 client. Its body `SM` and frames follow."""
+
+_SETTINGS, _GOAWAY = 4, 7
+_HTTP_1_1_REQUIRED = 0xD
+
+
+def _frame(kind: int, payload: bytes = b"") -> bytes:
+    """Return a frame of stream 0 without flags."""
+    return len(payload).to_bytes(3, "big") + bytes([kind, 0, 0, 0, 0, 0]) + payload
+
+
+REFUSAL = _frame(_SETTINGS) + _frame(
+    _GOAWAY,
+    (0).to_bytes(4, "big") + _HTTP_1_1_REQUIRED.to_bytes(4, "big") + b"This server speaks HTTP/1.1",
+)
+"""The server's preface, and GOAWAY with HTTP_1_1_REQUIRED: no stream was or will be processed."""

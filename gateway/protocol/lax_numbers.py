@@ -1,0 +1,22 @@
+"""Numbers as vLLM accepts them: 3, 3.0 and "3" are the same integer."""
+
+from __future__ import annotations
+
+import re
+
+_INTEGER = re.compile(r"\s*([+-]?[0-9]{1,24})(?:\.0*)?\s*", re.ASCII)
+
+
+def lax_integer(value: object) -> int | None:
+    """Return the integer that a JSON value stands for; None if it stands for none.
+
+    A boolean stands for none: a client that sends one has mixed up two members.
+    """
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    match = _INTEGER.fullmatch(value) if isinstance(value, str) else None
+    return None if match is None else int(match[1])

@@ -1,0 +1,33 @@
+"""The Date header of responses, formatted once a second."""
+
+from __future__ import annotations
+
+from email.utils import formatdate
+from typing import Protocol
+
+
+class ResponseLines(Protocol):
+    """Header lines that every response of a connection has, with their CRLFs."""
+
+    @property
+    def line(self) -> str: ...
+
+
+class ResponseClock:
+    """Keeps the Date line of responses; update() is called several times a second.
+
+    line  the header line with its CRLF; "" before the first update
+    """
+
+    __slots__ = ("_second", "line")
+
+    def __init__(self) -> None:
+        self._second = -1
+        self.line = ""
+
+    def update(self, unix_s: float) -> None:
+        """Set the time, in Unix seconds."""
+        second = int(unix_s)
+        if second != self._second:
+            self._second = second
+            self.line = f"date: {formatdate(second, usegmt=True)}\r\n"
