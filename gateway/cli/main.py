@@ -27,7 +27,15 @@ import typer.main
 from rich.console import Console
 
 from gateway.cli.admin_client import AdminAddress, AdminClient, with_admin_options
-from gateway.cli.output import JsonOption, exit_with_error, is_utf8_output, print_json, print_line
+from gateway.cli.output import (
+    EngineKeyOption,
+    JsonOption,
+    check_engine_key,
+    exit_with_error,
+    is_utf8_output,
+    print_json,
+    print_line,
+)
 from gateway.util.version import build_kind, is_compiled, program_version
 
 if TYPE_CHECKING:
@@ -240,6 +248,7 @@ def serve(
         list[str] | None,
         typer.Option("--engine", help="URL of an engine; repeat the option for more engines."),
     ] = None,
+    engine_key: EngineKeyOption = None,
     policy: PolicyOption = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
     port: Annotated[
@@ -262,6 +271,7 @@ def serve(
     if config is not None and (policy, host, port, admin_port) != (None, None, None, None):
         raise typer.BadParameter("with --config, set the policy, host and ports in the file")
     worker_count = None if workers is None else _parse_workers(workers)
+    check_engine_key(config, engine_key)
     from gateway.config import ConfigError, config_from_engines, load_with_warnings
 
     try:
@@ -274,7 +284,7 @@ def serve(
                 _value_or(port, 8080),
                 _value_or(admin_port, 8081),
             )
-            loaded = config_from_engines(engine or [], *settings)
+            loaded = config_from_engines(engine or [], *settings, engine_key)
     except ConfigError as error:
         _exit_with_problems(error, as_json=False)
     from gateway.workers.worker_count import resolve_worker_count

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -11,6 +13,25 @@ from rich.console import Console
 
 DEFAULT_ADMIN_URL = "http://127.0.0.1:8081"
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+EngineKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--engine-key",
+        envvar="PENSTOCK_ENGINE_KEY",
+        help="API key for the engines of --engine. Other users of the machine can see options, but "
+        "not the environment.",
+    ),
+]
+
+
+def check_engine_key(config: Path | None, engine_key: str | None) -> None:
+    """Refuse a key on the command line beside a configuration file, which has keys of its own.
+
+    Raises typer.BadParameter. The environment may have a key for other commands.
+    """
+    is_option = engine_key is not None and engine_key != os.environ.get("PENSTOCK_ENGINE_KEY")
+    if config is not None and is_option:
+        raise typer.BadParameter("with --config, set api_key of the endpoints in the file")
 
 
 def exit_with_error(message: str) -> NoReturn:

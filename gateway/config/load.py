@@ -21,6 +21,9 @@ from gateway.config.yaml_source import Resolved, YamlSource, parse_yaml
 SCHEMA_ID = "urn:penstock:config:v1"
 SECRET_MASK = "**********"  # noqa: S105
 _ENGINES_POOL = "engines"
+_COMMAND_LINE = "command line"
+ENGINE_KEY_VARIABLE = "PENSTOCK_ENGINE_KEY"
+"""The environment variable with the key for the engines of `serve --engine`."""
 _NONE_REFUSED: Mapping[Path, str] = MappingProxyType({})
 
 
@@ -71,18 +74,30 @@ def load_text(
 
 
 def config_from_engines(
-    urls: Sequence[str], policy: str, host: str, port: int, admin_port: int
+    urls: Sequence[str],
+    policy: str,
+    host: str,
+    port: int,
+    admin_port: int,
+    engine_key: str | None = None,
 ) -> LoadedConfig:
     """Build the configuration of `serve --engine URL ...`: one pool, models as engines list them.
 
-    Raises ConfigError.
+    `engine_key` is sent to every engine. It stands in the text as a reference, since texts are
+    shown. Raises ConfigError.
     """
-    source = YamlSource("command line")
+    source = YamlSource(_COMMAND_LINE)
+    key = {} if engine_key is None else {"api_key": f"${{{ENGINE_KEY_VARIABLE}}}"}
     source.data = {
         "version": 1,
         "listeners": {"api": {"host": host, "port": port}, "admin": {"port": admin_port}},
-        "pools": {_ENGINES_POOL: {"policy": policy, "endpoints": [{"url": url} for url in urls]}},
+        "pools": {
+            _ENGINES_POOL: {"policy": policy, "endpoints": [{"url": url, **key} for url in urls]}
+        },
     }
+    if engine_key is not None:
+        known = {ENGINE_KEY_VARIABLE: engine_key}
+        return load_text(json.dumps(source.data).encode(), _COMMAND_LINE, known)
     text = json.dumps(source.data).encode()  # JSON is valid YAML, so it can be read again
     source.add_to_digest(text)
     return _build(source, text)

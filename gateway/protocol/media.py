@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import re
+from typing import NamedTuple
+
+from gateway.protocol.image_size import image_tokens
 
 MEDIA_TOKENS = 1024
-"""Tokens assumed for one medium until usage is known; a one-megapixel image takes 750 to 1,400."""
+"""Tokens assumed for a medium that is no image with known dimensions, until usage is known."""
 BYTES_PER_TOKEN = 4  # the usual estimate for English text and code (GIE and llm-d use the same)
 MOST_BYTES_PER_TOKEN = 16  # no tokenizer is expected to need fewer tokens for a text
 
@@ -26,6 +29,7 @@ _MEMBER = (
     rb'"(?!(?:text|content|arguments|refusal|reasoning|reasoning_content|name|id)")'
     rb'\w{1,64}":[ \t\r\n]{0,8}'
 )
+_DATA_URL = re.compile(rb'data:[^",]{0,200},')
 _PARAMETERS = rb'(?:data:[^",]{0,200},)?'  # of a data URL; they may contain blanks
 _BASE64 = rb"[A-Za-z0-9+/=_:;,.%%\\-]{%d,}" % MIN_MEDIUM_BYTES
 _MEDIUM = re.compile(rb'(%b")%b%b' % (_MEMBER, _PARAMETERS, _BASE64))
@@ -34,6 +38,16 @@ _LIST = re.compile(
     rb'(%b\[[ \t\r\n]{0,8})((?:"%b%b"[ \t\r\n]{0,8}(?:,[ \t\r\n]{0,8})?)+)'
     % (_MEMBER, _PARAMETERS, _BASE64)
 )
+
+
+class MediaSize(NamedTuple):
+    """The media of a prompt: their number, and the tokens that they are estimated to take."""
+
+    parts: int = 0
+    tokens: int = 0
+
+
+NO_MEDIA = MediaSize()
 
 
 def may_contain_media(body: bytes) -> bool:
@@ -48,24 +62,30 @@ def may_contain_media(body: bytes) -> bool:
     return False
 
 
-def replace_media(prompt: bytes) -> tuple[bytes, int]:
-    """Replace each medium in the prompt's JSON by a stand-in of MEDIA_TOKENS; return their number.
+def replace_media(prompt: bytes) -> tuple[bytes, MediaSize]:
+    """Replace each medium in the prompt's JSON by a stand-in; return their number and tokens.
 
-    A stand-in is derived from the medium's hash, so prompts with different media differ.
+    A stand-in has as many bytes as text of the medium's tokens. It is derived from the medium's
+    hash, so prompts with different media differ, and those with equal ones share their beginning.
     """
-    list_count = 0
+    sizes: list[int] = []
+
+    def replace_one(match: re.Match[bytes]) -> bytes:
+        text, tokens = _stand_in(memoryview(match.string)[match.end(1) : match.end()])
+        sizes.append(tokens)
+        return match[1] + text
 
     def replace_items(match: re.Match[bytes]) -> bytes:
-        nonlocal list_count
-        replaced, count = _LIST_ITEM.subn(_stand_in, match[2])
-        list_count += count
-        return match[1] + replaced
+        return match[1] + _LIST_ITEM.sub(replace_one, match[2])
 
-    without, member_count = _MEDIUM.subn(_stand_in, _LIST.sub(replace_items, prompt))
-    return without, member_count + list_count
+    without = _MEDIUM.sub(replace_one, _LIST.sub(replace_items, prompt))
+    return without, MediaSize(len(sizes), sum(sizes))
 
 
-def _stand_in(match: re.Match[bytes]) -> bytes:
-    medium = memoryview(match.string)[match.end(1) : match.end()]
-    digest = hashlib.blake2b(medium, digest_size=_DIGEST_BYTES)
-    return match[1] + digest.hexdigest().encode() * (MIN_MEDIUM_BYTES // (2 * _DIGEST_BYTES))
+def _stand_in(medium: memoryview) -> tuple[bytes, int]:
+    """Return the stand-in of a medium, base64 or a data URL with it, and its tokens."""
+    digest = hashlib.blake2b(medium, digest_size=_DIGEST_BYTES).hexdigest().encode()
+    data_url = _DATA_URL.match(medium)
+    tokens = image_tokens(medium if data_url is None else medium[data_url.end() :])
+    repeats = (tokens or MEDIA_TOKENS) * BYTES_PER_TOKEN // len(digest)
+    return digest * repeats, repeats * len(digest) // BYTES_PER_TOKEN

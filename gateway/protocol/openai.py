@@ -32,6 +32,8 @@ from gateway.protocol.lax_numbers import lax_integer
 from gateway.protocol.media import (
     BYTES_PER_TOKEN,
     MIN_MEDIUM_BYTES,
+    NO_MEDIA,
+    MediaSize,
     may_contain_media,
     replace_media,
 )
@@ -126,7 +128,7 @@ class Call(msgspec.Struct):
     members           all its raw values by name
     salt              only requests with equal salts (hex) share cached prompts; b"" for none
     estimated_tokens  prompt tokens as estimated from its bytes; 0 if they were counted
-    media_count       number of images, recordings and files in the prompt
+    media_size        the images, recordings and files in the prompt
     """
 
     api: Api
@@ -137,7 +139,7 @@ class Call(msgspec.Struct):
     members: Mapping[str, msgspec.Raw] = {}
     salt: bytes = b""
     estimated_tokens: int = 0
-    media_count: int = 0
+    media_size: MediaSize = NO_MEDIA
 
     def salt_member(self, name: str) -> bytes:
         """Return the salt as a further member `name`; b"" if the engine takes none (no name)."""
@@ -259,8 +261,8 @@ def _read_prompt(
     members: Mapping[str, msgspec.Raw],
     numbers: dict[str, int],
     model: ModelInfo,
-) -> tuple[tuple[msgspec.Raw, ...], int, int | None, int]:
-    """Return the prompt's members, its media tokens, its token ids and its longest prompt.
+) -> tuple[tuple[msgspec.Raw, ...], MediaSize, int | None, int]:
+    """Return the prompt's members, its media, its token ids and its longest prompt.
 
     Lengths are in tokens; None: the body has no token ids. Further prompts count in `numbers`.
     """
@@ -274,10 +276,10 @@ def _read_prompt(
         prompts, ids, longest = read_prompts(members, name, api.max_prompts or model.sequences)
         if prompts > 1:
             numbers["prompt"] = prompts
-        return prompt, 0, ids, longest
+        return prompt, NO_MEDIA, ids, longest
     if len(body) > MIN_MEDIUM_BYTES and may_contain_media(body):
         return *_replace_media(prompt), None, 0
-    return prompt, 0, None if api.is_admitted else 0, 0
+    return prompt, NO_MEDIA, None if api.is_admitted else 0, 0
 
 
 def _alternative(api: Api, members: Mapping[str, msgspec.Raw]) -> str:
@@ -289,13 +291,13 @@ def _alternative(api: Api, members: Mapping[str, msgspec.Raw]) -> str:
 
 
 def _estimate(
-    prompt: Sequence[msgspec.Raw], caller: CallContext, served: str, media: int
+    prompt: Sequence[msgspec.Raw], caller: CallContext, served: str, media: MediaSize
 ) -> tuple[int, int]:
     """Return the tokens of a prompt by its bytes, and the same corrected by engines' counts."""
     estimated = sum(map(len, prompt)) // BYTES_PER_TOKEN + 1
     if caller.prompt_lengths is None or not caller.prompt_lengths.ratios:
         return estimated, estimated
-    return estimated, caller.prompt_lengths.correct(served, media > 0, estimated)
+    return estimated, caller.prompt_lengths.correct(served, media.parts > 0, estimated)
 
 
 def _salt(
@@ -324,10 +326,10 @@ def _salt_text(members: Mapping[str, msgspec.Raw], name: str) -> str | None:
     return value
 
 
-def _replace_media(prompt: tuple[msgspec.Raw, ...]) -> tuple[tuple[msgspec.Raw, ...], int]:
-    """Replace each image, recording and file by a stand-in; also return their number."""
+def _replace_media(prompt: tuple[msgspec.Raw, ...]) -> tuple[tuple[msgspec.Raw, ...], MediaSize]:
+    """Replace each image, recording and file by a stand-in; also return what they are."""
     messages, media = replace_media(bytes(prompt[-1]))
-    return ((*prompt[:-1], msgspec.Raw(messages)), media) if media else (prompt, 0)
+    return ((*prompt[:-1], msgspec.Raw(messages)), media) if media.parts else (prompt, NO_MEDIA)
 
 
 def _expected_tokens(caller: CallContext, model: str, slo: Slo) -> int:

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from gateway.exchange import Exchange
 from gateway.http.client import Client
 from gateway.protocol.errors import Failure, GatewayError, shutting_down
-from gateway.protocol.media import BYTES_PER_TOKEN, MEDIA_TOKENS, MOST_BYTES_PER_TOKEN
+from gateway.protocol.media import BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN
 from gateway.protocol.openai import Call
 from gateway.protocol.relay import SHUTDOWN, UpstreamError
 from gateway.protocol.upstream_error import MODEL_GONE
@@ -247,7 +247,7 @@ def least_tokens(call: Call) -> int:
     """
     request, prompt_tokens = call.request, call.request.prompt_tokens
     if call.estimated_tokens:
-        text_tokens = max(0, call.estimated_tokens - call.media_count * MEDIA_TOKENS)
+        text_tokens = max(0, call.estimated_tokens - call.media_size.tokens)
         text_bytes = text_tokens * BYTES_PER_TOKEN
         prompt_tokens = min(prompt_tokens, text_bytes // MOST_BYTES_PER_TOKEN)
     is_limited = not _OUTPUT_LIMITS.isdisjoint(call.members)

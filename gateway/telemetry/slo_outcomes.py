@@ -191,7 +191,7 @@ class SloTracker:
             exchange.slo_outcome = FAILED if exchange.outcome == "interrupted" else ""
         elif output_tokens and relay.finish_reason not in TRUNCATED_REASONS:
             whole_tokens = output_tokens // request.choices
-        key = request.model, exchange.tenant, slo.name, call.media_count > 0
+        key = request.model, exchange.tenant, slo.name, call.media_size.parts > 0
         kind = self._kinds.get(key) or self._add(key)
         if exchange.slo_outcome:
             counter = kind.goodput.get(exchange.slo_outcome) or self._counter(
@@ -257,7 +257,7 @@ class SloTracker:
         if exchange.status == 429 or exchange.status >= 500:
             exchange.slo_outcome = "shed" if exchange.status == 429 else FAILED
             request = call.request
-            key = request.model, exchange.tenant, request.slo.name, call.media_count > 0
+            key = request.model, exchange.tenant, request.slo.name, call.media_size.parts > 0
             kind = self._kinds.get(key) or self._add(key)
             self._counter(kind, exchange.slo_outcome).inc()
 

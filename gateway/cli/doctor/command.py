@@ -5,8 +5,9 @@ from __future__ import annotations
 import http.client
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -29,7 +30,14 @@ from gateway.cli.doctor.findings import (
 )
 from gateway.cli.doctor.probe import ProbeResult, listed_models, measure_decode_s, probe_engine
 from gateway.cli.doctor.redis_probe import check_redis
-from gateway.cli.output import JsonOption, print_json, print_line, sanitize
+from gateway.cli.output import (
+    EngineKeyOption,
+    JsonOption,
+    check_engine_key,
+    print_json,
+    print_line,
+    sanitize,
+)
 from gateway.config import (
     Config,
     ConfigError,
@@ -64,6 +72,7 @@ def doctor(
         list[str] | None,
         typer.Option("--engine", help="URL of an engine; repeat the option for more engines."),
     ] = None,
+    engine_key: EngineKeyOption = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Also measure decode speed at batch 1 and 16.")
     ] = False,
@@ -78,7 +87,9 @@ def doctor(
     """Check engines and a configuration before production, with a fix for every problem."""
     if (config is None) == (not engine):
         raise typer.BadParameter("give either --config FILE, or --engine URL once per engine")
-    findings = list(_findings(config, engine or [], measure=measure and not quiet, token=not quiet))
+    check_engine_key(config, engine_key)
+    loading = partial(_load, config, engine or [], engine_key)
+    findings = list(_findings(config, loading, measure=measure and not quiet, token=not quiet))
     failed = any(finding.verdict is CheckVerdict.FAIL for finding in findings)
     if as_json:
         print_json(
@@ -93,15 +104,17 @@ def doctor(
     raise typer.Exit(1 if failed else 0)
 
 
+def _load(file: Path | None, urls: Sequence[str], engine_key: str | None) -> LoadedConfig:
+    if file is not None:
+        return load_with_warnings(file, os.environ)
+    return config_from_engines(urls, "prefix_aware", "127.0.0.1", 0, 0, engine_key)
+
+
 def _findings(
-    file: Path | None, urls: Sequence[str], *, measure: bool, token: bool
+    file: Path | None, load: Callable[[], LoadedConfig], *, measure: bool, token: bool
 ) -> Iterator[CheckFinding]:
     try:
-        loaded = (
-            load_with_warnings(file, os.environ)
-            if file is not None
-            else config_from_engines(urls, "prefix_aware", "127.0.0.1", 0, 0)
-        )
+        loaded = load()
     except ConfigError as error:
         for problem in error.problems:
             yield fail_finding(

@@ -144,6 +144,8 @@ def test_version_prints_the_version(runner: CliRunner) -> None:
         ["serve"],
         ["serve", "--config", "x.yaml", "--engine", "http://h:1"],
         ["serve", "--config", "x.yaml", "--port", "1"],
+        ["serve", "--config", "x.yaml", "--engine-key", "sk-1"],
+        ["doctor", "--config", "x.yaml", "--engine-key", "sk-1"],
         ["serve", "--port", "70000", "--engine", "http://h:1"],
         ["demo", "--groups", "0"],
         ["check"],

@@ -215,6 +215,18 @@ def test_a_configuration_can_be_built_from_engine_urls() -> None:
     assert built.models == (), "the engines list the models"
 
 
+def test_a_key_for_engines_of_the_command_line_is_never_in_the_text() -> None:
+    urls = ["http://gpu1:8000", "http://gpu2:8000"]
+    loaded = config_from_engines(urls, "round_robin", "127.0.0.1", 0, 0, "sk-engine")
+    (pool,) = loaded.config.pools.values()
+    assert [spec.api_key.reveal() for spec in pool.endpoints if spec.api_key] == ["sk-engine"] * 2
+    assert b"sk-engine" not in loaded.text
+    assert loaded.warnings == ()
+    with pytest.raises(ConfigError, match="cannot be sent in a header") as caught:
+        config_from_engines(urls, "round_robin", "127.0.0.1", 0, 0, "sk engine\n")
+    assert "sk engine" not in str(caught.value)
+
+
 def test_invalid_engine_urls_are_rejected_by_the_same_rules() -> None:
     with pytest.raises(ConfigError) as caught:
         config_from_engines(["gpu1:8000"], "prefix_awre", "127.0.0.1", 8080, 8080)

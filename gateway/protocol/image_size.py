@@ -1,0 +1,91 @@
+"""The dimensions of an image from its first bytes, and the tokens that it takes.
+
+PNG, JPEG, GIF and WebP; nothing is decoded but headers. Engines scale images by rules of their
+own, so the count is only a start: policies/admission/prompt_length.py learns the ratio per model.
+"""
+
+from __future__ import annotations
+
+import binascii
+
+PIXELS_PER_SIDE = 28
+"""Pixels of a token's side: Qwen2-VL and its successors merge 2 x 2 patches of 14 pixels."""
+MIN_IMAGE_TOKENS, MAX_IMAGE_TOKENS = 64, 4096
+"""Engines scale smaller images up and larger ones down, near these limits by default."""
+
+# Base64 characters to decode, in turn: a JPEG may have a thumbnail before its dimensions.
+_SLICES = (64, 4 * 1024, 256 * 1024)
+_PNG = b"\x89PNG\r\n\x1a\n"
+_NO_LENGTH = frozenset((0x01, *range(0xD0, 0xD8)))  # JPEG markers without a segment
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG segments with dimensions
+
+Size = tuple[int, int]
+
+
+def image_tokens(base64_text: memoryview) -> int | None:
+    """Return the tokens that an image in base64 may take; None if it is no known image."""
+    for length in _SLICES:
+        try:
+            data = binascii.a2b_base64(base64_text[:length])
+        except binascii.Error:
+            return None
+        size = read_size(data)
+        if size is not None:
+            return _tokens(*size)
+        if not data.startswith(b"\xff\xd8"):  # only a JPEG has its dimensions further on
+            return None
+    return None
+
+
+def read_size(data: bytes) -> Size | None:
+    """Return width and height in pixels; None if `data` does not have them."""
+    if data.startswith(_PNG) and data[12:16] == b"IHDR" and len(data) >= 24:
+        size = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+    elif data[:6] in (b"GIF87a", b"GIF89a") and len(data) >= 10:
+        size = int.from_bytes(data[6:8], "little"), int.from_bytes(data[8:10], "little")
+    elif data[:4] == b"RIFF" and data[8:12] == b"WEBP" and len(data) >= 30:
+        size = _webp_size(data)
+    elif data.startswith(b"\xff\xd8"):
+        size = _jpeg_size(data)
+    else:
+        return None
+    return size if all(size) else None
+
+
+def _webp_size(data: bytes) -> Size:
+    """Return the size in the first chunk of a WebP file; zeros if there is none."""
+    kind = data[12:16]
+    if kind == b"VP8X":  # with animation, alpha or metadata: 24 bits each, minus 1
+        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
+    if kind == b"VP8L" and data[20] == 0x2F:  # lossless: 14 bits each, minus 1
+        bits = int.from_bytes(data[21:25], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    if kind == b"VP8 " and data[23:26] == b"\x9d\x01\x2a":  # 14 bits each, and 2 for scaling
+        width, height = data[26:28], data[28:30]
+        return int.from_bytes(width, "little") & 0x3FFF, int.from_bytes(height, "little") & 0x3FFF
+    return 0, 0
+
+
+def _jpeg_size(data: bytes) -> Size:
+    """Return the size in the first frame of a JPEG file; zeros if it is not in `data`."""
+    offset = 2
+    while offset + 9 <= len(data) and data[offset] == 0xFF:
+        marker = data[offset + 1]
+        if marker == 0xFF:  # fill bytes may precede a marker
+            offset += 1
+        elif marker in _FRAMES:
+            height, width = data[offset + 5 : offset + 7], data[offset + 7 : offset + 9]
+            return int.from_bytes(width, "big"), int.from_bytes(height, "big")
+        elif marker in _NO_LENGTH:
+            offset += 2
+        else:
+            length = int.from_bytes(data[offset + 2 : offset + 4], "big")
+            if length < 2:
+                break
+            offset += 2 + length
+    return 0, 0
+
+
+def _tokens(width: int, height: int) -> int:
+    columns, rows = -(-width // PIXELS_PER_SIDE), -(-height // PIXELS_PER_SIDE)
+    return max(MIN_IMAGE_TOKENS, min(MAX_IMAGE_TOKENS, columns * rows))
