@@ -8,6 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.config import Config
+from gateway.protocol.apis import CHAT, MESSAGES, RESPONSES, Api
+from gateway.protocol.openai import CallContext, parse_call
+from gateway.protocol.service_class import ServiceClasses
 from gateway.protocol.sessions import (
     MAX_HINT_BYTES,
     MAX_SESSION_CHARS,
@@ -19,8 +23,12 @@ from gateway.protocol.sessions import (
     with_body_session,
 )
 from policies.model import Request, SessionHints
+from tests.unit.gateway.protocol.test_openai import Model
 
 UUID = "8f14e45f-ceea-467f-ab1c-0d5d2b0c3a11"
+CONFIG = Config.model_validate(
+    {"version": 1, "pools": {"main": {"endpoints": [{"url": "http://127.0.0.1:1"}]}}}
+)
 PLAIN = Request("req_1", "demo", "acme", 10, 10)
 
 
@@ -159,3 +167,48 @@ def test_hints_of_headers_and_body_add_up() -> None:
 
 def test_every_member_that_gives_hints_is_looked_for() -> None:
     assert {"vllm_xargs", "nvext", "agent_hint"} <= SESSION_MEMBERS
+
+
+CLAUDE_CODE = {
+    "model": "demo",
+    "max_tokens": 32000,
+    "system": [{"type": "text", "text": "You are an agent."}],
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "fix it"}]}],
+    "tools": [{"name": "Bash", "input_schema": {"type": "object"}}],
+    "metadata": {"user_id": json.dumps({"device_id": "d", "account_uuid": "", "session_id": UUID})},
+    "stream": True,
+}
+CODEX = {
+    "model": "demo",
+    "instructions": "You are an agent.",
+    "input": [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]}
+    ],
+    "tools": [],
+    "prompt_cache_key": UUID,
+    "store": False,
+    "stream": True,
+}
+OPENCODE = {"model": "demo", "messages": [{"role": "user", "content": "fix it"}], "stream": True}
+
+
+@pytest.mark.parametrize(
+    ("api", "members", "headers", "source"),
+    [
+        (MESSAGES, CLAUDE_CODE, {"x-claude-code-session-id": UUID}, "x-claude-code-session-id"),
+        (MESSAGES, CLAUDE_CODE, {"x-client-request-id": "r1"}, "metadata"),
+        (RESPONSES, CODEX, {"session-id": UUID, "thread-id": UUID}, "session-id"),
+        (RESPONSES, CODEX, {"session_id": UUID}, "session_id"),
+        (RESPONSES, CODEX, {}, "prompt_cache_key"),
+        (CHAT, OPENCODE, {"x-opencode-session": UUID}, "x-opencode-session"),
+        (CHAT, OPENCODE, {"x-session-affinity": UUID}, "x-session-affinity"),
+        (CHAT, OPENCODE, {"x-litellm-session-id": UUID}, "x-litellm-session-id"),
+    ],
+)
+def test_each_agent_is_recognised_by_what_it_sends(
+    api: Api, members: dict[str, Any], headers: dict[str, str], source: str
+) -> None:
+    wish = ServiceClasses(CONFIG).read_preferences(headers, "acme")
+    context = CallContext("req_1", "acme", wish, 0.0)
+    request = parse_call(json.dumps(members).encode(), api, {"demo": Model()}, context).request
+    assert (request.session, request.session_source) == (f"acme\0{UUID}", source)
