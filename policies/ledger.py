@@ -15,6 +15,9 @@ from policies.latency import ttft_simulation
 from policies.load import EndpointLoad
 from policies.model import Request
 
+FREE_KV = 0.9
+"""Share of KV in use below which prompts do not wait for KV."""
+
 
 class LoadBooking(QueuedPrompt):
     """A place taken at an endpoint, by `book` or (if prefilled elsewhere) `reserve`.
@@ -261,6 +264,8 @@ def record_scrape(
     A request that another gateway has not announced yet, or that ended while the metrics were on
     their way, is not external. Only requests in excess at two scrapes in a row therefore count.
     """
+    if waiting and running and kv_usage is not None:
+        _learn_slots(load, running, kv_usage)
     beyond = max(0, (running or 0) + (waiting or 0) - load.in_flight)
     if load.in_flight or beyond or load.unexplained_requests or kv_usage != load.kv_usage:
         load.mark_changed()
@@ -271,6 +276,18 @@ def record_scrape(
         load.kv_tokens = kv_tokens
     if load.is_modelled:
         load.timeline.on_scrape(load, kv_usage, now)
+
+
+def _learn_slots(load: EndpointLoad, running: int, kv_usage: float) -> None:
+    """Learn how many sequences the engine runs, from prompts that wait although KV is free.
+
+    They must have waited at the scrape before as well, beside as many running sequences, all of
+    them decoding: a prompt may also wait for the end of a step or for the prompt before it.
+    """
+    if running > load.slots or (
+        load.waiting and load.running == running and load.decoding >= running and kv_usage < FREE_KV
+    ):
+        load.slots = running
 
 
 def set_peer_load(load: EndpointLoad, source: bytes, share: PeerShare | None, now: float) -> bool:

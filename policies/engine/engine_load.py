@@ -28,6 +28,8 @@ class EngineLoad:
     external_requests  requests from outside the gateway fleet: the smaller unexplained_requests of
                        the last two scrapes
     kv_tokens          KV capacity in tokens; None while unknown
+    slots              sequences that the engine runs at a time; inf until prompts have waited for
+                       one while KV was free
     peer_load          the part of the booked numbers that belongs to other gateways (peer_load.py)
     bookings           the bookings, in booking order
     belief             learned speed (policies/engine/step_time.py)
@@ -51,6 +53,8 @@ class EngineLoad:
                                 batch
     free_kv_tokens        free KV once every queued prompt has its blocks, as if no prefixes were
                           shared; inf if unknown
+    kv_used_tokens        KV in use once every queued prompt has its blocks, shared prefixes counted
+                          once
     s_per_freed_kv_token  seconds until one more KV token becomes free
     """
 
@@ -64,7 +68,9 @@ class EngineLoad:
             "expected_tokens",
             "fixed_ttft_s",
             "free_kv_tokens",
+            "kv_used_tokens",
             "s_per_freed_kv_token",
+            "slots",
         ),
         *(
             "kv_tokens",
@@ -90,3 +96,5 @@ class EngineLoad:
         self.decode_s_per_token = self.decode_s_per_sequence = self.decode_s_per_context_token = 0.0
         self.next_first_token_at = self.free_kv_tokens = inf
         self.s_per_freed_kv_token = 0.0
+        self.kv_used_tokens = 0.0
+        self.slots = inf

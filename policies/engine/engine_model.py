@@ -189,7 +189,7 @@ class EngineModel:
 
         For prompts that would not teach anything, which saves the planning.
         """
-        began_at = prompt.enters_at if prompt.enters_at < now else now
+        began_at = min(now, max(prompt.enters_at, self.step_began_at))  # it may wait for a slot
         if self.batch:
             self._decode_until(began_at)
         self.queue.clear()
@@ -256,15 +256,20 @@ class EngineModel:
             decode,
             load.peer_load.prefill_tokens,
         )
+        if self.batch + len(self.completing) >= load.slots:
+            self.span.tight = True  # the last slot may have become free after the step before
         return True
 
     def _fits(self, load: EngineLoad, prompt: QueuedPrompt) -> bool:
-        """Return whether KV is free for all of the prompt, and allocate it.
+        """Return whether a slot and KV for all of the prompt are free, and allocate it.
 
         Engines check this before they begin one.
 
         If nothing else occupies KV the prompt begins in any case.
         """
+        if self.batch + len(self.completing) >= load.slots:
+            self.span.tight = True
+            return False
         if self.needed_kv_tokens(prompt) > self.free_kv_tokens(load):
             self.span.tight = True
             if self.batch or self.kv_prompts:
@@ -287,7 +292,7 @@ class EngineModel:
 
     def _is_waiting_for_kv(self, load: EngineLoad, now: float) -> bool:
         """Return whether the overdue step has not begun in reality, because other sequences fill
-        KV.
+        KV or all slots.
 
         Only steps whose prompts all began in them, in the model, can be undone.
         """
@@ -296,7 +301,7 @@ class EngineModel:
             or load.kv_tokens is None
         ):
             return False
-        if self.free_kv_tokens(load) > NEARLY_FULL * load.kv_tokens:
+        if self.batch < load.slots and self.free_kv_tokens(load) > NEARLY_FULL * load.kv_tokens:
             return False
         if not self.batch and self.kv_prompts <= sum(
             prompt.prompt_tokens for prompt in self.completing
@@ -322,9 +327,10 @@ class EngineModel:
             )
             self.kv_prompts -= prompt.prompt_tokens
             self.prefixes.remove(prompt.prefix_tokens)
-        self.prefixes.distinct += max(
-            0.0, self.free_kv_tokens(load) - self.needed_kv_tokens(finishing[0]) + 1.0
-        )
+        if self.batch < load.slots:
+            self.prefixes.distinct += max(
+                0.0, self.free_kv_tokens(load) - self.needed_kv_tokens(finishing[0]) + 1.0
+            )
         self.is_busy, self.span.tight = False, True
 
     def close_step(self, now: float) -> None:

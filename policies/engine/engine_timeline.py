@@ -46,6 +46,7 @@ class EngineTimeline(EngineModel):
         self.queued_tokens += left
         self.queued_pairs += pairs
         load.free_kv_tokens -= prompt.prompt_tokens
+        load.kv_used_tokens += left
         ready_at = load.prefill_done_at
         if ready_at < now:
             ready_at = now + self.idle_delay_s
@@ -64,6 +65,7 @@ class EngineTimeline(EngineModel):
         prompt.remaining_tokens, prompt.is_planned, prompt.awaits_kv = 0, True, True
         self.kv_coming += prompt.prompt_tokens
         load.free_kv_tokens -= prompt.prompt_tokens
+        load.kv_used_tokens += prompt.prompt_tokens
 
     def on_handoff(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
         """Start decoding an expected prompt, whose KV has arrived."""

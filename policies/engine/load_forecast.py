@@ -68,8 +68,7 @@ def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> Non
     load.decode_s_per_sequence = stretch * belief.sequence_s
     load.decode_s_per_context_token = stretch * belief.context_s
     load.decode_s_per_token = step_s * stretch
-    if load.kv_tokens is not None:
-        _room(timeline, load, load.kv_tokens, context)
+    _room(timeline, load, context)
 
 
 def _queue(timeline: EngineModel, load: EngineLoad, room: int, now: float) -> None:
@@ -93,17 +92,21 @@ def _queue(timeline: EngineModel, load: EngineLoad, room: int, now: float) -> No
         load.next_first_token_at = inf
 
 
-def _room(timeline: EngineModel, load: EngineLoad, kv_tokens: float, context: float) -> None:
-    """Set the free KV once all queued prompts have theirs, and the rate at which ending answers
-    free it.
+def _room(timeline: EngineModel, load: EngineLoad, context: float) -> None:
+    """Set the KV in use and free once all queued prompts have theirs, and the rate at which ending
+    answers free it.
     """
-    waiting = load.peer_load.prefill_tokens
+    waiting = uncached = load.peer_load.prefill_tokens
     for prompt in timeline.queue:
         if not prompt.has_kv:
             waiting += prompt.prompt_tokens
-    load.free_kv_tokens = (
-        kv_tokens / timeline.kv_ratio - context - timeline.kv_prompts - timeline.kv_coming - waiting
-    )
+            uncached += prompt.uncached_tokens
+    prefixes = timeline.prefixes
+    own = context + timeline.kv_prompts + timeline.kv_coming
+    load.kv_used_tokens = max(0.0, own + uncached + prefixes.distinct - prefixes.tokens)
+    if load.kv_tokens is None:
+        return
+    load.free_kv_tokens = load.kv_tokens / timeline.kv_ratio - own - waiting
     # While prompts wait for KV, no prefill runs between decode steps, so these are not stretched.
     load.s_per_freed_kv_token = (
         load.expected_tokens * timeline.decode_s / ((load.answers or 1) * context)

@@ -9,7 +9,7 @@ without code.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import exp, sqrt
+from math import exp, inf, sqrt
 from random import Random
 
 import msgspec
@@ -17,7 +17,7 @@ import msgspec
 from policies import pickers
 from policies.contract import WHOLE_REQUEST, PhaseShare, Policy, Ranking, WeightedScorer
 from policies.engine.step_time import SpeedFactor
-from policies.latency.latency import room_s
+from policies.latency.latency import backlog_s, room_s
 from policies.load import EndpointLoad
 from policies.model import Candidate, Request, RoutingQuery
 from policies.param_types import Factor, NonNegative
@@ -33,6 +33,9 @@ SHORTEST = 32.0
 
 UNKNOWN_KV_TOKENS = 500_000.0
 """Assumed KV capacity of an endpoint that has not reported its own."""
+
+FULLEST = 1.5
+"""Share of KV or slots in use beyond which the term `kv` does not grow: nothing more fits then."""
 
 SIGMAS = 2.0
 """Standard deviations of the learned speed that count as noise."""
@@ -53,9 +56,10 @@ class PricedPolicy(PolicyParams, frozen=True):
     grows only by `overdue` per budget: a request that is lost in any case should not displace
     others. The price of an endpoint is the sum of
 
-        ttft    loss of this request's own first token: its queue, or the wait for KV where that is
-                longer, plus prefill, over the rest of its TTFT budget. A request that only decodes
-                here queues as well: its KV waits behind the prompts that are there
+        ttft    loss of this request's own first token: its queue, or the wait for KV or a slot
+                where that is longer, plus prefill, over the rest of its TTFT budget. A request
+                that only decodes here queues as well: its KV waits behind the prompts that are
+                there. A first token that is overdue is expected to take as long again
         tpot    tpot_weight x loss of its own decoding: expected step time over its TPOT budget. The
                 time that others' prefills take of it counts `lumps` times: it comes in lumps, which
                 a short answer cannot average out
@@ -67,8 +71,12 @@ class PricedPolicy(PolicyParams, frozen=True):
         work    work_weight x prefill over the TTFT budget: engine time that is lost to others; plus
                 regret_weight x the endpoint's eviction regret: cache that is evicted, also by KV
                 that was computed elsewhere
-        kv      kv_weight x the increase in the cube of the booked share of KV memory; this term is
-                never capped
+        kv      kv_weight x the other requests that will lack KV or a slot for a sequence. A full
+                engine loses about one other request for each that it takes, and whether it will
+                be full grows with the cube of the share in use: so that cube x the KV that this
+                request adds, in units of an equal part for each answer; for slots the share to
+                the power of 4. Shared prefixes count once; of the tokens that answers are
+                expected to have, half
 
     alike    endpoints whose learned speeds differ from the median by less than this factor, within
              their uncertainty, are treated as equal
@@ -192,20 +200,14 @@ class PriceScorer:
         token_s = load.prefill_s_per_token + (cached_here + 0.5 * uncached) * pair_s
         fill_s = fast * uncached * token_s
         work_s = part.prefills * fill_s
-        wait_s, share = max(0.0, load.prefill_done_at - query.now), load.kv_booked / room
-        if (
-            load.external_requests
-            and load.scraped_at is not None
-            and load.scraped_at >= query.now - weights.fresh_s
-        ):
+        usual = usual_slots(candidates)
+        wait_s = backlog_s(load, query.now)
+        share = (load.kv_used_tokens + 0.5 * load.expected_tokens) / room
+        if load.external_requests and is_fresh(load, query.now - weights.fresh_s):
             wait_s += waiting_external_requests(load) * work_s
             share = max(share, load.kv_usage or 0.0)
-        first_s = (
-            part.transfer_s
-            + max(wait_s, room_s(load, request.prompt_tokens))
-            + load.fixed_ttft_s
-            + work_s
-        )
+        start_s = max(wait_s, room_s(load, request.prompt_tokens), slot_wait_s(load, usual))
+        first_s = part.transfer_s + start_s + load.fixed_ttft_s + work_s
         context_s = load.decode_s_per_context_token
         sequence_s = load.decode_s_per_sequence + context_s * request.prompt_tokens
         more_s = part.decodes * slow * sequence_s
@@ -216,7 +218,7 @@ class PriceScorer:
         )
         if context_s > load.belief.context_s:
             step_s *= 1.0 + (weights.lumps - 1.0) * (1.0 - load.belief.context_s / context_s)
-        fuller = share + (uncached + part.decodes * request.output_tokens) / room
+        grown = (uncached + part.decodes * request.output_tokens) / room
         return PriceTerms(
             ttft=self._loss(first_s / patience_s(request, query.now)),
             tpot=part.decodes * weights.tpot_weight * self._loss(step_s / slo.tpot_s),
@@ -224,7 +226,11 @@ class PriceScorer:
             work=weights.work_weight
             / slo.ttft_s
             * (work_s + weights.regret_weight * load.eviction_regret * fill_s),
-            kv=weights.kv_weight * (fuller**3 - share**3),
+            kv=weights.kv_weight
+            * (
+                min(FULLEST, share + grown) ** 3 * grown * (load.answers + 1)
+                + slot_loss(load, usual)
+            ),
         )
 
     def speeds(self, candidates: Sequence[Candidate]) -> SpeedFactors:
@@ -298,57 +304,58 @@ class _RequestTerms:
         """Return the totals of `explain`, from one unrolled loop because every request runs it."""
         fasts, attentions, slows = factors
         known, prices = len(cached), []
+        usual: float = usual_slots(candidates)
         prompt: float = self._prompt
         late: float = self._late
-        shortest: float = SHORTEST
-        load: EndpointLoad
         for index, candidate in enumerate(candidates):
-            load = candidate.load
+            load: EndpointLoad = candidate.load
             fast: float = fasts[index]
             attention: float = attentions[index]
             slow: float = slows[index]
             hit: float = cached[load.slot] if load.slot < known else 0
-            token_s: float = load.prefill_s_per_token
-            pair_s: float = load.attention_s_per_pair
-            fixed_s: float = load.fixed_ttft_s
             ready_at: float = load.prefill_done_at
-            step_s: float = load.decode_s_per_token
-            sequence_s: float = load.decode_s_per_sequence
             context_s: float = load.decode_s_per_context_token
             plain_s: float = load.belief.context_s
             expected: float = load.expected_tokens
             room: float = load.kv_tokens or UNKNOWN_KV_TOKENS
-            share: float = load.kv_booked / room
-            scraped_at = load.scraped_at
+            share: float = (load.kv_used_tokens + 0.5 * expected) / room
             uncached = prompt - hit
-            fill_s = fast * uncached * (token_s + attention * (hit + 0.5 * uncached) * pair_s)
+            pairs_s: float = attention * (hit + 0.5 * uncached) * load.attention_s_per_pair
+            fill_s = fast * uncached * (load.prefill_s_per_token + pairs_s)
             work_s = self._prefills * fill_s
             wait_s: float = ready_at - self._now if ready_at > self._now else 0.0
-            if load.external_requests and scraped_at is not None and scraped_at >= self._oldest:
+            if self._now > load.next_first_token_at:
+                wait_s = backlog_s(load, self._now)
+            if load.external_requests and is_fresh(load, self._oldest):
                 wait_s += waiting_external_requests(load) * work_s
                 share = max(share, load.kv_usage or 0.0)
             start_s: float = (
                 wait_s if prompt <= load.free_kv_tokens else max(wait_s, room_s(load, prompt))
             )
-            first = (self._transfer_s + start_s + fixed_s + work_s) * self._per_ttft
-            more = self._decoded * slow * (sequence_s + context_s * prompt)
-            step = slow * step_s * self._per_tpot + more
+            grown = (uncached + self._later) / room
+            full = share + grown if share + grown < FULLEST else FULLEST
+            lack = full * full * full * grown * (load.answers + 1)
+            if usual < inf:
+                start_s = max(start_s, slot_wait_s(load, usual))
+                lack += slot_loss(load, usual)
+            first = (self._transfer_s + start_s + load.fixed_ttft_s + work_s) * self._per_ttft
+            more = self._decoded * slow * (load.decode_s_per_sequence + context_s * prompt)
+            step = slow * load.decode_s_per_token * self._per_tpot + more
             answer = expected / (load.answers or 1)
-            per_answer = self._per_tpot / (answer if answer > shortest else shortest)
+            per_answer = self._per_tpot / (answer if answer > SHORTEST else SHORTEST)
             more += work_s * per_answer
             slope = step + self._stall * per_answer * wait_s + 0.5 * more
             if slope > late:
                 slope = late
             if context_s > plain_s:  # stretched by others' prefills: their part of a step
                 step *= 1.0 + self._lumps * (1.0 - plain_s / context_s)
-            fuller = share + (uncached + self._later) / room
             prices.append(
                 (first * first * first if first < late else self._beyond + self._overdue * first)
                 + self._own
                 * (step * step * step if step < late else self._beyond + self._overdue * step)
                 + self._others * expected * per_answer * more * slope * slope
                 + self._work * (work_s + self._regretted * load.eviction_regret * fill_s)
-                + self._kv_weight * (fuller * fuller * fuller - share * share * share)
+                + self._kv_weight * lack
             )
         return prices
 
@@ -368,6 +375,46 @@ def waiting_external_requests(load: EndpointLoad) -> int:
     Each is assumed to be like this one.
     """
     return min(load.external_requests, load.waiting or 0)
+
+
+def usual_slots(candidates: Sequence[Candidate]) -> float:
+    """Return the most slots that any candidate has shown to have; inf if none has.
+
+    An endpoint that has not shown its own is assumed to have as many.
+    """
+    most = 0.0
+    for candidate in candidates:
+        slots = candidate.load.slots
+        if most < slots < inf:
+            most = slots
+    return most or inf
+
+
+def slot_wait_s(load: EndpointLoad, usual: float) -> float:
+    """Return the seconds until a sequence ends for the last request in the queue for a slot.
+
+    usual  slots of an endpoint that has not shown its own
+    """
+    slots = min(load.slots, usual)
+    missing = load.in_flight + 1 - slots
+    if missing <= 0.0:
+        return 0.0
+    answer_s = load.expected_tokens / (load.answers or 1) * load.decode_s_per_token
+    return missing * answer_s / slots
+
+
+def slot_loss(load: EndpointLoad, usual: float) -> float:
+    """Return the requests that will lack a slot: the share in use to the power of 4.
+
+    usual  slots of an endpoint that has not shown its own
+    """
+    crowd: float = min(FULLEST, (load.in_flight + 1) / min(load.slots, usual))
+    return crowd * crowd * crowd * crowd
+
+
+def is_fresh(load: EndpointLoad, oldest: float) -> bool:
+    """Return whether the endpoint's metrics were read at `oldest` or later."""
+    return load.scraped_at is not None and load.scraped_at >= oldest
 
 
 def equalize_speeds(speeds: Sequence[SpeedFactor], alike: float) -> list[float]:

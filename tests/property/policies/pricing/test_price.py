@@ -44,6 +44,8 @@ prices = st.builds(
 WORSE: dict[str, st.SearchStrategy[float]] = {
     "prefill_done_at": st.floats(0.0, 100.0),
     "kv_booked": st.integers(0, 10**6),
+    "kv_used_tokens": st.integers(0, 10**6),
+    "in_flight": st.integers(0, 300),
     "free_kv_tokens": st.integers(-(10**6), 0),
     "eviction_regret": share,
 }
@@ -67,7 +69,9 @@ def candidates(draw: st.DrawFn, slot: int = 0) -> Candidate:
         draw(st.one_of(st.none(), st.floats(1e3, 1e7))),
         draw(st.integers(0, 10**6)),
     )
-    load.answers = draw(st.integers(0, 200))
+    load.kv_used_tokens = draw(st.integers(0, 10**6))
+    load.slots = draw(st.one_of(st.just(inf), st.integers(1, 300)))
+    load.answers = load.in_flight = draw(st.integers(0, 200))
     load.expected_tokens = load.answers * draw(st.integers(0, 4000))
     load.free_kv_tokens, load.s_per_freed_kv_token = (
         draw(st.one_of(st.just(inf), st.floats(-1e6, 1e6))),

@@ -143,11 +143,46 @@ def test_an_endpoint_with_eviction_regret_costs_more_to_fill() -> None:
 def test_a_full_memory_repels_more_than_a_long_way_to_the_next_free_one() -> None:
     question = ask(8000, 300)
     full, free = (
-        outlook(0, kv_booked=1_200_000),
-        outlook(1, kv_booked=60_000, prefill_done_at=100.5),
+        outlook(0, kv_used_tokens=1_200_000, answers=100),
+        outlook(1, kv_used_tokens=60_000, answers=100, prefill_done_at=100.5),
     )
     assert term(question, full, "kv") > term(question, free, "kv")
     assert PRICES.scores(question, [full, free])[1] > PRICES.scores(question, [full, free])[0]
+
+
+def test_a_prefix_that_many_sequences_share_does_not_fill_the_memory() -> None:
+    question = ask(8000, 300)
+    shared, apart = (
+        outlook(0, kv_booked=900_000, kv_used_tokens=60_000, answers=100),
+        outlook(1, kv_booked=900_000, kv_used_tokens=900_000, answers=100),
+    )
+    assert term(question, shared, "kv") < 0.01 * term(question, apart, "kv")
+
+
+def test_an_endpoint_without_a_free_slot_repels_even_if_its_memory_is_free() -> None:
+    question = ask(500, 2000)
+    busy = {"answers": 128, "expected_tokens": 256_000, "decode_s_per_token": 0.02}
+    full = outlook(0, slots=128, in_flight=128, **busy)
+    roomy = outlook(1, slots=128, in_flight=90, **busy)
+    assert PRICES.scores(question, [full, roomy])[1] > PRICES.scores(question, [full, roomy])[0]
+    assert term(question, full, "ttft") > term(question, roomy, "ttft")
+
+
+def test_slots_that_one_endpoint_has_shown_are_expected_of_the_others() -> None:
+    question = ask(500, 2000)
+    shown, unknown = outlook(0, slots=64, in_flight=10), outlook(1, in_flight=63)
+    apart = -PRICES.scores(question, [unknown])[0]
+    beside = -PRICES.scores(question, [shown, unknown])[1]
+    assert beside > apart + 0.1
+
+
+def test_a_first_token_that_is_overdue_is_expected_to_take_as_long_again() -> None:
+    question = ask(500, 300)
+    due, overdue = (
+        outlook(0, prefill_done_at=100.0, next_first_token_at=100.0),
+        outlook(1, prefill_done_at=97.0, next_first_token_at=97.0),
+    )
+    assert term(question, overdue, "ttft") > term(question, due, "ttft")
 
 
 def test_a_scrape_counts_external_requests_only_while_fresh() -> None:

@@ -1,0 +1,52 @@
+"""Engines whose slots for sequences are all taken, on the virtual clock."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from planner.replay import FleetSpec, GroupKind, ReplayOptions, Traffic
+from planner.replay.fleet import Fleet
+from planner.traces.shape import TraceRequest
+from policies import registry
+
+GROUP = GroupKind(kv_tokens=600_000, max_num_seqs=32, count=2)
+
+
+def run(policy: str) -> tuple[Fleet, float]:
+    """Long answers at a load that fills all slots; returns the share of TTFTs within 5 s."""
+    rng, at_s, arrivals = Random(3), 0.0, []
+    for _ in range(400):
+        at_s += rng.expovariate(1.0 / 0.31)
+        arrivals.append(TraceRequest(at_s, rng.randint(100, 900), rng.randint(300, 2500)))
+    options = ReplayOptions(seed=1, learns_lengths=True)
+    fleet = Fleet(
+        FleetSpec("slots", (GROUP,)),
+        Traffic(arrivals),
+        registry.build(policy, {}),
+        None,
+        options,
+    )
+    records = fleet.run().records[80:]
+    return fleet, sum((record.ttft_s or 1e9) <= 5.0 for record in records) / len(records)
+
+
+@pytest.fixture(scope="module")
+def priced() -> tuple[Fleet, float]:
+    return run("priced")
+
+
+def test_the_slots_are_learnt_and_waiting_for_one_does_not_spoil_the_learnt_speed(
+    priced: tuple[Fleet, float],
+) -> None:
+    for group in priced[0].groups:
+        assert group.load.slots == 32
+        assert 0.6 <= group.load.belief.step.factor <= 1.5
+        assert 0.6 <= group.load.belief.prefill.factor <= 1.7
+
+
+def test_priced_keeps_as_many_first_tokens_as_rules_that_count_requests(
+    priced: tuple[Fleet, float],
+) -> None:
+    assert priced[1] >= max(run("least_loaded")[1], run("llmd_blend")[1]) - 0.02
