@@ -19,6 +19,7 @@ TLS    ?=
 ISOLATION ?=
 BASE   ?=
 BENCH_TLS ?=
+SCALE  ?=
 PAIRED ?=
 comma  := ,
 RDMA_TESTS ?= tests/rdma tests/contract/kvtransfer tests/chaos/test_kv_processes.py
@@ -31,7 +32,7 @@ PYTHONS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split bench-paired bench-tls goodput zoo observe real compiled test-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation clocks web docs lock deploy-check clean
+.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo observe real compiled test-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation clocks web docs lock deploy-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +82,9 @@ test-wheel: $(VENV)/.dev ## build a wheel for this Python, and run unit, propert
 bench-paired: $(VENV)/.dev ## compare the CPU per request and chunk with an older revision (BASE=main~20; PAIRED="--pairs 40")
 	@test -n "$(BASE)" || { echo "make bench-paired needs a revision to compare with: make bench-paired BASE=main~20" >&2; exit 1; }
 	$(PY) bench/paired.py $(BASE) $(PAIRED)
+
+bench-scale: $(VENV)/.dev ## measure the growth with endpoints, idle connections and streams (SCALE="--parts stalls")
+	$(PY) bench/scale.py $(SCALE)
 
 bench-tls: $(VENV)/.dev ## measure the CPU cost of TLS for the gateway and nginx (BENCH_TLS="--compiled")
 	$(PY) bench/tls_cost.py $(BENCH_TLS)

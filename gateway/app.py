@@ -479,8 +479,7 @@ class App:
             due = now + SWEEP_S
             try:
                 self.gateway.handoffs.sweep(now)
-                for connection in tuple(self.connections):
-                    connection.sweep(now)
+                self.connections.sweep(now)
                 self._endpoints.sweep(now)
                 self.gateway.hedger.sweep(self.gateway.snapshot.config.retries.hedge, now)
                 # First, because accounting would re-create series that the next step removes.

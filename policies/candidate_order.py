@@ -35,6 +35,9 @@ SHORTLIST_UNSETTLED = 12
 STEPS = 256
 """Entries of a group that are looked at in the search for one with a common prefix cached."""
 
+LEVELS = 3
+"""Prefixes of a prompt, held by many endpoints, that a shortlist tells apart."""
+
 Entry = tuple[float, float, int, int]
 """A place in the order: key, a random number that breaks ties, slot and group."""
 
@@ -167,10 +170,15 @@ class CandidateOrder:
         """Return the candidates to score: the holders of the prompt, and the best of the others."""
         match, by_slot = query.cached_by_slot, self._by_slot
         chosen = dict.fromkeys(self._holders(match))
-        wide = match.wide if isinstance(match, PrefixMatch) else ()
+        wide = match.wide[:LEVELS] if isinstance(match, PrefixMatch) else ()
         best = [inf] * (len(wide) + 1)
         for number in self._numbers:
             self._add_leaders(self._groups[number], query, wide, best, chosen)
+        if wide and best[0] == inf:  # few of the eligible ones hold it
+            holders = wide[0].some_holders(STEPS)
+            chosen |= dict.fromkeys(
+                islice((slot for slot in holders if slot in self._entries), SHORTLIST)
+            )
         if len(chosen) < SHORTLIST:
             self._fill_up(query, chosen)
         return [by_slot[slot] for slot in chosen]

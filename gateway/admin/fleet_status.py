@@ -6,8 +6,10 @@ several workers the supervisor merges those of each.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -21,6 +23,21 @@ VERSIONS_SHOWN = 6
 HIDDEN_LABELS = frozenset({"chaos"})
 DRAINED_STATES = frozenset({"draining", "drained"})
 """States of endpoints that an operator has drained."""
+
+ROWS_PER_TURN = 128
+RowT = TypeVar("RowT")
+
+
+async def in_turns(
+    lives: Sequence[LiveEndpoint], build: Callable[[LiveEndpoint], RowT]
+) -> list[RowT]:
+    """Build a row for each endpoint, a few in each turn of the event loop."""
+    rows: list[RowT] = []
+    for begin in range(0, len(lives), ROWS_PER_TURN):
+        if begin:
+            await asyncio.sleep(0)
+        rows += map(build, lives[begin : begin + ROWS_PER_TURN])
+    return rows
 
 
 class PairStatus(msgspec.Struct, frozen=True):
@@ -68,8 +85,11 @@ class FleetStatus(msgspec.Struct, frozen=True):
     unlisted: dict[str, str] = {}
 
 
-def fleet_status(target: AdminTarget, now: float) -> FleetStatus:
-    """Return the state of the gateway now."""
+async def fleet_status(target: AdminTarget, now: float) -> FleetStatus:
+    """Return the state of the gateway now. Endpoints come in turns of the event loop."""
+    rows = await in_turns(
+        target.gateway.endpoints.all(), lambda live: _static_row(live) | _load_row(live, now)
+    )
     slos = target.gateway.snapshot.config.slo
     handoffs = target.gateway.handoffs
     error = target.reloader.last_error
@@ -78,9 +98,7 @@ def fleet_status(target: AdminTarget, now: float) -> FleetStatus:
         slo_by_class={name: (promise.ttft, promise.tpot) for name, promise in slos.classes.items()},
         default_class=slos.default,
         pools=_pools(target),
-        endpoints=[
-            _static_row(live) | _load_row(live, now) for live in target.gateway.endpoints.all()
-        ],
+        endpoints=rows,
         pairs={
             names: PairStatus(
                 pair.served, pair.failed, pair.handoff_s, tuple(pair.newest_s), pair.transport

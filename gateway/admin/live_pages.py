@@ -79,7 +79,7 @@ def add_process_view(target: AdminTarget, server: web.Application) -> None:
 
     async def look(before: MetricSample | None) -> WorkerSample:
         now = monotonic()
-        return take_sample(target, now, before), fleet_status(target, now)
+        return take_sample(target, now, before), await fleet_status(target, now)
 
     async def note(_: web.Request) -> web.Response:
         return web.Response(

@@ -14,7 +14,7 @@ from time import monotonic
 
 import msgspec
 
-from gateway.admin.fleet_status import FleetStatus
+from gateway.admin.fleet_status import ROWS_PER_TURN, FleetStatus
 from gateway.admin.live_view import build_view
 from gateway.admin.metric_samples import MetricSample, SampleHistory
 
@@ -120,10 +120,20 @@ class LiveStream:
         if self._next is not None and not self._next.done():
             self._next.set_result(self._frame)
 
+    async def _encode(self, standing: FleetStatus, mark: MetricSample) -> bytes:
+        """Return the view as JSON; that of a large fleet is built in a thread, from values."""
+        if len(standing.endpoints) <= ROWS_PER_TURN:
+            return _encode_view(standing, self._marks, mark)
+        return await asyncio.to_thread(_encode_view, standing, self._marks, mark)
+
     async def _build_frame(self) -> None:
         started_at = monotonic()
         mark, standing = await self._take_sample(self._marks.newest)
-        self._frame = msgspec.json.encode(build_view(standing, self._marks, mark))
+        self._frame = await self._encode(standing, mark)
         self._framed_at = mark.at
         self._marks.append(mark)
         self._build_s = monotonic() - started_at
+
+
+def _encode_view(standing: FleetStatus, marks: SampleHistory, mark: MetricSample) -> bytes:
+    return msgspec.json.encode(build_view(standing, marks, mark))

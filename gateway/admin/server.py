@@ -15,11 +15,16 @@ from aiohttp import web
 
 from gateway.admin import config_pages, live_pages
 from gateway.admin.auth import access_middleware
-from gateway.admin.fleet_status import endpoint_state
+from gateway.admin.fleet_status import endpoint_state, in_turns
 from gateway.admin.readiness import not_ready_reason
 from gateway.admin.recent_requests import RecentQuery, add_requests, recent_rows
 from gateway.config.yaml_source import MAX_FILE_BYTES
-from gateway.metrics.exposition import content_type, page_end, render_family, wants_openmetrics
+from gateway.metrics.exposition import (
+    content_type,
+    page_end,
+    render_family_in_parts,
+    wants_openmetrics,
+)
 
 if TYPE_CHECKING:
     from gateway.fleet.endpoint_registry import LiveEndpoint
@@ -60,9 +65,10 @@ def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
         exemplars = wants_openmetrics(request.headers.get("Accept", ""))
         page = []
         for family in target.metrics.collect(_unix_offset() if exemplars else None):
-            page.append(render_family(family, exemplars=exemplars))
-            # A page takes tens of milliseconds at 64 endpoints; let streams continue in between.
-            await asyncio.sleep(0)
+            for part in render_family_in_parts(family, exemplars=exemplars):
+                page.append(part)
+                # A page takes tens of milliseconds at 64 endpoints; let streams continue meanwhile.
+                await asyncio.sleep(0)
         page.append(page_end(exemplars=exemplars))
         return web.Response(
             body=b"".join(page), headers={"Content-Type": content_type(exemplars=exemplars)}
@@ -96,10 +102,10 @@ def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
 
     async def endpoints(_: web.Request) -> web.Response:
         now = monotonic()
-        rows = [_endpoint_row(live, now) for live in target.gateway.endpoints.all()]
-        return web.json_response(
-            {"endpoints": rows, "splits": _splits(target), "pairs": _pairs(target)}
-        )
+        lives = target.gateway.endpoints.all()
+        rows = await in_turns(lives, lambda live: _endpoint_row(live, now))
+        content = {"endpoints": rows, "splits": _splits(target), "pairs": _pairs(target)}
+        return web.Response(body=msgspec.json.encode(content), content_type="application/json")
 
     async def shadow(_: web.Request) -> web.Response:
         trials = target.gateway.snapshot.trials.values()

@@ -26,6 +26,10 @@ SHARES = 4
 MIN_SHARE = 512 * 1024
 
 
+SWEPT_AT_ONCE = 512
+"""Connections whose deadlines are checked in one sweep, four times a second."""
+
+
 class ByteBudget(Protocol):
     """The memory budget for request bodies (admission/controller.py)."""
 
@@ -57,6 +61,7 @@ class ClientConnections:
         "_budget",
         "_connections",
         "_per_client",
+        "_to_sweep",
         "_trusted",
         "_unread",
         "clock",
@@ -74,6 +79,7 @@ class ClientConnections:
         self._connections: dict[CountedConnection, str] = {}
         self._per_client: dict[str, int] = {}
         self._unread: OrderedDict[CountedConnection, int] = OrderedDict()
+        self._to_sweep: list[CountedConnection] = []
         self.unread_bytes = 0
         self.clock = ResponseClock()
 
@@ -82,6 +88,19 @@ class ClientConnections:
 
     def __iter__(self) -> Iterator[CountedConnection]:
         return iter(self._connections)
+
+    def sweep(self, now: float) -> None:
+        """Check the deadlines of all connections, or of the next SWEPT_AT_ONCE if they are more.
+
+        Thousands of idle connections cost little this way, and deadlines are a few seconds late.
+        """
+        if not self._to_sweep:
+            self._to_sweep = list(self._connections)
+        part = self._to_sweep[-SWEPT_AT_ONCE:]
+        del self._to_sweep[-SWEPT_AT_ONCE:]
+        for connection in part:
+            if connection in self._connections:
+                connection.sweep(now)
 
     def admit(self, connection: CountedConnection, address: str, limits: Limits) -> bool:
         """Count a new connection; return False if there are too many in total or of its client."""

@@ -5,7 +5,8 @@ Readings come from telemetry/metric_types.py and gateway/workers/metrics_merge.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import Metric, generate_latest
 from prometheus_client.core import (
@@ -28,6 +29,12 @@ _FAMILIES: Mapping[str, Callable[..., Metric]] = {
     "gauge": GaugeMetricFamily,
     "histogram": HistogramMetricFamily,
 }
+
+
+PART_SERIES, PART_HISTOGRAMS = 256, 32
+"""Series, or histograms, that are rendered at a time."""
+
+_HEADER = re.compile(rb"\A(?:# [^\n]*\n)*")
 
 
 def wants_openmetrics(accept: str) -> bool:
@@ -58,6 +65,16 @@ def render_family(reading: FamilyReading, *, exemplars: bool) -> bytes:
         return generate_latest(collector)
     rendered: bytes = openmetrics(collector)  # type: ignore[no-untyped-call]
     return rendered.removesuffix(OPENMETRICS_EOF)
+
+
+def render_family_in_parts(reading: FamilyReading, *, exemplars: bool) -> Iterator[bytes]:
+    """Render one family a few series at a time: a family of a thousand endpoints takes long."""
+    labels = list(reading.values)
+    size = PART_HISTOGRAMS if reading.spec.buckets else PART_SERIES
+    for begin in range(0, len(labels) or 1, size):
+        values = {key: reading.values[key] for key in labels[begin : begin + size]}
+        part = render_family(FamilyReading(reading.spec, values), exemplars=exemplars)
+        yield part if not begin else _HEADER.sub(b"", part)
 
 
 class _SingleFamily(Collector):

@@ -13,7 +13,7 @@ from itertools import islice
 import msgspec
 
 from policies.prefix.fingerprint import Fingerprint
-from policies.prefix.prefix_match import PrefixMatch
+from policies.prefix.prefix_match import PrefixMatch, WideMatch
 from policies.prefix.sampled_keys import SAMPLE_LENGTHS, Keys
 
 BLOCK_COST_BYTES = 192
@@ -34,6 +34,10 @@ _LANE_BITS = 64
 _LANE = (1 << _LANE_BITS) - 1
 _HOLDERS_IN_COST = 8
 _MOST_IN_COST = (1 << _HOLDERS_IN_COST * _LANE_BITS) - 1
+_MOST_NARROW = (1 << 32 * _LANE_BITS) - 1
+"""The largest int of at most 32 holders; longer lists are also kept as dicts while in use."""
+
+_MOST_WIDE = 16
 _ROOM_FOR_ONE = _MOST_IN_COST >> _LANE_BITS
 _MOST_SHARDS = 256
 _GENERATIONS = 32
@@ -178,7 +182,7 @@ class PrefixIndex:
             "_most_blocks",
             "_next_to_trim",
         ),
-        *("_oldest_alive", "_shard_mask", "_shards"),
+        *("_oldest_alive", "_shard_mask", "_shards", "_wide"),
     )
 
     def __init__(self, cap_bytes: int) -> None:
@@ -196,6 +200,7 @@ class PrefixIndex:
         self._next_to_trim = 0
         self._holders: list[_Holder] = []
         self._oldest_alive: list[int] = []
+        self._wide: dict[int, dict[int, int]] = {}
         self._blocks = 0
         self._extra_holders = 0  # holders beyond the eighth, over all blocks
         self._evictions = 0
@@ -217,9 +222,66 @@ class PrefixIndex:
 
     def match_holders(self, fingerprint: Fingerprint, prompt_tokens: int) -> PrefixMatch:
         """Return the same as `match`, without a list of all slots."""
-        tokens = self._tokens_by_holder(fingerprint, prompt_tokens)
-        longest = max(tokens.values()) if tokens else 0
-        return PrefixMatch(len(self._holders), tokens, (), longest)
+        keys = fingerprint.sampled_keys
+        known = self._count_known(keys)
+        if not known:
+            return PrefixMatch(len(self._holders), {}, (), 0)
+        narrow, wide = self._measure_levels(keys, known - 1)
+        scale = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
+        return PrefixMatch(
+            len(self._holders),
+            {slot: int(blocks * scale) for slot, blocks in narrow.items()},
+            [
+                WideMatch(int(blocks * scale), self._stamps_by_slot(holders), self._oldest_alive)
+                for holders, blocks in sorted(wide.items(), key=lambda level: -level[1])
+            ],
+            int(max(narrow.values(), default=0) * scale),
+        )
+
+    def _measure_levels(self, keys: Keys, last: int) -> tuple[dict[int, int], dict[int, int]]:
+        """Return blocks by slot of short lists of holders, and blocks by list of the long ones."""
+        narrow: dict[int, int] = {}
+        wide: dict[int, int] = {}
+
+        def note(holders: int, blocks: int) -> None:
+            if holders > _MOST_NARROW:
+                wide[holders] = max(wide.get(holders, 0), blocks)
+            else:
+                for slot in self._alive(holders):
+                    narrow[slot] = max(narrow.get(slot, 0), blocks)
+
+        first_holders, last_holders = self._holders_of(keys[0]), self._holders_of(keys[last])
+        note(last_holders, SAMPLE_LENGTHS[last])
+        pending = [(0, first_holders, last, last_holders)]
+        while pending:
+            low, at_low, high, at_high = pending.pop()
+            if at_low == at_high:
+                continue
+            if high - low > 1:
+                middle = (low + high) // 2
+                at_middle = self._holders_of(keys[middle])
+                pending += ((low, at_low, middle, at_middle), (middle, at_middle, high, at_high))
+            else:
+                note(at_low, SAMPLE_LENGTHS[low])
+        return narrow, wide
+
+    def _stamps_by_slot(self, holders: int) -> dict[int, int]:
+        """Return a long list of holders as a dict: the newest few of these are kept.
+
+        The list of a common prompt changes once per generation of a slot, not with every request.
+        """
+        stamps = self._wide.get(holders)
+        if stamps is None:
+            stamps = {stamp & _SLOT: stamp for stamp in _stamps(holders)}
+            if len(self._wide) >= _MOST_WIDE:
+                del self._wide[next(iter(self._wide))]
+            self._wide[holders] = stamps
+        return stamps
+
+    def _has_stamp(self, holders: int, stamp: int) -> bool:
+        if holders > _MOST_NARROW:
+            return self._stamps_by_slot(holders).get(stamp & _SLOT) == stamp
+        return holders == stamp or (holders > _LANE and stamp in _stamps(holders))
 
     def _tokens_by_holder(self, fingerprint: Fingerprint, prompt_tokens: int) -> dict[int, int]:
         """Return the tokens of the prompt that each holder of any has."""
@@ -337,7 +399,7 @@ class PrefixIndex:
             shard = shards[key & mask]
             holders = shard.pop(key, 0)
             if holders != run:
-                if holders == stamp or (holders > _LANE and stamp in _stamps(holders)):
+                if self._has_stamp(holders, stamp):
                     shard[key] = holders
                     return end, runs
                 run = holders

@@ -5,8 +5,8 @@ A list of tokens by slot would be as long as the pool, for each request.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 
 class WideMatch:
@@ -17,15 +17,19 @@ class WideMatch:
 
     __slots__ = ("_oldest_alive", "_stamps", "tokens")
 
-    def __init__(self, tokens: int, stamps: array[int], oldest_alive: Sequence[int]) -> None:
+    def __init__(self, tokens: int, stamps: Mapping[int, int], oldest_alive: Sequence[int]) -> None:
         """`stamps` are the holders' stamps by slot, `oldest_alive` the oldest valid ones."""
         self.tokens = tokens
         self._stamps, self._oldest_alive = stamps, oldest_alive
 
     def holds(self, slot: int) -> bool:
         """Return whether the endpoint in this slot is believed to hold the prefix."""
-        stamps = self._stamps
-        return slot < len(stamps) and stamps[slot] >= self._oldest_alive[slot]
+        stamp = self._stamps.get(slot)
+        return stamp is not None and stamp >= self._oldest_alive[slot]
+
+    def some_holders(self, limit: int) -> list[int]:
+        """Return some of the slots that hold the prefix, of `limit` that are looked at."""
+        return [slot for slot in islice(self._stamps, limit) if self.holds(slot)]
 
 
 class PrefixMatch(Sequence[int]):
@@ -41,8 +45,13 @@ class PrefixMatch(Sequence[int]):
     def __init__(
         self, slots: int, narrow: dict[int, int], wide: Sequence[WideMatch], longest: int
     ) -> None:
+        """`longest` is the most tokens in `narrow`."""
         self._slots = slots
         self.narrow, self.wide, self.longest = narrow, wide, longest
+        for prefix in wide:
+            if prefix.tokens > longest and prefix.some_holders(slots):
+                self.longest = prefix.tokens
+                break
 
     def __len__(self) -> int:
         return self._slots
@@ -57,7 +66,7 @@ class PrefixMatch(Sequence[int]):
 
     def settle(self, slots: Iterable[int]) -> None:
         """Keep what these slots hold now and forget the others, before the index learns a pick."""
-        self.narrow |= {slot: self[slot] for slot in slots}
+        self.narrow |= {slot: self[slot] for slot in slots if slot < self._slots}
         self.wide = ()
 
 

@@ -90,7 +90,7 @@ def eligible(pool: Pool, query: RoutingQuery) -> list[Candidate]:
 
 
 @pytest.mark.parametrize("name", EXACT)
-@given(seed=st.integers(0, 1 << 32), size=st.integers(1, 60))
+@given(seed=st.integers(0, 1 << 32), size=st.integers(1, 90))
 @settings(max_examples=40, deadline=None)
 def test_no_endpoint_scores_better_than_the_one_picked_in_order(
     name: str, seed: int, size: int
@@ -113,7 +113,7 @@ def test_no_endpoint_scores_better_than_the_one_picked_in_order(
         pool.book(pick, query.request, fingerprint)
 
 
-@given(seed=st.integers(0, 1 << 32), size=st.integers(1, 60))
+@given(seed=st.integers(0, 1 << 32), size=st.integers(1, 90))
 @settings(max_examples=40, deadline=None)
 def test_a_rotation_in_order_gives_the_turn_to_whom_it_is_due(seed: int, size: int) -> None:
     pool = Pool(registry.build("round_robin", {}), size, Random(seed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -64,6 +64,9 @@ class Unbounded(RuleBasedStateMachine):
         believed = self.index.match(fingerprint, len(prompt + tail))
         expected = [self.depth(slot, prompt) * BLOCK for slot in range(SLOTS)]
         assert believed + [0] * (SLOTS - len(believed)) == expected
+        holders = self.index.match_holders(fingerprint, len(prompt + tail))
+        assert list(holders) == believed
+        assert holders.longest == max(believed, default=0)
         self.asked = fingerprint, prompt
 
     @precondition(lambda self: self.asked is not None)
@@ -137,3 +140,21 @@ TestUnbounded = Unbounded.TestCase
 TestUnbounded.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestBounded = Bounded.TestCase
 TestBounded.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+@given(inserts=st.lists(st.tuples(st.integers(0, 99), prompts, st.booleans()), max_size=60))
+@settings(max_examples=30, deadline=None)
+def test_holders_are_the_same_as_a_match_where_a_hundred_endpoints_hold_a_prefix(
+    inserts: list[tuple[int, bytes, bool]],
+) -> None:
+    index, system = PrefixIndex(1 << 24), b"s" * 4 * BLOCK
+    for slot in range(100):
+        index.insert(PRINTS.fingerprint(b"", system + bytes([slot]) * BLOCK), slot, 5 * BLOCK)
+    for slot, prompt, is_forgotten in inserts:
+        if is_forgotten:
+            index.forget(slot)
+        index.insert(PRINTS.fingerprint(b"", system[: 2 * BLOCK] + prompt), slot, 2 * BLOCK)
+        asked = PRINTS.fingerprint(b"", system + prompt)
+        believed, holders = index.match(asked, 500), index.match_holders(asked, 500)
+        assert list(holders) == believed
+        assert holders.longest == max(believed)

@@ -1,0 +1,291 @@
+"""Measure how the gateway's cost grows with endpoints, idle connections and open streams.
+
+    make bench-scale
+    python bench/scale.py --endpoints 4,1024 --rounds 3 --parts requests,background
+
+All endpoints are one process (bench/backend.c) that listens on many ports. Parts:
+
+requests     CPU per request by the number of endpoints. Windows of all sizes alternate; a ratio is
+             the median of those to the smallest size within a round, with a 95 % interval. The
+             gateway's background, measured before, is subtracted.
+background   CPU of an idle gateway: probes, scrapes and sweeps
+stalls       longest time in the event loop without a turn, while a page or a new configuration is
+             built (processor time, so that other load does not count)
+connections  memory and CPU of idle client connections
+streams      memory of open streams, by their number
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import uvloop
+from cells import Pace, chat_body, drive, prompt_tree, rss_per_stream_kib, write_bodies
+from intervals import median_interval
+from systems import (
+    ADMIN,
+    ROOT,
+    Running,
+    System,
+    backend,
+    backend_urls,
+    build_tools,
+    cpu_s,
+    free_base,
+    nginx_command,
+    penstock_command,
+    rss_bytes,
+    start,
+)
+
+sys.path.insert(0, str(ROOT))
+
+from gateway.app import App
+from gateway.config import load_config
+
+POLICIES = ("round_robin", "prefix_aware", "priced")
+NGINX = "nginx"
+PARTS = ("requests", "background", "stalls", "connections", "streams")
+PAGES = ("/metrics", "/live", "/endpoints", "/config")
+QUESTION = chat_body("How does a water wheel work? ################", stream=False)
+BACKGROUND_S = 8.0
+CONNECTIONS = 32
+WARM_UP = 3
+"""Requests per endpoint before the first window."""
+
+
+def system_of(policy: str, base: int, port: int, endpoints: int) -> System:
+    """Return the gateway, or nginx, in front of this many endpoints."""
+    urls = backend_urls(base, endpoints)
+    if policy == NGINX:
+        return System(NGINX, "round_robin", port, lambda work, at: nginx_command(urls, work, at))
+    write = penstock_command(policy, urls)
+
+    def command(work: Path, at: int) -> list[str]:
+        line = write(work, at)
+        with Path(line[-1]).open("a") as config:
+            config.write("limits: {connections: 20000, connections_per_address: 20000}\n")
+        return line
+
+    return System("penstock", policy, port, command)
+
+
+def measure_requests(sizes: list[int], policy: str, rounds: int, window_ms: int) -> None:
+    """Print CPU per request at each size, and its ratio to that at the first size."""
+    base = free_base(max(sizes))
+    bodies_of = prompt_tree(2_000, random.Random(2_000)) if policy in POLICIES[1:] else [QUESTION]
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-scale-")))
+        stack.enter_context(backend(base, max(sizes)))
+        bodies = write_bodies(work / "bodies", bodies_of)
+        running = {}
+        for index, size in enumerate(sizes):
+            system = system_of(policy, base, base + max(sizes) + 300 * index, size)
+            running[size] = start(system, work, wait_s=90)
+            stack.callback(running[size].stop)
+        idle = {size: background(running[size].pids, 4.0) for size in sizes}
+        costs: dict[int, list[float]] = {size: [] for size in sizes}
+        for number in range(rounds + 1):
+            for size in sizes:
+                pace = Pace(window_ms, 500)
+                report = drive(running[size], pace, bodies, mode="closed", connections=CONNECTIONS)
+                busy_s = report["cpu_s"] - idle[size] * report["window_s"]
+                if number:  # the first round fills the index and opens connections
+                    costs[size].append(busy_s / report["requests"] * 1e6)
+    for size in sizes:
+        ratios = [cost / first for cost, first in zip(costs[size], costs[sizes[0]], strict=True)]
+        low, middle, high = median_interval(ratios)
+        print(
+            f"{policy:13} {size:5} endpoints  {median(costs[size]):6.1f} us/request  "
+            f"{middle:.2f}x ({low:.2f} to {high:.2f})  background {100 * idle[size]:.1f} %",
+            flush=True,
+        )
+
+
+def _window(running: Running, pace: Pace, bodies: Path) -> dict[str, Any]:
+    return drive(running, pace, bodies, mode="closed", connections=CONNECTIONS)
+
+
+def background(pids: list[int], seconds: float = BACKGROUND_S) -> float:
+    """Return the share of a core that these processes use."""
+    began, at = cpu_s(pids), time.monotonic()
+    time.sleep(seconds)
+    return (cpu_s(pids) - began) / (time.monotonic() - at)
+
+
+def measure_background(sizes: list[int]) -> None:
+    """Print the CPU of a gateway without requests."""
+    for size in sizes:
+        base = free_base(size)
+        with tempfile.TemporaryDirectory(prefix="penstock-scale-") as work, backend(base, size):
+            running = start(
+                system_of("prefix_aware", base, base + size, size), Path(work), wait_s=90
+            )
+            try:
+                time.sleep(2.0)
+                share = background(running.pids)
+            finally:
+                running.stop()
+        print(f"background    {size:5} endpoints  {100 * share:5.2f} % of a core", flush=True)
+
+
+class LoopTurns:
+    """Measures the longest processor time between two turns of the event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._last = time.thread_time()
+        self.longest_s = 0.0
+        self._turn()
+
+    def _turn(self) -> None:
+        now = time.thread_time()
+        self.longest_s, self._last = max(self.longest_s, now - self._last), now
+        self._loop.call_later(0.001, self._turn)
+
+    async def during(self, action: Callable[[], Awaitable[None]]) -> float:
+        """Run the action; return the longest turn meanwhile, in milliseconds."""
+        await asyncio.sleep(0.05)
+        self.longest_s = 0.0
+        await action()
+        await asyncio.sleep(0.05)
+        return self.longest_s * 1e3
+
+
+async def _get(port: int, path: str) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n".encode())
+    head = await reader.readline()
+    assert b" 200 " in head, head
+    while await reader.read(1 << 16):
+        pass
+    writer.close()
+
+
+async def measure_stalls(size: int, base: int, work: Path) -> None:
+    """Print the longest turns of the loop while a gateway of this process builds pages."""
+    port = base + size
+    text = Path(penstock_command("prefix_aware", backend_urls(base, size))(work, port)[-1])
+    app = App(load_config(text, {}))
+    began = time.monotonic()
+    await app.start()
+    print(f"start         {size:5} endpoints  {time.monotonic() - began:.1f} s", flush=True)
+    turns = LoopTurns()
+    try:
+        stalls = {"no request": await turns.during(lambda: asyncio.sleep(5.0))}
+        for page in PAGES:
+            stalls[page] = await turns.during(partial(_get, port + ADMIN, page))
+        stalls["discovery"] = await turns.during(lambda: _discover(app))
+    finally:
+        await app.stop()
+    for name, milliseconds in stalls.items():
+        print(f"stall         {size:5} endpoints  {name:12} {milliseconds:6.1f} ms", flush=True)
+
+
+async def _discover(app: App) -> None:
+    """Apply the endpoints again, as after a report of discovery or a reload."""
+    app._on_discovered()
+
+
+async def _open(port: int, count: int) -> list[asyncio.StreamWriter]:
+    """Open client connections, each of which has had one answer."""
+    body, writers = QUESTION, list[asyncio.StreamWriter]()
+
+    async def one() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=4096)
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        assert b" 200 " in head, head
+        await reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
+        writers.append(writer)
+
+    for begin in range(0, count, 100):
+        await asyncio.gather(*(one() for _ in range(min(100, count - begin))))
+    return writers
+
+
+async def _hold(port: int, pids: list[int], count: int) -> None:
+    await _open(port, 100)  # what the first connections allocate is no cost per connection
+    await asyncio.sleep(2.0)
+    memory, idle = rss_bytes(pids), background(pids)
+    writers = await _open(port, count)
+    await asyncio.sleep(2.0)
+    more, busy = rss_bytes(pids) - memory, background(pids)
+    print(
+        f"connections   {len(writers):5} idle       {more / count / 1024:5.2f} KiB each, "
+        f"{100 * (busy - idle):5.2f} % of a core more than the {100 * idle:.2f} % before",
+        flush=True,
+    )
+
+
+def measure_connections(count: int, base: int, work: Path) -> None:
+    """Print what idle client connections cost."""
+    running = start(system_of("prefix_aware", base, base + 100, 4), work)
+    try:
+        asyncio.run(_hold(base + 100, running.pids, count))
+    finally:
+        running.stop()
+
+
+def measure_streams(counts: list[int], base: int, work: Path) -> None:
+    """Print the memory that each open stream adds, in a new process for each number."""
+    for count in counts:
+        running = start(system_of("prefix_aware", base, base + 100, 4), work)
+        try:
+            kib = rss_per_stream_kib(running, Pace(), work, count)["rss"]
+        finally:
+            running.stop()
+        print(f"streams       {count:5} open       {kib:5.2f} KiB each", flush=True)
+
+
+def main() -> None:
+    """Run the chosen parts and print a line per figure."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--endpoints", default="4,64,256,1024", help="sizes; the first is the base")
+    parser.add_argument("--policies", default=",".join((*POLICIES, NGINX)))
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--window-ms", type=int, default=1500)
+    parser.add_argument("--idle", type=int, default=9_000, help="idle client connections")
+    parser.add_argument("--streams", default="500,1000,2000", help="numbers of open streams")
+    options = parser.parse_args()
+    sizes = [int(size) for size in options.endpoints.split(",")]
+    parts = options.parts.split(",")
+    build_tools()
+    if "requests" in parts:
+        for policy in options.policies.split(","):
+            measure_requests(sizes, policy, options.rounds, options.window_ms)
+    if "background" in parts:
+        measure_background(sizes)
+    with tempfile.TemporaryDirectory(prefix="penstock-scale-") as folder:
+        work = Path(folder)
+        if "stalls" in parts:
+            base = free_base(max(sizes))
+            with backend(base, max(sizes)):
+                uvloop.run(measure_stalls(max(sizes), base, work))
+        base = free_base()
+        with backend(base):
+            if "connections" in parts:
+                measure_connections(options.idle, base, work)
+            if "streams" in parts:
+                measure_streams([int(count) for count in options.streams.split(",")], base, work)
+
+
+if __name__ == "__main__":
+    main()
