@@ -57,22 +57,46 @@ def prepare(
         body = call.adapted_to(served, _accepted_members(call.api, endpoint.engine))
     if call.salt and endpoint.salt_member:
         body = body.with_member(call.salt_member(endpoint.salt_member))
-    headers, is_http_1_0 = response_headers(exchange, client, endpoint.name), client.is_http_1_0
-    asked, grammar = call.requested_model, call.api.grammar
-    rewriter = ModelNameRewriter(served, asked) if served != asked else None
-    if grammar is None:
-        choices = call.request.choices
-        relay = Relay(headers, on_first, is_http_1_0, rewriter, False, exchange.gaps, choices)
-    else:
-        errors = call.api.errors
-        if exchange.response_ids is not None:
-            body = _with_response_id(exchange, body, endpoint.name, asked if rewriter else "")
-        relay = EventRelay(headers, on_first, is_http_1_0, rewriter, exchange.gaps, grammar, errors)
-    head = booking.upstream.request_head(exchange.api.path)
-    if exchange.api.is_form:
-        head = head.replace(b"application/json", form_type(body.body), 1)
-    head += request_headers(exchange, client.headers, len(body.body), endpoint.name)
+    if not call.api.is_plain:
+        return _prepare_special(exchange, body, client, booking, on_first, served)
+    relay = Relay(
+        response_headers(exchange, client, endpoint.name),
+        on_first,
+        client.is_http_1_0,
+        ModelNameRewriter(served, call.requested_model) if served != call.requested_model else None,
+        chunk_gaps=exchange.gaps,
+        choice_count=call.request.choices,
+    )
+    head = booking.upstream.request_head(exchange.api.path) + request_headers(
+        exchange, client.headers, len(body.body), endpoint.name
+    )
     return head, body, relay
+
+
+def _prepare_special(
+    exchange: Exchange,
+    body: Call,
+    client: Client,
+    booking: Booking,
+    on_first: Callable[[], None],
+    served: str,
+) -> tuple[bytes, Call, Relay]:
+    """Build an attempt whose body is a form, or whose stream has named events."""
+    api, asked, name = body.api, body.requested_model, booking.endpoint.name
+    headers, gaps = response_headers(exchange, client, name), exchange.gaps
+    rewriter = ModelNameRewriter(served, asked) if served != asked else None
+    is_http_1_0 = client.is_http_1_0
+    if api.grammar is None:
+        relay = Relay(headers, on_first, is_http_1_0, rewriter, chunk_gaps=gaps)
+    else:
+        grammar, errors = api.grammar, api.errors
+        relay = EventRelay(headers, on_first, is_http_1_0, rewriter, gaps, grammar, errors)
+    if exchange.response_ids is not None:
+        body = _with_response_id(exchange, body, name, asked if rewriter else "")
+    head = booking.upstream.request_head(api.path)
+    if api.is_form:
+        head = head.replace(b"application/json", form_type(body.body), 1)
+    return head + request_headers(exchange, client.headers, len(body.body), name), body, relay
 
 
 def _with_response_id(exchange: Exchange, body: Call, endpoint: str, model: str) -> Call:

@@ -40,6 +40,7 @@ class Api(msgspec.Struct, frozen=True, eq=False):
     grammar        the events of its streams; None: those of chat completions
     keeps_answers  an engine may keep the answer for later requests, which need that engine
     is_form        bodies are forms (multipart/form-data)
+    is_plain       bodies are JSON, and streams have the events of chat completions
     read           returns the members of a body as raw JSON; raises GatewayError
     method         of its requests
     """
@@ -60,6 +61,7 @@ class Api(msgspec.Struct, frozen=True, eq=False):
     grammar: EventGrammar | None = None
     keeps_answers: bool = False
     is_form: bool = False
+    is_plain: bool = True
     read: Callable[[bytes], dict[str, msgspec.Raw]] = read_members
     method: str = "POST"
 
@@ -94,6 +96,7 @@ MESSAGES = Api(
     generates=True,
     errors=error_shapes.ANTHROPIC,
     grammar=event_grammar.MESSAGES,
+    is_plain=False,
 )
 COUNT_TOKENS = Api(
     "/v1/messages/count_tokens",
@@ -103,6 +106,7 @@ COUNT_TOKENS = Api(
     is_admitted=False,
     errors=error_shapes.ANTHROPIC,
     grammar=event_grammar.MESSAGES,
+    is_plain=False,
 )
 RESPONSES = Api(
     "/v1/responses",
@@ -113,6 +117,7 @@ RESPONSES = Api(
     generates=True,
     errors=error_shapes.RESPONSES,
     grammar=event_grammar.RESPONSES,
+    is_plain=False,
     keeps_answers=True,
 )
 
@@ -127,6 +132,7 @@ def _stored(path: str, operation: str, method: str) -> Api:
         is_admitted=False,
         errors=error_shapes.RESPONSES,
         grammar=event_grammar.RESPONSES,
+        is_plain=False,
         method=method,
     )
 
@@ -180,6 +186,7 @@ def _audio(path: str, operation: str) -> Api:
         ("prompt", "file"),
         generates=True,
         is_form=True,
+        is_plain=False,
         read=read_form,
     )
 

@@ -102,6 +102,11 @@ def test_the_fast_connection_recognises_each_path_with_and_without_a_query(api: 
         assert result.api is api
 
 
+def test_plain_apis_have_neither_forms_nor_events_of_their_own() -> None:
+    for api in (*APIS, *apis.STORED_APIS.values()):
+        assert api.is_plain is (api.grammar is None and not api.is_form)
+
+
 def test_paths_are_unique_and_operations_name_spans() -> None:
     assert len(API_PATHS) == len(APIS)
     assert all(api.operation and " " not in api.operation for api in APIS)
