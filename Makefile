@@ -32,7 +32,7 @@ PYTHONS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo observe real compiled test-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation clocks web docs lock deploy-check clean
+.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo observe real compiled test-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation clocks web docs mutants lock deploy-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -158,6 +158,9 @@ clocks: $(VENV)/.dev ## compare a live run of the trace with its replay on the v
 
 docs: $(VENV)/.runtime ## generate the reference pages, dashboards and rules from the code
 	$(PY) -m tools.docgen
+
+mutants: $(VENV)/.dev ## replace each formula of policies/sizing by a constant: a test must fail (15 minutes)
+	$(PY) -m tools.mutate_sizing
 
 lock: $(VENV)/.dev ## update the lock files from pyproject.toml (needs the network)
 	sh deploy/lock.sh $(PYTHON)
