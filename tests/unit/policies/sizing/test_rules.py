@@ -139,3 +139,17 @@ def test_the_valid_tp_sizes_are_those_without_a_finding(facts: ModelFacts, tp: i
 def test_experts_are_spread_evenly_over_divisors_of_the_ranks() -> None:
     assert valid_ep_sizes(HYBRID, 12) == [1, 2, 4]
     assert valid_ep_sizes(LLAMA_70B, 8) == []
+
+
+def test_a_product_of_moe_sizes_that_is_tp_breaks_no_rule() -> None:
+    group = PlannedGroup(Layout(8, ep=2), DEEPSEEK, moe_tp=4, moe_ep=2)
+    assert "moe-product" not in {finding.code for finding in layout_findings(group)}
+
+
+def test_messages_count_replicated_heads_and_ranks_of_experts() -> None:
+    wide = PlannedGroup(Layout(32), LLAMA_405B, domain=72)
+    (replicated,) = (f for f in layout_findings(wide) if f.code == "tp-kv-heads")
+    assert "each is kept 4 times" in replicated.message
+    spread = PlannedGroup(Layout(4, ep=12, dp=3), HYBRID, domain=72)
+    (uneven,) = (f for f in layout_findings(spread) if f.code == "ep-experts")
+    assert uneven.valid == "1, 2, 4"
