@@ -490,14 +490,16 @@ class App:
                 log.exception("a sweep failed")
 
     def _on_models_changed(self) -> None:
-        """Rebuild the routes after an engine's list of models has changed.
+        """Rebuild the routes after an engine's list of models or APIs has changed.
 
-        With configured models, this replaces the snapshot only if they gained or lost endpoints.
+        With configured models, this replaces the snapshot only if they gained or lost endpoints, or
+        their engines an API.
         """
         before, models = self.gateway.snapshot, reported_models(self.gateway)
         plan = build_plan(before.config, self._endpoints, self._admission, models, before)
         after = plan.snapshot
         is_same = (after.able, after.unlisted) == (before.able, before.unlisted)
+        is_same = is_same and after.translated == before.translated
         if not before.config.models or not is_same:
             self.swap.apply(plan)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gateway.protocol.response_ids import ResponseIds
     from gateway.protocol.token_ledger import Ledger
     from gateway.protocol.trace_context import Trace
+    from gateway.protocol.translate.translations import NewTranslator
     from policies.admission.quota import Quota
     from policies.prefix.fingerprint import Fingerprint
 
@@ -136,6 +137,8 @@ class Exchange:
     hedge         its second attempt; None if there was none
     proxy_request_id  the x-request-id of a trusted proxy; ""  without one
     client_request_id  the client's own id of the request; "" without one
+    new_translator  creates what turns an attempt's answer into the client's API; None if engines
+                  serve that API themselves
     ledger        the tokens of its answer, for continuing it elsewhere; None if that is not
                   possible
     """
@@ -162,6 +165,7 @@ class Exchange:
             "id",
             "slo_outcome",
             "ledger",
+            "new_translator",
         ),
         *("model", "outcome", "parsed_at", "pick", "picked_at", "predicted_tpot_s"),
         *("predicted_ttft_s", "proxy_request_id", "quota", "reason", "received_at", "relay"),
@@ -212,6 +216,7 @@ class Exchange:
         self.pick_snapshot: Explainable | None = None
         self.split: SplitRecord | None = None
         self.fingerprint: Fingerprint | None = None
+        self.new_translator: NewTranslator | None = None
         self.trace: Trace | None = None
         self.gaps: Histogram | None = None
         self.canary_arm: Countable | None = None

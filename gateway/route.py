@@ -60,6 +60,7 @@ class Route(msgspec.Struct, frozen=True):
     resume        how broken streams are continued on another endpoint; None: they are not
     sequences     the largest product of prompts and choices in one request
     engine_name   the engines' name of the model; "" if each endpoint has its own
+    translated    paths of the APIs that are served through another API, which its engines have
     is_partial    some endpoints of the pool do not serve the model, so a Permit of the pool does
                   not imply a free place at one of `candidates`
     """
@@ -84,6 +85,7 @@ class Route(msgspec.Struct, frozen=True):
     engine_name: str = ""
     is_partial: bool = False
     order: CandidateOrder | None = None
+    translated: frozenset[str] = frozenset()
 
     @property
     def served_model(self) -> str:
@@ -147,6 +149,7 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     policies, trials  by pool
     unlisted  why no route has a model name (aliases included): no endpoint of its pool lists it
     scopes    by SHA-256 of the key, for keys that are not valid for all models
+    translated  by model, as in Route
     able      by model, the slots of the endpoints that may serve it, prefill endpoints included
 
     Only requests may hold a snapshot, so that an unreferenced one is known to be out of use.
@@ -164,6 +167,7 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     able: Mapping[str, tuple[int, ...]] = {}
     scopes: Mapping[bytes, ModelScope] = {}
     response_ids: ResponseIds | None = None
+    translated: Mapping[str, frozenset[str]] = {}
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
         """Return the tenant of a request; "" when no key is required.

@@ -33,6 +33,7 @@ from gateway.protocol.cors import CorsLines, CorsRule
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.forwarded import TrustedProxies, proxy_request_id
 from gateway.protocol.openai import Call, CallContext, parse_call
+from gateway.protocol.translate.translations import translated
 from gateway.proxy import tier_fallback
 from gateway.proxy.attempts import attempts, end_retries
 from gateway.proxy.pair import SplitAttempts, SplitPlan
@@ -156,8 +157,7 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     if snapshot.tenants:
         exchange.tenant = snapshot.authenticate(client.headers)
     wish = snapshot.levels.read_preferences(client.headers, exchange.tenant)
-    if wish.client_request_id:
-        exchange.client_request_id = wish.client_request_id
+    exchange.client_request_id = wish.client_request_id
     body = client.take_buffered_body() or await _receive_body(gateway, exchange, client)
     exchange.received_at = received_at = monotonic()
     exchange.take_memory(gate, len(body))
@@ -174,9 +174,12 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     )
     call = exchange.call = parse_call(body, exchange.api, models.routes, caller, models.unlisted)
     del body  # the call owns the bytes, and releases them when no retry can need them
+    route = models.routes[call.requested_model]
+    if route.translated and call.api.path in route.translated:
+        call, exchange.new_translator = translated(call, route, caller)
+        exchange.call = call
     if gate.quotas.by_tenant:
         exchange.quota = gate.quotas.take(call.request)
-    route = models.routes[call.requested_model]
     if route.canary is not None:
         route = route.canary.choose(exchange, call.request, route)
     exchange.model = route.name
@@ -193,7 +196,7 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
             exchange.fingerprint = gateway.endpoints.prefixes.fingerprint(call, route.name)
             if route.room.reads_sessions:
                 gateway.endpoints.prefixes.recognise_session(call, exchange.fingerprint)
-        if exchange.api.keeps_answers:
+        if call.api.keeps_answers:
             route = pin_route(snapshot, exchange, route, call)
         if route.split is None:
             problem = await attempts(WholePlan(gateway, exchange, client, route, call))

@@ -41,6 +41,7 @@ from mockgpu.options import (
     KvTls,
     KvTokens,
     KvTransport,
+    Lacks,
     LoadFailurePolicy,
     MaxNumBatchedTokens,
     MaxNumSeqs,
@@ -80,6 +81,7 @@ def mock(
     keep_alive: KeepAlive = KEEP_ALIVE_S,
     cached_details: CachedDetails = True,
     responses_store: StoresResponses = False,
+    lacks: Lacks = None,
     dialect: DialectName = None,
     kv_transport: KvTransport = "auto",
     kv_port: KvPort = 0,
@@ -103,7 +105,7 @@ def mock(
         )
         spec = _spec(model, gpu, tp, role, profile, speed)
         limits = (max_num_seqs, max_num_batched_tokens, kv_tokens, max_queued)
-        spec = _limited(spec, *limits, cached_details=cached_details)
+        spec = _limited(spec, *limits, cached_details=cached_details, lacks=tuple(lacks or ()))
         spec = msgspec.structs.replace(spec, stores_responses=responses_store)
         specs = [spec] * groups
         if dialect is not None:
@@ -137,8 +139,11 @@ def _limited(
     max_queued: int | None,
     *,
     cached_details: bool,
+    lacks: tuple[str, ...],
 ) -> GroupSpec:
     """Return the spec with these limits. Raises ValueError if the model does not fit."""
+    if unknown := set(lacks) - {"messages", "responses"}:
+        raise ValueError(f"unknown API {min(unknown)!r}: known are messages, responses")
     spec = msgspec.structs.replace(
         spec,
         max_num_seqs=max_num_seqs,
@@ -146,6 +151,7 @@ def _limited(
         kv_tokens=kv_tokens,
         max_queued=max_queued,
         cached_details=cached_details,
+        lacks=lacks,
     )
     _ = spec.capacity_tokens
     return spec

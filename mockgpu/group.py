@@ -45,6 +45,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     speed       10: ten times as fast; inf: no waiting
     stores_responses  keep responses for later requests
     transfer    how it transfers KV, as a prefill or decode group or both; None: whole requests only
+    lacks       names of APIs that it does not serve, unlike the imitated engine
     """
 
     served_name: str
@@ -61,6 +62,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     cached_details: bool = True
     transfer: TransferSpec | None = None
     stores_responses: bool = False
+    lacks: tuple[str, ...] = ()
 
     @property
     def capacity_tokens(self) -> int:

@@ -12,6 +12,7 @@ from mockgpu.named_events import chat_body, flat_text, named_event
 from mockgpu.openai_format import http_chunk
 from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
 from mockgpu.text import TOKEN_BYTES
+from mockgpu.tool_turns import chat_tool, chat_turns
 
 _PASSED = ("model", "max_tokens", "stream", "temperature", "top_p", "kv_transfer_params")
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -123,7 +124,7 @@ def count_body(members: Mapping[str, Any]) -> RequestBody:
     chat["messages"] = _chat_messages(members.get("system"), messages)
     chat["stop"] = members.get("stop_sequences")
     if members.get("tools"):
-        chat["tools"] = [_function(tool) for tool in members["tools"]]
+        chat["tools"] = [chat_tool(tool, "input_schema") for tool in members["tools"]]
         chat["tool_choice"] = _tool_choice(members.get("tool_choice"))
     return chat_body(chat)
 
@@ -132,16 +133,7 @@ def _chat_messages(system: object, messages: list[Any]) -> list[Any]:
     first = [] if system is None else [{"role": "system", "content": flat_text(system, ("text",))}]
     if not all(isinstance(message, dict) for message in messages):
         raise ApiError(400, "1 validation error: messages: each must be an object", "messages")
-    return first + [
-        {**message, "content": flat_text(message.get("content"), ("text",))} for message in messages
-    ]
-
-
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {"name": tool.get("name"), "parameters": tool.get("input_schema")},
-    }
+    return first + [turn for message in messages for turn in chat_turns(message)]
 
 
 def _tool_choice(choice: object) -> Any:

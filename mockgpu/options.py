@@ -93,6 +93,10 @@ MaxQueued = Annotated[
     int | None, typer.Option(min=1, help="Answer 503 above this many waiting requests.")
 ]
 KeepAlive = Annotated[float, typer.Option(help="Seconds before an idle connection is closed.")]
+Lacks = Annotated[
+    list[str] | None,
+    typer.Option(help="API that the engine does not have: messages or responses; repeatable."),
+]
 CachedDetails = Annotated[bool, typer.Option(help="Report cached_tokens in usage.")]
 StoresResponses = Annotated[
     bool, typer.Option(help="Keep responses, as vLLM with VLLM_ENABLE_RESPONSES_API_STORE=1.")

@@ -11,6 +11,7 @@ from mockgpu.openai_format import http_chunk
 from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
 from mockgpu.responses_store import ResponsesStore, StoredResponse
 from mockgpu.text import TOKEN_BYTES
+from mockgpu.tool_turns import chat_call, chat_tool, join_calls
 
 _PASSED = ("model", "stream", "temperature", "top_p", "cache_salt", "kv_transfer_params", "seed")
 _ECHOED = ("instructions", "metadata", "tools", "tool_choice", "max_output_tokens", "temperature")
@@ -34,7 +35,7 @@ class ResponsesFormat:
         chat["max_completion_tokens"] = members.get("max_output_tokens")
         functions = [tool for tool in members.get("tools") or () if tool.get("type") == "function"]
         if functions:
-            chat["tools"] = [{"type": "function", "function": tool} for tool in functions]
+            chat["tools"] = [chat_tool(tool, "parameters") for tool in functions]
             chat["tool_choice"] = _tool_choice(members.get("tool_choice"))
         return chat_body(chat)
 
@@ -162,7 +163,7 @@ def chat_messages(members: Mapping[str, Any]) -> list[dict[str, Any]]:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
         raise ApiError(400, "1 validation error: input: field required and not empty", "input")
-    return [_message(item) for item in items]
+    return join_calls([_message(item) for item in items])
 
 
 def _message(item: object) -> dict[str, Any]:
@@ -170,7 +171,11 @@ def _message(item: object) -> dict[str, Any]:
         raise ApiError(400, "1 validation error: input: each item must be an object", "input")
     kind = item.get("type", "message")
     if kind == "function_call_output":
-        return {"role": "tool", "content": item.get("output")}
+        call_id, output = item.get("call_id"), flat_text(item.get("output"), _TEXTS)
+        return {"role": "tool", "tool_call_id": call_id, "content": output}
+    if kind == "function_call":
+        call = chat_call(item.get("call_id"), item.get("name"), item.get("arguments"))
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
     if kind != "message":
         return {"role": "assistant", "content": [item]}
     return {"role": item.get("role"), "content": flat_text(item.get("content"), _TEXTS)}

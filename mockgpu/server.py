@@ -120,33 +120,36 @@ class MockServer:
     def app(self) -> web.Application:
         """Return the aiohttp application. Serve it with `handler_cancellation=True`."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors])
-        app.add_routes(
-            [
-                web.post("/v1/chat/completions", self.chat),
-                web.post("/v1/completions", self.completions),
-                web.get("/v1/models", self.models),
-                web.post("/tokenize", self.tokenize),
-                web.post("/detokenize", self.detokenize),
-                web.post("/v1/messages/count_tokens", self.count_tokens),
-                web.post("/v1/audio/transcriptions", self.listen),
-                web.post("/v1/audio/translations", self.listen),
-                *(web.post(path, self.converse) for path in self._formats),
-                *(web.post(path, self.pool) for path in pooling.READERS),
-                web.get("/health", self.health),
-                web.get("/ping", self.health),
-                web.post("/ping", self.health),
-                web.get("/load", self.load),
-                web.get("/version", self.version),
-                web.get("/openapi.json", self.openapi),
-                web.get("/metrics", self.metrics),
-                web.get("/prometheus/metrics", self.metrics),
-                web.get("/v1/responses/{id}", self.stored_response),
-                web.delete("/v1/responses/{id}", self.delete_response),
-                web.post("/v1/responses/{id}/cancel", self.cancel_response),
-                *self._mock_routes(),
-            ]
-        )
+        missing = tuple(f"/v1/{name}" for name in self.group.spec.lacks)
+        routes = [route for route in self._routes() if not _is_below(route.path, missing)]
+        app.add_routes([*routes, *self._mock_routes()])
         return app
+
+    def _routes(self) -> list[web.RouteDef]:
+        """Return the routes of the imitated engine."""
+        return [
+            web.post("/v1/chat/completions", self.chat),
+            web.post("/v1/completions", self.completions),
+            web.get("/v1/models", self.models),
+            web.post("/tokenize", self.tokenize),
+            web.post("/detokenize", self.detokenize),
+            web.post("/v1/messages/count_tokens", self.count_tokens),
+            web.post("/v1/audio/transcriptions", self.listen),
+            web.post("/v1/audio/translations", self.listen),
+            *(web.post(path, self.converse) for path in self._formats),
+            *(web.post(path, self.pool) for path in pooling.READERS),
+            web.get("/health", self.health),
+            web.get("/ping", self.health),
+            web.post("/ping", self.health),
+            web.get("/load", self.load),
+            web.get("/version", self.version),
+            web.get("/openapi.json", self.openapi),
+            web.get("/metrics", self.metrics),
+            web.get("/prometheus/metrics", self.metrics),
+            web.get("/v1/responses/{id}", self.stored_response),
+            web.delete("/v1/responses/{id}", self.delete_response),
+            web.post("/v1/responses/{id}/cancel", self.cancel_response),
+        ]
 
     def _mock_routes(self) -> list[web.RouteDef]:
         """Return the routes that a real engine does not have."""
@@ -571,3 +574,7 @@ class MockServer:
         if self.pd_role is not None:
             await self.pd_role.wait_applied()
         return await self.show_faults(request)
+
+
+def _is_below(path: str, parents: tuple[str, ...]) -> bool:
+    return any(path == parent or path.startswith(f"{parent}/") for parent in parents)

@@ -250,6 +250,11 @@ class Pool(Section):
     )
     discover: Discover | None = setting(None, "Where further endpoints are found; none by default.")
     waiting_room: WaitingRoom = setting({}, "The queue for requests while no endpoint is free.")
+    native_apis: tuple[Literal["messages", "responses"], ...] | None = setting(
+        None,
+        "Which of messages and responses all engines of the pool serve themselves; the others are "
+        "translated to chat completions. By default engines' /openapi.json decides.",
+    )
 
 
 class Timeouts(Section):

@@ -233,6 +233,7 @@ class LegRequests:
                 recorder,
                 hold_until_token=True,
                 chunk_gaps=exchange.gaps,
+                translator=None if exchange.new_translator is None else exchange.new_translator(),
             )
         renamer: ModelNameRewriter | None = None
         if corrects and shows_usage(self._members):
@@ -241,7 +242,13 @@ class LegRequests:
         elif served != asked:
             renamer = ModelNameRewriter(served, asked)
         return Relay(
-            headers, None, client.is_http_1_0, renamer, handover is not None, exchange.gaps
+            headers,
+            None,
+            client.is_http_1_0,
+            renamer,
+            handover is not None,
+            exchange.gaps,
+            translator=None if exchange.new_translator is None else exchange.new_translator(),
         )
 
     def note_usage(self, usage: TokenUsage) -> None:
@@ -312,5 +319,5 @@ class LegRequests:
             lines += trace.add_leg(role, endpoint.name, monotonic())
         for name, value in edits.headers:
             lines += f"{name}: {value}\r\n"
-        head = place.upstream.request_head(context.exchange.api.path)
+        head = place.upstream.request_head(call.api.path)
         return head + (lines + "\r\n").encode("utf-8", "surrogateescape"), body

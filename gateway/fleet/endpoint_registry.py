@@ -43,6 +43,7 @@ class LiveEndpoint:
     models              the names that its engine lists; they count only if has_list is set
     models_at           when its engine last sent its list, or reported that it has none
     has_list            its engine has sent a list; False if the list is unknown or there is none
+    api_paths           paths of the APIs that its engine lists at /openapi.json; empty if unknown
     kv_received_bytes   KV received from other engines since its start; None if it does not report
                         it
     is_stalled          found stalled: /health is not trusted until it generates again
@@ -58,7 +59,15 @@ class LiveEndpoint:
     """
 
     __slots__ = (
-        *("backlog_tokens", "throttled_until", "is_drained", "encryption", "endpoint", "has_list"),
+        *(
+            "api_paths",
+            "backlog_tokens",
+            "throttled_until",
+            "is_drained",
+            "encryption",
+            "endpoint",
+            "has_list",
+        ),
         *(
             "health",
             "hit_tokens",
@@ -95,6 +104,7 @@ class LiveEndpoint:
         self.health = INITIAL_HEALTH
         self.models: tuple[str, ...] = ()
         self.has_list = False
+        self.api_paths: frozenset[str] = frozenset()
         self.models_at: float | None = None
         self.backlog_tokens = self.sent_tokens = self.hit_tokens = 0
         self.generated_tokens: int | None = None
@@ -173,6 +183,14 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
             if (names := lists.get(id(candidate.load))) is None
             or engine_name(model, candidate.endpoint) in names
         )
+
+    def lacks(self, path: str, candidates: tuple[Candidate, ...]) -> bool:
+        """Return whether the engine of one of the candidates is known not to have an API."""
+        members = {id(candidate.load) for candidate in candidates}
+        known = [
+            member.live.api_paths for member in self.members if id(member.live.load) in members
+        ]
+        return any(paths and path not in paths for paths in known)
 
     def listed_names(self, pool: str) -> list[str]:
         """Return the names that the pool's endpoints list, without those reserved for tenants."""

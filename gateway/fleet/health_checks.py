@@ -29,6 +29,7 @@ from gateway.fleet.model_list_news import ModelListNews
 from gateway.fleet.poll_plan import PollPlan
 from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
 from gateway.http.upstream import is_local_error
+from gateway.protocol.apis import api_paths
 from gateway.protocol.response_framing import FramingError
 from kvtransfer.dialects import standalone_members
 from policies.health.health import HealthEvent, is_probe_due
@@ -286,7 +287,8 @@ class HealthChecker:
         elif status == 200 and is_ejected_as_slow(live) and is_probe_due(live.health, monotonic()):
             status = 200 if await self._keeps_pace(live) else None
         if status == 200 and is_due and live.health.state in OUT_OF_ROTATION:
-            # It may have been restarted with other models.
+            # It may have been restarted with other models, or as another version.
+            live.api_paths = frozenset()
             await self._list_models(live, limit_s=min(CHECK_S, timeout_s))
         self._endpoints.on_probe(live, status)
 
@@ -408,6 +410,15 @@ class HealthChecker:
         live.models_at = monotonic()
         if (names, status == 200) != (live.models, live.has_list):
             live.models, live.has_list = names, status == 200
+            self._model_lists.on_changed()
+        if not live.api_paths:
+            await self._list_apis(live, limit_s)
+
+    async def _list_apis(self, live: LiveEndpoint, limit_s: float) -> None:
+        """Read which APIs the engine's /openapi.json names; they stay unknown without that page."""
+        status, text = await self._get(live, "/openapi.json", limit_s)
+        if status == 200 and (paths := api_paths(text)):
+            live.api_paths = paths
             self._model_lists.on_changed()
 
     async def _get(

@@ -66,8 +66,9 @@ def prepare(
         ModelNameRewriter(served, call.requested_model) if served != call.requested_model else None,
         chunk_gaps=exchange.gaps,
         choice_count=call.request.choices,
+        translator=None if exchange.new_translator is None else exchange.new_translator(),
     )
-    head = booking.upstream.request_head(exchange.api.path) + request_headers(
+    head = booking.upstream.request_head(call.api.path) + request_headers(
         exchange, client.headers, len(body.body), endpoint.name
     )
     return head, body, relay

@@ -247,3 +247,14 @@ PREAMBLE = frozenset(name for api in APIS for name in api.prompt) - frozenset(
     api.conversation for api in APIS if api.generates
 )
 """Members whose presence means that a prompt may have more parts than the conversation."""
+
+_NAMES_IN_PAGES = {path: f'"{path}"'.encode() for path in API_PATHS}
+
+
+def api_paths(page: bytes) -> frozenset[str]:
+    """Return which of these APIs an OpenAPI page names; none for a text without chat completions.
+
+    The page is searched and not decoded: it is large, and a fleet has one per engine.
+    """
+    paths = frozenset(path for path, name in _NAMES_IN_PAGES.items() if page.find(name) >= 0)
+    return paths if CHAT.path in paths else frozenset()

@@ -48,6 +48,7 @@ from gateway.protocol.stream_scan import (
     is_undecided,
     last_event_end,
 )
+from gateway.protocol.translate.answer_translator import AnswerTranslator
 from gateway.protocol.upstream_error import SHUTDOWN as SHUTDOWN
 from gateway.protocol.upstream_error import UpstreamError as UpstreamError
 
@@ -84,6 +85,7 @@ class Relay:
     hold_until_token  hold a stream back until its first token; engines send a role before it
     chunk_gaps        histogram of the times between chunks, or None
     rewriter          replaces the engine's model name by the client's, or None if they are equal
+    translator        turns the payload into the client's API, or None if that is the engine's
     choice_count      choices the client asked for, each of which ends with a finish reason
 
     Results, with times as given to feed() or None:
@@ -128,6 +130,7 @@ class Relay:
         "rewriter",
         "state",
         "status",
+        "translator",
     )
 
     def __init__(
@@ -139,6 +142,7 @@ class Relay:
         hold_until_token: bool = False,
         chunk_gaps: Histogram | None = None,
         choice_count: int = 1,
+        translator: AnswerTranslator | None = None,
     ) -> None:
         self.own_headers = own_headers
         self.on_first_token = on_first_token
@@ -147,6 +151,7 @@ class Relay:
         self.hold_until_token = hold_until_token
         self.chunk_gaps = chunk_gaps
         self.choice_count = choice_count
+        self.translator = translator
         self.state = HEAD
         self.head: ResponseHead | None = None
         self.is_committed = self.is_refused = self.has_error_event = self._is_sse = False
@@ -231,9 +236,9 @@ class Relay:
             or not (self._must_reframe or self._body.at_chunk_boundary)
         ):
             return False
-        return not self._partial_event or (
-            self.rewriter is not None and not self.rewriter.is_mid_event
-        )
+        if not self._partial_event or self.translator is not None:
+            return True
+        return self.rewriter is not None and not self.rewriter.is_mid_event
 
     def end_with_error(self, failure: Failure, message: str) -> bytes:
         """Return the bytes that tell a committed client that the stream fails, if possible.
@@ -242,7 +247,7 @@ class Relay:
         """
         if not self.is_at_boundary:
             return b""
-        event = b"" if self._is_done_sent else self._error_event(failure, message)
+        event = b"" if self._is_done_sent else self._last_event(self._error_event(failure, message))
         return event if self.is_http_1_0 else encode_chunk(event) + LAST_CHUNK
 
     @property
@@ -281,7 +286,12 @@ class Relay:
             except FramingError as error:
                 raise UpstreamError("framing", str(error)) from error
             offset = end + 4
-            if head.is_plain and head.length == len(data) - offset and self.rewriter is None:
+            if (
+                head.is_plain
+                and head.length == len(data) - offset
+                and self.rewriter is None
+                and self.translator is None
+            ):
                 return self._relay_whole(head, data[offset:], now)
             self._set_head(head)
         if offset:
@@ -331,7 +341,9 @@ class Relay:
         self._finished_choices: frozenset[int] = (
             frozenset()
         )  # indices of finished choices if several
-        self._must_reframe: bool = self.is_http_1_0 or self.rewriter is not None
+        self._must_reframe: bool = (
+            self.is_http_1_0 or self.rewriter is not None or self.translator is not None
+        )
         self._body = new_body(head)
         self._is_sse = head.is_sse
         if isinstance(self._body, RawBody) or (self._is_sse and not head.is_chunked):
@@ -474,9 +486,17 @@ class Relay:
             payload = self.rewriter.feed(
                 payload, is_sse=self.head.is_sse, is_complete=self._body.is_complete
             )
+        if self.translator is not None:
+            payload = self.translator.feed(
+                payload, is_sse=self.head.is_sse, is_complete=self._body.is_complete
+            )
         if self.is_http_1_0:
             return payload
         return encode_chunk(payload) + (LAST_CHUNK if self._body.is_complete else b"")
+
+    def _last_event(self, event: bytes) -> bytes:
+        """Return the gateway's own last event in the client's API."""
+        return event if self.translator is None else self.translator.finish_with(event)
 
     def _missing_done_event(self) -> bytes | None:
         """Return the [DONE] event that the engine omitted; None if the stream is incomplete."""
@@ -508,6 +528,7 @@ class Relay:
             self.has_error_event = True
             event = b"\n\n" if self._partial_event else b""  # complete the partial event
             event += self._error_event(Failure.UPSTREAM_FAILED, "the engine ended its stream early")
+        event = self._last_event(event)
         if self.is_http_1_0:
             return out + event
         body = (

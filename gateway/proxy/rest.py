@@ -61,8 +61,9 @@ def prepare_recorded(
         recorder,
         hold_until_token=True,
         chunk_gaps=exchange.gaps,
+        translator=None if exchange.new_translator is None else exchange.new_translator(),
     )
-    head = booking.upstream.request_head(exchange.api.path)
+    head = booking.upstream.request_head(call.api.path)
     head += forward.request_headers(exchange, client.headers, len(body.body), endpoint.name)
     return head, body, relay
 
@@ -230,7 +231,13 @@ class RestPlan:
         # No closure: in a compiled module it would hold this coroutine, and the relay with it.
         on_first_token = partial(self._on_first_token, booking, body)
         recorder = LedgerRecorder(ledger, ledger.render_rest, served, asked)
-        relay = ContinuationRelay(b"", on_first_token, self._client.is_http_1_0, recorder)
+        relay = ContinuationRelay(
+            b"",
+            on_first_token,
+            self._client.is_http_1_0,
+            recorder,
+            translator=self._relay.translator,
+        )
         length, name = len(body.body), booking.endpoint.name
         head = booking.upstream.request_head(COMPLETIONS.path)
         head += forward.request_headers(exchange, self._client.headers, length, name)
@@ -252,6 +259,8 @@ class RestPlan:
     def _close(self) -> None:
         """Write the end of an answer that lacks nothing else."""
         closing = self._ledger.render_end()
+        if self._relay.translator is not None:
+            closing = self._relay.translator.finish_with(closing)
         self._client.write(
             closing if self._client.is_http_1_0 else encode_chunk(closing) + LAST_CHUNK
         )

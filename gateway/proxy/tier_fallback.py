@@ -31,15 +31,18 @@ def pick_tier(
     ask = endpoints.build_query(call.request, None, ())
     for tier, _ in alternatives(ask, tiers):
         smaller = routes[tier.name]
-        if _fits_context(smaller, call) and smaller.room.try_enter(_discount(ask, tier)):
+        if _can_serve(smaller, call) and smaller.room.try_enter(_discount(ask, tier)):
             return smaller
     return None
 
 
-def _fits_context(route: Route, call: Call) -> bool:
+def _can_serve(route: Route, call: Call) -> bool:
+    """Return whether a smaller model's engines have the API, and room for the context."""
     request = call.request
     prompt_tokens = request.prompt_tokens // request.prompts
     needed_tokens = prompt_tokens + request.output_tokens // request.choices
+    if call.api.path in route.translated:  # it was parsed for engines that have this API
+        return False
     return route.context_tokens is None or needed_tokens <= route.context_tokens
 
 

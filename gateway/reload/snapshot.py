@@ -24,6 +24,7 @@ from gateway.protocol.api_keys import key_digest
 from gateway.protocol.cache_salts import new_cache_salts
 from gateway.protocol.response_ids import new_response_ids
 from gateway.protocol.service_class import ServiceClasses
+from gateway.protocol.translate.translations import translated_paths
 from gateway.proxy.rest import prepare_recorded
 from gateway.route import CanaryRoute, ModelScope, PoolTrials, Route, Snapshot
 from gateway.trials import shadow
@@ -105,6 +106,7 @@ def build_plan(
         slo = levels.get_class(model.slo)
         route = _route(config, model, policies[pool], trials[pool], rooms[pool], slo, listing)
         route = _with_order(route, adoption.changes)
+        route = _with_translations(route, config, adoption, listing)
         routes.update(dict.fromkeys((model.name, *model.aliases), route))
     tenants, limits = _keys(config)
     generation = before.generation + 1 if before is not None else 1
@@ -123,6 +125,7 @@ def build_plan(
         able,
         {digest: _scope(routes, unlisted, names) for digest, names in limits.items()},
         new_response_ids(config),
+        {route.name: route.translated for route in routes.values() if route.translated},
     )
     return SnapshotPlan(snapshot, adoption, rooms)
 
@@ -159,6 +162,20 @@ def _route(
         is_partial=len(members) < len(opening.serving),
     )
     return _with_canary(route, config, model, trials, listing)
+
+
+def _with_translations(
+    route: Route, config: Config, adoption: RegistryPlan, listing: tuple[Candidate, ...]
+) -> Route:
+    """Return the route, and its canary's, with the paths that its engines do not have."""
+    native = config.pools[route.pool].native_apis
+    paths = translated_paths(native, partial(adoption.lacks, candidates=listing))
+    if not paths:
+        return route
+    replace, canary = msgspec.structs.replace, route.canary
+    if canary is not None:
+        canary = replace(canary, route=replace(canary.route, translated=paths))
+    return replace(route, translated=paths, canary=canary)
 
 
 def _scope(

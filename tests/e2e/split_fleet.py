@@ -140,6 +140,7 @@ async def split_fleet(
     groups: tuple[int, int] = (2, 2),
     *,
     kv: Mapping[str, Any] | None = None,
+    pool: Mapping[str, Any] | None = None,
     split: Mapping[str, Any] | None = None,
     model: str = "demo-8b",
     speed: float = inf,
@@ -151,6 +152,7 @@ async def split_fleet(
 
     tps       TP size of the prefill and of the decode groups
     groups    number of prefill and of decode groups
+    pool      further settings of the pool
     """
     transfer = TransferSpec(**({"dialect": dialect, "transport": "inproc"} | dict(kv or {})))
     shape, gpu = model_named(model), gpu_named("h100")
@@ -172,6 +174,7 @@ async def split_fleet(
                 "models": [{"name": MODEL, "pool": "main", "split": rule}],
                 "pools": {
                     "main": {"endpoints": [_endpoint(dialect, member) for member in members]}
+                    | dict(pool or {})
                 },
             }
             | patient(sections)

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
+from gateway.protocol.translate.chat_answers import TranslationError
 from gateway.protocol.translate.messages_content import chat_messages, system_text
 from gateway.protocol.translate.request_reader import (
     SAMPLING,
@@ -24,6 +27,11 @@ from gateway.protocol.translate.request_reader import (
     translate_members,
     untranslatable,
 )
+
+
+class _Tokenized(msgspec.Struct, frozen=True):
+    count: int
+
 
 _TOOL_MEMBERS = frozenset(
     {
@@ -54,8 +62,12 @@ def to_tokenize(body: bytes) -> bytes:
 
 
 def count_of(answer: bytes) -> bytes:
-    """Translate the answer of /tokenize to one of count_tokens. Raises GatewayError."""
-    return encode({"input_tokens": int(mapping_of(read_object(answer), "answer").get("count", 0))})
+    """Translate the answer of /tokenize to one of count_tokens. Raises TranslationError."""
+    try:
+        count = msgspec.json.decode(answer, type=_Tokenized).count
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise TranslationError(f"The engine's count cannot be read: {error}.") from None
+    return encode({"input_tokens": count})
 
 
 def _chat(members: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,6 +50,14 @@ class StreamTranslator(ABC):
             return left + self._stop(self._fail(TOO_EARLY))
         return left + self._stop(self._end())
 
+    def finish_with(self, event: bytes) -> bytes:
+        """Return the events that the gateway's own last event becomes.
+
+        A part of an event that the engine has not finished is dropped.
+        """
+        self._events = EventReader()
+        return self.feed(event) + self.finish()
+
     @abstractmethod
     def _start(self, answer: ChatAnswer) -> Iterator[bytes]:
         """Yield the events before the first piece of the answer."""

@@ -149,3 +149,11 @@ def test_a_score_is_accepted_in_each_of_its_forms(name: str) -> None:
 def test_embeddings_and_tokenize_accept_a_chat() -> None:
     for api in (apis.EMBEDDINGS, apis.TOKENIZE):
         assert parsed(api, {"messages": [{"role": "user", "content": TEXT}]}).prompt
+
+
+def test_an_openapi_page_tells_which_apis_an_engine_has() -> None:
+    paths: dict[str, Any] = {"/v1/chat/completions": {"post": {}}, "/v1/messages": {}, "/x": {}}
+    page = json.dumps({"openapi": "3.1.0", "paths": paths}).encode()
+    assert apis.api_paths(page) == {"/v1/chat/completions", "/v1/messages"}
+    assert apis.api_paths(b'{"paths": {"/v1/messages": {}}}') == frozenset()
+    assert apis.api_paths(b"<html>") == frozenset()

@@ -1,0 +1,46 @@
+"""Translates the payload of one answer on its way through a relay, whole or streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.protocol.translate.chat_answers import TranslationError
+from gateway.protocol.translate.stream_translator import StreamTranslator
+from gateway.protocol.upstream_error import UpstreamError
+
+MAX_WHOLE_BYTES = 64 * 1024 * 1024
+"""Limit for an answer that is no stream, which has to be complete before it is translated."""
+
+
+class AnswerTranslator:
+    """One answer of an engine. Every attempt needs a new one, but a resumed rest does not."""
+
+    __slots__ = ("_body", "_size", "_stream", "_translate_whole")
+
+    def __init__(
+        self, translate_whole: Callable[[bytes], bytes], stream: StreamTranslator | None = None
+    ) -> None:
+        """Initialize with both translations; `stream` is None for an API without streams."""
+        self._translate_whole = translate_whole
+        self._stream = stream
+        self._body: list[bytes] = []
+        self._size = 0
+
+    def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
+        """Return what the client gets for the next bytes. Raises UpstreamError."""
+        if is_sse and self._stream is not None:
+            return self._stream.feed(payload)
+        self._size += len(payload)
+        if self._size > MAX_WHOLE_BYTES:
+            raise UpstreamError("translation", "the engine's answer is too long to be translated")
+        self._body.append(payload)
+        if not is_complete:
+            return b""
+        try:
+            return self._translate_whole(b"".join(self._body))
+        except TranslationError as error:
+            raise UpstreamError("translation", str(error)) from error
+
+    def finish_with(self, event: bytes) -> bytes:
+        """Return what the client gets for the gateway's own last event of a stream."""
+        return event if self._stream is None else self._stream.finish_with(event)

@@ -1,0 +1,109 @@
+"""The table of translations: which APIs can be served through another one, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+
+import msgspec
+from msgspec.structs import replace
+
+from gateway.protocol.apis import CHAT, TOKENIZE, Api
+from gateway.protocol.openai import Call, CallContext, ModelInfo, parse_call
+from gateway.protocol.translate import (
+    messages_answer,
+    messages_request,
+    responses_answer,
+    responses_request,
+)
+from gateway.protocol.translate.answer_translator import AnswerTranslator
+from gateway.protocol.translate.messages_answer import MessagesStream
+from gateway.protocol.translate.responses_stream import ResponsesStream
+
+NewTranslator = Callable[[], AnswerTranslator]
+"""Creates the translator of one attempt's answer."""
+
+
+class Translation(msgspec.Struct, frozen=True):
+    """How one API is served through another.
+
+    target       the API that engines are asked by
+    request      translates the body. Raises GatewayError (400) that names a member
+    answers      returns, for a body and the model's name as asked, what translates the answers
+    """
+
+    target: Api
+    request: Callable[[bytes], bytes]
+    answers: Callable[[bytes, str], NewTranslator]
+
+
+def _messages(body: bytes, model: str) -> NewTranslator:
+    whole = partial(messages_answer.from_chat, model=model)
+    return lambda: AnswerTranslator(whole, MessagesStream(model))
+
+
+def _responses(body: bytes, model: str) -> NewTranslator:
+    echoed = responses_answer.echo(body)
+    whole = partial(responses_answer.from_chat, model=model, echoed=echoed)
+    return lambda: AnswerTranslator(whole, ResponsesStream(model, echoed))
+
+
+def _count(body: bytes, model: str) -> NewTranslator:
+    return lambda: AnswerTranslator(messages_request.count_of)
+
+
+TRANSLATIONS: Mapping[str, Translation] = MappingProxyType(
+    {
+        "/v1/messages": Translation(CHAT, messages_request.to_chat, _messages),
+        "/v1/messages/count_tokens": Translation(TOKENIZE, messages_request.to_tokenize, _count),
+        "/v1/responses": Translation(CHAT, responses_request.to_chat, _responses),
+    }
+)
+"""Translations by path."""
+
+
+NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "messages": ("/v1/messages", "/v1/messages/count_tokens"),
+        "responses": ("/v1/responses",),
+    }
+)
+"""The names of these APIs in the configuration, and their paths."""
+
+
+def translated(call: Call, model: ModelInfo, context: CallContext) -> tuple[Call, NewTranslator]:
+    """Return the call that engines get in place of this one, and what translates their answers.
+
+    Its session and the model's name as asked are those of the client's own body. Raises
+    GatewayError for a request that cannot be translated.
+    """
+    translation, request = TRANSLATIONS[call.api.path], call.request
+    preferences = replace(
+        context.preferences,
+        session=request.session,
+        session_source=request.session_source,
+        session_hints=request.session_hints,
+    )
+    context = replace(context, preferences=preferences)
+    body = translation.request(call.body)
+    # The body has the model's own name by now, which the client's key need not be valid for.
+    other = parse_call(body, translation.target, {request.model: model}, context)
+    other.requested_model = call.requested_model
+    return other, translation.answers(call.body, call.requested_model)
+
+
+def translated_paths(
+    native: Sequence[str] | None, is_lacking: Callable[[str], bool]
+) -> frozenset[str]:
+    """Return the paths that a pool's requests have to be translated for.
+
+    native      names of the APIs that the engines have, by configuration; None: not configured
+    is_lacking  whether an engine of the pool is known not to have a path
+    """
+    return frozenset(
+        path
+        for name, paths in NAMES.items()
+        if (name not in native if native is not None else any(map(is_lacking, paths)))
+        for path in paths
+    )

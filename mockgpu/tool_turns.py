@@ -1,0 +1,67 @@
+"""Tool calls and their results in a conversation of Messages or Responses, as chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from mockgpu.named_events import flat_text
+
+
+def chat_turns(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the chat messages that one message of the Messages API means."""
+    content = message.get("content")
+    blocks = content if isinstance(content, list) else []
+    results = [_result(block) for block in blocks if _kind(block) == "tool_result"]
+    calls = [
+        chat_call(block.get("id"), block.get("name"), _json(block.get("input")))
+        for block in blocks
+        if _kind(block) == "tool_use"
+    ]
+    others = [block for block in blocks if _kind(block) not in ("tool_result", "tool_use")]
+    if not results and not calls:
+        return [{**message, "content": flat_text(content, ("text",))}]
+    text: Any = flat_text(others, ("text",)) if others else None
+    if calls:
+        return [*results, {"role": message.get("role"), "content": text, "tool_calls": calls}]
+    return [*results, *([{"role": message.get("role"), "content": text}] if others else [])]
+
+
+def chat_call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
+    """Return a tool call of an assistant's chat message."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def chat_tool(tool: Mapping[str, Any], schema: str) -> dict[str, Any]:
+    """Return a tool of a chat; `schema` is the member with its parameters."""
+    names = {"name": "name", "description": "description", schema: "parameters", "strict": "strict"}
+    function = {other: tool[name] for name, other in names.items() if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def join_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with each call joined to the assistant's message before it."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        if "tool_calls" in message and last.get("role") == "assistant":
+            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+        else:
+            joined.append(message)
+    return joined
+
+
+def _kind(block: object) -> object:
+    return block.get("type") if isinstance(block, dict) else None
+
+
+def _result(block: Mapping[str, Any]) -> dict[str, Any]:
+    content = flat_text(block.get("content"), ("text",))
+    return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,159 @@
+"""One recorded agent session through engines with and without Messages and Responses."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import pytest
+
+from tests.e2e.processes import gateway_process, mock_fleet
+from tests.unit.gateway.protocol.translate.chats import events, message_of
+
+CONFIG = """
+models:
+  - {{name: native, served_model: demo-8b, pool: native}}
+  - {{name: translated, served_model: demo-8b, pool: translated}}
+pools:
+  native: {{endpoints: [{{url: '{0}'}}]}}
+  translated: {{endpoints: [{{url: '{1}'}}]}}
+"""
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
+TASK = "Find the pump that leaks, and say which it is."
+FILES = ["pump-1: dry", "pump-2: dry", "pump-3: wet"]
+
+
+def message_requests() -> list[dict[str, Any]]:
+    """Return the requests of a session of Messages: three calls of a tool, then an answer."""
+    tool = {"name": "read_file", "description": "Read a file.", "input_schema": SCHEMA}
+    system = [{"type": "text", "text": "You look after pumps.", "cache_control": {}}]
+    turns: list[dict[str, Any]] = [{"role": "user", "content": TASK}]
+    requests = []
+    for number, content in enumerate([*FILES, ""]):
+        choice = {"type": "tool", "name": "read_file"} if content else {"type": "none"}
+        base = {"max_tokens": 20, "system": system, "tools": [tool], "tool_choice": choice}
+        requests.append(base | {"messages": list(turns)})
+        call = {"type": "tool_use", "id": f"call_{number}", "name": "read_file"}
+        result = {"type": "tool_result", "tool_use_id": f"call_{number}", "content": content}
+        text = {"type": "text", "text": f"I read file {number}."}
+        turns += [
+            {"role": "assistant", "content": [text, call | {"input": {"path": f"{number}.txt"}}]},
+            {"role": "user", "content": [result, {"type": "text", "text": "Go on."}]},
+        ]
+    return requests
+
+
+def response_requests() -> list[dict[str, Any]]:
+    """Return the requests of the same session in the Responses API."""
+    tool = {"type": "function", "name": "read_file", "description": "Read a file."}
+    items: list[dict[str, Any]] = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": TASK}]}
+    ]
+    requests = []
+    for number, content in enumerate([*FILES, ""]):
+        requests.append(
+            {
+                "max_output_tokens": 20,
+                "instructions": "You look after pumps.",
+                "tools": [tool | {"parameters": SCHEMA, "strict": False}],
+                "tool_choice": "required" if content else "none",
+                "input": list(items),
+                "store": False,
+                "include": ["reasoning.encrypted_content"],
+            }
+        )
+        text = {"type": "output_text", "text": f"I read file {number}.", "annotations": []}
+        call = {"type": "function_call", "call_id": f"call_{number}", "name": "read_file"}
+        output = {"type": "function_call_output", "call_id": f"call_{number}"}
+        items += [
+            {"type": "message", "role": "assistant", "content": [text]},
+            call | {"arguments": f'{{"path":"{number}.txt"}}'},
+            output | {"output": content},
+        ]
+    return requests
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    lacking = ("--lacks", "messages", "--lacks", "responses")
+    with (
+        mock_fleet() as native,
+        mock_fleet(*lacking) as other,
+        gateway_process(
+            tmp_path_factory.mktemp("session"), CONFIG.format(native[0], other[0])
+        ) as running,
+    ):
+        yield running.url
+        assert running.is_alive
+        assert "Traceback" not in running.stderr_text, running.stderr_text
+
+
+def post(url: str, path: str, body: dict[str, Any]) -> bytes:
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=20) as response:
+        return bytes(response.read())
+
+
+def event_order(data: bytes) -> list[str]:
+    """Return the names of the events; deltas in a row count once."""
+    return [name for name, _ in groupby(event["type"] for event in events(data))]
+
+
+def essence(answer: dict[str, Any]) -> Any:
+    """Return texts, tool calls, counts and the end of a message or a response."""
+    usage, parts = answer["usage"], answer.get("content") or answer["output"]
+    shown = [
+        {key: part[key] for key in ("type", "text", "name", "input", "arguments") if key in part}
+        | ({"texts": [piece["text"] for piece in part["content"]]} if "content" in part else {})
+        for part in parts
+    ]
+    end = answer.get("stop_reason"), answer.get("status"), answer.get("incomplete_details")
+    cached = usage.get("cache_read_input_tokens", usage.get("input_tokens_details"))
+    cached = cached["cached_tokens"] if isinstance(cached, dict) else cached
+    return shown, end, usage["input_tokens"], cached, usage["output_tokens"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_a_session_has_equal_texts_calls_counts_and_events(url: str, path: str) -> None:
+    requests = message_requests() if path == "/v1/messages" else response_requests()
+    kinds = []
+    for request in requests:
+        native, other = (
+            post(url, path, request | {"model": model, "stream": True})
+            for model in ("native", "translated")
+        )
+        assert event_order(native) == event_order(other)
+        answers = [
+            message_of(data) if path == "/v1/messages" else events(data)[-1]["response"]
+            for data in (native, other)
+        ]
+        assert essence(answers[0]) == essence(answers[1])
+        kinds.append(essence(answers[0])[0][0]["type"])
+    assert len(set(kinds[:3])) == 1
+    assert kinds[3] != kinds[0]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_whole_answers_of_a_session_are_equal_too(url: str, path: str) -> None:
+    requests = message_requests() if path == "/v1/messages" else response_requests()
+    for request in requests:
+        native, other = (
+            json.loads(post(url, path, request | {"model": model}))
+            for model in ("native", "translated")
+        )
+        assert essence(native) == essence(other)
+        assert (native["model"], other["model"]) == ("native", "translated")
+
+
+def test_counted_tokens_are_equal(url: str) -> None:
+    request = message_requests()[2]
+    del request["max_tokens"]
+    counts = [
+        json.loads(post(url, "/v1/messages/count_tokens", request | {"model": model}))
+        for model in ("native", "translated")
+    ]
+    assert counts[0] == counts[1]
