@@ -57,6 +57,7 @@ NOT_COMMANDS = {
     "--enable-feature",
     "--ahead",
     "--functions",
+    "--stream-interval",
 }
 """Options in running text that belong to an engine, to Prometheus, or to a bench."""
 SUFFIXES = ("py", "md", "txt", "yaml", "log", "crt")
