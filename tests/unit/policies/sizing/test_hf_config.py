@@ -192,6 +192,8 @@ def test_one_kv_head_is_not_a_latent() -> None:
     one_head = shape_from_config(read("llama-3.1-8b") | {"num_key_value_heads": 1}, "mqa")
     assert (one_head.shardable_kv, one_head.mla) == (1, False)
     assert shape("deepseek-v3").mla
+    assert shape("deepseek-v3").head_dim == 128 + 64
+    assert shape("deepseek-v3").kv_scalars == 512 + 64
     assert facts_of(one_head).kv_heads == 1
     assert facts_of(shape("deepseek-v3")).kv_heads is None
 
