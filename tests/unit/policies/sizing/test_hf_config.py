@@ -263,3 +263,13 @@ def test_layers_with_attention_may_be_listed() -> None:
     listed = {"attn_layer_indices": [3, 9, 99], "mamba_d_state": 16}
     model = shape_from_config(read("llama-3.1-8b") | listed, "l")
     assert model.kv_layers == 2
+
+
+def test_bits_are_looked_for_in_four_levels_and_no_deeper() -> None:
+    section: dict[str, Any] = {"num_bits": 8}
+    for _ in range(4):
+        section = {"part": section}
+    config = read("llama-3.1-8b")
+    assert shape_from_config(config | {"quantization_config": section}, "q").weight_bytes == 1.0
+    with pytest.raises(ConfigError, match="quant_method"):
+        shape_from_config(config | {"quantization_config": {"part": section}}, "q")

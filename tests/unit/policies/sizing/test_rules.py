@@ -153,3 +153,18 @@ def test_messages_count_replicated_heads_and_ranks_of_experts() -> None:
     spread = PlannedGroup(Layout(4, ep=12, dp=3), HYBRID, domain=72)
     (uneven,) = (f for f in layout_findings(spread) if f.code == "ep-experts")
     assert uneven.valid == "1, 2, 4"
+
+
+def test_tp_of_twice_the_least_is_not_too_large_and_of_four_times_is() -> None:
+    def codes(tp: int) -> set[str]:
+        group = PlannedGroup(Layout(tp), LLAMA_70B, min_tp=2)
+        return {finding.code for finding in layout_findings(group)}
+
+    assert "tp-too-large" not in codes(4)
+    assert "tp-too-large" in codes(8)
+
+
+def test_weights_that_do_not_load_are_given_in_gb() -> None:
+    group = PlannedGroup(Layout(1), memory=memory("llama-3.1-70b", Layout(1)))
+    (finding,) = layout_findings(group)
+    assert finding.message == "141.2 GB of weights per GPU do not fit"
