@@ -33,7 +33,7 @@ from gateway.protocol.cors import CorsLines, CorsRule
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.forwarded import TrustedProxies, proxy_request_id
 from gateway.protocol.openai import Call, CallContext, parse_call
-from gateway.protocol.translate.translations import translated
+from gateway.protocol.translate.translations import is_translated, translated
 from gateway.proxy import tier_fallback
 from gateway.proxy.attempts import attempts, end_retries
 from gateway.proxy.pair import SplitAttempts, SplitPlan
@@ -175,7 +175,7 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     call = exchange.call = parse_call(body, exchange.api, models.routes, caller, models.unlisted)
     del body  # the call owns the bytes, and releases them when no retry can need them
     route = models.routes[call.requested_model]
-    if route.translated and call.api.path in route.translated:
+    if not call.api.is_plain and is_translated(call, route.translated):
         call, exchange.new_translator = translated(call, route, caller)
         exchange.call = call
     if gate.quotas.by_tenant:

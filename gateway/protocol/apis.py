@@ -39,6 +39,7 @@ class Api(msgspec.Struct, frozen=True, eq=False):
     errors         how it reports errors
     grammar        the events of its streams; None: those of chat completions
     keeps_answers  an engine may keep the answer for later requests, which need that engine
+    takes_salt     engines that take cache salts take one on this path too
     is_form        bodies are forms (multipart/form-data)
     is_plain       bodies are JSON, and streams have the events of chat completions
     read           returns the members of a body as raw JSON; raises GatewayError
@@ -60,6 +61,7 @@ class Api(msgspec.Struct, frozen=True, eq=False):
     errors: ErrorShape = error_shapes.OPENAI
     grammar: EventGrammar | None = None
     keeps_answers: bool = False
+    takes_salt: bool = True
     is_form: bool = False
     is_plain: bool = True
     read: Callable[[bytes], dict[str, msgspec.Raw]] = read_members
@@ -97,6 +99,7 @@ MESSAGES = Api(
     errors=error_shapes.ANTHROPIC,
     grammar=event_grammar.MESSAGES,
     is_plain=False,
+    takes_salt=False,
 )
 COUNT_TOKENS = Api(
     "/v1/messages/count_tokens",

@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,3 +196,45 @@ def test_events_of_a_translated_stream_have_the_name_that_was_asked_for(url: str
     body |= {"messages": [{"role": "user", "content": TASK}]}
     start = events(post(f"{url}/v1/messages", body))[0]
     assert start["message"]["model"] == "claude-demo"
+
+
+TENANTS = """
+tenants:
+  - {{name: a, key: '${{file:{1}/a}}'}}
+  - {{name: b, key: '${{file:{1}/b}}'}}
+models:
+  - {{name: demo-8b, pool: main}}
+pools:
+  main:
+    endpoints:
+      - {{url: '{0}'}}
+"""
+
+
+def test_isolated_tenants_share_no_cached_messages(tmp_path: Path) -> None:
+    """The engine has the Messages API, which takes no cache salt, so chat completions are used."""
+    body = {
+        "model": "demo-8b",
+        "max_tokens": 4,
+        "messages": [{"role": "user", "content": "the same long question " * 100}],
+    }
+
+    def cached(url: str, key: str) -> int:
+        request = urllib.request.Request(
+            f"{url}/v1/messages",
+            json.dumps(body).encode(),
+            {"content-type": "application/json", "x-api-key": key},
+        )
+        with urllib.request.urlopen(request, timeout=20) as response:
+            return int(json.load(response)["usage"].get("cache_read_input_tokens") or 0)
+
+    for name in "ab":
+        (tmp_path / name).write_text(f"sk-{name}")
+    with (
+        mock_fleet() as engines,
+        gateway_process(tmp_path, TENANTS.format(engines[0], tmp_path)) as running,
+    ):
+        assert cached(running.url, "sk-a") == 0
+        assert cached(running.url, "sk-b") == 0
+        assert cached(running.url, "sk-a") > 0
+        assert cached(running.url, "sk-b") > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
 
@@ -70,6 +70,15 @@ NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """The names of these APIs in the configuration, and their paths."""
+
+
+def is_translated(call: Call, lacking: Set[str]) -> bool:
+    """Return whether a request is served through another API.
+
+    `lacking`: the paths that the engines do not have. A request with a cache salt is also
+    translated where engines take none, because isolated tenants must not share a prefix cache.
+    """
+    return call.api.path in lacking or (call.salt != b"" and not call.api.takes_salt)
 
 
 def translated(call: Call, model: ModelInfo, context: CallContext) -> tuple[Call, NewTranslator]:
