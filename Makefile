@@ -79,6 +79,27 @@ test-wheel: $(VENV)/.dev ## build a wheel for this Python, and run unit, propert
 	$(PY) -m pip install -q --no-deps --target build/wheel/site dist/penstock-*-$$($(PY) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl
 	PENSTOCK_HOME=$(CURDIR)/build/wheel/site $(PY) -m pytest -o "pythonpath=build/wheel/site ." $(or $(TESTS),$(WHEEL_TESTS))
 
+.PHONY: smoke-wheel test-wheels image test-image
+smoke-wheel: $(VENV)/.dev ## build a wheel for this Python, install it with and without extras, and run it (for CI: CFLAGS=-O1)
+	$(PY) -m tools.compile.wheel --one
+	PENSTOCK_ONE_WHEEL=1 $(PY) -m pytest tests/wheel
+
+test-wheels: $(VENV)/.dev ## install every wheel of dist/, the one for CPython 3.11 also in a plain Debian 12 (as root), and run it
+	sh deploy/docker/debian.sh build/wheel/debian
+	PENSTOCK_DEBIAN=build/wheel/debian $(PY) -m pytest tests/wheel
+
+image: $(VENV)/.dev ## build an OCI image into build/image: by docker, or from Debian's packages by mmdebstrap and umoci (as root)
+	@mkdir -p build/image
+	@if docker info >/dev/null 2>&1; then \
+		docker build -f deploy/docker/Dockerfile -t penstock --output type=oci,dest=build/image/penstock.tar .; \
+	else \
+		$(PY) -m tools.compile.wheel --one && sh deploy/docker/image.sh $(PY) dist/penstock-*-cp311-*.whl build/image/penstock.tar; \
+	fi
+
+test-image: $(VENV)/.dev ## build the image and run it in a chroot: as its user, read-only, with a demo (as root)
+	@$(MAKE) image
+	$(PY) -m pytest tests/image
+
 bench-paired: $(VENV)/.dev ## compare the CPU per request and chunk with an older revision (BASE=main~20; PAIRED="--pairs 40")
 	@test -n "$(BASE)" || { echo "make bench-paired needs a revision to compare with: make bench-paired BASE=main~20" >&2; exit 1; }
 	$(PY) bench/paired.py $(BASE) $(PAIRED)

@@ -110,6 +110,8 @@ def build_compiled(tree: Path, interpreter: str) -> Path:
     raw = WORK / "raw"
     shutil.rmtree(raw, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "--python", interpreter, "wheel", "-q", "--no-deps"]
+    if interpreter == sys.executable:
+        pip.append("--no-build-isolation")
     _run([*pip, "-w", str(raw), str(tree)], WORK, compiler_environment())
     (wheel,) = raw.glob("*.whl")
     audit = [sys.executable, "-m", "auditwheel", "repair", "--plat", PLATFORM, "-w", str(raw)]

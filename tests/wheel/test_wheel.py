@@ -1,0 +1,155 @@
+"""Wheels of dist/, installed as users install them: by pip, with the extra `demo`.
+
+`make smoke-wheel` builds and tests one; `make wheel test-wheels` all, and the one for Debian's
+Python also in a plain Debian, where root has mmdebstrap.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.demo_process import started_demo
+from tools.compile.wheel import DIST, find_interpreters
+
+ANSWERS_WITHIN_S = 15.0
+MOST_PACKAGES, MOST_BYTES = 28, 82 * 1024 * 1024
+VERSION_CPU_S = 0.3  # of the processor, so that other load does not count
+DEBIAN = os.environ.get("PENSTOCK_DEBIAN")  # the root of a Debian with python3-venv
+
+Command = Callable[..., list[str]]
+
+
+def _interpreters() -> list[str]:
+    """The interpreters that dist/ has a compiled wheel for."""
+    found = [sys.executable] if os.environ.get("PENSTOCK_ONE_WHEEL") else find_interpreters()
+    return [python for python in found if _wheels(python)]
+
+
+def _wheels(python: str) -> list[Path]:
+    program = "import sys; print('cp%d%d' % sys.version_info[:2])"
+    tag = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
+    return list(DIST.glob(f"penstock-*-{tag.stdout.strip()}-*.whl"))
+
+
+def _children_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_the_sources() -> Iterator[None]:
+    """Keep the checkout out of the installations' sight."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONPATH", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module", params=[*_interpreters(), *filter(None, [DEBIAN])])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """Install the wheel, and return how a program of that installation is run."""
+    if request.param == DEBIAN:
+        return _in_debian(Path(request.param))
+    venv = tmp_path_factory.mktemp("venv")
+    _run([request.param, "-m", "venv", str(venv)])
+    (wheel,) = _wheels(request.param)
+    _run([str(venv / "bin" / "pip"), "install", "-q", f"{wheel}[demo]"])
+    return lambda program, *arguments: [str(venv / "bin" / program), *arguments]
+
+
+def _in_debian(root: Path) -> Command:
+    """Install the wheel in a Debian, from files that are downloaded here: it needs no network."""
+    (wheel,) = DIST.glob("penstock-*-cp311-*.whl")
+    download = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:"]
+    # pip evaluates markers for its own Python: redis needs async-timeout on Debian's 3.11.2 only.
+    wanted = [f"{wheel}[demo]", "async-timeout>=4.0.3"]
+    _run([*download, "--python-version", "3.11.2", "-d", str(root / "wheels"), *wanted])
+
+    def inside(*arguments: str) -> list[str]:
+        environment = ["env", "-i", "PATH=/usr/bin:/bin", "HOME=/root", "LC_ALL=C.UTF-8"]
+        program = f"cd /root && exec {shlex.join([*environment, *arguments])}"
+        return ["chroot", str(root), "sh", "-c", program]
+
+    _run(inside("python3", "-m", "venv", "--clear", "/opt/penstock"))
+    pip = ["/opt/penstock/bin/pip", "install", "-q", "--no-index", "--find-links", "/wheels"]
+    _run(inside(*pip, f"/wheels/{wheel.name}[demo]"))
+    return lambda program, *arguments: inside(f"/opt/penstock/bin/{program}", *arguments)
+
+
+def test_its_request_path_is_compiled_and_version_is_quick(place: Command) -> None:
+    cpu_s = []
+    for _ in range(5):
+        before = _children_cpu_s()
+        reply = json.loads(_run(place("penstock", "version", "--json")))
+        cpu_s.append(_children_cpu_s() - before)
+    assert reply["compiled"] is True
+    assert min(cpu_s) <= VERSION_CPU_S
+
+
+def test_a_demo_answers_soon(place: Command, tmp_path: Path) -> None:
+    with started_demo(place, tmp_path) as demo:
+        assert "compiled" in demo.output
+        assert demo.ask()
+        assert demo.age_s() <= ANSWERS_WITHIN_S
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment of this Python with the wheel and no extra."""
+    wheels = _wheels(sys.executable)
+    if not wheels:
+        pytest.skip("dist/ has no wheel for this Python")
+    venv = tmp_path_factory.mktemp("plain")
+    _run([sys.executable, "-m", "venv", str(venv)])
+    _run([str(venv / "bin" / "pip"), "install", "-q", "--no-compile", str(wheels[0])])
+    return venv
+
+
+def test_without_extras_it_brings_few_and_small_packages(plain: Path) -> None:
+    packages = json.loads(_run([str(plain / "bin" / "pip"), "list", "--format", "json"]))
+    names = {package["name"] for package in packages} - {"pip", "setuptools", "penstock"}
+    assert len(names) <= MOST_PACKAGES, sorted(names)
+    assert "numpy" not in names
+    files = [
+        path
+        for path in plain.glob("lib/python*/site-packages/**/*")
+        if path.is_file() and not {"pip", "setuptools", "pkg_resources"} & set(path.parts)
+    ]
+    assert sum(path.stat().st_size for path in files) <= MOST_BYTES
+
+
+def test_without_extras_it_checks_serves_and_is_operated(plain: Path, tmp_path: Path) -> None:
+    penstock = str(plain / "bin" / "penstock")
+    with started_demo(lambda name, *rest: [str(plain / "bin" / name), *rest], tmp_path) as demo:
+        assert demo.ask()
+        admin = demo.output.partition("Live view")[2].split()[0]
+        status = _run([penstock, "status", "--admin", admin])
+        assert "4 of 4 endpoints available" in status
+        assert "group" in _run([penstock, "explain", "--admin", admin])
+        assert "is valid" in _run([penstock, "check", str(tmp_path / "penstock-demo/gateway.yaml")])
+
+
+@pytest.mark.parametrize("command", ["replay", "plan gateway.yaml"])
+def test_a_missing_package_is_named_with_its_extra(plain: Path, command: str) -> None:
+    result = subprocess.run(
+        [str(plain / "bin" / "penstock"), *command.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == 1
+    assert "pip install 'penstock[demo]'" in result.stderr
+    assert "Traceback" not in result.stderr
