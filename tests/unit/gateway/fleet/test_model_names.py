@@ -125,6 +125,8 @@ class Running:
         watching: Any = self.app._health_checker
         watching.relist(self.app.gateway.endpoints.all()[number])
         await asyncio.gather(*watching._listings.values())
+        while watching._model_lists._timer is not None:  # a report follows the last one too soon
+            await asyncio.sleep(0.001)
 
 
 def models(*names: str, **served: str) -> list[dict[str, str]]:
