@@ -62,6 +62,7 @@ class _PollConnection(asyncio.Protocol):
             raise
         finally:
             self._waiter = self._response = None
+            del waiter  # its exception's traceback has this frame: a reference cycle
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import exp, inf, sqrt
-from random import Random
 
 import msgspec
 
 from policies import pickers
-from policies.contract import WHOLE_REQUEST, PhaseShare, Policy, Ranking, WeightedScorer
+from policies.contract import WHOLE_REQUEST, PhaseShare, Policy, WeightedScorer
 from policies.engine.step_time import SpeedFactor
 from policies.latency.latency import backlog_s, room_s
 from policies.load import EndpointLoad
@@ -39,12 +38,6 @@ FULLEST = 1.5
 
 SIGMAS = 2.0
 """Standard deviations of the learned speed that count as noise."""
-
-USUAL_REQUEST = Request("", "", "", prompt_tokens=1000, output_tokens=256)
-"""The request whose price ranks the candidates of a large pool."""
-
-RANKED = 4
-"""Candidates of a large pool that are priced for a request, besides those with its prefix."""
 
 
 class PricedPolicy(PolicyParams, frozen=True):
@@ -111,7 +104,6 @@ class PricedPolicy(PolicyParams, frozen=True):
             reads_forecast=True,
             price_terms=prices.terms,
             phase_prices=prices.prices,
-            ranking=Ranking(prices.usual_price, depth=RANKED),
         )
 
 
@@ -120,9 +112,6 @@ SpeedFactors = tuple[list[float], list[float], list[float]]
 
 Each in the order of the candidates.
 """
-
-_AS_LEARNED: SpeedFactors = ([1.0], [1.0], [1.0])
-_NO_RANDOMNESS = Random(0)
 
 
 class PriceTerms(msgspec.Struct, frozen=True):
@@ -168,16 +157,6 @@ class PriceScorer:
         return _RequestTerms(self.weights, query, part).prices(
             candidates, query.cached_by_slot, self.speeds(candidates)
         )
-
-    def usual_price(self, candidate: Candidate, now: float) -> float:
-        """Return the price of a usual request without cached tokens, to rank the candidate.
-
-        Speeds are not equalized with those of other candidates: the shortlist's are.
-        """
-        query = RoutingQuery(USUAL_REQUEST, now, _NO_RANDOMNESS)
-        return _RequestTerms(self.weights, query, WHOLE_REQUEST).prices(
-            (candidate,), (), _AS_LEARNED
-        )[0]
 
     def explain(
         self,

@@ -37,7 +37,7 @@ async def test_the_access_line_and_the_endpoints_page_show_both_endpoints_and_th
         )
         stamps = [
             split[f"{stamp}_us"]
-            for stamp in ("picked", "sent", "prefilled", "handed_over", "first_token")
+            for stamp in ("picked", "sent", "prefilled", "decode_sent", "first_token")
         ]
         assert stamps == sorted(stamps)
         assert abs(split["handoff_us"] - (split["first_token_us"] - split["prefilled_us"])) <= 1

@@ -132,9 +132,7 @@ def test_a_rotation_in_order_gives_the_turn_to_whom_it_is_due(seed: int, size: i
                 pool.book(pick, query.request, fingerprint)
 
 
-@pytest.mark.parametrize(
-    ("name", "has_external"), [("priced", False), *((name, True) for name in (*EXACT, "priced"))]
-)
+@pytest.mark.parametrize(("name", "has_external"), [(name, True) for name in EXACT])
 def test_picks_in_order_are_as_good_as_those_of_scans_but_for_noise(
     name: str, has_external: bool
 ) -> None:
@@ -157,7 +155,7 @@ def test_picks_in_order_are_as_good_as_those_of_scans_but_for_noise(
     assert 0.0 <= lost <= 0.02 * paid, lost / paid
 
 
-@pytest.mark.parametrize("name", [*EXACT, "round_robin", "priced"])
+@pytest.mark.parametrize("name", [*EXACT, "round_robin"])
 def test_a_retry_scans_all_endpoints_that_have_not_failed(name: str) -> None:
     pool = Pool(registry.build(name, {}), 30, Random(1))
     query, _, _ = pool.ask()
