@@ -12,6 +12,7 @@ from gateway.admission.controller import PoolQueue
 from gateway.config import WaitingRoom
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.legs import forward
+from gateway.protocol.apis import CHAT
 from gateway.protocol.openai import Call
 from gateway.proxy.tier_fallback import pick_tier
 from gateway.route import Route
@@ -51,7 +52,7 @@ def test_a_smaller_model_is_asked_for_less_worth_and_without_a_client_that_retur
     small = route("small", recording)
     big = route("big", CapAdmission(), overflow=(("small", 0.4),))
     endpoints = stand_in(EndpointTable, SimpleNamespace(build_query=lambda *_: question))
-    call = cast(Call, SimpleNamespace(request=question.request))
+    call = cast(Call, SimpleNamespace(request=question.request, api=CHAT))
     assert pick_tier(endpoints, {"small": small, "big": big}, big, call) is small
     assert (
         pick_tier(endpoints, {"small": small, "big": big}, big, call) is None
