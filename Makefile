@@ -80,7 +80,7 @@ test-wheel: $(VENV)/.dev ## build a wheel for this Python, and run unit, propert
 	PENSTOCK_HOME=$(CURDIR)/build/wheel/site $(PY) -m pytest -o "pythonpath=build/wheel/site ." $(or $(TESTS),$(WHEEL_TESTS))
 
 .PHONY: smoke-wheel test-wheels image test-image
-smoke-wheel: $(VENV)/.dev ## build a wheel for this Python, install it with and without extras, and run it (for CI: CFLAGS=-O1)
+smoke-wheel: $(VENV)/.dev ## build a wheel for this Python, install it with and without extras, and run it (for CI: CFLAGS=-O0)
 	$(PY) -m tools.compile.wheel --one
 	PENSTOCK_ONE_WHEEL=1 $(PY) -m pytest tests/wheel
 

@@ -50,8 +50,8 @@ def build_digest() -> str:
 
 
 def compiler_environment() -> dict[str, str]:
-    """Return the environment of a build, with the flags of the C compiler."""
-    return {"CFLAGS": FLAGS, **os.environ}
+    """Return the environment of a build, with the flags of the C compiler; symbols are stripped."""
+    return {"CFLAGS": FLAGS, "LDFLAGS": "-s", **os.environ}
 
 
 if __name__ == "__main__":

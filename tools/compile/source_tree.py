@@ -33,7 +33,7 @@ PACKAGES = (
     *("policies", "kvtransfer/dialects"),
 )
 """The packages on a request's path; all modules in and below them are compiled."""
-OFF_PATH = ("gateway/fleet/discovery", "policies/published")
+OFF_PATH = ("gateway/fleet/discovery", "policies/published", "policies/sizing")
 """Packages inside them that are not on every request's path and stay Python."""
 MODULES = (
     *(f"gateway/{name}" for name in SPINE),
