@@ -124,8 +124,13 @@ class Running:
         """Have the gateway read an engine's list again."""
         watching: Any = self.app._health_checker
         watching.relist(self.app.gateway.endpoints.all()[number])
+        await self.lists_in_force()
+
+    async def lists_in_force(self) -> None:
+        """Wait for the lists that are being read, and for a report that is delayed."""
+        watching: Any = self.app._health_checker
         await asyncio.gather(*watching._listings.values())
-        while watching._model_lists._timer is not None:  # a report follows the last one too soon
+        while watching._model_lists._timer is not None:
             await asyncio.sleep(0.001)
 
 
@@ -292,7 +297,7 @@ async def test_an_engine_that_lost_an_adapter_costs_no_client_an_error() -> None
         first.models = (BASE,)
         for _ in range(4):
             assert await gateway.ask(ADAPTER) == (200, ADAPTER)
-        await asyncio.gather(*gateway.app._health_checker._listings.values())
+        await gateway.lists_in_force()
         asked = first.asked.count(ADAPTER)
         for _ in range(4):
             assert await gateway.ask(ADAPTER) == (200, ADAPTER)
