@@ -162,15 +162,15 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     exchange.received_at = received_at = monotonic()
     exchange.take_memory(gate, len(body))
     models = snapshot.scope(client.headers) if snapshot.scopes else snapshot
-    kept = gateway.accounts.slo_tracker
+    tracker = gateway.accounts.slo_tracker
     caller = CallContext(
         exchange.id,
         exchange.tenant,
         wish,
         received_at,
-        kept.output_lengths,
+        tracker.output_lengths,
         snapshot.salts,
-        kept.prompt_lengths,
+        tracker.prompt_lengths,
     )
     call = exchange.call = parse_call(body, exchange.api, models.routes, caller, models.unlisted)
     del body  # the call owns the bytes, and releases them when no retry can need them

@@ -1,4 +1,4 @@
-"""The responses that an engine keeps: in memory, and only if it is told to, as vLLM does."""
+"""The responses that an engine keeps in memory. As in vLLM, storing is off by default."""
 
 from __future__ import annotations
 

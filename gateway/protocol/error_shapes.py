@@ -15,7 +15,7 @@ from gateway.protocol.errors import (
     openai_error_body,
 )
 
-_ANTHROPIC_TYPES: Mapping[int, str] = {
+ANTHROPIC_TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -24,6 +24,7 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+"""Types of Anthropic's errors by status. Other 4xx are `invalid_request_error`, 5xx `api_error`."""
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})')
 
 
@@ -81,7 +82,7 @@ def _anthropic_from_engine(status: int, body: bytes) -> bytes:
 
 
 def _anthropic(status: int, message: str, more: Mapping[str, str]) -> bytes:
-    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     error = {"type": "error", "error": {"type": kind, "message": message}, **more}
     return msgspec.json.encode(error)
 

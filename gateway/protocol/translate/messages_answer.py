@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.protocol.error_shapes import ANTHROPIC_TYPES
 from gateway.protocol.translate.chat_answers import (
     ChatAnswer,
     ChatChoice,
@@ -31,17 +32,7 @@ _STOP_REASONS: Mapping[str, str] = MappingProxyType(
     }
 )
 _ERROR_TYPES: Mapping[int, str] = MappingProxyType(
-    {
-        400: "invalid_request_error",
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
-        503: "overloaded_error",
-        504: "timeout_error",
-        529: "overloaded_error",
-    }
+    {**ANTHROPIC_TYPES, 504: "timeout_error", 529: "overloaded_error"}
 )
 _TYPES_IN_STREAM: Mapping[str, str] = MappingProxyType(
     {

@@ -15,12 +15,13 @@ from gateway.protocol.translate.request_reader import (
     MemberHandler,
     copy_member,
     encode,
+    limit_output,
     list_of,
     mapping_of,
-    mistyped,
     only,
     read_object,
     refuse_member,
+    request_stream,
     require,
     skip_member,
     text_of,
@@ -82,19 +83,6 @@ def _chat(members: Mapping[str, Any]) -> dict[str, Any]:
 
 def _messages(value: Any, name: str, chat: dict[str, Any]) -> None:
     chat["messages"] = chat_messages(value)
-
-
-def _stream(value: Any, name: str, chat: dict[str, Any]) -> None:
-    if value is not True and value is not False:
-        raise mistyped(name, "a boolean")
-    if value:
-        chat |= {"stream": True, "stream_options": {"include_usage": True}}
-
-
-def _max_tokens(value: Any, name: str, chat: dict[str, Any]) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise mistyped(name, "a whole number of at least 1")
-    chat["max_tokens"] = value
 
 
 def _stop(value: Any, name: str, chat: dict[str, Any]) -> None:
@@ -172,9 +160,9 @@ _HANDLERS: Mapping[str, MemberHandler] = MappingProxyType(
         ),
         "model": copy_member,
         "messages": _messages,
-        "max_tokens": _max_tokens,
+        "max_tokens": limit_output,
         "stop_sequences": _stop,
-        "stream": _stream,
+        "stream": request_stream,
         "tools": _tools,
         "tool_choice": _tool_choice,
         "output_config": _output_config,

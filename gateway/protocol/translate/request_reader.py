@@ -100,6 +100,21 @@ def refuse_member(value: Any, name: str, chat: dict[str, Any]) -> None:
         raise untranslatable(name)
 
 
+def request_stream(value: Any, name: str, chat: dict[str, Any]) -> None:
+    """Ask for a stream that ends with its usage, which both APIs report."""
+    if value is not True and value is not False:
+        raise mistyped(name, "a boolean")
+    if value:
+        chat |= {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def limit_output(value: Any, name: str, chat: dict[str, Any]) -> None:
+    """Limit the tokens of the answer."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise mistyped(name, "a whole number of at least 1")
+    chat["max_tokens"] = value
+
+
 def translate_members(
     members: Mapping[str, Any], handlers: Mapping[str, MemberHandler]
 ) -> dict[str, Any]:

@@ -11,12 +11,13 @@ from gateway.protocol.translate.request_reader import (
     MemberHandler,
     copy_member,
     encode,
+    limit_output,
     list_of,
     mapping_of,
-    mistyped,
     only,
     read_object,
     refuse_member,
+    request_stream,
     require,
     skip_member,
     text_of,
@@ -48,19 +49,6 @@ def to_chat(body: bytes) -> bytes:
 
 def _input(value: Any, name: str, chat: dict[str, Any]) -> None:
     chat["messages"] = input_messages(value)
-
-
-def _stream(value: Any, name: str, chat: dict[str, Any]) -> None:
-    if value is not True and value is not False:
-        raise mistyped(name, "a boolean")
-    if value:
-        chat |= {"stream": True, "stream_options": {"include_usage": True}}
-
-
-def _max_tokens(value: Any, name: str, chat: dict[str, Any]) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise mistyped(name, "a whole number of at least 1")
-    chat["max_tokens"] = value
 
 
 def _tools(value: Any, name: str, chat: dict[str, Any]) -> None:
@@ -147,10 +135,10 @@ _HANDLERS: Mapping[str, MemberHandler] = MappingProxyType(
         "prompt_cache_key": copy_member,
         "input": _input,
         "include": _include,
-        "max_output_tokens": _max_tokens,
+        "max_output_tokens": limit_output,
         "parallel_tool_calls": copy_member,
         "reasoning": _reasoning,
-        "stream": _stream,
+        "stream": request_stream,
         "text": _text,
         "tool_choice": _tool_choice,
         "tools": _tools,

@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from random import Random
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from gateway.config import config_from_engines
 from gateway.fleet.endpoint_registry import LiveEndpoint, RegistryPlan
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.health_checks import HealthChecker
-from gateway.fleet.prefix_cache import PrefixCacheView
-from gateway.http.write_queue import WriteQueue
-from gateway.metrics.catalogue import Metrics
 from policies.health.speed_record import Measure, Slowness, SpeedRecord
 from tests.replaced import replace_method
+from tests.unit.gateway.fleet.tables import table_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -44,18 +40,7 @@ async def _looked_at(*metrics: bytes) -> AsyncIterator[tuple[EndpointTable, Regi
     engine.router.add_get("/v1/models", _in_pieces(b'{"data":', b'[{"id":"m"}]}'))
     engine.router.add_get("/health", _in_pieces(b"ok"))
     async with TestServer(engine, host="127.0.0.1") as server:
-        config = config_from_engines(
-            [str(server.make_url("")).rstrip("/")], "round_robin", "127.0.0.1", 0, 0
-        ).config
-        table = EndpointTable(
-            config,
-            PrefixCacheView(b"s" * 32, 2**20, 512),
-            Metrics(),
-            Random(1),
-            WriteQueue(asyncio.get_running_loop()),
-        )
-        adoption = table.plan(config)
-        table.apply(adoption)
+        table, adoption, config = table_of([str(server.make_url("")).rstrip("/")])
         watcher = HealthChecker(config, table, lambda: None)
         await watcher.start()
         await watcher.stop()

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from random import Random
-
 import pytest
 
-from gateway.config import Config, config_from_engines
+from gateway.config import Config
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.poll_plan import QUIET_PROBES_PER_S, UNPROBED_POLLS, PollPlan
-from gateway.fleet.prefix_cache import PrefixCacheView
-from gateway.http.write_queue import WriteQueue
-from gateway.metrics.catalogue import Metrics
 from policies.health.health import HealthEvent
+from tests.unit.gateway.fleet.tables import table_of
 
 
 @pytest.fixture
 async def fleet() -> tuple[EndpointTable, LiveEndpoint, Config]:
-    config = config_from_engines(
-        ["http://127.0.0.1:1", "http://127.0.0.1:2"], "round_robin", "127.0.0.1", 0, 0
-    ).config
-    table = EndpointTable(
-        config,
-        PrefixCacheView(b"s" * 32, 2**20, 512),
-        Metrics(),
-        Random(1),
-        WriteQueue(asyncio.get_running_loop()),
-    )
-    table.apply(table.plan(config))
+    table, _, config = table_of(["http://127.0.0.1:1", "http://127.0.0.1:2"])
     return table, table.all()[0], config
 
 

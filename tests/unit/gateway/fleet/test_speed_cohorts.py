@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from random import Random
-
-from gateway.config import config_from_engines
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.prefix_cache import PrefixCacheView
 from gateway.fleet.speed_monitor import COHORT, GLANCE_S, REVIEW_S
-from gateway.http.write_queue import WriteQueue
-from gateway.metrics.catalogue import Metrics
+from tests.unit.gateway.fleet.tables import table_of
 
 SIZE = 5 * COHORT
 
 
-def table_of(size: int) -> EndpointTable:
-    urls = [f"http://127.0.0.1:{port}" for port in range(1, size + 1)]
-    config = config_from_engines(urls, "round_robin", "127.0.0.1", 0, 0).config
-    table = EndpointTable(
-        config,
-        PrefixCacheView(b"s" * 32, 2**20, 512),
-        Metrics(),
-        Random(1),
-        WriteQueue(asyncio.get_running_loop()),
-    )
-    table.apply(table.plan(config))
-    return table
+def large_table(size: int) -> EndpointTable:
+    return table_of([f"http://127.0.0.1:{port}" for port in range(1, size + 1)])[0]
 
 
 async def test_every_endpoint_is_reviewed_once_a_second_and_one_cohort_at_a_time() -> None:
-    table = table_of(SIZE)
+    table = large_table(SIZE)
     monitor = table.speed_monitor
     reviews = dict.fromkeys((live.endpoint.name for live in table.all()), 0)
     now = 100.0
@@ -45,7 +29,7 @@ async def test_every_endpoint_is_reviewed_once_a_second_and_one_cohort_at_a_time
 
 async def test_a_stalled_prefill_is_found_among_many_endpoints() -> None:
     """Its peers have shown how long such a prompt takes."""
-    table, now = table_of(SIZE), 100.0
+    table, now = large_table(SIZE), 100.0
     for live in table.all():
         for _ in range(8):
             live.speed.on_sent(1000, now)
@@ -63,6 +47,6 @@ async def test_a_stalled_prefill_is_found_among_many_endpoints() -> None:
 
 
 async def test_a_small_pool_is_one_cohort() -> None:
-    table = table_of(3)
+    table = large_table(3)
     table.glance(100.0)
     assert len(table.speed_monitor.reviewed) == 3

@@ -1,0 +1,29 @@
+"""Endpoint tables of engines by URL, without a gateway around them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from random import Random
+
+from gateway.config import Config, config_from_engines
+from gateway.fleet.endpoint_registry import RegistryPlan
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.http.write_queue import WriteQueue
+from gateway.metrics.catalogue import Metrics
+
+
+def table_of(urls: Sequence[str]) -> tuple[EndpointTable, RegistryPlan, Config]:
+    """Return a table with these engines in it, the plan that added them, and the configuration."""
+    config = config_from_engines(list(urls), "round_robin", "127.0.0.1", 0, 0).config
+    table = EndpointTable(
+        config,
+        PrefixCacheView(b"s" * 32, 2**20, 512),
+        Metrics(),
+        Random(1),
+        WriteQueue(asyncio.get_running_loop()),
+    )
+    plan = table.plan(config)
+    table.apply(plan)
+    return table, plan, config
