@@ -1,1 +1,1 @@
-"""Sockets: client connections, connections to engines, write queues, and TLS on both sides."""
+"""HTTP and TLS over sockets: client connections, connections to engines, and the write queue."""

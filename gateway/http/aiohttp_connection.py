@@ -1,8 +1,10 @@
-"""The general path of a client connection: aiohttp's server protocol and HTTP parser.
+"""The slow path of a client connection, which uses aiohttp's server protocol and HTTP parser.
 
-A generation request is served right after aiohttp's parser, without its Request, router or Response
-objects; every other request takes aiohttp's ordinary way. Limits that aiohttp lacks are enforced
-here: header and body deadlines, early 413, chunk count, Content-Encoding (faults.md 4).
+FastConnection serves ordinary POST requests; AiohttpConnection takes over at any other kind. A
+generation request is served right after the parser, without aiohttp's Request, router and Response
+objects. Every other request goes through aiohttp's application. Limits that aiohttp lacks are
+enforced here: deadlines for headers and body, an early 413, the number of chunks, and
+Content-Encoding.
 """
 
 from __future__ import annotations
@@ -47,13 +49,16 @@ PARSER_SLICE = (
 )  # bytes fed to the parser at once; its objects take several times their size
 MAX_QUEUED = 2**30  # disables aiohttp's own limit on queued requests; here at most one is queued
 
-# Like SLICE, for chunked bodies: the parser creates an object per chunk, which may hold one byte.
+# Like PARSER_SLICE, for chunked bodies: the parser creates an object per chunk, even of one byte.
 CHUNKED_SLICE = 1024
 CHUNKS_PER_ITERATION = 32  # chunks of a body that are read in one loop iteration
 
 
 class AiohttpConnection(ClientConnection, RequestHandler):
-    """A client connection that parses with aiohttp and calls `serve` or aiohttp's application."""
+    """A client connection that parses requests with aiohttp.
+
+    Generation requests are passed to `serve`; all others to aiohttp's application.
+    """
 
     __slots__ = (
         "_body_read",
@@ -140,18 +145,18 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         return self._message.version < HttpVersion11
 
     def take_buffered_body(self) -> bytes:
-        """Return nothing: on this path headers are checked before the body is read."""
+        """Return b"": this class checks the headers before it reads any of the body."""
         return b""
 
     async def read_body(
         self, reserve: Callable[[int], None], wait_for_turn: WaitForTurn | None = None
     ) -> bytes:
-        """Receive the body and return all of it.
+        """Receive the request's body and return all of it.
 
-        `reserve` is called with the number of bytes received so far, not the announced length,
-        because announcing a length costs the client nothing. It may raise GatewayError, as does a
-        body that is too large, too slow, encoded or cut off. A large body is joined after
-        `wait_for_turn`.
+        `reserve` is called with the number of bytes received so far; it may raise GatewayError when
+        memory is short. The announced length is not reserved, because announcing it costs the
+        client nothing. `wait_for_turn` is awaited before the pieces of a large body are joined.
+        Raises GatewayError for a body that is too large, too slow, encoded or cut off.
         """
         message, payload = self._message, self._payload
         assert message is not None
@@ -177,12 +182,15 @@ class AiohttpConnection(ClientConnection, RequestHandler):
     # asyncio.Protocol
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """Do nothing unless reading is paused: aiohttp calls this after every read of a body."""
+        """Resume reading if it is paused; aiohttp calls this after every read of a body."""
         if self._reading_paused:
             super().resume_reading(resume_parser)
 
     def take_over(self, data: bytes, since: float | None) -> None:
-        """Go on from the unserved bytes of a FastConnection; `since`: start of a partial head."""
+        """Continue a FastConnection with `data`, the bytes that it has received but not served.
+
+        `since` is the monotonic time at which a partial head began, or None.
+        """
         self.data_received(data)
         if since is not None and self.phase is Phase.HEAD:
             self.phase_since = since
@@ -208,7 +216,10 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         self._resume_source()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes; aiohttp passes b"" to continue with what its parser buffers."""
+        """Buffer and parse received bytes.
+
+        aiohttp passes b"" when its parser should continue with bytes that it has buffered itself.
+        """
         if self.phase is Phase.CLOSING:
             return
         if data:
@@ -220,9 +231,10 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             self._enter(Phase.HEAD)
 
     def _parse(self) -> None:
-        """Feed the parser up to the end of one request; the next one waits until it is served.
+        """Feed buffered bytes to the parser, up to the end of one request.
 
-        A chunked body is parsed slice by slice, each in a loop iteration of its own.
+        The next request stays buffered until this one is served. A chunked body is parsed in slices
+        of CHUNKED_SLICE bytes, each in a loop iteration of its own.
         """
         while self._offset < len(self._unread) and self._may_parse():
             size = CHUNKED_SLICE if self._is_chunked else PARSER_SLICE
@@ -246,7 +258,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         return self._in_body() or not (self._messages or self._request_in_progress)
 
     def _in_body(self) -> bool:
-        """Whether the next bytes belong to the body of a request."""
+        """Return whether the next received bytes belong to the body of a request."""
         return self._newest_body is not None and not self._newest_body.is_eof()
 
     def _feed(self, piece: bytes) -> None:
@@ -262,7 +274,10 @@ class AiohttpConnection(ClientConnection, RequestHandler):
                 self._refuse_head(head_errors.head_too_long(MAX_HEAD_BYTES))
 
     def _count_unread(self) -> None:
-        """Update the shared budget of unread bytes; pause reading above MAX_UNREAD."""
+        """Report the unread bytes to the budget that all connections share.
+
+        Reading is paused while more than MAX_UNREAD bytes wait for the parser.
+        """
         waiting = len(self._unread) - self._offset
         if self._buffer_paused is not (waiting > MAX_UNREAD) and not self._must_close:
             self._kernel_bytes = self._receive_buffer_size() if waiting > MAX_UNREAD else 0
@@ -280,7 +295,8 @@ class AiohttpConnection(ClientConnection, RequestHandler):
     def drop_unread(self) -> None:
         """Discard the unread bytes to free their memory, and close after the current response.
 
-        Close at once if the kernel may buffer more of them, because only that frees its memory.
+        The connection is aborted at once if the kernel may hold further bytes, since only closing
+        the socket frees those.
         """
         self._unread, self._offset, self._unread_counted = b"", 0, 0
         if self.transport is None or self.phase is Phase.CLOSING:
@@ -296,7 +312,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             self._refuse_head(unread_budget_error())
 
     def _refuse_head(self, error: GatewayError) -> None:
-        """Send an error for a request whose head will not be read completely, and close."""
+        """Send `error` for a request whose head will not be read completely, and close."""
         self._must_close = True
         self._unread, self._offset, self._head_bytes, self._parser = b"", 0, 0, None
         self.send_error(error, new_request_id())
@@ -307,7 +323,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             self.force_close()
 
     async def start(self) -> None:
-        """Serve one request after another until either side closes (the connection's task)."""
+        """Serve one request after another until either side closes the connection."""
         keep = True
         while keep and not self._force_close:
             if not self._messages:
@@ -346,7 +362,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             self._waiter = None
 
     async def _serve_one(self, message: Any, payload: StreamReader) -> bool:
-        """Serve one request; return False when the connection must close after it."""
+        """Serve one request; return False if the connection must close afterwards."""
         if not isinstance(message, RawRequestMessage):
             self._refuse_unparsed(message.exc)
             return False
@@ -384,7 +400,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         return not (self._must_close or message.should_close or self.is_http_1_0)
 
     async def _serve_with_aiohttp(self, message: RawRequestMessage, payload: StreamReader) -> bool:
-        """Serve a request with aiohttp's application; return whether to keep the connection."""
+        """Serve a request with aiohttp's application; return whether the connection stays open."""
         if message.headers.get("Expect", CONTINUE).lower() != CONTINUE:
             self.send_error(head_errors.expectation_failed(), new_request_id())
             return False
@@ -520,8 +536,8 @@ class AiohttpConnection(ClientConnection, RequestHandler):
     def _release_buffers(self) -> None:
         """Free the bytes of requests that will not be served.
 
-        The connection may linger, and after it is lost, reference cycles of aiohttp's objects keep
-        it alive for a while.
+        A closing connection may stay for a while to discard input, and reference cycles in aiohttp
+        keep a lost one alive. Without this call the bytes would stay in memory for as long.
         """
         body, self._newest_body = self._newest_body, None
         if body is not None and body.exception() is None:

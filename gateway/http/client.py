@@ -1,6 +1,7 @@
-"""The client's side of a request, as the gateway sees it.
+"""The interface between a client connection and the code that serves its request.
 
-Implemented by both kinds of client connection (http/connection.py) and by fakes in tests.
+Client is implemented by both classes of client connection (http/connection.py) and by fakes in
+tests.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from gateway.protocol.response_clock import ResponseClock, ResponseLines
 
 
 class Client(Downstream, Protocol):
-    """Supplies one request and takes its response: whole, or in pieces through write()."""
+    """The client of one request: supplies the request and receives the response.
+
+    A response is sent whole with send_response(), or in pieces with write().
+    """
 
     @property
     def address(self) -> str: ...
@@ -24,14 +28,14 @@ class Client(Downstream, Protocol):
     def headers(self) -> Mapping[str, str]: ...
     @property
     def target(self) -> str:
-        """Path and query of the request, for APIs whose path has a variable part."""
+        """The request's path and query, for APIs whose path has a variable part."""
         ...
 
     @property
     def is_http_1_0(self) -> bool: ...
     @property
     def will_close(self) -> bool:
-        """Whether the connection closes after this response, whose head must announce it."""
+        """Whether the connection closes after this response; its head must then announce that."""
         ...
 
     clock: ResponseClock
@@ -39,27 +43,31 @@ class Client(Downstream, Protocol):
     """Header lines of every response: the clock, or what a request adds to it."""
 
     def take_buffered_body(self) -> bytes:
-        """Return the body if it has been received already, else nothing; then await body()."""
+        """Return the body if all of it has been received, else b"".
+
+        If it is b"", the caller must await read_body().
+        """
         ...
 
     async def read_body(
         self, reserve: Callable[[int], None], wait_for_turn: WaitForTurn | None = None
     ) -> bytes:
-        """Return the whole body. `reserve` is called with the bytes received so far.
+        """Receive the request's body and return all of it.
 
-        `wait_for_turn` is awaited before a large body is joined. Raises GatewayError when the body
-        is refused.
+        `reserve` is called with the number of bytes received so far and may raise GatewayError.
+        `wait_for_turn` is awaited before the pieces of a large body are joined. Raises GatewayError
+        when the body is refused.
         """
         ...
 
     def send_error(self, error: GatewayError, request_id: str, shape: ErrorShape = OPENAI) -> None:
-        """Send an error response in the API's shape."""
+        """Send a complete error response in the format of the client's API (`shape`)."""
         ...
 
     def send_response(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
-        """Send a complete JSON response."""
+        """Send a complete response with a JSON body."""
         ...
 
     def close_after_write(self) -> None:
-        """Close the connection after what was written."""
+        """Close the connection once the bytes written so far have been sent."""
         ...

@@ -1,9 +1,9 @@
-"""The client connections of a gateway: limits on their number and on unread bytes.
+"""All client connections of a process, with limits on their number and on their unread bytes.
 
-Unread bytes belong to no request yet (partial heads, pipelined requests) and come from clients that
-have not been authenticated. All connections share `limits.unread_budget` for them, which is part of
-`limits.body_budget`. When it is used up, the connection with the oldest unread bytes loses them: an
-honest client completes a request within milliseconds.
+Unread bytes belong to no request yet: partial heads and pipelined requests of clients that have not
+been authenticated. All connections share `limits.unread_budget` bytes for them, a part of
+`limits.body_budget`. When it is used up, the connection whose unread bytes are oldest loses them,
+because an honest client completes its request within milliseconds.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ SWEPT_AT_ONCE = 512
 
 
 class ByteBudget(Protocol):
-    """The memory budget for request bodies (admission/controller.py)."""
+    """A memory budget for request bodies; admission/controller.py implements it."""
 
     def reserve_body(self, body_bytes: int) -> int:
-        """Reserve bytes; raises GatewayError when the budget is used up."""
+        """Reserve this many bytes for request bodies.
+
+        Raises GatewayError if the budget is used up.
+        """
         ...
 
     def release_body(self, body_bytes: int) -> None:
-        """Return reserved bytes to the budget."""
+        """Return this many reserved bytes to the budget."""
         ...
 
 
 class CountedConnection(Protocol):
-    """A client connection as counted here, including one still in its TLS handshake."""
+    """A client connection that counts against the limits, from its TLS handshake on."""
 
     def sweep(self, now: float) -> None: ...
     def drop_unread(self) -> None: ...
@@ -51,10 +54,10 @@ class CountedConnection(Protocol):
 
 
 class ClientConnections:
-    """All open client connections and the number of unread bytes of each.
+    """The open client connections and the number of unread bytes of each.
 
-    clock       has the Date line of responses
-    on_refused  called with the reason when a connection or its unread bytes are refused
+    clock       supplies the Date header line of responses
+    on_refused  called with the name of the limit when a connection or its unread bytes are refused
     """
 
     __slots__ = (
@@ -72,7 +75,11 @@ class ClientConnections:
     def __init__(
         self, budget: ByteBudget, trusted: Networks, on_refused: Callable[[str], None]
     ) -> None:
-        """Initialize; addresses in `trusted` are exempt from the limit per client."""
+        """Initialize without connections.
+
+        `budget` is the memory for request bodies. Addresses in `trusted` are exempt from the limit
+        on connections per client.
+        """
         self._budget = budget
         self._trusted = trusted
         self.on_refused = on_refused
@@ -90,9 +97,10 @@ class ClientConnections:
         return iter(self._connections)
 
     def sweep(self, now: float) -> None:
-        """Check the deadlines of all connections, or of the next SWEPT_AT_ONCE if they are more.
+        """Check the deadlines of all connections, or of the next SWEPT_AT_ONCE if there are more.
 
-        Thousands of idle connections cost little this way, and deadlines are a few seconds late.
+        `now` is in monotonic seconds. Checking in parts bounds the time of one call, but with
+        thousands of connections a deadline may take effect a few seconds late.
         """
         if not self._to_sweep:
             self._to_sweep = list(self._connections)
@@ -103,7 +111,10 @@ class ClientConnections:
                 connection.sweep(now)
 
     def admit(self, connection: CountedConnection, address: str, limits: Limits) -> bool:
-        """Count a new connection; return False if there are too many in total or of its client."""
+        """Count a new connection; return False if a limit on connections is reached.
+
+        The limits are on all connections and on those of one client address.
+        """
         client = client_group(address)
         if len(self._connections) >= limits.connections:
             self.on_refused("connections")
@@ -119,9 +130,9 @@ class ClientConnections:
         return True
 
     def replace(self, old: CountedConnection, new: CountedConnection) -> None:
-        """Count `new` in place of `old`: the same connection under another protocol object.
+        """Count `new` in place of `old`: the same TCP connection with another protocol object.
 
-        The unread bytes of `old` are released; `new` reports its own.
+        The unread bytes of `old` are released; `new` reports its own with set_unread().
         """
         self._release(old)
         client = self._connections.pop(old, None)
@@ -129,7 +140,7 @@ class ClientConnections:
             self._connections[new] = client
 
     def remove(self, connection: CountedConnection) -> None:
-        """Stop counting a closed connection; no-op if it was not counted."""
+        """Stop counting a closed connection; do nothing if it was not counted."""
         client = self._connections.pop(connection, None)
         if client is None:
             return
@@ -141,9 +152,10 @@ class ClientConnections:
             del self._per_client[client]
 
     def set_unread(self, connection: CountedConnection, unread: int, limit: int) -> None:
-        """Set a connection's number of unread bytes; drop the oldest ones while above `limit`.
+        """Set the number of unread bytes of a connection, and enforce the shared limit.
 
-        A connection that alone holds too large a share of `limit` loses its own bytes.
+        While the sum exceeds `limit` bytes, the connection with the oldest unread bytes loses them.
+        A connection that alone exceeds its share of `limit` loses its own.
         """
         if not unread:
             self._release(connection)
@@ -166,7 +178,7 @@ class ClientConnections:
             self._drop(next(iter(self._unread)))
 
     def _release(self, connection: CountedConnection) -> None:
-        """Release the budget of a connection that has no unread bytes left."""
+        """Set a connection's unread bytes to 0 and return them to the budget."""
         unread = self._unread.pop(connection, 0)
         self.unread_bytes -= unread
         self._budget.release_body(unread)
@@ -178,6 +190,6 @@ class ClientConnections:
 
 
 def unread_budget_error() -> GatewayError:
-    """Return the error for a client whose unread bytes were dropped."""
+    """Return the error for a client whose unread bytes were dropped to stay within the budget."""
     message = "Incomplete and pipelined requests take too much memory."
     return GatewayError(Failure.OVERLOADED, message, retry_after_s=1.0, reason="unread_budget")

@@ -1,7 +1,7 @@
-"""Behaviour shared by both kinds of client connection: responses, backpressure, deadlines, closing.
+"""The common base of both classes of client connection: responses, backpressure and deadlines.
 
-Reading is left to the subclasses: FastConnection (http/fast_connection.py) serves ordinary
-requests, AiohttpConnection (http/aiohttp_connection.py) all others.
+Subclasses read requests: FastConnection (http/fast_connection.py) serves ordinary POST requests,
+AiohttpConnection (http/aiohttp_connection.py) all others.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ Serve = Callable[["Client", Api], Coroutine[Any, Any, None]]
 
 
 def add_piece(pieces: list[bytes], piece: bytes) -> None:
-    """Append a body piece, merging small ones: an object costs more memory than their bytes."""
+    """Append a piece of a body to `pieces`, or to the last piece if that is small.
+
+    Merging small pieces saves memory, because a bytes object takes more memory than a few bytes.
+    """
     if len(pieces[-1]) < MIN_PIECE:
         pieces[-1] += piece
     else:
@@ -67,7 +70,7 @@ def add_piece(pieces: list[bytes], piece: bytes) -> None:
 
 
 class ClientConnection(ABC):
-    """A client connection. Subclasses do the reading and declare slots for these fields.
+    """The abstract base of client connections; subclasses read requests and declare slots.
 
     phase            what the connection is waiting for
     phase_since      when it began to wait for that (monotonic seconds)
@@ -75,7 +78,7 @@ class ClientConnection(ABC):
     is_draining      another process accepts new connections; the next response is the last one here
     will_close       the next response is the last one, and its head announces that
     _must_close      close the connection after the current response
-    clock            has the Date line of responses
+    clock            supplies the Date header line of responses
     response_lines   header lines of every response: the clock, or what a request adds to it
     _reading_paused  too much is buffered, so the event loop cannot notice that the client has left
     """
@@ -102,7 +105,7 @@ class ClientConnection(ABC):
     def _init_connection(
         self, serve: Serve, connections: ClientConnections, limits: Limits, outbox: WriteQueue
     ) -> None:
-        """Initialize the shared fields; `connections` are all client connections."""
+        """Initialize the shared fields; `connections` has all client connections of the process."""
         self._serve = serve
         self._connections = connections
         self._limits = limits
@@ -122,17 +125,17 @@ class ClientConnection(ABC):
     @property
     @abstractmethod
     def _has_unread_body(self) -> bool:
-        """Whether part of the request's body is unread, so that no next request can be parsed."""
+        """Whether part of the current body is unread, so that the next request cannot be parsed."""
 
     @property
     def _should_close(self) -> bool:
-        """Whether the client asked to close the connection after this response."""
+        """Whether the client has asked to close the connection after this response."""
         return False
 
     # Responses
 
     def write(self, data: bytes) -> None:
-        """Write part of a response; drop it if the client has disconnected."""
+        """Queue a part of a response for sending; drop it if the client has disconnected."""
         transport = self.transport
         if transport is not None:
             # Annotated so that compiled code calls the method directly, for every chunk.
@@ -140,12 +143,12 @@ class ClientConnection(ABC):
             outbox.enqueue(transport, data)
 
     def send_error(self, error: GatewayError, request_id: str, shape: ErrorShape = OPENAI) -> None:
-        """Send an error response in the API's shape."""
+        """Send a complete error response in the format of the client's API (`shape`)."""
         headers = [("x-request-id", request_id), *retry_headers(error)]
         self.send_response(error.status, shape.body(error, request_id), headers)
 
     def send_response(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
-        """Send a complete JSON response."""
+        """Send a complete response with a JSON body."""
         if self._has_unread_body or self.is_http_1_0:
             self._must_close = True
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
@@ -156,14 +159,17 @@ class ClientConnection(ABC):
         self.write(head.encode("latin-1", "replace") + body)
 
     def close_after_write(self) -> None:
-        """Close after what was written, so that the client sees a cut-off response."""
+        """Close the connection once the bytes written so far have been sent.
+
+        The client then sees a cut-off response.
+        """
         self._must_close = True
 
     @abstractmethod
     def drain(self) -> None:
-        """Serve one more request, and announce in its response that the connection closes.
+        """Announce in the next response that the connection closes after it.
 
-        The current response has not announced it, so the client may send another request.
+        A response in progress has not announced this, so the client may send one more request.
         """
 
     # Backpressure: the engine must not send faster than the client reads
@@ -194,7 +200,11 @@ class ClientConnection(ABC):
         self.phase_since = monotonic()
 
     def sweep(self, now: float) -> None:
-        """End the connection if a deadline has passed, or if the client left while not reading."""
+        """Close or abort the connection if a deadline has passed or the client has disconnected.
+
+        `now` is in monotonic seconds. The event loop itself cannot notice a disconnect while
+        reading is paused.
+        """
         expiry = self._expiry(now)
         if expiry is Expiry.ABORT:
             self.abort()
@@ -210,7 +220,7 @@ class ClientConnection(ABC):
             self.abort()
 
     def _expiry(self, now: float) -> Expiry | None:
-        """Return how the connection must end now; None while no deadline has passed."""
+        """Return how to end the connection at time `now`, or None while no deadline has passed."""
         limits, phase, age_s = self._limits, self.phase, now - self.phase_since
         if self.paused_at is not None:
             expiry = reader_expiry(now - self.paused_at, limits)
@@ -228,20 +238,20 @@ class ClientConnection(ABC):
 
     @property
     def _is_not_reading(self) -> bool:
-        """Whether reading is paused, so that the event loop cannot notice a disconnect."""
+        """Whether reading is paused, so the event loop cannot notice a disconnect of the client."""
         return self._reading_paused
 
     @abstractmethod
     def drop_unread(self) -> None:
-        """Discard the bytes that belong to no request yet; they are no longer counted."""
+        """Discard the received bytes that belong to no request yet, and stop counting them."""
 
     @property
     def _has_hung_up(self) -> bool:
-        """Whether the client has closed its side while bytes from it are still unread."""
+        """Whether the client has closed its side while bytes that it sent are still unread."""
         return self._polls(_POLLRDHUP)
 
     def _polls(self, events: int) -> bool:
-        """Whether one of these events, or an error, is pending on the socket."""
+        """Return whether one of the poll(2) `events`, or an error, is pending on the socket."""
         sock = self._socket
         if sock is None:
             return False
@@ -251,7 +261,7 @@ class ClientConnection(ABC):
 
     @property
     def _socket(self) -> socket.socket | None:
-        """The transport's socket while it is open."""
+        """The transport's socket, or None if the transport is closed."""
         if self.transport is None:
             return None
         sock: socket.socket | None = self.transport.get_extra_info("socket")
@@ -263,7 +273,7 @@ class ClientConnection(ABC):
         return 0 if sock is None else sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
 
     def _shrink_receive_buffer(self) -> None:
-        """Make the kernel buffer as little as possible, because nothing more will be read."""
+        """Reduce the kernel's receive buffer to its minimum, because nothing more will be read."""
         sock = self._socket
         if sock is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MIN_RECEIVE_BUFFER)
@@ -271,16 +281,16 @@ class ClientConnection(ABC):
     @property
     @abstractmethod
     def _has_sent_nothing(self) -> bool:
-        """Whether the client has never completed a request head."""
+        """Whether the client has not sent a complete request head yet."""
 
     @property
     @abstractmethod
     def _body_received(self) -> int:
-        """Bytes of the body received so far."""
+        """The number of bytes of the current request's body that have been received."""
 
     @abstractmethod
     def _fail_body(self, error: GatewayError) -> None:
-        """Raise `error` from the pending call that reads the body."""
+        """Make the pending read_body() call raise `error`; do nothing if there is none."""
 
     def _time_out(self, message: str) -> None:
         self._must_close = True
@@ -292,15 +302,15 @@ class ClientConnection(ABC):
 
     @abstractmethod
     def _close_after_flush(self) -> None:
-        """Close once everything written has been sent."""
+        """Close the connection once all written bytes have been sent."""
 
     def abort(self) -> None:
-        """Abort the connection, dropping anything not yet sent."""
+        """Close the connection at once; bytes that are not yet sent are lost."""
         if self.transport is not None:
             self.transport.abort()
 
     def _linger(self) -> None:
-        """Half-close and discard input, so that a client still sending can read the response."""
+        """Half-close and discard input, so that a client that still sends can read the response."""
         transport = self.transport
         if transport is not None:
             self._outbox.flush()

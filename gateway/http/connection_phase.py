@@ -1,4 +1,7 @@
-"""The phases of a client connection and their deadlines. Sans-IO."""
+"""The phases of a client connection, and the deadline of each phase.
+
+The functions are pure: they take ages in seconds and the configured limits.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ BODY_GRACE_S = 1.0  # the minimum rate of a body does not apply to its first sec
 
 
 class Phase(Enum):
-    """What a connection is waiting for, which determines its deadline."""
+    """What a client connection is waiting for; each phase has its own deadline."""
 
     IDLE = auto()
     HEAD = auto()
@@ -25,7 +28,7 @@ IDLE, HEAD, BODY, SERVING, CLOSING = Phase
 
 
 class Expiry(Enum):
-    """How a connection ends whose deadline has passed."""
+    """How to end a connection whose deadline has passed."""
 
     ABORT = auto()
     CLOSE = auto()
@@ -34,32 +37,39 @@ class Expiry(Enum):
 
 
 def reader_expiry(paused_s: float, limits: Limits) -> Expiry | None:
-    """Return ABORT if the client has not read a response for too long."""
+    """Return ABORT if the client has read nothing for `limits.slow_reader` seconds, else None."""
     return Expiry.ABORT if paused_s > limits.slow_reader else None
 
 
 def idle_expiry(age_s: float, limits: Limits, *, has_sent_nothing: bool) -> Expiry | None:
-    """Return CLOSE if the next request does not begin in time; the first one must come sooner."""
+    """Return CLOSE if the next request has not begun in time, else None.
+
+    The first request on a connection must begin within `headers_timeout`, a later one within
+    `idle_timeout`.
+    """
     is_late = has_sent_nothing and age_s > limits.headers_timeout
     return Expiry.CLOSE if is_late or age_s > limits.idle_timeout else None
 
 
 def head_expiry(age_s: float, limits: Limits) -> Expiry | None:
-    """Return HEAD_TIMEOUT if a request head is not complete in time."""
+    """Return HEAD_TIMEOUT if a request head is still incomplete after `headers_timeout` seconds."""
     return Expiry.HEAD_TIMEOUT if age_s > limits.headers_timeout else None
 
 
 def body_expiry(age_s: float, received: int, limits: Limits) -> Expiry | None:
-    """Return BODY_TIMEOUT if a body takes too long or arrives below the minimum rate."""
+    """Return BODY_TIMEOUT if a body takes too long or arrives below the minimum rate, else None.
+
+    `age_s` is the time since the gateway began to wait for it; `received` is in bytes.
+    """
     rated_s = age_s - BODY_GRACE_S
     is_slow = rated_s > 0 and received < rated_s * limits.body_min_rate
     return Expiry.BODY_TIMEOUT if is_slow or age_s > limits.body_timeout else None
 
 
 def closing_expiry(age_s: float, limits: Limits, *, is_flushing: bool) -> Expiry | None:
-    """Return ABORT if closing takes too long.
+    """Return ABORT if closing the connection takes too long, else None.
 
-    A connection that only has a response left to send may take as long as a slow reader; one that
-    still discards a refused upload may not.
+    While a response is still being sent (`is_flushing`), the limit is that of a slow reader. While
+    a refused upload is being discarded, it is LINGER_S.
     """
     return Expiry.ABORT if age_s > (limits.slow_reader if is_flushing else LINGER_S) else None

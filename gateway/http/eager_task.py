@@ -1,8 +1,8 @@
-"""Eager tasks: coroutines that resume inside the callback that completes their wait.
+"""Eager tasks: coroutines that resume inside the callback that completes what they await.
 
 asyncio resumes a Task in a later loop iteration, which costs a few microseconds and some latency
-each time. An EagerTask starts at once, and when it awaits an EagerFuture it resumes inside that
-future's resolve(). Any other wait turns it into a regular Task, as does timeout_after().
+each time. An EagerTask starts at once, and when it awaits an EagerFuture, it resumes inside that
+future's resolve(). Any other await turns it into a regular Task, as does timeout_after().
 """
 
 from __future__ import annotations
@@ -17,13 +17,19 @@ TaskCoroutine = Coroutine[Any, Any, None]
 
 
 class EagerFuture(asyncio.Future[None]):
-    """A future that resumes a waiting EagerTask inside resolve(); a Task awaits it as usual."""
+    """A future whose resolve() resumes the waiting EagerTask directly.
+
+    A Task may await it too and resumes in a later loop iteration as usual.
+    """
 
     __slots__ = ("waiter",)
     waiter: EagerTask | None
 
     def resolve(self, error: Exception | None = None) -> None:
-        """Set the result or the exception and resume the waiter; no-op if already done."""
+        """Complete the future, with `error` if given, and resume the EagerTask that waits for it.
+
+        Does nothing if the future is already done.
+        """
         if self.done():
             return
         if error is None:
@@ -43,9 +49,9 @@ def new_future(loop: asyncio.AbstractEventLoop) -> EagerFuture:
 
 
 class EagerTask:
-    """Runs a coroutine to its end, eagerly where possible. step() starts it.
+    """A task that runs a coroutine inside its caller where possible; step() starts it.
 
-    `on_done` is called exactly once when the coroutine ends, however it ends.
+    `on_done` is called exactly once when the coroutine ends, for whatever reason.
     """
 
     __slots__ = ("_coroutine", "_on_done", "_task", "_waits_for")
@@ -57,9 +63,10 @@ class EagerTask:
         self._task: asyncio.Task[None] | None = None
 
     def step(self, error: BaseException | None = None) -> None:
-        """Run to the next wait, raising `error` inside the coroutine if given.
+        """Run the coroutine to its next wait, raising `error` inside it if given.
 
-        The coroutine should raise nothing but CancelledError; other exceptions propagate.
+        The coroutine should let only CancelledError escape; any other exception propagates to the
+        caller.
         """
         self._waits_for = None
         try:
@@ -79,7 +86,7 @@ class EagerTask:
             self._task.add_done_callback(lambda _: self._on_done())
 
     def cancel(self) -> None:
-        """Cancel like Task.cancel(), but immediately if waiting for an EagerFuture."""
+        """Cancel like Task.cancel(), but at once if the coroutine awaits an EagerFuture."""
         waits_for = self._waits_for
         if self._task is not None:
             self._task.cancel()
@@ -93,9 +100,9 @@ class EagerTask:
 
 
 class _Remainder(Coroutine[Any, Any, None]):
-    """The rest of a coroutine that was stepped eagerly and now awaits `awaited` in a Task.
+    """The rest of a coroutine that ran eagerly and now continues in a Task, awaiting `awaited`.
 
-    Not a generator, because a Task may be cancelled before its first step, and an unstarted
+    It is not a generator, because a Task may be cancelled before its first step, and an unstarted
     generator does not pass that exception on to the code inside it.
     """
 
@@ -133,19 +140,20 @@ class _Remainder(Coroutine[Any, Any, None]):
 
 @coroutine
 def _become_task() -> Generator[None, None, None]:
-    """Yield once, which turns an EagerTask into a Task.
+    """Yield once, which turns the running EagerTask into a Task.
 
-    Checking asyncio.current_task() would not do: an eager task may be stepped from another Task.
+    asyncio.current_task() cannot decide whether this is needed, since another Task may have called
+    step().
     """
     yield
 
 
 @asynccontextmanager
 async def timeout_after(seconds: float) -> AsyncIterator[None]:
-    """Like asyncio.timeout(), for code that may run in an EagerTask.
+    """Limit the time of the block like asyncio.timeout(), also inside an EagerTask.
 
-    asyncio.timeout() needs a Task, so an EagerTask becomes one. Do not use it where every request
-    passes.
+    asyncio.timeout() needs a Task, so an EagerTask becomes one here. That costs time, so code that
+    every request passes must not use this function. Raises TimeoutError.
     """
     await _become_task()
     async with asyncio.timeout(seconds):

@@ -1,8 +1,8 @@
-"""The fast path of a client connection: POST requests that carry a Content-Length.
+"""The fast path of a client connection: POST requests that carry a Content-Length header.
 
-protocol/request_head.py recognises such a request. It is served in the callback that delivered its
-last byte, without a task or a request object. At the first request of any other kind the connection
-switches to AiohttpConnection for good, so no request is ever seen by two parsers.
+protocol/request_head.py recognises such a request. It is served in the callback that delivers its
+last byte, without a task or a request object. At the first request of any other kind, the
+connection switches to AiohttpConnection and stays there, so no request passes two parsers.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ MAX_UNREAD = 64 * 1024
 
 
 class FastConnection(ClientConnection, asyncio.Protocol):
-    """A client connection that serves ordinary requests one after another, without aiohttp.
+    """A client connection that serves ordinary POST requests one after another, without aiohttp.
 
     headers          the headers of the request being served
     _unread          bytes that belong to no started request yet, from offset `_offset` on
-    _unread_counted  how many of them are counted in the budget that all connections share
-    _kernel_bytes    bytes that the kernel may buffer of these while reading is paused
+    _unread_counted  how many of these bytes are counted in the budget that all connections share
+    _kernel_bytes    bytes that the kernel may buffer while reading is paused
     _is_turn_due     the first request in `_unread` is scheduled for the next loop iteration
     _head            the newest request head; the next one usually differs only in its length
     _pieces          the body received so far; `_missing` bytes of it are still to come
@@ -90,7 +90,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         outbox: WriteQueue,
         new_fallback: Callable[[], AiohttpConnection],
     ) -> None:
-        """Initialize; `new_fallback` creates the protocol that takes over any other request."""
+        """Initialize; `new_fallback` creates the AiohttpConnection that serves other requests."""
         self._init_connection(serve, connections, limits, outbox)
         self._new_fallback = new_fallback
         self._head: RequestHead | None = None
@@ -113,18 +113,18 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     # The Client protocol, as far as ClientConnection does not implement it
 
     def take_buffered_body(self) -> bytes:
-        """Return the body if it arrived together with its head, else nothing."""
+        """Return the body if it arrived together with its head, else b""."""
         return b"" if self._missing else self._pieces.pop()
 
     async def read_body(
         self, reserve: Callable[[int], None], wait_for_turn: WaitForTurn | None = None
     ) -> bytes:
-        """Wait for the rest of the body and return all of it.
+        """Wait for the rest of the request's body and return all of it.
 
-        `reserve` is called with the number of bytes received so far, not the announced length,
-        because announcing a length costs the client nothing. A large body is joined after
-        `wait_for_turn`. Raises GatewayError when the body arrives too slowly or `reserve` finds no
-        memory.
+        `reserve` is called with the number of bytes received so far. The announced length is not
+        reserved, because announcing it costs the client nothing. `wait_for_turn` is awaited before
+        the pieces of a large body are joined. Raises GatewayError when the body arrives too slowly
+        or `reserve` finds no memory.
         """
         if self._missing:
             reserve(self._body_bytes - self._missing)
@@ -197,12 +197,12 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self._serve_first()
 
     def eof_received(self) -> None:
-        """Treat a half-close as a disconnect: the transport closes itself when this returns."""
+        """Treat a half-close by the client as a disconnect: returning None closes the transport."""
 
     # From one request to the next
 
     def _serve_first(self) -> None:
-        """Serve the first buffered request if its head is complete; its body may still arrive."""
+        """Serve the first buffered request once its head is complete; its body may arrive later."""
         data, offset, head = self._unread, self._offset, self._head
         extent = None if head is None else head.body_span(data, offset)
         if head is None or extent is None:
@@ -221,7 +221,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         self._count_unread()
 
     def _serve_next(self) -> None:
-        """Serve the next pipelined request, unless the client has not read the last response."""
+        """Serve the next pipelined request, unless the client is behind with reading responses."""
         self._is_turn_due = False
         if (
             self.phase is SERVING
@@ -233,13 +233,16 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self._serve_first()
 
     def _buffer_unread(self, data: bytes) -> None:
-        """Buffer bytes of later requests that arrive while one is being served."""
+        """Buffer bytes of later requests that arrive while a request is being served."""
         if not self._must_close:  # otherwise none of those requests will be served
             self._unread, self._offset = self._unread[self._offset :] + data, 0
             self._count_unread()
 
     def _count_unread(self) -> None:
-        """Update the shared budget of unread bytes; pause reading above MAX_UNREAD."""
+        """Report the unread bytes to the budget that all connections share.
+
+        Reading is paused while more than MAX_UNREAD bytes are buffered.
+        """
         unread = len(self._unread) - self._offset
         if not unread and not self._unread_counted:
             return
@@ -262,7 +265,8 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     def drop_unread(self) -> None:
         """Discard the unread bytes to free their memory, and close after the current response.
 
-        Close at once if the kernel may buffer more of them, because only that frees its memory.
+        The connection is aborted at once if the kernel may hold further bytes, since only closing
+        the socket frees those.
         """
         self._unread, self._offset, self._unread_counted = b"", 0, 0
         if self.transport is None or self.phase is CLOSING:
@@ -280,9 +284,9 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self._close_gracefully()
 
     def _keep_or_switch(self, data: bytes) -> None:
-        """Keep a partial head for the next read; switch to aiohttp for any other request.
+        """Keep a partial request head for the next read; switch to aiohttp for any other request.
 
-        Only HTTP/2 is refused here, because its frames are no request of HTTP/1.1.
+        An HTTP/2 connection preface is refused, because it is no request of HTTP/1.1.
         """
         if self.transport is None or self.phase is CLOSING:
             return
@@ -308,7 +312,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         task.step()
 
     def _on_served(self) -> None:
-        """Close the connection after a request, or go on to the next one."""
+        """Continue after a response: close the connection, or wait for the next request."""
         self._task = None
         if self.transport is None:
             return
@@ -319,7 +323,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self._await_next_request()
 
     def _await_next_request(self) -> None:
-        """Go idle, or schedule the next pipelined request behind other connections' work."""
+        """Become idle, or schedule the next pipelined request behind other connections' work."""
         if self.is_draining:
             self.will_close = self._must_close = True
         if not self._unread:
@@ -331,7 +335,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self._outbox.loop.call_soon(self._serve_next)
 
     def _switch_to_aiohttp(self, transport: asyncio.Transport, data: bytes) -> None:
-        """Hand the transport and the unserved bytes `data` to an AiohttpConnection."""
+        """Pass the transport and the unserved bytes `data` to a new AiohttpConnection."""
         self.transport = None
         self._unread, self._offset, self._unread_counted, self._head = b"", 0, 0, None
         fallback = self._new_fallback()
@@ -403,7 +407,10 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self.will_close = self._must_close = True
 
     def close_when_idle(self) -> asyncio.Future[None]:
-        """Close now, or after the current response; the future resolves on connection_lost()."""
+        """Close now, or after the current response.
+
+        The returned future resolves when the connection is lost.
+        """
         self._closed = self._outbox.loop.create_future()
         self._must_close = True
         if self._task is None:

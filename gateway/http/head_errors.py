@@ -1,6 +1,6 @@
-"""Errors for requests that are refused because of their head.
+"""Errors for requests that are refused because of their head (request line and headers).
 
-Errors about bodies are in protocol/json_members.py, those for lack of capacity in
+Errors about bodies are in protocol/json_members.py; errors for lack of capacity are in
 admission/controller.py.
 """
 
@@ -13,8 +13,9 @@ from gateway.protocol.errors import Failure, GatewayError
 
 
 def invalid_head(problem: BaseException | None, max_uri: int) -> GatewayError:
-    """Create the error for a head that aiohttp's parser rejected; `problem` is its exception.
+    """Return the error for a request head that aiohttp's parser rejected.
 
+    problem  the parser's exception, or None if only the HTTP version is unsupported
     max_uri  the parser's limit for the request line, in bytes
     """
     failure, message = Failure.BAD_REQUEST, "The request is not valid HTTP/1.1."
@@ -28,7 +29,7 @@ def invalid_head(problem: BaseException | None, max_uri: int) -> GatewayError:
 
 
 def head_size(message: RawRequestMessage) -> int:
-    """Return the size of a head in bytes, without its method and version."""
+    """Return the size of a request head in bytes, without its method and HTTP version."""
     return len(message.path) + sum(
         len(name) + len(value) + 4 for name, value in message.raw_headers
     )

@@ -1,8 +1,8 @@
-"""Lets large request bodies be parsed one at a time, so that other requests run in between.
+"""A queue that lets large request bodies be parsed one at a time, with other work in between.
 
-Parsing a body cannot be interrupted. It takes about a millisecond per MiB at most, but ten times as
-long for a body of whitespace or of a million prompts. The memory for bodies is limited elsewhere
-(admission/controller.py).
+Parsing cannot be interrupted. It takes at most about a millisecond per MiB, but ten times as long
+for a body of whitespace or of a million prompts. The memory for bodies is limited in
+admission/controller.py.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ WaitForTurn = Callable[[], Awaitable[None]]
 
 
 class LargeBodies:
-    """Gives each large body a loop iteration of its own.
+    """Gives each large request body a loop iteration of its own, and slows down costly clients.
 
-    A client whose body took long to parse waits before its next large body, so that all its bodies
-    together take half a percent of the event loop's time.
+    A client whose body took long to parse waits before its next large body. So all its bodies
+    together take at most half a percent of the event loop's time.
 
-    _paused_until  by client; absent for clients whose bodies were quick
-    _waiting       held by the client's body that waits for the end of a pause
+    _paused_until  the end of a client's pause (monotonic seconds); absent after a quick body
+    _waiting       a lock per client, so that its bodies wait for the pause one after another
     """
 
     __slots__ = ("_one_at_a_time", "_paused_until", "_waiting")
@@ -38,7 +38,11 @@ class LargeBodies:
         self._waiting: dict[str, asyncio.Lock] = {}
 
     async def wait_for_turn(self, client: str) -> None:
-        """Wait for a turn. The caller must parse its body before it awaits anything else."""
+        """Wait until the caller may parse a large body of `client`.
+
+        The caller must parse the body before it awaits anything else: the time until then is
+        measured.
+        """
         if self._paused_until.get(client, 0.0) > monotonic() or client in self._waiting:
             await self._wait_for_pause(client)
         async with self._one_at_a_time:
@@ -46,7 +50,7 @@ class LargeBodies:
         asyncio.get_running_loop().call_soon(self._note_cost, client, thread_time())
 
     async def _wait_for_pause(self, client: str) -> None:
-        """Wait until the pause of this client is over; its bodies wait one behind the other."""
+        """Wait until the pause of `client` is over; its bodies wait for that one after another."""
         lock = self._waiting.setdefault(client, asyncio.Lock())
         async with lock:
             remaining_s = self._paused_until.get(client, 0.0) - monotonic()
@@ -61,7 +65,10 @@ class LargeBodies:
             del self._waiting[client]
 
     def _note_cost(self, client: str, cpu_before_s: float) -> None:
-        """Pause the client if its body took long to parse."""
+        """Pause the client if its body took longer than QUICK_S of CPU time to parse.
+
+        `cpu_before_s` is the thread's CPU time before the body was parsed.
+        """
         cpu_s = thread_time() - cpu_before_s
         if cpu_s > QUICK_S:
             if len(self._paused_until) >= MAX_CLIENTS:

@@ -1,4 +1,4 @@
-"""Listening sockets: bound here, or inherited from systemd (LISTEN_FDS) or the previous process."""
+"""Listening sockets: opened here, or inherited from systemd or from the previous process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NO_SOCKETS: SocketsByName = MappingProxyType({})
 
 
 class ActivationError(Exception):
-    """The sockets from systemd cannot be used; the message is for the operator."""
+    """Raised when sockets passed by systemd cannot be used; the message addresses the operator."""
 
 
 def bind(host: str, port: int, *, reuse_port: bool = False) -> tuple[socket.socket, ...]:
-    """Listen on every address of `host`. Raises OSError.
+    """Bind a listening TCP socket to every address of `host` and return the sockets.
 
-    With port 0, all of them share the port that the first one got.
+    With port 0, all of them share the port that the first one got. Raises OSError.
     """
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     bound: list[socket.socket] = []
@@ -56,10 +56,10 @@ def _listen(listener: socket.socket, address: tuple[object, ...], reuse_port: bo
 
 
 def limit_send_buffers(listening: Iterable[socket.socket], memory_bytes: int) -> None:
-    """Limit the kernel memory per accepted connection for unacknowledged bytes.
+    """Limit each accepted connection to `memory_bytes` of kernel memory for unacknowledged bytes.
 
-    Without a limit, the kernel keeps 3.8 MiB for a client that never reads. A quarter of the limit
-    may wait to be sent; a client that acknowledges what it receives can fill no more than that.
+    Without a limit, the kernel keeps up to 3.8 MiB for a client that never reads. A quarter of the
+    limit may wait to be sent (TCP_NOTSENT_LOWAT).
     """
     for listener in listening:
         if listener.fileno() >= 0:
@@ -70,10 +70,10 @@ def limit_send_buffers(listening: Iterable[socket.socket], memory_bytes: int) ->
 
 
 def limit_receive_buffers(listening: Iterable[socket.socket], memory_bytes: int) -> None:
-    """Limit the kernel memory per accepted connection for bytes that have not been read.
+    """Limit each accepted connection to `memory_bytes` of kernel memory for unread bytes.
 
-    Without a limit, the kernel may keep tcp_rmem's maximum, often 32 MiB, for a client that sends
-    faster than it is read. That is for listeners without a fast upload: the limit caps throughput.
+    Without a limit, the kernel may keep the maximum of tcp_rmem, often 32 MiB, for a client that
+    sends faster than it is read. The limit also caps the speed of uploads.
     """
     for listener in listening:
         # The kernel doubles the value.
@@ -81,10 +81,11 @@ def limit_receive_buffers(listening: Iterable[socket.socket], memory_bytes: int)
 
 
 def sockets_from_systemd(env: MutableMapping[str, str]) -> SocketsByName:
-    """Return the sockets that systemd opened for this process, by name; none if it opened none.
+    """Return the listening sockets that systemd opened for this process, by listener name.
 
-    If LISTEN_FDNAMES uses only the names api and admin, they decide; otherwise the order does:
-    first API, then admin. The variables are removed so that child processes do not use them. Raises
+    The result is empty if systemd opened none. LISTEN_FDNAMES assigns the names if all of them are
+    `api` or `admin`; otherwise the first socket is `api` and the second `admin`. The LISTEN_
+    variables are removed from `env`, so that child processes do not use them. Raises
     ActivationError.
     """
     pid, count, names = (env.pop(f"LISTEN_{key}", "") for key in ("PID", "FDS", "FDNAMES"))
@@ -110,7 +111,7 @@ def sockets_from_systemd(env: MutableMapping[str, str]) -> SocketsByName:
 
 
 def _adopt(fd: int) -> socket.socket:
-    """Return the socket of an inherited descriptor.
+    """Return an inherited file descriptor as a socket.
 
     Raises ActivationError unless it is a listening TCP socket.
     """

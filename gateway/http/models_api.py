@@ -1,6 +1,6 @@
-"""The API listener's other requests: models, health, version, preflights, and errors.
+"""The aiohttp application of the API listener: models, health, version, CORS and error responses.
 
-Generation requests never arrive here; the client connections serve them directly.
+It serves every request except generation requests, which client connections serve directly.
 """
 
 from __future__ import annotations
@@ -32,33 +32,39 @@ CORS_METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 
 
 class ModelNames(Protocol):
-    """Models by every name that clients may use; routes[name] also follows patterns."""
+    """The models that one API key may use, by every name that clients may use for them.
+
+    `routes` also resolves names that match a configured pattern.
+    """
 
     @property
     def routes(self) -> Mapping[str, ListedModel]: ...
 
     @property
     def unlisted(self) -> Mapping[str, str]:
-        """The message for every configured name that no endpoint lists."""
+        """The error message for every configured model name that no endpoint serves."""
 
 
 class ModelCatalogue(ModelNames, Protocol):
-    """The models of one configuration."""
+    """The models of one configuration, and the API keys that give access to them."""
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
-        """Return the tenant. Raises GatewayError for a wrong key."""
+        """Return the tenant whose API key is in the headers.
+
+        Raises GatewayError for a wrong key.
+        """
 
     def scope(self, headers: Mapping[str, str]) -> ModelNames:
-        """Return the models that the key of an authenticated request is valid for."""
+        """Return the models that the API key in the headers of an authenticated request may use."""
 
 
 def api_application(
     catalogue: Callable[[], ModelCatalogue], cors: CorsRule | None = None
 ) -> web.Application:
-    """Create the application: models, health and version; 405 and 404 for the rest.
+    """Create the aiohttp application for models, health and version; other paths get 404 or 405.
 
-    `catalogue` returns the models of the running configuration. `cors` permits pages of other
-    origins and answers their preflights.
+    `catalogue` returns the models of the running configuration. `cors` is the rule for web pages of
+    other origins and answers their preflight requests; None permits none.
     """
     created = int(time())
 
@@ -93,7 +99,7 @@ def api_application(
 
 
 async def _show_alive(_: web.Request) -> web.StreamResponse:
-    """Answer without a body and without a key: load balancers only read the status."""
+    """Answer a liveness probe: 200 without a body, and no API key is required."""
     return web.Response(headers=_common_headers())
 
 
@@ -137,7 +143,7 @@ def _cors_middleware(cors: CorsRule | None) -> Middleware:
 
 @web.middleware
 async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Convert GatewayError and aiohttp's own 404 and 405 to the error shape of the API."""
+    """Convert GatewayError and aiohttp's own 404 and 405 to error responses of the client's API."""
     try:
         return await handler(request)
     except GatewayError as error:
@@ -159,7 +165,7 @@ def _method_not_allowed(request: web.Request, allowed: list[str]) -> GatewayErro
 
 
 def _error(request: web.Request, error: GatewayError) -> web.Response:
-    """Return an error in the shape of the client's API."""
+    """Return the response for an error, in the format of the client's API (OpenAI or Anthropic)."""
     request_id = new_request_id()
     api = API_PATHS.get(request.rel_url.raw_path)
     shape = OPENAI if api is None else api.errors

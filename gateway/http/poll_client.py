@@ -1,7 +1,7 @@
-"""GETs of the gateway's own to one engine: health, metrics and models, over kept connections.
+"""An HTTP client for the gateway's own GET requests to an engine: health, metrics and models.
 
-A thousand engines are polled every second, so a poll costs one write and one read. Requests of
-clients use gateway/http/upstream.py.
+Connections are kept open, because a thousand engines may be polled every second: a poll costs one
+write and one read. Client requests use gateway/http/upstream.py instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_IDLE = 2
 
 
 class ConnectError(Exception):
-    """No connection could be opened; `os_error` is the reason."""
+    """Raised when no connection could be opened; `os_error` has the reason."""
 
     def __init__(self, os_error: OSError) -> None:
         super().__init__(str(os_error))
@@ -29,11 +29,11 @@ class ConnectError(Exception):
 
 
 class ConnectionLostError(Exception):
-    """The connection ended before a response came."""
+    """Raised when the connection ends before the first byte of a response."""
 
 
 class _PollConnection(asyncio.Protocol):
-    """One connection, which carries one GET at a time."""
+    """A connection that carries one GET request at a time."""
 
     __slots__ = ("_response", "_waiter", "idle_since", "transport")
 
@@ -46,8 +46,8 @@ class _PollConnection(asyncio.Protocol):
     async def exchange(self, request: bytes, response: ShortResponse) -> None:
         """Send a request and wait until `response` is complete.
 
-        Raises ConnectionLostError or FramingError. The connection is closed if it fails or the
-        caller stops waiting.
+        Raises ConnectionLostError or FramingError. The connection is closed if the exchange fails
+        or the caller is cancelled.
         """
         transport = self.transport
         if transport is None or transport.is_closing():
@@ -106,7 +106,7 @@ class _PollConnection(asyncio.Protocol):
 
 
 class PollClient:
-    """The polling connections to one engine."""
+    """A client for GET requests to one engine, with a small pool of connections."""
 
     __slots__ = ("_encryption", "_head", "_host", "_idle", "_key_header", "_path", "_port")
 
@@ -121,16 +121,20 @@ class PollClient:
         self._idle: list[_PollConnection] = []
 
     def configure(self, key_header: Mapping[str, str], encryption: Encryption | None) -> None:
-        """Use this key and these TLS settings; other ones close the connections."""
+        """Set the API key header and the TLS settings of later requests.
+
+        Idle connections are closed if the TLS settings differ.
+        """
         if encryption is not self._encryption:
             self.close()
         self._key_header, self._encryption = key_header, encryption
 
     async def get(self, path: str, timeout_s: float, limit: int) -> tuple[int, bytes]:
-        """Return status and body, `limit` bytes at most.
+        """Send a GET request for `path`; return the status and the body of at most `limit` bytes.
 
-        If a kept connection was lost before a byte of the response, a new one is tried. Raises
-        ConnectError, ConnectionLostError, FramingError, or TimeoutError after `timeout_s`.
+        If a kept connection is lost before the first byte of the response, a new connection is
+        tried. Raises ConnectError, ConnectionLostError, FramingError, or TimeoutError after
+        `timeout_s` seconds.
         """
         fields = "".join(f"{name}: {value}\r\n" for name, value in self._key_header.items())
         request = f"GET {self._path}{path}{self._head}{fields}\r\n".encode()
@@ -157,7 +161,7 @@ class PollClient:
         return response.status, bytes(response.body)
 
     def _take_idle(self) -> _PollConnection | None:
-        """Return the connection that was used last, if it is likely to be open still."""
+        """Take the most recently used idle connection; return None if all were idle too long."""
         while self._idle:
             connection = self._idle.pop()
             if connection.transport is not None and monotonic() - connection.idle_since < IDLE_S:

@@ -1,6 +1,6 @@
-"""TLS for connections to engines and Redis.
+"""TLS settings for the gateway's outgoing connections to engines and to Redis.
 
-Endpoints with the same settings share one context, which is rebuilt when a file changes.
+Endpoints with equal settings share one SSLContext, which is rebuilt when a file changes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ log = logging.getLogger("penstock")
 
 
 class ClientContexts:
-    """A cache of contexts by settings: loading the system's authorities takes 10 ms each time."""
+    """A cache of SSLContext objects by settings.
+
+    Loading the system's certificate authorities takes about 10 ms, so contexts are shared.
+    """
 
     def __init__(self) -> None:
         self._cache: dict[tls.ClientSettings, tuple[object, ssl.SSLContext]] = {}
 
     def encryption_for(self, spec: EndpointSpec) -> tls.Encryption | None:
-        """Return the TLS of connections to the endpoint; None for http://."""
+        """Return the TLS settings for connections to an endpoint, or None if its URL is http://."""
         if not spec.url.startswith("https://"):
             return None
         section = spec.tls
@@ -33,10 +36,10 @@ class ClientContexts:
         )
 
     def _context(self, settings: tls.ClientSettings) -> ssl.SSLContext:
-        """Return the current context for the settings, rebuilt if a file has changed.
+        """Return the SSLContext for `settings`, rebuilt if one of its files has changed.
 
-        If a file cannot be used, the previous context stays in force. The first time there is none,
-        and the result is a context that trusts no server.
+        If a file cannot be used, the previous context stays in force. Without a previous one, the
+        returned context trusts no server.
         """
         stamp = tls.files_stamp(settings)
         last = self._cache.get(settings)
@@ -61,19 +64,22 @@ class ClientContexts:
 
 
 def new_context(section: ClientTls | None) -> ssl.SSLContext:
-    """Create a context for one use. Raises OSError when a file cannot be used."""
+    """Create an SSLContext that is not cached. Raises OSError when a file cannot be used."""
     return tls.client_context(tls.ClientSettings() if section is None else section.settings)
 
 
 def redis_settings(url: str, section: ClientTls | None) -> tls.ClientSettings | None:
-    """Return the TLS settings of connections to this Redis; None for redis://."""
+    """Return the TLS settings for connections to the Redis server at `url`; None for redis://."""
     if not url.startswith("rediss://"):
         return None
     return tls.ClientSettings() if section is None else section.settings
 
 
 def redis_options(settings: tls.ClientSettings | None) -> dict[str, Any]:
-    """Return the settings as arguments of redis-py's clients, which build their own contexts."""
+    """Return the TLS settings as keyword arguments for redis-py, which builds its own SSLContext.
+
+    The result is empty if `settings` is None.
+    """
     if settings is None:
         return {}
     options: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""TLS on a listener: handshake first, then the connection's HTTP protocol takes over.
+"""TLS for a listener: performs the handshake, then passes the connection to its HTTP protocol.
 
 The listening socket accepts plain connections. So a handshake counts against the connection limit,
-and a new certificate applies to the next connection without affecting open ones. Listeners without
+and a new certificate applies to later connections without affecting open ones. Listeners without
 TLS do not use this module.
 """
 
@@ -32,14 +32,14 @@ MAX_HANDSHAKES = 4096
 
 
 class HandshakeLimit(Protocol):
-    """Counts handshakes as client connections."""
+    """A limit on client connections that also counts those in their TLS handshake."""
 
     def admit(self, handshake: Handshake, address: str) -> bool: ...
     def remove(self, handshake: Handshake) -> None: ...
 
 
 class TlsListener:
-    """The certificates of one listener, and the connections in their handshake.
+    """The certificates of one listener, and its connections that are in their TLS handshake.
 
     new_protocol     creates the HTTP protocol of a connection
     close_s          seconds that a client may take to read the rest of a response while closing
@@ -55,7 +55,10 @@ class TlsListener:
         on_failure: Callable[[], None],
         handshake_limit: HandshakeLimit | None = None,
     ) -> None:
-        """Load the certificates. Raises OSError or ValueError when a file cannot be used."""
+        """Initialize and load the certificates.
+
+        Raises OSError or ValueError for an unusable file.
+        """
         self._new_protocol = new_protocol
         self._on_failure = on_failure
         self._counter = handshake_limit
@@ -76,10 +79,10 @@ class TlsListener:
                 log.warning("TLS: the certificate %s %s", pair.certificate, doubt)
 
     def update(self, section: ListenerTls | None) -> None:
-        """Use the section with the current content of its files for new connections.
+        """Use new settings, and the current content of their files, for new connections.
 
-        The certificate in use stays if a file cannot be used, or if the new certificate has expired
-        and the one in use has not.
+        The current certificate stays in use if a file cannot be used, or if the new certificate has
+        expired and the current one has not.
         """
         if section is None or (section.settings, tls.files_stamp(section.settings)) == self._stamp:
             return
@@ -94,16 +97,16 @@ class TlsListener:
             log.info("TLS: new connections use the current %s", path)
 
     def new_handshake(self) -> asyncio.Protocol:
-        """Create the protocol of a connection that was just accepted."""
+        """Create the protocol object for a connection that was just accepted."""
         return Handshake(self)
 
     def close(self) -> None:
-        """Abort the connections that are in their handshake."""
+        """Abort the connections that are in their TLS handshake."""
         for handshake in tuple(self._handshakes):
             handshake.abort()
 
     def admit_handshake(self, handshake: Handshake, address: str) -> bool:
-        """Count a handshake; return False if there are too many handshakes or connections."""
+        """Count a new handshake; return False if a limit on handshakes or connections applies."""
         if len(self._handshakes) >= MAX_HANDSHAKES:
             return False
         if self._counter is not None and not self._counter.admit(handshake, address):
@@ -121,7 +124,7 @@ class TlsListener:
     async def start_tls(
         self, raw: asyncio.Transport, protocol: asyncio.Protocol
     ) -> asyncio.Transport | None:
-        """Perform the handshake and return the encrypted transport; None if it failed."""
+        """Perform the TLS handshake; return the encrypted transport, or None on failure."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.start_tls(
@@ -139,17 +142,20 @@ class TlsListener:
             return None
 
     def new_protocol(self) -> asyncio.Protocol:
-        """Create the HTTP protocol of a connection."""
+        """Create the HTTP protocol object for a connection whose handshake has succeeded."""
         return self._new_protocol()
 
 
 class TlsListeners:
-    """The listeners with TLS, by name. Handshakes at the API listener count as connections."""
+    """The listeners that use TLS, by name.
+
+    Handshakes of the API listener count as client connections; those of the admin listener do not.
+    """
 
     def __init__(
         self, metrics: RuntimeGauges, connections: ClientConnections, limits: Callable[[], Limits]
     ) -> None:
-        """Initialize; `limits` returns the limits in force."""
+        """Initialize without listeners; `limits` returns the limits currently in force."""
         self._metrics = metrics
         self._connections = connections
         self._limits = limits
@@ -158,9 +164,10 @@ class TlsListeners:
     def wrap_factory(
         self, name: str, section: ListenerTls | None, new_protocol: ProtocolFactory
     ) -> ProtocolFactory:
-        """Return the protocol factory for a listener: `new_protocol` itself without TLS.
+        """Return the protocol factory for a listener, which performs TLS if `section` is not None.
 
-        Raises OSError or ValueError when a file cannot be used.
+        Without TLS, `new_protocol` itself is returned. Raises OSError or ValueError when a
+        certificate file cannot be used.
         """
         if section is None:
             return new_protocol
@@ -174,26 +181,26 @@ class TlsListeners:
         return listener.new_handshake
 
     def update(self, listeners: Listeners) -> None:
-        """Use a new configuration, with the current content of its files, for new connections."""
+        """Apply a new configuration and the current certificate files to new connections."""
         for name, listener in self._listeners.items():
             listener.update(listeners.api.tls if name == API else listeners.admin.tls)
 
     def close(self) -> None:
-        """Abort the connections that are in their handshake."""
+        """Abort the connections that are in their TLS handshake, on all listeners."""
         for listener in self._listeners.values():
             listener.close()
 
     def admit(self, handshake: Handshake, address: str) -> bool:
-        """Count a handshake; return False if there are too many connections."""
+        """Count a handshake as a client connection; return False at the connection limit."""
         return self._connections.admit(handshake, address, self._limits())
 
     def remove(self, handshake: Handshake) -> None:
-        """Stop counting a handshake: its HTTP protocol is counted now, or it is closed."""
+        """Stop counting a handshake: it failed, or its HTTP protocol is counted from now on."""
         self._connections.remove(handshake)
 
 
 class Handshake(asyncio.Protocol):
-    """A connection in its TLS handshake; buffers data for the HTTP protocol that follows."""
+    """The protocol of a connection in its TLS handshake; buffers data for the HTTP protocol."""
 
     __slots__ = ("_early_data", "_listener", "_raw", "_task")
 
@@ -217,13 +224,13 @@ class Handshake(asyncio.Protocol):
         self._early_data.append(data)
 
     def sweep(self, now: float) -> None:
-        """Do nothing: start_tls() has a timeout of its own."""
+        """Do nothing: start_tls() has its own timeout."""
 
     def drop_unread(self) -> None:
-        """Do nothing: no bytes are unread before the handshake has completed."""
+        """Do nothing: before the handshake has completed, there are no unread bytes."""
 
     def drain(self) -> None:
-        """Do nothing: no request has been sent, so the connection is served like a new one."""
+        """Do nothing: no request has arrived yet, so the connection is served like a new one."""
 
     def abort(self) -> None:
         """Abort the connection."""
@@ -250,5 +257,5 @@ class Handshake(asyncio.Protocol):
 
 
 def _not_after(settings: tls.ServerSettings) -> float:
-    """Return when the first of the certificates expires."""
+    """Return the Unix time at which the first of the configured certificates expires."""
     return min(tls.certificate_validity(pair).not_after for pair in settings.key_pairs)

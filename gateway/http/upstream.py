@@ -1,8 +1,8 @@
-"""HTTP/1.1 client for engines: connection pooling, sending, timeouts and backpressure.
+"""An HTTP/1.1 client for engines, with connection pooling, timeouts and backpressure.
 
-Response bytes go straight to the client's connection; the Relay (protocol/relay.py) interprets
-them. Written for this gateway because aiohttp's client costs several times as much CPU per request
-and per chunk (docs/performance.md).
+Its main classes are ConnectionPool and UpstreamConnection. Response bytes go straight to the
+client's connection; a Relay (protocol/relay.py) interprets them. aiohttp's client would cost
+several times as much CPU per request and chunk (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -52,12 +52,15 @@ LOCAL_ERRORS = frozenset(
 
 
 def is_local_error(error: OSError) -> bool:
-    """Whether a connect failed because of this process or name resolution, not the engine."""
+    """Return whether a failed connect is due to this process or to name resolution.
+
+    Such a failure says nothing about the engine.
+    """
     return isinstance(error, socket.gaierror) or error.errno in LOCAL_ERRORS
 
 
 class Downstream(Protocol):
-    """The destination of a response: the client's connection, or a stand-in for it."""
+    """The receiver of a response: the client's connection, or a stand-in for it."""
 
     @property
     def is_writing_paused(self) -> bool: ...
@@ -66,14 +69,17 @@ class Downstream(Protocol):
 
 
 class RequestPayload(Protocol):
-    """The body of a request, read once when sending; its owner may release it while streaming."""
+    """The body of a request.
+
+    It is read once, when the request is sent, and may be freed after that.
+    """
 
     @property
     def body(self) -> bytes: ...
 
 
 class UpstreamTimeouts(msgspec.Struct, frozen=True):
-    """Timeouts in seconds: for connecting, for the first byte, and between two chunks."""
+    """Timeouts in seconds for connecting, for the first byte, and between two chunks."""
 
     connect_s: float
     first_byte_s: float
@@ -81,14 +87,14 @@ class UpstreamTimeouts(msgspec.Struct, frozen=True):
 
 
 class UpstreamConnection:
-    """A connection to one engine; it carries one response at a time to a client.
+    """A connection to one engine, which carries one request and its response at a time.
 
-    last_activity_at  when it last delivered part of a committed response, else when the request
-                      was sent (monotonic seconds)
-    idle_since        when it was returned to the pool
+    last_activity_at  when it last delivered part of a committed response, else when the request was
+                      sent (monotonic seconds)
+    idle_since        when it was returned to the pool (monotonic seconds)
     transport         None before the connection is established and after it is lost
 
-    Implements asyncio.Protocol without inheriting from it: with a Python base class it could not
+    It implements asyncio.Protocol without inheriting from it: with a Python base class it could not
     be compiled to a C class (tools/compile/classes.py).
     """
 
@@ -147,7 +153,7 @@ class UpstreamConnection:
         return done
 
     def abort(self) -> None:
-        """Close at once, which makes the engine abort the request (engines.md A.7)."""
+        """Close the connection at once, which makes the engine cancel the request."""
         if self._downstream is not None:
             self._downstream.set_source(None)
         self._relay = self._downstream = None
@@ -155,10 +161,10 @@ class UpstreamConnection:
             self.transport.abort()
 
     def half_close(self) -> None:
-        """Half-close: the engine aborts the request, but a response already sent can be read.
+        """Close the sending side: the engine cancels the request but can still finish its response.
 
-        TLS has no half-close here: the engine learns of the abort when the caller closes the
-        connection.
+        TLS has no half-close here: the engine notices the cancellation only when the caller closes
+        the connection.
         """
         self._outbox.flush()
         self._is_half_closed = True
@@ -172,17 +178,20 @@ class UpstreamConnection:
 
     @property
     def is_mid_event(self) -> bool:
-        """Whether the client has part of an event or body that only the engine can complete."""
+        """Whether the client has part of an event or body that only this engine can complete."""
         return (
             self._relay is not None and self._relay.is_committed and not self._relay.is_at_boundary
         )
 
     def fail(self, kind: str, message: str) -> None:
-        """End the current response from outside, as after a deadline or an ejected endpoint."""
+        """End the current response with an error that the caller detected, such as a timeout."""
         self._finish(UpstreamError(kind, message), later=True)
 
     def pause(self) -> None:
-        """Stop reading while the client reads too slowly, so that data stays in the socket."""
+        """Stop reading from the engine while the client reads too slowly.
+
+        Unread data then stays in the socket.
+        """
         if self.is_open and self.transport is not None and not self._paused:
             self._paused = True
             self.transport.pause_reading()
@@ -195,7 +204,7 @@ class UpstreamConnection:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a client is waiting for the engine here, rather than holding it up."""
+        """Whether a client waits for the engine's response and reads it as fast as it arrives."""
         return (
             self._relay is not None
             and self._downstream is not None
@@ -207,14 +216,14 @@ class UpstreamConnection:
 
     @property
     def active_stream(self) -> Relay | None:
-        """The relay of a response that is producing tokens for a reading client, or None."""
+        """The relay of a response that is sending tokens to a client that keeps up, or None."""
         relay = self._relay
         if relay is None or not self.is_awaited:
             return None
         return relay if relay.event_count and relay.first_token_at else None
 
     def has_timed_out(self, now: float, timeouts: UpstreamTimeouts) -> bool:
-        """Whether the engine has been silent too long, not counting pauses by this side."""
+        """Return whether the engine has been silent too long; reading pauses are not counted."""
         relay = self._relay
         if relay is None or not self.is_awaited:
             return False
@@ -266,7 +275,7 @@ class UpstreamConnection:
         """Let the kernel acknowledge two chunks of a stream with one packet.
 
         Linux acknowledges each chunk at once (quick-ack mode) on a connection that only receives,
-        which costs CPU on both sides. Without TCP_QUICKACK it waits for a second chunk or 40 ms.
+        which costs CPU on both sides. With TCP_QUICKACK off, it waits for a second chunk or 40 ms.
         A silence of 40 ms re-enters quick-ack mode, as before every first token, so this is done
         once per stream. An engine that leaves Nagle's algorithm on waits 40 ms too, once.
         """
@@ -276,7 +285,7 @@ class UpstreamConnection:
                 self.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, QUICKACK, 0)
 
     def process_deferred(self, relay: Relay, data: bytes) -> None:
-        """Process a chunk that was deferred for `relay`."""
+        """Process a chunk that the write queue has deferred for `relay`."""
         if self._relay is not relay:  # that response has ended, so these bytes are surplus
             self.abort()
             return
@@ -308,10 +317,10 @@ class UpstreamConnection:
         self._finish(UpstreamError("reset", message))
 
     def _finish(self, error: UpstreamError | None, *, later: bool = False) -> None:
-        """End the response: return the connection to the pool if reusable, else close it.
+        """End the response; return the connection to the pool if it is reusable, else close it.
 
-        The waiter resumes inside this call, or in a later loop iteration if `later`, for callers
-        that are in the middle of something else.
+        The waiting caller resumes inside this call, or in a later loop iteration if `later` is
+        true. Callers that must first complete their own work pass `later`.
         """
         relay, done = self._relay, self._done
         if done is None:
@@ -334,9 +343,9 @@ class UpstreamConnection:
 
 
 class ConnectionPool:
-    """The connections to one engine. The newest idle one is reused first, so that others expire.
+    """The connections to one engine; the newest idle one is reused first, so that others expire.
 
-    last_body_at  when the engine last sent part of any response body, monotonic seconds
+    last_body_at  when the engine last sent part of any response body (monotonic seconds)
     """
 
     __slots__ = (
@@ -361,7 +370,7 @@ class ConnectionPool:
         outbox: WriteQueue,
         encryption: Encryption | None = None,
     ) -> None:
-        """Initialize without connecting; `key` is the engine's own API key.
+        """Initialize without connecting; `key` is the API key that the engine expects, if any.
 
         Raises ValueError for an https:// URL without `encryption`.
         """
@@ -383,7 +392,7 @@ class ConnectionPool:
     ) -> None:
         """Use other settings from the next request on; responses in progress are not affected.
 
-        `encryption` applies to new connections.
+        `encryption` applies to new connections only.
         """
         self._encryption = encryption
         authorization = f"authorization: Bearer {key}\r\n" if key else ""
@@ -394,16 +403,19 @@ class ConnectionPool:
         self.timeouts = timeouts
 
     def request_head(self, path: str) -> bytes:
-        """Return the start of a request head; the caller adds its own fields and the blank line."""
+        """Return the start of a POST request head for `path`.
+
+        The caller appends its own header lines and the blank line.
+        """
         return self._request_line + path.encode() + self._headers
 
     async def send(
         self, head: bytes, payload: RequestPayload, relay: Relay, downstream: Downstream
     ) -> None:
-        """Send one request and relay its response.
+        """Send one request and relay its response to `downstream`.
 
-        If a pooled connection is lost before a byte of the response, one new connection is tried.
-        Raises UpstreamError.
+        If a pooled connection is lost before the first byte of the response, one new connection is
+        tried. Raises UpstreamError.
         """
         pooled, is_retry = self.take_idle(), False
         while True:
@@ -425,7 +437,10 @@ class ConnectionPool:
                 raise
 
     def take_idle(self) -> UpstreamConnection | None:
-        """Take an idle connection, which the caller must use or abort; None if there is none."""
+        """Take an open idle connection from the pool, or return None if there is none.
+
+        The caller must use or abort the connection.
+        """
         oldest = monotonic() - MAX_IDLE_S
         while self._idle:
             connection = self._idle.pop()
@@ -440,7 +455,10 @@ class ConnectionPool:
         return None
 
     async def _reconnect(self) -> UpstreamConnection:
-        """Connect for a request that has already been sent on another connection."""
+        """Open a connection for a request that was already sent on a connection that was lost.
+
+        A raised UpstreamError has `was_sent` set.
+        """
         try:
             return await self.connect()
         except UpstreamError as error:
@@ -448,7 +466,7 @@ class ConnectionPool:
             raise
 
     async def connect(self) -> UpstreamConnection:
-        """Open a new connection. Raises UpstreamError."""
+        """Open a new connection. Raises UpstreamError when that fails or takes too long."""
         connection = UpstreamConnection(self)
         protocol = cast(asyncio.Protocol, connection)
         try:
@@ -485,7 +503,7 @@ class ConnectionPool:
         transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
 
     def release(self, connection: UpstreamConnection) -> None:
-        """Return a connection to the pool, or close it if MAX_IDLE are idle."""
+        """Return a connection to the pool, or close it if MAX_IDLE connections are idle."""
         if len(self._idle) >= MAX_IDLE:
             connection.abort()
             return
@@ -493,13 +511,17 @@ class ConnectionPool:
         self._idle.append(connection)
 
     def discard(self, connection: UpstreamConnection) -> None:
-        """Remove a connection that is closed."""
+        """Remove a closed connection from the pool."""
         self.connections.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
     def sweep(self, now: float) -> None:
-        """Close idle connections before the engine does, and fail responses that are overdue."""
+        """Close connections that have been idle too long, and fail responses that have timed out.
+
+        `now` is in monotonic seconds. Idle connections are closed before the engine would close
+        them.
+        """
         while self._idle and self._idle[0].idle_since < now - MAX_IDLE_S:
             self._idle.pop(0).abort()
         for connection in tuple(self.connections):
@@ -507,9 +529,10 @@ class ConnectionPool:
                 connection.fail("timeout", "the engine has been silent for too long")
 
     def silence_duration_s(self, now: float) -> float:
-        """Seconds for which clients have waited without any engine output; 0 if none waits.
+        """Return for how many seconds clients have waited without any output of the engine.
 
-        Response heads do not count: API servers send them before their engine sees the request.
+        The result is 0 if no client waits. Response heads do not count as output, because API
+        servers send them before the engine sees the request.
         """
         waiting_since = [
             connection.last_activity_at for connection in self.connections if connection.is_awaited
@@ -517,12 +540,12 @@ class ConnectionPool:
         return max(0.0, now - max(min(waiting_since), self.last_body_at)) if waiting_since else 0.0
 
     def fail_all(self, kind: str, message: str) -> None:
-        """Fail all responses, because the engine is known to be dead."""
+        """Fail all responses in progress, because the engine is known to have failed."""
         for connection in tuple(self.connections):
             connection.fail(kind, message)
 
     def fail_between_events(self, kind: str, message: str) -> int:
-        """Fail the responses that are between events; return how many are not and continue."""
+        """Fail the responses that are between two events; return how many others continue."""
         spared = [connection for connection in self.connections if connection.is_mid_event]
         for connection in self.connections.difference(spared):
             connection.fail(kind, message)

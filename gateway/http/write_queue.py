@@ -1,10 +1,11 @@
-"""The write queue: writes of one loop iteration go out together at its end.
+"""A queue that sends all writes of one event loop iteration together at its end.
 
-Handling thirty reads and then doing thirty sends keeps the processor's caches warm, which saves
-CPU under load (docs/performance.md). On an idle loop a write leaves a few microseconds later.
+Handling thirty reads and then thirty sends keeps the processor's caches warm, which saves CPU under
+load (docs/performance.md). On an idle loop a write leaves a few microseconds later.
 
 Several engines may finish a decode step at once and send hundreds of chunks, which would delay new
-requests. So an iteration relays some of them and defers the rest; new requests run in between.
+requests. So one iteration relays some of the chunks and defers the rest; new requests run in
+between.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ MAX_DEFERRED_BYTES = 4 * 1024 * 1024  # in all deferred chunks
 
 
 class DeferringConnection(Protocol):
-    """An engine connection whose chunks can be deferred."""
+    """An engine connection that can process a chunk in a later loop iteration."""
 
     def process_deferred(self, relay: Relay, data: bytes) -> None: ...
 
 
 class WriteQueue:
-    """Queued writes, in order, of one event loop. Flush before closing a transport with writes.
+    """The queued writes of one event loop, in order. Call flush() before closing a transport.
 
     budget_spent  this iteration has written enough, so chunks from engines are to be deferred
     """
@@ -47,7 +48,7 @@ class WriteQueue:
         self._deferred_bytes = 0
 
     def enqueue(self, transport: asyncio.Transport, data: bytes) -> None:
-        """Queue a write; it goes out before any callback scheduled after this call runs."""
+        """Queue a write; it is sent before any callback runs that is scheduled after this call."""
         if not self._is_scheduled:
             self._is_scheduled = True
             self.loop.call_soon(self._run)
@@ -56,7 +57,7 @@ class WriteQueue:
             self.budget_spent = True
 
     def flush(self) -> None:
-        """Write everything queued now; writes to a transport that has closed are dropped."""
+        """Send all queued writes now, except those to transports that have closed."""
         queue, self._queue = self._queue, []
         for transport, data in queue:
             if not transport.is_closing():
@@ -66,9 +67,9 @@ class WriteQueue:
                     transport.abort()
 
     def defer(self, connection: DeferringConnection, relay: Relay, data: bytes) -> None:
-        """Relay an engine's chunk in a later iteration, after those deferred before it.
+        """Relay an engine's chunk in a later loop iteration, after the chunks deferred before it.
 
-        To be called instead of relaying while `budget_spent` is true.
+        Call this instead of relaying the chunk while `budget_spent` is true.
         """
         self._deferred.append((connection, relay, data))
         self._deferred_bytes += len(data)
@@ -77,7 +78,7 @@ class WriteQueue:
             self.budget_spent = True
 
     def flush_connection(self, connection: DeferringConnection) -> None:
-        """Flush this connection's deferred chunks now, because the connection is closing."""
+        """Relay the deferred chunks of this connection now, because the connection is closing."""
         mine = [chunk for chunk in self._deferred if chunk[0] is connection]
         if mine:
             self._deferred = deque(chunk for chunk in self._deferred if chunk[0] is not connection)
