@@ -1,3 +1,4 @@
-"""Bytes and values of the wire, without I/O: API bodies, HTTP framing, the SSE relay, errors,
-service classes.
+"""Protocol code without I/O:
+
+API bodies, HTTP framing, the SSE relay, errors and service classes.
 """

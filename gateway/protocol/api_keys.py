@@ -1,4 +1,4 @@
-"""The API key of a request: a bearer token, or the header of Anthropic's clients."""
+"""Reads a request's API key: a bearer token, or the `x-api-key` header of Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ KEY_HEADER = "x-api-key"
 
 
 def key_digest(key: str) -> bytes:
-    """Return the SHA-256 of a key, by which it is looked up without comparing its characters."""
+    """Return the SHA-256 digest of an API key.
+
+    Keys are looked up by digest, so that the time of a lookup reveals nothing about them.
+    """
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def digest_of_headers(headers: Mapping[str, str]) -> bytes:
-    """Return the digest of a request's key, whether or not it is valid.
+    """Return the digest of the API key in a request's headers, whether or not the key is valid.
 
-    Raises GatewayError (401) without a key, or with two different ones: which tenant sends the
-    request would then depend on the order in which they are read.
+    Raises GatewayError (401) if there is no key, or if there are two different keys: the tenant
+    would then depend on which of them is read.
     """
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     bearer = bearer.strip() if scheme.lower() == "bearer" else ""
@@ -33,7 +36,7 @@ def digest_of_headers(headers: Mapping[str, str]) -> bytes:
 
 
 def wrong_key() -> GatewayError:
-    """Create the error for a key that is missing or belongs to no tenant."""
+    """Return the error for an API key that is missing or belongs to no tenant."""
     return GatewayError(
         Failure.BAD_KEY,
         f"Incorrect API key provided: send 'Authorization: Bearer <key>' or '{KEY_HEADER}: <key>'.",

@@ -1,8 +1,8 @@
-"""The table of APIs: one value for each path that clients call and engines serve.
+"""The table of APIs: one Api value for each path that clients call and engines serve.
 
-What differs between APIs is a member of the value, so the stages of a request contain no branch
-per API. Not here: parsing (gateway/protocol/openai.py) and HTTP heads
-(gateway/protocol/request_head.py).
+Whatever differs between APIs is a field of the value, so the code that serves a request has no
+branch per API. Parsing of bodies is in gateway/protocol/openai.py, parsing of HTTP heads in
+gateway/protocol/request_head.py.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ MAX_INPUTS = 2048
 
 
 class Api(msgspec.Struct, frozen=True, eq=False):
-    """One API. Values are compared by identity.
+    """The description of one API. Values are compared by identity.
 
     path           as clients and the gateway send it, without a query
     operation      the name of its spans (gen_ai.operation.name), and the last part of span names
-    conversation   the required member with the prompt, or the last part of it
+    conversation   the required body member with the prompt, or with the last part of it
     prompt         the members with the prompt, in the order in which an engine renders them
     alternatives   members that may replace `conversation`
     output_limit   the member that limits the answer's tokens; `max_tokens` counts too
-    generates      the answer is text, so it has a length to expect and may be a stream
-    is_admitted    the engine computes tokens, so the request waits for a permit and may be shed
+    generates      the answer is text, so it has an expected length and may be a stream
+    is_admitted    the engine computes tokens, so admission control may queue or reject the request
     lists_prompts  `conversation` may be a list of independent prompts
     max_prompts    the most prompts in such a list; None: what the model allows
     can_split      prefill and decode may run at different endpoints
     can_resume     another endpoint may continue a broken stream
-    errors         how it reports errors
+    errors         the format of its error responses and error events
     grammar        the events of its streams; None: those of chat completions
     keeps_answers  an engine may keep the answer for later requests, which need that engine
-    takes_salt     engines that take cache salts take one on this path too
+    takes_salt     engines that accept cache salts accept one on this path too
     is_form        bodies are forms (multipart/form-data)
     is_plain       bodies are JSON, and streams have the events of chat completions
     read           returns the members of a body as raw JSON; raises GatewayError
-    method         of its requests
+    method         the HTTP method of its requests
     """
 
     path: str
@@ -126,7 +126,10 @@ RESPONSES = Api(
 
 
 def _stored(path: str, operation: str, method: str) -> Api:
-    """Return an API about a response that an engine keeps; it has no model and no prompt."""
+    """Return the Api for requests about a response that an engine stores.
+
+    Such requests have neither a model nor a prompt.
+    """
     return Api(
         path,
         operation,
@@ -141,7 +144,10 @@ def _stored(path: str, operation: str, method: str) -> Api:
 
 
 def _inputs(path: str, operation: str) -> Api:
-    """Return an API that computes something about each text of `input`, or about a chat."""
+    """Return the Api of an endpoint that processes each text of `input`, such as embeddings.
+
+    A chat in `messages` may replace `input`.
+    """
     return Api(
         path,
         operation,
@@ -154,7 +160,7 @@ def _inputs(path: str, operation: str) -> Api:
 
 
 def _rerank(path: str) -> Api:
-    """Return an API that scores each of `documents` for a `query`."""
+    """Return the Api of an endpoint that scores each of `documents` for a `query`."""
     return Api(
         path,
         "rerank",
@@ -166,7 +172,10 @@ def _rerank(path: str) -> Api:
 
 
 def _score(path: str) -> Api:
-    """Return an API that scores pairs of texts, whose members engines name in several ways."""
+    """Return the Api of an endpoint that scores pairs of texts.
+
+    Engines accept several names for the two members that contain the texts.
+    """
     first, second = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
     others = frozenset((*first, *second)) - {"text_2"}
     return Api(
@@ -181,7 +190,7 @@ def _score(path: str) -> Api:
 
 
 def _audio(path: str, operation: str) -> Api:
-    """Return an API that writes down what a recording says."""
+    """Return the Api of an endpoint that transcribes or translates an audio recording."""
     return Api(
         path,
         operation,
@@ -235,7 +244,7 @@ API_PATHS: Mapping[str, Api] = {api.path: api for api in APIS}
 
 
 def stored_api(method: str, path: str) -> Api | None:
-    """Return the API of a request about a stored response; None for any other path or method.
+    """Return the Api of a request about a stored response, or None for any other path or method.
 
     `path` has no query.
     """
@@ -255,9 +264,10 @@ _NAMES_IN_PAGES = {path: f'"{path}"'.encode() for path in API_PATHS}
 
 
 def api_paths(page: bytes) -> frozenset[str]:
-    """Return which of these APIs an OpenAPI page names; none for a text without chat completions.
+    """Return the paths of known APIs that an engine's OpenAPI page mentions.
 
-    The page is searched and not decoded: it is large, and a fleet has one per engine.
+    The result is empty if the page does not mention chat completions. The page is searched, because
+    decoding its JSON would be slow: it is large, and every engine has one.
     """
     paths = frozenset(path for path, name in _NAMES_IN_PAGES.items() if page.find(name) >= 0)
     return paths if CHAT.path in paths else frozenset()

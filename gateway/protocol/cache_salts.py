@@ -1,9 +1,9 @@
-"""Cache salts, which decide what requests may share cached prompts on an engine.
+"""Cache salts: values that decide which requests may share cached prompts on an engine.
 
-A salt is HMAC-SHA256 over the client's own salt, with a key of its tenant or of the tenant's group.
-So clients can divide their own cache, but cannot reach that of another tenant. Gateways with the
-same configuration compute the same salts, also after a restart (docs/decisions/0014). The request
-member that carries the salt is in gateway/config/isolation_rules.py.
+A salt is HMAC-SHA256 over the client's own salt, keyed per tenant or per group of tenants. So
+clients can divide their own cache, but cannot reach that of another tenant. Gateways with the same
+configuration compute the same salts, also after a restart (docs/decisions/0014). The request member
+that carries the salt is in gateway/config/isolation_rules.py.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ _LABEL = b"penstock cache salt 1"
 
 
 class CacheSalts:
-    """The salts of one configuration. Immutable.
+    """Computes the cache salts of one configuration. Immutable.
 
-    defaults  salts by tenant for requests without a salt of their own; isolated tenants only
+    defaults  salt (hex) by tenant for requests without a salt of their own; isolated tenants only
     """
 
     __slots__ = ("_keys", "_open_key", "defaults")
 
     def __init__(self, keys: Mapping[str, bytes], open_key: bytes) -> None:
-        """Initialize with HMAC keys by tenant; `open_key` is for all other requests."""
+        """Initialize with an HMAC key per tenant; `open_key` is the key for all other requests."""
         self._keys = keys
         self._open_key = open_key
         self.defaults = {tenant: _hex(key, b"") for tenant, key in keys.items()}
 
     def client_salt(self, tenant: str, client_salt: bytes) -> bytes:
-        """Return the salt (hex) of a request that carries a salt of its own."""
+        """Return the salt (hex) for a request of `tenant` that carries the client's own salt."""
         return _hex(self._keys.get(tenant, self._open_key), client_salt)
 
 
 def new_cache_salts(config: Config) -> CacheSalts:
-    """Create the salts of a configuration.
+    """Create the CacheSalts of a configuration.
 
     The secret is `cache.secret`, else the key that the gateways share. Without both, the secret of
-    each tenant or group is derived from its API keys, so that it is equal on all gateways and after
-    a restart without any setup.
+    each tenant or group is derived from its API keys. So it is equal on all gateways and after a
+    restart without any setup.
     """
     secret = shared_secret(config)
     open_key = hmac.digest(secret or _LABEL, b"no tenant", "sha256")
@@ -56,7 +56,10 @@ def new_cache_salts(config: Config) -> CacheSalts:
 
 
 def group_by_domain(tenants: Sequence[Tenant]) -> dict[bytes, list[Tenant]]:
-    """Group the tenants that share cached prompts, by a unique name of each group."""
+    """Group tenants by cache domain: tenants with the same domain share cached prompts.
+
+    A domain is the name of the tenant's cache group, or of the tenant if it has no group.
+    """
     groups: dict[bytes, list[Tenant]] = {}
     for tenant in tenants:
         group = tenant.cache_group
@@ -66,7 +69,7 @@ def group_by_domain(tenants: Sequence[Tenant]) -> dict[bytes, list[Tenant]]:
 
 
 def shared_secret(config: Config) -> bytes | None:
-    """Return the secret that gateways of this configuration share; None if none is configured."""
+    """Return the secret that all gateways with this configuration share, or None without one."""
     if config.cache.secret is not None:
         return config.cache.secret.reveal().encode()
     if config.shared is not None:
@@ -75,7 +78,10 @@ def shared_secret(config: Config) -> bytes | None:
 
 
 def derived_secret(tenants: Sequence[Tenant]) -> bytes:
-    """Derive a secret from these tenants' API keys only, so that other tenants do not affect it."""
+    """Derive a secret from the API keys of these tenants only.
+
+    So a change of another tenant's key does not change the secret.
+    """
     digests = sorted(hashlib.sha256(tenant.key.reveal().encode()).digest() for tenant in tenants)
     return hmac.digest(_LABEL, b"".join(digests), "sha256")
 

@@ -1,6 +1,6 @@
-"""Cross-origin requests: which pages in browsers may call the API, and what a browser has to know.
+"""Cross-origin resource sharing (CORS): decides which web pages may call the API from a browser.
 
-No cookies take part, since the API has none: a page sends its key itself.
+The API has no cookies, so a page has to send its API key itself.
 """
 
 from __future__ import annotations
@@ -26,17 +26,23 @@ _NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?:[ \t]*,[ \t]*[A-Za-z0-9!#$%&
 
 
 class CorsRule:
-    """The origins that may call the API. Immutable."""
+    """The web origins whose pages may call the API. Immutable."""
 
     __slots__ = ("_is_any", "_origins")
 
     def __init__(self, origins: Sequence[str]) -> None:
-        """`origins`: scheme, host and port as browsers send them; "*" permits all."""
+        """Initialize with origins (scheme, host and port) as browsers send them.
+
+        "*" permits all.
+        """
         self._is_any = ANY_ORIGIN in origins
         self._origins = frozenset(origins)
 
     def response_headers(self, headers: Mapping[str, str]) -> Headers:
-        """Return what to add to the response of a request; () if its origin is not permitted."""
+        """Return the CORS headers to add to the response of a request with these headers.
+
+        The result grants nothing if the origin is not permitted.
+        """
         origin = headers.get("origin", "")
         if not origin:
             return () if self._is_any else (("vary", "origin"),)
@@ -50,9 +56,9 @@ class CorsRule:
     def preflight_headers(
         self, headers: Mapping[str, str], methods: Sequence[str]
     ) -> Headers | None:
-        """Return the headers of a preflight's response; None if the request is no preflight.
+        """Return the headers of a preflight's response, or None if the request is no preflight.
 
-        A preflight of another origin gets a response without permissions.
+        The response to an origin that is not permitted grants nothing.
         """
         if "access-control-request-method" not in headers or "origin" not in headers:
             return None
@@ -71,12 +77,12 @@ class CorsRule:
 
 
 def new_cors_rule(origins: Sequence[str]) -> CorsRule | None:
-    """Return the rule of a list of origins; None for an empty list."""
+    """Return the rule for a list of permitted origins, or None if the list is empty."""
     return CorsRule(origins) if origins else None
 
 
 class CorsLines:
-    """The Date of a response and its headers for pages of other origins."""
+    """The Date header line of a response, followed by CORS header lines."""
 
     __slots__ = ("_clock", "_lines")
 

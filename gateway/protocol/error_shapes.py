@@ -1,4 +1,4 @@
-"""The shapes in which APIs report errors: own refusals, errors in a stream, an engine's 4xx."""
+"""The formats in which APIs report errors: the gateway's own errors and those of engines."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})')
 
 
 class ErrorShape(msgspec.Struct, frozen=True, eq=False):
-    """How one family of APIs writes errors.
+    """The functions that write errors in the format of one family of APIs.
 
-    body      JSON of an own refusal; takes the error and the request's id
-    event     the event that ends a stream; takes the failure, its message and the newest events
-    from_engine  JSON of an engine's refusal; takes its status and body
+    body         returns the JSON of one of the gateway's errors; takes the error and the request's
+                 id
+    event        returns the event that ends a stream; takes the failure, its message and the newest
+                 events
+    from_engine  returns the JSON of an engine's error; takes its status and body
     """
 
     body: Callable[[GatewayError, str], bytes]
@@ -50,9 +52,9 @@ def _openai_event(failure: Failure, message: str, _: bytes) -> bytes:
 
 
 def _responses_event(failure: Failure, message: str, newest: bytes) -> bytes:
-    """Return the `error` event of a Responses stream, with the number after the newest event's.
+    """Return the `error` event of a Responses stream, numbered after the newest event.
 
-    Its own members are what the API documents; SDKs raise on the member `error`.
+    The event has the members that the API documents, and a member `error`, on which SDKs raise.
     """
     row, numbers = failure.value, _SEQUENCE_NUMBER.findall(newest)
     error = {"message": message, "type": row.error_type, "param": None, "code": row.in_stream_code}
@@ -68,7 +70,7 @@ def _responses_event(failure: Failure, message: str, newest: bytes) -> bytes:
 
 
 def anthropic_error(error: GatewayError, request_id: str) -> bytes:
-    """Return an error in Anthropic's shape as JSON."""
+    """Return the JSON of an error in Anthropic's format."""
     return _anthropic(error.status, error.message, {"request_id": request_id})
 
 

@@ -1,7 +1,7 @@
 """The errors that the gateway sends: status, OpenAI error type and code, and retry advice.
 
-Every error of the gateway is a row of one table, Failure. Engines' own 4xx errors are converted to
-OpenAI's shape by openai_error_body().
+Every error of the gateway is a row of one table, Failure. openai_error_body() converts the 4xx
+errors of engines to OpenAI's format.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ MAX_RETRY_AFTER_S = 60.0
 
 
 class ErrorRow(msgspec.Struct, frozen=True):
-    """One error: its HTTP status and OpenAI error object.
+    """The HTTP status and the OpenAI error type and code of one kind of error.
 
-    should_retry    the x-should-retry hint, which OpenAI's SDKs obey; None leaves it to the SDK
+    should_retry    value of the x-should-retry header, which OpenAI's SDKs obey; None omits the
+                    header
     in_stream_code  the error code used once the response has begun
     """
 
@@ -33,7 +34,7 @@ class ErrorRow(msgspec.Struct, frozen=True):
 
 
 class Failure(Enum):
-    """What can go wrong with a request, and the error that the client receives."""
+    """A kind of failure of a request; its value is the error that the client receives."""
 
     BAD_REQUEST = ErrorRow(400, "invalid_request_error", None)
     CONTEXT_TOO_LONG = ErrorRow(400, "invalid_request_error", "context_length_exceeded")
@@ -72,7 +73,7 @@ class Failure(Enum):
 
 
 class GatewayError(Exception):
-    """An error to be sent to the client. `reason` is its short label in logs and metrics."""
+    """An error to be sent to the client; `reason` is its short label in logs and metrics."""
 
     def __init__(
         self,
@@ -100,13 +101,13 @@ class GatewayError(Exception):
 
 
 def error_body(error: GatewayError) -> bytes:
-    """Return the OpenAI error object as JSON."""
+    """Return the JSON of an OpenAI error object."""
     row = error.failure.value
     return _encode(error.message, row.error_type, error.param, row.code)
 
 
 def error_event(failure: Failure, message: str) -> bytes:
-    """Return the error as an SSE event, on which SDKs raise. [DONE] must not follow it."""
+    """Return an error as an SSE event, on which SDKs raise. The event [DONE] must not follow it."""
     return (
         b"data: "
         + _encode(message, failure.value.error_type, None, failure.value.in_stream_code)
@@ -115,19 +116,22 @@ def error_event(failure: Failure, message: str) -> bytes:
 
 
 def response_not_found(response_id: str) -> GatewayError:
-    """Return the error for a response that is unknown, of another tenant, or lost."""
+    """Return the error for a stored response that is unknown, lost, or of another tenant."""
     message = f"Response with id '{response_id[:64]}' not found."
     return GatewayError(Failure.RESPONSE_NOT_FOUND, message)
 
 
 def shutting_down() -> GatewayError:
-    """Return the error for requests that are cut off when the gateway's drain time is over."""
+    """Return the error for requests that are cut off because the gateway stops.
+
+    The gateway first lets requests finish during its drain time.
+    """
     message = "The gateway stopped before it could respond. Try again."
     return GatewayError(Failure.SHUTTING_DOWN, message)
 
 
 def retry_headers(error: GatewayError) -> list[tuple[str, str]]:
-    """Return the headers with retry advice, without which SDKs retry most errors twice."""
+    """Return headers with retry advice for an error; without them SDKs retry most errors twice."""
     headers: list[tuple[str, str]] = []
     retry, after_s = error.failure.value.should_retry, error.retry_after_s
     if after_s is not None and after_s > MAX_RETRY_AFTER_S:
@@ -187,20 +191,20 @@ PHRASES: Mapping[int, str] = MappingProxyType(
 
 
 def new_request_id() -> str:
-    """Create a request id, for errors outside the request path."""
+    """Return a new request id, for error responses outside the path of a generation request."""
     return f"req_{secrets.token_hex(16)}"
 
 
 def reason_phrase(status: int) -> str:
-    """Return the reason phrase of a status; "Error" for unregistered ones, which engines send."""
+    """Return the reason phrase of an HTTP status; "Error" for a status that is not registered."""
     return PHRASES.get(status, "Error")
 
 
 def openai_error_body(status: int, body: bytes) -> bytes:
-    """Convert an engine's error body to OpenAI's shape.
+    """Convert the error body of an engine to OpenAI's format.
 
-    Engines send it nested, at top level or as a bare string (engines.md A.6). The message is kept;
-    an integer `code` is not, because OpenAI's codes are strings.
+    Engines send the error nested, at top level or as a bare string. The message is kept. An integer
+    `code` is dropped, because OpenAI's codes are strings.
     """
     try:
         decoded = msgspec.json.decode(body)

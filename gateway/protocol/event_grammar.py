@@ -1,8 +1,9 @@
-"""Grammars of streams with named events: Anthropic's Messages and OpenAI's Responses.
+"""Grammars of streams with named events: those of Anthropic's Messages and OpenAI's Responses APIs.
 
-A grammar is a value: which events begin, carry, end and break an answer, and where its counts are.
-It reads the `event:` lines, because engines put `type` anywhere in the data. The stream of chat and
-completions has no such lines; gateway/protocol/stream_scan.py reads it.
+An EventGrammar has patterns for the events that begin, continue, end and break an answer, and a
+function that reads token counts. The patterns match `event:` lines, because engines put `type`
+anywhere in the data. Streams of chat completions and completions have no such lines;
+gateway/protocol/stream_scan.py reads them.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _CLIENT_ERRORS = {
 
 
 class EventGrammar(msgspec.Struct, frozen=True, eq=False):
-    """The events of one API's streams. All patterns are searched in whole payloads.
+    """The events of one API's streams, as patterns that are searched in whole payloads.
 
     first       an event that shows that the engine has begun its work; group 1 is its name
     token       an event with a part of the answer
     end         the event that ends a complete answer
-    error       the event that ends a failed one
-    finish      group 1 is why a complete answer ended
+    error       the event that ends a failed answer
+    finish      the reason why a complete answer ended, in group 1
     find_usage  returns the token counts in a text
     """
 
@@ -50,10 +51,11 @@ def _events(names: bytes) -> re.Pattern[bytes]:
 
 
 def _find_messages_usage(text: bytes) -> TokenUsage:
-    """Return the counts of the last `usage` member, or of the first one where it has none.
+    """Return the token counts of the last `usage` member of a Messages stream.
 
-    The first event has those of the prompt. Unlike OpenAI's, `input_tokens` do not contain what was
-    read from or written to a cache.
+    Counts that are missing there are taken from the first `usage` member, which has those of the
+    prompt. Unlike OpenAI's, Anthropic's `input_tokens` exclude tokens that were read from or
+    written to a cache; they are added here.
     """
     first, last = text.find(USAGE), text.rfind(USAGE)
     if first == last:
@@ -70,7 +72,7 @@ def _messages_counts(text: bytes, start: int) -> TokenUsage:
 
 
 def _find_responses_usage(text: bytes) -> TokenUsage:
-    """Return the counts of the last `usage` member."""
+    """Return the token counts of the last `usage` member of a Responses stream."""
     start = text.rfind(USAGE)
     if start < 0:
         return TokenUsage()
@@ -112,7 +114,7 @@ RESPONSES = EventGrammar(
 
 
 def named_error_status(event: bytes) -> int | None:
-    """Return the 4xx status of an error event about the request; None for an engine's fault."""
+    """Return the 4xx status of an error event if the request caused the error, else None."""
     code = _CODE.search(event)
     if code is not None:
         return int(code[1])
@@ -121,7 +123,7 @@ def named_error_status(event: bytes) -> int | None:
 
 
 def merge_usage(first: TokenUsage, last: TokenUsage) -> TokenUsage:
-    """Return the last counts; where an event left one out, that of an earlier event."""
+    """Return the counts of `last`; a count that is None there is taken from `first`."""
     return TokenUsage(
         first.prompt_tokens if last.prompt_tokens is None else last.prompt_tokens,
         first.completion_tokens if last.completion_tokens is None else last.completion_tokens,

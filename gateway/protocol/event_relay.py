@@ -1,6 +1,6 @@
-"""Relays an answer whose stream has named events, by the grammar of its API. Sans-IO.
+"""A relay for answers whose stream has named events, which an EventGrammar describes.
 
-Everything but the meaning of events is as in gateway/protocol/relay.py.
+Everything except the meaning of events is inherited from gateway/protocol/relay.py. No I/O.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _ERROR_DATA = re.compile(rb"(?:^|\n)event: ?error\r?\ndata: ?([^\r\n]*)")
 
 
 class EventRelay(Relay):
-    """One response in transit whose stream has named events.
+    """Relays one response whose stream has named events, according to a grammar.
 
-    What comes before the first event of the engine's work is held back, as long as an endpoint may
-    still fail unnoticed: engines announce a response before they compute any of it.
+    Engines announce a response before they compute any of it. Events before the first sign of work
+    are held back, so that another endpoint can still serve the request if this one fails.
     """
 
     __slots__ = ("_errors", "_first_usage", "_grammar")
@@ -52,7 +52,7 @@ class EventRelay(Relay):
 
     @property
     def usage(self) -> TokenUsage:
-        """Token counts; only valid once the response is complete."""
+        """The token counts of the answer; valid only once the response is complete."""
         if self._usage_result is None:
             last = self._grammar.find_usage(self._usage_payload)
             self._usage_result = merge_usage(self._first_usage, last)
@@ -60,7 +60,7 @@ class EventRelay(Relay):
 
     @property
     def finish_reason(self) -> str | None:
-        """Why generation ended, as the engine reports it; None if it did not."""
+        """The engine's reason why generation ended, or None if it reported none."""
         if self._finish_payload:
             reasons = self._grammar.finish.findall(self._finish_payload)
             self._finish_reason = reasons[-1].decode() if reasons else None
@@ -96,12 +96,15 @@ class EventRelay(Relay):
         return self._errors.event(failure, message, self._last_payload)
 
     def _scan_plain(self, payload: bytes, now: float) -> None:
-        """Scan part of a plain response, whose first byte counts as its first token."""
+        """Scan a part of a response that is not a stream.
+
+        Its first byte counts as the first token.
+        """
         super()._scan_plain(payload, now)
         self._finish_payload = self._last_payload
 
     def _scan_events(self, payload: bytes, now: float) -> None:
-        """Scan a payload of a stream, together with the partial event that it continues."""
+        """Scan a payload of a stream, together with the incomplete event that precedes it."""
         window = self._resume_event(payload) if self._partial_event else payload
         grammar = self._grammar
         self.event_count += window.count(EVENT_MARKER) + window.startswith(b"data:")

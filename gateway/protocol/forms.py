@@ -1,7 +1,7 @@
-"""Forms (multipart/form-data), in which the audio APIs send a file and their members. Sans-IO.
+"""Reads and edits forms (multipart/form-data), in which the audio APIs receive a file. No I/O.
 
 The boundary is read from the first line of the body, because clients send no preamble. A form is
-read where it is and changed by splicing, so the file is never copied more than once.
+read in place and edited by splicing, so a file is copied at most once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HEX_CHARS = 32
 
 
 class FormPart(NamedTuple):
-    """One part of a form: its name, where it begins, and where its content is."""
+    """One part of a form: its name, and the offsets of its beginning and of its content."""
 
     name: str
     start: int
@@ -43,10 +43,11 @@ class FormPart(NamedTuple):
 
 
 def read_form(body: bytes) -> dict[str, msgspec.Raw]:
-    """Return the fields of a form as raw JSON, and a stand-in for each file.
+    """Return the fields of a form as raw JSON; a file is replaced by a placeholder string.
 
-    A stand-in has the size of a medium and depends on the file's content. Raises GatewayError (400)
-    for what is no form, is out of bounds, or has a field twice that decides the routing.
+    A placeholder has the size that media are estimated by, and is derived from the file's content.
+    Raises GatewayError (400) if the body is no form, exceeds a limit, or has a field twice that
+    affects routing.
     """
     members: dict[str, msgspec.Raw] = {}
     for part in _parts(body):
@@ -60,7 +61,7 @@ def read_form(body: bytes) -> dict[str, msgspec.Raw]:
 
 
 def edit_form(body: bytes, model: str, drop: Set[str] = frozenset()) -> bytes:
-    """Return the form with another model name, and without the fields in `drop`."""
+    """Return the form with another model name and without the fields in `drop`."""
     pieces: list[bytes | memoryview] = []
     view, begin = memoryview(body), 0
     delimiter_line = len(b"--") + _boundary_length(body) + len(b"\r\n")
@@ -75,7 +76,7 @@ def edit_form(body: bytes, model: str, drop: Set[str] = frozenset()) -> bytes:
 
 
 def form_type(body: bytes) -> bytes:
-    """Return the Content-Type of a form."""
+    """Return the value of the Content-Type header for a form."""
     return b'multipart/form-data; boundary="%b"' % body[2 : 2 + _boundary_length(body)]
 
 
@@ -87,7 +88,7 @@ def _boundary_length(body: bytes) -> int:
 
 
 def _parts(body: bytes) -> Iterator[FormPart]:
-    """Yield the parts of a form in order. Raises GatewayError (400)."""
+    """Yield the parts of a form in order. Raises GatewayError (400) if it is malformed."""
     first = _BOUNDARY.match(body)
     if first is None:
         raise _malformed()
@@ -108,7 +109,10 @@ def _parts(body: bytes) -> Iterator[FormPart]:
 
 
 def _read_head(head: bytes) -> tuple[str, bool]:
-    """Return the name of a part, and whether it is a file. Raises GatewayError (400)."""
+    """Return the name of a form part and whether it is a file, from its header lines.
+
+    Raises GatewayError (400) if the lines are malformed.
+    """
     lines = [
         line for line in head.split(b"\r\n") if line.lower().startswith(b"content-disposition")
     ]
@@ -119,7 +123,7 @@ def _read_head(head: bytes) -> tuple[str, bool]:
 
 
 def _json(name: str, content: bytes) -> bytes:
-    """Return a field's text as JSON: booleans and integers as such, all else as a string."""
+    """Return the text of a form field as JSON: a boolean, an integer, or else a string."""
     if len(content) > MAX_FIELD_BYTES:
         raise bad_request(f"'{name}' is larger than {MAX_FIELD_BYTES} bytes.", name)
     try:

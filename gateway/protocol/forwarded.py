@@ -1,7 +1,7 @@
-"""Forwarding headers of trusted proxies: the client's address and the proxy's request id.
+"""Headers that trusted proxies add: the client's address and the proxy's request id.
 
-Only connections from `listeners.api.trusted_proxies` may use them; any other client could forge
-them.
+They are read only on connections from `listeners.api.trusted_proxies`, since any other client could
+forge them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _REQUEST_ID = re.compile(r"[0-9A-Za-z._:/+=-]{1,128}")
 
 
 class TrustedProxies:
-    """Interprets forwarding headers; caches which peers are proxies, since peers repeat."""
+    """The networks of trusted proxies, with a cache of which peer addresses belong to them."""
 
     __slots__ = ("_cache", "_networks")
 
@@ -28,7 +28,7 @@ class TrustedProxies:
         self._cache: dict[str, bool] = {}
 
     def is_proxy(self, address: str) -> bool:
-        """Whether a connection from this address is from a trusted proxy."""
+        """Return whether `address` is that of a trusted proxy."""
         is_proxy = self._cache.get(address)
         if is_proxy is None:
             if len(self._cache) >= self.MAX_CACHED:
@@ -37,10 +37,10 @@ class TrustedProxies:
         return is_proxy
 
     def client_address(self, headers: Mapping[str, str], peer: str) -> str:
-        """Return the rightmost address in X-Forwarded-For that is not a trusted proxy.
+        """Return the client's address: the rightmost X-Forwarded-For one that is no trusted proxy.
 
-        Each proxy appends the address it saw, so anything further left was written by the client
-        itself. Text that is not an address ends the search at the last valid one. Without the
+        Each proxy appends the address it saw, so the client itself may have written anything
+        further left. Text that is not an address ends the search at the last valid one. Without the
         header the result is `peer`.
         """
         client = peer
@@ -55,17 +55,20 @@ class TrustedProxies:
 
 
 def proxy_request_id(headers: Mapping[str, str]) -> str:
-    """Return the proxy's request id for the access log; "" if missing or not plain characters."""
+    """Return the proxy's request id for the access log, or "" if it is missing or invalid."""
     return plain_request_id(headers.get(REQUEST_ID, ""))
 
 
 def plain_request_id(text: str) -> str:
-    """Return a request id for the access log; "" if it is not of plain characters."""
+    """Return `text` if it is a valid request id (1 to 128 plain characters), else ""."""
     return text if _REQUEST_ID.fullmatch(text) else ""
 
 
 def all_values(headers: Mapping[str, str], name: str) -> str:
-    """Join the values of all header lines with this name: a proxy may append a line of its own."""
+    """Return the values of all header lines with this name, joined by commas.
+
+    A proxy may append a line of its own to the client's.
+    """
     getall = getattr(headers, "getall", None)
     return headers.get(name, "") if getall is None else ",".join(getall(name, ()))
 

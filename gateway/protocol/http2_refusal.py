@@ -1,7 +1,7 @@
-"""Cleartext HTTP/2 with prior knowledge: how it begins, and the answer that it is not spoken here.
+"""Detection and refusal of cleartext HTTP/2 (prior knowledge), which the gateway does not support.
 
-A client that knows HTTP/2 understands the refusal and may repeat its requests over HTTP/1.1
-(RFC 9113, 3.4 and 7).
+A client that knows HTTP/2 understands the refusal and may repeat its requests over HTTP/1.1 (RFC
+9113, 3.4 and 7).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _HTTP_1_1_REQUIRED = 0xD
 
 
 def _frame(kind: int, payload: bytes = b"") -> bytes:
-    """Return a frame of stream 0 without flags."""
+    """Return an HTTP/2 frame of this type for stream 0, without flags."""
     return len(payload).to_bytes(3, "big") + bytes([kind, 0, 0, 0, 0, 0]) + payload
 
 

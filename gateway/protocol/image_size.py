@@ -1,7 +1,8 @@
-"""The dimensions of an image from its first bytes, and the tokens that it takes.
+"""Reads an image's dimensions from its first bytes, and estimates the tokens that it takes.
 
-PNG, JPEG, GIF and WebP; nothing is decoded but headers. Engines scale images by rules of their
-own, so the count is only a start: policies/admission/prompt_length.py learns the ratio per model.
+Supports PNG, JPEG, GIF and WebP; only headers are decoded. Engines scale images by rules of their
+own, so policies/admission/prompt_length.py corrects the estimates by a ratio that it learns per
+model.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Size = tuple[int, int]
 
 
 def image_tokens(base64_text: memoryview) -> int | None:
-    """Return the tokens that an image in base64 may take; None if it is no known image."""
+    """Return the estimated tokens of an image in base64, or None if the format is unknown."""
     for length in _SLICES:
         try:
             data = binascii.a2b_base64(base64_text[:length])
@@ -38,7 +39,7 @@ def image_tokens(base64_text: memoryview) -> int | None:
 
 
 def read_size(data: bytes) -> Size | None:
-    """Return width and height in pixels; None if `data` does not have them."""
+    """Return the width and height of an image in pixels, or None if `data` lacks them."""
     if data.startswith(_PNG) and data[12:16] == b"IHDR" and len(data) >= 24:
         size = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
     elif data[:6] in (b"GIF87a", b"GIF89a") and len(data) >= 10:
@@ -53,7 +54,7 @@ def read_size(data: bytes) -> Size | None:
 
 
 def _webp_size(data: bytes) -> Size:
-    """Return the size in the first chunk of a WebP file; zeros if there is none."""
+    """Return the width and height in the first chunk of a WebP file, or zeros if it has none."""
     kind = data[12:16]
     if kind == b"VP8X":  # with animation, alpha or metadata: 24 bits each, minus 1
         return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
@@ -67,7 +68,7 @@ def _webp_size(data: bytes) -> Size:
 
 
 def _jpeg_size(data: bytes) -> Size:
-    """Return the size in the first frame of a JPEG file; zeros if it is not in `data`."""
+    """Return the width and height in the first frame of a JPEG file, or zeros if it has none."""
     offset = 2
     while offset + 9 <= len(data) and data[offset] == 0xFF:
         marker = data[offset + 1]

@@ -1,6 +1,6 @@
-"""The members of a JSON object, decoded one level deep. Values stay raw JSON.
+"""Decodes a JSON object one level deep: into its members, whose values stay raw JSON.
 
-Rejects what gateway and engine could read differently, and what is costly to decode.
+Rejects bodies that gateway and engine could read differently, and bodies that are costly to decode.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ _NEXT = re.compile(rb"[ \t\r\n]*([,}])")
 
 
 class TooManyMembersError(Exception):
-    """Raised to stop decoding an object with more than MAX_MEMBERS members."""
+    """Raised when a JSON object has more than MAX_MEMBERS members."""
 
 
 def read_members(body: bytes) -> dict[str, msgspec.Raw]:
-    """Decode a request body. Raises GatewayError (400) that names what is wrong with it."""
+    """Decode a request body into its members.
+
+    Raises GatewayError (400) that names what is wrong with the body.
+    """
     try:
         members = decode_object(body)
         if not body.isascii():
@@ -56,21 +59,22 @@ def read_members(body: bytes) -> dict[str, msgspec.Raw]:
 
 
 def decode_object(text: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
-    """Decode the JSON text of an object.
+    """Decode the JSON text of an object into its members.
 
-    Raises TooManyMembersError for a large object with many members, else msgspec's own errors.
+    Raises TooManyMembersError for a large object with too many members, and msgspec's own errors
+    for invalid JSON.
     """
     return _decode(text) if len(text) <= SMALL_BODY_BYTES else _decode_large(bytes(text))
 
 
 class _Name(str):
-    """A member name, a type of its own so that the decoder calls a hook for each."""
+    """A member name; a type of its own, so that the decoder calls a hook for each name."""
 
     __slots__ = ()
 
 
 def _decode_large(body: bytes) -> dict[str, msgspec.Raw]:
-    """Decode like _decode, but stop after MAX_MEMBERS members."""
+    """Decode like _decode, but raise TooManyMembersError after MAX_MEMBERS members."""
     remaining = MAX_MEMBERS
 
     def count(_: type, name: str) -> _Name:
@@ -89,21 +93,21 @@ def _too_many_members() -> GatewayError:
 
 
 def bad_request(message: str, param: str | None = None) -> GatewayError:
-    """Create an error 400; `param` names the member it is about."""
+    """Return an error 400; `param` names the body member that it is about."""
     return GatewayError(Failure.BAD_REQUEST, message, param=param)
 
 
 def missing_member(name: str) -> GatewayError:
-    """Create the error for a required member that is missing."""
+    """Return the error for a required body member that is missing."""
     return bad_request(f"Missing required parameter: '{name}'.", name)
 
 
 def _reject_ambiguous(body: bytes, members: dict[str, msgspec.Raw]) -> None:
-    """Reject duplicate members, which gateway and engine might read differently, and huge numbers.
+    """Raise GatewayError for duplicate members and for numbers with very many digits.
 
-    The members in compact form are never longer than the body, and equally long only if the body is
-    compact and has no other member. SDKs send that form, so only other bodies are searched for
-    duplicates.
+    Gateway and engine might read duplicates differently. Joined in compact form, the members are
+    never longer than the body. They are equally long only if the body is compact and has no
+    duplicates. SDKs send compact JSON, so only other bodies are searched for duplicates.
     """
     if len(body) > MAX_DIGITS and members:
         # Nearly always the conversation; then no other value is long.
@@ -123,7 +127,7 @@ def _reject_long_numbers(members: Mapping[str, msgspec.Raw]) -> None:
 
 
 def _reject_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
-    """Walk over the members of the body and compare each with the decoder's result.
+    """Raise GatewayError for a duplicate member: compare each member with the decoder's result.
 
     The decoder keeps the last of equal names, so an earlier one has another value or is seen twice.
     """
@@ -146,7 +150,10 @@ def _reject_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
 
 
 def string_member(members: Mapping[str, msgspec.Raw], name: str) -> str:
-    """Return a required string. Raises GatewayError if it is missing or not a string."""
+    """Return a required member that is a string.
+
+    Raises GatewayError if it is missing or not a string.
+    """
     if name not in members:
         raise missing_member(name)
     value = member_value(members, name)
@@ -156,9 +163,10 @@ def string_member(members: Mapping[str, msgspec.Raw], name: str) -> str:
 
 
 def member_value(members: Mapping[str, msgspec.Raw], name: str) -> Any:
-    """Decode one string, number or literal; a list or object, which may be large, yields ().
+    """Decode a member that is a string, number or literal; return () for a list or an object.
 
-    Raises GatewayError for a number that no decoder can represent.
+    Lists and objects may be large, so they are not decoded. Raises GatewayError for a number that
+    cannot be represented.
     """
     raw = members[name]
     if memoryview(raw)[0] in _COMPOUND:
@@ -170,6 +178,6 @@ def member_value(members: Mapping[str, msgspec.Raw], name: str) -> Any:
 
 
 def join_members(members: Mapping[str, msgspec.Raw]) -> bytes:
-    """Encode an object from the raw values of its members."""
+    """Return the JSON of an object with these members, whose values are raw JSON."""
     pairs = (json.dumps(name).encode() + b":" + bytes(value) for name, value in members.items())
     return b"{" + b",".join(pairs) + b"}"

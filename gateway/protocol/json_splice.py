@@ -1,7 +1,7 @@
-"""Apply a dialect's edits to a request's JSON.
+"""Applies the edits of an engine dialect to the JSON of a request.
 
-Raw values are joined, never decoded and encoded again. Edits that only add members which a client's
-body cannot contain (parsing drops those) are spliced in before the closing brace.
+Raw values are joined without being decoded. Parsing drops some members that clients may not send;
+edits that only add such members are spliced in before the closing brace.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SHAPING = frozenset(("n", "best_of", "prompt", "prompt_logprobs", "echo"))
 
 
 class _Keys(dict[str, bytes]):
-    """A member's name as it follows another member in a body, comma and colon included.
+    """The text between two members of a JSON object by the second one's name: comma, name, colon.
 
-    Common names are prepared.
+    The texts of common names are prepared.
     """
 
     def __missing__(self, name: str) -> bytes:
@@ -46,7 +46,7 @@ _KEYS = _Keys(
 
 
 def shape(members: Members) -> SplitShape:
-    """Return what decides whether a request of these members can be split."""
+    """Return the properties that decide whether prefill and decode of a request can be split."""
     limit = _number(members.get("max_completion_tokens")) or _number(members.get("max_tokens"))
     if _SHAPING.isdisjoint(members):  # nearly every chat
         return SplitShape(max_tokens=limit)
@@ -60,9 +60,9 @@ def shape(members: Members) -> SplitShape:
 
 
 def shows_usage(members: Members) -> bool:
-    """Return whether the client sees token counts.
+    """Return whether the client receives token counts.
 
-    It does in plain answers, and in streams for which it asked.
+    Plain answers always have them, streams only if the request asks for them.
     """
     stream, raw = members.get("stream"), members.get("stream_options")
     if stream is None or bytes(stream) != b"true":
@@ -72,10 +72,9 @@ def shows_usage(members: Members) -> bool:
 
 
 def edited(body: bytes, members: Members, edits: RequestEdits, model: str | None) -> bytes:
-    """Return the body, an object of these members, with the edits applied.
+    """Return a request body with edits applied; `members` are the members of `body`.
 
-    `model` replaces the model name; None leaves it. The body itself may be empty if the edits drop
-    a member.
+    `model` replaces the model name; None leaves it. `body` may be empty if the edits drop a member.
     """
     drop, keep = edits.drop, edits.keep
     if model is None and not drop and keep is None:
@@ -92,15 +91,15 @@ def edited(body: bytes, members: Members, edits: RequestEdits, model: str | None
 
 
 def _number(raw: msgspec.Raw | None) -> int | None:
-    """Decode a member that parsing has found to be an integer or null."""
+    """Decode a member that parsing has found to be an integer or null; return None if missing."""
     number: int | None = None if raw is None else _any(raw)
     return number
 
 
 def _count_prompts(raw: msgspec.Raw) -> int:
-    """Count the prompts of a completion.
+    """Return the number of prompts in the `prompt` member of a completions request.
 
-    A text or a list of ids is one prompt; a list of texts or of such lists is several.
+    A text or a list of token ids is one prompt; a list of texts or of such lists is several.
     """
     if _LIST_OF_PROMPTS.match(raw) is None:
         return 1

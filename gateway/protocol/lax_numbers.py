@@ -1,4 +1,4 @@
-"""Numbers as vLLM accepts them: 3, 3.0 and "3" are the same integer."""
+"""Reads integers in every form that vLLM accepts: 3, 3.0 and "3" are the same integer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _INTEGER = re.compile(r"\s*([+-]?[0-9]{1,24})(?:\.0*)?\s*", re.ASCII)
 
 
 def lax_integer(value: object) -> int | None:
-    """Return the integer that a JSON value stands for; None if it stands for none.
+    """Return a decoded JSON value as an integer, or None if it represents none.
 
-    A boolean stands for none: a client that sends one has mixed up two members.
+    A boolean gives None: a client that sends one has confused two members.
     """
     if isinstance(value, bool):
         return None

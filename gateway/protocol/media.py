@@ -1,8 +1,7 @@
-"""Base64 media in prompts: images, audio and files, which must not be counted as text.
+"""Detects base64 media in prompts (images, audio, files), which must not be counted as text.
 
-Finds them in raw JSON and replaces them by stand-ins for estimates and fingerprints. What engines
-receive does not change. How many tokens media take is learnt in
-policies/admission/prompt_length.py.
+For estimates and fingerprints, media in raw JSON are replaced by placeholders. Engines receive the
+original body. policies/admission/prompt_length.py learns how many tokens media take.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _LIST = re.compile(
 
 
 class MediaSize(NamedTuple):
-    """The media of a prompt: their number, and the tokens that they are estimated to take."""
+    """The number of media in a prompt, and the tokens that they are estimated to take."""
 
     parts: int = 0
     tokens: int = 0
@@ -51,9 +50,9 @@ NO_MEDIA = MediaSize()
 
 
 def may_contain_media(body: bytes) -> bool:
-    """Whether the body may contain media, judged by sampling.
+    """Return whether a body may contain base64 media, judged by sampling.
 
-    Text has a blank or a quote every few words, so a few windows are enough to rule media out.
+    Text has a blank or a quote every few words, so a few samples suffice to rule media out.
     """
     for start in range(_STEP, len(body), _STEP):
         end = start + _WINDOW
@@ -63,10 +62,11 @@ def may_contain_media(body: bytes) -> bool:
 
 
 def replace_media(prompt: bytes) -> tuple[bytes, MediaSize]:
-    """Replace each medium in the prompt's JSON by a stand-in; return their number and tokens.
+    """Replace each medium in the prompt's JSON by a placeholder; also return their size.
 
-    A stand-in has as many bytes as text of the medium's tokens. It is derived from the medium's
-    hash, so prompts with different media differ, and those with equal ones share their beginning.
+    A placeholder has as many bytes as text with the medium's tokens. It is derived from the
+    medium's hash, so prompts with different media differ, and prompts with equal media share their
+    beginning.
     """
     sizes: list[int] = []
 
@@ -83,7 +83,7 @@ def replace_media(prompt: bytes) -> tuple[bytes, MediaSize]:
 
 
 def _stand_in(medium: memoryview) -> tuple[bytes, int]:
-    """Return the stand-in of a medium, base64 or a data URL with it, and its tokens."""
+    """Return the placeholder for a medium (base64, or a data URL with it), and its tokens."""
     digest = hashlib.blake2b(medium, digest_size=_DIGEST_BYTES).hexdigest().encode()
     data_url = _DATA_URL.match(medium)
     tokens = image_tokens(medium if data_url is None else medium[data_url.end() :])

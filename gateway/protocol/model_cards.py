@@ -1,4 +1,4 @@
-"""The pages of models: OpenAI's shape, and Anthropic's for clients that send its headers."""
+"""The responses of /v1/models, in OpenAI's format or in Anthropic's for clients of that API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIMIT = re.compile(r"[0-9]{1,4}")
 
 
 class ListedModel(Protocol):
-    """A model as its card shows it. `context_tokens` is None when the limit is unknown."""
+    """A model that is listed to clients; `context_tokens` is None when the limit is unknown."""
 
     @property
     def name(self) -> str: ...
@@ -26,12 +26,12 @@ class ListedModel(Protocol):
 
 
 def wants_anthropic(headers: Mapping[str, str]) -> bool:
-    """Return whether the client of a page speaks Anthropic's API: its SDKs send the version."""
+    """Return whether a client uses Anthropic's API: its SDKs send the header anthropic-version."""
     return VERSION_HEADER in headers
 
 
 def openai_card(name: str, model: ListedModel, created: int) -> dict[str, object]:
-    """Return a model in OpenAI's shape; `created` is in Unix seconds."""
+    """Return the description of a model in OpenAI's format; `created` is in Unix seconds."""
     return {
         "id": name,
         "object": "model",
@@ -43,13 +43,13 @@ def openai_card(name: str, model: ListedModel, created: int) -> dict[str, object
 
 
 def openai_list(models: Mapping[str, ListedModel], created: int) -> dict[str, object]:
-    """Return the list of all models in OpenAI's shape."""
+    """Return the list of all models in OpenAI's format."""
     cards = [openai_card(name, models[name], created) for name in sorted(models)]
     return {"object": "list", "data": cards}
 
 
 def anthropic_card(name: str, model: ListedModel, created: int) -> dict[str, object]:
-    """Return a model in Anthropic's shape; `created` is in Unix seconds."""
+    """Return the description of a model in Anthropic's format; `created` is in Unix seconds."""
     moment = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     card: dict[str, object] = {
         "type": "model",
@@ -65,7 +65,7 @@ def anthropic_card(name: str, model: ListedModel, created: int) -> dict[str, obj
 def anthropic_list(
     models: Mapping[str, ListedModel], created: int, query: Mapping[str, str]
 ) -> dict[str, object]:
-    """Return a page of the models in Anthropic's shape, as `query` selects it.
+    """Return one page of the list of models in Anthropic's format, as `query` selects it.
 
     Raises GatewayError (400) for an invalid limit or an unknown cursor.
     """
@@ -80,7 +80,7 @@ def anthropic_list(
 
 
 def _page(names: Sequence[str], query: Mapping[str, str]) -> tuple[Sequence[str], bool]:
-    """Return the names of a page, and whether more follow in its direction."""
+    """Return the model names on a page, and whether more names follow in its direction."""
     limit = _limit(query.get("limit"))
     if "before_id" in query:
         before = names[: _position(names, query["before_id"], "before_id")]

@@ -1,8 +1,8 @@
-"""Parses an OpenAI request body into a Call. No types of an HTTP library and no I/O.
+"""Parses the body of a request into a Call. Independent of HTTP libraries and I/O.
 
-The body is decoded once, one level deep (gateway/protocol/json_members.py): a 400 kB prompt is
-scanned but not rebuilt. Unknown members pass, members that control engine internals are dropped,
-and the body is re-encoded only if it changes.
+The body is decoded once, one level deep (gateway/protocol/json_members.py), so a prompt of 400 kB
+is scanned but not rebuilt. Unknown members pass, members that control engine internals are dropped,
+and the body is encoded again only if it changes.
 """
 
 from __future__ import annotations
@@ -91,26 +91,26 @@ _GUARDED = frozenset((*MAX_NUMBERS, *MAX_MEMBER_BYTES))
 
 
 class ModelInfo(Protocol):
-    """What the parser must know about a model."""
+    """The properties of a model that the parser needs."""
 
     @property
     def served_model(self) -> str:
-        """The name that engines use."""
+        """The name that engines use for the model."""
         ...
 
     @property
     def context_tokens(self) -> int | None:
-        """The maximum context length; None if unknown."""
+        """The maximum context length in tokens, or None if unknown."""
         ...
 
     @property
     def sequences(self) -> int:
-        """The most sequences that one request may ask for."""
+        """The maximum number of sequences (prompts times choices) that one request may ask for."""
         ...
 
     @property
     def slo(self) -> Slo:
-        """The default SLO of its requests."""
+        """The service level objective of requests that ask for no other."""
         ...
 
     @property
@@ -120,14 +120,15 @@ class ModelInfo(Protocol):
 
 
 class Call(msgspec.Struct):
-    """A parsed request: what policies need to know, and the bytes that go to the engine.
+    """A parsed request: what routing policies need to know, and the bytes that go to the engine.
 
     requested_model   the model name the client used, restored in responses if engines use another
     body              the JSON to send; empty after release(), as are `prompt` and `members`
-    prompt            its raw values that the engine renders first, media replaced by stand-ins
-    members           all its raw values by name
-    salt              only requests with equal salts (hex) share cached prompts; b"" for none
-    estimated_tokens  prompt tokens as estimated from its bytes; 0 if they were counted
+    prompt            the raw values that the engine renders first; media replaced by placeholders
+    members           all members of the body as raw values, by name
+    salt              requests share cached prompts only if their salts (hex) are equal; b"": no
+                      salt
+    estimated_tokens  prompt tokens as estimated from the number of bytes; 0 if they were counted
     media_size        the images, recordings and files in the prompt
     """
 
@@ -142,11 +143,17 @@ class Call(msgspec.Struct):
     media_size: MediaSize = NO_MEDIA
 
     def salt_member(self, name: str) -> bytes:
-        """Return the salt as a further member `name`; b"" if the engine takes none (no name)."""
+        """Return the cache salt as JSON text that adds a member called `name` to a body.
+
+        The result is b"" if the call has no salt or `name` is "" (the engine accepts no salt).
+        """
         return b',"%b":"%b"' % (name.encode(), self.salt) if name and self.salt else b""
 
     def with_member(self, member: bytes) -> Call:
-        """Return a copy with `member` spliced into the body before its closing brace."""
+        """Return a copy with `member` spliced into the body before its closing brace.
+
+        A call whose body is a form is returned unchanged.
+        """
         body = self.body
         if self.api.is_form:  # engines read no such member from a form
             return self
@@ -154,9 +161,10 @@ class Call(msgspec.Struct):
         return msgspec.structs.replace(self, body=b"".join((memoryview(body)[:end], member, b"}")))
 
     def adapted_to(self, model: str, known: frozenset[str] | None) -> Call:
-        """Return this call for an engine with another model name, or a limited set of members.
+        """Return this call for an engine that uses another model name or accepts fewer members.
 
-        `known`: the members that the engine accepts; None: all. Returns self if nothing changes.
+        `known` has the members that the engine accepts; None means all. Returns self if nothing
+        changes.
         """
         members = self.members
         if self.api.is_form:
@@ -170,18 +178,18 @@ class Call(msgspec.Struct):
         return msgspec.structs.replace(self, body=join_members(accepted), members=accepted)
 
     def release(self) -> None:
-        """Drop the bytes: the engine has received them, and no retry follows the first token."""
+        """Free the body: the engine has received it, and no retry follows the first token."""
         self.body, self.prompt, self.members = b"", (), {}
 
 
 class CallContext(msgspec.Struct, frozen=True):
     """What is known about a request before its body is parsed.
 
-    preferences     what its headers and tenant specify
-    arrived_s       when the body was complete, monotonic seconds
-    output_lengths  response lengths observed so far, for requests without a bound of their own
-    cache_salts     salts of tenants and clients; None: requests get no salt
-    prompt_lengths  prompt lengths as engines counted them
+    preferences     what its headers and its tenant specify
+    arrived_s       when the body was complete (monotonic seconds)
+    output_lengths  response lengths observed so far, for requests without a limit of their own
+    cache_salts     computes cache salts; None: requests get no salt
+    prompt_lengths  ratios of counted to estimated prompt lengths, by model
     """
 
     request_id: str
@@ -203,9 +211,10 @@ def parse_call(
     context: CallContext,
     unlisted: Mapping[str, str] = _ALL_LISTED,
 ) -> Call:
-    """Parse and check a body. Raises GatewayError (400 or 404) that names the problem.
+    """Parse and check a request body, and return it as a Call.
 
-    `unlisted` has the message for a configured model that is not among `models`.
+    `unlisted` has the error message for each configured model that is not among `models`. Raises
+    GatewayError (400 or 404) that names the problem.
     """
     members = api.read(body)
     try:
@@ -264,7 +273,7 @@ def _read_prompt(
 ) -> tuple[tuple[msgspec.Raw, ...], MediaSize, int | None, int]:
     """Return the prompt's members, its media, its token ids and its longest prompt.
 
-    Lengths are in tokens; None: the body has no token ids. Further prompts count in `numbers`.
+    The last two are counts of tokens; None: no token ids. Prompts are also counted in `numbers`.
     """
     name = api.conversation
     if name not in members:
@@ -283,7 +292,10 @@ def _read_prompt(
 
 
 def _alternative(api: Api, members: Mapping[str, msgspec.Raw]) -> str:
-    """Return the member that replaces the conversation. Raises GatewayError if there is none."""
+    """Return the name of the member that replaces the conversation.
+
+    Raises GatewayError if there is none.
+    """
     names = [name for name in api.prompt if name in api.alternatives and name in members]
     if not names:
         raise missing_member(api.conversation)
@@ -293,7 +305,10 @@ def _alternative(api: Api, members: Mapping[str, msgspec.Raw]) -> str:
 def _estimate(
     prompt: Sequence[msgspec.Raw], caller: CallContext, served: str, media: MediaSize
 ) -> tuple[int, int]:
-    """Return the tokens of a prompt by its bytes, and the same corrected by engines' counts."""
+    """Estimate the tokens of a prompt: from its bytes, and corrected by engines' counts.
+
+    `served` is the engines' name of the model.
+    """
     estimated = sum(map(len, prompt)) // BYTES_PER_TOKEN + 1
     if caller.prompt_lengths is None or not caller.prompt_lengths.ratios:
         return estimated, estimated
@@ -303,7 +318,10 @@ def _estimate(
 def _salt(
     salts: CacheSalts, tenant: str, members: Mapping[str, msgspec.Raw], internal: Set[str]
 ) -> bytes:
-    """Return the cache salt of a request, in which a salt of the client's takes part."""
+    """Return the cache salt (hex) of a request; it depends on a salt that the client sent.
+
+    The result is b"" if the request has no salt.
+    """
     client_salt = _client_salt(members) if internal else b""
     return (
         salts.client_salt(tenant, client_salt) if client_salt else salts.defaults.get(tenant, b"")
@@ -311,7 +329,7 @@ def _salt(
 
 
 def _client_salt(members: Mapping[str, msgspec.Raw]) -> bytes:
-    """Return the client's own salts in one encoding; b"" if it sends none."""
+    """Return the salts that the client sent in one canonical encoding, or b"" if it sent none."""
     salts = [_salt_text(members, name) if name in members else None for name in CLIENT_SALT_MEMBERS]
     return msgspec.json.encode(salts) if any(salts) else b""
 
@@ -327,13 +345,16 @@ def _salt_text(members: Mapping[str, msgspec.Raw], name: str) -> str | None:
 
 
 def _replace_media(prompt: tuple[msgspec.Raw, ...]) -> tuple[tuple[msgspec.Raw, ...], MediaSize]:
-    """Replace each image, recording and file by a stand-in; also return what they are."""
+    """Replace the images, recordings and files in a prompt by placeholders.
+
+    Also return their number and estimated tokens.
+    """
     messages, media = replace_media(bytes(prompt[-1]))
     return ((*prompt[:-1], msgspec.Raw(messages)), media) if media.parts else (prompt, NO_MEDIA)
 
 
 def _expected_tokens(caller: CallContext, model: str, slo: Slo) -> int:
-    """Return the length of similar responses so far, or a default if there were none."""
+    """Return the expected answer tokens: the length of similar answers so far, or a default."""
     expected = (
         None
         if caller.output_lengths is None
@@ -343,7 +364,10 @@ def _expected_tokens(caller: CallContext, model: str, slo: Slo) -> int:
 
 
 def _priority(members: Mapping[str, msgspec.Raw], low_first: bool) -> int:
-    """Return the body's priority, higher first; engines interpret the number in opposite ways."""
+    """Return the priority in the body, where a higher number is always more urgent.
+
+    Engines interpret the number in opposite ways; `low_first` says that a lower one is more urgent.
+    """
     value = member_value(members, "priority")
     if not isinstance(value, int) or isinstance(value, bool):
         return 0
@@ -375,10 +399,10 @@ def _read_unusual(
     unlisted: Mapping[str, str],
     is_form: bool,
 ) -> tuple[bytes, str, ModelInfo, dict[str, int]]:
-    """Read a request that names no model, or has numbers in another form than usual.
+    """Read a request that names no model, or has integers in another form than a JSON integer.
 
-    Return its body in the usual form, the name of the model, the model, and the numbers. Raises
-    GatewayError for what is invalid. A form is not rewritten.
+    Return its body in the usual form, the name of the model, the model, and the integers by name.
+    Forms are not rewritten. Raises GatewayError for invalid values.
     """
     if "model" not in members or bytes(members["model"]) == b"null":
         names = {model.served_model for model in models.values()}
@@ -401,13 +425,14 @@ def _read_unusual(
 
 
 class LaxNumberError(Exception):
-    """Raised for an integer in a form that vLLM accepts too, such as "3"."""
+    """Raised for an integer in a form that vLLM accepts too, such as the string "3"."""
 
 
 def _numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
-    """Read the integers that have limits, and reject what could harm an engine (faults.md A06).
+    """Return the integers that have limits, by name.
 
-    Raises LaxNumberError for an integer in another form.
+    Rejects values that could harm an engine. Raises GatewayError for an invalid value, and
+    LaxNumberError for an integer that is not a JSON integer.
     """
     numbers: dict[str, int] = {}
     for name in _GUARDED.intersection(members):
@@ -421,10 +446,10 @@ def _numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
 
 
 def _bounded(name: str, value: object, members: Mapping[str, msgspec.Raw]) -> int:
-    """Return the number that an unusual value stands for; raise GatewayError for an invalid one.
+    """Return `value` as a limited integer; raise GatewayError if it is invalid.
 
-    A completion may generate nothing, to have its prompt scored. That is a token here, the least
-    that a request may count.
+    A completion may generate 0 tokens, to have its prompt scored. This returns 1 then, the least
+    that a request may count. Raises LaxNumberError for an integer that is not a JSON integer.
     """
     if type(value) is not int:
         if lax_integer(value) is None:
@@ -438,9 +463,9 @@ def _bounded(name: str, value: object, members: Mapping[str, msgspec.Raw]) -> in
 
 
 def _check_context(prompt_tokens: int, output_tokens: int, context_tokens: int) -> None:
-    """Reject a request that exceeds the context for certain; text is left to the engine.
+    """Raise GatewayError for a request that certainly exceeds the model's context length.
 
-    The token count of text can only be estimated here.
+    The tokens of text can only be estimated, so engines check prompts that are text.
     """
     total = prompt_tokens + output_tokens
     if total > context_tokens:
@@ -459,7 +484,11 @@ def _outbound(
     served: str,
     is_form: bool,
 ) -> tuple[bytes, dict[str, msgspec.Raw]]:
-    """Return the body to send and its members, without the engine-internal members `internal`."""
+    """Return the body to send to an engine, and its members.
+
+    The engine-internal members `internal` are removed, and the model name is the one that engines
+    use.
+    """
     xargs = _without_internal(members[EXTRA_ARGS]) if EXTRA_ARGS in members else None
     if not internal and requested == served and xargs is None:
         return body, members
@@ -475,7 +504,10 @@ def _outbound(
 
 
 def _without_internal(value: msgspec.Raw) -> msgspec.Raw | None:
-    """Drop an object's engine-internal members; None if it has none or is not an object."""
+    """Return an object without its engine-internal members.
+
+    The result is None if there is nothing to remove, or `value` is no object.
+    """
     try:
         members = decode_object(value)
     except TooManyMembersError:

@@ -1,8 +1,9 @@
-"""Relays one response: bytes from the engine in, bytes for the client out. Sans-IO.
+"""Relays one response: takes bytes from the engine and returns bytes for the client. No I/O.
 
-The engine's head is replaced by the gateway's and held until the first body byte, so that anything
-before that can still be retried elsewhere. The body is forwarded as received, chunk framing
-included, and only scanned: for the first token, events, usage, finish reasons and a proper end.
+The engine's response head is replaced by the gateway's and held until the first body byte, so that
+a failure before that can still be retried elsewhere. The body is forwarded as received, chunk
+framing included. It is only scanned: for the first token, events, usage, finish reasons and a
+proper end.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ EVENT_MARKER, _ERROR = b"\ndata:", b'"error"'
 
 
 class RelayState(Enum):
-    """State of a relay. In HEAD and HELD a retry elsewhere is possible; in FLOWING it is not."""
+    """The state of a relay; a retry elsewhere is possible in HEAD and HELD, but not in FLOWING."""
 
     HEAD = auto()
     REFUSED = auto()
@@ -76,7 +77,7 @@ HEAD, REFUSED, HELD, FLOWING, DONE = RelayState
 
 
 class Relay:
-    """One response in transit: feed() engine bytes, send what it returns, until `state` is DONE.
+    """One response in transit: pass engine bytes to feed() and send what it returns, until DONE.
 
     Set by the caller:
     own_headers       the gateway's header fields, each ending in CRLF, without framing
@@ -85,7 +86,7 @@ class Relay:
     hold_until_token  hold a stream back until its first token; engines send a role before it
     chunk_gaps        histogram of the times between chunks, or None
     rewriter          replaces the engine's model name by the client's, or None if they are equal
-    translator        turns the payload into the client's API, or None if that is the engine's
+    translator        translates the payload to the client's API, or None if the engine has that API
     choice_count      choices the client asked for, each of which ends with a finish reason
 
     Results, with times as given to feed() or None:
@@ -174,14 +175,15 @@ class Relay:
 
     @property
     def is_connection_reusable(self) -> bool:
-        """Whether the engine's connection can carry another request."""
+        """Whether the engine's connection can carry another request after this response."""
         body, head = self._body, self.head
         return head is not None and head.keep_alive and body.is_complete and not body.surplus_bytes
 
     def feed(self, data: bytes, now: float) -> bytes:
         """Process bytes from the engine and return bytes for the client.
 
-        Raises UpstreamError when the response is malformed or broken.
+        `now` is in monotonic seconds. Raises UpstreamError when the response is malformed or
+        broken.
         """
         if self.state is not FLOWING:
             return self._begin(data, now)
@@ -210,7 +212,7 @@ class Relay:
         return data
 
     def eof(self) -> bytes:
-        """Handle the engine's close and return the last bytes for the client.
+        """Handle the end of the engine's connection and return the last bytes for the client.
 
         Raises UpstreamError if the response is incomplete.
         """
@@ -228,7 +230,7 @@ class Relay:
 
     @property
     def is_at_boundary(self) -> bool:
-        """Whether an SSE event of the gateway could follow what the client has received."""
+        """Whether the gateway could add an SSE event to what the client has received so far."""
         if (
             not self._is_sse
             or self._body.is_complete
@@ -241,9 +243,10 @@ class Relay:
         return self.rewriter is not None and not self.rewriter.is_mid_event
 
     def end_with_error(self, failure: Failure, message: str) -> bytes:
-        """Return the bytes that tell a committed client that the stream fails, if possible.
+        """Return the bytes that report a failure at the end of a stream that has begun.
 
-        Within a chunk or an event nothing can be added; closing the connection has to do.
+        The result is b"" within a chunk or an event, where nothing can be added. The client then
+        notices the failure because its connection is closed.
         """
         if not self.is_at_boundary:
             return b""
@@ -252,19 +255,22 @@ class Relay:
 
     @property
     def _is_done_sent(self) -> bool:
-        """Whether the client has received [DONE], after which nothing may follow."""
+        """Whether the client has received the event [DONE], after which nothing may follow."""
         return self._has_done_marker
 
     @property
     def usage(self) -> TokenUsage:
-        """Token counts, parsed on first access; only valid once the response is complete."""
+        """The token counts of the answer; valid only once the response is complete.
+
+        They are parsed on first access.
+        """
         if self._usage_result is None:
             self._usage_result = find_usage(self._usage_payload)
         return self._usage_result
 
     @property
     def finish_reason(self) -> str | None:
-        """Why generation ended, as the engine reports it; None if it did not."""
+        """The engine's reason why generation ended, or None if it reported none."""
         if self._finish_payload:
             self._finish_reason = find_finish_reason(self._finish_payload)
             self._finish_payload = b""
@@ -304,7 +310,7 @@ class Relay:
         return self._commit(data, now)
 
     def _is_undecided(self, data: bytes) -> bool:
-        """Whether the first bytes do not show yet what kind of response this is."""
+        """Return whether the first bytes do not yet show if this stream begins with an error."""
         if not data:
             return not self._body.is_complete
         return self._is_sse and isinstance(self._body, ChunkedBody) and self._holds_stream(data)
@@ -367,7 +373,10 @@ class Relay:
         return b""
 
     def _handle_leading_error(self, data: bytes, error: re.Match[bytes]) -> bytes:
-        """Turn a leading error event about the request into a refusal; raise for any other."""
+        """Treat an error event at the start of a stream as an error response.
+
+        Raises UpstreamError if the request did not cause the error.
+        """
         status = self._leading_error_status(data, error)
         if status is None:
             raise UpstreamError("engine_error", "the engine sent an error event")
@@ -375,7 +384,7 @@ class Relay:
         return self._collect_refusal(data)
 
     def _commit(self, data: bytes, now: float) -> bytes:
-        """Start forwarding the body, unless its first bytes break the response."""
+        """Start to forward the body, unless its first bytes show an error."""
         assert self.head is not None
         if self._is_sse and (error := self._find_leading_error(data)) is not None:
             return self._handle_leading_error(data, error)
@@ -396,7 +405,7 @@ class Relay:
         return out
 
     def _relay_whole(self, head: ResponseHead, payload: bytes, now: float) -> bytes:
-        """Relay a plain response that arrived in one read, without the intermediate states."""
+        """Relay a response that is no stream and arrived in one read, skipping earlier states."""
         self.head, self._body = head, COMPLETE
         self.state, self.is_committed = DONE, True
         self.first_byte_at = self.first_token_at = self.last_data_at = now
@@ -416,7 +425,7 @@ class Relay:
         return out
 
     def _client_head(self) -> bytes:
-        """Return the head for the client."""
+        """Return the response head for the client."""
         assert self.head is not None
         chunked = self._must_reframe or isinstance(self._body, ChunkedBody)
         framing = _CLOSED if self.is_http_1_0 else _CHUNKED if chunked else self.head.length_line
@@ -429,9 +438,9 @@ class Relay:
             on_first()
 
     def _scan_plain(self, payload: bytes, now: float) -> None:
-        """Scan part of a plain response, whose first byte counts as its first token.
+        """Scan a part of a response that is not a stream; its first byte counts as the first token.
 
-        Scanned throughout, since optional members such as prompt_logprobs can follow `usage`.
+        All of it is scanned, since optional members such as prompt_logprobs can follow `usage`.
         """
         if self.first_token_at is None:
             self.first_token_at = now
@@ -445,9 +454,9 @@ class Relay:
         self._last_payload = window[-TAIL_BYTES:]
 
     def _scan_events(self, payload: bytes, now: float) -> None:
-        """Scan a payload of a stream, together with the partial event that it continues.
+        """Scan a payload of a stream, together with the incomplete event that precedes it.
 
-        Uses find() because `in` first tries bytes as an int, at the cost of an exception.
+        Uses find(), because `in` first tries bytes as an int, at the cost of an exception.
         """
         window = self._resume_event(payload) if self._partial_event else payload
         self.event_count += window.count(EVENT_MARKER) + window.startswith(b"data:")
@@ -470,13 +479,19 @@ class Relay:
             self._partial_event = window[last_event_end(window) :][-MAX_PARTIAL_EVENT:]
 
     def _resume_event(self, payload: bytes) -> bytes:
-        """Prepend the partial event, which was counted when its beginning was scanned."""
+        """Return `payload` with the incomplete event of the previous payload in front of it.
+
+        That event's beginning has been counted already, so the counts are corrected.
+        """
         carry, self._partial_event = self._partial_event, b""
         self.event_count -= carry.count(EVENT_MARKER) + carry.startswith(b"data:")
         return carry + payload
 
     def _hold_size_line(self, data: bytes) -> bytes:
-        """Hold a partial size line back: it may be the last chunk's, before which [DONE] may go."""
+        """Return `data` without an incomplete chunk size line at its end, which is held back.
+
+        It may belong to the last chunk, before which the gateway may have to insert [DONE].
+        """
         data, self._held_size_line = self._held_size_line + data, self._body.partial
         return data[: len(data) - len(self._held_size_line)]
 
@@ -495,20 +510,20 @@ class Relay:
         return encode_chunk(payload) + (LAST_CHUNK if self._body.is_complete else b"")
 
     def _last_event(self, event: bytes) -> bytes:
-        """Return the gateway's own last event in the client's API."""
+        """Return the gateway's own last event in the format of the client's API."""
         return event if self.translator is None else self.translator.finish_with(event)
 
     def _missing_done_event(self) -> bytes | None:
-        """Return the [DONE] event that the engine omitted; None if the stream is incomplete."""
+        """Return the event [DONE] if the engine omitted it after a complete stream, else None."""
         if self._partial_event or self.has_error_event:
             return None
         finished = self._finished_choices or find_finished_choices(self._finish_payload)
         return b"data: [DONE]\n\n" if len(finished) >= self.choice_count else None
 
     def _finish_body(self, out: bytes) -> bytes:
-        """Finish the body; an incomplete stream ends with an error event.
+        """Finish the body; add an error event if the stream is incomplete.
 
-        SDKs would take a stream that just ends for complete.
+        Without it, SDKs would take a stream that just ends for complete.
         """
         self.state = DONE
         assert self.head is not None

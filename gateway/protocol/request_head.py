@@ -1,8 +1,8 @@
-"""The head of an ordinary request: a POST to a known path with one Content-Length. Sans-IO.
+"""Parses the head of an ordinary request: a POST to a known path with one Content-Length. No I/O.
 
-The grammar is deliberately narrower than HTTP's: it accepts what SDKs and proxies send when it is
-unambiguous where the request ends. Any other request goes to the full parser (AiohttpConnection),
-so the two never parse the same request, and this one never rejects any.
+The grammar is narrower than HTTP's: it accepts what SDKs and proxies send if the end of the request
+is unambiguous. Any other request goes to the full parser (AiohttpConnection). So a request is
+parsed by one of the two only, and this module never rejects a request.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _CONNECTION = frozenset(("keep-alive", "upgrade", "http2-settings"))
 
 
 class RequestHead:
-    """A parsed head, and the bytes around the digits of its Content-Length.
+    """A parsed request head, and the bytes before and after the digits of its Content-Length.
 
     Requests on one connection usually differ only in their length, so most heads are recognised by
-    comparing these bytes instead of parsing.
+    comparing these bytes, without parsing.
     """
 
     __slots__ = ("_after", "_before", "api", "headers")
@@ -64,9 +64,9 @@ class RequestHead:
         self._after = after
 
     def body_span(self, data: bytes, offset: int) -> tuple[int, int] | None:
-        """Return the offsets in `data` at which the body of this head begins and ends.
+        """Return the offsets in `data` at which this head's body begins and ends.
 
-        None when a different head begins at `offset`. The body may extend beyond `data`.
+        Return None if another head begins at `offset`. The body may extend beyond `data`.
         """
         if not data.startswith(self._before, offset):
             return None
@@ -78,17 +78,18 @@ class RequestHead:
 
 
 def is_partial_head(data: bytes) -> bool:
-    """Whether `data` may be the beginning of any request's head that is still incomplete.
+    """Return whether `data` may be the beginning of a request head that is still incomplete.
 
-    False as soon as the full parser could reject its line ends, so that nothing invalid is kept.
+    The result is False as soon as the full parser could reject the line ends, so that nothing
+    invalid is buffered.
     """
     return data[:1].isupper() and remains_partial_head(b"", data)
 
 
 def remains_partial_head(head: bytes, data: bytes) -> bool:
-    """Whether the partial head `head`, followed by `data`, is still a partial head.
+    """Return whether an incomplete head `head`, followed by `data`, is still incomplete.
 
-    Reads only `data`, so that a head that arrives in many pieces costs little.
+    Only `data` is read, so that a head that arrives in many pieces costs little.
     """
     if len(head) + len(data) > MAX_PARTIAL_HEAD:
         return False
@@ -98,7 +99,7 @@ def remains_partial_head(head: bytes, data: bytes) -> bool:
 
 
 def read_head(data: bytes, offset: int) -> RequestHead | None:
-    """Parse the head at `offset`; None when it is incomplete or not ordinary.
+    """Parse the request head at `offset`; return None if it is incomplete or not ordinary.
 
     Field names are converted to lower case.
     """

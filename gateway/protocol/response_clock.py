@@ -1,4 +1,4 @@
-"""The Date header of responses, formatted once a second."""
+"""The Date header line of responses, formatted once a second."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Protocol
 
 
 class ResponseLines(Protocol):
-    """Header lines that every response of a connection has, with their CRLFs."""
+    """Header lines that every response of a connection has, each ending in CRLF."""
 
     @property
     def line(self) -> str: ...
 
 
 class ResponseClock:
-    """Keeps the Date line of responses; update() is called several times a second.
+    """Keeps the Date header line of responses; update() is called several times a second.
 
     line  the header line with its CRLF; "" before the first update
     """
@@ -26,7 +26,7 @@ class ResponseClock:
         self.line = ""
 
     def update(self, unix_s: float) -> None:
-        """Set the time, in Unix seconds."""
+        """Set the current time, in Unix seconds."""
         second = int(unix_s)
         if second != self._second:
             self._second = second

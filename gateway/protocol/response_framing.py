@@ -1,6 +1,6 @@
-"""HTTP/1.1 response framing, sans-IO: response heads, and bodies that yield their payload.
+"""Parses HTTP/1.1 responses without I/O: the head, and a body whose payload it returns.
 
-Strict wherever leniency would let two parsers disagree about the end of a body (faults.md A01).
+Strict wherever a lenient parser could disagree with another one about the end of a body.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class ResponseHead(msgspec.Struct, frozen=True):
 # Cached: heads of one engine are mostly equal for at least a second, until their date changes.
 @lru_cache(maxsize=64)
 def parse_head(head: bytes) -> ResponseHead:
-    """Parse a head (status line and fields, ending in one CRLF). Raises FramingError."""
+    """Parse a response head (status line and fields, ending in one CRLF).
+
+    Raises FramingError if it is malformed or ambiguous.
+    """
     if not (head.startswith(b"HTTP/1.") and head[9:12].isdigit()):
         raise FramingError("not an HTTP/1.x status line")
     pairs = [(name, value.strip(b" \t")) for name, value in _FIELDS.findall(head.lower())]
@@ -95,7 +98,7 @@ def parse_head(head: bytes) -> ResponseHead:
 
 
 class ResponseBody(Protocol):
-    """A response body being received: feed() returns the payload within the bytes.
+    """A response body that is being received; feed() returns the payload within received bytes.
 
     is_complete           the end of the body has been received
     at_chunk_boundary     a new chunk could be inserted here, in place of `partial`
@@ -119,7 +122,7 @@ class ResponseBody(Protocol):
 
 
 class ChunkedBody:
-    """Parses Transfer-Encoding: chunked, however the bytes are split."""
+    """A body with Transfer-Encoding: chunked, which may arrive in pieces of any size."""
 
     __slots__ = (
         "_expects_crlf",
@@ -148,7 +151,10 @@ class ChunkedBody:
         return not (self._missing or self._expects_crlf)
 
     def single_chunk_offset(self, data: bytes) -> int:
-        """Return the payload's offset if `data` is exactly one chunk, as for a token; else 0."""
+        """Return the offset of the payload if `data` is exactly one chunk, as for a token.
+
+        The result is 0 otherwise.
+        """
         line = _LINES.get(len(data))
         if (
             line is not None
@@ -222,7 +228,10 @@ class ChunkedBody:
 
 
 def _whole_chunks(data: bytes, offset: int, pieces: list[bytes]) -> int:
-    """Append the payloads of the complete small chunks at `offset`; return where they end."""
+    """Append the payloads of the complete small chunks at `offset` to `pieces`.
+
+    Return the offset at which these chunks end.
+    """
     while (line_end := data.find(b"\r\n", offset + 1, offset + 5)) > 0:
         size = _SIZES.get(data[offset:line_end])
         if size is None or not data.startswith(b"\r\n", line_end + 2 + size):
@@ -233,7 +242,7 @@ def _whole_chunks(data: bytes, offset: int, pieces: list[bytes]) -> int:
 
 
 class LengthBody:
-    """A body with a Content-Length."""
+    """A body whose length is given by Content-Length."""
 
     __slots__ = (
         "_remaining",
@@ -263,7 +272,7 @@ class LengthBody:
 
 
 class RawBody:
-    """A body that ends when the connection closes, so truncation cannot be detected."""
+    """A body that ends when the connection closes, so a cut-off body cannot be detected."""
 
     __slots__ = ("has_trailers", "is_complete", "last_chunk_offset", "partial", "surplus_bytes")
     at_chunk_boundary = was_at_boundary = True
@@ -292,5 +301,5 @@ def new_body(head: ResponseHead) -> ChunkedBody | LengthBody | RawBody:
 
 
 def encode_chunk(payload: bytes) -> bytes:
-    """Encode one chunk; b"" for an empty payload, since an empty chunk would end the body."""
+    """Return `payload` as one chunk, or b"" if it is empty: an empty chunk would end the body."""
     return b"%x\r\n%b\r\n" % (len(payload), payload) if payload else b""

@@ -1,9 +1,9 @@
-"""Ids of responses that lead back to the engine that keeps them, without any table.
+"""Ids of stored responses that identify the engine that stores them, without any table.
 
-An id is a random number, a code and perhaps a model name. The code is an HMAC over the number, the
-endpoint and the name, with a key of the tenant: a gateway with the key finds the endpoint by
-computing the codes of all endpoints. Gateways with the same configuration have the same keys. An
-id of another tenant, an invented one and one of a removed endpoint cannot be told apart.
+An id consists of a random number, a code and optionally a model name. The code is an HMAC over the
+number, the endpoint and the name, keyed per tenant. A gateway with the key finds the endpoint by
+computing the codes of all endpoints. Gateways with the same configuration have the same keys. The
+id of another tenant, an invented id and the id of a removed endpoint look alike to a gateway.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LABEL = b"penstock response id 1"
 
 
 class KeptResponse(NamedTuple):
-    """Where a response is kept: the endpoint's name, and the model's name as the client gave it.
+    """Where a response is stored: the endpoint's name, and the model's name as the client gave it.
 
     The model is "" if engines use the same name.
     """
@@ -36,17 +36,20 @@ class KeptResponse(NamedTuple):
 
 
 class ResponseIds:
-    """Creates and reads the ids of one configuration. Immutable."""
+    """Creates and reads the response ids of one configuration. Immutable."""
 
     __slots__ = ("_keys", "_open_key")
 
     def __init__(self, keys: Mapping[str, bytes], open_key: bytes) -> None:
-        """Initialize with HMAC keys by tenant; `open_key` is for requests without a tenant."""
+        """Initialize with an HMAC key per tenant; `open_key` is for requests without a tenant."""
         self._keys = keys
         self._open_key = open_key
 
     def new(self, tenant: str, endpoint: str, model: str = "") -> str:
-        """Create the id of a response that the endpoint will keep. See KeptResponse for `model`."""
+        """Return a new id for a response that `endpoint` will store.
+
+        `model` is the client's name of the model, or "" if engines use the same name.
+        """
         key, number = self._key(tenant), secrets.token_bytes(_NUMBER_BYTES)
         name = model.encode("utf-8", "surrogatepass")
         hidden = _mask(key, number, name) if len(name) <= _MAX_NAME_BYTES else b""
@@ -54,7 +57,10 @@ class ResponseIds:
         return PREFIX + urlsafe_b64encode(sealed).rstrip(b"=").decode()
 
     def find(self, response_id: str, tenant: str, endpoints: Iterable[str]) -> KeptResponse | None:
-        """Return where a response is kept; None for an id of another tenant or endpoint."""
+        """Return where a response is stored, or None if the id belongs to none of these endpoints.
+
+        The result is also None for the id of another tenant's response.
+        """
         sealed = _decoded(response_id)
         if sealed is None:
             return None
@@ -70,10 +76,10 @@ class ResponseIds:
 
 
 def new_response_ids(config: Config) -> ResponseIds:
-    """Create the ids of a configuration.
+    """Create the ResponseIds of a configuration.
 
     The secret is that of cache salts: `cache.secret`, else the key that the gateways share. Without
-    both, each tenant's is derived from its API key.
+    both, each tenant's secret is derived from its API key.
     """
     secret = shared_secret(config)
     keys = {
@@ -86,7 +92,7 @@ def new_response_ids(config: Config) -> ResponseIds:
 
 
 def _decoded(response_id: str) -> bytes | None:
-    """Return the bytes of an id; None if it has not the form of one."""
+    """Return the bytes that a response id encodes, or None if the text is no response id."""
     if not response_id.startswith(PREFIX) or len(response_id) > MAX_ID_CHARS:
         return None
     text = response_id[len(PREFIX) :]
@@ -105,6 +111,6 @@ def _code(key: bytes, number: bytes, endpoint: str, hidden: bytes) -> bytes:
 
 
 def _mask(key: bytes, number: bytes, name: bytes) -> bytes:
-    """Hide a name, or show it again."""
+    """Encrypt a name with a key stream, or decrypt an encrypted one (XOR does both)."""
     stream = hmac.digest(key, b"name" + number, "sha512")
     return bytes(a ^ b for a, b in zip(name, stream, strict=False))

@@ -1,9 +1,9 @@
-"""Whether an answer could be continued exactly, and the request for its rest.
+"""Decides whether a broken answer could be continued exactly, and builds the request for its rest.
 
-The members of a request pass a whitelist, because engines accept members that the gateway does not
-know, and any of them may depend on the tokens generated so far. What does, and cannot be handed to
-another engine (a partial stop string, a penalty, a grammar, a parser's state), must be absent or
-have a value that turns it off.
+Another engine can continue an answer only if no member of the request depends on the tokens so far.
+Such state (a partial stop string, a penalty, a grammar, a parser's state) cannot be passed on.
+Engines accept members that the gateway does not know, so members are checked against a list of
+permitted ones; others must be absent or turned off.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ _any = msgspec.json.Decoder().decode
 
 
 class ContinuationTerms(msgspec.Struct, frozen=True):
-    """What the request for the rest of an answer has to repeat.
+    """What the request for the rest of an answer has to repeat from the client's request.
 
     chat         the client's request is a chat
-    sampling     members of the request that hold for the rest too, raw
+    sampling     members of the request that apply to the rest too, raw
     max_tokens   most tokens of the whole answer; None: as many as fit the context
     min_tokens   fewest tokens of the whole answer
-    shows_usage  the client wants token counts
+    shows_usage  the client receives token counts
     """
 
     chat: bool
@@ -95,9 +95,9 @@ class ContinuationTerms(msgspec.Struct, frozen=True):
         shown: Sequence[int],
         extra_members: Mapping[str, str] = _NO_MEMBERS,
     ) -> bytes:
-        """Return the body of a completion that continues after the tokens `said`.
+        """Return the body of a completions request that continues after the token ids `shown`.
 
-        `more` are further members, by name.
+        `prompt` has the prompt's token ids, `extra_members` raw JSON of further members by name.
         """
         left = None if self.max_tokens is None else self.max_tokens - len(shown)
         body = {
@@ -116,7 +116,7 @@ class ContinuationTerms(msgspec.Struct, frozen=True):
 
 
 def continuation_terms(call: Call) -> ContinuationTerms | None:
-    """Return the terms of a request whose answer could be continued exactly; None otherwise."""
+    """Return the terms for continuing the answer of a request, or None if that would be inexact."""
     members = call.members
     chat = call.api is CHAT
     if not call.api.can_resume or not call.request.stream or call.request.choices != 1:
@@ -143,10 +143,10 @@ def continuation_terms(call: Call) -> ContinuationTerms | None:
 
 
 def call_with_token_ids(call: Call, model: str, salt_member: str) -> Call:
-    """Return the call for an engine that is to report the ids and the running count of its tokens.
+    """Return the call for an engine that is to report its tokens' ids and their running count.
 
-    The engine serves the model under the name `model`, and takes the cache salt in `salt_member`,
-    if that is not "".
+    The engine serves the model under the name `model`. It accepts the cache salt in the member
+    `salt_member`, or nowhere if that is "".
     """
     edits = with_token_ids(RequestEdits())
     if call.salt:
@@ -157,7 +157,7 @@ def call_with_token_ids(call: Call, model: str, salt_member: str) -> Call:
 
 
 def with_token_ids(edits: RequestEdits) -> RequestEdits:
-    """Return the edits with members by which the engine reports its tokens' ids and count."""
+    """Return `edits` with members that make the engine report its tokens' ids and count."""
     put, drop = edits.put + _REPORT.put, edits.drop | _REPORT.drop
     return msgspec.structs.replace(edits, put=put, drop=drop)
 
@@ -172,9 +172,9 @@ def _is_continuable(name: str, raw: msgspec.Raw, *, chat: bool) -> bool:
 
 
 def _most_tokens(members: Members, chat: bool) -> int | None:
-    """Return the limit of the answer; None without one.
+    """Return the limit on the answer's tokens, or None without one.
 
-    Parsing has found limits to be integers or null.
+    Parsing has checked that limits are integers or null.
     """
     most: int | None = None
     if chat:

@@ -1,7 +1,7 @@
-"""Rewrites values in responses: the model name, and a decoder's number of cached tokens.
+"""Replaces values in responses as they stream: the model name, and the number of cached tokens.
 
-Runs in time linear in the response and holds little of it, however long an event or JSON body is.
-Used only where the values differ.
+Takes time linear in the response and holds little of it back, however long an event or JSON body
+is. Used only where the values differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MAX_BLANKS = 64  # between a member's name and its value
 class ModelNameRewriter:
     """Replaces `"model": "<served>"` in a payload as it streams: SSE by event, JSON as it arrives.
 
-    Only a member can match the pattern, since quotes inside JSON strings are escaped.
+    Only a JSON member can match the pattern, since quotes inside JSON strings are escaped.
 
     is_mid_event  part of an event has been released, but not its end
     """
@@ -31,14 +31,17 @@ class ModelNameRewriter:
         self.is_mid_event = False
 
     def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
-        """Return the rewritten payload; the possible start of a match waits for the next call."""
+        """Return the rewritten payload, as far as no match can extend beyond it.
+
+        The possible start of a match is held back until the next call.
+        """
         window = self._pending + payload if self._pending else payload
         cut = len(window) if is_complete else self._releasable(window, sse=is_sse)
         self._pending = window[cut:]
         return self._rewrite(window[:cut]) if cut else b""
 
     def _releasable(self, window: bytes, *, sse: bool) -> int:
-        """Return how many bytes can be released without cutting a match or, if short, an event."""
+        """Return how many bytes can be released without splitting a match or a short event."""
         whole = whole_events_length(window) if sse else 0
         if sse and len(window) - whole <= MAX_HELD_EVENT:
             self.is_mid_event = self.is_mid_event and not whole
@@ -62,10 +65,11 @@ class ModelNameRewriter:
 
 
 class CachedTokensRewriter(ModelNameRewriter):
-    """Also replaces the number of cached tokens by the prefiller's.
+    """Replaces the model name, and the number of cached tokens by that of the prefill engine.
 
-    A decoder that received the KV cache from a prefiller reports all of it as a cache hit.
-    `cached_tokens` is set when the prefill response arrives; None keeps the decoder's number.
+    A decode engine that received the KV cache from a prefill engine reports all of it as a cache
+    hit. `cached_tokens` is set when the prefill response arrives; None keeps the decode engine's
+    number.
     """
 
     _CACHED = re.compile(rb'("cached_tokens":[ \t\r\n]{0,%d})\d{1,15}' % _MAX_BLANKS)
@@ -86,6 +90,6 @@ class CachedTokensRewriter(ModelNameRewriter):
 
 
 def whole_events_length(text: bytes) -> int:
-    """Return the length of the complete events in `text`: up to its last blank line."""
+    """Return the length of the complete events in `text`, that is, up to its last blank line."""
     lf, crlf = text.rfind(b"\n\n"), text.rfind(b"\n\r\n")
     return max(lf + 2 if lf >= 0 else 0, crlf + 3 if crlf >= 0 else 0)

@@ -1,8 +1,8 @@
 """Counts the sequences that one request makes an engine generate: prompts times choices.
 
-A request may hold a list of prompts, each of which is scheduled like a request of its own. They
-are counted in raw JSON by their quotes or brackets, without decoding. Lists of anything else are
-counted too; engines reject those.
+A request may hold a list of prompts, each of which is scheduled like a request of its own. They are
+counted in raw JSON by their quotes or brackets, without decoding. Invalid lists are counted too;
+engines reject those.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _LIST = ord("[")
 
 
 class Prompts(NamedTuple):
-    """The prompts of a completions request.
+    """The number of prompts in a request, and their token ids if they are given as ids.
 
-    token_id_count     token ids in all of them; None for text
+    token_id_count     token ids in all prompts; None for text
     longest_token_ids  token ids in the longest prompt
     """
 
@@ -39,7 +39,7 @@ ONE_PROMPT = Prompts()
 
 
 def read_prompts(members: Mapping[str, msgspec.Raw], name: str, most: int) -> Prompts:
-    """Count the prompts in the member `name`. Raises GatewayError for more than `most`."""
+    """Count the prompts in the member `name`. Raises GatewayError if there are more than `most`."""
     prompts = _read(members[name], name, most)
     embeds = members.get(EMBEDS_MEMBER)
     if embeds is not None and memoryview(embeds)[0] == _LIST:
@@ -53,12 +53,10 @@ def read_prompts(members: Mapping[str, msgspec.Raw], name: str, most: int) -> Pr
 def count_sequences(
     numbers: Mapping[str, int], most: int, *, generates: bool = True
 ) -> tuple[int, int]:
-    """Return the number of choices in the response, and of prompts.
+    """Return the number of choices in the response, and the number of prompts.
 
-    A request that generates no text has one response for all its prompts.
-
-    `numbers` holds the request's values of the SEQUENCE_MEMBERS. Raises GatewayError for more
-    than `most` sequences.
+    A request that generates no text has one response for all its prompts. `numbers` holds the
+    request's values of the SEQUENCE_MEMBERS. Raises GatewayError for more than `most` sequences.
     """
     prompts, choices = numbers.get(PROMPT_MEMBER, 1), numbers.get("n", 1)
     if not generates:
@@ -86,7 +84,7 @@ def _read(prompt: msgspec.Raw, name: str, most: int) -> Prompts:
 
 
 def _count_strings(text: bytes, most: int) -> int:
-    """Count the strings in some JSON; stop somewhere above `most`."""
+    """Return the number of strings in some JSON text; counting stops somewhere above `most`."""
     quotes = start = 0
     while start < len(text) and quotes <= 2 * most:
         end = start + SLICE

@@ -1,6 +1,6 @@
-"""Service-level headers of a request: service class, budgets, priority, session and client timeout.
+"""Reads service-level headers: class, latency budgets, priority, session and client timeout.
 
-Members of the body that mean the same are read in protocol/openai.py; policies/ acts on the result.
+Body members with the same meaning are read in protocol/openai.py; policies/ acts on the result.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ _PRIORITY = re.compile(r"[+-]?[0-9]{1,2}")
 
 
 class RequestPreferences(msgspec.Struct, frozen=True):
-    """What the headers and the tenant specify; None leaves it to the model or the configuration.
+    """What a request's headers and its tenant specify; None leaves a value to the model's defaults.
 
-    slo                 the service class; ttft_s and tpot_s override its budgets
+    slo                 the service class; ttft_s and tpot_s override its latency budgets
     header_priority     priority from the header, at most `max_priority` for this tenant
     default_priority    the effective priority when the body does not give one
     session             key of the session, "" without one; session_source: its header
     session_hints       what the headers say about the session's future; None: nothing
     client_request_id   the client's own id of the request, for the access log
-    patience_s          how long the client waits for the first byte
+    patience_s          how long the client waits for the first byte, in seconds
     has_short_deadline  patience_s is so short that it is checked even when nothing is overloaded
     is_default          neither a class nor a budget is given
     """
@@ -82,16 +82,16 @@ class RequestPreferences(msgspec.Struct, frozen=True):
     client_request_id: str = ""
 
     def resolve_slo(self, model_slo: Slo) -> Slo:
-        """Return the SLO of a request for a model whose default SLO is `model_slo`."""
+        """Return the service level objective of a request; `model_slo` is the model's default."""
         slo = self.slo or model_slo
         if self.ttft_s is None and self.tpot_s is None:
             return slo
         return Slo(slo.name, self.ttft_s or slo.ttft_s, self.tpot_s or slo.tpot_s, slo.weight)
 
     def effective_priority(self, priority: int) -> int:
-        """Return the effective priority, given the body's; the header's takes precedence.
+        """Return the effective priority; `priority` is the body's, and the header takes precedence.
 
-        Limited to what the tenant may claim.
+        It is limited to the tenant's highest priority.
         """
         return _clamp(
             priority if self.header_priority is None else self.header_priority, self.max_priority
@@ -117,7 +117,7 @@ class HeaderFields(dict[str, str]):
 
 
 class ServiceClasses:
-    """The service classes and tenants' defaults of one configuration. Immutable."""
+    """The service classes and the tenants' default preferences of one configuration. Immutable."""
 
     __slots__ = ("_classes", "_tenants", "default_class")
 
@@ -131,14 +131,14 @@ class ServiceClasses:
         self.default_class = classes[config.slo.default]
 
     def get_class(self, name: str | None) -> Slo:
-        """Return the class of that name; the default class for None."""
+        """Return the service class with this name, or the default class if `name` is None."""
         return self.default_class if name is None else self._classes[name]
 
     def read_preferences(self, headers: Mapping[str, str], tenant: str) -> RequestPreferences:
-        """Read the preferences from the headers, with the tenant's defaults.
+        """Return the preferences in the headers, completed by the tenant's defaults.
 
-        Cached on the headers, which requests of one connection usually share. Raises GatewayError
-        for an invalid header.
+        The result is cached in `headers`, which requests of one connection usually share. Raises
+        GatewayError for an invalid header.
         """
         if not isinstance(headers, HeaderFields):
             return self._read(headers, tenant)
@@ -178,7 +178,7 @@ class ServiceClasses:
         )
 
     def _defaults(self, tenant: Tenant) -> RequestPreferences:
-        """Return the preferences of a tenant's requests without such headers."""
+        """Return the preferences of a tenant's requests that have no service-level headers."""
         slo = self._classes.get(tenant.slo or "")
         return RequestPreferences(
             slo,
@@ -188,7 +188,10 @@ class ServiceClasses:
         )
 
     def _class(self, given: Mapping[str, str]) -> Slo | None:
-        """Return the requested class; unknown objectives are ignored, as other systems use them."""
+        """Return the service class that the headers request, or None if they request none.
+
+        Unknown objectives are ignored, because other systems use those headers too.
+        """
         name = given.get(CLASS_HEADER)
         if name is None:
             objectives = (self._classes.get(given.get(header, "")) for header in OBJECTIVE_HEADERS)
@@ -226,7 +229,10 @@ def _priority(given: Mapping[str, str]) -> int | None:
 
 
 def _check_session(given: Mapping[str, str]) -> None:
-    """Reject a session id that is too long; other session headers are sent by agents themselves."""
+    """Raise GatewayError for a session id that is too long.
+
+    Only the gateway's own session header is checked: agents send the others unasked.
+    """
     text = given.get(SESSION_HEADER, "")
     if len(text) > MAX_SESSION_CHARS:
         raise _invalid(SESSION_HEADER, text, f"at most {MAX_SESSION_CHARS} characters long")
@@ -238,9 +244,9 @@ def _client_request_id(given: Mapping[str, str]) -> str:
 
 
 def _patience_s(given: Mapping[str, str]) -> float | None:
-    """Return the client's timeout in seconds, as SDKs report it; odd values are ignored.
+    """Return the client's timeout in seconds as its SDK reports it, or None without a valid one.
 
-    SDKs add these headers on their own, so an error about them would help no user.
+    Invalid values are ignored: SDKs add these headers unasked, so an error would help no user.
     """
     timeouts = [
         float(text) for name in TIMEOUT_HEADERS if _SECONDS.fullmatch(text := given.get(name, ""))

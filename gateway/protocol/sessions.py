@@ -1,4 +1,4 @@
-"""Which session a request belongs to: the table of headers and members in which clients name it.
+"""Finds the session of a request: the headers and body members in which clients name it.
 
 Also reads hints about the session's future. A session that is not named anywhere is recognised by
 its growing prompt (policies/prefix/growing_prefix.py). Ids of single requests, such as
@@ -45,10 +45,10 @@ _UNIT_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class HeaderSession(msgspec.Struct, frozen=True):
-    """The session that a request's headers name; empty strings without one.
+    """The session that a request's headers name; empty strings if they name none.
 
     name     as the client sent it, with the agent if there is one
-    source   the header
+    source   the name of the header
     is_last  the headers mark the last request of the session
     """
 
@@ -58,9 +58,9 @@ class HeaderSession(msgspec.Struct, frozen=True):
 
 
 def read_header_session(headers: Mapping[str, str]) -> HeaderSession:
-    """Read the session from headers by lower-case name.
+    """Return the session that the headers name; `headers` has lower-case names.
 
-    A name that is empty or too long is skipped, since agents send these headers on their own.
+    A name that is empty or too long is skipped, since agents send these headers unasked.
     """
     is_last = any(headers.get(name, "").lower() == "true" for name in FINAL_HEADERS)
     for header, agent_header in SESSION_HEADERS.items():
@@ -73,14 +73,14 @@ def read_header_session(headers: Mapping[str, str]) -> HeaderSession:
 
 
 def session_key(tenant: str, name: str) -> str:
-    """Return the key of a session, which includes the tenant so that tenants cannot collide."""
+    """Return the key of a session: tenant and name, so that sessions of tenants cannot collide."""
     return f"{tenant}\0{name}" if name and tenant else name
 
 
 def with_body_session(request: Request, members: Mapping[str, msgspec.Raw]) -> Request:
-    """Return the request with the session and the hints of its body.
+    """Return the request with the session and the hints that its body names.
 
-    The session of a header, which the request has already, takes precedence.
+    A session named in a header, which the request has already, takes precedence.
     """
     name, source = ("", "") if request.session else _body_session(members)
     hints = _body_hints(members, request.session_hints)
@@ -95,7 +95,7 @@ def with_body_session(request: Request, members: Mapping[str, msgspec.Raw]) -> R
 
 
 def _body_session(members: Mapping[str, msgspec.Raw]) -> tuple[str, str]:
-    """Return the name of the session and the member that gives it; empty strings without one."""
+    """Return the session's name and the body member that gives it, or two empty strings."""
     for member, read in _BODY_SESSIONS.items():
         if member in members:
             name = read(members[member])
@@ -107,7 +107,7 @@ def _body_session(members: Mapping[str, msgspec.Raw]) -> tuple[str, str]:
 def _body_hints(
     members: Mapping[str, msgspec.Raw], known: SessionHints | None
 ) -> SessionHints | None:
-    """Return what the body says about the session's future; `known` if it says nothing."""
+    """Return what the body says about the session's future, or `known` if it says nothing."""
     is_last, keep_s = False, None
     for member, read in _BODY_HINTS.items():
         if member in members:
@@ -119,7 +119,7 @@ def _body_hints(
 
 
 def _read_object(raw: msgspec.Raw) -> Mapping[str, Any]:
-    """Decode an object; an empty one for any other, malformed or large value."""
+    """Decode a JSON object; return an empty one for any other, malformed or large value."""
     value = _read(raw)
     return value if isinstance(value, dict) else {}
 
@@ -134,17 +134,17 @@ def _read(raw: msgspec.Raw) -> Any:
 
 
 def _path(value: object, *names: str) -> Any:
-    """Return the member at a path of nested objects; None if there is none."""
+    """Return the member at a path of nested objects, or None if there is none."""
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
 def _metadata_session(raw: msgspec.Raw) -> str | None:
-    """Return the session in Anthropic's `metadata.user_id`, as Claude Code fills it.
+    """Return the session in Anthropic's `metadata.user_id` as Claude Code fills it, or None.
 
-    It is a JSON object in a string, or in older versions `user_..._session_<UUID>`. Any other value
-    names a person, who may have many sessions.
+    The value is a JSON object in a string, or in older versions `user_..._session_<UUID>`. Any
+    other value identifies a person, who may have many sessions.
     """
     user_id = _read_object(raw).get("user_id")
     if not isinstance(user_id, str) or len(user_id) > MAX_HINT_BYTES:
@@ -157,7 +157,7 @@ def _metadata_session(raw: msgspec.Raw) -> str | None:
 
 
 def _conversation(raw: msgspec.Raw) -> Any:
-    """Return the conversation of a Responses request: its id, or an object with it."""
+    """Return the conversation of a Responses request, which is an id or an object with an id."""
     value = _read(raw)
     return value.get("id") if isinstance(value, dict) else value
 
@@ -205,7 +205,10 @@ def _agent_hint_hints(value: Mapping[str, Any]) -> SessionHints:
 
 
 def _keep_s(ttl: object) -> float | None:
-    """Return a time to keep a context in seconds, from a number or a text such as "5m"."""
+    """Return for how many seconds to keep a context, from a number or a text such as "5m".
+
+    The result is None if the value is invalid.
+    """
     if isinstance(ttl, str) and (match := _TTL.fullmatch(ttl)) is not None:
         return min(MAX_KEEP_S, float(match[1]) * _UNIT_S[match[2]])
     if isinstance(ttl, int | float) and not isinstance(ttl, bool) and ttl > 0:

@@ -1,6 +1,6 @@
-"""A short HTTP/1.1 response that is read whole, sans-IO: for the gateway's own GETs to engines.
+"""Receives a short HTTP/1.1 response as a whole, for the gateway's own GETs to engines. No I/O.
 
-Not for clients' requests: their answers are relayed as they arrive (gateway/protocol/relay.py).
+Answers to clients are relayed as they arrive instead (gateway/protocol/relay.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ HEAD_END = b"\r\n\r\n"
 
 
 class ShortResponse:
-    """One response being received.
+    """A response that is being received and kept in memory, up to a limit.
 
-    status          of the final head; 0 before it has arrived
-    body            the payload so far, `limit` bytes at most
-    is_complete     no more bytes are needed: the end has arrived, or the limit has been reached
-    can_be_followed the connection can carry another response after this one
+    status           of the final head; 0 before it has arrived
+    body             the payload so far, `limit` bytes at most
+    is_complete      no more bytes are needed: the end has arrived, or the limit has been reached
+    can_be_followed  the connection can carry another response after this one
     """
 
     __slots__ = ("_body", "_buffer", "_keep_alive", "_limit", "body", "is_complete", "status")
@@ -44,11 +44,11 @@ class ShortResponse:
 
     @property
     def has_begun(self) -> bool:
-        """Whether any byte has arrived."""
+        """Whether any byte of the response has arrived."""
         return bool(self.status or self._buffer)
 
     def feed(self, data: bytes) -> None:
-        """Take the bytes that have arrived. Raises FramingError if they are no valid response."""
+        """Process received bytes. Raises FramingError if they are no valid HTTP/1.1 response."""
         while self._body is None:
             buffer = self._buffer + data
             end = buffer.find(HEAD_END)
@@ -74,7 +74,7 @@ class ShortResponse:
         self._body = new_body(parsed)
 
     def end(self) -> bool:
-        """Take the end of the connection; return whether the response is complete with it."""
+        """Handle the end of the connection; return whether the response is complete."""
         self._keep_alive = False
         self.is_complete = self.is_complete or isinstance(self._body, RawBody)
         return self.is_complete

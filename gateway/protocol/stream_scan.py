@@ -1,6 +1,6 @@
-"""Scans response bytes for token counts, finish reasons and error events.
+"""Finds token counts, finish reasons and error events in the bytes of a response.
 
-Pure functions over the pieces of a response that a Relay (protocol/relay.py) keeps.
+The functions are pure. A Relay (protocol/relay.py) passes them the pieces that it keeps.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _read_choices = msgspec.json.Decoder(_FinishedChunk).decode
 
 
 class TokenUsage(msgspec.Struct, frozen=True):
-    """Token counts as the engine reported them; None where it did not."""
+    """Token counts as the engine reported them; None for a count that it did not report."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -77,7 +77,7 @@ class TokenUsage(msgspec.Struct, frozen=True):
 
 
 def find_usage(text: bytes) -> TokenUsage:
-    """Parse the counts after the last `usage` member."""
+    """Return the token counts after the last `usage` member in `text`."""
     start = text.rfind(USAGE)
     if start < 0:
         return TokenUsage()
@@ -92,22 +92,25 @@ def find_usage(text: bytes) -> TokenUsage:
 
 
 def find_finish_reason(text: bytes) -> str | None:
-    """Return the last finish reason, as the engine wrote it, or None."""
+    """Return the last finish reason in `text` as the engine wrote it, or None."""
     start = max(text.rfind(FINISH_REASON), text.rfind(SPACED_FINISH_REASON))
     match = _FINISH.match(text, start) if start >= 0 else None
     return match[1].decode() if match else None
 
 
 def finish_reason_marker(stream: bytes) -> bytes:
-    """Return how this stream writes the start of a finish reason, judged by its first member."""
+    """Return the bytes with which this stream begins a finish reason, with or without a blank.
+
+    The first member of the stream decides.
+    """
     first = _FIRST_MEMBER.search(stream)
     return SPACED_FINISH_REASON if first is not None and first[1] else FINISH_REASON
 
 
 def find_finished_choices(events: bytes) -> frozenset[int]:
-    """Return the indices of the choices that these events finish; partial events are ignored.
+    """Return the indices of the choices that these events finish.
 
-    An engine's abort or error does not count as a finish.
+    Incomplete events are ignored. An engine's abort or error does not count as a finish.
     """
     indices: set[int] = set()
     for event in events.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
@@ -123,9 +126,9 @@ def find_finished_choices(events: bytes) -> frozenset[int]:
 
 
 def is_undecided(stream: bytes, hold_until_token: bool) -> bool:
-    """Whether these first bytes of a stream do not show yet whether it begins with an error.
+    """Return whether the first bytes of a stream do not yet show if it begins with an error.
 
-    This is decided by the first event or, with `hold_until_token`, by the first token.
+    The first event decides or, with `hold_until_token`, the first token.
     """
     error = find_leading_error(stream, hold_until_token)
     if error is not None:
@@ -139,7 +142,10 @@ def is_undecided(stream: bytes, hold_until_token: bool) -> bool:
 
 
 def find_leading_error(stream: bytes, hold_until_token: bool) -> re.Match[bytes] | None:
-    """Find the error event that a stream begins with or, if held, has before its first token."""
+    """Return the match of an error event at the start of a stream, or None.
+
+    With `hold_until_token`, the event may be anywhere in `stream`, that is, before the first token.
+    """
     end = len(stream) if hold_until_token else MAX_FIRST_EVENT
     # Much faster than the pattern, and sufficient for nearly every stream.
     if stream.find(b'"error"', 0, end) < 0:
@@ -148,10 +154,10 @@ def find_leading_error(stream: bytes, hold_until_token: bool) -> re.Match[bytes]
 
 
 def client_error_status(events: bytes, error: re.Match[bytes]) -> int | None:
-    """Return the 4xx code of an error event about the request; None for the engine's own faults.
+    """Return the 4xx status of an error event if the request caused the error, else None.
 
-    SGLang and vLLM detect some bad requests, such as a prompt that is too long, after sending
-    status 200 (engines.md A.6). An error after a token is always the engine's own.
+    SGLang and vLLM detect some bad requests, such as a prompt that is too long, only after sending
+    status 200. An error after a token is always the engine's own.
     """
     code = (
         None
@@ -162,12 +168,15 @@ def client_error_status(events: bytes, error: re.Match[bytes]) -> int | None:
 
 
 def has_done_marker(events: bytes) -> bool:
-    """Whether these events include [DONE]."""
+    """Return whether these events include [DONE]."""
     return any(events.find(marker) >= 0 for marker in _DONE_MARKERS)
 
 
 def error_text(text: bytes) -> bytes:
-    """Return the JSON of the error event in `text`, possibly truncated; else all of `text`."""
+    """Return the JSON of the error event in `text`, which may be cut off.
+
+    Without an error event, return all of `text`.
+    """
     match = ERROR_EVENT_PATTERN.search(text)
     if match is None:
         return text
@@ -175,7 +184,7 @@ def error_text(text: bytes) -> bytes:
 
 
 def last_event_end(events: bytes) -> int:
-    """Return where the last whole event ends, less its final newline.
+    """Return the offset at which the last complete event ends, without its final newline.
 
     That newline stays with the next event, whose beginning is recognised by it.
     """

@@ -1,8 +1,8 @@
-"""The ledger of a stream: the tokens and events that its client has received.
+"""Records the tokens and events that a client has received, so that its stream can be continued.
 
-Sans-IO. An engine that is asked to reports the ids of its tokens beside their text. The client did
-not ask for them and does not see them. When the engine breaks, its tokens are known by their ids,
-and another engine's chunks for the rest are rewritten in the form of the first engine's.
+Engines report the ids of their tokens beside the text if asked to. The ids are removed from the
+client's stream. When the engine fails, the ids of its tokens are known. Another engine continues
+after them, and its chunks are rewritten in the form of the first engine's. No I/O.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class Ledger:
-    """What one client has received of its answer.
+    """The record of what one client has received of its answer.
 
     prompt_ids     token ids of the prompt, as the engine rendered it; empty until they were
                    reported
     shown_ids      ids of the tokens whose text the client has
     generated_tokens  tokens generated so far, including those whose text is still to come
     prompt_tokens  tokens of the prompt
-    cached_tokens  of the prompt, for the client to see; None: as the engine reports it
+    cached_tokens  cached tokens of the prompt, as the client sees them; None: as the engine reports
     finish_reason  why generation ended; None while it goes on
     is_done        the client has the last event
     obstacle       why this answer cannot be continued exactly; "" while it can
@@ -46,8 +46,8 @@ class Ledger:
 
     An id may arrive before its text does: part of a character, or a special token. Such ids wait
     and are not part of the prompt for the rest: their text was not shown, so they may be drawn
-    again. Where one piece of text came with several ids, it is unknown which of them it shows,
-    until a piece comes with one id.
+    again. If one piece of text came with several ids, it is unknown which of them it shows, until a
+    piece comes with one id.
 
     _is_aligned  the newest piece of text came with one id
     _before      tokens that earlier engines generated, which this engine does not count
@@ -70,7 +70,10 @@ class Ledger:
     )
 
     def __init__(self, terms: ContinuationTerms, most_tokens: int) -> None:
-        """`most_tokens` of prompt and answer are kept; a longer answer cannot be continued."""
+        """Initialize; at most `most_tokens` token ids of prompt and answer are kept.
+
+        A longer answer cannot be continued.
+        """
         self.terms = terms
         self.prompt_ids, self.shown_ids = array("I"), array("I")
         self.finish_reason: str | None = None
@@ -89,7 +92,7 @@ class Ledger:
     # What arrived
 
     def mark(self) -> None:
-        """Remember the present state, so that take_back() can return to it."""
+        """Save the present state, so that rewind() can return to it."""
         state = (
             self.generated_tokens,
             self._is_aligned,
@@ -100,7 +103,7 @@ class Ledger:
         self._saved = len(self.shown_ids), tuple(self._waiting), state
 
     def rewind(self) -> None:
-        """Return to the state of the newest mark(): what arrived since was not shown."""
+        """Return to the state of the last mark(): later chunks were not shown to the client."""
         length, waiting, state = self._saved
         (
             self.generated_tokens,
@@ -115,7 +118,7 @@ class Ledger:
     def note(self, chunk: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
         """Move ids and counts from a chunk to the ledger; return its text and its choice.
 
-        The choice is None for a chunk without one. Raises UpstreamError when the engine gave up.
+        The choice is None for a chunk without one. Raises UpstreamError if the engine gave up.
         """
         if "error" in chunk:
             raise UpstreamError("engine_error", "the engine broke off with an error event")
@@ -139,7 +142,7 @@ class Ledger:
         return text, choice
 
     def _take(self, ids: Sequence[int], text: str, usage: dict[str, Any] | None) -> None:
-        """Add the ids of a chunk, and compare their number with the engine's own count."""
+        """Add the token ids of a chunk, and compare their number with the engine's own count."""
         self.generated_tokens += len(ids)
         if self.obstacle:
             return
@@ -155,7 +158,7 @@ class Ledger:
             self.disable("too_long")
 
     def disable(self, obstacle: str) -> None:
-        """Note that this answer cannot be continued any more, and free the ids."""
+        """Record that this answer can no longer be continued, with the reason, and free the ids."""
         self.obstacle = self.obstacle or obstacle
         self.prompt_ids, self.shown_ids = array("I"), array("I")
         self._waiting.clear()
@@ -164,7 +167,7 @@ class Ledger:
 
     @property
     def current_obstacle(self) -> str:
-        """Why the answer cannot be continued from where it stands; "" when it can."""
+        """The reason why the answer cannot be continued from its present state; "" if it can."""
         if self.obstacle or not self.prompt_ids:
             return self.obstacle or "no_token_ids"
         if self.terms.chat and not self.shown_ids and self.finish_reason is None:
@@ -185,7 +188,7 @@ class Ledger:
 
     @property
     def usage(self) -> TokenUsage:
-        """Token counts of the whole answer."""
+        """The token counts of the whole answer."""
         cached = None if self._details is None else self._details.get("cached_tokens")
         return TokenUsage(
             self.prompt_tokens, self.generated_tokens, cached if type(cached) is int else None
@@ -194,7 +197,7 @@ class Ledger:
     # The stream as the client sees it
 
     def render_first(self, chunk: dict[str, Any]) -> bytes:
-        """Return the client's event for a chunk of the engine that began the answer."""
+        """Record a chunk of the engine that began the answer; return the client's event for it."""
         usage = chunk.get("usage")
         _, choice = self.note(chunk)
         if usage and self._details is None:
@@ -206,7 +209,10 @@ class Ledger:
         return _event(self._with_usage_member(chunk))
 
     def render_rest(self, chunk: dict[str, Any]) -> bytes:
-        """Return the client's event for a chunk of the rest; b"" for none."""
+        """Record a chunk of an engine that continues the answer, and return the client's event.
+
+        The result is b"" if the client gets no event for it.
+        """
         usage = chunk.get("usage")
         text, choice = self.note(chunk)
         if choice is None:
@@ -221,7 +227,7 @@ class Ledger:
         return _event(self._with_usage_member(self._envelope | {"choices": [choice]}))
 
     def render_end(self) -> bytes:
-        """Return the events that end an answer whose text is complete."""
+        """Return the events that end an answer whose text is complete; b"" if they were sent."""
         if self.is_done:
             return b""
         last = counts = b""
@@ -235,20 +241,20 @@ class Ledger:
         return last + counts + b"data: " + _DONE + b"\n\n"
 
     def _with_usage_member(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """Return the chunk with a null usage, if the client wants counts at the end."""
+        """Return the chunk with a null `usage`, if the client wants token counts at the end."""
         return chunk | {"usage": None} if self.terms.shows_usage else chunk
 
     def _counts_event(self, chunk: dict[str, Any]) -> bytes:
-        """Return the event with the counts, for a client that wants them; b"" otherwise."""
+        """Return the event with the token counts, or b"" for a client that does not want them."""
         self._has_counts = True
         return _event(chunk) if self.terms.shows_usage else b""
 
     def _sums(self, last_usage: dict[str, Any] | None) -> Any:
-        """Return the counts of the whole answer, given those of the last engine.
+        """Return the token counts of the whole answer, given those of the last engine.
 
-        The prompt's details are those of the engine that began. If it broke before it reported
-        them, they are the last engine's, with `cached_tokens` limited to the prompt: that engine
-        also cached a part of the answer.
+        The prompt's details are those of the engine that began. If it failed before it reported
+        them, they are the last engine's. Its `cached_tokens` are then limited to the prompt, since
+        that engine also cached a part of the answer.
         """
         prompt, made = self.prompt_tokens, self.generated_tokens
         usage: dict[str, Any] = {
@@ -267,7 +273,7 @@ class Ledger:
         return self._with_cached_tokens(usage)
 
     def _with_cached_tokens(self, usage: dict[str, Any] | None) -> Any:
-        """Return the counts with the ledger's `cached_tokens` in place of the engine's."""
+        """Return `usage` with the ledger's number of cached tokens in place of the engine's."""
         if self.cached_tokens is None or not usage:
             return usage
         details = usage.get("prompt_tokens_details")
@@ -281,12 +287,15 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 
 class LedgerRecorder(ModelNameRewriter):
-    """Passes every event of a relay through the ledger."""
+    """Passes every event of a relay through a Ledger, which records and rewrites it."""
 
     def __init__(
         self, ledger: Ledger, show: Callable[[dict[str, Any]], bytes], served: str, asked: str
     ) -> None:
-        """`show` is the ledger's first() or rest()."""
+        """Initialize; `show` is the ledger's render_first() or render_rest().
+
+        `served` is the engine's name of the model, `asked` the client's.
+        """
         super().__init__(served, asked)
         self.ledger = ledger
         self._asked = asked
@@ -296,9 +305,10 @@ class LedgerRecorder(ModelNameRewriter):
         self._seam = b""  # its last bytes: the end of an event may be cut by a read
 
     def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
-        """Return the client's events for the events that are complete.
+        """Record the events that are complete, and return the client's events for them.
 
-        When one of them breaks the answer, none of them counts as shown. Raises UpstreamError then.
+        If one of them shows that the answer is broken, none of them counts as shown, and
+        UpstreamError is raised.
         """
         if not is_sse:
             return super().feed(payload, is_sse=is_sse, is_complete=is_complete)
@@ -311,9 +321,9 @@ class LedgerRecorder(ModelNameRewriter):
             raise
 
     def _whole_events(self, payload: bytes, *, ended: bool) -> bytes:
-        """Return the events that end in this payload, the beginning of the first included.
+        """Return the events that end in this payload, including the first one's kept beginning.
 
-        Looks at each byte once. Raises UpstreamError for an event that is too long.
+        Each byte is searched once. Raises UpstreamError for an event that is too long.
         """
         seam = self._seam
         whole = len(payload) if ended else whole_events_length(seam + payload) - len(seam)
@@ -335,9 +345,9 @@ class LedgerRecorder(ModelNameRewriter):
         return ready
 
     def _event(self, event: bytes) -> bytes:
-        """Return the client's event for one of the engine's.
+        """Record an event of the engine and return the client's event for it.
 
-        Raises UpstreamError for an event of another form.
+        Raises UpstreamError for an event that is not in the expected format.
         """
         data = event.strip().removeprefix(b"data:").strip()
         if event.lstrip()[:1] == b":":
@@ -360,25 +370,24 @@ class LedgerRecorder(ModelNameRewriter):
 
 
 class RecordedRelay(Relay):
-    """A relay whose stream can be continued elsewhere.
+    """A relay whose stream another engine can continue.
 
-    It raises UpstreamError where a plain relay would end the answer.
-
-    Its client receives complete events only, so another event may follow at any time.
+    Where a plain relay would end the answer with an error, this one raises UpstreamError. Its
+    client receives complete events only, so another event may follow at any time.
     """
 
     __slots__ = ()
 
     @property
     def is_at_boundary(self) -> bool:
-        """Whether an event could follow what the client has."""
+        """Whether an event could follow what the client has received."""
         return self._is_sse and self.is_committed
 
     @property
     def _is_done_sent(self) -> bool:
-        """Whether the client has the last event, according to the ledger.
+        """Whether the client has received the last event, according to the ledger.
 
-        The relay may have seen events that were taken back.
+        The relay itself may have seen events that were discarded by rewind().
         """
         return self._recorder.ledger.is_done
 
@@ -400,12 +409,15 @@ class RecordedRelay(Relay):
         return super()._finish_body(out)
 
     def _missing_done_event(self) -> bytes | None:
-        """Return what is missing at the end of the whole answer, by the ledger."""
+        """Return the events that are missing at the end of the whole answer.
+
+        Return None if the answer is incomplete.
+        """
         ledger = self._recorder.ledger
         return None if ledger.finish_reason is None else ledger.render_end()
 
     def add_rest(self, rest: Relay, usage: TokenUsage) -> None:
-        """Add what another relay has passed on after this one broke, and the answer's counts."""
+        """Add the bytes and events of the relay that continued this one, and the total usage."""
         self.bytes_sent += rest.bytes_sent
         self.event_count += rest.event_count
         self.last_data_at = rest.last_data_at or self.last_data_at
@@ -414,7 +426,7 @@ class RecordedRelay(Relay):
 
 
 class ContinuationRelay(RecordedRelay):
-    """The relay of an answer's rest: the client has its head already."""
+    """The relay for the rest of an answer; it sends no response head, since the client has it."""
 
     __slots__ = ()
 

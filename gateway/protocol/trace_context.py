@@ -1,7 +1,7 @@
-"""W3C trace context: the two headers, and the record of a request that is traced.
+"""W3C trace context: reads the two headers, and records the spans of a traced request.
 
-Exporting traces is left to telemetry/. Source: W3C Trace Context level 2. Headers that are
-malformed or too long are ignored.
+telemetry/ exports traces. Source: W3C Trace Context level 2. Headers that are malformed or too long
+are ignored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ParentSpan(msgspec.Struct, frozen=True):
 
 
 class LegSpan(msgspec.Struct, frozen=True):
-    """One request to an engine: its role (whole, prefill or decode), endpoint, span and start time.
+    """The span of one request to an engine: role (whole, prefill or decode), endpoint and start.
 
     `started_at` is in monotonic seconds.
     """
@@ -50,7 +50,10 @@ class LegSpan(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, eq=False):
-    """A traced request. `parent_id` is "" when the trace begins here."""
+    """A traced request, with the spans of its requests to engines.
+
+    `parent_id` is "" if the trace begins at this gateway.
+    """
 
     trace_id: str
     span_id: str
@@ -59,7 +62,10 @@ class Trace(msgspec.Struct, eq=False):
     legs: list[LegSpan] = []
 
     def add_leg(self, role: str, endpoint: str, now: float) -> str:
-        """Record a request to an engine; return the header lines that link its spans to ours."""
+        """Record the start of a request to an engine, and return its trace header lines.
+
+        They make the engine's spans children of the recorded one.
+        """
         span_id = new_span_id()
         self.legs.append(LegSpan(role, endpoint, span_id, now))
         state = f"{STATE_HEADER}: {self.state}\r\n" if self.state else ""
@@ -67,7 +73,7 @@ class Trace(msgspec.Struct, eq=False):
 
 
 def parse_parent(headers: Mapping[str, str]) -> ParentSpan | None:
-    """Return the span that the client names as parent; None if missing or invalid."""
+    """Return the parent span that the client's headers name, or None if missing or invalid."""
     text = headers.get(PARENT_HEADER)
     if text is None or len(text) > MAX_PARENT_CHARS:
         return None
@@ -83,7 +89,10 @@ def parse_parent(headers: Mapping[str, str]) -> ParentSpan | None:
 
 
 def propagated_headers(headers: Mapping[str, str]) -> str:
-    """Return the client's own context as header lines, for a request that is not traced here."""
+    """Return the client's trace context as header lines, for a request that is not traced here.
+
+    The result is "" if the client sends no valid one.
+    """
     if PARENT_HEADER not in headers:  # the usual case
         return ""
     parent = parse_parent(headers)

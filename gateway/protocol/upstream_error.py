@@ -1,4 +1,4 @@
-"""How an engine failed to respond, and what that means for the health of its endpoint."""
+"""The exception for a failed engine response, and its meaning for the health of the endpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class UpstreamError(Exception):
 
 
 def health_event(error: UpstreamError) -> HealthEvent:
-    """Return the health event of a failure; losing a new connection counts as a refused one."""
+    """Return the health event of a failure.
+
+    The loss of a new connection before any byte of a response counts as a refused connection.
+    """
     if error.was_new_connection:
         return HealthEvent.CONNECT_FAILED
     return _HEALTH_EVENTS.get(error.kind, HealthEvent.FAILED)

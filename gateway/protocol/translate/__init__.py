@@ -1,5 +1,5 @@
-"""Anthropic Messages and OpenAI Responses as chat completions, and back. No I/O.
+"""Serves Anthropic Messages and OpenAI Responses by engines that only have chat completions.
 
-For engines that only have chat completions. A request is translated as a whole; an answer as a
-whole or, by a StreamTranslator, in any pieces in which its bytes arrive.
+A request is translated to a chat completion as a whole. Its answer is translated back as a whole
+or, by a StreamTranslator, as its bytes arrive. No I/O.
 """

@@ -13,21 +13,31 @@ MAX_WHOLE_BYTES = 64 * 1024 * 1024
 
 
 class AnswerTranslator:
-    """One answer of an engine. Every attempt needs a new one, but a resumed rest does not."""
+    """Translates one answer of an engine to the format of the client's API.
+
+    Every attempt at an engine needs a new translator. An engine that continues a broken answer uses
+    the same one.
+    """
 
     __slots__ = ("_body", "_size", "_stream", "_translate_whole")
 
     def __init__(
         self, translate_whole: Callable[[bytes], bytes], stream: StreamTranslator | None = None
     ) -> None:
-        """Initialize with both translations; `stream` is None for an API without streams."""
+        """Initialize with the functions that translate a whole answer and a stream.
+
+        `stream` is None for an API without streams.
+        """
         self._translate_whole = translate_whole
         self._stream = stream
         self._body: list[bytes] = []
         self._size = 0
 
     def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
-        """Return what the client gets for the next bytes. Raises UpstreamError."""
+        """Return the client's bytes for the engine's next bytes.
+
+        Raises UpstreamError if the answer is too long or cannot be translated.
+        """
         if is_sse and self._stream is not None:
             return self._stream.feed(payload)
         self._size += len(payload)
@@ -42,5 +52,5 @@ class AnswerTranslator:
             raise UpstreamError("translation", str(error)) from error
 
     def finish_with(self, event: bytes) -> bytes:
-        """Return what the client gets for the gateway's own last event of a stream."""
+        """Return the client's bytes for `event`, the gateway's own last event of a stream."""
         return event if self._stream is None else self._stream.finish_with(event)

@@ -1,6 +1,7 @@
-"""What an engine answers to a chat completion: the parts that other APIs can express.
+"""Data classes of chat completions, as far as other APIs can express them.
 
-Members that are not listed are ignored. One choice is read, since neither API can ask for more.
+Members that are not listed are ignored. One choice is read, since neither Messages nor Responses
+can ask for more.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import msgspec
 
 
 class ChatFunction(msgspec.Struct, frozen=True):
-    """A function call, or a piece of one in a stream."""
+    """A function call of the model, or a piece of one in a stream."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class ChatToolCall(msgspec.Struct, frozen=True):
-    """A tool call; in a stream its first piece has id and name."""
+    """A tool call of the model; in a stream, its first piece has the id and the name."""
 
     id: str | None = None
     function: ChatFunction = ChatFunction()
@@ -26,7 +27,10 @@ class ChatToolCall(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """A message, or the delta of one. Engines name the reasoning in two ways."""
+    """A message of the model, or the delta of one in a stream.
+
+    Engines report reasoning in one of two members.
+    """
 
     content: str | None = None
     reasoning: str | None = None
@@ -36,12 +40,12 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
     @property
     def thought(self) -> str:
-        """The reasoning, under either name."""
+        """The reasoning text from either of the two members; "" if there is none."""
         return self.reasoning or self.reasoning_content or ""
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """A choice; `message` in an answer, `delta` in a stream.
+    """One choice of a chat completion; `message` in an answer, `delta` in a stream.
 
     stop_reason, matched_stop  the stop string or token that ended it: vLLM's name, and SGLang's
     """
@@ -54,7 +58,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string of the request that ended the answer; None if none did."""
+        """The stop string of the request that ended the answer, or None if none did."""
         for stop in (self.stop_reason, self.matched_stop):
             if isinstance(stop, str):
                 return stop
@@ -70,7 +74,7 @@ class _CompletionDetails(msgspec.Struct, frozen=True):
 
 
 class ChatUsage(msgspec.Struct, frozen=True):
-    """Token counts; those that an engine does not report are 0."""
+    """The token counts of a chat completion; counts that an engine does not report are 0."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -79,13 +83,13 @@ class ChatUsage(msgspec.Struct, frozen=True):
 
     @property
     def cached_tokens(self) -> int:
-        """The part of the prompt that was cached."""
+        """The number of prompt tokens that were in the engine's cache."""
         details = self.prompt_tokens_details
         return (details.cached_tokens or 0) if details is not None else 0
 
     @property
     def reasoning_tokens(self) -> int:
-        """The part of the answer that is reasoning."""
+        """The number of answer tokens that are reasoning."""
         details = self.completion_tokens_details
         return (details.reasoning_tokens or 0) if details is not None else 0
 
@@ -101,7 +105,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """The error object of an error response or event, in OpenAI's shape."""
+    """The error object of an error response or event, in OpenAI's format."""
 
     message: str = "The engine reported an error."
     type: str | None = None
@@ -116,7 +120,7 @@ _read_answer = msgspec.json.Decoder(ChatAnswer).decode
 
 
 def read_answer(data: bytes) -> ChatAnswer:
-    """Decode a chat completion or a chunk. Raises TranslationError."""
+    """Decode a chat completion or a chunk of one. Raises TranslationError if it is malformed."""
     try:
         return _read_answer(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -124,7 +128,10 @@ def read_answer(data: bytes) -> ChatAnswer:
 
 
 def read_error(error: object) -> ErrorDetail:
-    """Return an error object; a bare string is its message, and anything odd a default one."""
+    """Return an engine's error as an ErrorDetail.
+
+    A string becomes its message; any other value that is no error object gives a default.
+    """
     if isinstance(error, str):
         return ErrorDetail(error)
     try:

@@ -1,4 +1,4 @@
-"""Server-sent events: the data of each event from bytes in any pieces, and events as bytes."""
+"""Reads server-sent events from bytes that arrive in any pieces, and writes events as bytes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EventReader:
-    """Collects the lines of events. Lines end with LF or CRLF; other fields than data are skipped.
+    """Collects the data of events from their lines, which end with LF or CRLF.
 
-    An event without its final blank line, at the end of a stream, is returned by flush().
+    Fields other than data are skipped. flush() returns a last event that lacks its final blank
+    line.
     """
 
     __slots__ = ("_data", "_pending", "_size")
@@ -26,7 +27,10 @@ class EventReader:
         self._size = 0
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Return the data of the events that are complete now. Raises TranslationError."""
+        """Add bytes and return the data of the events that are complete now.
+
+        Raises TranslationError if an event is too long.
+        """
         *lines, self._pending = (self._pending + chunk).split(b"\n")
         if len(self._pending) > MAX_EVENT_BYTES:
             raise TranslationError("An event of the engine is too long.")
@@ -40,7 +44,7 @@ class EventReader:
         return events
 
     def flush(self) -> list[bytes]:
-        """Return the data of a last event that the end of the stream completes."""
+        """Return the data of a last event that lacks its final blank line. Call it at the end."""
         return self.feed(b"\n\n")
 
     def _add(self, data: bytes) -> None:
@@ -56,5 +60,5 @@ class EventReader:
 
 
 def format_event(name: str, data: object) -> bytes:
-    """Return a named event whose data is JSON."""
+    """Return a server-sent event with this name, whose data is JSON."""
     return b"event: " + name.encode() + b"\ndata: " + _encode(data) + b"\n\n"

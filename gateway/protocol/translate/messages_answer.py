@@ -1,4 +1,4 @@
-"""Chat completions as Anthropic messages: a whole answer, a stream, an error."""
+"""Translates chat completions to Anthropic messages: whole answers, streams and errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ _decode = msgspec.json.Decoder().decode
 
 
 def from_chat(body: bytes, model: str) -> bytes:
-    """Translate a chat completion to a message of `model`. Raises TranslationError."""
+    """Translate a chat completion to an Anthropic message of `model`.
+
+    Raises TranslationError if the completion is malformed.
+    """
     answer = read_answer(body)
     if not answer.choices:
         raise TranslationError("The engine's answer has no choice.")
@@ -66,7 +69,7 @@ def from_chat(body: bytes, model: str) -> bytes:
 
 
 def from_error(status: int, body: bytes) -> bytes:
-    """Translate an error response in OpenAI's shape."""
+    """Translate an error response from OpenAI's format to Anthropic's."""
     try:
         detail = msgspec.json.decode(body, type=ChatAnswer).error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -92,7 +95,10 @@ def _message(
 
 
 def _usage(usage: ChatUsage) -> dict[str, int]:
-    """Return the counts; those of the prompt add up to all of it, unlike OpenAI's."""
+    """Return the token counts in Anthropic's format.
+
+    Anthropic's prompt counts add up to the whole prompt: `input_tokens` excludes cached tokens.
+    """
     return {
         "input_tokens": max(0, usage.prompt_tokens - usage.cached_tokens),
         "cache_creation_input_tokens": 0,
@@ -102,7 +108,10 @@ def _usage(usage: ChatUsage) -> dict[str, int]:
 
 
 def _stop(choice: ChatChoice, *, has_tools: bool) -> tuple[str, str | None]:
-    """Return the stop reason and sequence. Engines may end a forced tool call with `stop`."""
+    """Return the stop reason and the stop sequence of a message.
+
+    Engines may end a forced tool call with `stop`, which becomes `tool_use` here.
+    """
     reason = choice.finish_reason or "stop"
     if reason == "stop" and has_tools:
         return "tool_use", None
@@ -117,7 +126,10 @@ def _tool_use(call: ChatToolCall, arguments: object) -> dict[str, Any]:
 
 
 def _arguments(call: ChatToolCall) -> object:
-    """Return the arguments as an object; what is none stands in one, so that nothing is lost."""
+    """Return the arguments of a tool call as an object.
+
+    Invalid arguments are wrapped in an object as text, so that nothing is lost.
+    """
     text = call.function.arguments or "{}"
     try:
         arguments = _decode(text)
@@ -127,7 +139,7 @@ def _arguments(call: ChatToolCall) -> object:
 
 
 class MessagesStream(StreamTranslator):
-    """The events of a message, from chat chunks."""
+    """Translates the chunks of a chat stream to the events of an Anthropic message."""
 
     __slots__ = ("_index", "_kind", "_model")
 
@@ -162,7 +174,7 @@ class MessagesStream(StreamTranslator):
             yield self._piece(piece)
 
     def _open(self, kind: str | tuple[str, int], block: dict[str, Any]) -> Iterator[bytes]:
-        """Start a block of another kind than the current one, which ends."""
+        """Start a content block, and end the current one if it is of another kind."""
         if self._kind == kind:
             return
         yield from self._close()

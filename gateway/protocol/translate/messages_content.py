@@ -1,4 +1,4 @@
-"""The conversation of an Anthropic Messages request as chat messages."""
+"""Translates the conversation of an Anthropic Messages request to chat messages."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ BILLING_LINE = "x-anthropic-billing-header"
 
 
 def system_text(system: Any, messages: Sequence[Any]) -> str:
-    """Return the text of `system`, then of system messages in the conversation.
+    """Return the text of `system`, followed by that of system messages in the conversation.
 
-    Templates allow one system message, at the beginning.
+    Chat templates allow one system message, at the beginning.
     """
     parts = _texts(system, "system") if system is not None else []
     for index, message in enumerate(messages):
@@ -32,7 +32,10 @@ def system_text(system: Any, messages: Sequence[Any]) -> str:
 
 
 def _texts(content: Any, path: str) -> list[str]:
-    """Return the texts of a content that may only be text."""
+    """Return the texts of a content, which may be a string or a list of text blocks.
+
+    Raises GatewayError for other kinds of blocks.
+    """
     if isinstance(content, str):
         return [content]
     texts = []
@@ -47,7 +50,8 @@ def _texts(content: Any, path: str) -> list[str]:
 def chat_messages(messages: Any) -> list[dict[str, Any]]:
     """Return the chat messages of a conversation, without its system prompt.
 
-    One message may become several: each tool result is a message of its own. Raises GatewayError.
+    One message may become several: each tool result is a message of its own. Raises GatewayError
+    that names what cannot be translated.
     """
     chat: list[dict[str, Any]] = []
     for index, message in enumerate(list_of(messages, "messages")):
@@ -71,7 +75,10 @@ def _blocks(content: Any, path: str) -> list[dict[str, Any]]:
 
 
 def _user(content: Any, path: str) -> list[dict[str, Any]]:
-    """Return tool results, then what the user wrote. Images of results follow all of them."""
+    """Return a user message as chat messages: tool results first, then the user's content.
+
+    Images in tool results follow all results, in the user's message.
+    """
     results: list[dict[str, Any]] = []
     images: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
@@ -90,7 +97,7 @@ def _user(content: Any, path: str) -> list[dict[str, Any]]:
 
 
 def _tool_result(content: Any, path: str) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text of a tool's result, and its images, which a tool message cannot have."""
+    """Return the text of a tool result, and its images, which a tool message cannot contain."""
     if content is None:
         return "", []
     parts = [_part(block, f"{path}[{index}]") for index, block in enumerate(_blocks(content, path))]
@@ -121,7 +128,7 @@ def _image_url(source: Mapping[str, Any], path: str) -> str:
 
 
 def _document(block: Mapping[str, Any], path: str) -> str:
-    """Return the text of a document. Raises GatewayError for PDFs and files."""
+    """Return the text of a document block. Raises GatewayError for PDFs and files."""
     source = mapping_of(block.get("source"), f"{path}.source")
     if source.get("type") == "text":
         return text_of(source.get("data"), f"{path}.source.data")
@@ -131,7 +138,7 @@ def _document(block: Mapping[str, Any], path: str) -> str:
 
 
 def _assistant(content: Any, path: str) -> dict[str, Any]:
-    """Return the message of an earlier turn, with its reasoning and tool calls."""
+    """Return an assistant message as a chat message with its reasoning and tool calls."""
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
@@ -163,5 +170,8 @@ def _tool_call(block: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _compact(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return a single text as a string, which every engine and template accepts."""
+    """Return a single text part as a string, which every engine and chat template accepts.
+
+    Any other list of parts is returned unchanged.
+    """
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts

@@ -1,4 +1,4 @@
-"""Anthropic Messages requests as chat completions, and token counts as engines' /tokenize."""
+"""Translates Anthropic Messages requests to chat completions, and token counts to /tokenize."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ _CHOICES: Mapping[str, str] = MappingProxyType({"auto": "auto", "any": "required
 
 
 def to_chat(body: bytes) -> bytes:
-    """Translate a body of /v1/messages. Raises GatewayError (400) that names a member.
+    """Translate the body of a /v1/messages request to a chat completion request.
 
-    What only advises a service is left out: cache_control, metadata, service_tier, thinking.
+    Members that do not change the answer are left out: cache_control, metadata, service_tier,
+    thinking. Raises GatewayError (400) that names a member that cannot be translated.
     """
     members = read_object(body)
     require(members, "model", "messages", "max_tokens")
@@ -54,7 +55,10 @@ def to_chat(body: bytes) -> bytes:
 
 
 def to_tokenize(body: bytes) -> bytes:
-    """Translate a body of /v1/messages/count_tokens for vLLM's /tokenize. Raises GatewayError."""
+    """Translate the body of /v1/messages/count_tokens to one for vLLM's /tokenize.
+
+    Raises GatewayError (400) that names a member that cannot be translated.
+    """
     members = read_object(body)
     require(members, "model", "messages")
     chat = _chat(members)
@@ -63,7 +67,10 @@ def to_tokenize(body: bytes) -> bytes:
 
 
 def count_of(answer: bytes) -> bytes:
-    """Translate the answer of /tokenize to one of count_tokens. Raises TranslationError."""
+    """Translate the answer of /tokenize to one of count_tokens.
+
+    Raises TranslationError if the answer is malformed.
+    """
     try:
         count = msgspec.json.decode(answer, type=_Tokenized).count
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

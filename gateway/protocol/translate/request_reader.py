@@ -1,4 +1,7 @@
-"""Reads request bodies for translation: values by type, and errors that name the member."""
+"""Reads members of request bodies for translation, with errors that name the member.
+
+A MemberHandler writes the counterpart of one member into a chat completion request.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ MemberHandler = Callable[[Any, str, dict[str, Any]], None]
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Decode a body. Raises GatewayError if it is no JSON object."""
+    """Decode a request body. Raises GatewayError (400) if it is not a JSON object."""
     try:
         members = _decode(body)
     except RecursionError:
@@ -31,12 +34,15 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def encode(value: object) -> bytes:
-    """Encode plain data as JSON."""
+    """Return plain data (dicts, lists, strings, numbers) as JSON."""
     return _encode(value)
 
 
 def untranslatable(name: str, what: str = "") -> GatewayError:
-    """Create the error for a member without a counterpart in chat completions."""
+    """Return the error for a member that has no counterpart in chat completions.
+
+    `what` is the value or kind that cannot be translated, for the message.
+    """
     message = (
         f"'{name}'{f' ({what})' if what else ''} cannot be translated to chat completions, the "
         "only API of this model's engines."
@@ -45,33 +51,33 @@ def untranslatable(name: str, what: str = "") -> GatewayError:
 
 
 def mistyped(name: str, expected: str) -> GatewayError:
-    """Create the error for a member of a wrong type."""
+    """Return the error for a member of a wrong type; `expected` describes the right one."""
     return GatewayError(Failure.BAD_REQUEST, f"'{name}' must be {expected}.", param=name)
 
 
 def text_of(value: Any, name: str) -> str:
-    """Return a string. Raises GatewayError."""
+    """Return `value` if it is a string, else raise GatewayError for the member `name`."""
     if not isinstance(value, str):
         raise mistyped(name, "a string")
     return value
 
 
 def list_of(value: Any, name: str) -> list[Any]:
-    """Return a list. Raises GatewayError."""
+    """Return `value` if it is a list, else raise GatewayError for the member `name`."""
     if not isinstance(value, list):
         raise mistyped(name, "a list")
     return value
 
 
 def mapping_of(value: Any, name: str) -> dict[str, Any]:
-    """Return an object. Raises GatewayError."""
+    """Return `value` if it is a JSON object, else raise GatewayError for the member `name`."""
     if not isinstance(value, dict):
         raise mistyped(name, "an object")
     return value
 
 
 def require(members: Mapping[str, Any], *names: str) -> None:
-    """Raise GatewayError for the first required member that is missing."""
+    """Raise GatewayError for the first of these members that is missing."""
     for name in names:
         if members.get(name) is None:
             message = f"Missing required parameter: '{name}'."
@@ -79,29 +85,29 @@ def require(members: Mapping[str, Any], *names: str) -> None:
 
 
 def only(members: Mapping[str, Any], known: frozenset[str], path: str) -> None:
-    """Refuse the first member with a value that is not known."""
+    """Raise GatewayError for the first member that is not in `known`, unless its value is null."""
     for name, value in members.items():
         if name not in known and value is not None:
             raise untranslatable(f"{path}.{name}")
 
 
 def copy_member(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Write a member of both APIs as it is."""
+    """Copy a member that has the same name and meaning in chat completions."""
     chat[name] = value
 
 
 def skip_member(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Leave out a member that is advice to a service, without which the answer is as valid."""
+    """Leave out a member that does not affect the correctness of the answer."""
 
 
 def refuse_member(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Refuse a member unless it asks for nothing."""
+    """Raise GatewayError for a member, unless its value turns it off (null, false or empty)."""
     if value not in (None, False, [], {}, ""):
         raise untranslatable(name)
 
 
 def request_stream(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Ask for a stream that ends with its usage, which both APIs report."""
+    """Handle `stream`: request a stream that ends with token counts, which both APIs report."""
     if value is not True and value is not False:
         raise mistyped(name, "a boolean")
     if value:
@@ -109,7 +115,7 @@ def request_stream(value: Any, name: str, chat: dict[str, Any]) -> None:
 
 
 def limit_output(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Limit the tokens of the answer."""
+    """Set the limit on the answer's tokens from a member. Raises GatewayError if it is invalid."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise mistyped(name, "a whole number of at least 1")
     chat["max_tokens"] = value
@@ -118,7 +124,10 @@ def limit_output(value: Any, name: str, chat: dict[str, Any]) -> None:
 def translate_members(
     members: Mapping[str, Any], handlers: Mapping[str, MemberHandler]
 ) -> dict[str, Any]:
-    """Return the chat request of all members. Raises GatewayError for one without a handler."""
+    """Return the chat completion request that the handlers make of all members.
+
+    Members with the value null are left out. Raises GatewayError for a member without a handler.
+    """
     chat: dict[str, Any] = {}
     for name, value in members.items():
         if value is not None:
@@ -127,7 +136,7 @@ def translate_members(
 
 
 def refuse_unknown(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Refuse a member that is not known."""
+    """Raise GatewayError for a member that is not known."""
     raise untranslatable(name)
 
 

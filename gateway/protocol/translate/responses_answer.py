@@ -1,4 +1,4 @@
-"""Chat completions as Responses: the object of a whole answer, and what streams share with it."""
+"""Translates a chat completion to a Responses object; also has the parts that streams need."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ _ECHOED: Mapping[str, Any] = {
 
 
 def echo(request: bytes) -> dict[str, Any]:
-    """Return what a response repeats of its request's body. Nothing is ever stored."""
+    """Return the members that a response repeats from the body of its request.
+
+    The response says that it is not stored, because these engines cannot store it.
+    """
     members = read_object(request)
     repeated = {
         name: members[name] if members.get(name) is not None else default
@@ -51,7 +54,10 @@ def echo(request: bytes) -> dict[str, Any]:
 
 
 def from_chat(body: bytes, model: str, echoed: Mapping[str, Any]) -> bytes:
-    """Translate a chat completion to a response of `model`. Raises TranslationError."""
+    """Translate a chat completion to a response of `model`; `echoed` is what echo() returned.
+
+    Raises TranslationError if the completion is malformed.
+    """
     answer = read_answer(body)
     if not answer.choices:
         raise TranslationError("The engine's answer has no choice.")
@@ -73,7 +79,10 @@ def from_chat(body: bytes, model: str, echoed: Mapping[str, Any]) -> bytes:
 
 
 def response_head(key: str, model: str, created: int, echoed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a response in progress, without any output."""
+    """Return the object of a response in progress, without any output.
+
+    `key` is the engine's id of the completion, `created` is in Unix seconds.
+    """
     return {
         "id": f"resp_{key}",
         "object": "response",
@@ -89,7 +98,10 @@ def response_head(key: str, model: str, created: int, echoed: Mapping[str, Any])
 
 
 def ended(finish_reason: str | None, output: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the members that differ once a response is complete or was cut off."""
+    """Return the members of a response object that change when the response has ended.
+
+    A response that was cut off is `incomplete`, and so is its last output item.
+    """
     reasons = {"length": "max_output_tokens", "content_filter": "content_filter"}
     reason = reasons.get(finish_reason or "")
     if reason is not None and output:
@@ -102,7 +114,7 @@ def ended(finish_reason: str | None, output: list[dict[str, Any]]) -> dict[str, 
 
 
 def usage_of(usage: ChatUsage) -> dict[str, Any]:
-    """Return the counts under their names in this API."""
+    """Return token counts under their names in the Responses API."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -113,17 +125,17 @@ def usage_of(usage: ChatUsage) -> dict[str, Any]:
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """Return a content part of text."""
+    """Return a content part with text."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def refusal_part(text: str) -> dict[str, Any]:
-    """Return a content part in which the model refuses."""
+    """Return a content part with the text in which the model refuses the request."""
     return {"type": "refusal", "refusal": text}
 
 
 def message_item(item_id: str, part: dict[str, Any] | None, status: str) -> dict[str, Any]:
-    """Return a message with one content part, or none yet."""
+    """Return a message as an output item, with one content part, or none if `part` is None."""
     content = [] if part is None else [part]
     return {
         "id": item_id,
@@ -135,13 +147,13 @@ def message_item(item_id: str, part: dict[str, Any] | None, status: str) -> dict
 
 
 def reasoning_item(item_id: str, text: str | None) -> dict[str, Any]:
-    """Return a reasoning item with its text, or none yet."""
+    """Return an output item with reasoning text, or without content if `text` is None."""
     content = [] if text is None else [{"type": "reasoning_text", "text": text}]
     return {"id": item_id, "type": "reasoning", "summary": [], "content": content}
 
 
 def call_item(item_id: str, call: ChatToolCall, status: str) -> dict[str, Any]:
-    """Return a function call, with its arguments so far."""
+    """Return a function call as an output item, with the arguments received so far."""
     return {
         "id": item_id,
         "type": "function_call",

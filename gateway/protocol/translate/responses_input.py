@@ -1,4 +1,4 @@
-"""The input items of a Responses request as chat messages."""
+"""Translates the input items of a Responses request to chat messages."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reason
 
 
 class _Conversation:
-    """The messages so far. Reasoning, text and tool calls of one turn become one message."""
+    """Builds the list of chat messages from items: one message per turn of the conversation.
+
+    Reasoning, text and tool calls of one assistant turn are merged into one message.
+    """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self._thoughts: list[str] = []
 
     def add(self, message: dict[str, Any]) -> None:
-        """Append a message of any role; reasoning goes with the assistant's."""
+        """Append a message of any role; an assistant message receives the pending reasoning."""
         if message["role"] == "assistant":
             self._attach_thoughts(message)
         else:
@@ -35,11 +38,11 @@ class _Conversation:
         self.messages.append(message)
 
     def think(self, text: str) -> None:
-        """Keep reasoning for the message that follows it."""
+        """Keep reasoning text for the assistant message that follows it."""
         self._thoughts.append(text)
 
     def call(self, call: dict[str, Any]) -> None:
-        """Append a tool call to the assistant's message, which it may have to begin."""
+        """Add a tool call to the last assistant message; append a new message if there is none."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or self._thoughts:
             last = {"role": "assistant", "content": None}
@@ -53,7 +56,10 @@ class _Conversation:
 
 
 def input_messages(value: Any) -> list[dict[str, Any]]:
-    """Return the chat messages of `input`. Raises GatewayError that names the item."""
+    """Return the chat messages of the member `input`.
+
+    Raises GatewayError that names the item which cannot be translated.
+    """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     conversation = _Conversation()
@@ -114,7 +120,10 @@ def _part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _compact(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return a single text as a string, which every engine and template accepts."""
+    """Return a single text part as a string, which every engine and chat template accepts.
+
+    Any other list of parts is returned unchanged.
+    """
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
@@ -129,7 +138,10 @@ def _call(item: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _add_result(item: Mapping[str, Any], path: str, conversation: _Conversation) -> None:
-    """Add a tool's result; its images follow as the user's, as a tool message has only text."""
+    """Add a tool's result as a tool message; its images follow in a user message.
+
+    A tool message can only contain text.
+    """
     output = item.get("output")
     parts = (
         [{"type": "text", "text": output}]
@@ -145,7 +157,7 @@ def _add_result(item: Mapping[str, Any], path: str, conversation: _Conversation)
 
 
 def _reasoning(item: Mapping[str, Any], path: str) -> str:
-    """Return the text of a reasoning item: its content, else its summary."""
+    """Return the text of a reasoning item: its content or, without content, its summary."""
     for key in ("content", "summary"):
         parts = _parts(item.get(key) or [], f"{path}.{key}")
         if parts:

@@ -1,4 +1,4 @@
-"""OpenAI Responses requests as chat completions."""
+"""Translates OpenAI Responses requests to chat completion requests."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 def to_chat(body: bytes) -> bytes:
-    """Translate a body of /v1/responses. Raises GatewayError (400) that names a member.
+    """Translate the body of a /v1/responses request to a chat completion request.
 
-    What only advises a service is left out: metadata, service_tier, store, reasoning.summary.
+    Members that do not change the answer are left out: metadata, service_tier, store,
+    reasoning.summary. Raises GatewayError (400) that names a member that cannot be translated.
     """
     members = read_object(body)
     require(members, "model", "input")
@@ -101,7 +102,7 @@ def _reasoning(value: Any, name: str, chat: dict[str, Any]) -> None:
 
 
 def _include(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Accept what needs no counterpart: encrypted reasoning, and parts of hosted tools' results."""
+    """Check `include`: reject log probabilities, and accept items that need no counterpart."""
     for index, item in enumerate(list_of(value, name)):
         if item == _LOGPROBS:
             raise untranslatable(f"{name}[{index}]", _LOGPROBS)

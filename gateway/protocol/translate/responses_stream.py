@@ -1,4 +1,4 @@
-"""A stream of chat chunks as the events of a Responses stream."""
+"""Translates a stream of chat chunks to the events of a Responses stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_ANSWER_CHARS = 32 * 1024 * 1024
 
 
 class OpenItem(msgspec.Struct):
-    """The output item that the engine is writing; its text arrives in pieces."""
+    """The output item that the engine is currently writing; its text arrives in pieces."""
 
     kind: str
     item_id: str
@@ -42,12 +42,15 @@ class OpenItem(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        """All pieces so far."""
+        """All pieces of text received so far, joined."""
         return "".join(self.pieces)
 
 
 class ResponsesStream(StreamTranslator):
-    """The events of a response, from chat chunks. They are numbered from 0."""
+    """Translates the chunks of a chat stream to the events of a Responses stream.
+
+    The events are numbered from 0.
+    """
 
     __slots__ = ("_echoed", "_head", "_item", "_key", "_model", "_output", "_sequence", "_size")
 
@@ -91,7 +94,7 @@ class ResponsesStream(StreamTranslator):
             yield self._piece("response.function_call_arguments.delta", call.function.arguments)
 
     def _open(self, kind: str, call: ChatToolCall | None = None) -> Iterator[bytes]:
-        """Start an item of another kind than the current one, which ends."""
+        """Start an output item, and end the current one if it is of another kind."""
         if self._item is not None and self._item.kind == kind:
             return
         yield from self._close()
@@ -103,7 +106,7 @@ class ResponsesStream(StreamTranslator):
             yield self._emit("response.content_part.added", self._place(part=self._part("")))
 
     def _close(self) -> Iterator[bytes]:
-        """End the current item: the events that repeat its text, and the item itself."""
+        """End the current item: yield the events that repeat its text, and the item itself."""
         item = self._item
         if item is None:
             return
@@ -130,7 +133,7 @@ class ResponsesStream(StreamTranslator):
         return "response.output_text.done", self._place(text=text, logprobs=[])
 
     def _item_now(self, status: str, text: str | None) -> dict[str, Any]:
-        """Return the current item as it is sent; `text` is None at its start."""
+        """Return the current output item as it is sent; `text` is None at its start."""
         item = self._item
         assert item is not None
         if item.kind == "reasoning":
@@ -148,7 +151,7 @@ class ResponsesStream(StreamTranslator):
         return refusal_part(text) if kind == "refusal" else text_part(text)
 
     def _place(self, **members: Any) -> dict[str, Any]:
-        """Return the place of the current content part, with further members."""
+        """Return the position of the current content part in the response, with further members."""
         item_id = self._item.item_id if self._item is not None else ""
         place = {"item_id": item_id, "output_index": len(self._output), "content_index": 0}
         return place | members

@@ -1,4 +1,4 @@
-"""What the translations of streams have in common: reading chunks, and how a stream ends."""
+"""The common base of stream translations: reads chat chunks, and decides how a stream ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class StreamTranslator(ABC):
     feed() takes bytes in any pieces, finish() marks the end of the engine's answer. After the last
     event, or an error, both return nothing.
 
-    finish_reason, usage  the last choice that had a finish reason, and the last counts
+    ending  the last choice that had a finish reason
+    usage   the last token counts
     """
 
     __slots__ = ("_events", "_has_started", "_is_over", "ending", "seen_calls", "usage")
@@ -38,11 +39,14 @@ class StreamTranslator(ABC):
         self.seen_calls: set[int] = set()
 
     def feed(self, data: bytes) -> bytes:
-        """Return the events that the next bytes complete."""
+        """Return the client's events that the next bytes complete."""
         return self._translate(lambda: self._events.feed(data))
 
     def finish(self) -> bytes:
-        """Return the events that are left when the engine's answer is over."""
+        """Return the remaining events when the engine's answer is over.
+
+        An answer without a finish reason ends with an error event.
+        """
         left = self._translate(self._events.flush)
         if self._is_over:
             return left
@@ -51,9 +55,9 @@ class StreamTranslator(ABC):
         return left + self._stop(self._end())
 
     def finish_with(self, event: bytes) -> bytes:
-        """Return the events that the gateway's own last event becomes.
+        """Return the client's events for `event`, the gateway's own last event of a stream.
 
-        A part of an event that the engine has not finished is dropped.
+        An event that the engine has not finished is dropped.
         """
         self._events = EventReader()
         return self.feed(event) + self.finish()
@@ -64,18 +68,18 @@ class StreamTranslator(ABC):
 
     @abstractmethod
     def _delta(self, choice: ChatChoice) -> Iterator[bytes]:
-        """Yield the events of one chunk. Raises TranslationError."""
+        """Yield the events for one chunk. Raises TranslationError if it is invalid."""
 
     @abstractmethod
     def _end(self) -> Iterator[bytes]:
-        """Yield the events after the last piece of the answer."""
+        """Yield the events after the last piece of a complete answer."""
 
     @abstractmethod
     def _fail(self, detail: ErrorDetail) -> Iterator[bytes]:
-        """Yield the events with which a stream ends that has failed."""
+        """Yield the events that end a stream which has failed."""
 
     def note_call(self, index: int) -> None:
-        """Note the start of a tool call. Raises TranslationError if it has ended already."""
+        """Record the start of a tool call. Raises TranslationError if it was started before."""
         if index in self.seen_calls:
             raise TranslationError("The engine wrote two tool calls at once.")
         self.seen_calls.add(index)
@@ -114,7 +118,10 @@ class StreamTranslator(ABC):
         return b"".join(self._start(answer))
 
     def _stop(self, last: Iterator[bytes]) -> bytes:
-        """Return the last events; a stream that has none before begins with the usual ones."""
+        """Return the last events, and mark the stream as ended.
+
+        If no event was sent before, the events that begin a stream precede them.
+        """
         started = self._begin(ChatAnswer())
         self._is_over = True
         return started + b"".join(last)

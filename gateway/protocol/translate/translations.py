@@ -1,4 +1,4 @@
-"""The table of translations: which APIs can be served through another one, and how."""
+"""The table of translations: which APIs can be served through another API, and how."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ NewTranslator = Callable[[], AnswerTranslator]
 
 
 class Translation(msgspec.Struct, frozen=True):
-    """How one API is served through another.
+    """The functions by which requests of one API are served through another API.
 
     target       the API that engines are asked by
-    request      translates the body. Raises GatewayError (400) that names a member
-    answers      returns, for a body and the model's name as asked, what translates the answers
+    request      translates the body; raises GatewayError (400) that names a member
+    answers      takes a body and the client's name of the model; returns what creates a translator
     """
 
     target: Api
@@ -73,19 +73,20 @@ NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def is_translated(call: Call, lacking: Set[str]) -> bool:
-    """Return whether a request is served through another API.
+    """Return whether a request has to be served through another API.
 
-    `lacking`: the paths that the engines do not have. A request with a cache salt is also
-    translated where engines take none, because isolated tenants must not share a prefix cache.
+    `lacking` has the paths that the engines do not serve. A request with a cache salt is also
+    translated if engines accept no salt on its path, because isolated tenants must not share a
+    prefix cache.
     """
     return call.api.path in lacking or (call.salt != b"" and not call.api.takes_salt)
 
 
 def translated(call: Call, model: ModelInfo, context: CallContext) -> tuple[Call, NewTranslator]:
-    """Return the call that engines get in place of this one, and what translates their answers.
+    """Return the translated call, and the function that creates translators of its answers.
 
-    Its session and the model's name as asked are those of the client's own body. Raises
-    GatewayError for a request that cannot be translated.
+    The session and the model's name are those of the client's own body. Raises GatewayError for a
+    request that cannot be translated.
     """
     translation, request = TRANSLATIONS[call.api.path], call.request
     preferences = replace(
@@ -105,10 +106,10 @@ def translated(call: Call, model: ModelInfo, context: CallContext) -> tuple[Call
 def translated_paths(
     native: Sequence[str] | None, is_lacking: Callable[[str], bool]
 ) -> frozenset[str]:
-    """Return the paths that a pool's requests have to be translated for.
+    """Return the paths whose requests have to be translated for the engines of a pool.
 
-    native      names of the APIs that the engines have, by configuration; None: not configured
-    is_lacking  whether an engine of the pool is known not to have a path
+    native      configured names of the APIs that the engines have; None: not configured
+    is_lacking  returns whether an engine of the pool is known not to serve a path
     """
     return frozenset(
         path
