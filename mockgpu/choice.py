@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from mockgpu.job import Job
+from mockgpu.json_frame import JsonFrame
 from mockgpu.leg_params import DecodeLeg, PrefillLeg
 from mockgpu.request_parser import ParsedRequest
 from mockgpu.text import (
@@ -45,6 +46,20 @@ class Choice(msgspec.Struct, eq=False):
     vary: int
     salt: str
     prompt_states: Words | None = None
+    frame: JsonFrame | None = None
+
+    @property
+    def whole_text(self) -> str:
+        """The text with the JSON around it, if the request wants JSON."""
+        return self.text if self.frame is None else self.frame.before + self.text + self.frame.after
+
+    def piece(self, number: int) -> str:
+        """Return the text of token `number`, from 0; JSON comes with the first and last token."""
+        piece = self.text[number * TOKEN_BYTES : (number + 1) * TOKEN_BYTES]
+        if self.frame is None:
+            return piece
+        before = self.frame.before if number == 0 else ""
+        return before + piece + (self.frame.after if number == self.output_tokens - 1 else "")
 
     @property
     def output_tokens(self) -> int:
@@ -101,8 +116,10 @@ def _choice(
         tokens = tokens[: -(-end // TOKEN_BYTES) * TOKEN_BYTES]
         text = text[: end if ask.body.include_stop_str_in_output else position]
     reason = "stop" if stop is not None or speech.has_ended else "length"
-    if ask.tool is not None:
-        reason = "tool_calls"
+    frame = ask.form.frame
+    if frame is not None:
+        reason = "stop" if ask.tool is None else "tool_calls"
+        text = text if frame.has_words else ""
     salt = ask.body.cache_salt or ""
     keep = isinstance(ask.leg, PrefillLeg) and (
         ask.leg.if_ended or not (stop is not None or speech.has_ended)
@@ -114,7 +131,8 @@ def _choice(
         leg=ask.leg,
         keeps_blocks=keep,
     )
-    return Choice(index, prompt, tokens, text, reason, stop, job, speech.keys, vary, salt)
+    rest = (speech.keys, vary, salt)
+    return Choice(index, prompt, tokens, text, reason, stop, job, *rest, frame=frame)
 
 
 def _generate(

@@ -46,6 +46,7 @@ from mockgpu.options import (
     MaxNumBatchedTokens,
     MaxNumSeqs,
     MaxQueued,
+    MayEndFrom,
     ModelName,
     Port,
     ProfileName,
@@ -82,6 +83,7 @@ def mock(
     cached_details: CachedDetails = True,
     responses_store: StoresResponses = False,
     lacks: Lacks = None,
+    may_end_from: MayEndFrom = None,
     dialect: DialectName = None,
     kv_transport: KvTransport = "auto",
     kv_port: KvPort = 0,
@@ -106,7 +108,9 @@ def mock(
         spec = _spec(model, gpu, tp, role, profile, speed)
         limits = (max_num_seqs, max_num_batched_tokens, kv_tokens, max_queued)
         spec = _limited(spec, *limits, cached_details=cached_details, lacks=tuple(lacks or ()))
-        spec = msgspec.structs.replace(spec, stores_responses=responses_store)
+        spec = msgspec.structs.replace(
+            spec, stores_responses=responses_store, may_end_from=may_end_from
+        )
         specs = [spec] * groups
         if dialect is not None:
             link = (kv_transport, kv_port, kv_key, kv_scale, kv_gbps or inf)

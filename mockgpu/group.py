@@ -46,6 +46,8 @@ class GroupSpec(msgspec.Struct, frozen=True):
     stores_responses  keep responses for later requests
     transfer    how it transfers KV, as a prefill or decode group or both; None: whole requests only
     lacks       names of APIs that it does not serve, unlike the imitated engine
+    may_end_from  smallest token limit at which answers may end by themselves; None: each
+                limit is met exactly
     """
 
     served_name: str
@@ -63,6 +65,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     transfer: TransferSpec | None = None
     stores_responses: bool = False
     lacks: tuple[str, ...] = ()
+    may_end_from: int | None = None
 
     @property
     def capacity_tokens(self) -> int:

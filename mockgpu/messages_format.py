@@ -11,7 +11,6 @@ from mockgpu.choice import Choice
 from mockgpu.named_events import chat_body, flat_text, named_event
 from mockgpu.openai_format import http_chunk
 from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
-from mockgpu.text import TOKEN_BYTES
 from mockgpu.tool_turns import chat_tool, chat_turns
 
 _PASSED = ("model", "max_tokens", "stream", "temperature", "top_p", "kv_transfer_params")
@@ -44,9 +43,9 @@ class MessagesFormat:
         members: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Return the message."""
-        block: dict[str, Any] = {"type": "text", "text": choice.text}
+        block: dict[str, Any] = {"type": "text", "text": choice.whole_text}
         if ask.tool is not None:
-            block = _tool_use(ask, {"words": choice.text})
+            block = _tool_use(ask, msgspec.json.decode(choice.whole_text))
         usage = _usage(ask, choice.output_tokens, cached)
         return _message(ask, [block], usage) | _ending(choice)
 
@@ -76,20 +75,17 @@ class MessagesChunks:
 
     def next(self, cached: int | None) -> bytes:
         """Return the events of the next token; before the first one, message and block begin."""
-        start = self._made * TOKEN_BYTES
+        piece = self._choice.piece(self._made)
         self._made += 1
-        piece = self._choice.text[start : start + TOKEN_BYTES]
         opening = self._opening(cached) if self._made == 1 else b""
         return http_chunk(opening + (self._delta(piece) if piece else b""))
 
     def end(self, cached: int | None) -> bytes:
         """Return the end of the block and of the message."""
-        closing = self._delta('"}', raw=True) if self._ask.tool is not None else b""
         usage = _usage(self._ask, self._choice.output_tokens, cached)
         delta = {"type": "message_delta", "delta": _ending(self._choice), "usage": usage}
         return http_chunk(
-            closing
-            + named_event("content_block_stop", {"type": "content_block_stop", "index": 0})
+            named_event("content_block_stop", {"type": "content_block_stop", "index": 0})
             + named_event("message_delta", delta)
             + named_event("message_stop", {"type": "message_stop"})
         )
@@ -101,14 +97,12 @@ class MessagesChunks:
         if self._ask.tool is not None:
             block = _tool_use(self._ask, {})
         data = {"type": "content_block_start", "index": 0, "content_block": block}
-        first = b"" if self._ask.tool is None else self._delta('{"words":"', raw=True)
-        return start + named_event("content_block_start", data) + first
+        return start + named_event("content_block_start", data)
 
-    def _delta(self, piece: str, raw: bool = False) -> bytes:
-        is_tool = raw or self._ask.tool is not None
+    def _delta(self, piece: str) -> bytes:
         delta = (
             {"type": "input_json_delta", "partial_json": piece}
-            if is_tool
+            if self._ask.tool is not None
             else {"type": "text_delta", "text": piece}
         )
         data = {"type": "content_block_delta", "index": 0, "delta": delta}
@@ -123,6 +117,7 @@ def count_body(members: Mapping[str, Any]) -> RequestBody:
     chat: dict[str, Any] = {name: members[name] for name in _PASSED if name in members}
     chat["messages"] = _chat_messages(members.get("system"), messages)
     chat["stop"] = members.get("stop_sequences")
+    chat["response_format"] = _response_format(members)
     if members.get("tools"):
         chat["tools"] = [chat_tool(tool, "input_schema") for tool in members["tools"]]
         chat["tool_choice"] = _tool_choice(members.get("tool_choice"))
@@ -134,6 +129,15 @@ def _chat_messages(system: object, messages: list[Any]) -> list[Any]:
     if not all(isinstance(message, dict) for message in messages):
         raise ApiError(400, "1 validation error: messages: each must be an object", "messages")
     return first + [turn for message in messages for turn in chat_turns(message)]
+
+
+def _response_format(members: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what the answer's text has to be, as a chat has it."""
+    config = members.get("output_config")
+    form = config.get("format") if isinstance(config, dict) else None
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        return None
+    return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
 
 
 def _tool_choice(choice: object) -> Any:

@@ -78,11 +78,6 @@ def _completion_logprobs(ask: ParsedRequest, tokens: bytes, offset: int) -> dict
     }
 
 
-def _arguments(choice: Choice) -> str:
-    """Return the arguments of a forced tool call: valid JSON around the words."""
-    return '{"words":"' + choice.text + '"}'
-
-
 class ResponseExtras(msgspec.Struct, frozen=True):
     """Additional members of a prefill leg's response: at the top level, and in its choice."""
 
@@ -132,12 +127,12 @@ def _prompt_ids(ask: ParsedRequest) -> dict[str, Any]:
 def _whole_chat_choice(ask: ParsedRequest, choice: Choice) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": choice.text,
+        "content": choice.whole_text,
         "refusal": None,
         "tool_calls": [],
     }
     if ask.tool is not None:
-        function = {"name": ask.tool, "arguments": _arguments(choice)}
+        function = {"name": ask.tool, "arguments": choice.whole_text}
         message["content"] = ""
         message["tool_calls"] = [
             {"id": _call_id(ask, choice), "type": "function", "function": function}
@@ -192,7 +187,7 @@ class StreamChunks:
         self._has_sent_prompt_ids = False
         options = ask.body.stream_options
         continuous = options is not None and options.continuous_usage_stats
-        self._plain = ask.tool is None and not (
+        self._plain = ask.form.frame is None and not (
             ask.wants_logprobs or continuous or ask.body.return_token_ids
         )
         self._head, self._tail = self._template() if self._plain else (b"", b"")
@@ -214,8 +209,8 @@ class StreamChunks:
             return self._head + choice.tokens[start:end] + self._tail
         first = self._opening(cached) if self.made == 1 else b""
         reason = choice.finish_reason if last else None
-        piece, token = choice.text[start:end], choice.tokens[start:end]
-        return first + http_chunk(self._event(self._delta(piece, last), reason, token, cached))
+        piece, token = choice.piece(self.made - 1), choice.tokens[start:end]
+        return first + http_chunk(self._event(self._delta(piece), reason, token, cached))
 
     def _opening(self, cached: int | None) -> bytes:
         """Return what precedes the first token: the role (chat), the echoed prompt, or nothing."""
@@ -227,14 +222,13 @@ class StreamChunks:
             )
         return b""
 
-    def _delta(self, piece: str, last: bool = False) -> dict[str, Any] | str:
+    def _delta(self, piece: str) -> dict[str, Any] | str:
         if not self._ask.chat:
             return piece
         if self._ask.tool is None:
             return {"content": piece}
         first = self.made <= 1
-        arguments = ('{"words":"' if first else "") + piece + ('"}' if last else "")
-        call: dict[str, Any] = {"index": 0, "function": {"arguments": arguments}}
+        call: dict[str, Any] = {"index": 0, "function": {"arguments": piece}}
         if first:
             call |= {"id": _call_id(self._ask, self._choice), "type": "function"}
             call["function"]["name"] = self._ask.tool

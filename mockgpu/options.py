@@ -97,6 +97,14 @@ Lacks = Annotated[
     list[str] | None,
     typer.Option(help="API that the engine does not have: messages or responses; repeatable."),
 ]
+MayEndFrom = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Answers with at least this token limit may end by themselves, as a model's do. "
+        "Default: every limit is met exactly.",
+    ),
+]
 CachedDetails = Annotated[bool, typer.Option(help="Report cached_tokens in usage.")]
 StoresResponses = Annotated[
     bool, typer.Option(help="Keep responses, as vLLM with VLLM_ENABLE_RESPONSES_API_STORE=1.")

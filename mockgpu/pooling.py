@@ -27,6 +27,7 @@ from mockgpu.request_parser import (
     decode_body,
     one_prompt,
 )
+from mockgpu.requested_form import FREE_TEXT
 from mockgpu.text import render_chat, token_bytes, token_count
 
 DIMENSIONS = 64
@@ -280,7 +281,7 @@ def _document(part: Document) -> bytes:
 
 def _job(name: str, served: str, prompts: list[bytes]) -> ParsedRequest:
     """Return the request whose first token marks the end of the computation."""
-    return ParsedRequest(name, False, served, prompts, 1, 1, False, RequestBody(), (), None)
+    return ParsedRequest(name, False, served, prompts, 1, 1, False, RequestBody(), (), FREE_TEXT)
 
 
 def _usage(ask: ParsedRequest) -> dict[str, int]:

@@ -13,7 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from mockgpu.leg_params import DecodeLeg, PrefillLeg
-from mockgpu.text import render_chat, token_bytes, token_count
+from mockgpu.requested_form import FREE_TEXT, RequestedForm, requested_form
+from mockgpu.text import pad_to_tokens, render_chat, token_bytes, token_count
 
 MAX_PROMPTS = 1024
 DEFAULT_COMPLETION_TOKENS = 16
@@ -125,6 +126,8 @@ class RequestBody(msgspec.Struct, frozen=True):
     frequency_penalty: Penalty | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
     priority: int = 0
     cache_salt: str | None = None
     extra_key: str | None = None
@@ -171,7 +174,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     can_end: bool
     body: RequestBody
     stops: tuple[str, ...]
-    tool: str | None
+    form: RequestedForm
     leg: PrefillLeg | DecodeLeg | None = None
     one_token: bool = False
 
@@ -179,6 +182,11 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     def is_stream(self) -> bool:
         """Whether the response is server-sent events."""
         return bool(self.body.stream)
+
+    @property
+    def tool(self) -> str | None:
+        """The name of the tool that the answer calls; None for text."""
+        return self.form.tool
 
     @property
     def wants_logprobs(self) -> bool:
@@ -240,8 +248,12 @@ def parse_request(
     context: int,
     request_id: str,
     reading: ParsedHandoff = NO_LEG,
+    may_end_from: int | None = None,
 ) -> ParsedRequest:
-    """Check a request whose handoff fields have been read. Raises ApiError."""
+    """Check a request whose handoff fields have been read. Raises ApiError.
+
+    A limit of `may_end_from` tokens or more does not keep the answer from ending by itself.
+    """
     check_rank(headers)
     if body.model is not None and body.model != served:
         raise ApiError(404, f"The model `{body.model}` does not exist.", "model")
@@ -249,21 +261,16 @@ def parse_request(
     prompts = [reading.prompt] if reading.prompt is not None else _all_prompts(body, chat)
     requested = _requested_tokens(body, chat)
     limit = _limit(prompts, requested, context)
-    if body.min_tokens > limit:
-        raise ApiError(
-            400,
-            f"min_tokens must be less than or equal to max_tokens={limit}, got {body.min_tokens}.",
-        )
-    if isinstance(reading.leg, DecodeLeg) and token_count(reading.leg.first) > limit:
-        raise ApiError(
-            400,
-            f"{token_count(reading.leg.first)} tokens exist already, but the limit is {limit}",
-        )
-    may_end = requested is None and not body.ignore_eos
+    _check_limit(body, limit, reading.leg)
+    is_cap = requested is None or (may_end_from is not None and requested >= may_end_from)
+    may_end = is_cap and not body.ignore_eos
     if isinstance(reading.leg, PrefillLeg) and not reading.one_token:
         # The requested token may end the answer, unless at least one token is required.
         may_end = not body.ignore_eos and not body.min_tokens
-    n, stops, tool = body.n or 1, _stops(body), _forced_tool(body) if chat else None
+    n, stops, form = body.n or 1, _stops(body), _form(body) if chat else FREE_TEXT
+    if form.fixed_text is not None:
+        limit = min(limit, token_count(pad_to_tokens(form.fixed_text.encode())))
+        may_end = False
     if reading.one_token:
         limit = 1
     if not may_end and len(prompts) * n * limit > MAX_GENERATED_TOKENS:
@@ -282,10 +289,24 @@ def parse_request(
         may_end,
         body,
         stops,
-        tool,
+        form,
         reading.leg,
         reading.one_token,
     )
+
+
+def _check_limit(body: RequestBody, limit: int, leg: PrefillLeg | DecodeLeg | None) -> None:
+    """Raise ApiError if the limit is below the tokens that there must be, or are already."""
+    if body.min_tokens > limit:
+        raise ApiError(
+            400,
+            f"min_tokens must be less than or equal to max_tokens={limit}, got {body.min_tokens}.",
+        )
+    if isinstance(leg, DecodeLeg) and token_count(leg.first) > limit:
+        raise ApiError(
+            400,
+            f"{token_count(leg.first)} tokens exist already, but the limit is {limit}",
+        )
 
 
 def _all_prompts(body: RequestBody, chat: bool) -> list[bytes]:
@@ -408,26 +429,15 @@ def check_context(prompts: list[bytes], context: int) -> None:
         raise ApiError(400, message, "input_tokens")
 
 
-def _forced_tool(body: RequestBody) -> str | None:
-    """Return the tool that must be called: the named one, or the first if any is required."""
-    choice = body.tool_choice
-    names = [_function_name(tool) for tool in body.tools or ()]
-    if isinstance(choice, dict):
-        name = _function_name(choice)
-        if name is None or name not in names:
-            raise ApiError(
-                400,
-                "The tool specified in `tool_choice` does not match any of the specified `tools`",
-            )
-        return name
-    if choice == "required":
-        if not names or names[0] is None:
-            raise ApiError(400, "When using `tool_choice`, `tools` must be set.", "tool_choice")
-        return names[0]
-    return None
-
-
-def _function_name(tool: Mapping[str, Any]) -> str | None:
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else None
+def _form(body: RequestBody) -> RequestedForm:
+    """Return the form of a chat's answer. Raises ApiError."""
+    try:
+        return requested_form(
+            body.messages or (),
+            body.tools or (),
+            body.tool_choice,
+            body.response_format,
+            body.structured_outputs,
+        )
+    except ValueError as error:
+        raise ApiError(400, str(error), "tool_choice" if body.tools else "tools") from None

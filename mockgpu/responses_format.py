@@ -10,7 +10,6 @@ from mockgpu.named_events import chat_body, flat_text, named_event
 from mockgpu.openai_format import http_chunk
 from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
 from mockgpu.responses_store import ResponsesStore, StoredResponse
-from mockgpu.text import TOKEN_BYTES
 from mockgpu.tool_turns import chat_call, chat_tool, join_calls
 
 _PASSED = ("model", "stream", "temperature", "top_p", "cache_salt", "kv_transfer_params", "seed")
@@ -33,6 +32,7 @@ class ResponsesFormat:
         system, messages = self._messages(members)
         chat["messages"] = system + messages
         chat["max_completion_tokens"] = members.get("max_output_tokens")
+        chat["response_format"] = _response_format(members)
         functions = [tool for tool in members.get("tools") or () if tool.get("type") == "function"]
         if functions:
             chat["tools"] = [chat_tool(tool, "parameters") for tool in functions]
@@ -56,7 +56,7 @@ class ResponsesFormat:
         """Return the response, and keep it."""
         response = finished(ask, choice, created, cached, members)
         _, messages = self._messages(members)
-        answer = {"role": "assistant", "content": choice.text}
+        answer = _answer(response["output"][0])
         self._store.keep(members, StoredResponse(response, [*messages, answer]))
         return response
 
@@ -107,9 +107,8 @@ class ResponsesChunks:
 
     def next(self, cached: int | None) -> bytes:
         """Return the events of the next token; before the first one, the item begins."""
-        start = self._made * TOKEN_BYTES
+        piece = self._choice.piece(self._made)
         self._made += 1
-        piece = self._choice.text[start : start + TOKEN_BYTES]
         opening = self._opening() if self._made == 1 else b""
         return http_chunk(opening + (self._delta(piece) if piece else b""))
 
@@ -119,13 +118,11 @@ class ResponsesChunks:
         item = output_item(ask, choice)
         if ask.tool is None:
             part = item["content"][0]
-            closing = self._part("response.output_text.done", text=choice.text, logprobs=[])
+            closing = self._part("response.output_text.done", text=choice.whole_text, logprobs=[])
             closing += self._part("response.content_part.done", part=part)
         else:
             name = "response.function_call_arguments"
-            closing = self._delta('"}') + self._item(
-                f"{name}.done", arguments=item["arguments"], name=ask.tool
-            )
+            closing = self._item(f"{name}.done", arguments=item["arguments"], name=ask.tool)
         response = self._finish(ask, choice, self._created, cached, self._members)
         return http_chunk(
             closing
@@ -137,7 +134,7 @@ class ResponsesChunks:
         begun = output_item(self._ask, None)
         opening = self._event("response.output_item.added", output_index=0, item=begun)
         if self._ask.tool is not None:
-            return opening + self._delta('{"words":"')
+            return opening
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return opening + self._part("response.content_part.added", part=part)
 
@@ -181,6 +178,20 @@ def _message(item: object) -> dict[str, Any]:
     return {"role": item.get("role"), "content": flat_text(item.get("content"), _TEXTS)}
 
 
+def _answer(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an output item as a message of the conversation that goes on."""
+    return _message(item) | {"role": "assistant"}
+
+
+def _response_format(members: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what the answer's text has to be, as a chat has it."""
+    text = members.get("text")
+    form = text.get("format") if isinstance(text, dict) else None
+    if not isinstance(form, dict) or form.get("type") not in ("json_schema", "json_object"):
+        return None
+    return {"type": form["type"], "json_schema": {"schema": form.get("schema")}}
+
+
 def _tool_choice(choice: object) -> Any:
     if isinstance(choice, dict) and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
@@ -197,7 +208,7 @@ def output_item(ask: ParsedRequest, choice: Choice | None) -> dict[str, Any]:
     status = "in_progress" if choice is None else "completed"
     item: dict[str, Any] = {"id": item_id(ask), "status": status}
     if ask.tool is not None:
-        arguments = "" if choice is None else '{"words":"' + choice.text + '"}'
+        arguments = "" if choice is None else choice.whole_text
         call_id = f"call_{ask.id.removeprefix('resp_')}"
         return item | {
             "type": "function_call",
@@ -206,7 +217,7 @@ def output_item(ask: ParsedRequest, choice: Choice | None) -> dict[str, Any]:
             "arguments": arguments,
         }
     part = {"type": "output_text", "annotations": [], "logprobs": []}
-    content = [] if choice is None else [{**part, "text": choice.text}]
+    content = [] if choice is None else [{**part, "text": choice.whole_text}]
     return item | {"type": "message", "role": "assistant", "content": content}
 
 

@@ -361,7 +361,9 @@ class MockServer:
         spec = self.group.spec
         try:
             ask = parse_request(
-                body, request.headers, chat, spec.served_name, spec.context, request_id, reading
+                *(body, request.headers, chat, spec.served_name, spec.context, request_id),
+                reading,
+                spec.may_end_from,
             )
             return with_extra_key(ask) if self._engine is EngineFormat.SGLANG else ask
         except ApiError:

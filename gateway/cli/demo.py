@@ -39,6 +39,8 @@ _STOP_TIMEOUT_S = 5.0
 # GPUs decode all of it, with about 50 requests in flight each.
 DEMO_TP = 4
 MAX_CONCURRENCY = 128
+# Agents allow 4,096 to 32,000 tokens for each answer; a model uses a small part of them.
+_MAY_END_FROM = ["--may-end-from", "1024"]
 _FAULT_PORTS = 2  # at most: one for each process of mocks
 
 
@@ -241,7 +243,7 @@ def _mock_options(demo: DemoOptions, first: int) -> list[list[str]]:
 
 
 def _port_options(first: int, groups: int) -> list[str]:
-    return ["--port", str(first), "--groups", str(groups)]
+    return ["--port", str(first), "--groups", str(groups), *_MAY_END_FROM]
 
 
 def _fault_port(demo: DemoOptions, first: int, number: int) -> int:

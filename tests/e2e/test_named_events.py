@@ -175,6 +175,26 @@ def test_the_sdk_s_function_call_parses(setup: Setup) -> None:
     assert (call.name, set(json.loads(call.arguments))) == ("look", {"words"})
 
 
+SCHEMA = {"type": "object", "properties": {"depth": {"type": "string"}}, "required": ["depth"]}
+FORMAT = {"type": "json_schema", "name": "depth", "schema": SCHEMA}
+FORMATS: dict[str, dict[str, Any]] = {
+    "/v1/messages": {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    "/v1/responses": {"text": {"format": FORMAT}},
+}
+
+
+@pytest.mark.parametrize("path", sorted(BODIES))
+def test_structured_output_fits_its_schema_streamed_or_not(setup: Setup, path: str) -> None:
+    body = {**BODIES[path], **FORMATS[path]}
+    answer = json.loads(sent(setup.url + path, body)[2])
+    parts = answer["content"] if path == "/v1/messages" else answer["output"][0]["content"]
+    assert json.loads(parts[0]["text"]).keys() == {"depth"}
+    stream = events(sent(setup.url + path, {**body, "stream": True})[2])
+    deltas = [data["delta"] for name, data in stream if name.endswith("delta") and "delta" in data]
+    pieces = [each if isinstance(each, str) else each.get("text", "") for each in deltas]
+    assert "".join(pieces) == parts[0]["text"]
+
+
 @pytest.mark.parametrize("path", sorted(BODIES))
 def test_a_stream_that_breaks_ends_with_the_api_s_error_event(setup: Setup, path: str) -> None:
     for engine in setup.engines:

@@ -101,6 +101,31 @@ async def test_a_forced_tool_is_called_with_json_arguments_streamed_or_not(
     assert json.loads(call.function.arguments).keys() == {"words"}
 
 
+async def test_a_user_can_ask_for_a_tool_call_with_arguments(group: MockGroup) -> None:
+    arguments = '{"depth": 3, "unit": "m"}'
+    asking = {"role": "user", "content": f"Please call the tool measure with {arguments}."}
+    tools = [{"type": "function", "function": {"name": "measure"}}]
+    body = CHAT | {"messages": [asking], "tools": tools, "stream": True}
+    events = [json.loads(e)["choices"][0] for e in (await group.stream(body))[:-1]]
+    calls = [call for e in events for call in e["delta"].get("tool_calls", ())]
+    assert calls[0]["function"]["name"] == "measure"
+    assert "".join(call["function"]["arguments"] for call in calls) == arguments
+    assert events[-1]["finish_reason"] == "tool_calls"
+
+
+async def test_structured_output_parses_whatever_its_length(group: MockGroup) -> None:
+    schema = {"type": "object", "properties": {"depth": {"type": "string"}}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "depth", "schema": schema}}
+    answer = await group.sdk.chat.completions.create(**CHAT, response_format=form, max_tokens=6)
+    text = answer.choices[0].message.content or ""
+    assert json.loads(text) == {"depth": expected_text(CHAT, 6)}
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", 6)  # type: ignore[union-attr]
+    stream = await group.sdk.chat.completions.create(
+        **CHAT, response_format=form, max_tokens=6, stream=True
+    )
+    assert "".join([c.choices[0].delta.content or "" async for c in stream]) == text
+
+
 async def test_logprobs_are_returned_per_token(group: MockGroup) -> None:
     chat = await group.sdk.chat.completions.create(
         **CHAT, logprobs=True, top_logprobs=1, max_tokens=5

@@ -133,3 +133,12 @@ def test_a_completion_defaults_to_sixteen_tokens_and_a_chat_to_its_own_end() -> 
     assert ask().can_end
     assert not ask(ignore_eos=True).can_end
     assert not ask(max_tokens=5).can_end
+
+
+def test_a_large_limit_may_be_a_cap() -> None:
+    def can_end(limit: int, **fields: Any) -> bool:
+        body = ask(max_tokens=limit, **fields).body
+        return parse_request(body, {}, True, "m", 4096, "id-1", may_end_from=1024).can_end
+
+    assert [can_end(limit) for limit in (1023, 1024, 2000)] == [False, True, True]
+    assert not can_end(2000, ignore_eos=True)
