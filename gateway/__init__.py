@@ -1,3 +1,6 @@
-"""The process: HTTP in, HTTP out, live state, admin. Decisions live in policies/, KV movement in
-kvtransfer/.
+"""The gateway process:
+
+HTTP servers and clients, the live state of the endpoints, and the admin API.
+
+Routing decisions are made in policies/; KV cache is moved by kvtransfer/.
 """

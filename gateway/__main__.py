@@ -1,6 +1,6 @@
-"""Run the `penstock` command as `python -m gateway`.
+"""Runs the `penstock` command as `python -m gateway`.
 
-The import is inside `main` so that Ctrl-C during the slow imports still ends the process quietly.
+`main` imports the command line itself, so that Ctrl-C during slow imports ends the process quietly.
 """
 
 import sys

@@ -1,7 +1,4 @@
-"""The composition root: the only module that names concrete classes.
-
-Builds, starts and stops a gateway.
-"""
+"""Builds, starts and stops a gateway; the only module that creates and connects its parts."""
 
 from __future__ import annotations
 
@@ -80,14 +77,14 @@ FLUSH_S, MEMORY_BYTES = 0.05, 16 << 20  # state exchange between workers of one 
 
 
 class App:
-    """One gateway in one event loop: start(), then stop().
+    """One gateway in one event loop, from start() to stop().
 
     url, admin_url  set once it listens
     request_end     call it to request the end of the process
     """
 
     def __init__(self, config: Config, origin: StartOptions | None = None) -> None:
-        """Build a gateway with `config`. `origin` is needed for reloads and workers."""
+        """Build a gateway with `config`; `origin` has what reloads and worker processes need."""
         origin = origin or StartOptions(LoadedConfig(config))
         self.config = config
         self.url = self.admin_url = ""
@@ -155,9 +152,7 @@ class App:
         return checker
 
     def _create_reload(self, origin: StartOptions, rng: Random) -> None:
-        """Create what reloads the configuration: swap, discovery, file watcher and
-        auto-rollback.
-        """
+        """Create the parts that reload the configuration, among them discovery and file watcher."""
         self.swap = Swap(self.gateway, self._health_checker, self.metrics)
         history = None if origin.local is None else _versions(self.config, origin.local)
         folder = Path(origin.loaded.file).parent  # relative paths of all configurations start here
@@ -209,7 +204,7 @@ class App:
 
     @property
     def bound(self) -> list[tuple[BoundListener, socket.socket]]:
-        """The listening sockets with their configured addresses, for a successor."""
+        """The listening sockets and their configured addresses, for a successor process."""
         listeners = {API: self.config.listeners.api, ADMIN: self.config.listeners.admin}
         return [
             (
@@ -226,9 +221,9 @@ class App:
         ]
 
     async def retire(self) -> None:
-        """Serve the open connections to their end, because another process accepts new ones now.
+        """Serve the open connections to their end: another process accepts new ones now.
 
-        Returns after timeouts.handover at the latest. An idle connection gets one more request.
+        Ends after `timeouts.handover` at the latest. An idle connection gets one more request.
         """
         self.is_draining = self._has_retired = True
         limit_s = self.gateway.snapshot.config.timeouts.handover
@@ -252,12 +247,12 @@ class App:
             await asyncio.sleep(SWEEP_S)
 
     def _has_handed_over(self) -> bool:
-        """Return whether all connections have ended, also those of this process's predecessor."""
+        """Return whether all connections of this process and of its predecessor have ended."""
         has_predecessor = self._predecessor is not None and self._predecessor.is_alive
         return not len(self.connections) and not has_predecessor
 
     async def stop(self) -> None:
-        """Stop accepting, let requests end within timeouts.shutdown, then close everything."""
+        """Stop accepting, let requests end within `timeouts.shutdown`, then close everything."""
         began, self.is_draining = monotonic(), True
         predecessor_stop = None
         if self._predecessor is not None:
@@ -317,7 +312,7 @@ class App:
 
     @property
     def _longest_stop_s(self) -> float:
-        """The longest time that stop() takes."""
+        """The longest time that stop() takes, in seconds."""
         return self.gateway.snapshot.config.timeouts.shutdown + FAIL_S + SETTLE_S
 
     def reopen_log(self) -> None:
@@ -325,8 +320,9 @@ class App:
         self._log.reopen()
 
     async def _wait_until_idle(self, closing: Sequence[asyncio.Future[None]], ends: float) -> None:
-        """Wait until all requests have ended and all connections have closed, at most until
-        `ends`.
+        """Wait until all requests have ended and all connections have closed.
+
+        `ends` is the monotonic time at which waiting ends in any case.
         """
 
         def is_idle() -> bool:
@@ -336,7 +332,7 @@ class App:
             await asyncio.sleep(IDLE_CHECK_S)
 
     async def _fail_requests(self) -> None:
-        """Fail all running requests; a stream in the middle of an event gets its end first."""
+        """Fail all running requests; a stream within an event may first receive the event's end."""
         ends = monotonic() + FAIL_S / 2
         self._endpoints.stop_routing()
         self._admission.stop_retries()
@@ -345,22 +341,23 @@ class App:
         self._endpoints.fail_streams(immediately=True)
 
     async def stop_being_ready(self) -> None:
-        """Report not ready and serve on for timeouts.grace, so that load balancers notice."""
+        """Report not ready, and go on serving for `timeouts.grace` seconds.
+
+        Load balancers need this time to notice.
+        """
         self.is_draining = True
         grace_s = self.gateway.snapshot.config.timeouts.grace or 0.0
         log.info("SIGTERM: not ready, but serving for %g s more (timeouts.grace)", grace_s)
         await asyncio.sleep(grace_s)
 
     def shared_state(self) -> dict[str, object] | None:
-        """Return the state of the exchange with other gateways; None if `shared` is not
-        configured.
-        """
+        """Return the state of the exchange with other gateways, or None if there are none."""
         if self._sync_loop is None or self.config.shared is None:
             return None
         return self._sync_loop.state()
 
     def _create_sync(self, auth: FrameAuth, local: WorkerSettings | None, rng: Random) -> SyncLoop:
-        """Create the state exchange with other gateways: view, bus and sync loop."""
+        """Create the state exchange with other gateways: peer view, bus and sync loop."""
         config, shared = self.config, self.config.shared
         memory_bytes = MEMORY_BYTES if shared is None else shared.memory
         view = PeerView(
@@ -393,13 +390,13 @@ class App:
         return SyncLoop(view, bus, flush_s, self.metrics, rng)
 
     def _fast_connections(self) -> list[FastConnection]:
-        """Return the client connections that are not handled by aiohttp's server."""
+        """Return the client connections on the fast path, that is, those without aiohttp."""
         return [
             connection for connection in self.connections if isinstance(connection, FastConnection)
         ]
 
     async def _connection_factory(self) -> Callable[[], FastConnection]:
-        """Return the factory of protocols for client connections."""
+        """Return the function that creates the protocol object of a client connection."""
         server = models_api.api_application(lambda: self.gateway.snapshot, self._cors)
         runner = web.AppRunner(server, handler_cancellation=True, access_log=None)
         await runner.setup()
@@ -436,7 +433,7 @@ class App:
         return await self._listen(ADMIN, listener, runner.server)
 
     async def _listen(self, name: str, listener: Listener, factory: ProtocolFactory) -> str:
-        """Listen on inherited sockets, or on new ones; return the URL."""
+        """Listen on inherited sockets or on new ones; return the URL."""
         factory = self._tls.wrap_factory(name, listener.tls, factory)
         sockets = self.sockets.get(name) or bind(listener.host, listener.port)
         self.sockets[name] = sockets
@@ -451,7 +448,7 @@ class App:
         return http_url(listener.host, port, encrypted=listener.tls is not None)
 
     def _tick(self) -> None:
-        """Advance the clocks of the admissions and of the responses' dates."""
+        """Advance the clocks of admission control and of the Date header."""
         self._tick_timer = self._loop.call_later(TICK_S, self._tick)
         self.connections.clock.update(time())
         try:
@@ -460,7 +457,7 @@ class App:
             log.exception("an admission failed at its tick")
 
     def _check_stalls(self) -> None:
-        """Look for endpoints whose prefill stalls, more often than the sweep does."""
+        """Look for endpoints whose prefill is stalled; this runs more often than the sweep."""
         self._stall_timer = self._loop.call_later(GLANCE_S, self._check_stalls)
         try:
             now = monotonic()
@@ -470,7 +467,7 @@ class App:
             log.exception("a check for stalled endpoints failed")
 
     async def _sweep(self) -> None:
-        """Check all deadlines regularly; the delay of this timer is the loop's lag."""
+        """Check all deadlines regularly; the delay of this timer is measured as event loop lag."""
         due = monotonic() + SWEEP_S
         while True:
             await asyncio.sleep(due - monotonic())
@@ -492,7 +489,7 @@ class App:
     def _on_models_changed(self) -> None:
         """Rebuild the routes after an engine's list of models or APIs has changed.
 
-        With configured models, this replaces the snapshot only if they gained or lost endpoints, or
+        With configured models, the snapshot is replaced only if models gained or lost endpoints, or
         their engines an API.
         """
         before, models = self.gateway.snapshot, reported_models(self.gateway)
@@ -528,9 +525,7 @@ def _versions(config: Config, local: WorkerSettings) -> VersionHistory:
 
 
 def _frame_auth(config: Config, local: WorkerSettings | None) -> FrameAuth | None:
-    """Create the frame authentication; None if there are no other gateways to exchange state
-    with.
-    """
+    """Create the authentication of state exchange frames, or return None without other gateways."""
     if config.shared is not None:
         return FrameAuth(config.shared.key.reveal().encode(), secrets.token_bytes(ID_BYTES))
     return None if local is None else FrameAuth(local.secret, secrets.token_bytes(ID_BYTES))

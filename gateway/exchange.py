@@ -1,4 +1,4 @@
-"""The one mutable record of a request: what happened to it, when and why.
+"""The mutable record of one request: what happened to it, when and why.
 
 It belongs to the request's own task. Accounting reads it when the request is over.
 """
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 class Releasable(Protocol):
-    """A request that was sent to an engine."""
+    """An object that holds memory of a request that was sent to an engine, until release()."""
 
     def release(self) -> None: ...
 
 
 class Countable(Protocol):
-    """The side of a canary that counts the outcome of a request (gateway/trials/canary.py)."""
+    """One arm of a canary trial, which counts outcomes of requests (gateway/trials/canary.py)."""
 
     def count(self, exchange: Exchange, /) -> None: ...
 
@@ -59,20 +59,19 @@ class SecondAttempt(Protocol):
 
 
 class SplitRecord:
-    """Whether a request was split, and how the split went.
+    """Whether prefill and decode of a request were split, and how the split went.
 
-    Times are monotonic seconds; None: not reached.
+    Times are monotonic seconds; None means that the stage was not reached.
 
     reason            why it was split or not, one of policies.pricing.split.Reason
-    prefill, dialect  name of the prefill endpoint, and the handoff's dialect; "" when it was not
-                      split
+    prefill, dialect  name of the prefill endpoint, and the handoff's dialect; "" when not split
     prefill_sent_at   the prefill request was sent
     prefilled_at      the prefill answer was complete
     handed_over_at    the decode request was sent
-    cached_tokens     of the prompt, as the prefiller reports: the decoder counts the transfer as
-                      cached
+    cached_tokens     cached prompt tokens as the prefill engine reports them; the decode engine
+                      counts transferred tokens as cached too
     predicted_ttft_s  as expected at the pick; None before a handoff of the pair has been measured
-    transport         how the KV travelled; None if no engine reported it
+    transport         how the KV cache was transferred; None if no engine reported it
     """
 
     __slots__ = (
@@ -92,7 +91,7 @@ class SplitRecord:
 
 
 class StoredAt(NamedTuple):
-    """The stored response that a request is about: its id, who keeps it, and the model's name."""
+    """A stored response that a request is about: its id, its endpoint, and the model's name."""
 
     response_id: str
     endpoint: str
@@ -100,14 +99,14 @@ class StoredAt(NamedTuple):
 
 
 class Exchange:
-    """One request, from its head to its account.
+    """The record of one request, from the parsing of its head to its accounting.
 
     Times are monotonic seconds; None means that the stage was not reached.
 
     accepted_at   the head was parsed
     received_at   the body was complete
-    parsed_at     the body was understood
-    admitted_at   a Permit was given; the time since parsed_at is the wait in the queue
+    parsed_at     the body was parsed
+    admitted_at   admission control gave a permit; the time since parsed_at is the wait in the queue
     picked_at     an endpoint was picked
     sent_at       the first request to an engine was sent
     outcome       served | refused | client_gone | interrupted | internal_error
@@ -115,32 +114,32 @@ class Exchange:
     detail        the numbers behind a refusal, in words
     retries       names of the endpoints that failed this request, in order
     unsent_attempts  how many of the retries never received the request, and so are no attempts
-    holds_retry_turn  it holds a turn of the fleet's retry budget
-    body_bytes    memory taken for the body
-    memory_gate   the gate that the memory was taken from; None once it is given back
-    first_ask     the question that the first pick answered; None until a place was booked
-    room          the room to report the outcome to; None if the room does not need it
+    holds_retry_turn  it holds a turn of the retry budget that all requests share
+    body_bytes    memory reserved for the body
+    memory_gate   the admission controller that the memory was reserved from; None after its release
+    first_ask     the routing query of the first pick; None until capacity was reserved
+    room          the admission queue to report the outcome to; None if it does not need it
     tier          name of the smaller model that serves it instead of the one requested; "" usually
     fingerprint   of the prompt; None where the policy does not read prefixes
     slo_outcome   whether its SLO was met (gateway/telemetry/slo_outcomes.py); "" if unknown
     ttft_s, tpot_s  as the client saw them; predicted_*: as expected at the pick
-    response_ids  creates the id of the response, where its engine may keep it; None elsewhere
+    response_ids  creates the id of the response, where its engine may store it; None elsewhere
     stored_at     the stored response that the request is about
     pick_snapshot  the best two candidates as they were at the pick; None if the policy has no terms
-                  to explain
+                   to explain
     split         whether and how it was split; None for models without a split
     trace         its place in a distributed trace; None for a request that is not traced
     gaps          histogram of the times between its chunks; None for most requests, which are not
                   sampled
     quota         the tenant's quota that it was taken from; None for a tenant without limits
-    canary_arm    the side of a canary that counts it; None in a pool without a canary
+    canary_arm    the arm of a canary trial that counts it; None in a pool without a canary
     hedge         its second attempt; None if there was none
-    proxy_request_id  the x-request-id of a trusted proxy; ""  without one
+    proxy_request_id  the x-request-id of a trusted proxy; "" without one
     client_request_id  the client's own id of the request; "" without one
-    new_translator  creates what turns an attempt's answer into the client's API; None if engines
-                  serve that API themselves
-    ledger        the tokens of its answer, for continuing it elsewhere; None if that is not
-                  possible
+    new_translator  creates what translates an attempt's answer to the client's API; None if engines
+                    serve that API themselves
+    ledger        the record of its answer's tokens, for continuing it elsewhere; None if that is
+                  not possible
     """
 
     __slots__ = (
@@ -228,11 +227,14 @@ class Exchange:
 
     @property
     def failed_attempts(self) -> int:
-        """Count of the endpoints that failed after the request was sent to them."""
+        """The number of endpoints that failed after the request was sent to them."""
         return len(self.retries) - self.unsent_attempts
 
     def note_booking(self, room: PoolQueue, ask: RoutingQuery, pick: Pick) -> None:
-        """Note that a place was booked; report the first one to the room, if the room listens."""
+        """Record that capacity was reserved; report the first reservation to the admission queue.
+
+        It is reported only if the queue wants feedback.
+        """
         if self.first_ask is None:
             self.first_ask = ask
             if room.wants_feedback:
@@ -240,21 +242,21 @@ class Exchange:
                 room.on_booked(ask, pick)
 
     def take_memory(self, gate: AdmissionController, body_bytes: int) -> None:
-        """Take memory for a body of this size, including what was taken before.
+        """Reserve memory for `body_bytes` bytes of body, including what was reserved before.
 
-        Raises GatewayError.
+        Raises GatewayError if the memory for bodies is used up.
         """
         self.body_bytes += gate.reserve_body(body_bytes - self.body_bytes)
         self.memory_gate = gate
 
     def release_memory(self) -> None:
-        """Give back the body's memory. No-op if that was done before."""
+        """Release the body's memory; do nothing if that was done before."""
         holder, self.memory_gate = self.memory_gate, None
         if holder is not None:
             holder.release_body(self.body_bytes)
 
     def on_first_token(self) -> None:
-        """Give back the prompt's place in the backlog and the request's bytes.
+        """Remove the prompt from the endpoint's backlog, and free the request's bytes.
 
         The answer has begun, so no retry can need them any more.
         """
@@ -272,22 +274,22 @@ class Exchange:
             holder.release_body(self.body_bytes)
 
     def give_back_retry_turn(self, gate: AdmissionController) -> None:
-        """Give back the turn of the retry budget, if it holds one."""
+        """Release the turn of the retry budget, if the request holds one."""
         if self.holds_retry_turn:
             self.holds_retry_turn = False
             gate.release_retry()
 
     def set_refused(self, error: GatewayError) -> None:
-        """Note that the gateway refused the request."""
+        """Record that the gateway refused the request with this error."""
         self.status, self.outcome = error.status, "refused"
         self.reason, self.detail = error.reason, error.message
 
     def set_interrupted(self, reason: str) -> None:
-        """Note that the answer broke after its first byte, when its status had gone out as 200."""
+        """Record that the answer broke after its first byte, when status 200 had been sent."""
         self.status, self.outcome, self.reason = 200, "interrupted", reason
 
     def drop_heavy_fields(self) -> None:
-        """Drop what is large or client data; the times, outcome and pick stay for explanations."""
+        """Free large fields and client data; times, outcome and pick stay for explanations."""
         if self.ttft_s is None and self.call is not None:  # otherwise released at the first token
             self.call.release()
         self.sent_request = self.booking = self.relay = self.room = None
@@ -297,19 +299,19 @@ class Exchange:
             self.first_ask = msgspec.structs.replace(self.first_ask, fingerprint=None)
 
     def set_client_gone(self) -> None:
-        """Note that the client left.
+        """Record that the client disconnected before the end of the answer.
 
-        The status 499, nginx's number for it, appears in the log alone.
+        The status 499, which nginx uses for this, only appears in logs.
         """
         self.status, self.outcome, self.reason = 499, "client_gone", self.stage
 
     def set_internal_error(self) -> None:
-        """Note that the gateway itself failed."""
+        """Record that the gateway itself failed."""
         self.status, self.outcome, self.reason = 500, "internal_error", "internal_error"
 
     @property
     def is_committed(self) -> bool:
-        """Whether a byte of the answer has gone to the client, so that it cannot be retried."""
+        """Whether a byte of the answer was sent to the client, which rules out a retry."""
         return self.relay is not None and self.relay.is_committed
 
     @property

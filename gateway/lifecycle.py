@@ -5,7 +5,7 @@
     SIGHUP    reopen the access log and reload the configuration
     SIGUSR2   restart without refusing a request
 
-In a worker process SIGUSR2 only drains: its supervisor sends it once another worker listens on the
+In a worker process, SIGUSR2 only drains: its supervisor sends it once another worker listens on the
 socket.
 """
 
@@ -95,7 +95,7 @@ class _Process:
     async def until_end(self) -> None:
         """Return when the process has to end.
 
-        That is after SIGTERM's grace period, or once a successor serves all of its clients.
+        That is after the grace period of SIGTERM, or once a successor serves all clients.
         """
         await self._ending.wait()
         if self._successor is not None:

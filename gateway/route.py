@@ -1,7 +1,7 @@
-"""What the request path works with: routes, the snapshot and the gateway's live parts.
+"""The data that serving a request needs: routes, the snapshot, and the gateway's live parts.
 
-Only values and references live here. gateway/reload/snapshot.py builds snapshots from a
-configuration, reload/swap.py puts them in force, and serve.py takes a request along its route.
+gateway/reload/snapshot.py builds snapshots from a configuration, reload/swap.py puts them in force,
+and serve.py serves a request along its route.
 """
 
 from __future__ import annotations
@@ -44,25 +44,26 @@ of the model.
 
 
 class Route(msgspec.Struct, frozen=True):
-    """Where the requests for one model name go.
+    """How the requests for one model are served.
 
     name          the canonical model name, also for aliases
     candidates    the endpoints that serve whole requests
+    room          the admission queue of the model's pool
     prepare       builds an attempt at a whole request
     fingerprints  prompts are fingerprinted: the policy reads prefixes, or the access log has blocks
-    notes_picks   predictions for these endpoints are in use, so every pick is noted
+    notes_picks   predictions for these endpoints are in use, so every pick is recorded
     slo           the service class of requests that name none
     is_low_first  the engines treat a low number in a body's `priority` as urgent
     overflow      names and penalties of the smaller models that may serve instead of a refusal
     split         how requests are split between prefill and decode; None: never
-    shadows       policies that are asked the same question without effect; None: there are none
+    shadows       policies that are asked the same query without effect; None: there are none
     canary        the route that serves a part of the requests; None: there is none
     resume        how broken streams are continued on another endpoint; None: they are not
     sequences     the largest product of prompts and choices in one request
     engine_name   the engines' name of the model; "" if each endpoint has its own
     translated    paths of the APIs that are served through another API, which its engines have
-    is_partial    some endpoints of the pool do not serve the model, so a Permit of the pool does
-                  not imply a free place at one of `candidates`
+    is_partial    some endpoints of the pool do not serve the model, so an admission permit of the
+                  pool does not imply free capacity at one of `candidates`
     """
 
     name: str
@@ -89,7 +90,7 @@ class Route(msgspec.Struct, frozen=True):
 
     @property
     def served_model(self) -> str:
-        """The model name in a parsed Request, whatever its engines call it."""
+        """The model name in a parsed request, which may differ from the engines' name."""
         return self.name
 
     def resolve_name(self, endpoint: Endpoint) -> str:
@@ -98,14 +99,14 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class CanaryRoute(msgspec.Struct, frozen=True):
-    """A second route for a part of a route's requests, which differs from it in the policy."""
+    """A second route for a part of a route's requests, with another routing policy."""
 
     sampler: CanarySampler
     route: Route
     arms: CanaryArms
 
     def choose(self, exchange: Exchange, request: Request, primary: Route) -> Route:
-        """Return the route that serves the request, and count the exchange on its side."""
+        """Return the route that serves the request, and assign the exchange to its trial arm."""
         if self.sampler.selects(request):
             exchange.canary_arm = self.arms.canary
             return self.route
@@ -129,12 +130,12 @@ class PoolTrials(msgspec.Struct, frozen=True):
 
     @property
     def reads_predictions(self) -> bool:
-        """Whether a trial needs predictions; shadow results always do."""
+        """Whether a trial needs latency predictions; shadow results always do."""
         return self.shadows is not None or (self.canary is not None and self.canary.reads_forecast)
 
 
 class ModelScope(msgspec.Struct, frozen=True):
-    """The models that some API keys are valid for, as in Snapshot."""
+    """The models that certain API keys may use, as in Snapshot."""
 
     routes: Mapping[str, Route]
     unlisted: Mapping[str, str]
@@ -143,14 +144,14 @@ class ModelScope(msgspec.Struct, frozen=True):
 class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     """One immutable generation of configuration, topology and policies.
 
-    routes    by every name that a client may use, aliases included; routes[name] also follows
-              patterns of names
-    tenants   by SHA-256 of the key; empty when no key is required
+    routes      by every name that a client may use, aliases included; routes[name] also resolves
+                patterns of names
+    tenants     by SHA-256 of the key; empty when no key is required
     policies, trials  by pool
-    unlisted  why no route has a model name (aliases included): no endpoint of its pool lists it
-    scopes    by SHA-256 of the key, for keys that are not valid for all models
+    unlisted    why no route has a model name (aliases included): no endpoint of its pool lists it
+    scopes      by SHA-256 of the key, for keys that are not valid for all models
     translated  by model, as in Route
-    able      by model, the slots of the endpoints that may serve it, prefill endpoints included
+    able        by model, the slots of the endpoints that may serve it, prefill endpoints included
 
     Only requests may hold a snapshot, so that an unreferenced one is known to be out of use.
     """
@@ -170,11 +171,10 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     translated: Mapping[str, frozenset[str]] = {}
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
-        """Return the tenant of a request; "" when no key is required.
+        """Return the tenant of a request, or "" when no API key is required.
 
-        Raises GatewayError for a wrong key.
-
-        The digest of the key is looked up, which takes the same time for any wrong key.
+        The digest of the key is looked up, which takes the same time for any wrong key. Raises
+        GatewayError for a wrong key.
         """
         if not self.tenants:
             return ""
@@ -184,17 +184,14 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
         return tenant
 
     def scope(self, headers: Mapping[str, str]) -> Snapshot | ModelScope:
-        """Return the models that the key of an authenticated request is valid for."""
+        """Return the models that the API key of an authenticated request may use."""
         if not self.scopes:
             return self
         return self.scopes.get(digest_of_headers(headers), self)
 
 
 class Gateway:
-    """The parts that every request uses.
-
-    A reload replaces `snapshot`; the other parts outlive it.
-    """
+    """The parts that every request uses; a reload replaces `snapshot` and keeps the others."""
 
     __slots__ = ("accounts", "endpoints", "gate", "handoffs", "hedger", "snapshot")
 
@@ -216,7 +213,7 @@ class Gateway:
     def count_unsent(self, exchange: Exchange, problem: UpstreamError) -> bool:
         """Count a failed attempt if its request was never sent; return whether it was counted.
 
-        Nothing is counted when the gateway stops.
+        Nothing is counted while the gateway stops.
         """
         if problem.was_sent or self.gate.is_stopping:
             return False

@@ -1,14 +1,14 @@
 """The request path: one request from its first byte to the end of its answer. Read this file first.
 
-    authenticate -> read -> parse -> admit (a Permit until the last byte)
-        -> attempts: pick AND book in one turn of the event loop, send, relay -> account
+    authenticate -> read -> parse -> admit (a permit until the last byte)
+        -> attempts: pick AND reserve capacity in one turn of the event loop, send, relay -> account
 
-While a pool's queue is empty the Permit costs one check, and the prompt is fingerprinted for the
-pick. Otherwise the admission decides by how much of the prompt is cached, so the fingerprint comes
-first.
+While a pool's queue is empty, the permit costs one check, and the prompt is fingerprinted for the
+pick. Otherwise admission control decides by how much of the prompt is cached, so the fingerprint
+comes first.
 
-Stages are plain calls, in order. A retry is free until the first byte reaches the client. After it,
-an answer can only be continued by another endpoint (resume/) or be ended with an error.
+Stages are plain calls, in order. A retry is possible until the first byte reaches the client. After
+it, an answer can only be continued by another endpoint (resume/) or be ended with an error.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RequestFactory:
     def __init__(
         self, gateway: Gateway, gaps: Histogram, proxies: TrustedProxies | None = None
     ) -> None:
-        """`gaps` counts the times between a stream's chunks.
+        """Initialize; `gaps` is the histogram of the times between a stream's chunks.
 
         `proxies` may name the client that they forward for.
         """
@@ -93,7 +93,7 @@ class RequestFactory:
 
 
 class CorsRequestFactory(RequestFactory):
-    """A factory whose responses permit pages of other origins."""
+    """A RequestFactory whose responses permit web pages of other origins (CORS)."""
 
     __slots__ = ("_cors",)
 
@@ -115,7 +115,7 @@ class CorsRequestFactory(RequestFactory):
 def create_request_factory(
     gateway: Gateway, gaps: Histogram, proxies: TrustedProxies | None, cors: CorsRule | None
 ) -> RequestFactory:
-    """Create the factory of requests; `cors` is None where no page of another origin may call."""
+    """Create the factory of requests; `cors` is None if no web page of another origin may call."""
     if cors is None:
         return RequestFactory(gateway, gaps, proxies)
     return CorsRequestFactory(gateway, gaps, proxies, cors)
@@ -124,7 +124,7 @@ def create_request_factory(
 async def serve(gateway: Gateway, exchange: Exchange, client: Client, handle: Handler) -> None:
     """Answer one request.
 
-    Whatever happens, the client gets one answer and the exchange is accounted once.
+    In every case, the client gets one answer and the exchange is accounted once.
     """
     try:
         await handle(gateway, exchange, client)
@@ -210,7 +210,7 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
 async def _serve_uncounted(
     gateway: Gateway, exchange: Exchange, client: Client, route: Route, call: Call
 ) -> None:
-    """Serve a request that computes no tokens: nothing is gained by making it wait."""
+    """Serve a request that computes no tokens, without waiting for admission."""
     exchange.admitted_at = exchange.parsed_at
     problem = await attempts(UncountedPlan(gateway, exchange, client, route, call))
     if problem is not None:
@@ -218,9 +218,9 @@ async def _serve_uncounted(
 
 
 async def _receive_body(gateway: Gateway, exchange: Exchange, client: Client) -> bytes:
-    """Receive a body that did not arrive with its head.
+    """Receive the rest of a body that did not arrive completely with its head.
 
-    When it is large, wait until it may be parsed.
+    A large body waits until it may be parsed.
     """
     gate = gateway.gate
     payer = exchange.tenant or exchange.client
@@ -232,10 +232,10 @@ async def _receive_body(gateway: Gateway, exchange: Exchange, client: Client) ->
 async def _admit(
     gateway: Gateway, snapshot: Snapshot, exchange: Exchange, route: Route, call: Call
 ) -> Route:
-    """Have the admission judge a request, and wait where it says so.
+    """Wait for admission; return the route that admitted the request.
 
-    Raises GatewayError for a refusal. Returns the route whose room gave the Permit: the request's
-    own or, instead of a refusal, a smaller model's.
+    That is the request's own route or, instead of a refusal, a smaller model's. Raises GatewayError
+    for a refusal.
     """
     fingerprint = exchange.fingerprint = _fingerprint(gateway, route, call)
     if fingerprint is not None and route.room.reads_sessions:
@@ -256,7 +256,10 @@ async def _admit(
 
 
 def _fingerprint(gateway: Gateway, route: Route, call: Call) -> Fingerprint | None:
-    """Return the prompt's fingerprint; None if no policy reads it or nothing reuses the prompt."""
+    """Return the prompt's fingerprint, or None if nothing needs it.
+
+    A fingerprint is needed if the policy reads it and the API generates text.
+    """
     if not route.fingerprints or not call.api.generates:
         return None
     return gateway.endpoints.prefixes.fingerprint(call, route.name)
@@ -265,7 +268,7 @@ def _fingerprint(gateway: Gateway, route: Route, call: Call) -> Fingerprint | No
 def _ask(
     endpoints: EndpointTable, request: Request, fingerprint: Fingerprint | None, _: float
 ) -> RoutingQuery:
-    """Return the question of a waiting request, with what the prefix index knows now."""
+    """Return the routing query of a waiting request, with the present state of the prefix index."""
     return endpoints.build_query(request, fingerprint, ())
 
 
@@ -274,7 +277,7 @@ def _current_route(
 ) -> Route:
     """Return the route after a wait, during which a reload may have replaced it.
 
-    The Permit is for the endpoints of today. A name that leads to another model or room by now
+    The permit is for the present endpoints. A name that leads to another model or queue by now
     keeps the meaning that it had when the request came.
     """
     current = find(gateway.snapshot.routes, call.requested_model)
@@ -289,7 +292,7 @@ def _current_route(
 
 
 def _report_outcome(gateway: Gateway, exchange: Exchange) -> None:
-    """Report how the request ended to its tenant's quota and to the room that admitted it."""
+    """Report how the request ended to its tenant's quota and to the queue that admitted it."""
     if exchange.call is None:
         return
     request = exchange.call.request

@@ -1,3 +1,4 @@
-"""The attempt loop and its plans: a whole request, a pair, the rest of a broken stream, a smaller
-model.
+"""The attempt loop, and its plans for whole requests, split requests and broken streams.
+
+Also chooses a smaller model where the requested one has no capacity.
 """

@@ -1,9 +1,9 @@
-"""The attempt loop: pick, book and send, until an endpoint answers or no attempt is left.
+"""The attempt loop: pick an endpoint, reserve capacity and send, until an endpoint answers.
 
-There is one loop for everything that is sent to endpoints. What differs is a plan: a whole request
-(gateway/proxy/whole.py), a request split into prefill and decode (gateway/proxy/pair.py), or the
-rest of a broken stream (gateway/proxy/rest.py). This module also holds the rules for a retry: the
-budget, and the health check of the endpoint that comes next.
+There is one loop for everything that is sent to endpoints. A plan says what is sent: a whole
+request (gateway/proxy/whole.py), a request split into prefill and decode (gateway/proxy/pair.py),
+or the rest of a broken stream (gateway/proxy/rest.py). This module also holds the rules for
+retries: the retry budget, and the health check of an endpoint before it gets a retry.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OUTPUT_LIMITS = frozenset(("max_tokens", "max_completion_tokens"))
 
 
 class AttemptPlan(Protocol[ChoiceT]):
-    """What the loop attempts, and how: one plan per request, or per rest of a broken stream."""
+    """What the attempt loop sends, and how: one plan per request or per rest of a stream."""
 
     @property
     def gateway(self) -> Gateway: ...
@@ -38,31 +38,32 @@ class AttemptPlan(Protocol[ChoiceT]):
     def exchange(self) -> Exchange: ...
 
     def choose(self, left_out: Sequence[str]) -> ChoiceT | None:
-        """Pick one endpoint or a pair, none of which is in `left_out`; None when there is none.
+        """Pick one endpoint or a pair, without those named in `left_out`; None when there is none.
 
-        Has no effect: it may be called more than once before an attempt.
+        This changes nothing, so it may be called more than once before an attempt.
         """
         ...
 
     async def attempt(self, choice: ChoiceT) -> UpstreamError | None:
-        """Book a choice, send the request and relay the answer; return what broke, or None.
+        """Reserve capacity at the chosen endpoints, send the request and relay the answer.
 
-        The places are booked before the first await, and given back at the end.
+        Return the error that broke the answer, or None. The capacity is reserved before the first
+        await and released at the end.
         """
         ...
 
     async def may_retry(self, problem: UpstreamError) -> bool:
-        """Record a failed attempt and ask for permission to make another one.
+        """Record a failed attempt, and return whether another one may be made.
 
-        False: the answer has begun, so that no retry of it is possible. Raises GatewayError when
-        the request is to be refused instead.
+        The result is False if the answer has begun, so that it cannot be retried. Raises
+        GatewayError if the client is to receive an error instead.
         """
         ...
 
     def give_up(self, problem: UpstreamError | None) -> None:
-        """End the plan because no endpoint can be picked; `problem` is how the last attempt broke.
+        """End the plan because no endpoint can be picked; `problem` is the last attempt's error.
 
-        Raises GatewayError when the request is to be refused.
+        Raises GatewayError if the client is to receive an error.
         """
         ...
 
@@ -70,9 +71,10 @@ class AttemptPlan(Protocol[ChoiceT]):
 async def attempts(
     plan: AttemptPlan[ChoiceT], left_out: Sequence[str] = ()
 ) -> UpstreamError | None:
-    """Attempt a plan until it is answered or ends; return what broke an answer that had begun.
+    """Attempt a plan until an endpoint answers or the plan ends.
 
-    `left_out`: names of endpoints that have failed this request before.
+    Return the error that broke an answer after its first byte, or None. `left_out` has the names of
+    endpoints that have failed this request before.
     """
     problem: UpstreamError | None = None
     screen: HealthScreen | None = None
@@ -102,16 +104,16 @@ async def attempts(
 
 
 class HealthScreen:
-    """The health checks before one retry.
+    """Checks the health of the endpoints that are chosen for a retry.
 
-    An attempt was lost at one endpoint, so others may be dead of the same cause, and a request has
-    few attempts. Therefore the endpoint that was chosen for a retry has to answer its health check
-    first. A failed check is not an attempt. An endpoint that does not answer the check is left out
-    as long as there are others.
+    When an attempt fails at one endpoint, others may have failed for the same reason, and a request
+    has few attempts. Therefore the endpoint chosen for a retry first has to answer a health check.
+    A failed check does not count as an attempt. An endpoint that does not answer is left out as
+    long as there are others.
 
-    _confirmed  names of the choice that passed; None while there is none
+    _confirmed  names of the endpoints that passed; None while there are none
     _silent     names of the endpoints that did not answer
-    _is_over    the next choice stands without a check, because only silent endpoints are left
+    _is_over    use the next choice without a check, because only silent endpoints are left
     """
 
     __slots__ = ("_confirmed", "_exchange", "_gateway", "_is_over", "_silent")
@@ -125,9 +127,9 @@ class HealthScreen:
         )  # refused connections alone are no reason to check
 
     async def check(self, choice: Pick | EndpointPair | None) -> Sequence[str] | None:
-        """Return the names that another choice has to leave out.
+        """Check the chosen endpoints; return the names that the next choice has to leave out.
 
-        None: this choice stands, and has to be booked in this turn of the event loop.
+        None means that this choice may be used; capacity must be reserved before the next await.
         """
         if self._is_over:
             return None
@@ -150,7 +152,7 @@ class HealthScreen:
         return [*self._exchange.retries, *self._silent]
 
     async def _ask(self, candidates: Sequence[Candidate]) -> bool:
-        """Check the endpoints, noting silent and failed ones; return whether all are well."""
+        """Check these endpoints, record those that fail, and return whether all passed."""
         exchange, endpoints = self._exchange, self._gateway.endpoints
         answers = await asyncio.gather(
             *(endpoints.check_health(candidate) for candidate in candidates)
@@ -171,12 +173,12 @@ def _candidates(choice: Pick | EndpointPair) -> Sequence[Candidate]:
 
 
 async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamError) -> None:
-    """Wait for permission to attempt the request again on another endpoint.
+    """Wait until the request may be attempted again at another endpoint.
 
-    Raises GatewayError with the client's refusal when there is none. The endpoints that failed are
-    in `exchange.retries` already. An endpoint that never received the request cost no engine
-    anything, so a retry after it needs no permission; each endpoint is tried once, so these retries
-    end too. A turn of the retry budget is held until the answer begins (gateway/legs/hedge.py).
+    A turn of the retry budget is then held until the answer begins (gateway/legs/hedge.py). A retry
+    after an attempt whose request was never sent needs no turn, because it cost no engine anything.
+    The failed endpoints must be in `exchange.retries`. Raises GatewayError with the client's error
+    if no retry is permitted.
     """
     if problem.kind == SHUTDOWN:
         raise shutting_down()
@@ -195,7 +197,7 @@ async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamEr
 
 
 def end_retries(gateway: Gateway, exchange: Exchange) -> None:
-    """End a second attempt that is still under way, and give back the turn of the retry budget."""
+    """Cancel a second attempt in progress, and release the turn of the retry budget."""
     if exchange.hedge is not None:
         exchange.hedge.close()
     exchange.give_back_retry_turn(gateway.gate)
@@ -204,10 +206,10 @@ def end_retries(gateway: Gateway, exchange: Exchange) -> None:
 def no_endpoint_error(
     exchange: Exchange, route: Route, ask: RoutingQuery, problem: UpstreamError | None
 ) -> GatewayError:
-    """Return the refusal for a request when no endpoint can be picked.
+    """Return the client's error when no endpoint can be picked for a request.
 
-    `problem` is how the last attempt broke; None if there was none. A request that was sent to no
-    endpoint is refused for lack of endpoints, not for their failures.
+    `problem` is the last attempt's error, or None without an attempt. If the request was sent to no
+    endpoint, the error names the lack of endpoints as its reason.
     """
     if problem is not None and exchange.failed_attempts:
         return _given_up(exchange, problem)
@@ -234,16 +236,16 @@ def _given_up(exchange: Exchange, problem: UpstreamError) -> GatewayError:
 
 
 def is_too_long(call: Call, candidates: Sequence[Candidate]) -> bool:
-    """Return whether a prompt and its answer exceed every endpoint's context, by least_tokens()."""
+    """Return whether a prompt and its answer certainly exceed every endpoint's context length."""
     needed_tokens = least_tokens(call)
     limits = [candidate.endpoint.context_tokens for candidate in candidates]
     return all(limit is not None and limit < needed_tokens for limit in limits)
 
 
 def least_tokens(call: Call) -> int:
-    """Return the least number of tokens that one prompt of the call and its answer may have.
+    """Return a lower bound on the tokens of one prompt of the call and its answer.
 
-    An engine may count hardly any tokens for images and files.
+    Images and files count as almost no tokens, since an engine may count hardly any for them.
     """
     request, prompt_tokens = call.request, call.request.prompt_tokens
     if call.estimated_tokens:
@@ -267,7 +269,7 @@ def _too_long(request: Request) -> GatewayError:
 def end_stream_with_error(exchange: Exchange, client: Client, problem: UpstreamError) -> None:
     """End an answer that broke after its first byte.
 
-    It ends with an error event where the framing allows one, otherwise by closing the connection.
+    It ends with an error event if the framing permits one, otherwise by closing the connection.
     """
     assert exchange.relay is not None
     if problem.kind == SHUTDOWN:

@@ -1,7 +1,7 @@
-"""Plan of a request whose model is split: a prefill and decode pair, or one endpoint for all of it.
+"""The plan for a model that is split: a prefill and decode pair, or one endpoint for everything.
 
-policies/pricing/split.py decides per attempt which of the two. Not here: what happens inside a
-pair's attempt (gateway/disagg/attempt.py).
+policies/pricing/split.py decides between the two for every attempt. gateway/disagg/attempt.py
+performs the attempt of a pair.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _UNSPLITTABLE = (
 class SplitPlan:
     """A request of a split model, attempted by pairs and single endpoints until its answer begins.
 
-    _whole      attempts the whole request at one endpoint
-    _ask, _decision  the question and the decision of the newest choice
-    _recompute  the next attempt should compute the whole request at one endpoint, because a handoff
-                failed
+    _whole           attempts the whole request at one endpoint
+    _ask, _decision  the routing query and the decision of the newest choice
+    _recompute       the next attempt should compute the whole request at one endpoint, because a
+                     handoff failed
     """
 
     __slots__ = (
@@ -95,10 +95,10 @@ class SplitPlan:
         return context.split.splitter.decide(pools, ask, form, mode)
 
     def _pick_alone(self, ask: RoutingQuery) -> Pick | None:
-        """Pick one endpoint for the whole request.
+        """Pick one endpoint for the whole request, or return None.
 
-        A pair takes two places for one permit, so a request with a permit may find all endpoints at
-        their caps. A prompt that only an estimate calls too long goes to the longest context.
+        A pair takes capacity at two endpoints for one admission permit, so all endpoints may be at
+        their limits. A prompt that only an estimate calls too long goes to the longest context.
         """
         context, policy = self._context, self._route.policy
         alone = context.split.pools.alone
@@ -125,7 +125,7 @@ class SplitPlan:
         return problem
 
     def _note_decision(self) -> SplitRecord:
-        """Count the decision, keep its mode, and return the exchange's record of it."""
+        """Count the decision, keep its mode, and return the record of it in the exchange."""
         context, decision = self._context, self._decision
         handoffs = context.gateway.handoffs
         handoffs.splitting[self._route.name] = decision.splitting

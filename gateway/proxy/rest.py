@@ -1,8 +1,7 @@
-"""Continue a broken stream on another endpoint, token for token, without the client noticing.
+"""Continues a broken stream at another endpoint, token for token, so that the client sees no break.
 
-prepare_recorded()  an attempt whose engine reports token ids, in place of legs.prepare()
-continue_stream()   what follows when a stream breaks after its first byte: its rest, or an error
-                    event
+prepare_recorded()  builds an attempt whose engine reports token ids
+continue_stream()   finishes a stream that broke after its first byte, or ends it with an error
 """
 
 from __future__ import annotations
@@ -76,10 +75,9 @@ async def continue_stream(
     call: Call,
     problem: UpstreamError,
 ) -> None:
-    """Finish an answer that broke after its first byte: from other endpoints, or with an error.
+    """Finish an answer that broke after its first byte: at other endpoints, or with an error.
 
-    Attempts are limited by `resume.attempts` and take turns of the fleet's retry
-    budget.
+    Attempts are limited by `resume.attempts` and by the retry budget of all endpoints.
     """
     if exchange.ledger is None:
         end_stream_with_error(exchange, client, problem)
@@ -91,7 +89,7 @@ async def continue_stream(
 
 
 class _Body:
-    """The request for the rest of an answer; its bytes are released once the engine has begun."""
+    """The body of the request for an answer's rest; it is freed once the engine has begun."""
 
     __slots__ = ("body",)
 
@@ -100,14 +98,14 @@ class _Body:
 
 
 class RestPlan:
-    """The rest of one broken stream, attempted at one endpoint after another.
+    """The plan for the rest of one broken stream, attempted at one endpoint after another.
 
-    The rest is a completion whose prompt is the ids of the original prompt and of the tokens that
-    the client has. Any endpoint that serves whole requests can compute it, also where the stream
-    came from a prefill and decode pair.
+    The rest is requested as a completion. Its prompt consists of the token ids of the original
+    prompt and of the tokens that the client has. Any endpoint that serves whole requests can
+    compute it, also if the stream came from a prefill and decode pair.
 
-    result    how it ended, a label of penstock_resumes_total; "" while an attempt is due
-    _problem  how the newest attempt but this one broke
+    result    how the plan ended, a label of penstock_resumes_total; "" while an attempt is due
+    _problem  the error of the last attempt before the current one
     _relay    the relay that began the answer
     """
 
@@ -171,7 +169,10 @@ class RestPlan:
         self._end("no_endpoint")
 
     def finish(self) -> None:
-        """End the exchange as the attempts came out."""
+        """Set the exchange's status by the plan's result.
+
+        A stream that could not be continued ends with an error.
+        """
         if self.result in (RESUMED, CLOSED):
             self.exchange.status = 200
             return
@@ -190,7 +191,7 @@ class RestPlan:
         self.gateway.accounts.count_resume(self._problem.kind, result)
 
     async def _obstacle(self, problem: UpstreamError) -> str:
-        """Return the result that ends the plan; "" if another attempt is permitted."""
+        """Return the result that ends the plan, or "" if another attempt is permitted."""
         exchange, ledger = self.exchange, self._ledger
         if problem.kind == SHUTDOWN:
             return SHUTDOWN
@@ -206,7 +207,7 @@ class RestPlan:
         return obstacle or await self._budget_obstacle()
 
     async def _budget_obstacle(self) -> str:
-        """Wait for a turn of the retry budget; return why none is permitted, "" otherwise."""
+        """Wait for a turn of the retry budget; return why none is permitted, or ""."""
         exchange, resume, gate = self.exchange, self._route.resume, self.gateway.gate
         if resume is None or exchange.failed_attempts >= resume.attempts:
             return "attempts"
@@ -218,9 +219,9 @@ class RestPlan:
     # One attempt
 
     async def _send(self, booking: Booking) -> str:
-        """Send the request for the rest and relay it; return the result.
+        """Send the request for the rest and relay the answer; return the result.
 
-        Raises UpstreamError when it breaks again.
+        Raises UpstreamError when the answer breaks again.
         """
         exchange, ledger, asked = self.exchange, self._ledger, self._call.requested_model
         ledger.prepare_rest()
@@ -257,7 +258,7 @@ class RestPlan:
         self.exchange.give_back_retry_turn(self.gateway.gate)
 
     def _close(self) -> None:
-        """Write the end of an answer that lacks nothing else."""
+        """Write the closing events of an answer whose text is complete."""
         closing = self._ledger.render_end()
         if self._relay.translator is not None:
             closing = self._relay.translator.finish_with(closing)

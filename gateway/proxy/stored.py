@@ -1,7 +1,7 @@
-"""Requests about responses that an engine keeps: the next turn of one, and to read or end one.
+"""Requests about responses that an engine stores: continue, read, cancel or delete one.
 
-They go to the endpoint that the response's id names (gateway/protocol/response_ids.py), because
-engines keep responses in the memory of one process.
+They go to the endpoint that the response's id identifies (gateway/protocol/response_ids.py),
+because engines store responses in the memory of one process.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _PROBE = (
 
 
 class _Bytes(NamedTuple):
-    """The body of a request."""
+    """A request body, as RequestPayload requires it."""
 
     body: bytes
 
 
 def pin_route(snapshot: Snapshot, exchange: Exchange, route: Route, call: Call) -> Route:
-    """Prepare the id of the response; return the route to the engine that keeps the previous one.
+    """Return the route to the endpoint that stores the request's previous response.
 
-    Without a previous response it is the route itself. Raises GatewayError when the id is not the
-    tenant's.
+    Without a previous response, `route` is returned. Also prepares the id of the new response.
+    Raises GatewayError if the id does not belong to the tenant.
     """
     ids = exchange.response_ids = snapshot.response_ids
     previous = member_value(call.members, PREVIOUS) if PREVIOUS in call.members else None
@@ -73,9 +73,9 @@ def pin_route(snapshot: Snapshot, exchange: Exchange, route: Route, call: Call) 
 async def explain_missing(
     gateway: Gateway, exchange: Exchange, error: GatewayError
 ) -> GatewayError:
-    """Return the error for a previous response that its engine does not find.
+    """Return the client's error for a previous response that its engine does not find.
 
-    It is another one if the engine keeps no responses at all.
+    If the engine stores no responses at all, the error says so; otherwise it is `error`.
     """
     stored = exchange.stored_at
     if stored is None or exchange.api is not RESPONSES:
@@ -92,7 +92,10 @@ async def explain_missing(
 
 
 async def serve_stored(gateway: Gateway, exchange: Exchange, client: Client) -> None:
-    """Read, cancel or delete a response: ask the engine that keeps it. Raises GatewayError."""
+    """Read, cancel or delete a stored response, by asking the engine that stores it.
+
+    Raises GatewayError if the response or its engine cannot be found.
+    """
     snapshot = gateway.snapshot
     if snapshot.tenants:
         exchange.tenant = snapshot.authenticate(client.headers)
@@ -120,7 +123,7 @@ async def serve_stored(gateway: Gateway, exchange: Exchange, client: Client) -> 
 
 
 async def _ask(exchange: Exchange, client: Client, live: LiveEndpoint, relay: Relay) -> None:
-    """Send the request to the engine and relay its answer."""
+    """Send the request to the engine that stores the response, and relay its answer."""
     stored, api = exchange.stored_at, exchange.api
     assert stored is not None
     _, mark, query = client.target.partition("?")
@@ -136,7 +139,7 @@ async def _ask(exchange: Exchange, client: Client, live: LiveEndpoint, relay: Re
 
 
 def _relay(gateway: Gateway, exchange: Exchange, client: Client, live: LiveEndpoint) -> Relay:
-    """Return the relay of a stored response, which names the model as its request did."""
+    """Return the relay for a stored response, which restores the client's name of the model."""
     stored = exchange.stored_at
     assert stored is not None
     assert RESPONSES.grammar is not None
@@ -151,7 +154,10 @@ def _relay(gateway: Gateway, exchange: Exchange, client: Client, live: LiveEndpo
 
 
 async def _keeps_responses(gateway: Gateway, live: LiveEndpoint, model: str) -> bool:
-    """Return whether the engine keeps responses; True if it does not say."""
+    """Return whether the engine stores responses, by a request that computes nothing.
+
+    The result is True if the engine's answer does not show it.
+    """
     route = gateway.snapshot.routes.get(model)
     name = live.endpoint.name if route is None else route.resolve_name(live.endpoint)
     body = _PROBE % msgspec.json.encode(name)

@@ -1,7 +1,7 @@
-"""A smaller model that may serve a request instead of a refusal, if the configuration names one.
+"""Chooses a smaller model for a request that would otherwise be refused, if one is configured.
 
-policies/pricing/model_tiers.py ranks the models, and the room of each decides whether the request
-may enter. Not here: how the answer names the model.
+policies/pricing/model_tiers.py ranks the smaller models. The admission queue of each decides
+whether the request may enter.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from policies.pricing.model_tiers import ModelTier, alternatives
 def pick_tier(
     endpoints: EndpointTable, routes: Mapping[str, Route], route: Route, call: Call
 ) -> Route | None:
-    """Return the route of a smaller model whose room has given a Permit; None if none has.
+    """Return the route of a smaller model that admits the request at once, or None.
 
-    There is no waiting in a smaller model's room: its own requests go first.
+    The request does not wait in a smaller model's queue: that model's own requests go first.
     """
     if not route.overflow:
         return None
@@ -37,7 +37,7 @@ def pick_tier(
 
 
 def _can_serve(route: Route, call: Call) -> bool:
-    """Return whether a smaller model's engines have the API, and room for the context."""
+    """Return whether a smaller model's engines serve the API and have enough context length."""
     request = call.request
     prompt_tokens = request.prompt_tokens // request.prompts
     needed_tokens = prompt_tokens + request.output_tokens // request.choices
@@ -47,9 +47,9 @@ def _can_serve(route: Route, call: Call) -> bool:
 
 
 def _discount(ask: RoutingQuery, tier: ModelTier) -> RoutingQuery:
-    """Return the question for a smaller model, where the request is worth less.
+    """Return the routing query for a smaller model, where the request has a lower weight.
 
-    A refusal there is not final, so no Retry-After is promised for it.
+    No Retry-After is computed for it, since a refusal by a smaller model is not final.
     """
     slo = ask.request.slo
     slo = replace(slo, weight=slo.weight * (1.0 - tier.penalty))

@@ -1,4 +1,4 @@
-"""Plan of a whole request: one endpoint computes the prompt and generates the answer."""
+"""The plan for a whole request: one endpoint computes the prompt and generates the answer."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _NOT_ABOUT_CAPACITY = (fits_context.__name__, serves_tenant.__name__)
 class WholePlan:
     """A whole request, attempted at one endpoint after another until its answer begins.
 
-    The hedger looks at it while the request waits for its first byte.
+    While the request waits for its first byte, the hedger reads this plan.
 
-    ask  the question that the newest choice answered
+    ask  the routing query of the newest choice
     """
 
     __slots__ = ("ask", "call", "client", "exchange", "gateway", "route")
@@ -94,7 +94,7 @@ class WholePlan:
         return None
 
     def _note(self, pick: Pick) -> None:
-        """Note the state that the booking will change, for explanations and shadows."""
+        """Record the load before the reservation, for explanations and for shadow policies."""
         exchange, route, ask = self.exchange, self.route, self.ask
         self.gateway.accounts.on_pick(exchange, route.policy, ask, pick)
         if route.shadows is not None and route.split is None:
@@ -115,7 +115,7 @@ class WholePlan:
 
 
 class UncountedPlan(WholePlan):
-    """A request that computes no tokens, such as /tokenize: it has no permit and needs no place."""
+    """A request that computes no tokens, such as /tokenize: it needs no permit and no capacity."""
 
     __slots__ = ()
 
@@ -129,11 +129,12 @@ class UncountedPlan(WholePlan):
 
 
 def pick_over_cap(route: Route, ask: RoutingQuery, call: Call) -> Pick | None:
-    """Pick an endpoint beyond its cap, if those below theirs cannot serve the request.
+    """Pick an endpoint that is at its limit, if no endpoint below its limit can serve the request.
 
-    Permits are counted per pool, so a request with a permit may find every endpoint that fits it
-    full, or every endpoint that serves its model. The engine then queues it. If only an estimate
-    makes the prompt too long, see pick_longest(). None when another filter left no candidate.
+    Admission permits are counted per pool. So a request with a permit may find every endpoint full
+    that serves its model, or that has enough context. The engine then queues it. pick_longest()
+    handles a prompt that only an estimate calls too long. Return None if another filter left no
+    candidate.
     """
     policy, candidates = route.policy, route.candidates
     refusal = run.rejecting_filter(policy, ask, candidates)
@@ -148,10 +149,10 @@ def pick_over_cap(route: Route, ask: RoutingQuery, call: Call) -> Pick | None:
 def pick_longest(
     policy: Policy, ask: RoutingQuery, candidates: Sequence[Candidate], call: Call
 ) -> Pick | None:
-    """Pick an endpoint with the longest context for a prompt that only an estimate calls too long.
+    """Pick an endpoint with the longest context, for a prompt that only an estimate calls too long.
 
-    The engine counts the tokens and decides. None if some endpoint's context is long enough by the
-    estimate, or if every endpoint's is too short by any count.
+    The engine counts the tokens and decides. Return None if some endpoint's context suffices by the
+    estimate, or if every endpoint's is certainly too short.
     """
     serving = serves_tenant(ask, candidates)
     if not serving or fits_context(ask, serving) or is_too_long(call, serving):

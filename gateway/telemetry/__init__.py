@@ -1,1 +1,1 @@
-"""What a request leaves behind: metrics, the access log, spans, and the explanation of its pick."""
+"""The records of a request: metrics, access log, trace spans, and the explanation of its pick."""

@@ -1,9 +1,8 @@
 """Accounting of ended requests: their metrics and their line in the access log.
 
-Each exchange is accounted once.
-
-Exchanges that end in the same turn of the event loop are accounted together at its end. So no
-response waits for the accounting, and the code and counters stay in the processor's caches.
+Each request (its Exchange) is accounted once. Requests that end in the same iteration of the event
+loop are accounted together at its end. So no response waits for the accounting, and the code and
+counters stay in the processor's caches.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ BUFFER_CAP_BYTES = (
 
 
 class AccessLine(msgspec.Struct, omit_defaults=True):
-    """One request in the access log. Times in us count from when the request's head was parsed.
+    """One request in the access log; times in us are microseconds since its head was parsed.
 
     slo, slo_outcome   its service class and SLO outcome
-    predicted_ttft_us  counted from the pick
+    predicted_ttft_us  counted from the pick of an endpoint
     requested_model    the requested model, if another one served the request
     blocks             chained ids of the prompt's 2 KiB blocks; only with `access_blocks`
     resumes            how often the stream was continued on another endpoint
@@ -108,7 +107,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
 
 
 class AccessLog:
-    """A buffered log file. Writes happen in a thread, so a slow disk never delays a request."""
+    """A buffered log file; a thread writes it, so that a slow disk never delays a request."""
 
     __slots__ = (
         *("_dropped", "_encode", "_file", "_flush_s", "_lines", "_loop", "_size", "_timer"),
@@ -118,7 +117,10 @@ class AccessLog:
     def __init__(
         self, config: Observability, loop: asyncio.AbstractEventLoop, dropped: Counter
     ) -> None:
-        """`dropped` counts lost lines. Raises OSError when the file cannot be opened."""
+        """Initialize and open the file; `dropped` counts lost lines.
+
+        Raises OSError when the file cannot be opened.
+        """
         rotate = config.access_rotate
         rotation = None if rotate is None else Rotation(rotate.size, rotate.keep)
         self._file = None if config.access_log == "off" else LogFile(config.access_log, rotation)
@@ -144,7 +146,7 @@ class AccessLog:
             self._timer = self._loop.call_later(self._flush_s, self._flush)
 
     def reopen(self) -> None:
-        """Reopen the path if it leads to another file now; the writing thread does it."""
+        """Open the path again if it leads to another file now; the writing thread does so."""
         if self._file is None:
             return
         if self._writing is None:
@@ -160,9 +162,9 @@ class AccessLog:
             self._begin()
 
     def _begin(self) -> None:
-        """Hand the buffered lines to a new thread, which cannot keep the process alive.
+        """Pass the buffered lines to a new thread, which cannot keep the process alive.
 
-        Not threading.Thread: its start() blocks the event loop until the thread runs.
+        threading.Thread is not used: its start() blocks the event loop until the thread runs.
         """
         assert self._file is not None
         block = self._take()
@@ -204,7 +206,7 @@ class AccessLog:
 
 
 class _MetricChildren:
-    """The metric children for one model, endpoint, status and reason."""
+    """The labelled metrics of one combination of model, endpoint, status and reason."""
 
     __slots__ = ("_cached", "_completion", "_e2e", "_prompt", "_tpot", "_ttft", "requests")
 
@@ -228,7 +230,7 @@ class _MetricChildren:
         prompt_tokens: int,
         now: float,
     ) -> None:
-        """Count one answered request, whose TTFT and TPOT have been set before."""
+        """Count one answered request, whose TTFT and TPOT are already set."""
         request_id = exchange.id
         trace_id = "" if exchange.trace is None else exchange.trace.trace_id
         tokens = usage.completion_tokens or max(relay.event_count - 2, 1)
@@ -250,7 +252,7 @@ class _MetricChildren:
 
 
 class Accounting:
-    """Accounts ended exchanges: their metrics, their access line and their trace."""
+    """Records ended requests: in the metrics, in the access log, and as trace spans."""
 
     __slots__ = (
         *("_bytes_out", "_children", "_log", "_loop", "_metrics", "_over", "_overhead", "_picks"),
@@ -285,7 +287,10 @@ class Accounting:
         self.recent_exchanges.resize(config.explained)
 
     def on_pick(self, exchange: Exchange, policy: Policy, query: RoutingQuery, pick: Pick) -> None:
-        """Record what the booking of this pick is about to change. Call it before the booking."""
+        """Record the state that the capacity reservation for this pick is about to change.
+
+        Call it before the reservation.
+        """
         self._picks += 1
         if self._picks >= REGRET_SAMPLE_EVERY:
             self._picks = 0
@@ -295,17 +300,17 @@ class Accounting:
 
     @property
     def answered_count(self) -> float:
-        """Ended requests whose response had begun; restarts when metric children are dropped."""
+        """The number of ended requests whose response had begun; may restart from 0."""
         return sum(children.requests.value for children in self._children.values())
 
     def add_ended(self, exchange: Exchange) -> None:
-        """Account an ended exchange at the end of this turn of the event loop."""
+        """Account an ended request at the end of this iteration of the event loop."""
         if not self._over:
             self._loop.call_soon(self.account_ended)
         self._over.append((exchange, monotonic()))
 
     def account_ended(self) -> None:
-        """Account all exchanges that have ended since the last call."""
+        """Account all requests that have ended since the last call."""
         over, self._over = self._over, []
         unix_offset = time() - monotonic()
         for exchange, now in over:
@@ -315,7 +320,7 @@ class Accounting:
                 log.exception("request %s could not be accounted", exchange.id)
 
     def _account(self, exchange: Exchange, now: float, unix_offset: float) -> None:
-        """Account an exchange that ended at `now`; `unix_offset` converts it to Unix time."""
+        """Account a request that ended at `now`; `unix_offset` converts it to Unix time."""
         relay = exchange.relay or NO_RESPONSE
         usage = relay.usage if exchange.split is None else effective_usage(exchange, relay)
         if relay.is_committed:
@@ -336,7 +341,7 @@ class Accounting:
         self.recent_exchanges.add(exchange, usage, relay.event_count, now)
 
     def forget_endpoint(self, endpoint: str) -> None:
-        """Forget the metric children of an endpoint name after their families have dropped them."""
+        """Drop the cached metrics of an endpoint, after its label values have been removed."""
         self._children = {
             key: children for key, children in self._children.items() if key[1] != endpoint
         }
@@ -348,7 +353,7 @@ class Accounting:
         self._metrics.retries_total.labels(kind).inc()
 
     def count_resume(self, kind: str, result: str) -> None:
-        """Count a stream that broke after its first byte, by the kind of failure and the result."""
+        """Count a stream that broke after its first byte, by kind of failure and result."""
         self._metrics.resumes_total.labels(kind, result).inc()
 
     def _count_unanswered(self, exchange: Exchange, now: float) -> None:
@@ -389,7 +394,7 @@ class Accounting:
     def _observe_split_stages(
         self, split: SplitRecord, relay: Relay, exchange: Exchange, received: float
     ) -> None:
-        """Observe the parts of a split request's TTFT, as far as they are visible from outside."""
+        """Observe the parts of a split request's TTFT that the gateway can measure."""
         prefilled = split.prefilled_at
         first_byte, first_token_at = relay.first_byte_at, relay.first_token_at
         if split.prefill_sent_at is None or prefilled is None:
@@ -414,7 +419,7 @@ class Accounting:
 def _line(
     exchange: Exchange, relay: Relay, usage: TokenUsage, now: float, unix_offset: float
 ) -> AccessLine:
-    """Build the access line; positional arguments, because keywords would take twice as long."""
+    """Return the access log line of a request; keyword arguments would take twice as long."""
     start, call, pick = exchange.accepted_at, exchange.call, exchange.pick
     line = AccessLine(
         unix_offset + start,

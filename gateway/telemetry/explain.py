@@ -1,7 +1,8 @@
-"""Why a request went where it went: the newest exchanges, kept in memory and shown as plain values.
+"""Explains why a request went to its endpoint, from the newest requests, kept in memory.
 
-Lives here: what is recorded at the pick and at the end, and the page of one request. Not here: HTTP
-(admin), and the terms of a score, which the policy defines (policies.contract.Terms).
+Records the state at the pick and at the end of a request, and builds the explanation of one request
+as plain values. HTTP is in admin/. The policy defines the terms of a score
+(policies.contract.Terms).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ load_values = attrgetter(*_NUMBERS)
 
 
 class PickSnapshot(msgspec.Struct, frozen=True):
-    """The picked candidate and the runner-up, with their load values before the booking.
+    """The picked candidate and the runner-up, with their load before the capacity reservation.
 
     Recording all candidates would cost as much as the pick. The latency models are not copied:
     terms that read them show their current state.
@@ -39,7 +40,10 @@ class PickSnapshot(msgspec.Struct, frozen=True):
     def score_terms(
         self, query: RoutingQuery, candidates: Sequence[Candidate]
     ) -> Mapping[str, Mapping[str, float]]:
-        """Return the score terms of both candidates, by endpoint name."""
+        """Return the score terms of the picked candidate and the runner-up, by endpoint and term.
+
+        They are computed from the recorded load; `candidates` are all candidates of the pick.
+        """
         then = {
             id(candidate): Candidate(candidate.endpoint, restore_load(candidate, numbers))
             for candidate, numbers in self.candidates
@@ -55,7 +59,7 @@ class PickSnapshot(msgspec.Struct, frozen=True):
 
 
 def restore_load(candidate: Candidate, numbers: tuple[object, ...]) -> EndpointLoad:
-    """Rebuild the candidate's load from values that load_values() recorded."""
+    """Return a candidate's load, rebuilt from the values that load_values() recorded."""
     load = EndpointLoad(candidate.load.slot, candidate.load.belief)
     for name, value in zip(_NUMBERS, numbers, strict=True):
         setattr(load, name, value)
@@ -63,7 +67,10 @@ def restore_load(candidate: Candidate, numbers: tuple[object, ...]) -> EndpointL
 
 
 def snapshot_pick(policy: Policy, pick: Pick) -> PickSnapshot | None:
-    """Record the candidates' loads before the booking; None for a policy that has no terms."""
+    """Record the load of the best two candidates before the capacity reservation.
+
+    The result is None if the policy has no score terms.
+    """
     if policy.price_terms is None:
         return None
     stood = [(pick.candidate, load_values(pick.candidate.load))]
@@ -74,7 +81,7 @@ def snapshot_pick(policy: Policy, pick: Pick) -> PickSnapshot | None:
 
 
 def runner_up(pick: Pick) -> Candidate | None:
-    """Return the candidate with the best score after the picked one; None if there was no other."""
+    """Return the candidate with the second best score, or None if there was only one."""
     others = [
         index for index, candidate in enumerate(pick.candidates) if candidate is not pick.candidate
     ]
@@ -82,7 +89,7 @@ def runner_up(pick: Pick) -> Candidate | None:
 
 
 class RecentExchanges:
-    """A ring buffer of the newest `size` ended exchanges. Owned by Accounting."""
+    """A ring buffer of the newest `size` ended requests."""
 
     __slots__ = ("_ring", "size")
 
@@ -96,7 +103,7 @@ class RecentExchanges:
             self.size, self._ring = size, deque(maxlen=size)
 
     def add(self, exchange: Exchange, usage: TokenUsage, events: int, now: float) -> None:
-        """Add an ended exchange and free its large objects."""
+        """Add an ended request and free its large objects."""
         exchange.drop_heavy_fields()
         self._ring.append((exchange, usage, events, now))
 
@@ -104,16 +111,16 @@ class RecentExchanges:
         return reversed(self._ring)
 
     def newest_as_json(self) -> dict[str, object] | None:
-        """Return the page of the request that ended last; None if there is none."""
+        """Return the explanation of the request that ended last, or None if there is none."""
         return as_json(self._ring[-1][0]) if self._ring else None
 
     def find_as_json(self, request_id: str) -> dict[str, object] | None:
-        """Return the page of one request; None if it is not, or no longer, stored. O(size)."""
+        """Return the explanation of one request, or None if it is not stored (any more)."""
         return next((as_json(ended[0]) for ended in self._ring if ended[0].id == request_id), None)
 
 
 def as_json(exchange: Exchange) -> dict[str, object]:
-    """Return everything that led to the response, as plain values for JSON."""
+    """Return everything that led to a request's response, as plain values for JSON."""
     split = exchange.split
     return {
         "id": exchange.id,

@@ -1,8 +1,8 @@
 """The file behind the access log: appends blocks of lines, reopens a moved file, rotates by size.
 
 Several processes may append to the same file: workers, and two processes during a restart. Each
-block is one write with O_APPEND, so blocks do not mix. A LogFile is used by one thread at a time.
-After its construction the event loop must not call it.
+block is one write with O_APPEND, so blocks do not mix. Only one thread at a time uses a LogFile;
+after its construction this is never the event loop's thread.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ OPEN_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 
 
 class Rotation(msgspec.Struct, frozen=True):
-    """Start a new file at `size` bytes and keep `keep` older ones: FILE.1 (newest) to FILE.N."""
+    """Settings for log rotation: start a new file at `size` bytes and keep `keep` older ones.
+
+    The older files are named FILE.1 (newest) to FILE.N.
+    """
 
     size: int
     keep: int
 
 
 class LogFile:
-    """An open log: a file by its path, or stdout.
+    """An open log, which is a file by its path or stdout.
 
     If the path leads to another file or to none, it is opened again before the next block. So
     logrotate may move the file without a signal. A truncated file (copytruncate) is appended to.
@@ -41,7 +44,10 @@ class LogFile:
     __slots__ = ("_fd", "_is_regular", "_needs_newline", "_path", "_rotation")
 
     def __init__(self, where: str, rotation: Rotation | None = None) -> None:
-        """Raises OSError when the file cannot be opened."""
+        """Initialize and open the log; `where` is a path or `stdout`.
+
+        Raises OSError when the file cannot be opened.
+        """
         self._path = None if where == "stdout" else Path(where)
         self._rotation = rotation
         self._needs_newline = False
@@ -53,7 +59,10 @@ class LogFile:
         self._is_regular = self._path is not None and stat.S_ISREG(os.fstat(self._fd).st_mode)
 
     def write(self, block: bytes) -> int:
-        """Append whole lines; return how many were lost, to a full disk or a closed pipe."""
+        """Append a block of whole lines; return how many lines were lost.
+
+        Lines are lost when the disk is full or a pipe is closed.
+        """
         if self._is_regular:
             with suppress(OSError):  # the old file is still open and takes the lines
                 self._prepare(len(block))
@@ -94,7 +103,10 @@ class LogFile:
         self.reopen()
 
     def _is_full(self, rotation: Rotation, length: int) -> bool:
-        """Return whether the next block would exceed the size; an empty file takes any block."""
+        """Return whether `length` more bytes would exceed the file's maximum size.
+
+        An empty file accepts a block of any length.
+        """
         size = os.fstat(self._fd).st_size
         return size > 0 and size + length > rotation.size
 
@@ -110,7 +122,7 @@ class LogFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Prevent other processes from rotating this file."""
+        """Lock the file, so that no other process rotates it meanwhile."""
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:
             yield

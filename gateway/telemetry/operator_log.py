@@ -1,7 +1,7 @@
 """The operator's log on stderr: text lines with time and level, or one JSON object per line.
 
 Messages may quote text from engines and clients, so control characters are escaped. One record is
-one line; only the traceback of a bug takes several.
+one line, except that the traceback of an internal error takes several.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LIBRARY_LEVEL = logging.WARNING  # for asyncio, aiohttp and other libraries
 
 
 class LogLine(msgspec.Struct, omit_defaults=True):
-    """One record as JSON. `worker` is the number of the worker process; None without workers."""
+    """One log record as JSON; `worker` is the worker process's number, or None without workers."""
 
     time: str
     level: str
@@ -46,7 +46,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as a LogLine."""
+    """Formats a record as the JSON of a LogLine."""
 
     def __init__(self, worker: int | None = None) -> None:
         super().__init__()
@@ -81,7 +81,10 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def configure_log(settings: OperatorLog, worker: int | None = None) -> None:
-    """Set up this process's log on stderr; replaces any earlier setup."""
+    """Set up the process's log on stderr; this replaces any earlier setup.
+
+    `worker` is the number of the worker process, or None without workers.
+    """
     handler = StderrHandler()
     handler.setFormatter(
         JsonFormatter(worker) if settings.format == "json" else TextFormatter(worker)
@@ -94,7 +97,10 @@ def configure_log(settings: OperatorLog, worker: int | None = None) -> None:
 
 
 def escape_unprintable(text: str) -> str:
-    """Escape unprintable characters, which could control a terminal or forge a line."""
+    """Return `text` with unprintable characters escaped.
+
+    They could control a terminal or forge a log line.
+    """
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -1,8 +1,8 @@
-"""Export of spans to a collector: OTLP over HTTP as JSON, in batches, off the path of requests.
+"""Exports spans to a trace collector in batches: OTLP over HTTP as JSON.
 
-Spans are dropped and counted when the queue is full, and when the collector does not accept a
-batch. After a failure the next batch waits, with exponential back-off. Not here: the spans of a
-request (gateway/telemetry/spans.py).
+Spans are dropped and counted when the queue is full or the collector does not accept a batch. After
+a failure, the next batch waits with exponential back-off. gateway/telemetry/spans.py builds the
+spans of a request.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 class SpanExporter:
     """Decides which requests are traced, and exports their spans. One per process.
 
-    active  the tracer itself while a collector is configured; else None
+    active  the exporter itself while a collector is configured, else None
     """
 
     def __init__(self, metrics: Metrics, rng: Random, env: Mapping[str, str]) -> None:
-        """`env` may set attributes of the OpenTelemetry resource
-        (gateway/telemetry/resource.py).
+        """Initialize with tracing off.
+
+        `env` may set attributes of the OpenTelemetry resource (gateway/telemetry/resource.py).
         """
         results = ("exported", "dropped", "failed")
         self._exported, self._dropped, self._failed = map(
@@ -60,7 +61,7 @@ class SpanExporter:
 
     @property
     def active(self) -> SpanExporter | None:
-        """The tracer, or None: callers then need only a test for None."""
+        """The exporter itself, or None while tracing is off, so that callers only test for None."""
         return None if self._config is None else self
 
     def configure(self, config: Traces | None) -> None:
@@ -69,9 +70,9 @@ class SpanExporter:
             self._config, self._pause_s = config, 0.0
 
     def start_trace(self, headers: Mapping[str, str]) -> Trace | None:
-        """Return the trace of a new request; None if it is not traced.
+        """Return the trace of a new request, or None if it is not traced.
 
-        The sampling decision of the client's traceparent header counts; without one it is random.
+        The client's traceparent header decides; without one, the decision is random.
         """
         config, parent = self._config, parse_parent(headers)
         if config is None:
@@ -87,7 +88,7 @@ class SpanExporter:
         return Trace(token_hex(16), new_span_id(), "", "")
 
     def add_request(self, exchange: Exchange, trace: Trace, now: float) -> None:
-        """Queue the spans of a traced request that has ended."""
+        """Queue the spans of a traced request that has ended at `now`, or drop and count them."""
         if len(self._queue) >= MOST_WAITING:
             self._dropped.inc(4 + len(trace.legs))
             return
@@ -133,7 +134,7 @@ class SpanExporter:
         return batch
 
     async def _send(self, config: Traces, spans: list[Span], timeout_s: float) -> None:
-        """Send one batch; count a failure and lengthen the pause before the next batch."""
+        """Send one batch of spans; after a failure, count it and lengthen the next pause."""
         if self._http is None:
             self._http = aiohttp.ClientSession(trust_env=False)
         scope = {"scope": {"name": "penstock"}, "spans": spans}

@@ -1,7 +1,7 @@
 """The OpenTelemetry resource of this process: the attributes sent with every batch of spans.
 
 The environment variables OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME override the gateway's own
-attributes, as OpenTelemetry specifies. Not here: the export (otlp.py).
+attributes, as OpenTelemetry specifies. otlp.py sends them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ATTRIBUTES, SERVICE_NAME = "OTEL_RESOURCE_ATTRIBUTES", "OTEL_SERVICE_NAME"
 
 
 def resource_attributes(env: Mapping[str, str]) -> list[Attribute]:
-    """Return the attributes; `service.instance.id` is a new UUID unless `env` sets one."""
+    """Return the resource attributes; `service.instance.id` is a new UUID unless `env` sets it."""
     values = {
         "service.name": "penstock",
         "service.version": program_version(),
@@ -34,7 +34,10 @@ def resource_attributes(env: Mapping[str, str]) -> list[Attribute]:
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Parse OTEL_RESOURCE_ATTRIBUTES; log a warning and return {} if it is malformed."""
+    """Return the attributes in OTEL_RESOURCE_ATTRIBUTES.
+
+    If the variable is malformed, log a warning and return an empty dict.
+    """
     pairs: dict[str, str] = {}
     for pair in filter(str.strip, env.get(ATTRIBUTES, "").split(",")):
         key, equals, value = pair.partition("=")

@@ -1,7 +1,7 @@
 """SLO outcomes and prediction errors: what is measured and learned when a request has ended.
 
-Lives here: the outcome that admissions learn from, and the metrics of SLOs and predictions. Not
-here: the access log and all other per-request metrics (accounting.py).
+Contains the outcome from which admission control learns, and the metrics of SLOs and predictions.
+The access log and all other metrics per request are in accounting.py.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ REGRET_SAMPLE_EVERY = 32
 
 
 def admission_outcome(exchange: Exchange) -> RequestOutcome:
-    """Return how an admitted request ended, in the terms that admissions learn from.
+    """Return how an admitted request ended, in the terms from which admission control learns.
 
-    A request that the client cancelled or the engine rejected as invalid counts as "ignored": it
-    says nothing about the load.
+    A request that the client cancelled or the engine rejected as invalid counts as "ignored",
+    because it says nothing about the load.
     """
     now, relay = monotonic(), exchange.relay
     if relay is None or not relay.is_committed:
@@ -54,9 +54,9 @@ def admission_outcome(exchange: Exchange) -> RequestOutcome:
 
 
 def _output_tokens(exchange: Exchange, relay: Relay, usage: TokenUsage) -> int:
-    """Return the output tokens, as reported or counted; the estimate if neither is known.
+    """Return the output tokens as reported or counted, or else the estimate.
 
-    So an engine that does not count tokens causes no refund to the tenant's quota.
+    Without the estimate, an engine that reports no counts would refund the tenant's whole quota.
     """
     if usage.completion_tokens is None and not relay.event_count and exchange.call is not None:
         return exchange.call.request.output_tokens
@@ -64,7 +64,7 @@ def _output_tokens(exchange: Exchange, relay: Relay, usage: TokenUsage) -> int:
 
 
 def effective_usage(exchange: Exchange, relay: Relay) -> TokenUsage:
-    """Return the reported token usage, with the cached tokens of the prefill endpoint.
+    """Return the reported token usage, with the cached tokens that the prefill endpoint reports.
 
     A decode endpoint reports transferred KV as a cache hit, so its own number is wrong.
     """
@@ -77,7 +77,7 @@ def effective_usage(exchange: Exchange, relay: Relay) -> TokenUsage:
 def measure_latency(
     exchange: Exchange, relay: Relay, usage: TokenUsage
 ) -> tuple[float | None, float | None]:
-    """Return (TTFT, TPOT) in seconds, each None if not measurable."""
+    """Return TTFT and TPOT in seconds; each is None if it cannot be measured."""
     first, last = relay.first_token_at, relay.last_data_at
     received = exchange.received_at
     if first is None or last is None or received is None:
@@ -88,14 +88,17 @@ def measure_latency(
 
 
 def stream_outcome(slo: Slo, ttft_s: float, tpot_s: float | None) -> str:
-    """Return the SLO outcome of a streamed response."""
+    """Return the SLO outcome of a streamed response: met, or which of TTFT and TPOT was missed."""
     if tpot_s is None or tpot_s <= slo.tpot_s:
         return "met" if ttft_s <= slo.ttft_s else "ttft_missed"
     return "tpot_missed" if ttft_s <= slo.ttft_s else "both_missed"
 
 
 def whole_outcome(slo: Slo, ttft_s: float, tokens: int) -> str:
-    """Return the SLO outcome of an unstreamed response, whose budget is that of all its tokens."""
+    """Return the SLO outcome of a response that is no stream.
+
+    It is met if all tokens arrive within the TTFT budget plus the TPOT budget per further token.
+    """
     budget_s = slo.ttft_s + slo.tpot_s * max(0, tokens - 1)
     return "met" if ttft_s <= budget_s else "ttft_missed"
 
@@ -105,7 +108,7 @@ KindKey = tuple[str, str, str, bool]
 
 
 class _Kind:
-    """State for the responses to one kind of request.
+    """The counters and samples for requests of one model, tenant, service class and media use.
 
     goodput  counters by SLO outcome
     samples  responses not yet learned from: output tokens per choice, estimated and actual prompt
@@ -146,14 +149,14 @@ class SloTracker:
         self._has_tenant_labels = False
 
     def set_tenant_labels(self, is_enabled: bool) -> None:
-        """Turn the tenant label of penstock_goodput_total on or off."""
+        """Turn the tenant label of the metric penstock_goodput_total on or off."""
         self._has_tenant_labels = is_enabled
         self._kinds = {}
 
     def observe_pick_regret(self, query: RoutingQuery, pick: Pick) -> None:
-        """Observe how much later the pick's first token is expected than the fastest candidate's.
+        """Observe how many seconds later the first token is expected than at the fastest candidate.
 
-        Call it before the pick is booked.
+        Call it before capacity is reserved for the pick.
         """
         if len(pick.candidates) > 1 and pick.candidate.load.is_modelled:
             cached = query.cached_by_slot
@@ -235,7 +238,7 @@ class SloTracker:
     def _observe_error(self, exchange: Exchange, first: float) -> None:
         """Observe the relative error of the predicted TTFT, if there was a prediction.
 
-        For a split request the prediction is that of the pair, not of either endpoint.
+        For a split request, the prediction is that of the prefill and decode pair.
         """
         entry = exchange.booking.entry if exchange.booking is not None else None
         if entry is None or exchange.picked_at is None:
@@ -250,7 +253,7 @@ class SloTracker:
             self._error.observe(abs(predicted_s - actual_s) / actual_s if actual_s > 0 else 0.0)
 
     def on_unanswered(self, exchange: Exchange) -> None:
-        """Count a request without a response as shed or failed; client errors do not count."""
+        """Count a request without a response as shed or failed; client errors are not counted."""
         call = exchange.call
         if call is None or exchange.reason == "tenant_rate_limited":
             return

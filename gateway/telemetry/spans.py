@@ -1,4 +1,4 @@
-"""The spans of an ended request as one tree, built from the time stamps of its exchange.
+"""Builds the trace spans of an ended request as one tree, from the times in its exchange.
 
     chat MODEL
       admit         accepted to parsed
@@ -7,10 +7,10 @@
       engine        one per attempt: the request to an endpoint
         first_token   sent to first token
         decode        first token to last byte
-      prefill       the prefill leg of a split request; its engine span also has a transfer span,
+      prefill       the prefill part of a split request; its engine span also has a transfer span,
                     from the end of prefill to the first byte
 
-Not here: the export of spans (otlp.py) and the names of attributes (semconv.py).
+otlp.py exports the spans; semconv.py has the names of attributes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Attributes = Mapping[str, Value]
 
 
 class Attribute(msgspec.Struct, frozen=True):
-    """One attribute in OTLP's JSON encoding."""
+    """One span attribute in OTLP's JSON encoding."""
 
     key: str
     value: dict[str, object]
@@ -56,9 +56,9 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"):
 
 
 class _Tree:
-    """The spans of one trace under construction.
+    """The spans of one trace while they are being built.
 
-    `unix_offset` is Unix time minus monotonic time.
+    `unix_offset` converts monotonic time to Unix time (seconds to add).
     """
 
     def __init__(self, trace: Trace, unix_offset: float) -> None:
@@ -80,7 +80,7 @@ class _Tree:
         span_id: str = "",
         failure: str = "",
     ) -> None:
-        """Add a span if both of its times are known; it gets a new id unless one is given."""
+        """Add a span if its start and end are known; it gets a new id unless one is given."""
         start, end = times
         if start is None or end is None:
             return
@@ -107,7 +107,7 @@ class _Tree:
 
 
 def build_spans(exchange: Exchange, trace: Trace, now: float, unix_offset: float) -> list[Span]:
-    """Return all spans of a request that ended at `now`, the root first."""
+    """Return all spans of a request that ended at `now` (monotonic seconds), the root first."""
     spans = _Tree(trace, unix_offset)
     operation = exchange.api.operation
     is_ok = exchange.status < 500 and exchange.outcome in ("served", "refused", "client_gone")
@@ -129,7 +129,7 @@ def build_spans(exchange: Exchange, trace: Trace, now: float, unix_offset: float
 
 
 def _add_leg(spans: _Tree, exchange: Exchange, leg: LegSpan, end: float, failure: str) -> None:
-    """Add the span of a request to an engine; the leg that was answered gets child spans."""
+    """Add the span of a request to an engine, with child spans if that engine answered."""
     attributes: Attributes = {
         semconv.ENDPOINT: leg.endpoint,
         semconv.ROLE: leg.role,
@@ -154,9 +154,9 @@ def _add_leg(spans: _Tree, exchange: Exchange, leg: LegSpan, end: float, failure
 def _leg_ends(
     exchange: Exchange, legs: list[LegSpan], now: float
 ) -> Iterator[tuple[LegSpan, float, str]]:
-    """Yield each leg with its end and its failure.
+    """Yield each request to an engine with its end time and its failure ("" if it succeeded).
 
-    A leg that was followed by another of its role had failed by then.
+    A request that was followed by another one of its role had failed by then.
     """
     split, relay = exchange.split, exchange.relay
     for index, leg in enumerate(legs):
@@ -178,7 +178,7 @@ def _leg_ends(
 
 
 def _root_attributes(exchange: Exchange, operation: str) -> Attributes:
-    """Return the attributes of the whole request; never a prompt, a header or a key."""
+    """Return the attributes of the root span, which never include a prompt, a header or a key."""
     call, relay = exchange.call, exchange.relay
     failure = exchange.reason or exchange.outcome
     has_failed = exchange.status >= 400 or exchange.outcome != "served"
