@@ -1,1 +1,1 @@
-"""Admission of requests: wait queues, permits, quotas, and the budgets for memory and retries."""
+"""Admission control: wait queues, permits, quotas, and the budgets for memory and retries."""

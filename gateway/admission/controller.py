@@ -1,7 +1,7 @@
-"""Admission control: a queue per pool, memory for request bodies, and the retry budget.
+"""Admission control: a wait queue per pool, memory for request bodies, and the retry budget.
 
-The decisions are made in policies.admission.admission and policies.health.retry; here are the
-futures that requests wait on. Whatever a request takes, it gives back by leaving a `with` block.
+policies.admission.admission and policies.health.retry make the decisions; this module has the
+futures that requests wait on. Whatever a request takes, it releases by leaving a `with` block.
 """
 
 from __future__ import annotations
@@ -60,11 +60,13 @@ WaiterFuture = asyncio.Future[Verdict]
 
 
 class PoolQueue:
-    """The permits of one pool and the requests that wait for one; a waiting request is a future.
+    """The permits of one pool, and the requests that wait for one; a waiting request is a future.
 
-    Use the object as a context manager to give a permit back. `wants_feedback`: the admission
-    learns from requests, so on_booked() and on_finished() must be called for them.
-    `reads_sessions`: the admission reads the sessions of requests.
+    The object is a context manager that releases a permit at its end.
+
+    wants_feedback  the admission policy learns from requests, so on_booked() and on_finished() must
+                    be called for them
+    reads_sessions  the admission policy reads the sessions of requests
     """
 
     __slots__ = (
@@ -105,11 +107,9 @@ class PoolQueue:
         self.refresh()
 
     def set_admission(self, policy: Admission, shares: Mapping[str, float]) -> None:
-        """Let this admission decide from now on, with these tenant shares.
+        """Use this admission policy and these tenant shares from now on. Call configure() after it.
 
-        Call configure() after it.
-
-        A plain concurrency cap with a single tenant learns nothing from requests, so it gets no
+        A plain concurrency limit with a single tenant learns nothing from requests, so it gets no
         feedback.
         """
         self._queue.admission = policy
@@ -133,23 +133,23 @@ class PoolQueue:
 
     @property
     def price(self) -> float:
-        """The price that the admission sets for a typical request; 0 if it has no prices."""
+        """The price that the admission policy sets for a typical request; 0 if it has no prices."""
         policy = self._queue.admission
         return policy.price if isinstance(policy, PricedAdmission) else 0.0
 
     @property
     def sessions(self) -> WorkingSet | None:
-        """The sessions whose contexts the admission counts; None if it does not track sessions."""
+        """The sessions whose contexts the admission policy counts, or None if it tracks none."""
         policy = self._queue.admission
         return policy.sessions if isinstance(policy, PricedAdmission) else None
 
     @property
     def session_memory_share(self) -> float:
-        """The share of KV memory that sessions may fill; 1 if sessions are not tracked."""
+        """The share of KV memory (0 to 1) that sessions may fill; 1 if sessions are not tracked."""
         return 1.0 if self.sessions is None else self.sessions.memory_share
 
     def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
-        """Charge the tenant of an admitted request, now that its first endpoint has been picked.
+        """Charge the tenant of an admitted request, once its first endpoint has been picked.
 
         Call it only if `wants_feedback` is set.
         """
@@ -159,7 +159,7 @@ class PoolQueue:
             self._updates.add_charge(self.name, query.request.tenant, tokens)
 
     def on_finished(self, request: Request, outcome: Callable[[], RequestOutcome]) -> None:
-        """Correct the charge of a booked request that has ended, and learn from it."""
+        """Correct the charge for a request that has ended; report its outcome to the policy."""
         if self.wants_feedback:
             result = outcome()
             self._queue.on_ended(request, result)
@@ -172,7 +172,7 @@ class PoolQueue:
         self._queue.charge_peer_work(tenant, tokens)
 
     def tick(self, now: float) -> None:
-        """Advance the admission's clock. Call it about every 100 ms."""
+        """Advance the clock of the admission policy. Call it about every 100 ms."""
         self._queue.tick(now)
         if self._queue.waiting:
             self._settle()
@@ -192,20 +192,22 @@ class PoolQueue:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of the waiting requests."""
+        """The number of prompt tokens of the waiting requests."""
         return self._queue.queued_tokens
 
     @property
     def permits_in_use(self) -> int:
-        """Permits of requests at available endpoints, not at ejected or leaving ones."""
+        """The number of permits of requests at available endpoints, not ejected or leaving ones."""
         return self._queue.busy_permits
 
     async def enter(
         self, query: RoutingQuery, query_at: Callable[[float], RoutingQuery] | None = None
     ) -> PoolQueue:
-        """Take a permit, after waiting if necessary. Raises GatewayError when the request is shed.
+        """Take a permit, after waiting if necessary.
 
-        query_at  rebuilds the routing query for a later moment: cached prefixes change during a
+        Raises GatewayError when the request is rejected.
+
+        query_at  returns the routing query for a later time, since cached prefixes change during a
                   wait
         """
         waiter: WaiterFuture = asyncio.get_running_loop().create_future()
@@ -222,7 +224,7 @@ class PoolQueue:
         return isinstance(self._queue.decide_without_queueing(query, self._candidates), Admit)
 
     def on_not_routed(self, request: Request) -> None:
-        """Refund the charge of a request that was admitted after a wait but got no endpoint."""
+        """Refund the charge for a request that was admitted after a wait but found no endpoint."""
         self._queue.on_not_routed(request)
 
     async def _wait(self, request: Request, waiter: WaiterFuture, timeout_s: float) -> Verdict:
@@ -257,7 +259,7 @@ class PoolQueue:
             self._deliver_verdicts()
 
     def _deliver_verdicts(self) -> None:
-        """Deliver AT_ONCE verdicts now and the rest in later turns of the event loop.
+        """Deliver VERDICTS_PER_TURN verdicts now and the rest in later turns of the event loop.
 
         A hundred requests admitted in one turn would delay all running streams.
         """
@@ -276,7 +278,7 @@ class PoolQueue:
 
 
 def shed_error(shed: Shed) -> GatewayError:
-    """Translate a shed verdict into the error that the client receives."""
+    """Return the error that the client receives for a rejected (shed) request."""
     if shed.reason == "no_capacity":
         return GatewayError(Failure.NO_CAPACITY, shed.detail, retry_after_s=1.0)
     failure = SHED_FAILURES.get(shed.reason, Failure.SHED)
@@ -284,9 +286,9 @@ def shed_error(shed: Shed) -> GatewayError:
 
 
 class AdmissionController:
-    """All pool queues, the tenants' quotas, the memory for bodies, and the fleet-wide retry budget.
+    """The wait queues of all pools, the tenants' quotas, memory for bodies, and the retry budget.
 
-    Live state: it outlives configuration snapshots.
+    It outlives configuration snapshots.
     """
 
     __slots__ = (
@@ -319,7 +321,7 @@ class AdmissionController:
         self._retries.limits = RetryLimits(config.retries.budget, config.retries.floor)
 
     def pool_queue(self, pool: str) -> PoolQueue:
-        """Return the pool's queue, or a new one to be registered with add_queue()."""
+        """Return the pool's queue, or a new one that must be registered with add_queue()."""
         return self._rooms.get(pool) or PoolQueue(pool)
 
     def add_queue(self, queue: PoolQueue) -> None:
@@ -334,7 +336,7 @@ class AdmissionController:
             queue.publish_to_peers(updates)
 
     def remove_queue(self, queue: PoolQueue) -> None:
-        """Remove the queue of a pool that has been removed and whose requests have all ended."""
+        """Remove the queue of a pool that was removed and whose requests have all ended."""
         if self._rooms.get(queue.name) is queue:
             del self._rooms[queue.name]
 
@@ -342,7 +344,7 @@ class AdmissionController:
         return list(self._rooms.values())
 
     def tick(self, now: float) -> None:
-        """Advance the clock of every admission. Call it about every 100 ms."""
+        """Advance the clock of every admission policy. Call it about every 100 ms."""
         for queue in self._rooms.values():
             queue.tick(now)
 
@@ -353,13 +355,13 @@ class AdmissionController:
 
     @property
     def active_requests(self) -> int:
-        """Requests that hold a permit, over all pools."""
+        """The number of requests that hold a permit, over all pools."""
         return sum(queue.in_flight for queue in self._rooms.values())
 
     def reserve_body(self, body_bytes: int) -> int:
-        """Reserve memory for an incoming request body; return the number of bytes to release later.
+        """Reserve memory for a request body; return the number of bytes to release later.
 
-        Raises GatewayError when the budget is exhausted.
+        Raises GatewayError when the budget is used up.
         """
         if self.body_bytes + body_bytes > self._budget_bytes:
             raise GatewayError(
@@ -375,10 +377,11 @@ class AdmissionController:
         self.body_bytes -= body_bytes
 
     async def acquire_retry(self) -> bool:
-        """Take one retry from the fleet-wide budget; return False if none became free in time.
+        """Take one retry from the gateway's budget; return False if none became free in time.
 
-        A request over budget waits up to RETRY_PATIENCE_S. So the requests of a failed endpoint are
-        spread over time instead of refused at once. Pair True with release_retry().
+        A request over budget waits up to RETRY_WAIT_S. So the requests of a failed endpoint are
+        spread over time instead of refused at once. The caller must release a retry with
+        release_retry().
         """
         if self.is_stopping:
             return False
@@ -402,7 +405,7 @@ class AdmissionController:
         return turn.result()
 
     def try_acquire_retry(self) -> bool:
-        """Take one retry without waiting; return False if the budget is exhausted."""
+        """Take one retry without waiting; return False if the budget is used up."""
         return self._retries.try_take(self.active_requests)
 
     def release_retry(self) -> None:
@@ -411,7 +414,7 @@ class AdmissionController:
             self._grant_next()
 
     def _grant_next(self) -> None:
-        """Pass a retry that has been taken to the first request that still waits for one."""
+        """Give a retry that has been taken to the first request that still waits for one."""
         while self._retry_waiters:
             turn = self._retry_waiters.popleft()
             if not turn.done():
@@ -432,7 +435,7 @@ class AdmissionController:
 
     @property
     def retries_left(self) -> int | None:
-        """Retries that the budget would grant now; None if the configuration allows none at all."""
+        """The number of retries that the budget would grant now; None if retries are turned off."""
         limits = self._retries.limits
         if not limits.floor and not limits.share:
             return None

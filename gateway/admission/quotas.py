@@ -1,7 +1,7 @@
 """Per-minute quotas of tenants: charged when a request is parsed, corrected when it ends.
 
-The arithmetic is in policies.admission.quota. Not here: shares of a contended pool and refusals
-that protect the fleet (see the admission controller).
+policies.admission.quota has the arithmetic. Shares of a contended pool, and refusals that protect
+the endpoints, are in the admission controller.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from policies.model import Request
 
 
 class Quotas:
-    """Quotas by tenant; a tenant without limits has none.
+    """The quotas by tenant; a tenant without limits has none.
 
     A reload keeps the quota of an unchanged tenant.
 
@@ -31,7 +31,7 @@ class Quotas:
         self.updates: OutgoingUpdates | None = None
 
     def configure(self, tenants: Sequence[Tenant]) -> None:
-        """Apply these tenants' limits.
+        """Apply the limits of these tenants.
 
         A tenant whose limits changed starts with a full minute's allowance.
         """
@@ -54,9 +54,9 @@ class Quotas:
         self.by_tenant = unchanged | new
 
     def take(self, request: Request) -> Quota | None:
-        """Charge the request to its tenant's quota; return the quota, None without limits.
+        """Charge a request to its tenant's quota; return that quota, or None without limits.
 
-        Raises GatewayError when the quota is exhausted.
+        Raises GatewayError when the quota is used up.
         """
         quota = self.by_tenant.get(request.tenant)
         if quota is not None:
@@ -76,9 +76,9 @@ class Quotas:
         output_tokens: int | None,
         prompt_tokens: int | None = None,
     ) -> None:
-        """Correct the charge of a request that has ended.
+        """Correct the charge for a request that has ended.
 
-        output_tokens  tokens that the engine generated; None if the request was refused: it is
+        output_tokens  tokens that the engine generated; None if the request was refused and is
                        refunded
         prompt_tokens  as the engine counted them; None if it reported none
         """
@@ -96,7 +96,7 @@ class Quotas:
 
 
 def _charged_requests(request: Request) -> int:
-    """Return how many requests are charged: one per prompt that is answered by itself.
+    """Return how many requests are charged: one per prompt that has its own answer.
 
     A batch of texts to embed has one answer.
     """
@@ -104,7 +104,7 @@ def _charged_requests(request: Request) -> int:
 
 
 def rate_limit_error(refused: QuotaRefusal) -> GatewayError:
-    """Build the 429 response, with the x-ratelimit headers that OpenAI's SDKs read."""
+    """Return the error 429 for a used-up quota, with the x-ratelimit headers that SDKs read."""
     what, limit = refused.what, refused.limit
     return GatewayError(
         Failure.TENANT_RATE_LIMITED,

@@ -1,3 +1,1 @@
-"""Endpoints: their table and registry, bookings, the view of their caches, health checks, scrapes,
-discovery.
-"""
+"""The endpoints: table, capacity reservations, cache view, health checks, scrapes and discovery."""

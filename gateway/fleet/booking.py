@@ -1,6 +1,6 @@
-"""Bookings: a place at an endpoint for one request, from the pick to the last byte.
+"""Bookings: capacity reserved at an endpoint for one request, from the pick to the last byte.
 
-policies/ledger.py changes the endpoint's load; gateway/fleet/endpoint_table.py changes its health
+policies/ledger.py changes the endpoint's load. gateway/fleet/endpoint_table.py changes its health
 and the prefix index.
 """
 
@@ -24,10 +24,7 @@ from policies.prefix.fingerprint import Fingerprint
 
 
 class EvidenceSink(Protocol):
-    """Where a booking reports what its answer shows about the endpoint.
-
-    The endpoint table implements it.
-    """
+    """The receiver of what an answer shows about its endpoint; the endpoint table implements it."""
 
     def on_event(self, live: LiveEndpoint, event: HealthEvent, /) -> None: ...
     def on_failure(self, live: LiveEndpoint, broke: UpstreamError, /) -> None: ...
@@ -41,13 +38,13 @@ class EvidenceSink(Protocol):
 
 
 class Booking:
-    """A place taken at an endpoint. Leaving the context gives back what it still holds.
+    """Capacity reserved at an endpoint for one request; leaving the context releases it.
 
-    entry         the ledger's entry: what is held, and what was predicted when it was taken
-    queued_tokens  prompt tokens that were to be computed there when it was taken, its own included
+    entry         the entry in policies/ledger.py: what is reserved, and what was predicted
+    queued_tokens  prompt tokens that were to be computed there when it was made, its own included
     _tells        the first token is visible when it comes: the answer is a stream or one token
     _awaited      tokens to compute before the first token, until that comes; 0 afterwards
-    _is_reported  the endpoint's health knows how the answer ended
+    _is_reported  the end of the answer was reported to the endpoint's health
     """
 
     __slots__ = (
@@ -85,10 +82,10 @@ class Booking:
         self.queued_tokens = live.load.prefill_tokens
 
     def on_first_token(self) -> None:
-        """Move the prompt from the endpoint's backlog to its context: it is computed.
+        """Move the prompt from the endpoint's backlog to its context, because it has been computed.
 
-        A plain answer of several tokens arrives long after its first token, so it is no measurement
-        of speed.
+        The time also measures the endpoint's speed, except for a plain answer of several tokens,
+        which arrives long after its first token.
         """
         self._is_computed = True
         if self.entry.sees_first_token:
@@ -99,7 +96,7 @@ class Booking:
                 self._awaited = 0
 
     def on_overtaken(self) -> None:
-        """Record that the request leaves, or has left, for another endpoint.
+        """Record that the request moves, or has moved, to another endpoint.
 
         Its wait here is evidence of the endpoint's speed.
         """
@@ -113,13 +110,13 @@ class Booking:
     def throttle_endpoint(self) -> None:
         """Limit the endpoint to few requests until its speed has been judged.
 
-        Called when another endpoint was asked later and answered earlier.
+        Call it when another endpoint was asked later and answered earlier.
         """
         self._table.throttle(self.live)
 
     @property
     def is_ejected_as_slow(self) -> bool:
-        """Whether the endpoint was ejected as slow."""
+        """Whether the endpoint was ejected because it is slow."""
         health = self.live.health
         return health.state is HealthState.EJECTED and health.cause is HealthEvent.SLOW
 
@@ -139,9 +136,9 @@ class Booking:
             self._table.confirm_cached_share(self.live, believed, found)
 
     def on_failed(self, broke: UpstreamError) -> None:
-        """Record an incomplete answer, which is evidence about the endpoint.
+        """Record an incomplete answer as evidence about the endpoint's health.
 
-        Only the first report counts.
+        Only the first report of a booking counts.
         """
         if not self._is_reported:
             self._is_reported = True
@@ -166,16 +163,17 @@ class Booking:
             self._unlearn()
 
     def _unlearn(self) -> None:
-        """Take back what the prefix index learned from the pick: the prompt was never computed."""
+        """Remove from the prefix index what the pick added: the prompt was never computed."""
         if self._fingerprint is not None:
             cached_tokens, prompt_tokens = self.entry.cached_tokens, self.request.prompt_tokens
             self._table.forget_prompt(self._fingerprint, self.live, cached_tokens, prompt_tokens)
 
 
 class Reservation(Booking):
-    """A decode place of a split request, which holds the prompt's KV and prefills nothing.
+    """The booking of the decode endpoint of a split request, which holds the prompt's KV cache.
 
-    It is taken before the prefill is sent, so that no request queues between its two legs.
+    It is made before the prefill request is sent, so that the request does not queue between
+    prefill and decode.
     """
 
     __slots__ = ()
@@ -183,13 +181,14 @@ class Reservation(Booking):
     _prefills = False
 
     def on_recompute(self) -> None:
-        """Add the prompt to the endpoint's backlog, because no usable KV was handed over."""
+        """Add the prompt to the endpoint's backlog, because no usable KV cache was transferred."""
         self.entry.recompute_prompt(monotonic())
 
     def on_handed_over(self) -> None:
-        """Record that the prompt is computed and its KV is on the way; only for plain answers.
+        """Record that the prompt is computed and its KV cache is being transferred.
 
-        A plain answer shows nothing until its end, whereas a stream shows its first token.
+        This has an effect only for plain answers, which show nothing until their end. A stream
+        shows its first token.
         """
         if not self.entry.sees_first_token:
             self.entry.on_kv_arrived(monotonic())
@@ -197,6 +196,7 @@ class Reservation(Booking):
     def on_served(self, usage: TokenUsage) -> None:
         """Record a complete answer.
 
-        Its cached tokens are the transferred KV, so they teach the index nothing.
+        Its cached tokens are the transferred KV cache, so they are not used to correct the prefix
+        index.
         """
         super().on_served(TokenUsage(completion_tokens=usage.completion_tokens))

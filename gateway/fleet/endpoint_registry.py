@@ -1,4 +1,4 @@
-"""The registry of endpoints: live endpoints by slot, and what a configuration changes about them.
+"""The registry of live endpoints by slot, and how a new configuration changes them.
 
 plan() computes the changes without side effects; apply() makes them. An endpoint is identified by
 its pool and URL. Its load, health, connections and slot survive any other change of its
@@ -41,19 +41,18 @@ class LiveEndpoint:
                         silence
     generated_tokens    output tokens since the engine's start, from its last scrape
     models              the names that its engine lists; they count only if has_list is set
-    models_at           when its engine last sent its list, or reported that it has none
+    models_at           when its engine last sent its list, or reported that it has none (monotonic)
     has_list            its engine has sent a list; False if the list is unknown or there is none
     api_paths           paths of the APIs that its engine lists at /openapi.json; empty if unknown
-    kv_received_bytes   KV received from other engines since its start; None if it does not report
-                        it
+    kv_received_bytes   KV received from other engines since its start; None if not reported
     is_stalled          found stalled: /health is not trusted until it generates again
     throttled_until     end of a period with few requests, after another endpoint overtook it; else
                         None
     is_leaving          in no configuration in force; requests of an older one may still run there
     is_drained          an operator drained it: it gets no new requests
     speed               the measurements of its speed, and the verdict on them
-    slow_start_at       when it (re)entered rotation, while its concurrency is still ramping up;
-                        else None
+    slow_start_at       when it (re)entered rotation, while its concurrency still increases; else
+                        None
     sent_tokens         prompt tokens ever sent to it
     hit_tokens          those of sent_tokens that the prefix index believed to be cached there
     """
@@ -131,7 +130,7 @@ class LiveEndpoint:
 
 
 def step_tokens(live: LiveEndpoint) -> int:
-    """The most prompt tokens that its prefill step under way may have to compute."""
+    """Return the most prompt tokens that the endpoint's current prefill step may process."""
     load, speed = live.load, live.speed
     others = load.in_flight - load.decoding - speed.waiting
     return speed.step_tokens(load.prefill_tokens, load.belief.shape.budget_tokens, others)
@@ -146,7 +145,7 @@ class PlannedEndpoint(msgspec.Struct, frozen=True, eq=False):
 
 
 class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
-    """What a configuration makes of the registry. Valid until the registry changes.
+    """The endpoints that a configuration would give the registry. Valid until the registry changes.
 
     pools           candidates by pool
     changes         where the changes of the endpoints' loads are recorded
@@ -163,14 +162,14 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
     def filter_by_model(
         self, model: str, candidates: tuple[Candidate, ...]
     ) -> tuple[Candidate, ...]:
-        """Return the candidates whose engine lists the name."""
+        """Return the candidates whose engine lists this model name."""
         listing = {id(member.live.load) for member in self.members if model in member.live.models}
         return tuple(candidate for candidate in candidates if id(candidate.load) in listing)
 
     def able(self, model: Model, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """Return the candidates that may serve a configured model.
 
-        They list its name, or their list is not known.
+        Their engines list the model's name, or the engines' lists are unknown.
         """
         lists = {
             id(member.live.load): member.live.models
@@ -185,7 +184,7 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
         )
 
     def lacks(self, path: str, candidates: tuple[Candidate, ...]) -> bool:
-        """Return whether the engine of one of the candidates is known not to have an API."""
+        """Return whether the engine of any candidate is known not to serve this API path."""
         members = {id(candidate.load) for candidate in candidates}
         known = [
             member.live.api_paths for member in self.members if id(member.live.load) in members
@@ -193,7 +192,10 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
         return any(paths and path not in paths for paths in known)
 
     def listed_names(self, pool: str) -> list[str]:
-        """Return the names that the pool's endpoints list, without those reserved for tenants."""
+        """Return the model names that the pool's endpoints list.
+
+        Names of endpoints that are reserved for certain tenants are left out.
+        """
         public = [
             member.live
             for member in self.members
@@ -203,7 +205,7 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
 
 
 class RegistryChanges(msgspec.Struct, frozen=True, eq=False):
-    """Endpoints that were added and removed, and the names that no endpoint has any more."""
+    """The endpoints that a plan added and removed, and the names that no endpoint has any more."""
 
     added: tuple[LiveEndpoint, ...]
     removed: tuple[LiveEndpoint, ...]
@@ -233,7 +235,7 @@ class EndpointRegistry:
         return tuple(live for live in self.by_slot if live.load.slot not in self._free)
 
     def plan(self, config: Config) -> RegistryPlan:
-        """Compute what `config` would make of the registry. Changes nothing."""
+        """Compute the endpoints that `config` would give the registry. Changes nothing."""
         timeouts = UpstreamTimeouts(
             config.timeouts.connect, config.timeouts.first_byte, config.timeouts.stall
         )
@@ -259,11 +261,10 @@ class EndpointRegistry:
     def _usable_discovered(
         self, config: Config
     ) -> tuple[dict[str, list[EndpointSpec]], list[tuple[str, EndpointSpec]]]:
-        """Return the discovered endpoints by pool, and (pool, spec) of those with a name conflict.
+        """Return the usable discovered endpoints by pool, and (pool, spec) of name conflicts.
 
         Endpoints that the configuration also lists are left out. Names are unique over all pools. A
-        conflicting endpoint joins once its name is free, without waiting for a new report of its
-        source.
+        conflicting endpoint is added once its name is free, without a new report of its source.
         """
         used_names = {
             spec.display_name for pool in config.pools.values() for spec in pool.endpoints
@@ -283,12 +284,12 @@ class EndpointRegistry:
         return usable, conflicts
 
     def _unused_slots(self) -> Iterator[int]:
-        """Yield the slots to assign: first the freed ones, then new ones."""
+        """Yield the slots to assign: first freed ones, then new ones."""
         yield from sorted(self._free)
         yield from count(len(self.by_slot))
 
     def apply(self, plan: RegistryPlan) -> RegistryChanges:
-        """Apply a plan: give new endpoints their slots and update the attributes of all others."""
+        """Apply a plan: assign slots to new endpoints and update the attributes of all others."""
         before = {id(live): live.endpoint.name for live in self.all() if not live.is_leaving}
         added = [member.live for member in plan.members if id(member.live) not in before]
         for member in plan.members:
@@ -324,7 +325,9 @@ class EndpointRegistry:
         return slot < len(self.by_slot) and self.by_slot[slot] is live and slot not in self._free
 
     def _enter(self, live: LiveEndpoint) -> None:
-        """Put an endpoint into its slot. One that is re-added before its release keeps its state.
+        """Put an endpoint into its slot.
+
+        One that is added again before its release keeps its state.
 
         A new endpoint starts as ejected, so it gets requests only after a successful probe. The
         endpoints of the first configuration are exempt.
@@ -354,7 +357,7 @@ def _candidates_by_pool(
 
 
 def to_endpoint(pool: str, spec: EndpointSpec) -> Endpoint:
-    """Convert an endpoint's configuration to the value that policies work with."""
+    """Return the Endpoint value that policies use, from an endpoint's configuration."""
     layout = spec.layout
     return Endpoint(
         name=spec.display_name,

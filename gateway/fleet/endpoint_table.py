@@ -1,9 +1,7 @@
 """The endpoint table: every endpoint with its live load, health and connections.
 
-The only writer of EndpointLoad.
-
-Health decisions are made in policies.health.health; this module collects their events and carries
-out the verdicts.
+It is the only writer of EndpointLoad. policies.health.health makes the health decisions; this
+module collects their events and carries out the verdicts.
 """
 
 from __future__ import annotations
@@ -93,13 +91,13 @@ class EndpointTable:
         self._pools: Mapping[str, tuple[Candidate, ...]] = {}
 
     def plan(self, config: Config) -> RegistryPlan:
-        """Compute what `config` would make of the table. Changes nothing."""
+        """Compute the endpoints that `config` would give the table. Changes nothing."""
         return self._registry.plan(config)
 
     def apply(self, plan: RegistryPlan) -> RegistryChanges:
         """Apply a plan.
 
-        Removed endpoints stay until release(): older requests may still use them.
+        Removed endpoints stay until release(), because older requests may still use them.
         """
         config = plan.config
         capacities = {id(member.live): member.live.spec.kv_tokens for member in plan.members}
@@ -137,9 +135,9 @@ class EndpointTable:
             ledger.set_modelled(candidate.load, is_enabled, monotonic())
 
     def release(self, live: LiveEndpoint) -> None:
-        """Release an endpoint that left the configuration: close its connections, free its slot.
+        """Close the connections of an endpoint that left the configuration, and free its slot.
 
-        No-op if it has been re-added.
+        Does nothing if the endpoint has been added again.
         """
         if not live.is_leaving:
             return
@@ -151,7 +149,7 @@ class EndpointTable:
         self._registry.release(live)
 
     def drop_series(self, name: str) -> bool:
-        """Drop the metric series of an unused endpoint name.
+        """Remove the metric series of an unused endpoint name.
 
         Returns False if an endpoint has the name.
         """
@@ -174,8 +172,9 @@ class EndpointTable:
         *,
         in_order: bool = False,
     ) -> RoutingQuery:
-        """Build the routing query of a request, with the believed cached tokens per endpoint.
+        """Return the routing query for a request, with the tokens believed cached at each endpoint.
 
+        tried     names of endpoints that the pick has to leave out
         in_order  the candidates are kept in order, so that only holders of the prompt are needed
         """
         cached: Sequence[int] = ()
@@ -186,7 +185,7 @@ class EndpointTable:
         return RoutingQuery(request, monotonic(), self.rng, cached, frozenset(tried), fingerprint)
 
     def book(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Booking:
-        """Book the picked endpoint and record its prompt in the prefix index."""
+        """Reserve capacity at the picked endpoint, and record its prompt in the prefix index."""
         live: LiveEndpoint = self._by_slot[pick.candidate.load.slot]
         if fingerprint is not None:
             self._looked_up.value += request.prompt_tokens
@@ -197,7 +196,7 @@ class EndpointTable:
         return Booking(self, live, pick, request, fingerprint)
 
     def reserve(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Reservation:
-        """Reserve an endpoint for decoding a prompt that another endpoint prefills."""
+        """Reserve capacity for decoding a prompt that another endpoint prefills."""
         slot = pick.candidate.load.slot
         if fingerprint is not None:
             self._learn_pick(fingerprint, pick, request)
@@ -271,7 +270,7 @@ class EndpointTable:
         self.on_event(live, health_event(error))
 
     def on_probe(self, live: LiveEndpoint, status: int | None) -> None:
-        """Record the HTTP status of a health probe; None if it was not answered.
+        """Record the HTTP status of a health probe, or None if it was not answered.
 
         vLLM returns 503 when its engine is dead, which is also the case after the loss of one rank.
         """
@@ -298,14 +297,15 @@ class EndpointTable:
         self.on_event(live, HealthEvent.CONNECT_FAILED)
 
     def silence_limit_s(self, live: LiveEndpoint) -> float:
-        """Return how long an endpoint with requests in flight may be silent before it is
-        stalled.
+        """Return for how many seconds an endpoint with requests may be silent.
+
+        After that it is checked for a stall. A long prompt backlog extends the time.
         """
         prefill_s = live.backlog_tokens / PREFILL_TOKENS_PER_S
         return max(self._progress_s, PREFILL_MARGIN * prefill_s)
 
     def on_progress(self, live: LiveEndpoint) -> None:
-        """Record that the engine has generated a token for any request."""
+        """Record that the engine has generated a token for some request."""
         live.upstream.last_body_at = monotonic()
         live.is_stalled = False
 
@@ -314,19 +314,22 @@ class EndpointTable:
         return self.speed_monitor.predict_first_byte_s(self._by_slot[slot], request, tokens)
 
     def find_peer(self, live: LiveEndpoint) -> LiveEndpoint | None:
-        """Find a healthy endpoint of the same pool and role, preferably of the same hardware."""
+        """Return a healthy endpoint of the same pool and role, preferably of the same hardware.
+
+        The result is None if there is none.
+        """
         candidates = self._pools.get(live.endpoint.pool, ())
         return find_healthy_peer(
             live, [self._by_slot[candidate.load.slot] for candidate in candidates]
         )
 
     def on_stall(self, live: LiveEndpoint) -> None:
-        """Mark a silent endpoint as dead after a probe for one token failed (faults.md F09)."""
+        """Mark a silent endpoint as dead after a probe for one token failed."""
         live.is_stalled = True
         self.on_event(live, HealthEvent.ENGINE_DEAD)
 
     def on_scrape(self, live: LiveEndpoint, reading: ScrapedLoad) -> None:
-        """Take over the load that the engine reported in a scrape."""
+        """Store the load that the engine reported in a scrape of its metrics."""
         load, now = live.load, monotonic()
         running, waiting = reading.running, reading.waiting
         ledger.record_scrape(load, running, waiting, reading.kv_usage, reading.kv_tokens, now)
@@ -341,7 +344,7 @@ class EndpointTable:
             self.prefixes.index.set_capacity(load.slot, reading.kv_tokens)
 
     def on_event(self, live: LiveEndpoint, event: HealthEvent) -> None:
-        """Advance the endpoint's health by one event and act on a change of state."""
+        """Advance the endpoint's health by one event, and act on a change of its state."""
         before = live.health
         after = health.next_health(before, event, monotonic(), self.rng, self._limits)
         if after is before:
@@ -402,7 +405,7 @@ class EndpointTable:
                 _set_available(live.load, is_available=is_available)
 
     def set_drained(self, live: LiveEndpoint, is_drained: bool) -> int:
-        """Stop or resume routing to an endpoint; return its requests in flight."""
+        """Stop or resume routing to an endpoint; return the number of its requests in flight."""
         if live.is_drained and not is_drained:
             self._begin_slow_start(live, monotonic())
         live.is_drained = is_drained
@@ -411,20 +414,20 @@ class EndpointTable:
         return live.load.in_flight
 
     def restore_health(self, live: LiveEndpoint, health: Health, *, is_drained: bool) -> None:
-        """Take over health recorded by another process, unless a failure was seen since."""
+        """Use a health state recorded by another process, unless a failure was seen since."""
         if live.health.state is HealthState.UP:
             live.health = health
         live.is_drained = is_drained
         self._update_availability(live.endpoint.pool)
 
     def drain_by_name(self, names: Collection[str]) -> None:
-        """Drain the endpoints with these names before the first request."""
+        """Stop routing to the endpoints with these names. Called before the first request."""
         for live in self.all():
             if live.endpoint.name in names:
                 self.set_drained(live, is_drained=True)
 
     def _begin_slow_start(self, live: LiveEndpoint, now: float) -> None:
-        """Ramp the endpoint's concurrency up from a low cap, because its caches are cold."""
+        """Limit the endpoint's concurrency and raise the limit over time: its caches are cold."""
         live.slow_start_at = now
         live.load.soft_cap = slow_start.soft_cap(live.endpoint.max_concurrency, 0.0, self._ramp_s)
         live.load.mark_changed()
@@ -448,7 +451,7 @@ class EndpointTable:
         live.speed.accept()
 
     def _on_speed(self, live: LiveEndpoint, verdict: SpeedVerdict, now: float) -> None:
-        """Act on a new speed verdict: cap a suspect at one request, eject a slow endpoint."""
+        """Act on a new speed verdict: limit a suspect to one request, or eject a slow endpoint."""
         name, slowness = live.endpoint.name, live.speed.slowness
         live.throttled_until = None
         if verdict is SpeedVerdict.NORMAL or slowness is None:
@@ -463,9 +466,9 @@ class EndpointTable:
             self.on_event(live, HealthEvent.SLOW)
 
     def throttle(self, live: LiveEndpoint) -> None:
-        """Send the endpoint no request while others have room until its speed is reviewed.
+        """Send the endpoint no requests until its speed is reviewed, while others have capacity.
 
-        Afterwards it gets few until it was judged.
+        After the review it gets few requests until it has been judged.
         """
         if not self.speed_monitor.limits.factor:
             return
@@ -476,9 +479,7 @@ class EndpointTable:
         live.load.mark_changed()
 
     def glance(self, now: float) -> Sequence[LiveEndpoint]:
-        """Return the endpoints whose current prefill step is late; doubt those that are very
-        late.
-        """
+        """Return the endpoints whose current prefill step is late; throttle the very late ones."""
         self._review_speeds(now)
         stalled, doubtful = self.speed_monitor.stalled(self._pools, self._by_slot, now)
         for live in doubtful:
@@ -494,7 +495,7 @@ class EndpointTable:
                 live.load.mark_changed()
 
     def sweep(self, now: float) -> None:
-        """Review speeds, raise slow-start caps and check the deadlines of all connections."""
+        """Review speeds, raise slow-start limits and check the deadlines of all connections."""
         self._review_speeds(now)
         for live in self.all():
             if live.throttled_until is not None and now >= live.throttled_until:
@@ -520,7 +521,7 @@ class EndpointTable:
     def fail_streams(self, *, immediately: bool = False) -> int:
         """Fail all running requests, because the gateway is stopping; return how many still run.
 
-        immediately  fail streams in the middle of an event too; else they run on to its end
+        immediately  fail streams within an event too; otherwise they run on to its end
         """
         kind, message = SHUTDOWN, "the gateway stops"
         if immediately:
@@ -535,7 +536,7 @@ class EndpointTable:
 
 
 async def _assume_healthy(_: LiveEndpoint) -> bool | None:
-    """Stand in for health probes where no health checker runs."""
+    """Answer True in place of a health probe, where no health checker runs."""
     return True
 
 

@@ -1,9 +1,8 @@
 """Health checks: polls the health, load and models of every endpoint.
 
-What is due at a poll is decided in gateway/fleet/poll_plan.py. Polls use kept connections of
-gateway/http/poll_client.py; requests that make an engine generate are rare and use aiohttp's
-client. The loss of an engine's metrics costs freshness only (faults.md F29): policies then rely on
-the gateway's own bookings.
+gateway/fleet/poll_plan.py decides what is due at a poll. Polls use kept connections
+(gateway/http/poll_client.py); requests that make an engine generate are rare and use aiohttp's
+client. If an engine's metrics cannot be read, policies rely on the gateway's own bookings.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ FIRST_POLLS = 128  # endpoints polled at the same time before the gateway serves
 
 
 class SpeedProbe(msgspec.Struct, frozen=True):
-    """A request to time: how many random words to send, and tokens to generate."""
+    """A request whose duration is measured: random words to send, and tokens to generate."""
 
     words: int
     tokens: int
@@ -77,15 +76,15 @@ def is_ejected_as_slow(live: LiveEndpoint) -> bool:
 
 
 class HealthChecker:
-    """Runs a task per endpoint that polls it, and one that checks that all make progress.
+    """Runs a task per endpoint that polls it, and one task that looks for stalled endpoints.
 
-    Endpoints that leave are no longer polled, because they get no new requests.
+    Endpoints that are leaving the configuration are not polled, because they get no new requests.
     """
 
     def __init__(
         self, config: Config, endpoints: EndpointTable, on_models_changed: Callable[[], None]
     ) -> None:
-        """`on_models_changed` is called when an engine's list of models has changed."""
+        """Initialize; `on_models_changed` is called when an engine's list of models has changed."""
         self._config = config
         self._endpoints = endpoints
         self._model_lists = ModelListNews(on_models_changed)
@@ -166,7 +165,7 @@ class HealthChecker:
             await self._session.close()
 
     async def _poll_repeatedly(self, live: LiveEndpoint, *, immediately: bool) -> None:
-        """Poll an endpoint until cancelled. The first time is random: polls spread over time."""
+        """Poll an endpoint until cancelled, with random pauses, so that polls spread over time."""
         rng, pause = self._endpoints.rng, 0.0 if immediately else self._endpoints.rng.random()
         while True:
             await asyncio.sleep(self._poll_interval_s() * pause)
@@ -195,7 +194,7 @@ class HealthChecker:
             del self._progress_checks[live]
 
     def _is_silent(self, live: LiveEndpoint, now: float) -> bool:
-        """Return whether requests wait, and the engine has been silent for half its limit."""
+        """Return whether requests wait and the engine has been silent for half of its limit."""
         silence_s = live.upstream.silence_duration_s(now)
         return bool(silence_s) and silence_s >= self._endpoints.silence_limit_s(live) / 2
 
@@ -209,7 +208,7 @@ class HealthChecker:
             log.exception("health check of %s failed", live.endpoint.name)
 
     def probe_until_recovered(self, live: LiveEndpoint) -> None:
-        """Probe an endpoint now, and every second while it is out. Runs one task per endpoint."""
+        """Probe an endpoint now, and every second until it recovers. Runs one task per endpoint."""
         if self._session is not None and live not in self._recoveries and not live.is_leaving:
             name = f"probe {live.endpoint.name} until it recovers"
             task = asyncio.create_task(self._probe_until_recovered(live), name=name)
@@ -224,7 +223,7 @@ class HealthChecker:
             await self._log_errors(self._probe, live)
 
     async def check(self, live: LiveEndpoint) -> bool | None:
-        """Return whether an endpoint is healthy enough for a retry; None if it did not answer.
+        """Return whether an endpoint is healthy enough for a retry, or None if it did not answer.
 
         Concurrent requests share one check.
         """
@@ -262,7 +261,7 @@ class HealthChecker:
             task.add_done_callback(lambda _: self._listings.pop(live, None))
 
     async def _poll(self, live: LiveEndpoint) -> None:
-        """Do what is due; one request after another, over one connection."""
+        """Send the requests that are due to one endpoint, one after another over one connection."""
         plan = self._plans.setdefault(live, PollPlan())
         plan.begin(live, self._config, len(self._plans), monotonic())
         if plan.needs_probe and live not in self._recoveries:
@@ -295,7 +294,7 @@ class HealthChecker:
     async def _check_progress(self, live: LiveEndpoint) -> None:
         """Request one token from an endpoint that has been silent too long.
 
-        Without a token it is reported as stalled.
+        If none arrives, the endpoint is reported as stalled.
         """
         limit_s = self._endpoints.silence_limit_s(live)
         silence_s = live.upstream.silence_duration_s(monotonic())
@@ -310,7 +309,7 @@ class HealthChecker:
     async def _generates(self, live: LiveEndpoint, timeout_s: float) -> bool:
         """Return whether the engine generates one token in time.
 
-        A 4xx says nothing about the engine, so it counts as success.
+        A 4xx response shows nothing about the engine, so it counts as success.
         """
         model = _model_of(live)
         if model is None:
@@ -329,8 +328,8 @@ class HealthChecker:
     async def _keeps_pace(self, live: LiveEndpoint) -> bool:
         """Return whether an endpoint that was ejected for slowness is as fast as a peer again.
 
-        The ejected endpoint is idle and the peer is not. Therefore the least time that a peer has
-        needed since the ejection counts.
+        The ejected endpoint is idle and the peer is not. Therefore the shortest time that a peer
+        has needed since the ejection counts.
         """
         peer, slowness = self._endpoints.find_peer(live), live.speed.slowness
         if peer is None or slowness is None:
@@ -356,7 +355,10 @@ class HealthChecker:
         return True
 
     def _least_peer_s(self, live: LiveEndpoint, slowness: Slowness, peer_s: float) -> float:
-        """Return the least time of peers in this slow period; it grows with every probe."""
+        """Return the shortest time of peers during this slow period, in seconds.
+
+        It grows with every probe, so that a single very short time does not count for ever.
+        """
         last_slowness, least_s = self._peer_s.get(live, (slowness, peer_s))
         if last_slowness is slowness:
             peer_s = min(peer_s, PEER_TIME_GROWTH * least_s)
@@ -364,7 +366,7 @@ class HealthChecker:
         return peer_s
 
     async def _time(self, live: LiveEndpoint, probe: SpeedProbe) -> float | None:
-        """Return the seconds that the endpoint needs for the probe; None if it fails."""
+        """Return the seconds that the endpoint needs for the probe, or None if the probe fails."""
         model = _model_of(live)
         if model is None:
             return None
@@ -415,7 +417,7 @@ class HealthChecker:
             await self._list_apis(live, limit_s)
 
     async def _list_apis(self, live: LiveEndpoint, limit_s: float) -> None:
-        """Read which APIs the engine's /openapi.json names; they stay unknown without that page."""
+        """Read which APIs the engine's /openapi.json names; without that page they stay unknown."""
         status, text = await self._get(live, "/openapi.json", limit_s)
         if status == 200 and (paths := api_paths(text)):
             live.api_paths = paths
@@ -438,7 +440,7 @@ class HealthChecker:
         limit: int,
         json_body: object = None,
     ) -> tuple[int, bytes]:
-        """Return status and body of a POST with `json_body`, or of a GET without one.
+        """Return status and body of a POST with `json_body`, or of a GET without it.
 
         Raises one of PROBE_ERRORS when the engine cannot be reached or does not answer in time.
         """
@@ -479,7 +481,7 @@ class HealthChecker:
 
 
 def _model_of(live: LiveEndpoint) -> str | None:
-    """Return a model name that the engine has, for the gateway's own requests; None if unknown."""
+    """Return a model name to use in the gateway's own requests, or None if none is known."""
     served = live.endpoint.served_model
     if served and (served in live.models or not live.models):
         return served
@@ -496,10 +498,9 @@ def _is_unreachable(error: BaseException) -> bool:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Drop the tracebacks of an error and its causes.
+    """Drop the tracebacks of an error and its causes, because their frames form reference cycles.
 
-    Their frames refer to the error, a reference cycle. A dead engine is probed every second, and
-    only the garbage collector would free those cycles.
+    A dead engine is probed every second, and only the garbage collector would free the cycles.
     """
     cause: BaseException | None = error
     while cause is not None:

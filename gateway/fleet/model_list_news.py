@@ -1,7 +1,7 @@
-"""News of changed lists of models, passed on at once or together.
+"""Reports changed lists of models: the first change at once, changes that follow soon together.
 
-A change rebuilds the routes, which takes milliseconds in a large fleet, and a roll-out changes the
-lists of a thousand engines.
+A change rebuilds the routes, which takes milliseconds with many endpoints, and a roll-out changes
+the lists of a thousand engines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GAP_PER_REPORT = 10.0
 
 
 class ModelListNews:
-    """Calls `report` for changes: the first at once, and those that follow soon together."""
+    """Calls `report` after changes: at once for the first, and once for those that follow soon."""
 
     __slots__ = ("_has_news", "_is_held_back", "_next_at", "_report", "_timer")
 
@@ -27,7 +27,7 @@ class ModelListNews:
         self._has_news = self._is_held_back = False
 
     def on_changed(self) -> None:
-        """Take note of a change."""
+        """Record a change, and report it now or soon."""
         self._has_news = True
         if self._timer is not None or self._is_held_back:
             return
@@ -55,6 +55,6 @@ class ModelListNews:
             self._next_at = monotonic() + GAP_PER_REPORT * (monotonic() - began)
 
     def close(self) -> None:
-        """Report nothing any more."""
+        """Cancel a pending report."""
         if self._timer is not None:
             self._timer.cancel()

@@ -1,8 +1,8 @@
-"""Model names: what an endpoint's engine calls a configured model, and which endpoints list it.
+"""Model names: how an endpoint's engine calls a configured model, and which endpoints list it.
 
 An endpoint serves a model only if its /v1/models lists the name. While that list is unknown, or if
-the engine has none, the configuration decides. No I/O: gateway/fleet/health_checks.py reads the
-lists, and gateway/reload/snapshot.py builds routes from the result.
+the engine has none, the configuration decides. gateway/fleet/health_checks.py reads the lists, and
+gateway/reload/snapshot.py builds routes from the result. No I/O here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_CHARACTERS = 64
 def explicit_models(config: Config) -> list[Model]:
     """Return the configured models, with served_model set where an endpoint's cannot apply.
 
-    An endpoint's served_model applies to the only model of its pool that has none of its own.
+    An endpoint's served_model applies only if one model of its pool has none of its own.
     """
     unnamed = Counter(model.pool for model in config.models if model.served_model is None)
     return [
@@ -38,7 +38,7 @@ def engine_name(model: Model, endpoint: Endpoint) -> str:
 
 
 def common_name(model: Model, candidates: Sequence[Candidate]) -> str:
-    """Return the name by which all candidates know the model; "" if they differ."""
+    """Return the name by which all candidates list the model, or "" if their names differ."""
     names = {engine_name(model, candidate.endpoint) for candidate in candidates}
     names = names or {model.served_model or model.name}
     return names.pop() if len(names) == 1 else ""
@@ -47,7 +47,7 @@ def common_name(model: Model, candidates: Sequence[Candidate]) -> str:
 def unlisted_message(model: Model, candidates: Sequence[Candidate], listed: Iterable[str]) -> str:
     """Return the error message for requests of a model that no endpoint lists.
 
-    `listed`: the names that the endpoints list, without those of endpoints reserved for tenants.
+    `listed` has the names that the endpoints list, without those reserved for certain tenants.
     """
     wanted = join_names({engine_name(model, candidate.endpoint) for candidate in candidates})
     names = join_names(listed)
@@ -59,7 +59,7 @@ def unlisted_message(model: Model, candidates: Sequence[Candidate], listed: Iter
 
 
 def join_names(names: Iterable[str]) -> str:
-    """Return names for a message, sorted and shortened."""
+    """Return names as text for a message: sorted, quoted, and shortened if there are many."""
     return ", ".join(_shorten(sorted(set(names))))
 
 

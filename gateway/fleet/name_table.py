@@ -1,4 +1,4 @@
-"""Values by the model names that clients use: exact names, and patterns for all others."""
+"""A mapping by the model names that clients use: exact names, and patterns for all others."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class NameTable(dict[str, T]):
-    """A mapping whose own keys are the exact names; table[name] also follows the patterns.
+    """A mapping whose keys are exact names; table[name] also resolves names by patterns.
 
-    The longest pattern that matches counts. Iteration, `in` and get() know only the exact names.
-    A name is looked up in the patterns only if it is not an exact one, so these cost nothing more.
+    The longest pattern that matches counts. Iteration, `in` and get() cover only the exact names.
+    Patterns are tried only for names that are no exact key.
     """
 
     __slots__ = ("_filter", "_patterns", "_reserved")
@@ -27,9 +27,9 @@ class NameTable(dict[str, T]):
     ) -> None:
         """Initialize with values by name or pattern.
 
-        others       names and patterns without a value here: what they match has none, even if a
-                     shorter pattern of `values` matches it too
-        permitted    names and patterns that are in the table at all; None: all
+        others     names and patterns without a value here: what they match has no value, even if a
+                   shorter pattern of `values` matches it too
+        permitted  names and patterns that are in the table at all; None: all
         """
         name_filter = None if permitted is None else NameFilter(permitted)
         super().__init__(
@@ -53,7 +53,7 @@ class NameTable(dict[str, T]):
 
 
 def find(table: Mapping[str, T], name: str) -> T | None:
-    """Return the value for a name, also by a pattern; None if there is none."""
+    """Return the value for a name, also by a pattern, or None if there is none."""
     try:
         return table[name]
     except KeyError:

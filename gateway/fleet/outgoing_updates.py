@@ -1,6 +1,6 @@
-"""Updates for the other gateways: the path of a request only appends to these lists.
+"""Updates for the other gateways; the path of a request only appends to these lists.
 
-Encoding and sending happen later (gateway/peers/view.py, sync_loop.py).
+gateway/peers/view.py and sync_loop.py encode and send them later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from policies.prefix.fingerprint import Fingerprint
 
 
 class OutgoingUpdates:
-    """The updates between two flushes. Without shared state there is no such object.
+    """The updates for other gateways since the last time they were sent.
 
     prompts         (fingerprint, endpoint, prompt tokens, cached tokens): cached tokens are None
                     for a pick; else the prompt was not computed, and at most so many of its tokens

@@ -1,7 +1,7 @@
-"""What is due at a poll of one endpoint: its health, its load or neither. No I/O.
+"""Decides what to request at a poll of one endpoint: its health, its load or neither. No I/O.
 
-A pool of a thousand endpoints is polled every second, so a poll asks only for what is not known:
-an engine whose answers arrive is alive, and the load of an idle one rarely changes.
+A thousand endpoints are polled every second, so a poll requests only what is unknown: an engine
+whose answers arrive is alive, and the load of an idle one rarely changes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOLERANCE = 0.8
 
 
 class PollPlan:
-    """When an endpoint was last asked for its health and its load, and what it is asked next."""
+    """When an endpoint was last asked for its health and its load, and what is asked next."""
 
     __slots__ = (
         *("_polled_at", "_probed_at", "_scraped_at", "_unprobed"),
@@ -44,7 +44,7 @@ class PollPlan:
         self.needs_probe = self.needs_scrape = True
 
     def begin(self, live: LiveEndpoint, config: Config, endpoints: int, now: float) -> None:
-        """Decide what this poll asks for, and assume that it does so.
+        """Set what this poll requests, and record that it does so.
 
         endpoints  number of endpoints of the gateway
         """
@@ -79,7 +79,7 @@ class PollPlan:
 
     @staticmethod
     def _scrape_interval_s(live: LiveEndpoint, config: Config) -> float:
-        """Return how old the last scrape may become: less while it may explain waiting."""
+        """Return the maximum age of the last scrape in seconds; it is shorter under load."""
         interval_s = config.scrape.interval
         load = live.load
         if load.in_flight or load.unexplained_requests or load.scraped_at is None:

@@ -1,4 +1,4 @@
-"""The gateway's view of the engines' prefix caches: fingerprints and the prefix index."""
+"""The gateway's view of the engines' prefix caches: prompt fingerprints and the prefix index."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from policies.prefix.prefix_match import PrefixMatch
 
 
 class PrefixCacheView:
-    """The fingerprinter and the prefix index of this process. Live state: a reload keeps it."""
+    """The prompt fingerprinter and the prefix index of this process; both survive a reload."""
 
     __slots__ = ("_conversations", "_fingerprinter", "index")
 
     def __init__(self, secret: bytes, index_bytes: int, block_bytes: int) -> None:
-        """Gateways with the same `secret` compute the same keys for the same prompts."""
+        """Initialize; gateways with the same `secret` compute the same keys for a prompt."""
         self._fingerprinter = Fingerprinter(secret, block_bytes)
         self.index = PrefixIndex(index_bytes)
         self._conversations = GrowingPrefixes()
 
     def fingerprint(self, call: Call, model: str) -> Fingerprint:
-        """Compute the fingerprint of the prompt as the engine will render it.
+        """Return the fingerprint of the prompt as the engine will render it.
 
         Requests for different models, or with different cache salts, never share a key, because
-        engines share no cached prompt between them either (faults.md A15).
+        engines share no cached prompt between them either.
         """
         salt = b"%b\0%b" % (call.salt, model.encode())
         return self._fingerprinter.fingerprint(salt, *[memoryview(part) for part in call.prompt])
 
     def recognise_session(self, call: Call, fingerprint: Fingerprint) -> None:
-        """Give a call that names no session the one whose prompt it continues, if there is one."""
+        """Assign a call that names no session to the session whose prompt it continues, if any."""
         request, prompt = call.request, call.prompt
         if request.session or not prompt:
             return
@@ -52,9 +52,9 @@ class PrefixCacheView:
             )
 
     def cached_tokens(self, fingerprint: Fingerprint, prompt_tokens: int) -> Sequence[int]:
-        """Return the prompt tokens believed to be cached at each endpoint, by slot."""
+        """Return the number of prompt tokens believed to be cached at each endpoint, by slot."""
         return self.index.match(fingerprint, prompt_tokens)
 
     def holders(self, fingerprint: Fingerprint, prompt_tokens: int) -> PrefixMatch:
-        """Return the same as `cached_tokens`, without a list of all endpoints."""
+        """Return the result of cached_tokens() in a form without a list over all endpoints."""
         return self.index.match_holders(fingerprint, prompt_tokens)

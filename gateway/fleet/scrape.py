@@ -1,7 +1,7 @@
-"""Parsing an engine's load from its Prometheus metrics. Pure: bytes in, EngineLoad out.
+"""Parses an engine's load from its Prometheus metrics. No I/O.
 
-The metric names per engine kind follow engines.md A2, the mapping that GIE and llm-d use too.
-Values of several ranks behind one URL are summed.
+The metric names per engine kind are those that GIE and llm-d use too. Values of several ranks
+behind one URL are summed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ScrapedLoad(msgspec.Struct, frozen=True):
 
     running, waiting    requests in its batch and in its queue
     kv_usage            share of its KV memory in use, 0 to 1
-    kv_tokens           KV capacity
+    kv_tokens           KV capacity in tokens
     generated_tokens    since its start
     kv_received_bytes   KV received from other engines since its start
     """
@@ -88,7 +88,7 @@ class ScrapedLoad(msgspec.Struct, frozen=True):
 
 
 def parse_scrape(text: bytes, engine: EngineKind) -> ScrapedLoad:
-    """Parse the load from a scrape; unknown metrics are ignored."""
+    """Return the load in the text of an engine's metrics page; unknown metrics are ignored."""
     names = METRIC_NAMES[engine]
     running, waiting = list(_values(text, names.running)), list(_values(text, names.waiting))
     usage = list(_values(text, names.kv_usage))
@@ -105,7 +105,7 @@ def parse_scrape(text: bytes, engine: EngineKind) -> ScrapedLoad:
 
 
 def _values(text: bytes, name: bytes) -> Iterator[float]:
-    """Yield the samples of one metric, and not those of metrics whose name only starts with it."""
+    """Yield the samples of one metric, but not of metrics whose name only starts with its name."""
     start = text.find(name)
     while start >= 0:
         end = text.find(b"\n", start)
@@ -122,7 +122,10 @@ def _values(text: bytes, name: bytes) -> Iterator[float]:
 
 
 def _kv_tokens(text: bytes, names: MetricNames) -> int | None:
-    """Sum the KV capacity of all ranks, from an info metric's labels or from two gauges."""
+    """Return the sum of the KV capacity of all ranks in tokens, or None if it is not reported.
+
+    It is read from the labels of an info metric, or from two gauges.
+    """
     if not names.config:
         sizes, counts = list(_values(text, names.block_tokens)), list(_values(text, names.blocks))
         return int(sizes[0] * sum(counts)) if sizes and counts else None

@@ -1,8 +1,7 @@
-"""The speed monitor: compares the endpoints of every pool once a second.
+"""The speed monitor: compares the speed of the endpoints of every pool once a second.
 
-The comparison is in policies.health.speed_outlier; the endpoint table acts on the verdicts. Prefill
-times are measured by bookings. The pace of streams is sampled here, so that it costs nothing per
-chunk.
+policies.health.speed_outlier compares them; the endpoint table acts on the verdicts. Bookings
+measure prefill times. The pace of streams is sampled here, so that it costs nothing per chunk.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ COHORTS_AT_ONCE = 4
 
 
 class _Cohort:
-    """Endpoints of one pool that are reviewed together.
+    """Endpoints of one pool that are reviewed together; a large pool has several cohorts.
 
     index       number of the cohort in its pool
     events      events of each endpoint's streams so far, at the last review
@@ -50,7 +49,7 @@ class _Cohort:
         self.events: dict[LiveEndpoint, dict[Relay, int]] = {}
 
     def sample_streams(self, elapsed_s: float, now: float) -> None:
-        """Record the pace of all streams since the last review."""
+        """Record the pace of all streams since the last review, `elapsed_s` seconds ago."""
         before, self.events, self.reviewed_at = self.events, {}, now
         for live in self.lives:
             counts = sample_stream_pace(live, before.get(live, {}), elapsed_s, now)
@@ -58,7 +57,7 @@ class _Cohort:
 
 
 class SpeedMonitor:
-    """Samples streams and reviews pools. A reload replaces `limits`."""
+    """Samples streams and compares the endpoints of each pool; a reload replaces `limits`."""
 
     __slots__ = (
         *("_cohorts", "_expectations", "_glanced_at", "_next_cohort", "_pools", "limits"),
@@ -76,9 +75,9 @@ class SpeedMonitor:
     def sweep(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
     ) -> Iterator[tuple[LiveEndpoint, SpeedVerdict]]:
-        """Review what is due; yield the endpoints whose verdict has changed.
+        """Review the endpoints that are due; yield those whose speed verdict has changed.
 
-        `reviewed` lists the endpoints that were reviewed. Of the cohorts of large pools one is
+        `reviewed` lists the endpoints that were reviewed. Of the cohorts of large pools, one is
         reviewed per call, so that no call takes long.
         """
         self._follow(pools, by_slot)
@@ -111,9 +110,9 @@ class SpeedMonitor:
                 self._cohorts.append(cohort)
 
     def _review(self, cohort: _Cohort, now: float) -> Iterator[tuple[LiveEndpoint, SpeedVerdict]]:
-        """Review one cohort.
+        """Review one cohort; yield the endpoints whose verdict has changed.
 
-        Endpoints out of rotation are not judged, and peers are not compared to them.
+        Endpoints out of rotation are neither judged nor compared with.
         """
         rated = [live for live in cohort.lives if _is_rated(live)]
         before = [live.speed.verdict for live in rated]
@@ -131,11 +130,11 @@ class SpeedMonitor:
     def stalled(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
     ) -> tuple[list[LiveEndpoint], list[LiveEndpoint]]:
-        """Return the endpoints whose prefill step is much later than at their peers, and the
-        endpoints to doubt.
+        """Return the endpoints whose current prefill step is late, and those to throttle for it.
 
-        Called every GLANCE_S; looks at COHORTS_AT_ONCE cohorts in turn. After a gap between two
-        calls the gateway itself was delayed, and the age of a step proves nothing.
+        Late means much later than at their peers. It is called every GLANCE_S and looks at
+        COHORTS_AT_ONCE cohorts in turn. After a long gap between two calls, the gateway itself was
+        delayed, so the age of a step shows nothing and both results are empty.
         """
         elapsed_s, self._glanced_at = now - self._glanced_at, now
         if elapsed_s > LATE_GLANCES * GLANCE_S or not self.limits.factor:
@@ -153,7 +152,7 @@ class SpeedMonitor:
         return late, doubtful
 
     def _take_turn(self) -> Sequence[_Cohort]:
-        """Return the cohorts to look at now: all, or the next ones if they are many."""
+        """Return the cohorts to look at now: all, or the next ones if there are many."""
         cohorts = self._cohorts
         if len(cohorts) <= COHORTS_AT_ONCE:
             return cohorts
@@ -186,13 +185,13 @@ class SpeedMonitor:
 
 
 def _work(request: Request, tokens: int) -> tuple[Measure, int]:
-    """Return what the first byte waits for: `tokens` of prompts, or the whole answer."""
+    """Return what the first byte waits for, and its tokens: the prompts, or the whole answer."""
     is_streamed = request.stream or request.output_tokens == 1
     return (Measure.TTFT, tokens) if is_streamed else (Measure.ANSWER, request.output_tokens)
 
 
 def _is_rated(live: LiveEndpoint) -> bool:
-    """Return whether the endpoint is in rotation, and so compared with its peers."""
+    """Return whether the endpoint is in rotation and is therefore compared with its peers."""
     return live.health.state in IN_ROTATION and not live.is_drained
 
 
@@ -208,7 +207,7 @@ def _member(live: LiveEndpoint) -> ReviewedEndpoint:
 
 
 def hardware_key(endpoint: Endpoint) -> Hashable:
-    """Return the attributes that determine speed; endpoints with equal ones are peers."""
+    """Return the attributes that determine speed; endpoints with equal keys are peers."""
     return (
         endpoint.role,
         endpoint.engine,
@@ -221,9 +220,9 @@ def hardware_key(endpoint: Endpoint) -> Hashable:
 def sample_stream_pace(
     live: LiveEndpoint, before: Mapping[Relay, int], elapsed_s: float, now: float
 ) -> dict[Relay, int]:
-    """Record the endpoint's pace: events of its streams since the last sample, `before`.
+    """Record the endpoint's pace, from the events of its streams since the last sample `before`.
 
-    Returns the total events of each stream so far, for the next call.
+    Returns the total number of events of each stream so far, for the next call.
     """
     totals: dict[Relay, int] = {}
     streams = events = 0
@@ -240,7 +239,7 @@ def sample_stream_pace(
 
 
 def describe_slowness(slowness: Slowness) -> str:
-    """Describe how slow an endpoint is, for the log and the live page."""
+    """Return a text that says how slow an endpoint is, for the log and the live page."""
     own_ms, peers_ms = slowness.seconds * 1000, slowness.peers_s * 1000
     measure = MEASURE_TEXTS[slowness.measure]
     times = f"{own_ms:.0f} ms, they {peers_ms:.0f} ms"
@@ -248,7 +247,10 @@ def describe_slowness(slowness: Slowness) -> str:
 
 
 def find_healthy_peer(live: LiveEndpoint, others: Sequence[LiveEndpoint]) -> LiveEndpoint | None:
-    """Return the least loaded healthy endpoint of the same role, preferably same hardware."""
+    """Return the least loaded healthy endpoint of the same role, preferably of equal hardware.
+
+    The result is None if there is none.
+    """
     healthy = [
         other
         for other in others

@@ -1,1 +1,1 @@
-"""One HTTP request to one engine: forward its answer, or hedge it at a second endpoint."""
+"""One HTTP request to one engine: forwarding its answer, and hedging it at a second endpoint."""

@@ -1,7 +1,7 @@
-"""One attempt at a booked endpoint: the request that it receives, and what its answer means.
+"""One attempt at an endpoint: the request that the engine receives, and how its answer is handled.
 
-The request is built by the gateway: a fixed path, its own length, an allow-list of the client's
-headers, and the endpoint's key. Not here: picking and booking (gateway/proxy/attempts.py).
+The gateway builds the request itself: a fixed path, its own length, an allow-list of the client's
+headers, and the endpoint's key. gateway/proxy/attempts.py picks the endpoint.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def prepare(
     on_first: Callable[[], None],
     served: str,
 ) -> tuple[bytes, Call, Relay]:
-    """Build the head and the body for a booked endpoint, and the relay of its answer.
+    """Build the request head and body for an endpoint, and the relay for its answer.
 
-    `served` is the endpoint's name of the model.
+    `served` is the endpoint's name of the model. `on_first` is called at the first generated token.
     """
     endpoint = booking.endpoint
     body = call
@@ -101,21 +101,21 @@ def _prepare_special(
 
 
 def _with_response_id(exchange: Exchange, body: Call, endpoint: str, model: str) -> Call:
-    """Return a call that names its response: the id leads later requests back to the endpoint."""
+    """Return the call with a response id, by which later requests find this endpoint."""
     assert exchange.response_ids is not None
     name = exchange.response_ids.new(exchange.tenant, endpoint, model)
     return body.with_member(b',"request_id":"%b"' % name.encode())
 
 
 def _accepted_members(api: Api, engine: EngineKind) -> frozenset[str] | None:
-    """Return the members that the engine accepts in a request of this API; None: all."""
+    """Return the body members that the engine accepts for this API, or None if it accepts all."""
     if api is not CHAT and api is not COMPLETIONS:
         return None
     return known_members(engine, chat=api is CHAT)
 
 
 def settle_failure(exchange: Exchange, client: Client, relay: Relay, booking: Booking) -> None:
-    """End an exchange whose answer is a refusal, or a stream that ended with an error event.
+    """End a request whose answer is an error response, or a stream that ended with an error event.
 
     Raises UpstreamError when the engine itself failed before the client received anything.
     """
@@ -127,7 +127,7 @@ def settle_failure(exchange: Exchange, client: Client, relay: Relay, booking: Bo
 
 
 def forward_refusal(exchange: Exchange, client: Client, relay: Relay, endpoint: str) -> None:
-    """Send an engine's 4xx to the client, since it is about the request.
+    """Send an engine's 4xx error to the client, since the request caused it.
 
     Raises UpstreamError for other statuses.
     """
@@ -145,7 +145,7 @@ def forward_refusal(exchange: Exchange, client: Client, relay: Relay, endpoint: 
 
 
 def refusal_status(relay: Relay) -> int:
-    """Return the status of an engine's refusal.
+    """Return the status of an engine's error response if the request caused the error.
 
     Raises UpstreamError when the engine itself failed.
     """
@@ -174,7 +174,10 @@ def response_headers(exchange: Exchange, client: Client, endpoint: str) -> bytes
 def request_headers(
     exchange: Exchange, headers: Mapping[str, str], length: int, endpoint: str
 ) -> bytes:
-    """Return the gateway's own header lines of a request, and the blank line after them."""
+    """Return the header lines of a request to an engine, and the blank line after them.
+
+    `length` is that of the body in bytes.
+    """
     if exchange.trace is not None:
         passed = client_lines(headers) + exchange.trace.add_leg("whole", endpoint, monotonic())
     elif not isinstance(headers, HeaderFields):
@@ -189,7 +192,7 @@ def request_headers(
 
 
 def client_lines(headers: Mapping[str, str]) -> str:
-    """Return the lines of the client's headers that engines receive: PASSED_HEADERS.
+    """Return those header lines of the client that engines receive (PASSED_HEADERS).
 
     The trace context is added separately (gateway/protocol/trace_context.py).
     """

@@ -1,18 +1,17 @@
-"""Hedging: a second endpoint for late requests, and moves away from slow endpoints.
+"""Hedging: sends late requests to a second endpoint too, or moves them away from slow endpoints.
 
-A request costs an insertion into a dict and its removal. Four times a second the sweep looks at the
-requests without a first byte, and 20 times a second the glance looks at those at endpoints whose
-prefill stalls. A request is late when it has waited longer than twice what the peers of its
-endpoint need for the prompts booked before it. It is hedged when another endpoint is expected to
-answer sooner, by more than the work there costs. The first endpoint to send a byte of the answer
-serves the request; the other connection is closed, which engines treat as an abort. Late requests
-at an endpoint that is suspected to be slow, and all that wait at one ejected as slow, are moved
-instead.
+A request costs an insertion into a dict and its removal. Four times a second, sweep() looks at the
+requests without a first byte; 20 times a second, glance() looks at those at endpoints whose prefill
+is stalled. A request is late when it has waited longer than twice what the peers of its endpoint
+need for the prompts ahead of it. It is hedged when another endpoint is expected to answer sooner,
+by more than the work there costs. The first endpoint to send a byte of the answer serves the
+request; the other connection is closed, which engines treat as an abort. Late requests at an
+endpoint that is suspected to be slow, and all that wait at one ejected as slow, are moved instead.
 
-Hedges and moves take a turn of the fleet's retry budget; hedges are also limited to a share of all
-requests. The turn is given back when the answer begins: it limits duplicate work, not the length of
-answers. Not here: expected times (gateway/fleet/speed_monitor.py), and what follows a failed
-attempt (gateway/proxy/attempts.py).
+Hedges and moves take a turn of the gateway's retry budget; hedges are also limited to a share of
+all requests. The turn is released when the answer begins: it limits duplicate work, not the length
+of answers. gateway/fleet/speed_monitor.py predicts times; gateway/proxy/attempts.py handles failed
+attempts.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ INITIAL_REQUESTS = 200
 
 
 class HedgedRoute(Protocol):
-    """What the hedger needs to know about a request's route."""
+    """The properties of a request's route that the hedger needs."""
 
     @property
     def resume(self) -> Resume | None: ...
@@ -74,9 +73,9 @@ class HedgedRequest(Protocol):
 
 
 class Race:
-    """Two attempts at one request. The first to receive a byte of its answer serves it.
+    """Two attempts at one request; the first to receive a byte of its answer serves it.
 
-    booking    the place of the second attempt
+    booking    the capacity reservation of the second attempt
     is_won     the second attempt serves the request
     is_over    one attempt is left
     loser      name of the endpoint whose attempt was closed; "" while both run
@@ -96,7 +95,10 @@ class Race:
         booking: Booking,
         served: str,
     ) -> None:
-        """`served` is the second endpoint's name of the model."""
+        """Initialize; `first` is the connection of the first attempt, `pick` the second endpoint.
+
+        `served` is the second endpoint's name of the model.
+        """
         assert exchange.booking is not None
         self._exchange, self._client, self._first, self._pick = exchange, client, first, pick
         self._first_name = exchange.booking.endpoint.name
@@ -167,7 +169,7 @@ class Race:
             self._exchange.on_first_token()
 
     def _lose(self) -> None:
-        """Handle the first token of the first attempt: it serves the request."""
+        """Handle the first token of the first attempt, which then serves the request."""
         self.close()
         self._exchange.on_first_token()
 
@@ -182,7 +184,7 @@ class Race:
         self.booking.__exit__()
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        """Leave the first attempt alone when the second one ends without having won."""
+        """End the race when the second attempt ends without having won; the first one continues."""
         error = None if task.cancelled() else task.exception()
         if self.is_won or self.is_over:
             return
@@ -191,10 +193,10 @@ class Race:
         self.close()
 
     async def finish(self, problem: UpstreamError) -> UpstreamError | None:
-        """Serve the request by the second attempt after the first one ended by `problem`.
+        """Serve the request by the second attempt after the first one ended with `problem`.
 
-        Returns how the second attempt broke, or None when it served the request. Returns `problem`
-        if there is no second attempt any more.
+        Returns the second attempt's error, or None when it served the request. Returns `problem` if
+        there is no second attempt any more.
         """
         if self.is_over:
             return problem
@@ -220,9 +222,9 @@ class Race:
 
 
 class Hedger:
-    """Starts hedges and moves.
+    """Starts second attempts (hedges) for late requests, and moves requests from slow endpoints.
 
-    waiting     attempts under way, which gateway/proxy/whole.py adds and removes; sweep() removes
+    waiting     attempts in progress, which gateway/proxy/whole.py adds and removes; sweep() removes
                 those whose answer has begun
     retrying    requests that may hold a turn of the retry budget, added by
                 gateway/proxy/attempts.py
@@ -250,7 +252,7 @@ class Hedger:
         accounts: Accounting,
         share: float,
     ) -> None:
-        """`share`: hedges as a share of all requests."""
+        """Initialize; `share` is the maximum ratio of hedges to all requests (0 to 1)."""
         self._endpoints, self._gate, self._accounts = endpoints, gate, accounts
         self.waiting: dict[Exchange, HedgedRequest] = {}
         self.retrying: list[Exchange] = []
@@ -259,9 +261,9 @@ class Hedger:
         self.sent = self.moved = 0
 
     def sweep(self, share: float, now: float) -> None:
-        """Look at all requests without a first byte.
+        """Hedge or move late requests among all that wait for their first byte.
 
-        Called four times a second with the share in force.
+        Called four times a second, with the configured share of hedges and the monotonic time.
         """
         answered, before = self._accounts.answered_count, self._answered
         self._answered = answered
@@ -278,7 +280,7 @@ class Hedger:
         self._return_turns()
 
     def glance(self, share: float, stalled: Sequence[LiveEndpoint], now: float) -> None:
-        """Look at the requests without a first byte at these endpoints, between two sweeps."""
+        """Hedge or move late requests at these stalled endpoints, between two sweeps."""
         if not stalled:
             return
         self._return_turns()
@@ -291,7 +293,7 @@ class Hedger:
                 self._consider(request, now, share > 0)
 
     def _return_turns(self) -> None:
-        """Return the turns of the retry budget of requests whose answers have begun."""
+        """Release the turns of the retry budget of requests whose answers have begun."""
         for exchange in self.retrying:
             if exchange.is_committed:
                 exchange.give_back_retry_turn(self._gate)
@@ -357,7 +359,8 @@ class Hedger:
     def _find_soonest(self, exchange: Exchange, booking: Booking) -> tuple[Candidate, float] | None:
         """Return the endpoint that is expected to answer soonest, and in how many seconds.
 
-        Candidates are the endpoints that the policy considered for the first attempt.
+        Candidates are the endpoints that the policy considered for the first attempt. The result is
+        None if there is no other.
         """
         assert exchange.call is not None
         request = exchange.call.request
@@ -380,7 +383,7 @@ class Hedger:
 def may_hedge(client: Client, route: HedgedRoute) -> bool:
     """Return whether a request may be at two endpoints at the same time.
 
-    Not where broken streams are resumed: the tokens that the client has are recorded for one
-    endpoint.
+    It may not where broken streams are resumed: the tokens that the client has are recorded for one
+    endpoint only.
     """
     return route.resume is None and client.headers.get(HEDGE_HEADER) != "off"

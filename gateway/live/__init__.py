@@ -1,1 +1,1 @@
-"""The gateway as the admin server sees it."""
+"""The interface through which the admin server reads the running gateway."""

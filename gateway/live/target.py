@@ -1,6 +1,6 @@
-"""The gateway as seen by the admin server's pages.
+"""The running gateway as the admin server's pages see it.
 
-A Protocol, so that the pages do not import the application.
+It is a Protocol, so that the pages do not import the application.
 """
 
 from __future__ import annotations
@@ -32,4 +32,4 @@ class AdminTarget(Protocol):
     def swap(self) -> Swap: ...
 
     def shared_state(self) -> dict[str, object] | None:
-        """Return the state of the exchange with other gateways; None without one."""
+        """Return the state of the exchange with other gateways, or None if there is none."""

@@ -1,5 +1,5 @@
-"""Service discovery: endpoints that DNS, a file or Kubernetes list, besides the configured ones.
+"""Service discovery: endpoints listed by DNS, a file or Kubernetes, in addition to configured ones.
 
 gateway/fleet/discovery/source.py defines what a source is. gateway/fleet/discovery/discovery.py
-runs one per pool and hands its endpoints to the endpoint table.
+runs one source per pool and passes its endpoints to the endpoint table.
 """

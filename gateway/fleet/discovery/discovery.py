@@ -1,7 +1,7 @@
-"""Runs one discovery source per pool that has one; discovered endpoints are applied like a reload.
+"""Runs the discovery source of each pool that has one.
 
-Owns the discovered endpoints. Live state: it outlives configurations, so a reload does not empty a
-pool.
+Discovered endpoints are applied like a reload. They outlive configurations, so a reload does not
+empty a pool.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def create_source(folder: Path, spec: Discover, rng: Random) -> Source:
 
 
 class Discovery:
-    """Runs the sources and stores their endpoints by pool in `discovered`."""
+    """Runs the discovery sources and stores their endpoints by pool in `discovered`."""
 
     def __init__(
         self,
@@ -50,7 +50,10 @@ class Discovery:
         rng: Random,
         make: SourceFactory,
     ) -> None:
-        """`changed` is called after a change; it raises ValueError to reject the change."""
+        """Initialize; `changed` is called after a change and raises ValueError to reject it.
+
+        `found` is the dict that becomes `discovered`; `make` creates a source.
+        """
         self.discovered = found
         self._on_change, self._rng, self._create_source = changed, rng, make
         self._tasks: dict[str, tuple[Discover, asyncio.Task[None]]] = {}
@@ -58,7 +61,7 @@ class Discovery:
         self._is_running = False
 
     async def start(self, config: Config) -> None:
-        """Start all sources; return once each has yielded, or after PATIENCE_S."""
+        """Start all sources; return once each has a result, or after START_WAIT_S seconds."""
         self._is_running = True
         self.reconfigure(config)
         waits = [asyncio.create_task(event.wait()) for event in self._has_result.values()]

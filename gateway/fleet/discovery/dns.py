@@ -1,7 +1,7 @@
 """Discovery by DNS: every address of a name is an endpoint, as behind a headless Service.
 
-The name is looked up at an interval with jitter. The system's resolver is used, so hosts files,
-search domains and its cache apply. It does not return a TTL, hence the interval.
+The name is looked up at intervals with jitter. The system's resolver is used, so hosts files,
+search domains and its cache apply. It returns no TTL, hence the interval.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 async def resolve(name: str, port: int) -> Sequence[str]:
-    """Look a name up with the system's resolver."""
+    """Return the addresses of a host name, looked up with the system's resolver.
+
+    Raises OSError when there are none or no server answers.
+    """
     loop = asyncio.get_running_loop()
     addresses = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     return [str(address[4][0]) for address in addresses]
 
 
 class DnsSource:
-    """The source for one name and port."""
+    """The discovery source for one host name and port."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Discovery by a file: a YAML or JSON list of URLs, or of mappings as under `endpoints`.
 
-The file's content is polled. While the file cannot be read or is invalid, the last known endpoints
+The file's content is polled. While the file is unreadable or invalid, the last known endpoints
 stay.
 """
 
@@ -28,7 +28,7 @@ A new content counts once two polls in a row agree, so a half-written file does 
 
 
 class FileSource:
-    """The source for one file."""
+    """The discovery source for one file."""
 
     def __init__(
         self,
@@ -69,7 +69,10 @@ class FileSource:
         return content
 
     def _parse(self, content: bytes) -> DiscoveredEndpoints | None:
-        """Return the endpoints of the file; log the reason and return None if it is invalid."""
+        """Return the endpoints listed in the file.
+
+        Log the reason and return None if it is invalid.
+        """
         try:
             if len(content) > FILE_CAP_BYTES:
                 raise ValueError(f"it is longer than {FILE_CAP_BYTES} bytes")

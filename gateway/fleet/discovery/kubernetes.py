@@ -37,13 +37,13 @@ FAILURES_BEFORE_RELIST = 2
 
 
 class VersionExpiredError(Exception):
-    """The API server no longer has the changes since the given version."""
+    """Raised when the API server no longer has the changes since the requested version."""
 
 
 class ServiceAccount(msgspec.Struct, frozen=True):
-    """The API server's URL and the service account.
+    """The API server's URL, and the folder with the service account's token and certificate.
 
-    The token is read for every request: it rotates.
+    The token is read for every request, because it rotates.
     """
 
     url: str
@@ -75,7 +75,7 @@ def pod_service_account() -> ServiceAccount:
 
 
 class KubernetesSource:
-    """The source for the EndpointSlices of one Service."""
+    """The discovery source for the EndpointSlices of one Service."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class KubernetesSource:
                     self._wait_s = min(LONGEST_PAUSE_S, 2 * self._wait_s)
 
     def _log_failure(self, error: Exception, *, has_events: bool) -> None:
-        """Log the first failure of an outage only: attempts go on for ever."""
+        """Log the first failure of an outage only, since attempts continue without end."""
         if has_events or not self._is_failing:
             log.warning(
                 "EndpointSlices of %s: %s; the last known endpoints stay",
@@ -200,7 +200,10 @@ class KubernetesSource:
         return specs_for(addresses, self._traits)
 
     def _port(self, item: dict[str, Any]) -> int | None:
-        """Return the slice's port with the configured name or number, or its first port."""
+        """Return the slice's port with the configured name or number, or else its first port.
+
+        The result is None if there is no such port.
+        """
         ports = [port for port in item.get("ports") or () if port.get("port")]
         wanted = self._spec.port
         matches = [

@@ -1,8 +1,8 @@
-"""The interface of a discovery source: it yields all known endpoints after each change.
+"""The interface of a discovery source, which yields all known endpoints after each change.
 
-A source never raises for a lookup that fails. It yields nothing then, so the last known endpoints
-stay: the restart of an API server must not take a fleet down. Not here: what is done with the
-endpoints (gateway/fleet/discovery/discovery.py).
+When a lookup fails, a source raises nothing and yields nothing, so the last known endpoints stay:
+the restart of an API server must not disable the endpoints. gateway/fleet/discovery/discovery.py
+uses the sources.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ DiscoveredEndpoints = tuple[EndpointSpec, ...]
 
 
 class Source(Protocol):
-    """One place that lists endpoints."""
+    """A place that lists endpoints, such as a DNS name."""
 
     def watch(self) -> AsyncIterator[DiscoveredEndpoints]:
-        """Yield all known endpoints, at the start and then after every change."""
+        """Yield all known endpoints, at the start and after every change."""
         ...
 
 
 def specs_for(addresses: Iterable[tuple[str, int]], traits: EndpointTraits) -> DiscoveredEndpoints:
-    """Build endpoints for the addresses, with equal traits, sorted by address."""
+    """Return endpoint configurations for these addresses, with equal traits, sorted by address.
+
+    At most MAX_ENDPOINTS are returned.
+    """
     shared = {name: getattr(traits, name) for name in type(traits).model_fields}
     known = sorted(set(addresses))[:MAX_ENDPOINTS]
     encrypted = traits.tls is not None
