@@ -1,5 +1,5 @@
-"""One request over a prefill and a decode endpoint, with every way in which it can end.
+"""Serves one request by a prefill and a decode endpoint, and handles every way in which it can end.
 
-Not here: whether to split and between which endpoints (policies.pricing.split), and the engines'
-handoffs (kvtransfer.dialects).
+policies.pricing.split decides whether to split a request and between which endpoints.
+kvtransfer.dialects knows how engines transfer the KV cache.
 """

@@ -1,11 +1,10 @@
-"""One attempt of a pair at one request: two legs, and the interpreter of the table in
-gateway/disagg/state_machine.py.
+"""One attempt to serve a request by a prefill and a decode endpoint.
 
-A leg only reports how it ended. The table says what follows, which is done at once, one event at a
-time. At the end both places are given back, both connections are closed or back in their pools, and
-KV that is no longer needed is freed. Not here: what the legs' requests contain and what answers
-mean (gateway/disagg/leg_requests.py), and what is due after failures
-(gateway/disagg/failure_actions.py).
+An attempt consists of two requests to engines, its legs. A leg only reports how it ended. The table
+in gateway/disagg/state_machine.py says what follows, which is done at once, one event at a time. At
+the end, both capacity reservations are released, both connections are closed or back in their
+pools, and KV that is no longer needed is freed. gateway/disagg/leg_requests.py builds the requests,
+gateway/disagg/failure_actions.py handles failures.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ _DECODED = Event.DECODED
 
 
 class PairAttempt(AttemptState):
-    """One attempt of a pair: enter it once and run() it once.
+    """One attempt by a prefill and a decode endpoint: enter it once and run() it once.
 
-    Leaving it gives back both places and closes what is open.
+    Leaving it releases both capacity reservations and closes open connections.
     """
 
     __slots__ = ()
@@ -69,9 +68,9 @@ class PairAttempt(AttemptState):
         self.handoffs.count_attempt(self.pair, self.figures, self.state, self.record, relay)
 
     async def run(self, ask: RoutingQuery) -> UpstreamError | None:
-        """Serve the request; return what broke, or None when the client has an answer.
+        """Serve the request; return the error that broke it, or None when the client has an answer.
 
-        `ask` led to the pair.
+        `ask` is the routing query that led to the pair.
         """
         self.begin()
         self.exchange.note_booking(self.context.route.room, ask, self.pair.prefill)
@@ -100,11 +99,9 @@ class PairAttempt(AttemptState):
     # Events
 
     def post(self, event: Event) -> None:
-        """Take an event through the table, in the callback that brought it.
+        """Process an event by the state table, in the callback that brought it.
 
-        This is the table's one interpreter.
-
-        The request's coroutine only waits for an end state.
+        Only this method interprets the table. The request's coroutine just waits for an end state.
         """
         if self._is_acting:
             self._events.append(event)
@@ -153,7 +150,7 @@ class PairAttempt(AttemptState):
         self.handoffs.transfers.pop(self, None)
 
     def on_overdue(self) -> None:
-        """Fail the transfer because it takes too long. The sweep calls it once."""
+        """Fail the transfer because it takes too long; called once, by Handoffs.sweep()."""
         if self.exchange.is_committed:
             return  # the answer flows: the relay may not recognise a token in it
         self.problem = UpstreamError("transfer_timeout", f"{self.state} for too long")
@@ -206,7 +203,7 @@ class PairAttempt(AttemptState):
         return self._on_prefilled(relay)
 
     def _judge_refusal(self, relay: Relay) -> UpstreamError | None:
-        """Keep an engine's refusal for the client; return what broke if the engine failed."""
+        """Keep an engine's error response for the client; return an error if the engine failed."""
         try:
             status = forward.refusal_status(relay)
         except UpstreamError as broke:
@@ -219,7 +216,7 @@ class PairAttempt(AttemptState):
         return None
 
     def _on_prefilled(self, relay: Relay) -> Event:
-        """Free the prefill place, and read whether the KV waits for the decoder."""
+        """Release the prefill reservation, and read whether the decode engine can fetch the KV."""
         place, inbox = self.prefill_place, self.inbox
         assert place is not None
         assert inbox is not None
@@ -256,9 +253,9 @@ class PairAttempt(AttemptState):
     # Decode
 
     def _send_decode(self) -> None:
-        """Send the decode request with its handoff.
+        """Send the decode request with the handoff, which tells the engine where the KV cache is.
 
-        A concurrent dialect's handoff does not depend on the prefill answer.
+        In a concurrent dialect, the handoff does not depend on the prefill answer.
         """
         handover = self.handover
         if handover is None:
@@ -322,7 +319,7 @@ class PairAttempt(AttemptState):
     # The answer without a decoder
 
     def _answer(self) -> None:
-        """Relay the prefill answer to the client as the answer to its own request."""
+        """Send the prefill answer to the client as the answer to its own request."""
         assert self._finished is not None
         exchange: Exchange = (
             self.exchange
@@ -386,7 +383,10 @@ _DO: Mapping[Act, Do] = MappingProxyType(
 
 
 def _due(before: State, row: Row) -> tuple[Do, ...]:
-    """Return what a row asks for, in order, with the transfer timer's start or stop."""
+    """Return the actions that a row of the table requires, in order.
+
+    They include the start or the stop of the transfer timer.
+    """
     acts = tuple(_DO[act] for act in row.acts)
     if before is row.state or State.TRANSFERRING not in (before, row.state):
         return acts

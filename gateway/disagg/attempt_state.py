@@ -1,7 +1,7 @@
-"""State of one attempt of a pair: two places, two legs and the handoff between them.
+"""The state of one attempt of a pair: two reservations, two engine requests, and the handoff.
 
-gateway/disagg/attempt.py moves it along the table of gateway/disagg/state_machine.py;
-gateway/disagg/failure_actions.py holds what is due after failures.
+gateway/disagg/attempt.py changes the state as gateway/disagg/state_machine.py says;
+gateway/disagg/failure_actions.py handles failures.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _BOOKED = State.BOOKED
 
 
 class AttemptState:
-    """Both places are booked on creation, in one turn of the event loop.
+    """The state of an attempt; both reservations are made on creation, before the next await.
 
-    prefill, prefill_place, inbox   the prefiller's leg, its place until the prompt is computed, and
-                  its answer
-    decode, decode_place, handover  the decoder's leg, its place, and the handoff that its request
-                  carries
-    problem    what broke
+    prefill, prefill_place, inbox   the request to the prefill engine, its reservation until the
+                                    prompt is computed, and its answer
+    decode, decode_place, handover  the request to the decode engine, its reservation, and the
+                                    handoff that it carries
+    problem    the error that broke the attempt
     suspects   names of the endpoints that this request must not try again
     recompute  the whole request should be computed at one endpoint next
     """
@@ -69,6 +69,6 @@ class AttemptState:
         self._number = handoffs.take_number()
 
     def begin(self) -> None:
-        """Create what builds the requests of both legs."""
+        """Create the object that builds the requests to both engines."""
         prefill = self.pair.prefill.candidate.endpoint
         self.words = LegRequests(self.context, self.record, prefill, self._number)

@@ -1,7 +1,7 @@
-"""Asks the bootstrap server beside a prefill engine for the identities of the engine's ranks.
+"""A client for the bootstrap server of a prefill engine, which knows the identities of its ranks.
 
-All attempts that need one server's answer share one query. Not here: what the page means
-(kvtransfer.dialects), and remembering it (gateway/disagg/handoffs.py).
+All attempts that need one server's answer share one query. kvtransfer.dialects interprets the
+answer, gateway/disagg/handoffs.py stores it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Callback = Callable[[UpstreamError | None, bytes], None]
 
 
 class BootstrapClient:
-    """The queries under way, by server. Queries are rare, so no connection to a server is kept."""
+    """The queries in progress, by server. Queries are rare, so connections are not kept."""
 
     def __init__(self, outbox: WriteQueue) -> None:
         self._outbox = outbox
         self._queries: dict[str, BootstrapQuery] = {}
 
     def ask(self, server: BootstrapAddress, callback: Callback) -> BootstrapQuery:
-        """Call `told` with the page, or with what broke, within ANSWER_S seconds.
+        """Query a server; `callback` gets the answer, or an error, within ANSWER_S seconds.
 
-        No call follows once it has left the query.
+        The callback is not called after the caller has left the returned query.
         """
         netloc = server.netloc
         query = self._queries.get(netloc)
@@ -47,15 +47,15 @@ class BootstrapClient:
 
 
 class BootstrapQuery:
-    """One `GET /query` and the callbacks that wait for it.
+    """One `GET /query` request and the callbacks that wait for its answer.
 
-    It ends with its answer, when its time is up, or when the last callback leaves.
+    It ends with the answer, at its timeout, or when the last callback leaves.
     """
 
     __slots__ = ("_callbacks", "_inbox", "_leg", "_over", "_relay", "_server", "_timer")
 
     def __init__(self, at: str, outbox: WriteQueue, over: Callable[[], object]) -> None:
-        """`over` is called once, before the callbacks."""
+        """Send the query to the server `at`; at its end, `over` is called before the callbacks."""
         self._over: Callable[[], object] | None = over
         self._callbacks: list[Callback] = []
         self._server = ConnectionPool(f"http://{at}", None, _PATIENCE, outbox)

@@ -1,7 +1,7 @@
-"""What is due when a pair's attempt fails: blame, another decoder, and freeing the KV.
+"""Actions after a failed attempt of a pair: blame an endpoint, use another one, free the KV.
 
-These are acts of the table in gateway/disagg/state_machine.py. Each is done at once, on the state
-of the attempt that gateway/disagg/attempt.py runs.
+They are actions in the table of gateway/disagg/state_machine.py. Each takes the state of an attempt
+(gateway/disagg/attempt.py) and is done at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ KV_FAILURES = frozenset({"status_500", "engine_error"})
 
 
 def blame_prefill(attempt: AttemptState) -> None:
-    """Blame the prefiller, and forget its identity: its engine may have been restarted."""
+    """Count the failure against the prefill endpoint.
+
+    Also forget its engine's identity, since the engine may have been restarted.
+    """
     assert attempt.problem is not None
     name = attempt.pair.prefill.candidate.endpoint.name
     if attempt.prefill_place is not None:
@@ -36,7 +39,10 @@ def blame_prefill(attempt: AttemptState) -> None:
 
 
 def blame_decode(attempt: AttemptState) -> None:
-    """Blame the decoder, unless it reports that it could not load the KV."""
+    """Count the failure against the decode endpoint, unless it could not load the KV cache.
+
+    A failure to load the KV cache makes both endpoints suspects.
+    """
     problem = attempt.problem
     assert problem is not None
     is_kv_failure = attempt.handover is not None and problem.kind in KV_FAILURES
@@ -47,11 +53,11 @@ def blame_decode(attempt: AttemptState) -> None:
 
 
 def suspect_both(attempt: AttemptState) -> None:
-    """Have the whole request computed at one endpoint, because either endpoint may have failed.
+    """Have the whole request computed at one endpoint next, because either one may have failed.
 
-    A decoder that can serve whole requests gets the next attempt, which shows whether it was the
-    cause. Any other decoder is blamed: successes with other prefillers clear it again, and a broken
-    one has to be ejected.
+    A decode endpoint that can serve whole requests gets the next attempt, which shows whether it
+    was the cause. Any other decode endpoint is blamed: later successes with other prefill endpoints
+    clear it again, and a broken one has to be ejected.
     """
     assert attempt.problem is not None
     name = attempt.pair.prefill.candidate.endpoint.name
@@ -73,9 +79,9 @@ def _blame_decoder(attempt: AttemptState, problem: UpstreamError) -> None:
 
 
 def book_other_decode(attempt: AttemptState) -> bool:
-    """Book another decoder for the same handoff; False if there is none.
+    """Reserve another decode endpoint for the same handoff; return False if there is none.
 
-    The first decoder never received the request, so the KV still waits at the prefiller.
+    The first one never received the request, so the KV still waits at the prefill endpoint.
     """
     context, exchange, problem = attempt.context, attempt.exchange, attempt.problem
     assert problem is not None
@@ -105,11 +111,11 @@ def _group_of(attempt: AttemptState) -> PairGroup:
 
 
 def abort_prefill(attempt: AttemptState) -> None:
-    """Half-close the prefiller's connection after the time that its step may take.
+    """Half-close the prefill connection, but only after the time that the engine's step may take.
 
-    An engine that is aborted during a step finishes it, and then keeps KV that no decoder knows
-    about. So its answer is awaited first. An answer that crosses the abort is read too: its KV is
-    freed by a release request.
+    An engine that is aborted during a step finishes it and then keeps KV that no decode engine
+    knows about. So its answer is awaited first. An answer that crosses the abort is read too; its
+    KV is freed by a release request.
     """
     leg, inbox = attempt.prefill, attempt.inbox
     if leg is None or inbox is None or leg.is_over or leg.sent_at is None:
@@ -130,10 +136,10 @@ def _on_late_answer(attempt: AttemptState, leg: Leg, problem: UpstreamError | No
 
 
 def free_by_decode(attempt: AttemptState) -> None:
-    """Close the decoder's connection once its engine has the handoff and will free the KV.
+    """Close the decode connection once its engine has the handoff and will free the KV.
 
-    A decoder that is cut off before, or before the prefiller is done, would not report to the
-    prefiller.
+    If it were closed before, or before prefill is complete, the decode engine would not report to
+    the prefill engine.
     """
     leg, now = attempt.decode, monotonic()
     if leg is None or leg.is_over:
@@ -151,7 +157,7 @@ def free_by_decode(attempt: AttemptState) -> None:
 
 
 def _may_keep_kv(attempt: AttemptState) -> bool:
-    """Return whether the prefiller may keep KV that only a decoder can have freed.
+    """Return whether the prefill engine may keep KV that only a decode engine can have freed.
 
     If not, a decode request must not stay open either: it would wait for KV that is never sent.
     """
@@ -160,9 +166,9 @@ def _may_keep_kv(attempt: AttemptState) -> bool:
 
 
 def free_by_refuser(attempt: AttemptState) -> None:
-    """Have the decoder that refused the request fetch the KV in a release request.
+    """Make the decode engine that refused the request fetch the KV in a release request.
 
-    The prefiller accepted the prompt, so the refusal is about a member that it did not get
+    The prefill engine accepted the prompt, so the refusal is about a member that it did not receive
     (max_tokens, logprobs).
     """
     if attempt.handover is not None and _may_keep_kv(attempt):
@@ -170,10 +176,10 @@ def free_by_refuser(attempt: AttemptState) -> None:
 
 
 def free_elsewhere(attempt: AttemptState) -> None:
-    """Have another decoder free the KV later, because the first one may not have done so.
+    """Have another decode engine free the KV later, because the first one may not have done so.
 
-    It waits until the first decoder must be done with the KV, in case only its connection broke. A
-    decoder that could not load the KV found the prefiller gone, so there is nothing to free.
+    This waits until the first one must be done with the KV, in case only its connection broke. An
+    engine that could not load the KV found the prefill engine gone, so nothing has to be freed.
     """
     handover, problem = attempt.handover, attempt.problem
     assert problem is not None
@@ -184,7 +190,10 @@ def free_elsewhere(attempt: AttemptState) -> None:
 
 
 def _release_elsewhere(attempt: AttemptState, handover: DecodeRequest) -> None:
-    """Send a release request to any other decoder of the group; one token needs no free place."""
+    """Send a release request to another decode endpoint of the group.
+
+    It generates one token, so it needs no capacity reservation.
+    """
     pair = attempt.pair
     used = (pair.prefill.candidate.load, pair.decode.candidate.load)
     loads = [candidate.load for candidate in _group_of(attempt).decodes]

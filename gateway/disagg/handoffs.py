@@ -1,6 +1,7 @@
-"""Live knowledge about handoffs: prefill engines' identities, numbers in use, and figures per pair.
+"""Live knowledge about handoffs: prefill engines' identities, numbers in use, and times per pair.
 
-It survives reloads. The event loop owns it, and gateway/disagg/attempt.py is its only writer.
+A handoff moves the KV cache of a prompt from a prefill engine to a decode engine. The data survives
+reloads and belongs to the event loop; gateway/disagg/attempt.py is its only writer.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ _DONE, _FAILED = State.DONE, State.FAILED  # local names: Enum access is slow be
 
 
 class PairFigures:
-    """How handoffs between two endpoints went.
+    """Statistics of the handoffs between two endpoints.
 
-    prefill_s  moving mean from the prefill request to its answer; None before the first
-    handoff_s  moving mean from there to the first token; None before the first
+    prefill_s  moving mean of the seconds from the prefill request to its answer; None before the
+               first
+    handoff_s  moving mean of the seconds from there to the first token; None before the first
     newest_s   the newest handoff times
-    tokens     prompt tokens whose KV was transferred: those that the decoder was believed not to
-               have cached
+    tokens     prompt tokens whose KV was transferred: those that the decode engine was believed not
+               to have cached
     counter    the metric of those that were served; None before the first
     """
 
@@ -59,19 +61,20 @@ class PairFigures:
         self.counter: Counter | None = None
 
     def add_times(self, prefill_s: float, handoff_s: float) -> None:
-        """Add the times of a handoff."""
+        """Add the times of a handoff, in seconds."""
         self.prefill_s = _update_mean(self.prefill_s, prefill_s)
         self.handoff_s = _update_mean(self.handoff_s, handoff_s)
         self.newest_s.append(handoff_s)
 
     def add_transferred(self, pair: EndpointPair, prompt_tokens: int) -> None:
-        """Add the tokens of a prompt whose KV was transferred."""
+        """Add the prompt tokens whose KV was transferred, that is, not cached at the decoder."""
         self.tokens += max(0, prompt_tokens - pair.decode.cached_tokens)
 
     def expected_s(self, prefill_s: float | None) -> float | None:
-        """Return the expected seconds from the pick to the first token, given those of the prefill.
+        """Return the expected seconds from the pick to the first token.
 
-        None while either the prefill's or the handoff's time is unknown.
+        `prefill_s` is the expected time of the prefill. Return None while it, or the time of the
+        handoff, is unknown.
         """
         if prefill_s is None or self.handoff_s is None:
             return None
@@ -79,7 +82,7 @@ class PairFigures:
 
     @property
     def step_s(self) -> float:
-        """How long to wait for a prefill answer that is not needed any more.
+        """How many seconds to wait for a prefill answer that is not needed any more.
 
         An engine that is aborted finishes its step first, and a short prompt is one step: its KV
         would stay unknown.
@@ -88,7 +91,7 @@ class PairFigures:
 
     @property
     def seen_s(self) -> float:
-        """How long a decode request stays open, so that its engine has read it for certain.
+        """For how many seconds a decode request stays open, so that its engine has surely read it.
 
         Engines read requests between two steps.
         """
@@ -96,7 +99,7 @@ class PairFigures:
 
 
 class Transfer(Protocol):
-    """An attempt whose KV is being transferred."""
+    """An attempt whose KV cache is being transferred."""
 
     def on_overdue(self) -> None:
         """Fail the transfer because it takes too long."""
@@ -104,11 +107,11 @@ class Transfer(Protocol):
 
 
 class Handoffs:
-    """Live state of all split requests.
+    """The live state of all split requests.
 
     splitting  by model: the mode of its rule (policies.pricing.split.SplitRule.hysteresis)
-    pairs      figures by names of prefiller and decoder
-    transfers  under way, with the time by which each must end
+    pairs      statistics by names of prefill and decode endpoint
+    transfers  in progress, with the monotonic time by which each must end
     """
 
     __slots__ = (
@@ -131,14 +134,17 @@ class Handoffs:
         self._running: set[Leg] = set()
 
     def count_leg(self, end: tuple[str, str]) -> None:
-        """Count the end of a leg: its role, and how it ended."""
+        """Count the end of a request to an engine, by role (prefill or decode) and result."""
         counter = self._legs.get(end)
         if counter is None:
             counter = self._legs[end] = self.metrics.split_legs_total.labels(*end)
         counter.value += 1.0
 
     def count_decision(self, decision: SplitDecision) -> None:
-        """Count a decision. Each reason belongs either to splitting or to not splitting."""
+        """Count a decision whether to split, by its reason.
+
+        Each reason belongs either to splitting or to not splitting.
+        """
         counter = self._decisions.get(decision.reason)
         if counter is None:
             labels = "whole" if decision.pair is None else "split", decision.reason
@@ -147,7 +153,7 @@ class Handoffs:
         counter.value += 1.0
 
     def take_number(self) -> int:
-        """Take a number that no live handoff has."""
+        """Return a random number that no other live handoff has, and mark it as used."""
         while True:
             number = self._rng.getrandbits(63)
             if number >= LEAST_NUMBER and number not in self._numbers:
@@ -160,11 +166,11 @@ class Handoffs:
 
     @property
     def live_count(self) -> int:
-        """Count of split requests that are not over; each may hold a lease."""
+        """The number of split requests that are not over; each may hold KV at a prefill engine."""
         return len(self._numbers)
 
     def sweep(self, now: float) -> None:
-        """Fail the transfers that are overdue, each once."""
+        """Fail the transfers that take too long, each once."""
         overdue = [transfer for transfer, until in self.transfers.items() if until <= now]
         for transfer in overdue:
             if self.transfers.pop(transfer, None) is not None:
@@ -173,15 +179,15 @@ class Handoffs:
     # Identities of prefill engines
 
     def identity(self, endpoint: str, number: int) -> PrefillIdentity | None:
-        """Return the identity of a prefill engine; None if it is unknown.
+        """Return the identity of a prefill engine, or None if it is unknown.
 
-        Of several ranks it is the one for the handoff's number.
+        If the engine has several ranks, the handoff's number selects one.
         """
         identities = self._identities.get(endpoint)
         return identities[number % len(identities)] if identities else None
 
     def set_identity(self, endpoint: str, found: tuple[PrefillIdentity, ...]) -> None:
-        """Note the identities of an endpoint's ranks."""
+        """Store the identities of an endpoint's ranks."""
         self._identities[endpoint] = found
 
     def forget_endpoint(self, endpoint: str) -> None:
@@ -192,7 +198,7 @@ class Handoffs:
         }
 
     def forget_identity(self, endpoint: str) -> None:
-        """Drop an identity after a leg failed there: engine ids change with a restart."""
+        """Drop an endpoint's identity after a failed request: engine ids change with a restart."""
         self._identities.pop(endpoint, None)
 
     # What outlives a request
@@ -200,9 +206,9 @@ class Handoffs:
     def send_release_request(
         self, upstream: ConnectionPool, words: tuple[bytes, bytes], reason: str
     ) -> None:
-        """Send a release request, so that a prefiller frees KV that no request needs.
+        """Send a release request, so that a prefill engine frees KV that no request needs.
 
-        Only a decoder that fetches the KV, or declines to, can have it freed.
+        Only a decode engine that fetches the KV, or declines to, can have it freed.
         """
         self.metrics.split_leases_given_up_total.labels(reason).inc()
         leg = Leg(upstream, *words, Relay(b""), ResponseBuffer(keep=False), self._on_released)
@@ -218,7 +224,7 @@ class Handoffs:
         leg.close()
 
     def figures(self, pair: EndpointPair) -> PairFigures:
-        """Return the figures of a pair's handoffs, which are created at the first one."""
+        """Return the statistics of a pair's handoffs; they are created at the first handoff."""
         names = _names(pair)
         figures = self.pairs.get(names)
         if figures is None:
@@ -267,5 +273,5 @@ def _update_mean(mean_s: float | None, newest_s: float) -> float:
 
 
 def _wait_s(least_s: float, mean_s: float | None) -> float:
-    """Return twice the mean, within limits; the upper limit for a pair without a handoff so far."""
+    """Return twice the mean within limits; the upper limit for a pair without a handoff yet."""
     return MAX_WAIT_S if mean_s is None else min(max(least_s, 2.0 * mean_s), MAX_WAIT_S)

@@ -1,4 +1,4 @@
-"""A leg of a pair: one request to one engine, which reports once how it ended."""
+"""A leg of a split request: one HTTP request to one engine, which reports once how it ended."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Ended = Callable[["Leg", UpstreamError | None], None]
 
 
 class Leg(EagerTask):
-    """One request on its way: start() it, and `ended` is called once with what broke.
+    """One request to an engine: start() sends it, and `ended` is called once with an error or None.
 
-    A leg that is closed before reports nothing. The leg is its own payload, so it learns when its
-    bytes are written. On a connection it is a task without a coroutine: the end of the answer steps
-    it, which is its own end. Only connecting needs a coroutine.
+    A leg that is closed before reports nothing. The leg is its own payload, so it notices when its
+    bytes are written. On a connection it is a task without a coroutine: the end of the answer calls
+    step(), which ends the leg. Only connecting needs a coroutine.
 
     sent_at  when its bytes were written; None: no engine has received anything of it
     """
@@ -67,7 +67,7 @@ class Leg(EagerTask):
 
     @property
     def body(self) -> bytes:
-        """The bytes that upstream writes after the head."""
+        """The bytes to write after the head. Reading them marks the request as sent."""
         if self.sent_at is None:
             self.sent_at = monotonic()
             # The callback leads to the attempt, which leads here: no reference cycle may be left.
@@ -77,12 +77,12 @@ class Leg(EagerTask):
         return self._body
 
     def release(self) -> None:
-        """Release the request's bytes: the engine has them, and they will not be sent again."""
+        """Free the request's bytes: the engine has them, and they will not be sent again."""
         self._body = b""
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended or is about to be closed, so that it reports nothing more."""
+        """Whether the leg has ended or is about to be closed, so that it reports nothing more."""
         return self._on_ended is None or self._is_leaving
 
     def close(self) -> None:
@@ -103,9 +103,10 @@ class Leg(EagerTask):
             connection.abort()
 
     def close_in(self, seconds: float, ended: Ended | None = None) -> None:
-        """Close the connection later.
+        """Close the connection after this many seconds.
 
-        Until then only `ended` is called; without it the first token closes too.
+        Until then only `ended` is called. Without `ended`, the first token closes the connection
+        too.
         """
         if not self.is_over:
             self._on_ended, self._is_leaving = ended or _ignore, True
@@ -113,11 +114,11 @@ class Leg(EagerTask):
             self.upstream.outbox.loop.call_later(max(0.0, seconds), self.close)
 
     def _close_soon(self) -> None:
-        """Close after the callback that brings the token, not within it."""
+        """Close after the callback that brings the token has ended."""
         self.upstream.outbox.loop.call_soon(self.close)
 
     def _send_on(self, connection: UpstreamConnection) -> None:
-        """Send the request on this connection, and have the end of the answer step this leg."""
+        """Send the request on this connection; the end of the answer then calls step()."""
         self._connection = connection
         try:
             done = connection.start(self.head, self, self.relay, self._downstream)
@@ -135,7 +136,7 @@ class Leg(EagerTask):
     def step(self, error: BaseException | None = None) -> None:
         """Handle the end of the answer.
 
-        A pooled connection that was lost before a byte came back is replaced by a new one, once.
+        A pooled connection that was lost before the first byte is replaced by a new one, once.
         """
         done, connection = self._done, self._connection
         self._done = self._connection = None
@@ -184,7 +185,7 @@ class Leg(EagerTask):
             on_ended(self, problem)
 
     def _drop_callbacks(self) -> None:
-        """Drop the callbacks, which lead to the attempt and back here: a reference cycle."""
+        """Drop the callbacks, because they refer to the attempt and form a reference cycle."""
         self._on_ended = self._on_sent = self.relay.on_first_token = None
 
 
@@ -193,4 +194,4 @@ def _ignore(_: Leg, __: UpstreamError | None) -> None:
 
 
 def _do_nothing() -> None:
-    """End a connecting task: the leg reports its end itself."""
+    """Do nothing at the end of connecting: the leg itself reports how it ended."""

@@ -1,7 +1,7 @@
-"""The requests of a pair's two legs, and what the prefill answer means.
+"""Builds the prefill and the decode request of a split request, and interprets the prefill answer.
 
-Everything that depends on the dialect is here. Not here: when a request is sent, and what follows
-(gateway/disagg/attempt.py, gateway/disagg/state_machine.py).
+Everything that depends on the engine's dialect is here. gateway/disagg/attempt.py and
+gateway/disagg/state_machine.py decide when a request is sent and what follows.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %
 
 
 class SplitGateway(Protocol):
-    """The gateway as a split request uses it."""
+    """The parts of the gateway that a split request uses."""
 
     endpoints: EndpointTable
     handoffs: Handoffs
@@ -76,7 +76,7 @@ class SplitGateway(Protocol):
 
 
 class SplitModel(Protocol):
-    """The route of a split model as a split request uses it."""
+    """The properties of a split model's route that a split request uses."""
 
     @property
     def name(self) -> str: ...
@@ -86,7 +86,7 @@ class SplitModel(Protocol):
     def resume(self) -> Resume | None: ...
 
     def resolve_name(self, endpoint: Endpoint, /) -> str:
-        """Return the name that the endpoint's engine has for the model."""
+        """Return the name by which the endpoint's engine lists the model."""
 
 
 class SplitContext:
@@ -110,20 +110,20 @@ class SplitContext:
 
 
 def one_token(request: Request) -> Request:
-    """Return the request that a prefill endpoint is booked for: one token of one choice."""
+    """Return the request that a prefill endpoint is reserved for: one token of one choice."""
     return replace(request, output_tokens=1, choices=1)
 
 
 class LegRequests:
-    """Builds the requests of one attempt's legs and reads the prefill answer.
+    """Builds the requests to both engines of one attempt, and interprets the prefill answer.
 
-    It keeps what requests are made of, because one may be due when the client has gone and the call
-    has released it.
+    It keeps the parts of the requests, because one may have to be sent when the client has left and
+    its body has been freed.
 
-    terms          hold for both legs; the prefiller's identity may be learned later
+    terms          apply to both requests; the prefill engine's identity may be learned later
     _resume_terms  how a broken stream could be continued; None where that would not be exact
-    _cache_report  takes the prefiller's count of cached tokens, which the client sees; None if it
-                   sees the decoder's
+    _cache_report  takes the prefill engine's count of cached tokens, which the client sees; None if
+                   the client sees the decode engine's count
     """
 
     __slots__ = (
@@ -162,11 +162,11 @@ class LegRequests:
         )
 
     def release(self) -> None:
-        """Release the client's body, as the call does at the first token."""
+        """Free the client's body, as the call itself does at the first token."""
         self._members = {}
 
     def set_identity(self, identities: tuple[PrefillIdentity, ...]) -> None:
-        """Note who the prefill engine is, for this attempt and for later ones."""
+        """Store the identities of the prefill engine's ranks, for this and later attempts."""
         handoffs = self._context.gateway.handoffs
         handoffs.set_identity(self._prefill, identities)
         identity = handoffs.identity(self._prefill, self.terms.number)
@@ -179,7 +179,7 @@ class LegRequests:
     def decode(self, place: Booking, handover: DecodeRequest | None) -> tuple[bytes, bytes]:
         """Return head and body of the decode request.
 
-        Without a handover it is the client's own request.
+        Without a handoff, it is the client's own request.
         """
         if handover is not None:
             edits, role = handover.edits, "decode"
@@ -193,11 +193,11 @@ class LegRequests:
     def release_request(
         self, place: Booking | LiveEndpoint, handover: DecodeRequest
     ) -> tuple[bytes, bytes]:
-        """Return head and body of a decode request that has the prefiller's KV freed.
+        """Return head and body of a decode request that has the prefill engine's KV freed.
 
         It generates one token, which is discarded. By then the blocks may hold another request's
-        KV, so the request has a cache salt of its own: what the engine caches of it is found by no
-        other request.
+        KV. So the request has a cache salt of its own, and no other request finds what the engine
+        caches of it.
         """
         edits, apart = handover.edits, self._context.split.dialect.cache_salt_member
         put, drop = edits.put + _RELEASE, edits.drop | _OUTPUT_MEMBERS
@@ -207,10 +207,10 @@ class LegRequests:
         return self._request(place, replace(edits, put=put, drop=drop), "")
 
     def relay(self, endpoint: Endpoint, handover: DecodeRequest | None) -> Relay:
-        """Return the relay of the decoder's answer to the client.
+        """Return the relay of the decode engine's answer to the client.
 
-        It records the answer's tokens where a broken stream can be continued, and replaces the
-        decoder's count of cached tokens where that counts the transfer.
+        It records the answer's tokens if a broken stream can be continued. It replaces the decode
+        engine's count of cached tokens if that counts transferred tokens.
         """
         context, record = self._context, self._record
         exchange, client, asked = context.exchange, context.client, context.call.requested_model
@@ -252,7 +252,7 @@ class LegRequests:
         )
 
     def note_usage(self, usage: TokenUsage) -> None:
-        """Note the prefill engine's count of cached tokens.
+        """Record the prefill engine's count of cached tokens.
 
         The client sees 0 if the engine reports none.
         """
@@ -263,10 +263,10 @@ class LegRequests:
     def interpret(
         self, answer: PrefillResponse | UnusableResponse, *, alone: bool
     ) -> DecodeRequest | UnusableResponse | FinishedResponse | None:
-        """Return what a prefill answer means for the decoder.
+        """Return what a prefill answer means for the decode request.
 
-        None: the decoder has its request already and needs nothing else. `alone`: no decoder has
-        the request yet.
+        None: the decode engine has its request already and needs nothing else. `alone`: no decode
+        engine has the request yet.
         """
         dialect, record = self._context.split.dialect, self._record
         if isinstance(answer, UnusableResponse):
@@ -291,7 +291,7 @@ class LegRequests:
         return handover
 
     def finished(self, answer: FinishedResponse) -> bytes:
-        """Return the prefill answer as a response to the client's own request: JSON or events."""
+        """Return the prefill answer as an HTTP response to the client's request: JSON or events."""
         if not self._context.call.request.stream:
             return _JSON % len(answer.body) + answer.body
         events = as_events(answer.body, usage=shows_usage(self._members))

@@ -1,7 +1,7 @@
-"""Which endpoints of a model can be paired, and in which dialect.
+"""Decides which endpoints of a model can be paired for prefill and decode, and in which dialect.
 
-Here: groups of endpoints with compatible KV, from the configuration. Not here: choosing among them
-(policies.pricing.split).
+The configuration gives groups of endpoints with compatible KV caches. policies.pricing.split
+chooses among them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NEED_BOOTSTRAP = (Prerequisite.ADDRESS, Prerequisite.QUERY)
 class PrefillFacts(msgspec.Struct, frozen=True):
     """Configured facts of a prefill endpoint.
 
-    host       of its URL
+    host       the host in its URL
     bootstrap  its bootstrap server; None if it has none
     header     the response header line that names the endpoint to clients
     """
@@ -44,7 +44,7 @@ class PrefillFacts(msgspec.Struct, frozen=True):
 
 
 class SplitRoute(msgspec.Struct, frozen=True):
-    """How a model's requests are split. `facts` by name of the prefill endpoint."""
+    """How a model's requests are split; `facts` are by name of the prefill endpoint."""
 
     dialect: Dialect
     splitter: Splitter
@@ -54,16 +54,16 @@ class SplitRoute(msgspec.Struct, frozen=True):
 
 
 def serving_whole(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Return the endpoints that serve whole requests."""
+    """Return the endpoints that serve whole requests, that is, all except prefill endpoints."""
     return tuple(
         candidate for candidate in candidates if candidate.endpoint.role is not Role.PREFILL
     )
 
 
 def split_route(model: Model, policy: Policy, candidates: Sequence[Candidate]) -> SplitRoute | None:
-    """Return how to split a model's requests; None if they are not split.
+    """Return how to split a model's requests, or None if they are not split.
 
-    They are not without a `split` section, or if no two endpoints can be paired.
+    They are not split without a `split` section, or if no two endpoints can be paired.
     """
     if model.split is None:
         return None

@@ -1,4 +1,4 @@
-"""A downstream for answers to the gateway itself: it collects an answer, or discards it."""
+"""The receiver of an engine's answer to the gateway itself: it collects or discards the answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MAX_BYTES = 16 * 1024 * 1024  # the ids of a million tokens, or of far more bloc
 
 
 class ResponseBuffer:
-    """Collects what a relay for HTTP/1.0 clients writes: a head, then the body.
+    """Collects the head and body that a relay for an HTTP/1.0 client writes.
 
     With `keep` False everything is discarded. An answer that is too long fails its connection.
     """
@@ -41,7 +41,7 @@ class ResponseBuffer:
             self.source.fail("framing", "the engine's answer to the gateway is too long")
 
     def half_close(self) -> None:
-        """Half-close the connection if the answer is still coming.
+        """Close the sending side of the connection if the answer is still coming.
 
         Engines treat that as an abort.
         """

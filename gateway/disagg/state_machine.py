@@ -1,7 +1,6 @@
-"""The life of a pair's attempt, as a table of states, events and acts.
+"""The state machine of a pair's attempt, as a table of states, events and actions.
 
-Nothing is done here: gateway/disagg/attempt.py carries out the rows. A state without an owner is an
-end.
+gateway/disagg/attempt.py carries out the rows. A state that is not in LIVE_STATES is an end state.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 
 class _Word(StrEnum):
-    """A word of the table."""
+    """A base for the enums of the table, with a fast hash."""
 
     __hash__ = (
         str.__hash__
@@ -21,7 +20,7 @@ class _Word(StrEnum):
 
 
 class State(_Word):
-    """Where an attempt stands. P is the prefill endpoint, D the decode endpoint."""
+    """The state of an attempt; P is the prefill endpoint, D the decode endpoint."""
 
     BOOKED = "booked"  # both places are taken, nothing was sent
     ASKING = "asking"  # P's bootstrap server was asked for P's identity
@@ -39,7 +38,7 @@ class State(_Word):
 
 
 class Event(_Word):
-    """What can happen to an attempt."""
+    """An event that can happen to an attempt; P is the prefill endpoint, D the decode endpoint."""
 
     START_PREFILL = (
         "sequential dialect, or the first request to a prefill endpoint of unknown identity"
@@ -64,7 +63,7 @@ class Event(_Word):
 
 
 class Act(_Word):
-    """What an event makes due."""
+    """An action that an event requires; P is the prefill endpoint, D the decode endpoint."""
 
     ASK = "ask the bootstrap server"
     STOP_ASKING = (
@@ -90,7 +89,7 @@ class Act(_Word):
 
 
 class Owner(StrEnum):
-    """What brings a state to its end: a leg, both legs, or the request itself."""
+    """What ends a state: one engine's answer, both answers, or the request itself."""
 
     PREFILL = "prefill leg"
     DECODE = "decode leg"
@@ -99,9 +98,9 @@ class Owner(StrEnum):
 
 
 class Deadline(StrEnum):
-    """How long a state may last; the name of a setting, where there is one.
+    """The deadline of a state; the value is the name of a setting where there is one.
 
-    CONNECT is kept while connecting, FIRST_BYTE, STALL and TRANSFER by the gateway's sweep,
+    CONNECT is enforced while connecting, FIRST_BYTE, STALL and TRANSFER by the gateway's sweep,
     BOOTSTRAP by the query.
     """
 
@@ -114,7 +113,7 @@ class Deadline(StrEnum):
 
 
 class Row(NamedTuple):
-    """What follows an event: the next state, and the acts that are due, in order."""
+    """The consequence of an event: the next state, and the actions that are due, in order."""
 
     state: State
     acts: tuple[Act, ...] = ()

@@ -1,8 +1,8 @@
 """The catalogue: every metric of the gateway, with help, labels and buckets.
 
-docs/reference/metrics.md is generated from it. Not here: how a value is stored (metric_types.py) or
-when it changes (its callers). Label values come from small closed sets in the code or from the
-configuration; their number is capped.
+docs/reference/metrics.md is generated from it. metric_types.py stores the values, and their callers
+change them. Label values come from small closed sets in the code or from the configuration; their
+number is limited.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ OVERHEAD_BUCKETS_S = (
 
 
 class Metrics:
-    """All metrics of one gateway process. Created by the composition root and passed down.
+    """All metrics of one gateway process, created once and passed to the parts that update them.
 
     An attribute is a MetricFamily if the metric has labels (`ttft_seconds.labels(model,
     endpoint)`), else its single child. `pool_by_label` returns the pools of endpoints and models;
-    called at each scrape.
+    it is called at each scrape.
     """
 
     def __init__(self) -> None:
@@ -103,24 +103,24 @@ class Metrics:
         self.trial_metrics = TrialMetrics(meters, TTFT_BUCKETS_S)
 
     def render(self) -> bytes:
-        """Render a scrape in the Prometheus text format."""
+        """Return all metrics in the Prometheus text format."""
         return render_page(self.collect(), exemplars=False)
 
     def collect(self, unix_offset: float | None = None) -> Iterator[FamilyReading]:
-        """Yield the families one by one, so that the server can interleave its streams.
+        """Yield the metric families one by one, so that the server can do other work in between.
 
-        unix_offset  Unix time minus the monotonic clock, seconds, for the times of exemplars;
-                     None leaves exemplars out
+        unix_offset  Unix time minus the monotonic clock, seconds, for the times of exemplars; None
+                     leaves exemplars out
         """
         families = self._meters.collect(self.pool_by_label(), unix_offset)
         return chain(families, self._process_metrics.collect())
 
     def catalogue(self) -> tuple[FamilySpec, ...]:
-        """Return the specifications of all families, in order."""
+        """Return the specifications of all metric families, in order."""
         return tuple(family.spec for family in self._meters.families)
 
     def remove_endpoint(self, endpoint: str) -> None:
-        """Drop the series of a removed endpoint."""
+        """Remove the metric series of a removed endpoint."""
         for family in self._meters.families:
             for label in family.spec.labels:
                 if label in (ENDPOINT, PREFILL, DECODE):

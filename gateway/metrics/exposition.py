@@ -1,6 +1,6 @@
 """Renders metrics in Prometheus' text format, or in OpenMetrics', which supports exemplars.
 
-Readings come from telemetry/metric_types.py and gateway/workers/metrics_merge.py.
+The values come from gateway/metrics/metric_types.py and gateway/workers/metrics_merge.py.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ _HEADER = re.compile(rb"\A(?:# [^\n]*\n)*")
 
 
 def wants_openmetrics(accept: str) -> bool:
-    """Whether a scraper with this Accept header should receive OpenMetrics."""
+    """Return whether a scraper with this Accept header should receive OpenMetrics."""
     return "application/openmetrics-text" in accept
 
 
 def content_type(*, exemplars: bool) -> str:
-    """Return the Content-Type of a page; a page with exemplars is OpenMetrics."""
+    """Return the Content-Type of a metrics page; a page with exemplars is OpenMetrics."""
     return OPENMETRICS if exemplars else PROMETHEUS
 
 
 def render_page(readings: Iterable[FamilyReading], *, exemplars: bool) -> bytes:
-    """Render a whole page."""
+    """Return a whole metrics page with these families."""
     families = b"".join(render_family(reading, exemplars=exemplars) for reading in readings)
     return families + page_end(exemplars=exemplars)
 
 
 def page_end(*, exemplars: bool) -> bytes:
-    """Return the last line of a page."""
+    """Return the last line of a metrics page; "# EOF" ends OpenMetrics, other pages have none."""
     return OPENMETRICS_EOF if exemplars else b""
 
 
 def render_family(reading: FamilyReading, *, exemplars: bool) -> bytes:
-    """Render one metric family."""
+    """Return one metric family as text."""
     collector = _SingleFamily(_metric(reading, exemplars=exemplars))
     if not exemplars:
         return generate_latest(collector)
@@ -68,7 +68,10 @@ def render_family(reading: FamilyReading, *, exemplars: bool) -> bytes:
 
 
 def render_family_in_parts(reading: FamilyReading, *, exemplars: bool) -> Iterator[bytes]:
-    """Render one family a few series at a time: a family of a thousand endpoints takes long."""
+    """Yield the text of one metric family, a few series at a time.
+
+    The family of a thousand endpoints takes long, so other work can run in between.
+    """
     labels = list(reading.values)
     size = PART_HISTOGRAMS if reading.spec.buckets else PART_SERIES
     for begin in range(0, len(labels) or 1, size):
@@ -105,7 +108,7 @@ def _cumulative(
 ) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
     """Return (upper bound, observations up to it) per bucket, +Inf last.
 
-    With exemplars, a bucket's newest request is added where it is known.
+    With exemplars, a bucket's newest request is added if it is known.
     """
     total = 0
     rows: list[tuple[str, float] | tuple[str, float, Exemplar]] = []

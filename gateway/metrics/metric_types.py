@@ -1,11 +1,9 @@
-"""Counters, gauges and histograms whose update costs a list increment. Pure: no I/O, no clock.
-
-Lives here: the mechanism. Not here: which metrics exist (gateway/metrics/catalogue.py), the text of
-a scrape (gateway/metrics/exposition.py) and the process_* metrics (process_metrics.py).
+"""Counters, gauges and histograms whose update costs little more than a list increment.
 
 prometheus-client's histograms take a lock and 2.3 us per observation. A gateway runs in one thread,
 so these keep plain lists. The event loop's thread owns all values: a scrape from another thread
-could read a half-updated histogram.
+could read a half-updated histogram. The metrics themselves are in gateway/metrics/catalogue.py, the
+text of a scrape in gateway/metrics/exposition.py. No I/O and no clock.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ OTHER_VALUES = "other"
 
 
 class Label(msgspec.Struct, frozen=True):
-    """A label, and how many values it may have before further ones become OTHER."""
+    """A metric label; values beyond `max_values` different ones become OTHER_VALUES."""
 
     name: str
     max_values: int = 64
@@ -55,7 +53,7 @@ RequestExemplar = tuple[float, float, str, str]
 
 
 class FamilySpec(msgspec.Struct, frozen=True):
-    """The specification of a family.
+    """The specification of a metric family: its name, type, labels and help text.
 
     Its documentation, dashboard panel and merging are derived from it.
 
@@ -91,7 +89,7 @@ class FamilySpec(msgspec.Struct, frozen=True):
 
     @property
     def unit(self) -> str:
-        """The base unit, which is the name's suffix; "" for plain counts."""
+        """The base unit, which is the suffix of the name, such as seconds; "" for plain counts."""
         last = self.name.removesuffix("_total").rpartition("_")[2]
         return last if last in UNITS else ""
 
@@ -111,14 +109,14 @@ SeriesValues = dict[tuple[str, ...], float | HistogramValue]
 
 
 class FamilyReading(msgspec.Struct, frozen=True, array_like=True):
-    """The values of a family at one moment, by the values of `spec.exposed_labels`."""
+    """The values of a metric family at one moment, by the values of `spec.exposed_labels`."""
 
     spec: FamilySpec
     values: SeriesValues
 
 
 class Counter:
-    """A value that only grows."""
+    """A metric value that only grows."""
 
     __slots__ = ("value",)
 
@@ -126,7 +124,7 @@ class Counter:
         self.value = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
-        """Add `amount` (>= 0)."""
+        """Increase the value by `amount` (>= 0)."""
         self.value += amount
 
     def read(self) -> float:
@@ -150,14 +148,14 @@ class Gauge:
         self.value += amount
 
     def set_function(self, function: Callable[[], float | None]) -> None:
-        """Call `function` at each scrape from now on. It must be fast and must not raise.
+        """Call `function` at each scrape from now on; it must be fast and must not raise.
 
         While it returns None, the series is not exposed.
         """
         self._function = function
 
     def read(self) -> float | None:
-        """Return the value for a scrape; None if there is nothing to expose."""
+        """Return the value for a scrape, or None if there is nothing to expose."""
         return self.value if self._function is None else self._function()
 
 
@@ -165,8 +163,8 @@ class Histogram:
     """Observations in buckets: counts[i] counts (bounds[i-1], bounds[i]], the last one all above.
 
     exemplars  the newest request of each bucket
-    sketch     the same values in finer buckets (gateway/metrics/quantile_sketch.py), for
-               quantiles; updated by observe_request() only
+    sketch     the same values in finer buckets (gateway/metrics/quantile_sketch.py), for quantiles;
+               updated by observe_request() only
     """
 
     __slots__ = ("_bounds", "counts", "exemplars", "sketch", "sum")
@@ -179,12 +177,12 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count `value`, in the unit of the family's name."""
+        """Count `value`, in the unit that the metric's name ends with."""
         self.counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
     def observe_request(self, mark: RequestExemplar) -> None:
-        """Count the exemplar's value, and store it as the newest of its bucket."""
+        """Count the exemplar's value, and store the exemplar as the newest of its bucket."""
         value = mark[0]
         index = bisect_left(self._bounds, value)
         self.counts[index] += 1
@@ -196,7 +194,7 @@ class Histogram:
         self.exemplars[index] = mark
 
     def snapshot(self, unix_offset: float | None = None) -> HistogramValue:
-        """Return the current value; with exemplars if `unix_offset` is given.
+        """Return the current value, with exemplars if `unix_offset` is given.
 
         unix_offset  Unix time minus monotonic time, to convert the exemplars' times
         """
@@ -215,7 +213,7 @@ MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)
 
 
 class MetricFamily(Generic[MetricT]):
-    """One metric with its labelled children.
+    """One metric with a child (Counter, Gauge or Histogram) per combination of label values.
 
     Look a child up once and keep it: updates are then cheap.
     """
@@ -229,12 +227,12 @@ class MetricFamily(Generic[MetricT]):
         self._label_values: tuple[set[str], ...] = tuple(set() for _ in spec.labels)
 
     def labels(self, *values: str) -> MetricT:
-        """Return the child for these label values, in spec order; created on first use."""
+        """Return the child for these label values, in spec order; it is created on first use."""
         child = self._children.get(values)
         return child if child is not None else self._add(values)
 
     def remove_children(self, label: str, value: str) -> None:
-        """Remove every child whose `label` is `value`, and free its place below the label's cap."""
+        """Remove every child whose `label` has this value, and stop counting the value."""
         index = [spec_label.name for spec_label in self.spec.labels].index(label)
         self._label_values[index].discard(value)
         self._children = {
@@ -271,7 +269,7 @@ AnyFamily = MetricFamily[Counter] | MetricFamily[Gauge] | MetricFamily[Histogram
 
 
 class FamilyFactory:
-    """Creates the families of one owner that belong to one dashboard row."""
+    """Creates the metric families of one owner (module) that belong to one dashboard row."""
 
     __slots__ = ("_families", "_owner", "_row")
 
@@ -283,7 +281,7 @@ class FamilyFactory:
     def counter(self, name: str, text: str, *labels: Label) -> MetricFamily[Counter]:
         """Create a family of counters. Raises ValueError unless the name ends in _total.
 
-        With the suffix the Prometheus and OpenMetrics names agree.
+        With this suffix, the Prometheus and OpenMetrics names are the same.
         """
         if not name.endswith("_total"):
             raise ValueError(f"counter {name} must end in _total")
@@ -294,7 +292,7 @@ class FamilyFactory:
     def gauge(
         self, name: str, text: str, *labels: Label, merge: Merge = Merge.SUM
     ) -> MetricFamily[Gauge]:
-        """Create a family of gauges. The values of several processes are merged by `merge`."""
+        """Create a family of gauges; `merge` says how values of several processes are merged."""
         spec = msgspec.structs.replace(self._spec(name, "gauge", text, labels), merge=merge)
         family = MetricFamily(spec, Gauge)
         self._families.append(family)
@@ -308,7 +306,7 @@ class FamilyFactory:
         *labels: Label,
         has_exemplars: bool = False,
     ) -> MetricFamily[Histogram]:
-        """Create a family of histograms with ascending upper `bounds`."""
+        """Create a family of histograms; `bounds` are the ascending upper bounds of the buckets."""
         spec = self._spec(name, "histogram", text, labels)
         spec = msgspec.structs.replace(spec, buckets=bounds, has_exemplars=has_exemplars)
         family = MetricFamily(spec, lambda: Histogram(bounds))
@@ -332,7 +330,7 @@ class MetricRegistry:
     def collect(
         self, pools: PoolByLabel, unix_offset: float | None = None
     ) -> Iterator[FamilyReading]:
-        """Yield the values of each family.
+        """Yield the values of each metric family.
 
         pools        the pool of each endpoint and model, for the pool label
         unix_offset  Unix time minus monotonic time; if given, buckets have exemplars
@@ -345,7 +343,7 @@ class MetricRegistry:
 
 
 def _with_pools(spec: FamilySpec, values: SeriesValues, pools: PoolByLabel) -> SeriesValues:
-    """Add the pool label to each series: "", which equals no label, where there is no pool."""
+    """Add the pool label to each series; it is "", which equals no label, if there is no pool."""
     names = [label.name for label in spec.labels]
     index = names.index(spec.pool_label or "")
     return {

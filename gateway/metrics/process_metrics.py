@@ -11,7 +11,7 @@ from gateway.metrics.metric_types import FamilyReading, FamilySpec, Merge
 
 
 class ProcessMetrics:
-    """Reads the metrics of this process from /proc. No global registry is used."""
+    """Reads the metrics of this process from /proc, without a global registry."""
 
     __slots__ = ("_collector",)
 

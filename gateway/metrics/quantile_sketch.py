@@ -25,9 +25,9 @@ EMPTY: BucketCounts = {}
 
 
 def bucket_of(value: float) -> int:
-    """Return the bucket that counts `value`.
+    """Return the number of the bucket that counts `value`.
 
-    metric_types.py repeats this to save a call per request.
+    metric_types.py repeats this code to save a call per request.
     """
     return ceil(
         log(MIN_VALUE if value < MIN_VALUE else value if value < MAX_VALUE else MAX_VALUE) * PER_LOG
@@ -40,7 +40,7 @@ def value_of(bucket: int) -> float:
 
 
 def quantile(counts: BucketCounts, share: float) -> float | None:
-    """Return the value that `share` of the observations do not exceed; None if empty."""
+    """Return the value that `share` (0 to 1) of the observations do not exceed; None if empty."""
     wanted, below = share * sum(counts.values()), 0
     for bucket in sorted(counts):
         below += counts[bucket]
@@ -50,7 +50,10 @@ def quantile(counts: BucketCounts, share: float) -> float | None:
 
 
 def merge_counts(parts: Iterable[BucketCounts]) -> BucketCounts:
-    """Add the counts of all parts, so that quantiles are exact and not means of quantiles."""
+    """Return the sum of several sketches' counts, from which exact quantiles can be computed.
+
+    A mean of the parts' quantiles would be wrong.
+    """
     total: dict[int, int] = {}
     for part in parts:
         for bucket, count in part.items():
@@ -59,7 +62,10 @@ def merge_counts(parts: Iterable[BucketCounts]) -> BucketCounts:
 
 
 def difference(after: BucketCounts, before: BucketCounts) -> BucketCounts:
-    """Return the observations between two moments of a sketch; a reset sketch counts from zero."""
+    """Return the observations that a sketch counted between two moments.
+
+    If the sketch was reset in between, all of `after` is returned.
+    """
     if any(count > after.get(bucket, 0) for bucket, count in before.items()):
         return after
     return {

@@ -1,6 +1,6 @@
-"""Gauges that are computed at a scrape from live state, and cost nothing in between.
+"""Gauges that are computed from live state at a scrape, and cost nothing in between.
 
-Not here: metrics that events update (gateway/metrics/catalogue.py).
+Metrics that events update are in gateway/metrics/catalogue.py.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ BUILD = (Label("version", 2), Label("compiled", 2))
 
 
 class ObservedUpstream(Protocol):
-    """The connections to one engine."""
+    """The connections to one engine, as its gauges read them."""
 
     def silence_duration_s(self, now: float, /) -> float:
         """Return for how many seconds the engine has sent nothing while requests wait for it."""
 
 
 class ObservedEndpoint(Protocol):
-    """A live endpoint as its gauges read it."""
+    """A live endpoint, as its gauges read it."""
 
     @property
     def endpoint(self) -> Endpoint: ...
@@ -54,7 +54,7 @@ class ObservedEndpoint(Protocol):
 
 
 class PooledModel(Protocol):
-    """A model name and the pool that serves it."""
+    """A model name and the name of the pool that serves it."""
 
     @property
     def name(self) -> str: ...
@@ -78,7 +78,7 @@ def _state_function(live: ObservedEndpoint, state: HealthState) -> Callable[[], 
 
 
 class RuntimeGauges:
-    """Families whose children are functions of live objects, attached by the objects' owners."""
+    """Metric families whose values are functions of live objects, attached by their owners."""
 
     def __init__(self, meters: MetricRegistry) -> None:
         self._endpoint(meters.section(Row.ENDPOINTS, "metrics/runtime_gauges.py"))
@@ -101,7 +101,7 @@ class RuntimeGauges:
         )
 
     def attach_endpoint(self, live: ObservedEndpoint, clock: Callable[[], float]) -> None:
-        """Attach the gauges of an endpoint."""
+        """Attach the gauges of an endpoint; `clock` returns monotonic seconds."""
         name, load, others = live.endpoint.name, live.load, live.load.peer_load
         for state in HealthState:
             self.endpoint_state.labels(name, state).set_function(_state_function(live, state))

@@ -1,4 +1,4 @@
-"""The metrics of policies on trial: shadow policies, and both arms of a canary."""
+"""The metrics of routing policies on trial: shadow policies, and both arms of a canary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SLO_OUTCOME = Label("slo_outcome", 16)
 
 
 class TrialMetrics:
-    """The metric families of policies on trial."""
+    """The metric families of routing policies on trial."""
 
     def __init__(self, meters: MetricRegistry, ttft_buckets_s: tuple[float, ...]) -> None:
         shadow = meters.section(Row.CONFIGURATION, "trials/shadow.py")

@@ -1,7 +1,7 @@
 """Auto-rollback: reverts a configuration change after which more requests fail.
 
-Enabled by `reload.auto_rollback`, which is off by default. Compares the window before a change with
-the window after it. To judge changes by another measure too, add a field to FailureCount and a
+Enabled by `reload.auto_rollback`, which is off by default. It compares a time window before the
+change with one after it. To judge changes by another measure too, add a field to FailureCount and a
 condition to regression().
 """
 
@@ -28,7 +28,7 @@ TRIGGER = "auto_rollback"
 
 
 class FailureCount(msgspec.Struct, frozen=True):
-    """Requests that have ended, and how many of them failed for reasons other than the client."""
+    """How many requests have ended, and how many of them failed through no fault of the client."""
 
     ended: int = 0
     failed: int = 0
@@ -50,7 +50,7 @@ def is_failure(code: str, reason: str) -> bool:
 
 
 def count_failures(metrics: Metrics) -> FailureCount:
-    """Count the ended and failed requests since the start of the process."""
+    """Return the numbers of ended and failed requests since the start of the process."""
     ended = failed = 0
     for (_, code, reason), counter in metrics.requests_total.children():
         ended += int(counter.value)
@@ -60,18 +60,21 @@ def count_failures(metrics: Metrics) -> FailureCount:
 
 
 def regression(before: FailureCount, after: FailureCount, limits: AutoRollback) -> str | None:
-    """Return why the change should be reverted; None if it should not, or with too few requests."""
+    """Return the reason why a change should be reverted, or None if it should not.
+
+    It is also None while too few requests have ended.
+    """
     if after.ended < limits.requests or after.ratio <= before.ratio + limits.error_ratio:
         return None
     return f"{after.ratio:.1%} of {after.ended} requests failed since, {before.ratio:.1%} before"
 
 
 class RollbackTarget(Protocol):
-    """What a change is applied to: one gateway, or all workers of one."""
+    """What a configuration change applies to: one gateway, or all workers of one."""
 
     @property
     def limits(self) -> AutoRollback | None:
-        """The limits; None if auto-rollback is off."""
+        """The limits of auto-rollback, or None if it is off."""
         ...
 
     @property
@@ -80,12 +83,12 @@ class RollbackTarget(Protocol):
     async def failure_count(self) -> FailureCount: ...
 
     async def roll_back(self) -> tuple[str, str]:
-        """Return to the version before; return (result, message), with "applied" on success."""
+        """Return to the previous version; return (result, message), with "applied" on success."""
         ...
 
 
 class GatewayRollbackTarget:
-    """A single gateway as the target of auto-rollback."""
+    """A single gateway process as the target of auto-rollback."""
 
     def __init__(self, reloader: Reloader, metrics: Metrics) -> None:
         self._reloader = reloader
@@ -112,7 +115,7 @@ class GatewayRollbackTarget:
 
 
 class _Change(msgspec.Struct, frozen=True):
-    """The change under observation, with the counts when it was applied and the window before."""
+    """The change under observation, with the counts when it was applied and those before it."""
 
     applied_at: float
     version: int
@@ -121,10 +124,13 @@ class _Change(msgspec.Struct, frozen=True):
 
 
 class AutoRollbackMonitor:
-    """Checks the last change once a second while auto-rollback is on. Rollbacks are not checked."""
+    """Checks the last change once a second while auto-rollback is on.
+
+    Rollbacks themselves are not checked.
+    """
 
     def __init__(self, target: RollbackTarget, say: Callable[[str, bool], None]) -> None:
-        """`say` reports a line to the operator; its second argument is True for bad news."""
+        """Initialize; `say(line, is_bad)` reports a line to the operator."""
         self._target = target
         self._report = say
         self._counts: deque[tuple[float, FailureCount]] = deque()
@@ -141,7 +147,7 @@ class AutoRollbackMonitor:
                 await self._task
 
     async def on_applied(self, trigger: str) -> None:
-        """Start the window of a change that has been applied, unless it is a rollback."""
+        """Start to observe a change that has been applied, unless it is a rollback."""
         limits = self._target.limits
         if limits is None or trigger in (TRIGGER, "rollback"):
             self._change = None
@@ -160,7 +166,7 @@ class AutoRollbackMonitor:
                 log.exception("auto-rollback failed to check a change")
 
     async def check(self, now: float) -> bool:
-        """Record the current counts and revert the last change if it is a regression.
+        """Record the current counts, and revert the last change if it is a regression.
 
         Returns whether a rollback was attempted.
         """

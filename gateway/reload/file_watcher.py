@@ -26,7 +26,7 @@ FileState = tuple[int, int, int, int]
 
 
 class WatchedConfig(Protocol):
-    """A configuration loaded from files; `running` may turn watching off."""
+    """A configuration loaded from files; its `running` configuration may turn watching off."""
 
     @property
     def paths(self) -> tuple[Path, ...]: ...
@@ -34,14 +34,14 @@ class WatchedConfig(Protocol):
     running: LoadedConfig
 
     async def reload_changed_files(self) -> object:
-        """Reload, because one of the files has changed."""
+        """Reload the configuration, because one of its files has changed."""
         ...
 
 
 class FileWatcher:
-    """One background task.
+    """A background task that polls the files of a configuration.
 
-    A change counts once two polls in a row agree, so no half-written file is read.
+    A change counts once two polls in a row agree, so that no half-written file is read.
     """
 
     def __init__(self, reloader: WatchedConfig) -> None:
@@ -83,7 +83,7 @@ async def _stat_all(paths: Iterable[Path]) -> dict[Path, FileState | None]:
 
 
 def _stat(path: Path) -> FileState | None:
-    """Return the file's state; None if it cannot be read or the path is invalid."""
+    """Return the file's state, or None if it cannot be read or the path is invalid."""
     try:
         stat = os.stat(path)
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
 """The history of applied configurations: the last twenty, in memory and optionally on disk.
 
-Texts are stored as written, with references instead of the secrets that they lead to. A text that
-contains a secret itself is not written to the folder.
+Texts are stored as written, with references in place of secrets. A text that contains a secret
+itself is not written to disk.
 """
 
 from __future__ import annotations
@@ -51,18 +51,19 @@ class Version(msgspec.Struct, frozen=True):
 def create_version(
     number: int, at: float, trigger: str, loaded: LoadedConfig, changes: tuple[ConfigChange, ...]
 ) -> Version:
-    """Create the version for a loaded configuration."""
+    """Create the version for a loaded configuration; `at` is the Unix time in seconds."""
     digest = hashlib.sha256(loaded.text).hexdigest()[:12]
     text = loaded.text.decode("utf-8-sig") or None
     return Version(number, at, trigger, loaded.file, digest, changes, text)
 
 
 class VersionHistory:
-    """The last KEEP versions, oldest first. Written by the Reloader only."""
+    """The last MAX_VERSIONS versions, oldest first. Written by the Reloader only."""
 
     def __init__(self, folder: Path | None, current: int | None = None) -> None:
-        """`current` is the version that the other workers have in force; None in the first worker.
+        """Initialize with the versions in `folder`, if it is not None.
 
+        `current` is the version that the other workers have in force; None in the first worker.
         Stored versions with a higher number were never in force in the other workers and are
         ignored.
         """

@@ -1,7 +1,7 @@
-"""Checks, before a configuration is applied, that its new endpoints can be reached.
+"""Checks that the new endpoints of a configuration can be reached, before it is applied.
 
-Lives here: which pools are checked, and a TCP connection to each endpoint. Not here: the effect of
-a failure (reloader.py).
+It selects the pools to check and opens a TCP connection to their endpoints. reloader.py handles a
+failure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_CONNECTS = 64
 
 
 async def find_unreachable_pool(config: Config, known: Set[str], available: Set[str]) -> str | None:
-    """Return the first pool that the change would make unreachable; None if there is none.
+    """Return the first pool that the change would make unreachable, or None if there is none.
 
     Pools without a new endpoint are not checked, because the change does not affect them. Pools
     with an available endpoint or with discovery are not checked either.

@@ -1,8 +1,8 @@
 """The reload transaction: a configuration is read, built, dry-run and applied, or rejected.
 
-All triggers use the same path, one at a time. Lives here: the order of the steps, the history and
-the messages. Not here: the triggers (file_watcher.py, gateway/admin/config_pages.py, app.py) and
-how a configuration is swapped in (swap.py).
+All triggers use the same path, one at a time. This module has the order of the steps, the history
+and the messages. The triggers are in file_watcher.py, gateway/admin/config_pages.py and app.py;
+swap.py puts a configuration in force.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ReportLine = Callable[[str, bool], None]
 
 
 class ChangeOptions(msgspec.Struct, frozen=True):
-    """How a change is made.
+    """How a configuration change is made.
 
     dry_run              check it and change nothing
     records_rejection    record a rejection although this is a dry run: a supervisor dry-runs a
@@ -72,12 +72,13 @@ DEFAULT_OPTIONS = ChangeOptions()
 
 
 class ReloadOutcome(msgspec.Struct, frozen=True):
-    """The outcome of one attempt.
+    """The outcome of one attempt to change the configuration.
 
     result         applied, unchanged, rejected, dry_run, conflict (If-Match), or nothing (no such
                    version, or no file)
     needs_restart  changed settings that take effect at the next start
     affected       requests at endpoints or in pools that are removed
+    took_s         duration in seconds
     """
 
     result: str
@@ -91,7 +92,7 @@ class ReloadOutcome(msgspec.Struct, frozen=True):
 
 
 class Rejection(msgspec.Struct, frozen=True):
-    """The last attempt, if it failed."""
+    """The last attempt to change the configuration, if it was rejected; `at` is in Unix seconds."""
 
     at: float
     trigger: str
@@ -99,11 +100,11 @@ class Rejection(msgspec.Struct, frozen=True):
 
 
 async def do_nothing(_trigger: str) -> None:
-    """Stand in for `on_applied` where auto-rollback does not run."""
+    """Do nothing; the default of `on_applied`, where auto-rollback does not run."""
 
 
 class Reloader:
-    """Owns the configuration in force and its history.
+    """Owns the configuration in force and its history, and makes all changes.
 
     running     the loaded configuration behind the current snapshot
     last_error  why the last attempt failed; None if it succeeded
@@ -121,7 +122,8 @@ class Reloader:
     ) -> None:
         """Create the reloader of a running gateway.
 
-        file      what a reload reads; None if the engines were given on the command line
+        file      the file that a reload reads; None if the engines were given on the command line
+        say       reports a line to the operator; its second argument is True for bad news
         versions  the history; by default it is read from `reload.state_dir`
         """
         self.running = loaded
@@ -170,7 +172,7 @@ class Reloader:
 
     @property
     def needs_restart(self) -> tuple[str, ...]:
-        """Settings of the configuration in force that take effect at the next start."""
+        """The settings of the configuration in force that take effect only at the next start."""
         return _bound(diff(self._started, self.running))
 
     def file_differs(self) -> bool:
@@ -188,14 +190,14 @@ class Reloader:
     # Triggers
 
     async def reload(self, trigger: str, options: ChangeOptions = DEFAULT_OPTIONS) -> ReloadOutcome:
-        """Apply the file as it is now."""
+        """Read the configuration file and apply it."""
         file = self._file
         if file is None:
             return self._nothing("there is no file: the engines were given on the command line")
         return await self._attempt(lambda: load_with_warnings(file, self._env), trigger, options)
 
     async def reload_changed_files(self) -> ReloadOutcome | None:
-        """Reload after one of `paths` has changed, if the configuration has changed by it."""
+        """Reload after one of `paths` has changed; return None if the configuration is the same."""
         file = self._file
         if file is not None:
             outcome = await self._attempt(
@@ -219,7 +221,7 @@ class Reloader:
         if_match: str | None = None,
         options: ChangeOptions = DEFAULT_OPTIONS,
     ) -> ReloadOutcome:
-        """Apply a text received by an admin request.
+        """Apply a configuration text received by an admin request.
 
         Its relative paths start from the file's folder. References that the running configuration
         does not have at such a place are refused (config/references.py).
@@ -245,7 +247,7 @@ class Reloader:
         if_match: str | None = None,
         options: ChangeOptions = DEFAULT_OPTIONS,
     ) -> ReloadOutcome:
-        """Apply an older version: the given one, or the one before the version in force."""
+        """Apply an older version: `number`, or by default the one before the version in force."""
         older = [version for version in self.history.all() if version.number < self.version.number]
         wanted = self.history.find(number) if number is not None else (older[-1] if older else None)
         if wanted is None:

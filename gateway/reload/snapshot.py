@@ -1,8 +1,8 @@
 """Builds the snapshot of a configuration: routes by model name, tenants, limits.
 
-build() makes a Plan from a Config and the live parts, and changes nothing; reload/swap.py carries
-it out. A snapshot only refers to live state, so replacing one loses nothing, and an exchange keeps
-the snapshot that it began with.
+build_plan() makes a SnapshotPlan from a Config and the live parts, and changes nothing;
+reload/swap.py carries it out. A snapshot only refers to live state, so replacing one loses nothing,
+and a request keeps the snapshot that it began with.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ from policies.model import Candidate, EngineKind, Slo
 
 
 class PoolAdmissionPlan(msgspec.Struct, frozen=True):
-    """What a pool's room becomes: its endpoints, its admission and its tenants' shares.
+    """The new endpoints, admission policy and tenant shares of a pool's wait queue.
 
     serving   the endpoints that serve whole requests
-    uses_predictions  predictions for the pool's endpoints are in use: by a policy, an admission, or
-    a
-              larger model that may overflow into the pool
+    uses_predictions  predictions for the pool's endpoints are in use: by a routing policy, an
+                      admission policy, or a larger model that may overflow into the pool
     """
 
     room: PoolQueue
@@ -56,11 +55,12 @@ class PoolAdmissionPlan(msgspec.Struct, frozen=True):
 
 
 class SnapshotPlan(msgspec.Struct, frozen=True):
-    """A snapshot, and what the live parts become with it.
+    """A snapshot, and the changes of the live parts that belong to it.
 
     It is valid until another plan is carried out.
 
-    rooms  by pool
+    adoption  the changes of the endpoint registry
+    rooms     the changes of the wait queues, by pool
     """
 
     snapshot: Snapshot
@@ -167,7 +167,7 @@ def _route(
 def _with_translations(
     route: Route, config: Config, adoption: RegistryPlan, listing: tuple[Candidate, ...]
 ) -> Route:
-    """Return the route, and its canary's, with the paths that its engines do not have."""
+    """Return the route, and its canary's, with the API paths that its engines do not serve."""
     native = config.pools[route.pool].native_apis
     paths = translated_paths(native, partial(adoption.lacks, candidates=listing))
     if not paths:
@@ -181,7 +181,7 @@ def _with_translations(
 def _scope(
     routes: Mapping[str, Route], unlisted: Mapping[str, str], names: Sequence[str] | None = None
 ) -> ModelScope:
-    """Return the models of all keys, or of those that are valid for these names."""
+    """Return the models that all API keys may use, or only those that match `names`."""
     return ModelScope(
         NameTable(routes, unlisted.keys(), names), NameTable(unlisted, routes.keys(), names)
     )
@@ -203,9 +203,9 @@ def _keys(config: Config) -> tuple[dict[bytes, str], dict[bytes, tuple[str, ...]
 
 
 def _with_order(route: Route, changes: LoadChanges) -> Route:
-    """Return the route, and its canary, with their candidates kept in order if they are many.
+    """Return the route, and its canary, with an order of its candidates if they are many.
 
-    Shadows compare scans of all candidates, so a route that has any scans them as well.
+    Shadows compare scans of all candidates, so a route that has shadows scans them as well.
     """
     canary = route.canary
     if canary is not None:
@@ -218,7 +218,7 @@ def _with_order(route: Route, changes: LoadChanges) -> Route:
 
 
 def _policies(config: Config, before: Snapshot | None) -> dict[str, Policy]:
-    """Return every pool's policy: the one in force if its configuration has not changed."""
+    """Return every pool's policy; the one in force is kept if its configuration has not changed."""
     policies = {}
     for name, pool in config.pools.items():
         old = before.config.pools.get(name) if before is not None else None
@@ -313,10 +313,10 @@ def _rooms(
     trials: Mapping[str, PoolTrials],
     before: Snapshot | None,
 ) -> dict[str, PoolAdmissionPlan]:
-    """Return what becomes of every room.
+    """Return the plan of every pool's wait queue.
 
-    An admission is kept with its state if neither its configuration nor the tenants' shares have
-    changed.
+    An admission policy is kept with its state if neither its configuration nor the tenants' shares
+    have changed.
     """
     shares = {tenant.name: tenant.weight for tenant in config.tenants}
     has_same_shares = before is not None and shares == {
@@ -344,9 +344,9 @@ def _rooms(
 
 
 def _admission(spec: AdmissionSpec, shares: Mapping[str, float]) -> Admission:
-    """Build an admission.
+    """Build the admission policy that a configuration names.
 
-    One that takes weights gets the tenants' shares, unless its parameters give others.
+    A policy that takes weights gets the tenants' shares, unless its parameters give others.
     """
     known = admission_registry.params_type(spec.name).__struct_fields__
     params = {"weights": shares, **spec.params} if shares and "weights" in known else spec.params

@@ -13,14 +13,14 @@ from gateway.route import Snapshot
 
 
 class SnapshotGc:
-    """Replaced snapshots that may still be in use, and the actions to run once they are not."""
+    """The replaced snapshots that may still be in use, and actions to run once they are not."""
 
     def __init__(self) -> None:
         self._old: list[tuple[int, ref[Snapshot]]] = []
         self._actions: list[tuple[int, Callable[[], None]]] = []
 
     def track(self, snapshot: Snapshot) -> None:
-        """Track a snapshot with which no new request begins."""
+        """Track a replaced snapshot, with which no new request begins."""
         self._old.append((snapshot.generation, ref(snapshot)))
 
     def when_gone(self, generation: int, action: Callable[[], None]) -> None:
@@ -47,5 +47,5 @@ class SnapshotGc:
 
     @property
     def pending_actions(self) -> int:
-        """Number of pending actions."""
+        """The number of actions that are still to be run."""
         return len(self._actions)

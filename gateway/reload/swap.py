@@ -31,7 +31,7 @@ TRIAL_REQUEST = Request("dry-run", "", "", 1000, 100)
 
 
 class ConfigRejectedError(Exception):
-    """A valid configuration that cannot be put in force because of the setting at `path`."""
+    """Raised when a valid configuration cannot be put in force because of the setting at `path`."""
 
     def __init__(self, path: Path, message: str) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class ConfigRejectedError(Exception):
 
 
 class Swap:
-    """Replaces the snapshot in force. The only writer of `gateway.reload.snapshot`.
+    """Replaces the snapshot in force; the only writer of `Gateway.snapshot`.
 
     start_discovery  called with each configuration that is put in force
     """
@@ -150,7 +150,7 @@ class Swap:
 
     @property
     def retiring(self) -> int:
-        """Endpoints, names and queues kept for requests of older generations."""
+        """The number of endpoints, names and queues kept for requests of older generations."""
         return self._generations.pending_actions
 
 
@@ -218,9 +218,7 @@ def reported_models(gateway: Gateway) -> Mapping[str, Sequence[str]]:
 
 
 def dry_run(plan: SnapshotPlan, before: Snapshot) -> None:
-    """Let every new policy pick once among its candidates. Raises ConfigRejectedError when one
-    fails.
-    """
+    """Let every new policy pick once. Raises ConfigRejectedError if one fails."""
     known = {id(policy) for policy in before.policies.values()}
     known |= {id(policy) for trials in before.trials.values() for policy in trials.policies}
     wanted = [(pool, policy) for pool, policy in plan.snapshot.policies.items()]

@@ -49,7 +49,10 @@ class BoundListener(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HandoverOffer(msgspec.Struct, frozen=True, array_like=True):
-    """The first message; `sockets` describes the descriptors that come with it, in order."""
+    """The first message of the old process.
+
+    `sockets` describes the descriptors that come with it, in order.
+    """
 
     version: int
     pid: int
@@ -59,7 +62,7 @@ class HandoverOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateRequest(msgspec.Struct, frozen=True, array_like=True, tag="state_wanted"):
-    """The successor has probed its engines and requests the learned state now, or none at all."""
+    """The successor's request for the learned state, or for none, after it probed its engines."""
 
     wants_state: bool
 
@@ -103,21 +106,24 @@ class OutputLengthState(msgspec.Struct, frozen=True, array_like=True, tag="lengt
 
 
 class StateEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """All learned state has been sent."""
+    """A message that ends the learned state."""
 
 
 class SuccessorReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The successor accepts connections."""
+    """A message that the successor accepts connections."""
 
 
 class RemainingWork(msgspec.Struct, frozen=True, array_like=True, tag="booked"):
-    """The predecessor's remaining work at the endpoints; none at those that are not listed."""
+    """The predecessor's remaining work at the endpoints; endpoints not listed have none."""
 
     shares: list[tuple[EndpointKey, PeerShare]]
 
 
 class StopRequest(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """The successor is stopping, so the predecessor must end within timeouts.shutdown as well."""
+    """A message that the successor is stopping.
+
+    The predecessor must then end within timeouts.shutdown as well.
+    """
 
 
 LearnedState = SlotMap | Blocks | EndpointState | PoolState | TenantState | OutputLengthState
@@ -126,17 +132,20 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 class ChannelError(Exception):
-    """The other process has ended, or sent an invalid message."""
+    """Raised when the other process has ended or sent an invalid message."""
 
 
 def pack_message(message: Message | HandoverOffer) -> bytes:
-    """Encode a message with its length in front."""
+    """Return a message as bytes, with its length in front."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 async def read_message(reader: asyncio.StreamReader) -> Message:
-    """Read the next message. Raises ChannelError."""
+    """Read the next message.
+
+    Raises ChannelError when the channel ends or the message is invalid.
+    """
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         if length > MAX_MESSAGE_BYTES:
@@ -180,7 +189,7 @@ def receive_offer(channel: socket.socket) -> tuple[HandoverOffer, list[socket.so
 
 
 def _offer(body: bytes) -> HandoverOffer:
-    """Decode an offer; of another version, only the members that all versions share."""
+    """Decode an offer; from one of another version, only the members that all versions share."""
     version, pid, sockets, *_ = msgspec.msgpack.decode(body, type=list)
     if version == VERSION:
         return msgspec.msgpack.decode(body, type=HandoverOffer)

@@ -39,7 +39,7 @@ MAX_BLOCKS = 1 << 22
 
 
 def endpoint_key(live: LiveEndpoint) -> EndpointKey:
-    """Return the pool and URL of an endpoint."""
+    """Return the pool and URL of an endpoint, which identify it in both processes."""
     return live.endpoint.pool, live.endpoint.url
 
 
@@ -82,7 +82,7 @@ def remaining_work(gateway: Gateway) -> list[tuple[EndpointKey, PeerShare]]:
 
 
 class Restorer:
-    """Restores state in a gateway that serves no requests yet.
+    """Restores learned state in a gateway that serves no requests yet.
 
     State that has no counterpart there is ignored.
     """
@@ -90,7 +90,7 @@ class Restorer:
     def __init__(self, gateway: Gateway, *, prefixes: bool) -> None:
         """Prepare to restore.
 
-        `prefixes` is whether keys mean the same prompts in both prefix indexes.
+        `prefixes` says whether keys mean the same prompts in both processes' prefix indexes.
         """
         self._gateway = gateway
         self._prefixes = prefixes
@@ -101,7 +101,7 @@ class Restorer:
         self.blocks = self.endpoints = self.ejected = 0
 
     def restore(self, state: LearnedState) -> None:
-        """Restore one message. Raises ValueError when it is inconsistent."""
+        """Restore the state in one message. Raises ValueError when it is inconsistent."""
         match state:
             case SlotMap(places):
                 self._slots = {

@@ -1,4 +1,4 @@
-"""sd_notify(3): report this process's state to systemd through the socket in NOTIFY_SOCKET."""
+"""sd_notify(3): reports this process's state to systemd through the socket in NOTIFY_SOCKET."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def notify(env: Mapping[str, str], *assignments: str) -> bool:
 
 
 def report_reloading(env: Mapping[str, str]) -> bool:
-    """Report that a reload begins; `ready` reports its end."""
+    """Report that a reload begins; report_ready() reports its end."""
     return notify(env, "RELOADING=1", f"MONOTONIC_USEC={clock_gettime_ns(CLOCK_MONOTONIC) // 1000}")
 
 

@@ -1,4 +1,4 @@
-"""The new process's side of a restart: take sockets and learned state from the old process."""
+"""The new process's side of a restart: takes sockets and learned state from the old process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PEER_SOURCE = b"predecessor"
 
 
 class Predecessor:
-    """The process that this one replaces; it serves until `report_ready` is called, then drains."""
+    """The process that this one replaces; it serves until report_ready() is called, then drains."""
 
     def __init__(
         self, channel: socket.socket, offer: HandoverOffer, sockets: list[socket.socket]
@@ -61,7 +61,7 @@ class Predecessor:
 
     @property
     def activated_listeners(self) -> frozenset[str]:
-        """The listeners whose sockets systemd opened."""
+        """The names of the listeners whose sockets systemd opened."""
         return frozenset(bound.name for bound in self._offer.sockets if bound.is_activated)
 
     def take_sockets(self, config: Config) -> SocketsByName:
@@ -86,7 +86,7 @@ class Predecessor:
     async def restore_state(self, gateway: Gateway, config: Config, secret: bytes) -> None:
         """Restore the learned state; `secret` is this process's fingerprint key.
 
-        On any error the process starts with part of the state, or without it.
+        After an error, the process continues with part of the state, or without it.
         """
         await self._connect()
         assert self._writer is not None
@@ -155,7 +155,7 @@ class Predecessor:
         self._task = asyncio.create_task(self._follow(gateway), name="follow the predecessor")
 
     async def stop(self, within_s: float) -> None:
-        """Make the predecessor stop too, and wait for that."""
+        """Make the predecessor stop too, and wait for that for at most `within_s` seconds."""
         if self._writer is not None and self._task is not None and not self._task.done():
             self._writer.write(pack_message(StopRequest()))
             await asyncio.wait([self._task], timeout=within_s)
@@ -195,7 +195,7 @@ def _book(gateway: Gateway, booked: RemainingWork) -> None:
 def find_predecessor(env: MutableMapping[str, str]) -> Predecessor | None:
     """Return the process that started this one as its successor, or None.
 
-    Removes the environment variable. Raises ChannelError.
+    Removes the environment variable from `env`. Raises ChannelError.
     """
     fd = env.pop(FD_VARIABLE, "")
     if not fd.isdigit():

@@ -1,4 +1,4 @@
-"""How a gateway process was started: configuration, sockets, and place among workers."""
+"""How a gateway process was started: configuration, sockets, and number among the workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("penstock")
 
 
 def log_reload(line: str, bad: bool) -> None:
-    """Log the outcome of a reload for the operator."""
+    """Log the outcome of a reload for the operator; `bad` makes it an error."""
     log.log(logging.ERROR if bad else logging.INFO, "%s", line)
 
 

@@ -1,4 +1,4 @@
-"""The old process's side of a restart: start a successor and hand over to it.
+"""The old process's side of a restart: starts a successor and passes sockets and state to it.
 
 Until the successor reports that it accepts connections, the old process serves as before. A
 successor that ends or takes too long changes nothing.
@@ -47,7 +47,7 @@ BOOKED_INTERVAL_S = 0.25
 
 
 class HandoverError(Exception):
-    """The successor did not become ready; the message says why."""
+    """Raised when the successor did not become ready; the message says why."""
 
 
 def restart_command() -> list[str]:
@@ -158,9 +158,9 @@ class Successor:
     async def keep_informed(
         self, shares: Callable[[], list[tuple[EndpointKey, PeerShare]]], stop: Callable[[], None]
     ) -> AsyncIterator[None]:
-        """While the block runs, send the successor this process's remaining work at the endpoints.
+        """Send the successor this process's remaining work at the endpoints, while the block runs.
 
-        Calls `stop` when the successor requests that this process end.
+        `stop` is called when the successor requests that this process end.
         """
         tasks = [
             asyncio.create_task(self._send_bookings(shares), name="tell the successor"),
@@ -191,6 +191,6 @@ class Successor:
             stop()
 
     def close(self) -> None:
-        """Close the channel, which tells the successor that this process is about to end."""
+        """Close the channel, by which the successor notices that this process is about to end."""
         if self._writer is not None:
             self._writer.close()

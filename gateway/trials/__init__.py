@@ -1,1 +1,1 @@
-"""Policies on trial: shadows that are asked and serve nothing, and canaries that serve a part."""
+"""Routing policies on trial: shadows only compute picks, canaries serve a share of requests."""

@@ -1,8 +1,7 @@
-"""A canary: a second policy that serves part of a pool's requests, compared with the first.
+"""A canary: a second policy that serves part of a pool's requests and is compared with the first.
 
-Lives here: which requests the canary serves, and what is counted. Not here: how the canary's route
-is built (reload/snapshot.py). It differs from the pool's route in its policy only, so both are
-served by the same code.
+This module selects the requests and counts their outcomes. reload/snapshot.py builds the canary's
+route, which differs from the pool's route only in its policy, so the same code serves both.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def create_sampler(pool: str, spec: Canary) -> CanarySampler:
 
 
 class CanaryArm:
-    """One of the two policies, and the outcomes of the requests that it routed."""
+    """One of the two policies of a trial, and the outcomes of the requests that it routed."""
 
     __slots__ = ("_metrics", "name", "policy", "pool")
 
@@ -60,11 +59,11 @@ class CanaryArm:
         self._metrics: Metrics | None = None
 
     def count_in(self, metrics: Metrics | None) -> None:
-        """Count in these metrics from now on; None stops counting."""
+        """Count outcomes in these metrics from now on; None stops counting."""
         self._metrics = metrics
 
     def count(self, exchange: Exchange) -> None:
-        """Count a request that has ended."""
+        """Count the outcome of a request that has ended."""
         if self._metrics is None:
             return
         trials = self._metrics.trial_metrics
@@ -75,7 +74,7 @@ class CanaryArm:
             ttft.observe_request((exchange.ttft_s, monotonic(), exchange.id, ""))
 
     def as_json(self) -> dict[str, object]:
-        """Return the results so far as plain values; None where nothing was served yet."""
+        """Return the results so far as plain values; None where no request was served yet."""
         if self._metrics is None:
             return summarize_arm(self.name, self.policy, {}, {})
         trials = self._metrics.trial_metrics
@@ -90,9 +89,9 @@ class CanaryArm:
 
 
 class CanaryArms:
-    """The primary and the canary arm of one pool.
+    """The primary and the canary arm of one pool's trial.
 
-    They live as long as their configuration is unchanged.
+    They are kept as long as their configuration is unchanged.
     """
 
     __slots__ = ("canary", "pool", "primary", "share")
@@ -104,12 +103,12 @@ class CanaryArms:
         self.canary = CanaryArm(pool, "canary", spec.policy.name)
 
     def count_in(self, metrics: Metrics) -> None:
-        """Count in these metrics from now on."""
+        """Count the outcomes of both arms in these metrics from now on."""
         self.primary.count_in(metrics)
         self.canary.count_in(metrics)
 
     def remove_series(self, metrics: Metrics) -> None:
-        """Remove the series of a canary that has ended; later ends of its requests do not count."""
+        """Remove the metric series of a trial that has ended, and stop counting its outcomes."""
         self.primary.count_in(None)
         self.canary.count_in(None)
         metrics.trial_metrics.requests.remove_children("pool", self.pool)
@@ -124,7 +123,10 @@ class CanaryArms:
 def summarize_arm(
     arm: str, policy: str, outcomes: Mapping[str, int], ttft: BucketCounts
 ) -> dict[str, object]:
-    """Summarize one arm's requests by SLO outcome and its times to first token, a sketch."""
+    """Return a summary of one arm: requests by SLO outcome, and times to first token.
+
+    `ttft` has the counts of a quantile sketch.
+    """
     judged = sum(outcomes.values()) - outcomes.get("unknown", 0)
     return {
         "arm": arm,

@@ -1,9 +1,8 @@
-"""Shadow policies: they answer the serving policy's routing queries, and nothing is sent.
+"""Shadow policies: they answer the routing queries of the serving policy, and nothing is sent.
 
-Lives here: what is recorded at a pick, the evaluation afterwards, and its results. No request waits
-for a shadow: the pick is recorded, and the evaluation runs in a later turn of the event loop, after
-the request has been sent. Not here: policies, and canaries, which serve part of the requests
-(gateway/trials/canary.py).
+This module records picks, lets the shadows evaluate them afterwards, and keeps the results. No
+request waits for a shadow: the evaluation runs in a later turn of the event loop, after the request
+was sent. Canaries, which serve part of the requests, are in gateway/trials/canary.py.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ BUDGET_CAP_S = 0.01  # cap of the unused CPU budget, so that an idle hour is not
 
 
 class PickedRoute(Protocol):
-    """What a shadow reads of the route that was picked from."""
+    """The properties of the picked request's route that a shadow needs."""
 
     @property
     def name(self) -> str: ...
@@ -62,10 +61,10 @@ class NamedPolicy(msgspec.Struct, frozen=True):
 
 
 class PickRecord(msgspec.Struct, frozen=True):
-    """A pick as it was made.
+    """A pick of the serving policy, recorded for a later evaluation by shadows.
 
-    load_values  the picked endpoint's load before the booking, which changes no other endpoint;
-                 None if the pick is not evaluated and only feeds the prefix index
+    load_values  the picked endpoint's load before the capacity reservation, which changes no other
+                 endpoint; None if the pick is not evaluated and only feeds the prefix index
     """
 
     query: RoutingQuery
@@ -77,9 +76,10 @@ class PickRecord(msgspec.Struct, frozen=True):
 
 
 class ShadowResult(msgspec.Struct, frozen=True):
-    """The result of a shadow for one pick.
+    """How a shadow policy's pick compares with the actual pick.
 
-    ttft_gain_s           how much earlier it expects the first token; None without latency models
+    ttft_gain_s           seconds by which it expects the first token earlier; None without latency
+                          models
     extra_cached_tokens   cached prompt tokens at its choice minus those at the pick
     """
 
@@ -91,7 +91,10 @@ class ShadowResult(msgspec.Struct, frozen=True):
 def evaluate(
     policy: Policy, query: RoutingQuery, pick: Pick, candidates: Sequence[Candidate]
 ) -> ShadowResult:
-    """Compare what `policy` picks with `pick`; `candidates` are as before the booking."""
+    """Compare what `policy` picks with the actual `pick`.
+
+    `candidates` have the load that they had before the capacity reservation.
+    """
     other = run.pick(policy, query, candidates)
     if other is None:
         return ShadowResult("no_endpoint")
@@ -121,7 +124,7 @@ def _ttft_s(query: RoutingQuery, candidate: Candidate, cached_tokens: int) -> fl
 class Shadows:
     """The shadow policies of one pool, each with its own state.
 
-    They live while their configuration is unchanged.
+    They are kept while their configuration is unchanged.
     """
 
     def __init__(
@@ -142,11 +145,11 @@ class Shadows:
         self._metrics: Metrics | None = None
 
     def count_in(self, metrics: Metrics) -> None:
-        """Count in these metrics from now on."""
+        """Count results in these metrics from now on."""
         self._metrics = metrics
 
     def remove_series(self, metrics: Metrics) -> None:
-        """Remove the series of shadows that have ended; later evaluations are not counted."""
+        """Remove the metric series of shadows that have ended; later results are not counted."""
         self._metrics = None
         trials = metrics.trial_metrics
         for family in (trials.picks, trials.cost, trials.ttft, trials.tokens):
@@ -155,7 +158,7 @@ class Shadows:
     def on_pick(
         self, exchange: Exchange, route: PickedRoute, query: RoutingQuery, pick: Pick
     ) -> None:
-        """Record a pick if the budget allows it. Call it before the booking."""
+        """Record a pick if the CPU budget permits. Call it before the capacity reservation."""
         if exchange.call is None or exchange.picked_at is None:
             return
         took_s = exchange.picked_at - query.now
@@ -276,7 +279,10 @@ class Shadows:
 def name_policies(
     specs: Sequence[tuple[str, Mapping[str, object], Policy]],
 ) -> tuple[NamedPolicy, ...]:
-    """Name the shadows of a pool by policy, with parameters where two have the same policy name."""
+    """Return the shadow policies of a pool with unique names.
+
+    A name is the policy's, with parameters if two shadows have the same policy.
+    """
     names = [name for name, _, _ in specs]
     return tuple(
         NamedPolicy(name if names.count(name) == 1 else f"{name}({_format(params)})", policy)

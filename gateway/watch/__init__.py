@@ -1,1 +1,1 @@
-"""Background queries to the engines: health, load and models. Never on the path of a request."""
+"""Background queries to the engines about health, load and models, apart from client requests."""
