@@ -2,7 +2,7 @@
 
 The Host check stops a web page that reaches the server under its own name (DNS rebinding); the
 origin check stops cross-site requests (CSRF). Reading needs no credential. Changes need the
-configured key, or must come from this machine when there is none.
+configured key or, without one, must come from this machine.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def access_middleware(config: Callable[[], Config]) -> Middleware:
 
 
 def check_host(request: web.Request, config: Config) -> web.Response | None:
-    """Return a refusal unless the Host header is one of this server's names, or None.
+    """Return a refusal unless the Host header is one of this server's names, else None.
 
     An IP address is always accepted, because DNS rebinding needs a host name.
     """
@@ -70,7 +70,7 @@ def check_host(request: web.Request, config: Config) -> web.Response | None:
 
 
 def check_same_origin(request: web.Request) -> web.Response | None:
-    """Return a refusal of a request that another site's page sends, or None."""
+    """Return a refusal if another site's page sends the request, else None."""
     origin = request.headers.get("Origin")
     same = origin is None or _netloc(origin) == request.headers.get("Host")
     if same and request.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin"):
@@ -79,7 +79,7 @@ def check_same_origin(request: web.Request) -> web.Response | None:
 
 
 def check_credentials(request: web.Request, config: Config) -> web.Response | None:
-    """Return a refusal unless the client has sent the key or may do without one, or None."""
+    """Return a refusal unless the client has sent the key or needs none, else None."""
     if request.transport is not None and _is_supervisor(request.transport):
         return None
     key = config.admin.key
@@ -107,7 +107,7 @@ def check_credentials(request: web.Request, config: Config) -> web.Response | No
 def _is_supervisor(transport: BaseTransport) -> bool:
     """Return whether the connection is a worker's Unix socket in its supervisor's private folder.
 
-    Only the supervisor can connect to it, and it has checked the request already.
+    Only the supervisor can connect to it, and it has already checked the request.
     """
     connection = transport.get_extra_info("socket")
     return connection is not None and bool(connection.family == AF_UNIX)
@@ -119,7 +119,7 @@ def is_supervisor(request: web.Request) -> bool:
 
 
 def error_response(status: int, message: str) -> web.Response:
-    """Return a JSON error response."""
+    """Return a JSON error response with this status and message."""
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return web.json_response(
         {"result": "refused", "message": message}, status=status, headers=headers

@@ -1,7 +1,7 @@
 """The admin server's configuration pages: the configuration in force, its history, and changes.
 
-Lives here: the translation of HTTP requests to reload triggers and of outcomes to responses. Not
-here: authentication (auth.py) and the reload itself (reloader.py).
+It translates HTTP requests to reload triggers, and outcomes to responses. auth.py authenticates,
+reloader.py reloads.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ def add_changes(
     """Add the routes that change the configuration, for a gateway or a supervisor.
 
     put       called with the text, the request's headers and the options
+    reload    called with the options
     rollback  called with a version's number, or None for the version before
     """
 
@@ -119,7 +120,7 @@ def add_changes(
 
 
 def _malformed(message: str, status: int = 400) -> web.Response:
-    """Return a rejection in the shape of all outcomes."""
+    """Return a rejection in the format of all outcomes."""
     reply = {
         "result": "rejected",
         "message": message,
@@ -153,7 +154,7 @@ def _state(reloader: Reloader) -> dict[str, Any]:
 
 
 def _certificates(loaded: LoadedConfig) -> list[dict[str, Any]]:
-    """Return the expiry of each certificate file, and why it is refused now, if it is."""
+    """Return the expiry of each certificate file, and why peers refuse it now, if they do."""
     return [
         {
             "path": certificate.path,

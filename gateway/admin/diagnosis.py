@@ -1,4 +1,4 @@
-"""The diagnosis in the live view: sentences about problems of the fleet, most severe first.
+"""The diagnosis in the live view: sentences about problems of the endpoints, most severe first.
 
 They say which endpoints are out of rotation or slow, and why requests were rejected, retried or not
 split. live_view.py gathers the numbers.
@@ -85,7 +85,7 @@ MISS_TEXTS: Mapping[str, str] = MappingProxyType(
 
 
 class DiagnosisLine(msgspec.Struct, frozen=True):
-    """One sentence, its grade, and the endpoint that it is about, if any."""
+    """One sentence of the diagnosis, its grade, and the endpoint that it is about, if any."""
 
     grade: Grade
     text: str
@@ -93,7 +93,7 @@ class DiagnosisLine(msgspec.Struct, frozen=True):
 
 
 class MinuteCounts(msgspec.Struct, frozen=True):
-    """The counts of the last minute.
+    """The counts of the last minute, from which the diagnosis is made.
 
     `endpoints` are rows of the live view; `config_problem` is that of a rejected configuration.
     """
@@ -136,7 +136,8 @@ def diagnose(minute: MinuteCounts) -> list[DiagnosisLine]:
 def shorten(reasons: Sequence[DiagnosisLine]) -> Sequence[DiagnosisLine]:
     """Return at most MAX_FINDINGS findings.
 
-    Those about no endpoint come first; the last one counts the others and names their endpoints.
+    Findings about no single endpoint come first. If there are too many, the last line counts the
+    others and names their endpoints.
     """
     if len(reasons) <= MAX_FINDINGS:
         return reasons
@@ -218,7 +219,7 @@ def _waiting(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
 
 
 def _slow(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[DiagnosisLine]:
-    """Yield the endpoints that are slower than the median of those with the same pool and role.
+    """Yield endpoints that are slower than the median of those with the same pool and role.
 
     A group needs at least three endpoints.
     """
@@ -294,7 +295,7 @@ def _whole(minute: MinuteCounts) -> Iterator[DiagnosisLine]:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a duration as text: 0.4 s, 14 s, 3 min, 2 h."""
+    """Return a duration in seconds as text: 0.4 s, 14 s, 3 min, 2 h."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 120:

@@ -1,7 +1,7 @@
 """The state of a gateway at one moment: configuration, pools, endpoints and pairs, as plain values.
 
-Together with a metric sample it is the complete input of a live view. The gateway makes both; with
-several workers the supervisor merges those of each.
+Together with a metric sample it is the complete input of a live view. Each gateway process makes
+both; with several workers, the supervisor merges them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ class PairStatus(msgspec.Struct, frozen=True):
 
     @property
     def p95_s(self) -> float | None:
-        """The 95th percentile of the newest handoff times; None before the first handoff."""
+        """The 95th percentile of the newest handoff times in seconds.
+
+        None before the first handoff.
+        """
         ordered = sorted(self.newest_s)
         return ordered[(len(ordered) * 19 - 1) // 20] if ordered else None
 
@@ -86,7 +89,7 @@ class FleetStatus(msgspec.Struct, frozen=True):
 
 
 async def fleet_status(target: AdminTarget, now: float) -> FleetStatus:
-    """Return the state of the gateway now. Endpoints come in turns of the event loop."""
+    """Return the present state of the gateway; endpoint rows are built over several loop turns."""
     rows = await in_turns(
         target.gateway.endpoints.all(), lambda live: _static_row(live) | _load_row(live, now)
     )

@@ -1,6 +1,6 @@
 """KV flow in the live view: handoffs between prefill and decode endpoints, and their bytes.
 
-The gateway does not see KV itself. A decode engine may report the bytes that it has received (vLLM
+KV caches do not pass the gateway. A decode engine may report the bytes that it has received (vLLM
 does); they are divided among its pairs in proportion to the prompt tokens transferred.
 """
 
@@ -18,16 +18,16 @@ PairNames = tuple[str, str]
 NO_HANDOFFS = (0, 0, 0)
 
 
-def kv_flow(standing: FleetStatus, now: MetricSample, soon: MetricSample) -> dict[str, Any]:
-    """Return the rates of every pair that has had a handoff, and the bytes per second by transport.
+def kv_flow(standing: FleetStatus, now: MetricSample, earlier: MetricSample) -> dict[str, Any]:
+    """Return the rates of every pair that has had a handoff, and bytes per second by transport.
 
-    What an engine does not report is None.
+    A value that an engine does not report is None. `earlier` is the older of the two samples.
     """
-    per_s, moved = rate_function(now, soon), kv_bytes_by_pair(now, soon)
+    per_s, moved = rate_function(now, earlier), kv_bytes_by_pair(now, earlier)
     transports: defaultdict[str, float] = defaultdict(float)
     pairs = []
     for pair, status in sorted(standing.pairs.items()):
-        served, failed, _ = soon.pairs.get(pair, NO_HANDOFFS)
+        served, failed, _ = earlier.pairs.get(pair, NO_HANDOFFS)
         kv_bytes = moved.get(pair)
         if kv_bytes is not None and status.transport is not None:
             transports[status.transport] += kv_bytes
@@ -53,15 +53,15 @@ def kv_flow(standing: FleetStatus, now: MetricSample, soon: MetricSample) -> dic
     }
 
 
-def kv_bytes_by_pair(now: MetricSample, soon: MetricSample) -> dict[PairNames, float]:
+def kv_bytes_by_pair(now: MetricSample, earlier: MetricSample) -> dict[PairNames, float]:
     """Return the KV bytes transferred between two samples, by (prefill, decode) pair.
 
     The bytes of a decode endpoint are divided by the prompt tokens of its pairs. Pairs of an
     endpoint that does not report bytes are left out.
     """
-    growth = counter_growth_by_name(now.received, soon.received)
+    growth = counter_growth_by_name(now.received, earlier.received)
     tokens = {
-        names: counts[2] - soon.pairs.get(names, NO_HANDOFFS)[2]
+        names: counts[2] - earlier.pairs.get(names, NO_HANDOFFS)[2]
         for names, counts in now.pairs.items()
     }
     of_decoder: Counter[str] = Counter()
@@ -74,13 +74,13 @@ def kv_bytes_by_pair(now: MetricSample, soon: MetricSample) -> dict[PairNames, f
     }
 
 
-def counter_growth_by_name(now: Mapping[str, int], soon: Mapping[str, int]) -> dict[str, int]:
-    """Return how much each byte counter has grown.
+def counter_growth_by_name(now: Mapping[str, int], earlier: Mapping[str, int]) -> dict[str, int]:
+    """Return by how much each byte counter has grown between two samples.
 
-    A counter that fell belongs to a restarted engine and counts from 0. One that is new has grown
-    by 0, because its value before is unknown.
+    A counter that fell belongs to a restarted engine and counts from 0. A new counter has grown by
+    0, because its earlier value is unknown.
     """
     return {
-        name: value - before if value >= (before := soon.get(name, value)) else value
+        name: value - before if value >= (before := earlier.get(name, value)) else value
         for name, value in now.items()
     }

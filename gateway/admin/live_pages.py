@@ -71,7 +71,7 @@ WorkerSample = tuple[MetricSample, FleetStatus]
 
 
 def add_process_view(target: AdminTarget, server: web.Application) -> None:
-    """Add the live view of this process.
+    """Add the routes of this process's live view, and of draining an endpoint.
 
     GET   /   /web/{name}   /live   /live/stream   /live/note
     POST  /endpoints/{name}/drain   /endpoints/{name}/undrain
@@ -92,7 +92,11 @@ def add_process_view(target: AdminTarget, server: web.Application) -> None:
 
 
 def add_view(server: web.Application, look: SampleFunction, draining: Callable[[], bool]) -> None:
-    """Add GET /, /web/{name}, /live and /live/stream for what `look` samples."""
+    """Add the routes GET /, /web/{name}, /live and /live/stream of a live view.
+
+    look      returns a metric sample and the status that the view shows
+    draining  returns whether the process is draining; new streams are then refused
+    """
     hub = LiveStream(look)
 
     async def noting(_: web.Application) -> AsyncIterator[None]:

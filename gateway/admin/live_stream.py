@@ -1,7 +1,7 @@
-"""The schedule of the live view: build a frame twice a second while it has watchers.
+"""The schedule of the live view: builds a frame twice a second while it has watchers.
 
 Without watchers only the metrics are sampled, every five seconds, so that a new watcher sees the
-last minute at once. What a frame contains is in live_view.py; HTTP is in live_pages.py.
+last minute at once. live_view.py builds a frame; live_pages.py serves it over HTTP.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Raises LookupError when no process responds.
 class LiveStream:
     """Samples the metrics and builds the frames that all watchers receive; one per admin server.
 
-    `start` and `stop` it with the server. A frame is the view as JSON bytes.
+    Call `start` and `stop` with the server. A frame is the view as JSON bytes.
     """
 
     def __init__(self, look: SampleFunction) -> None:
@@ -59,7 +59,7 @@ class LiveStream:
         self._task = asyncio.create_task(self._run(), name="sample the metrics")
 
     def stop(self) -> None:
-        """Stop sampling and cancel the watchers' wait for the next frame."""
+        """Stop sampling, and cancel the watchers' wait for the next frame."""
         if self._task is not None:
             self._task.cancel()
         if self._next is not None and not self._next.done():
@@ -68,7 +68,7 @@ class LiveStream:
     def try_add_watcher(self) -> bool:
         """Add a watcher and return True, or return False when there are too many.
 
-        Each watcher added must be removed with `remove_watcher`.
+        Each added watcher must be removed with remove_watcher().
         """
         if self._watchers >= MAX_WATCHERS:
             return False
@@ -121,7 +121,7 @@ class LiveStream:
             self._next.set_result(self._frame)
 
     async def _encode(self, standing: FleetStatus, mark: MetricSample) -> bytes:
-        """Return the view as JSON; that of a large fleet is built in a thread, from values."""
+        """Return the view as JSON; with many endpoints, a thread builds it."""
         if len(standing.endpoints) <= ROWS_PER_TURN:
             return _encode_view(standing, self._marks, mark)
         return await asyncio.to_thread(_encode_view, standing, self._marks, mark)

@@ -1,6 +1,6 @@
 """The live view as one JSON-compatible value; docs/live-page.md describes its members.
 
-Rates cover the last ten seconds, percentiles and ratios the last minute; what is unknown is None.
+Rates cover the last ten seconds, percentiles and ratios the last minute; unknown values are None.
 Samples are in metric_samples.py, the state in fleet_status.py, pairs in kv_flow.py, sentences in
 diagnosis.py.
 """

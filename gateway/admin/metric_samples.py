@@ -1,7 +1,7 @@
 """Samples of the metrics over the last minute, and the arithmetic between two of them.
 
 Rates, percentiles and sparklines are differences between samples. A sample copies counters and
-computes nothing. What is shown of it is in live_view.py.
+computes nothing. live_view.py shows them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class MetricSample(msgspec.Struct, frozen=True, eq=False):
 def take_sample(
     target: AdminTarget, now: float, before: MetricSample | None = None
 ) -> MetricSample:
-    """Sample the metrics now.
+    """Return a sample of the metrics at time `now`.
 
     A sketch that has not changed shares its counts with the sample `before`, to save memory and
     work.
@@ -127,14 +127,14 @@ def sample_difference(before: MetricSample, after: MetricSample) -> SampleDiffer
 
 
 def count_failed(responses: Mapping[tuple[str, str], float]) -> float:
-    """Return how many of these responses, by (status, reason), failed."""
+    """Return how many of these responses, which are counted by (status, reason), failed."""
     return sum(count for key, count in responses.items() if is_failure(*key))
 
 
 class SampleHistory:
     """The samples of the last minute, oldest first and about a second apart.
 
-    Keeps the differences between them as well.
+    It keeps the differences between them as well.
     """
 
     def __init__(self) -> None:
@@ -146,13 +146,13 @@ class SampleHistory:
 
     @property
     def newest(self) -> MetricSample | None:
-        """The newest sample; None before the first."""
+        """The newest sample, or None before the first."""
         return self._ring[-1] if self._ring else None
 
     def append(self, mark: MetricSample) -> None:
-        """Append a sample, unless the last one is less than SPACING_S old.
+        """Append a sample, unless the last one is less than MIN_SPACING_S old.
 
-        Drops the samples older than a minute.
+        Samples older than a minute are dropped.
         """
         if self._ring and mark.at - self._ring[-1].at < MIN_SPACING_S:
             return
@@ -164,7 +164,7 @@ class SampleHistory:
             self._steps.popleft()
 
     def differences(self, now: MetricSample) -> list[SampleDifference]:
-        """Return the differences between samples, including one up to `now`.
+        """Return the differences between consecutive samples, including one up to `now`.
 
         That last one is left out if it is shorter than half a second.
         """
@@ -174,9 +174,9 @@ class SampleHistory:
         return [*self._steps, sample_difference(last, now)]
 
     def find_before(self, at: float, span_s: float) -> MetricSample | None:
-        """Return the newest sample that is at least `span_s` older than `at`.
+        """Return the newest sample that is at least `span_s` seconds older than `at`.
 
-        Without one, returns the oldest sample; None if there is none before `at`.
+        Without one, return the oldest sample, or None if there is none before `at`.
         """
         older = [mark for mark in self._ring if at - mark.at >= span_s]
         if older:
@@ -185,14 +185,14 @@ class SampleHistory:
 
 
 def counter_growth(after: Mapping[Key, float], before: Mapping[Key, float]) -> Counter[Key]:
-    """Return how much each counter has grown, without those that have not."""
+    """Return by how much each counter has grown, without those that have not."""
     return Counter(
         {key: grown for key, value in after.items() if (grown := value - before.get(key, 0.0)) > 0}
     )
 
 
 def rate_function(after: MetricSample, before: MetricSample) -> Callable[[float], float]:
-    """Return a function from the growth of a counter between two samples to a rate per second."""
+    """Return a function from a counter's growth between two samples to its rate per second."""
     span_s = after.at - before.at
     return lambda count: round(count / span_s, 3) if span_s > 0 else 0.0
 
@@ -221,7 +221,7 @@ def _total(family: MetricFamily[Count]) -> float:
 def _sketches(
     family: MetricFamily[Histogram], before: Mapping[str, BucketCounts]
 ) -> dict[str, BucketCounts]:
-    """Return the counts by endpoint, summed over models."""
+    """Return the sketch counts by endpoint, summed over models."""
     parts: dict[str, list[BucketCounts]] = {}
     for labels, child in family.children():
         parts.setdefault(labels[1], []).append(child.sketch)

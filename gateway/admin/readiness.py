@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def not_ready_reason(gateway: Gateway, *, is_draining: bool) -> str | None:
-    """Return why requests should not be sent here; None if the gateway is ready.
+    """Return why requests should not be sent here, or None if the gateway is ready.
 
     A gateway that can serve at least one of its models is ready. Requests for the others get a 503.
     """
@@ -26,7 +26,7 @@ def not_ready_reason(gateway: Gateway, *, is_draining: bool) -> str | None:
 
 
 def _all_unserved(snapshot: Snapshot) -> list[str] | None:
-    """Return one line per model if no model can be served; None otherwise."""
+    """Return one line per model if no model can be served, else None."""
     served = {route.name: _missing_endpoint(route) for route in snapshot.routes.values()}
     missing = dict(snapshot.unlisted) | served
     if not all(missing.values()):
@@ -35,7 +35,7 @@ def _all_unserved(snapshot: Snapshot) -> list[str] | None:
 
 
 def _missing_endpoint(route: Route) -> str:
-    """Return which kind of endpoint the model lacks; "" if it can be served."""
+    """Return which kind of endpoint the model lacks, or "" if it can be served."""
     if route.split is None:
         return "" if _any_available(route.candidates) else "no endpoint is available"
     pools = route.split.pools

@@ -1,7 +1,7 @@
 """GET /requests of the admin server: the most recently finished requests, as rows.
 
-Lives here: the query, the rows, and the merge of several workers' rows. A row contains no prompt,
-no response text and no client header. Which requests are kept is in explain.py.
+It has the query, the rows, and the merge of several workers' rows. A row contains no prompt, no
+response text and no client header. explain.py keeps the requests.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RecentQuery(msgspec.Struct, frozen=True):
 def add_requests(
     routes: web.UrlDispatcher, page: Callable[[RecentQuery], Awaitable[dict[str, Any]]]
 ) -> None:
-    """Add GET /requests?limit=N&problems=1, answered by `page`."""
+    """Add the route GET /requests?limit=N&problems=1, answered by `page`."""
 
     async def requests(request: web.Request) -> web.Response:
         try:
@@ -56,7 +56,7 @@ def add_requests(
 
 
 def read_query(fields: Mapping[str, str]) -> RecentQuery:
-    """Parse the query fields. Raises ValueError."""
+    """Parse the query fields. Raises ValueError that says what is valid."""
     limit, problems = fields.get("limit", str(DEFAULT_LIMIT)), fields.get("problems", "0")
     if not (
         limit.isascii() and limit.isdigit() and len(limit) < 5 and 1 <= int(limit) <= MAX_LIMIT
@@ -68,7 +68,7 @@ def read_query(fields: Mapping[str, str]) -> RecentQuery:
 
 
 def recent_rows(explained: RecentExchanges, query: RecentQuery) -> dict[str, Any]:
-    """Return the newest requests first.
+    """Return rows for the newest finished requests, newest first.
 
     `size` is how many the gateway keeps (observability.explained).
     """
@@ -88,7 +88,7 @@ def has_problem(ended: EndedExchange) -> bool:
 
 
 def merge_recent(pages: Iterable[Mapping[str, Any]], query: RecentQuery) -> dict[str, Any]:
-    """Merge the lists of several workers."""
+    """Merge the lists of several workers into one, newest first, within the query's limit."""
     rows_by_worker = list(pages)
     rows = sorted(
         (row for page in rows_by_worker for row in page["requests"]), key=_ended_at, reverse=True

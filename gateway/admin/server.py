@@ -1,7 +1,7 @@
 """The admin server of one gateway process: health, readiness, metrics, and the state of endpoints.
 
-Authorization lives in auth.py, the configuration's pages in config_pages.py, the live view in
-live_pages.py. The admin server has a listener of its own and never shares the API's port.
+auth.py authorizes requests, config_pages.py has the configuration's pages, live_pages.py the live
+view. The admin server has a listener of its own and never shares the API's port.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def admin_application(target: AdminTarget) -> web.Application:
-    """Return the admin server's application.
+    """Return the admin server's aiohttp application.
 
     Only the configuration's pages and draining an endpoint change anything.
     """
@@ -48,7 +48,7 @@ def admin_application(target: AdminTarget) -> web.Application:
 
 
 def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
-    """Add the pages that machines poll."""
+    """Add the routes that machines poll: health, readiness and metrics."""
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -93,7 +93,7 @@ def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
 
 
 def _unix_offset() -> float:
-    """Return Unix time minus the monotonic clock, seconds."""
+    """Return Unix time minus the monotonic clock, in seconds."""
     return time() - monotonic()
 
 

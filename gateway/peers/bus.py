@@ -1,9 +1,7 @@
-"""The bus interface: how the gateways of one fleet exchange frames.
+"""The bus interface: how gateways that share state exchange frames of bytes.
 
-The messages in them are gateway/peers/view.py's.
-
-Delivery is best-effort: frames may be lost or late, and no sender waits. The frames of one sender
-arrive in order.
+gateway/peers/view.py has the messages in the frames. Delivery is best-effort: frames may be lost or
+late, and no sender waits. The frames of one sender arrive in order.
 """
 
 from __future__ import annotations
@@ -48,17 +46,20 @@ class BusState(msgspec.Struct, frozen=True):
 
 
 class Bus(Protocol):
-    """Moves frames between gateways.
+    """A bus that moves frames between gateways.
 
     A gateway may receive its own frames and has to ignore them.
     """
 
     async def start(self, own_id: bytes, deliver: FrameHandler) -> None:
-        """Begin to connect, and return at once. `own_id` is the address of this gateway."""
+        """Begin to connect, and return at once; `own_id` is the address of this gateway.
+
+        `deliver` is called with each received frame.
+        """
         ...
 
     async def stop(self) -> None:
-        """Send what is waiting if that is possible at once, and disconnect."""
+        """Send the waiting frames if that is possible at once, and disconnect."""
         ...
 
     def publish(self, frame: bytes, to: bytes = BROADCAST) -> None:
@@ -69,9 +70,9 @@ class Bus(Protocol):
 
 
 class Backlog:
-    """Frames that wait to be sent, with a cap in bytes.
+    """A queue of frames that wait to be sent, with a limit in bytes.
 
-    The oldest is dropped first, and counted.
+    Above the limit, the oldest frame is dropped and counted.
     """
 
     __slots__ = ("_cap_bytes", "_count_drop", "_frames", "bytes")
@@ -96,7 +97,7 @@ class Backlog:
             self._count_drop("backlog")
 
     def pop_oldest(self) -> tuple[bytes, bytes]:
-        """Remove and return the oldest as (to, frame)."""
+        """Remove the oldest frame and return it as (recipient, frame)."""
         to, frame = self._frames.popleft()
         self.bytes -= len(frame)
         return to, frame

@@ -1,4 +1,4 @@
-"""Frame authentication: a frame is from this fleet, unmodified, and no replay.
+"""Authenticates frames between gateways: a frame has a valid sender, is unmodified and no replay.
 
 One secret yields three keys: for the authentication of frames (keyed BLAKE2b), for prompt
 fingerprints, so that all gateways compute the same ones, and for digests of names, so that names
@@ -21,7 +21,10 @@ _HEAD = Struct(f"<4s{ID_BYTES}s{ID_BYTES}sQ")
 
 
 class FrameRejectedError(Exception):
-    """A frame that is rejected. `reason`: too_long, foreign, forged, replayed."""
+    """Raised for a frame that is not authentic.
+
+    `reason` is too_long, foreign, forged or replayed.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -29,7 +32,7 @@ class FrameRejectedError(Exception):
 
 
 class FrameAuth:
-    """Seals outgoing frames and verifies incoming ones.
+    """Adds authentication tags to outgoing frames and verifies those of incoming frames.
 
     fingerprint_secret  equal in all gateways with the same `secret`
     """
@@ -43,15 +46,16 @@ class FrameAuth:
         self._last_counts: dict[tuple[bytes, bool], int] = {}
 
     def seal(self, body: bytes, to: bytes = BROADCAST) -> bytes:
-        """Return the sealed frame for `body`."""
+        """Return the authenticated frame for `body`."""
         self._count += 1
         data = _HEAD.pack(MAGIC, self.own_id, to, self._count) + body
         return data + self._tag(data)
 
     def verify(self, frame: bytes) -> tuple[bytes, memoryview] | None:
-        """Verify a frame and return (sender, body); None for own frames and for other recipients.
+        """Verify a frame and return (sender, body).
 
-        Raises FrameRejected when the verification fails.
+        Returns None for own frames and for those to other recipients. Raises FrameRejectedError
+        when the verification fails.
         """
         if len(frame) > FRAME_CAP_BYTES:
             raise FrameRejectedError("too_long")
@@ -67,7 +71,10 @@ class FrameAuth:
         return sender, data[_HEAD.size :]
 
     def _check_replay(self, stream: tuple[bytes, bool], count: int) -> None:
-        """Raise unless the count grows. A sender's broadcasts and direct frames are two streams."""
+        """Raise FrameRejectedError unless the count is larger than the last one of this stream.
+
+        A sender's broadcasts and direct frames are two streams.
+        """
         if count <= self._last_counts.get(stream, 0):
             raise FrameRejectedError("replayed")
         # Re-insert at the end, so that the stream that was idle longest is dropped first.

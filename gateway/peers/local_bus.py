@@ -31,7 +31,7 @@ _HEAD = Struct(f"<I{ID_BYTES}s")
 
 
 class LocalHub:
-    """Forwards each frame to its recipient, or to all other clients. A slow client loses frames."""
+    """Forwards each frame to its recipient, or to all other clients; a slow client loses frames."""
 
     def __init__(self, path: Path, count_drop: DropCounter) -> None:
         self._path = path
@@ -79,7 +79,7 @@ class LocalHub:
 
 
 class LocalBus:
-    """One process's connection to the hub."""
+    """The connection of one process to the hub; implements Bus."""
 
     def __init__(self, path: Path, count_drop: DropCounter) -> None:
         self._path = path
@@ -113,7 +113,10 @@ class LocalBus:
         return BusState(lost_at is None, staleness_s, waiting, max(0, self._connects - 1))
 
     def _flush(self) -> None:
-        """Write frames up to a cap; the rest stays in the backlog, which drops the oldest."""
+        """Write waiting frames up to a limit.
+
+        The others stay in the backlog, which drops the oldest ones.
+        """
         writer = self._writer
         while writer is not None and len(self._backlog):
             if writer.transport.get_write_buffer_size() > BACKLOG_CAP_BYTES:

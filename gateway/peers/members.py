@@ -1,4 +1,4 @@
-"""The other gateways that have been heard of recently, and which of them warms up a new one."""
+"""The other gateways that have recently sent messages, and which of them warms up a new one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXPIRY_S = 2.0
 class Peer:
     """Another gateway.
 
-    last_seen_at  when its last message arrived
+    last_seen_at  when its last message arrived (monotonic seconds)
     started_at    its start, on this gateway's clock
     shares        digests of the endpoints where it has bookings
     """
@@ -40,7 +40,7 @@ class PeerTable:
         return any(peer.is_warm for peer in self._by_id.values())
 
     def update(self, peer_id: bytes, uptime_s: float, *, is_warm: bool, now: float) -> Peer:
-        """Add or update a gateway that has sent its state."""
+        """Add or update a gateway that has sent its state, and return it."""
         peer = self._by_id.get(peer_id)
         if peer is None:
             peer = self._by_id[peer_id] = Peer(now)
@@ -48,19 +48,19 @@ class PeerTable:
         return peer
 
     def remove(self, peer_id: bytes) -> Peer | None:
-        """Remove a gateway that has stopped or expired; None if it is not known."""
+        """Remove a gateway that has stopped or expired; return it, or None if it is not known."""
         return self._by_id.pop(peer_id, None)
 
     def expired(self, now: float) -> Iterator[bytes]:
-        """Yield the ids of the gateways that have sent nothing for GONE_S."""
+        """Yield the ids of the gateways that have sent nothing for EXPIRY_S seconds."""
         peers = self._by_id.items()
         yield from [peer_id for peer_id, peer in peers if now - peer.last_seen_at > EXPIRY_S]
 
     def is_responder(self, own_id: bytes, started_at: float, newcomer: bytes, attempt: int) -> bool:
-        """Return whether this gateway has to warm up the newcomer.
+        """Return whether this gateway has to send its state to the newcomer (warm it up).
 
-        That is the task of the gateway with the earliest start. If the newcomer asks again, because
-        no answer came, it is that of the next one.
+        The gateway with the earliest start does so. If the newcomer asks again, because no answer
+        came, the next gateway does.
         """
         warm = [
             (peer.started_at, peer_id)

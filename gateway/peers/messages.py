@@ -1,7 +1,7 @@
 """The messages between gateways and their encoding: tagged msgpack arrays.
 
-Endpoints, pools, tenants and sessions are named by keyed digests (frame_auth.py). All numbers are
-range-checked by the decoder.
+Endpoints, pools, tenants and sessions are named by keyed digests (frame_auth.py). The decoder
+checks the range of all numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ShortText = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class SentPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt sent to an endpoint, which will hold it.
+    """A prompt that was sent to an endpoint, which will cache it.
 
     blocks, n_bytes  size of its fingerprint
     keys             the block keys that an index samples (policies/prefix/sampled_keys.py)
@@ -46,9 +46,9 @@ class SentPrompts(msgspec.Struct, frozen=True, array_like=True, tag="picks"):
 
 
 class CacheLoss(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
-    """An endpoint has lost its cache.
+    """A message that an endpoint has lost its cache.
 
-    Sent in warm-ups only; otherwise every gateway finds out by itself.
+    It is sent only to warm up a new gateway; otherwise every gateway detects the loss itself.
     """
 
     endpoint: NameDigest
@@ -63,7 +63,7 @@ class CacheReports(msgspec.Struct, frozen=True, array_like=True, tag="confirmed"
 class PeerLoads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
     """All bookings of the sender by endpoint; endpoints without any are left out.
 
-    Also the heartbeat.
+    It is also the heartbeat.
 
     is_warm  the sender can warm up other gateways
     """
@@ -74,7 +74,7 @@ class PeerLoads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
 
 
 class HealthChanges(msgspec.Struct, frozen=True, array_like=True, tag="moved"):
-    """Changes of endpoints' health as the sender sees it: (endpoint, state, cause)."""
+    """Changes of endpoints' health as the sender observed them: (endpoint, state, cause)."""
 
     endpoints: list[tuple[NameDigest, ShortText, ShortText]]
 
@@ -99,7 +99,7 @@ class ActiveSessions(msgspec.Struct, frozen=True, array_like=True, tag="inside")
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A gateway has started or reconnected and asks for the others' state.
+    """A message that a gateway has started or reconnected and requests the others' state.
 
     attempt  from 0: number of gateways that should have answered and did not
     """
@@ -108,11 +108,11 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
-    """A gateway stops and has no bookings any more."""
+    """A message that a gateway stops and has no bookings any more."""
 
 
 class WarmUpPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
-    """A part of the answer to a hello: encoded messages to apply in order, oldest first."""
+    """A part of the answer to a Hello: encoded messages to apply in order, oldest first."""
 
     number: Amount
     is_last: bool

@@ -1,8 +1,8 @@
 """A bus over Redis: one stream for broadcasts, and one per gateway for frames to it alone.
 
-Reads resume at the last entry, so frames sent during a disconnect are received afterwards, as far
-as the stream reaches back. The loss of Redis, or of its data, costs freshness only. Reconnects are
-spread over time.
+Reads resume at the last entry. So frames sent during a disconnect are received afterwards, as far
+as the stream reaches back. The loss of Redis, or of its data, only makes the shared state less
+fresh. Reconnects are spread over time.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ CONNECTION_ERRORS = (RedisError, OSError, TimeoutError)
 
 
 class RedisAddress(msgspec.Struct, frozen=True):
-    """The address of the Redis.
+    """The address of a Redis server, and the credentials for it.
 
-    `stream` is a prefix per fleet, so that several fleets can share one.
+    `stream` prefixes the names of streams, so that several groups of gateways can share a server.
     """
 
     url: str
@@ -55,11 +55,14 @@ class RedisAddress(msgspec.Struct, frozen=True):
     tls: ClientSettings | None = None
 
     def __repr__(self) -> str:
-        return f"Place({self.url})"
+        return f"RedisAddress({self.url})"
 
 
 class RedisBus:
-    """Two connections, one to write and one for blocking reads, each with a reconnecting task."""
+    """A bus over two connections to Redis, one to write and one for blocking reads.
+
+    A task per connection reconnects it after a failure.
+    """
 
     def __init__(self, place: RedisAddress, rng: Random, count_drop: DropCounter) -> None:
         self._place = place
@@ -113,7 +116,7 @@ class RedisBus:
     # Connections
 
     async def _run(self, work: Callable[[Any], Awaitable[None]], flag: str) -> None:
-        """Do the work over a connection, and reconnect with random back-off when it breaks.
+        """Call `work` over a connection, and reconnect with random back-off when it breaks.
 
         The back-off grows until the work has succeeded once, because a Redis that accepts
         connections may refuse every command (a full disk, a replica).
@@ -149,7 +152,7 @@ class RedisBus:
         )
 
     def _on_success(self, flag: str) -> None:
-        """Record that one of the connections has worked; log when both have."""
+        """Record that one of the connections works; log it when both do."""
         setattr(self, flag, True)
         was_connected = self._is_connected
         self._is_connected = self._can_write and self._can_read
@@ -183,7 +186,10 @@ class RedisBus:
         return f"{self._place.stream}:to:{gateway.hex()}".encode()
 
     async def _write(self, redis: Any) -> None:
-        """Send frames, after a reconnect also unacknowledged ones: receivers drop replays."""
+        """Send the waiting frames, and after a reconnect also the unacknowledged ones.
+
+        Receivers drop frames that they receive twice.
+        """
         await redis.ping()
         while True:
             while len(self._backlog) or self._sending:
@@ -226,9 +232,10 @@ class RedisBus:
                     last = self._last = entries[-1][0]
 
     async def _resume(self, redis: Any) -> tuple[float, bytes]:
-        """Return Redis's clock minus the monotonic clock in ms, and the entry to read on from.
+        """Return Redis's clock minus the monotonic clock in ms, and the id of the last entry read.
 
-        That is the last entry read, or the stream's start if the stream was emptied meanwhile.
+        Reading continues after that entry. The id is that of the stream's start if the stream was
+        emptied meanwhile.
         """
         seconds, micros = await redis.time()
         clock_offset_ms = seconds * 1000 + micros / 1000 - 1000 * monotonic()
@@ -253,6 +260,6 @@ def _streams(reply: Any) -> list[tuple[bytes, Any]]:
 
 
 def _order(entry: bytes) -> tuple[int, int]:
-    """Return an entry id as a pair of numbers, which sorts by age."""
+    """Return an entry id as a pair of numbers, by which entries sort by age."""
     first, _, second = entry.partition(b"-")
     return int(first), int(second or 0)

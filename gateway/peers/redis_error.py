@@ -1,6 +1,6 @@
-"""Descriptions of Redis errors without secrets.
+"""Describes Redis errors in words, without secrets.
 
-Imports no Redis client, because doctor uses it too.
+It imports no Redis client, because `penstock doctor` uses it too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
 
 
 def describe_redis_error(error: BaseException) -> str:
-    """Describe the cause of an error, without any text that was sent to Redis."""
+    """Return the cause of an error in words, without any text that was sent to Redis."""
     text = str(error)
     for part, meaning in CLASSES:
         if part.lower() in text.lower():

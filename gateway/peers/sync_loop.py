@@ -1,4 +1,4 @@
-"""The sync loop: sends and receives frames in two tasks, for which no request waits.
+"""The sync loop: two tasks that send and receive frames; no request waits for them.
 
 Received frames wait in a bounded queue. They are handled in slices of a millisecond, so that
 streams are not delayed.
@@ -29,7 +29,7 @@ WARM_WITHIN_S = 5.0
 class SyncLoop:
     """Moves frames between a PeerView and a bus.
 
-    Updates are collected for `flush_s` and sent together.
+    Updates are collected for `flush_s` seconds and sent together.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SyncLoop:
         metrics.shared_peers.set_function(lambda: float(len(view.peers)))
 
     async def start(self) -> None:
-        """Return once this gateway has received the others' state, or found that there are none."""
+        """Connect, and return once this gateway has the others' state or has found no others."""
         self._view.start(monotonic())
         await self._bus.start(self._view.own_id, self.receive)
         self._tasks = [

@@ -1,7 +1,7 @@
-"""Sync of tenants' and sessions' use: sends this gateway's part to the others and applies theirs.
+"""Exchanges what tenants and sessions use between gateways: sends the own, applies the others'.
 
-Covers fair shares, quotas, and the sessions whose contexts fill the engines. Sans-IO; the
-arithmetic is in policies/.
+It covers fair shares, quotas, and the sessions whose contexts fill the engines. The arithmetic is
+in policies/. No I/O.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 
 class UsageSync:
-    """Converts use to messages and back. Tenants, pools and sessions are named by `digest`."""
+    """Converts the use of tenants and sessions to messages and back.
+
+    Tenants, pools and sessions are named by `digest`.
+    """
 
     def __init__(
         self, gate: AdmissionController, updates: OutgoingUpdates, digest: Callable[[str], int]
@@ -39,10 +42,10 @@ class UsageSync:
 
     # Outgoing
 
-    def outgoing(
+    def usage_messages(
         self, now: float
     ) -> Iterator[messages.TenantCharges | messages.QuotaUse | messages.ActiveSessions]:
-        """Yield the use since the last call."""
+        """Yield messages with what tenants and sessions have used since the last call."""
         digest, updates = self._digest, self._updates
         charges, updates.charges = updates.charges, {}
         for rows in batches(
@@ -101,14 +104,14 @@ class UsageSync:
                 quota.apply_peer_usage(spent, quota.usage_message(*own, now))
 
     def on_sessions(self, message: messages.ActiveSessions, age_s: float, now: float) -> None:
-        """Count sessions that were served at another gateway."""
+        """Count sessions that were served at another gateway, `age_s` seconds ago."""
         for queue in self._admission.pool_queues():
             if queue.sessions is not None and self._digest(queue.name) == message.pool:
                 queue.sessions.apply_peer_sessions(message.members, age_s, now)
 
 
 def batches(rows: Iterable[T]) -> Iterator[list[T]]:
-    """Yield the rows in lists of at most MOST_ROWS."""
+    """Yield the rows in lists of at most MAX_ROWS."""
     iterator = iter(rows)
     while part := list(islice(iterator, MAX_ROWS)):
         yield part

@@ -1,7 +1,7 @@
-"""The peer view: what this gateway sends to the others, and how it applies their messages.
+"""The peer view: what this gateway sends to other gateways, and how it applies their messages.
 
-Sans-IO: frames in, frames out. Not here: the bus (gateway/peers/bus.py), when frames move
-(sync_loop.py), and how they are authenticated (frame_auth.py).
+It takes and returns frames, without I/O. The bus is in gateway/peers/bus.py, the schedule in
+sync_loop.py, authentication in frame_auth.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OUT = frozenset({HealthState.EJECTED, HealthState.DEAD})
 
 
 class PeerView:
-    """One gateway's part of the shared state.
+    """One gateway's part of the state that gateways share.
 
     updates     the path of a request appends to it
     on_suspect  called with an endpoint that another gateway ejected: a reason to probe it, no more
@@ -93,7 +93,7 @@ class PeerView:
             del self.updates.cache_reports[:-MAX_ROWS], self.updates.health_changes[:-MAX_ROWS]
             return frames
         frames += self._report_frames()
-        frames += map(self._frame, self._use.outgoing(now))
+        frames += map(self._frame, self._use.usage_messages(now))
         is_due = self._sent_at + HEARTBEAT_S <= now
         if is_due:
             self._update_names()
@@ -186,9 +186,9 @@ class PeerView:
     # Incoming
 
     def open_frame(self, frame: bytes) -> tuple[bytes, bytes, messages.Message] | None:
-        """Return (sender, body, message); None for own frames, those for others, and invalid ones.
+        """Return (sender, body, message) of a received frame.
 
-        Invalid frames are counted.
+        Returns None for own frames, for those to others, and for invalid ones, which are counted.
         """
         try:
             opened = self._auth.verify(frame)
@@ -206,7 +206,7 @@ class PeerView:
         return sender, bytes(body), message
 
     def apply_frame(self, frame: bytes, age_s: float, now: float) -> Iterator[None]:
-        """Apply a frame in short steps, between which the caller may yield to the loop."""
+        """Apply a received frame in short steps, between which the caller may yield to the loop."""
         opened = self.open_frame(frame)
         if opened is None:
             return
@@ -334,7 +334,7 @@ class PeerView:
     # Upkeep
 
     def expire_peers(self, now: float) -> None:
-        """Remove the gateways that have sent nothing for GONE_S, and their bookings."""
+        """Remove the gateways that have sent nothing for EXPIRY_S seconds, and their bookings."""
         for sender in self.peers.expired(now):
             self._remove_peer(sender, now)
 
@@ -354,7 +354,10 @@ class PeerView:
         }
 
     def _current(self, digest: int) -> LiveEndpoint | None:
-        """Return the endpoint, unless it has left: its slot may be another's."""
+        """Return the endpoint with this digest, or None if it is unknown or leaving.
+
+        The slot of an endpoint that has left may belong to another one.
+        """
         live = self._live.get(digest)
         return None if live is None or live.is_leaving else live
 
@@ -369,7 +372,7 @@ class PeerView:
         return digest
 
     def count_drop(self, reason: str) -> None:
-        """Count a message that is dropped."""
+        """Count a message that is dropped, by reason."""
         self._metrics.shared_dropped_total.labels(reason).inc()
 
     def _count(self, kind: str, direction: str) -> None:

@@ -1,6 +1,7 @@
 """The warm-up of a new gateway: it requests the others' state and applies it.
 
-The gateway with the earliest start answers. Sans-IO: times come in, messages to send come out.
+The gateway with the earliest start answers. The caller passes times and sends the messages; no I/O
+here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ BUFFER_CAP_BYTES = 8 << 20
 
 
 class WarmUpState(StrEnum):
-    """The phases: no bus yet, hello sent, receiving the answer, warm."""
+    """The phases of a warm-up: no bus yet, Hello sent, receiving the answer, warm."""
 
     DISCONNECTED = "away"
     ASKING = "asking"
@@ -27,11 +28,11 @@ class WarmUp:
     """The warm-up of one gateway.
 
     is_warm            it has been warm once; a repeated warm-up does not reset it
-    received_messages  messages received from others' snapshots
-    took_s             seconds from the first hello to WARM
+    received_messages  number of messages received from another gateway's stored state
+    took_s             seconds from the first Hello to WARM
 
-    Broadcasts that arrive in the meantime are buffered, because the prefix index ages by the order
-    in which it learns of prompts.
+    Broadcasts that arrive in the meantime are buffered, because the prefix index ages entries by
+    the order in which it learns of prompts.
     """
 
     __slots__ = (
@@ -59,7 +60,7 @@ class WarmUp:
         self._buffer_bytes = 0
 
     def next_hello(self, now: float, *, has_no_peers: bool) -> int | None:
-        """Return the number of the attempt if a hello has to be sent now; else None.
+        """Return the number of the attempt if a Hello has to be sent now, else None.
 
         has_no_peers  no warm gateway is known that could answer
         """
@@ -78,7 +79,10 @@ class WarmUp:
         return self._attempt
 
     def restart(self) -> None:
-        """Ask again, because frames were missed. A warm gateway stays warm meanwhile."""
+        """Request the state again, because frames were missed.
+
+        A warm gateway stays warm meanwhile.
+        """
         if self.state is WarmUpState.WARM:
             self.state = WarmUpState.DISCONNECTED
 
@@ -90,7 +94,7 @@ class WarmUp:
             self._buffer_bytes -= len(self._buffer.pop(0)[0])
 
     def on_part(self, count: int, *, is_last: bool, now: float) -> None:
-        """Record that a part of the answer, with so many messages, has arrived."""
+        """Record that a part of the answer, with `count` messages, has arrived."""
         if self.state in (WarmUpState.ASKING, WarmUpState.RECEIVING):
             self.received_messages += count
             self._deadline = now + PART_TIMEOUT_S
@@ -100,10 +104,10 @@ class WarmUp:
                 self._attempt = ATTEMPTS
 
     def finish(self, now: float) -> list[bytes] | None:
-        """Return the buffered messages to apply if the warm-up is over; None while it is not.
+        """Return the buffered messages to apply if the warm-up is over, or None while it is not.
 
-        If an answer was received, broadcasts sent before the hello are left out: the answer has
-        them.
+        If an answer was received, broadcasts sent before the Hello are left out, because the answer
+        contains them.
         """
         if (
             self.state is WarmUpState.WARM

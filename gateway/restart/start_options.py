@@ -40,7 +40,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     drained: tuple[str, ...]
 
     def __repr__(self) -> str:
-        return f"Local({self.number})"
+        return f"WorkerSettings({self.number})"
 
 
 class StartOptions(msgspec.Struct, frozen=True):

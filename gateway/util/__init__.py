@@ -1,1 +1,1 @@
-"""Small helpers that know nothing of requests: units, addresses, TLS contexts, the version."""
+"""Small helpers that are independent of requests: units, addresses, TLS contexts, the version."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 def is_port_free(host: str, port: int) -> bool:
-    """Whether no process is listening on `host`:`port` now.
+    """Return whether no process is listening on `host`:`port` now.
 
     Port 0 is always free. So is a port that cannot be listened on for another reason, such as an
     unknown host or missing rights: the listener's own error explains that better.
@@ -35,7 +35,7 @@ def is_port_free(host: str, port: int) -> bool:
 
 @contextmanager
 def naming_config_key(key: str, host: str, port: int) -> Iterator[None]:
-    """Prefix an OSError of a listener with the configuration key that its address comes from."""
+    """Prefix an OSError raised in the block with the configuration key and URL of the listener."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
-"""When Python's garbage collector runs: on a schedule instead of by number of allocations.
+"""Runs Python's garbage collector on a schedule instead of by number of allocations.
 
-Requests create no reference cycles (tests/unit/gateway/test_cycles.py), so a collection during load
+Requests create no reference cycles (tests/unit/gateway/test_cycles.py). So a collection under load
 finds nothing, yet stops a thousand streams for tens of milliseconds. Libraries do create a few
 cycles, which allocation counting would only collect after hours. Freed bodies of many sizes also
 leave free pages that the allocator keeps unless it is asked to return them.
@@ -43,7 +43,7 @@ def return_large_blocks() -> None:
 
 
 class GcSchedule:
-    """Schedules the collections of one gateway process."""
+    """Schedules the garbage collections of one gateway process."""
 
     def __init__(self, now: float, collect: Callable[[], object] = collect_and_trim) -> None:
         self._collected_at = now
@@ -52,14 +52,17 @@ class GcSchedule:
     def freeze(self) -> None:
         """Exempt all existing objects from collection, and make automatic collections rare.
 
-        To be called once at the end of startup, when everything lives as long as the process.
+        Call it once at the end of startup, when every object lives as long as the process.
         """
         return_large_blocks()
         gc.freeze()
         gc.set_threshold(10_000, 20, 50)
 
     def collect_if_due(self, now: float, in_progress: int) -> None:
-        """Collect after INTERVAL_S if load is low, and after MAX_INTERVAL_S in any case."""
+        """Collect garbage after INTERVAL_S if load is low, and after MAX_INTERVAL_S in any case.
+
+        `now` is in monotonic seconds, `in_progress` is the number of requests.
+        """
         elapsed_s = now - self._collected_at
         if elapsed_s >= MAX_INTERVAL_S or (
             elapsed_s >= INTERVAL_S and in_progress <= MAX_CALM_REQUESTS

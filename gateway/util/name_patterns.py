@@ -10,7 +10,10 @@ WILDCARD = "*"
 
 
 class NamePattern(msgspec.Struct, frozen=True):
-    """A pattern: names that begin with `prefix`, end with `suffix`, and are not shorter."""
+    """A pattern that matches names which begin with `prefix` and end with `suffix`.
+
+    The two may not overlap in a name.
+    """
 
     prefix: str
     suffix: str
@@ -30,7 +33,7 @@ class NamePattern(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> tuple[int, int, str]:
-        """Sorts patterns by precedence, highest last: by length, then by length of the prefix."""
+        """A sort key by precedence, highest last: length, then length of the prefix."""
         return len(self.prefix) + len(self.suffix), len(self.prefix), self.prefix
 
     def __str__(self) -> str:
@@ -42,9 +45,9 @@ def is_pattern(name: str) -> bool:
 
 
 def parse_pattern(text: str) -> NamePattern:
-    """Return the pattern of a text with at most one `*`; without one it matches itself only.
+    """Return the pattern for a text with at most one `*`; without one, it matches only itself.
 
-    Raises ValueError for more than one.
+    Raises ValueError if there are more.
     """
     if text.count(WILDCARD) > 1:
         raise ValueError(f"{text!r} has more than one {WILDCARD}")
@@ -53,7 +56,7 @@ def parse_pattern(text: str) -> NamePattern:
 
 
 class NameFilter:
-    """The names that a list of names and patterns permits."""
+    """The set of names that a list of names and patterns permits."""
 
     __slots__ = ("_names", "_patterns")
 

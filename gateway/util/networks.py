@@ -10,7 +10,7 @@ CLIENT_PREFIX_BITS = 64
 
 
 class Networks:
-    """A set of IP networks in CIDR notation, with `address in networks`.
+    """A set of IP networks in CIDR notation that supports `address in networks`.
 
     Text that is not an IP address, such as the peer name of a Unix socket, is in no network.
     """
@@ -31,7 +31,7 @@ class Networks:
 
 
 def parse_address(text: str) -> IPv4Address | IPv6Address | None:
-    """Parse an IP address, or return None for other text.
+    """Return `text` as an IP address, or None if it is none.
 
     A zone id is dropped, and an IPv4 address mapped into IPv6 becomes IPv4.
     """
@@ -44,7 +44,7 @@ def parse_address(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def client_group(address: str) -> str:
-    """Return the key that connections are counted by: an IPv4 address or an IPv6 /64 network."""
+    """Return the key by which connections are counted: an IPv4 address or an IPv6 /64 network."""
     if ":" not in address:
         return address
     parsed = parse_address(address)

@@ -1,7 +1,7 @@
-"""TLS settings as values, their ssl.SSLContext, and checks of certificate files.
+"""TLS settings as values, SSLContext objects made from them, and checks of certificate files.
 
-Used by the configuration checks, the listeners and the clients of engines. Reads files; opens no
-connection.
+The configuration checks, the listeners and the clients of engines use it. It reads files and opens
+no connection.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which the ssl module doe
 
 
 class KeyPair(msgspec.Struct, frozen=True):
-    """Paths of a certificate chain and of its private key, both PEM."""
+    """The paths of a certificate chain and of its private key, both PEM."""
 
     certificate: str
     key: str
@@ -40,7 +40,10 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 
 class ServerSettings(msgspec.Struct, frozen=True):
-    """TLS of a listener. The first pair serves clients that ask for an unknown server name."""
+    """The TLS settings of a listener.
+
+    The first key pair serves clients that ask for an unknown server name.
+    """
 
     key_pairs: tuple[KeyPair, ...]
     client_ca: str | None = None
@@ -50,7 +53,10 @@ class ServerSettings(msgspec.Struct, frozen=True):
 
 
 class ClientSettings(msgspec.Struct, frozen=True):
-    """TLS of a client. `ca` None: the system's authorities; `should_verify` False: any server."""
+    """The TLS settings of a client.
+
+    `ca` None: the system's authorities; `should_verify` False: any server is trusted.
+    """
 
     ca: str | None = None
     key_pair: KeyPair | None = None
@@ -58,14 +64,17 @@ class ClientSettings(msgspec.Struct, frozen=True):
 
 
 class Encryption(msgspec.Struct, frozen=True):
-    """TLS of one connection to a server. `server_name` None: the host of its URL."""
+    """The TLS settings of one connection to a server.
+
+    `server_name` is the name to verify; None: the host of the server's URL.
+    """
 
     context: ssl.SSLContext
     server_name: str | None = None
 
 
 class FileProblem(msgspec.Struct, frozen=True):
-    """What is wrong with a file of the settings.
+    """A problem with a file that TLS settings name.
 
     role      certificate, key or ca
     is_error  the file cannot be used; otherwise this is a warning
@@ -77,14 +86,14 @@ class FileProblem(msgspec.Struct, frozen=True):
 
 
 class CertificateValidity(msgspec.Struct, frozen=True):
-    """Validity period of a certificate, in seconds since the epoch, and its DNS names."""
+    """The validity period of a certificate in Unix seconds, and its DNS names."""
 
     not_before: float
     not_after: float
     names: tuple[str, ...]
 
     def refusal_reason(self, now: float) -> str | None:
-        """Return why peers refuse the certificate at time `now`; None within its period."""
+        """Return why peers refuse the certificate at time `now`, or None if it is valid then."""
         if self.not_after < now:
             return f"expired on {_date(self.not_after)}; its peers refuse it"
         if self.not_before > now:
@@ -93,7 +102,10 @@ class CertificateValidity(msgspec.Struct, frozen=True):
 
 
 def server_context(settings: ServerSettings) -> ssl.SSLContext:
-    """Create the context of a listener. Raises OSError (or ssl.SSLError) for an unusable file."""
+    """Create the SSLContext of a listener.
+
+    Raises OSError (or its subclass ssl.SSLError) for an unusable file.
+    """
     contexts = [_server_context(settings, pair) for pair in settings.key_pairs]
     default = contexts[0]
     if len(contexts) > 1:
@@ -106,7 +118,7 @@ def server_context(settings: ServerSettings) -> ssl.SSLContext:
 
 
 def client_context(settings: ClientSettings) -> ssl.SSLContext:
-    """Create the context of a client. Raises OSError when a file cannot be used."""
+    """Create the SSLContext of a client. Raises OSError when a file cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(ALPN)
@@ -135,7 +147,7 @@ def settings_files(settings: ServerSettings | ClientSettings) -> tuple[str, ...]
 
 
 def files_stamp(settings: ServerSettings | ClientSettings) -> tuple[tuple[int, ...] | None, ...]:
-    """Return a value that changes when one of the files or a link to it is replaced or written."""
+    """Return a value that changes when one of the files, or a link to it, is changed."""
     return tuple(_stamp(path) for path in settings_files(settings))
 
 
@@ -159,7 +171,7 @@ def key_pair_problems(pair: KeyPair) -> Iterator[FileProblem]:
 
 
 def ca_problem(path: str) -> FileProblem | None:
-    """Return what is wrong with a file of certificate authorities, or None."""
+    """Return what is wrong with a file of certificate authorities, or None if it can be used."""
     problem = _unreadable("ca", path)
     if problem is None and not _has_certificate(path):
         problem = FileProblem("ca", "holds no certificate in PEM form")
@@ -167,7 +179,7 @@ def ca_problem(path: str) -> FileProblem | None:
 
 
 def has_valid_ciphers(ciphers: str) -> bool:
-    """Whether OpenSSL knows at least one cipher of the list."""
+    """Return whether OpenSSL knows at least one cipher of the list."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).set_ciphers(ciphers)
     except ssl.SSLError:
@@ -176,11 +188,11 @@ def has_valid_ciphers(ciphers: str) -> bool:
 
 
 def certificate_validity(pair: KeyPair) -> CertificateValidity:
-    """Read a certificate's validity period and names.
+    """Return a certificate's validity period and names.
 
     The ssl module has no public parser for a file, so this performs a handshake in memory, which
     also proves that the key belongs to the certificate. Raises OSError or ValueError if the pair
-    cannot serve.
+    cannot be used.
     """
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _load_pair(server, pair)
@@ -203,7 +215,7 @@ def certificate_validity(pair: KeyPair) -> CertificateValidity:
 
 
 class _SniCallback:
-    """Switches a connection to the context of the certificate for the requested server name."""
+    """Selects the SSLContext of a connection by the server name that the client requests (SNI)."""
 
     __slots__ = ("_contexts",)
 
@@ -299,7 +311,7 @@ def _pair_problem(error: Exception) -> FileProblem:
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, Any]:
-    """Handshake in memory; return the server's certificate as getpeercert() does.
+    """Perform a TLS handshake in memory; return the server's certificate as getpeercert() does.
 
     Raises ssl.SSLError.
     """

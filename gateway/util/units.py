@@ -46,7 +46,7 @@ class UnitError(ValueError):
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds in text such as "1m30s". Raises UnitError.
+    """Return the seconds in text such as "1m30s". Raises UnitError if it is no duration.
 
     Units are us, ms, s, m, h and d, each at most once and the largest first.
     """
@@ -65,7 +65,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes in text such as "32MiB". Raises UnitError.
+    """Return the bytes in text such as "32MiB". Raises UnitError if it is no size.
 
     Units are B, KB to TB (powers of 1000) and KiB to TiB (powers of 1024).
     """

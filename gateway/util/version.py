@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 
 def program_version() -> str:
-    """Return the version of the running program."""
+    """Return the version of the running program, or "unknown" if it is not installed."""
     try:
         return version("penstock")
     except PackageNotFoundError:  # a source checkout that is not installed
@@ -16,13 +16,11 @@ def program_version() -> str:
 
 
 def build_kind() -> str:
-    """Return what runs: "compiled" (extension modules) or "sources"."""
+    """Return how the hot path runs: "compiled" (extension modules) or "sources"."""
     return "compiled" if is_compiled() else "sources"
 
 
 def is_compiled() -> bool:
-    """Whether the extension modules are used instead of their sources
-    (tools/compile/compile.py).
-    """
+    """Return whether compiled extension modules are used instead of their Python sources."""
     spec = find_spec("gateway.protocol.relay")
     return spec is not None and str(spec.origin).endswith(tuple(EXTENSION_SUFFIXES))

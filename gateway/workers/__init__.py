@@ -1,4 +1,4 @@
-"""Several gateway processes on one machine: workers on one port, run by a supervisor.
+"""Several gateway processes on one machine: workers that share one port, run by a supervisor.
 
 worker_process.py is a worker as the supervisor sees it; supervisor.py starts and replaces them;
 config_rollout.py changes their configuration together; pages.py, metrics_merge.py,

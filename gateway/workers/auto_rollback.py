@@ -1,4 +1,4 @@
-"""`reload.auto_rollback` with workers: their requests are evaluated together.
+"""Auto-rollback (`reload.auto_rollback`) with workers: their requests are evaluated together.
 
 When the new version fails more often, all workers roll back.
 """
@@ -19,7 +19,7 @@ TIMEOUT_S = 5.0
 
 
 class WorkersRollbackTarget:
-    """All workers as the target of one auto-rollback monitor.
+    """All workers together, as the target of one auto-rollback monitor.
 
     The last count of a worker still counts when it has ended or does not respond, so totals never
     fall.
@@ -33,7 +33,7 @@ class WorkersRollbackTarget:
 
     @property
     def limits(self) -> AutoRollback | None:
-        """The limits of the running configuration; None if auto-rollback is off."""
+        """The limits of the running configuration, or None if auto-rollback is off."""
         return self._configured.running.config.reload.auto_rollback
 
     @property
@@ -42,7 +42,7 @@ class WorkersRollbackTarget:
         return self._configured.version
 
     async def failure_count(self) -> FailureCount:
-        """Return the failure count of all workers since the start, ended ones included."""
+        """Return the failure count of all workers since the start, including ended workers."""
         workers = self._workers()
         answers = await asyncio.gather(*map(_fetch_count, workers))
         self._last |= {

@@ -1,4 +1,4 @@
-"""Configuration changes of all workers or of none.
+"""Configuration changes that all workers apply, or none.
 
 Each worker does a dry run first, then each applies the change. If a worker fails to apply what its
 dry run accepted, the others roll back. A version has the same number in all workers; a worker that
@@ -28,7 +28,7 @@ DRY_RUN_RESULTS = ("dry_run", "unchanged")
 class ConfigRollout:
     """Applies configuration changes to all workers, one change at a time.
 
-    `running` is the configuration in force, with which new workers start. `lost` is called with
+    `running` is the configuration in force, with which new workers start. `on_lost` is called with
     each worker that may differ from the others and must be replaced.
     """
 
@@ -70,15 +70,15 @@ class ConfigRollout:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Every file that the running configuration, or the one last rejected, depends on."""
+        """Every file that the running configuration, or the last rejected one, depends on."""
         own = () if self.file is None else (self.file,)
         return tuple(dict.fromkeys((*own, *self.running.references, *self._missing)))
 
     async def reload_changed_files(self) -> None:
         """Reload after a watched file has changed.
 
-        Applies the file if it was edited; otherwise applies the running configuration again if the
-        files that it references have changed.
+        If the configuration file was edited, it is applied. Otherwise the running configuration is
+        applied again if the files that it references have changed.
         """
         if self.file is not None and await asyncio.to_thread(self._has_file_changed, self.file):
             await self.reload()
@@ -114,7 +114,7 @@ class ConfigRollout:
         return load_text(self.running.text, self.running.file, self._env)
 
     async def reload(self, options: ChangeOptions = DEFAULT_OPTIONS) -> WorkerResponse:
-        """Apply the file as it is now."""
+        """Read the configuration file and apply it to all workers."""
         file = self.file
         if file is None:
             return _answer(
@@ -142,7 +142,7 @@ class ConfigRollout:
     async def rollback(
         self, number: int | None, options: ChangeOptions = DEFAULT_OPTIONS
     ) -> WorkerResponse:
-        """Apply an older version: `number`, or the one before the version in force."""
+        """Apply an older version: `number`, or by default the one before the version in force."""
         older = [version for version in self._versions.all() if version.number < self.version]
         target = (
             self._versions.find(number) if number is not None else (older[-1] if older else None)
@@ -175,9 +175,9 @@ class ConfigRollout:
         options: ChangeOptions = DEFAULT_OPTIONS,
         trigger: str = "change",
     ) -> WorkerResponse:
-        """Try and apply one change; `text` is None for that of the file.
+        """Dry-run and apply one change; `text` is None for that of the file.
 
-        Problems of the text are reported by the workers, which load it too.
+        The workers report problems of the text, because they load it too.
         """
         async with self.lock:
             missing: tuple[Path, ...] = ()
@@ -285,17 +285,17 @@ class ConfigRollout:
         return applied
 
     def _set_running(self, loaded: LoadedConfig, version: int) -> None:
-        """Record that all workers run this; new workers start with it."""
+        """Record that all workers run this configuration; new workers start with it."""
         self.running = loaded
         self.set_version_number(version)
 
     async def _send_to(
         self, workers: Sequence[Worker], path: str, text: bytes | None, match: dict[str, str]
     ) -> dict[Worker, WorkerResponse]:
-        """Send a change to the workers; return the responses, without workers that did not respond.
+        """Send a change to the workers; return the responses by worker.
 
-        Workers that did not respond are lost. Only the oldest one checks If-Match, because it knows
-        every version.
+        Workers that do not respond are left out and reported as lost. Only the oldest worker checks
+        If-Match, because it knows every version.
         """
         key = self.running.config.admin.key
         headers = {} if key is None else {"Authorization": f"Bearer {key.reveal()}"}
@@ -325,17 +325,17 @@ class ConfigRollout:
 
 
 def response_result(response: WorkerResponse) -> str:
-    """Return the `result` member of a worker's response."""
+    """Return the `result` member of a worker's response, or "" without one."""
     return str(_json(response).get("result", ""))
 
 
 def response_message(response: WorkerResponse) -> str:
-    """Return the `message` member of a worker's response."""
+    """Return the `message` member of a worker's response, or "" without one."""
     return str(_json(response).get("message", ""))
 
 
 def _number(response: WorkerResponse) -> int:
-    """Return the number of the version that the worker runs."""
+    """Return the number of the version that the worker runs, or 0 if it reports none."""
     number = _json(response).get("version")
     return number if isinstance(number, int) else 0
 

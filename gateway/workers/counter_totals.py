@@ -1,8 +1,8 @@
-"""Metrics of all workers as one scrape, with totals that never fall.
+"""Merges the metrics of all workers into one scrape, with totals that never fall.
 
-Keeps the last families of every worker: those of a worker that does not respond, and the counters
-of workers that have ended. A total that fell would look like a counter reset. How families are
-merged is in metrics_merge.py, how they are written in exposition.py.
+It keeps the last values of every worker that does not respond, and the counters of workers that
+have ended. A total that fell would look like a counter reset. metrics_merge.py merges metric
+families, exposition.py renders them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class CounterTotals:
         *,
         exemplars: bool = False,
     ) -> bytes:
-        """Return the text of a scrape, including the supervisor's own families.
+        """Return the text of a scrape, including the supervisor's own metric families.
 
-        `own` returns them for the families of each serving worker, by its number. Concurrent
+        `own` returns them, given the families of each serving worker by its number. Concurrent
         scrapes run one after the other.
         """
         async with self._one_at_a_time:

@@ -1,7 +1,7 @@
 """The live view of several workers: merges their metric samples and their status.
 
-Sketches are merged, so that percentiles cover all observations. What the view contains is in
-live_view.py.
+Sketches are merged, so that percentiles cover all observations. live_view.py says what the view
+contains.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _decoder = msgspec.msgpack.Decoder(WorkerSample)
 
 
 class LiveViewMerger:
-    """Samples the `workers` that serve requests.
+    """Merges samples of the `workers` that serve requests.
 
-    Keeps the sums of workers that have ended, so that no total ever falls.
+    It keeps the sums of workers that have ended, so that no total ever falls.
     """
 
     def __init__(self, workers: Callable[[], Sequence[Worker]]) -> None:
@@ -76,7 +76,7 @@ async def _fetch(worker: Worker) -> tuple[Worker, WorkerSample] | None:
 
 
 def sum_samples(marks: Sequence[MetricSample]) -> MetricSample:
-    """Return the sum of the samples, at the time of the last; other values stay empty."""
+    """Return the sum of the samples, with the time of the last one; other values stay empty."""
     names = (
         *("responses", "shed", "slo_outcomes", "retries", "upstream_errors"),
         *("computed_tokens", "split_decisions"),
@@ -108,7 +108,7 @@ def sum_samples(marks: Sequence[MetricSample]) -> MetricSample:
 
 
 def merge_statuses(statuses: Sequence[FleetStatus]) -> FleetStatus:
-    """Merge the status of all workers; the oldest one's values where all are the same."""
+    """Return the merged status of all workers; equal values are taken from the oldest worker."""
     return msgspec.structs.replace(
         statuses[0],
         pools=_pools(statuses),
@@ -128,13 +128,13 @@ def merge_statuses(statuses: Sequence[FleetStatus]) -> FleetStatus:
 
 
 def _shared(statuses: Sequence[FleetStatus]) -> dict[str, Any] | None:
-    """Return one worker's state, preferably one with a problem."""
+    """Return one worker's state of the exchange with other gateways, preferably with a problem."""
     known = [status.shared_state for status in statuses if status.shared_state is not None]
     return next((status for status in known if status["problem"]), known[0] if known else None)
 
 
 def _pools(statuses: Sequence[FleetStatus]) -> list[dict[str, Any]]:
-    """Sum the requests in flight and waiting by pool; take the highest price."""
+    """Return rows by pool, with summed requests in flight and waiting, and the highest price."""
     rows: dict[str, dict[str, Any]] = {}
     for row in (row for status in statuses for row in status.pools):
         merged = rows.setdefault(row["name"], row)
@@ -146,7 +146,7 @@ def _pools(statuses: Sequence[FleetStatus]) -> list[dict[str, Any]]:
 
 
 def _endpoints(statuses: Sequence[FleetStatus]) -> list[dict[str, Any]]:
-    """Merge the endpoints; one is unavailable if any worker reports it as such."""
+    """Merge the endpoints' rows; one is unavailable if any worker reports it as unavailable."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for row in (row for status in statuses for row in status.endpoints):
         merged = rows.setdefault((row["pool"], row["url"]), row)
@@ -180,7 +180,7 @@ def _pairs(statuses: Sequence[FleetStatus]) -> dict[tuple[str, str], PairStatus]
 
 
 def _share_unchanged(now: MetricSample, before: MetricSample) -> MetricSample:
-    """Make a sketch that has not changed share its counts with the previous sample."""
+    """Replace each sketch that has not changed by that of the previous sample, to save memory."""
 
     def shared(
         after: Mapping[str, BucketCounts], old: Mapping[str, BucketCounts]
@@ -203,7 +203,7 @@ def _summed(parts: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
 
 
 def _by_key(add: Callable[[list[Row]], Row], parts: Iterable[Mapping[Key, Row]]) -> dict[Key, Row]:
-    """Merge the rows of each key with `add`."""
+    """Return a mapping with all keys of `parts`, where `add` merges the rows of each key."""
     rows: dict[Key, list[Row]] = {}
     for part in parts:
         for key, row in part.items():

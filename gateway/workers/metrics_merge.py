@@ -1,7 +1,7 @@
 """Merges the admin pages of several workers: metrics, endpoints, and policies on trial.
 
-A ratio or mean is computed over all requests, never as a mean of the workers' values. The live view
-is merged in live_view_merge.py.
+A ratio or mean is computed over all requests, never as a mean of the workers' values.
+live_view_merge.py merges the live view.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def merge_families(
     """Merge metric families by name.
 
     Counters and histograms are summed, gauges follow the merge rule of their specification. Of
-    `gone` workers only counters and histograms count.
+    `ended` workers only counters and histograms count.
     """
     merged: dict[str, FamilyReading] = {}
     without_gauges = (reading for page in ended for reading in page if reading.spec.kind != "gauge")
@@ -76,7 +76,7 @@ def _merge_gauge(rule: Merge, first: float, second: float) -> float:
 
 
 def merge_endpoints(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the endpoints by pool and URL.
+    """Merge the endpoints of several workers by pool and URL.
 
     The fields of SUMMED_FIELDS are summed; an endpoint is available if all workers report it as
     available.

@@ -1,7 +1,7 @@
 """The admin server of several workers: it merges their pages and sends changes to all of them.
 
 Other pages come from the oldest worker; an explanation comes from the worker that served the
-request. Pages are merged in metrics_merge.py and live_view_merge.py.
+request. metrics_merge.py and live_view_merge.py merge pages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class WorkerGroup(Protocol):
 
 
 def workers_application(group: WorkerGroup) -> web.Application:
-    """Return the admin server's application."""
+    """Return the admin server's aiohttp application for these workers."""
     configured = group.config_rollout
     server = web.Application(
         middlewares=[access_middleware(lambda: configured.running.config)],
@@ -113,7 +113,7 @@ def _merged_handler(
     path: str,
     merge_pages: Callable[[Iterable[Mapping[str, Any]]], dict[str, Any]],
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return the handler of a JSON page merged from the workers' pages."""
+    """Return the handler of a JSON page that `merge_pages` makes from the workers' pages."""
 
     async def page(_: web.Request) -> web.Response:
         responses = await _ask_all(group.ready_workers(), path)
@@ -127,7 +127,7 @@ def _merged_handler(
 
 
 def _add_changes(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
-    """Add the requests that all workers apply, or none."""
+    """Add the routes for changes that all workers apply, or none."""
     configured = group.config_rollout
 
     async def put(text: bytes, headers: Mapping[str, str], options: ChangeOptions) -> web.Response:
@@ -156,14 +156,17 @@ def _add_changes(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
 async def _ask_all(
     workers: Iterable[Worker], path: str, method: str = "GET", headers: dict[str, str] | None = None
 ) -> list[WorkerResponse]:
-    """Return the responses of the workers that respond."""
+    """Send a request to all workers; return the responses of those that respond in time."""
     requests = (worker.request(method, path, headers=headers, timeout_s=5.0) for worker in workers)
     responses = await asyncio.gather(*requests, return_exceptions=True)
     return [response for response in responses if isinstance(response, WorkerResponse)]
 
 
 async def first_response(workers: Iterable[Worker], path: str) -> WorkerResponse:
-    """Return the first successful response, oldest worker first; else the last response."""
+    """Return the first successful response, asking the oldest worker first.
+
+    If none is successful, return the last response, or status 503.
+    """
     response = WorkerResponse(503, {"Content-Type": "text/plain"}, b"no worker responds\n")
     for worker in workers:
         try:

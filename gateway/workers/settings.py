@@ -15,7 +15,7 @@ MAX_SETTINGS_BYTES = 16 << 20
 
 
 class WorkerLaunchSettings(msgspec.Struct, frozen=True):
-    """The settings of one worker.
+    """The settings with which a supervisor starts a worker.
 
     number       its number among the workers
     file, text   the configuration's text, and the file name that problems are reported with
@@ -43,16 +43,16 @@ class WorkerLaunchSettings(msgspec.Struct, frozen=True):
 
     @property
     def reload_path(self) -> Path | None:
-        """The path of the file that a reload reads; None without one."""
+        """The path of the file that a reload reads, or None without one."""
         return None if self.reload_file is None else Path(self.reload_file)
 
 
 def pack_settings(settings: WorkerLaunchSettings) -> bytes:
-    """Return the settings with their length in front."""
+    """Return the settings as bytes, with their length in front."""
     body = msgspec.msgpack.encode(settings)
     return LENGTH.pack(len(body)) + body
 
 
 def unpack_settings(body: bytes) -> WorkerLaunchSettings:
-    """Decode settings. Raises msgspec.DecodeError."""
+    """Decode settings from the bytes after the length. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(body, type=WorkerLaunchSettings)

@@ -58,9 +58,9 @@ DRAIN_MARGIN_S = 5.0
 
 
 class WorkerSlot:
-    """The slot of one worker, which outlives the process.
+    """The slot of one worker, which outlives the worker's process.
 
-    `retry_s` is the delay before the next restart.
+    `retry_s` is the delay in seconds before the next restart.
     """
 
     __slots__ = ("listener", "number", "retry_s", "task", "worker")
@@ -88,7 +88,7 @@ class Supervisor:
         count: int,
         sockets: SocketsByName = NO_SOCKETS,
     ) -> None:
-        """Prepare the supervisor.
+        """Prepare the supervisor for `count` workers.
 
         `sockets` are those that systemd has opened; all workers share that of the API.
         """
@@ -205,7 +205,10 @@ class Supervisor:
             raise RuntimeError("a worker did not become ready; its messages are above")
 
     async def stop_being_ready(self) -> None:
-        """Report not ready, and keep serving for timeouts.grace so that load balancers notice."""
+        """Report not ready, and go on serving for `timeouts.grace` seconds.
+
+        Load balancers need this time to notice.
+        """
         self.is_draining = True
         grace_s = self.config_rollout.running.config.timeouts.grace or 0.0
         log.info(
@@ -240,7 +243,7 @@ class Supervisor:
         log.info("drain ended after %.1f s; the gateway stops", monotonic() - started_at)
 
     async def on_hangup(self) -> None:
-        """Handle SIGHUP: make workers reopen the access log, then reload the configuration file."""
+        """Handle SIGHUP: make workers reopen the access log, and reload the configuration."""
         for worker in (*self.ready_workers(), *self.ending_workers()):
             worker.reopen_log()
         notify.report_reloading(self._env)
@@ -284,7 +287,7 @@ class Supervisor:
         )
 
     def _retire(self, worker: Worker) -> None:
-        """Retire a worker: it ends with its last connection, and is killed after a timeout."""
+        """Make a worker end with its last connection, and kill it after a timeout."""
         worker.retire()
         within_s = self.config_rollout.running.config.timeouts.handover + self._drain_s()
         task = asyncio.create_task(
@@ -299,7 +302,7 @@ class Supervisor:
     async def _start_worker(
         self, place: WorkerSlot, *, finds_version: bool = False
     ) -> Worker | None:
-        """Start a worker in this slot; return it once it is ready, or None.
+        """Start a worker in this slot; return it once it is ready, or None if it does not start.
 
         A caller that is cancelled meanwhile leaves no process behind.
         """
@@ -334,13 +337,16 @@ class Supervisor:
         return worker if is_ready else None
 
     async def _drained(self) -> tuple[str, ...]:
-        """Return the endpoints that an operator has drained, as the oldest ready worker reports."""
+        """Return the names of endpoints that an operator has drained.
+
+        The oldest ready worker reports them.
+        """
         response = await pages.first_response(self.ready_workers(), "/endpoints")
         rows = json.loads(response.body)["endpoints"] if response.status == 200 else ()
         return tuple(row["name"] for row in rows if row["state"] in DRAINED_STATES)
 
     async def _replace(self, place: WorkerSlot) -> Worker | None:
-        """Start a worker like `_start_worker`, with no configuration change or drain meanwhile."""
+        """Start a worker like _start_worker(), with no configuration change or drain meanwhile."""
         async with self.config_rollout.lock:
             return await self._start_worker(place)
 

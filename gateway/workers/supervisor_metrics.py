@@ -1,4 +1,4 @@
-"""Metrics of the supervisor itself, which `/metrics` shows together with those of its workers.
+"""The metrics of the supervisor itself, which `/metrics` shows together with those of its workers.
 
 They are on no dashboard, because a gateway without workers does not have them.
 """
@@ -62,8 +62,8 @@ class SupervisorMetrics:
     def collect(self, workers: Mapping[int, Sequence[FamilyReading]]) -> list[FamilyReading]:
         """Return the values of the families, and the supervisor's `process_*` metrics.
 
-        `workers` has the families of each serving worker by its number; the balance among them
-        shows in their connections and requests.
+        `workers` has the families of each serving worker by its number. Their connections and
+        requests show how evenly the workers are loaded.
         """
         for family, name in (
             (self.connections, "penstock_connections"),
@@ -76,7 +76,7 @@ class SupervisorMetrics:
 
 
 def _total(name: str, readings: Sequence[FamilyReading]) -> float:
-    """Return the sum of a gauge's series."""
+    """Return the sum over all series of the gauge `name`."""
     return sum(
         value
         for reading in readings

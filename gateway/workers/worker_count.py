@@ -1,4 +1,4 @@
-"""How many workers `workers: auto` means: one for each core that the gateway may use."""
+"""Computes the number of workers for `workers: auto`: one per core that the gateway may use."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def resolve_worker_count(workers: int | Literal["auto"]) -> int:
-    """Return the number of workers that a configuration or command line sets."""
+    """Return the number of workers for a configured value, which is a number or "auto"."""
     if workers != AUTO:
         return workers
     return min(cores_within_quotas(len(os.sched_getaffinity(0)), _cpu_quotas()), MAX_WORKERS)
 
 
 def cores_within_quotas(cores: int, quotas: Iterable[str]) -> int:
-    """Return how many whole cores the quotas leave, at least 1.
+    """Return how many whole cores the CPU quotas leave, at least 1.
 
     Each quota is the content of a cgroup's `cpu.max` (Linux, cgroup v2): microseconds of CPU, or
     `max`, and the period in microseconds. A fraction of a core does not count, because the kernel
@@ -34,7 +34,7 @@ def cores_within_quotas(cores: int, quotas: Iterable[str]) -> int:
 
 
 def _cpu_quotas() -> list[str]:
-    """Read `cpu.max` of this process's cgroup and of those above it."""
+    """Return the content of `cpu.max` of this process's cgroup and of those above it."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""The entry point of a worker: a gateway on the sockets that its supervisor hands it.
+"""The entry point of a worker: a gateway on sockets that it inherits from its supervisor.
 
-The settings come through a pipe on stdin. Its end means that the supervisor has ended, and the
-worker ends too.
+The settings come through a pipe on stdin. The pipe's end means that the supervisor has ended, and
+the worker ends too.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _read_settings(pipe: BinaryIO) -> WorkerLaunchSettings | None:
 
 
 def _stop_with_supervisor(app: App) -> None:
-    """Stop the application when the supervisor closes the pipe; nothing else is sent through it."""
+    """Stop the application when the supervisor closes the pipe, or ends."""
     loop = asyncio.get_running_loop()
 
     def on_readable() -> None:

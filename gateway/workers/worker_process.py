@@ -1,4 +1,4 @@
-"""One worker as its supervisor sees it: a process, its admin socket, and when it became ready."""
+"""A worker as its supervisor sees it: a process, its admin socket, and when it became ready."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WorkerResponse:
 
 
 class Worker:
-    """A started worker process; `ready_at` is None until it accepts connections."""
+    """A worker process that was started; `ready_at` is None until it accepts connections."""
 
     def __init__(self, settings: WorkerLaunchSettings, process: asyncio.subprocess.Process) -> None:
         self.number = settings.number
@@ -78,7 +78,7 @@ class Worker:
         headers: dict[str, str] | None = None,
         timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> WorkerResponse:
-        """Send a request to the worker's admin server. Raises one of LOST."""
+        """Send a request to the worker's admin server. Raises one of REQUEST_ERRORS."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         request: Any = self._session.request(
             method, f"http://localhost{path}", data=body, headers=headers, timeout=timeout
@@ -108,7 +108,7 @@ class Worker:
             self.process.send_signal(signal.SIGHUP)
 
     async def wait_until_ended(self, within_s: float) -> None:
-        """Wait until the process has ended; kill it after `within_s`."""
+        """Wait until the process has ended; kill it after `within_s` seconds."""
         try:
             async with asyncio.timeout(within_s):
                 await self.process.wait()
@@ -118,7 +118,7 @@ class Worker:
         await self.close()
 
     async def close(self) -> None:
-        """Release what is left of an ended worker."""
+        """Free the resources of an ended worker."""
         await self._session.close()
         if self.process.stdin is not None:
             self.process.stdin.close()
@@ -126,7 +126,7 @@ class Worker:
 
 
 def new_listener(host: str, port: int) -> socket.socket:
-    """Return a listening socket on the API port, shared through SO_REUSEPORT.
+    """Return a listening socket on the API port, which workers share through SO_REUSEPORT.
 
     It stays open when its worker ends, so that clients that have connected wait instead of being
     refused.
@@ -138,6 +138,6 @@ def new_listener(host: str, port: int) -> socket.socket:
 
 
 def make_inheritable(listener: socket.socket) -> socket.socket:
-    """Mark the socket as inheritable and return it."""
+    """Make the socket inheritable by child processes, and return it."""
     os.set_inheritable(listener.fileno(), True)
     return listener
