@@ -1,6 +1,6 @@
-"""Configuration: reads one YAML file into one immutable typed tree, with a place for every error.
+"""Configuration: reads a YAML file into an immutable typed tree, with a position for every error.
 
-file_reader.py reads files, and yaml_source.py parses their text and keeps places. values.py,
+file_reader.py reads files, and yaml_source.py parses their text and keeps positions. values.py,
 tree.py and the section modules are the types. gateway/config/cross_checks.py and the rule modules
 compare values. load.py puts all of it together.
 """

@@ -11,7 +11,7 @@ from gateway.util.name_patterns import NamePattern, is_pattern, parse_pattern
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield patterns where none is possible, and patterns with more than one `*`."""
+    """Yield errors: patterns where none is permitted, and patterns with more than one `*`."""
     for path, model in iter_mappings(get_member(data, "models"), ("models",)):
         name = get_member(model, "name")
         if isinstance(name, str) and is_pattern(name):
@@ -23,7 +23,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield each pattern that matches names that another model's pattern matches too."""
+    """Yield a warning for each pattern that overlaps the pattern of another model."""
     seen: list[tuple[Path, NamePattern]] = []
     for path, text in _texts(data, "models", "aliases"):
         if text.count("*") != 1:
@@ -40,13 +40,13 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
 
 
 def _texts(data: Any, section: str, key: str) -> Iterator[tuple[Path, str]]:
-    """Yield the texts in the lists `key` of all entries of a section."""
+    """Yield the texts in the lists `key` of all entries of a section, with their paths."""
     for path, entry in iter_mappings(get_member(data, section), (section,)):
         yield from _list(get_member(entry, key), (*path, key))
 
 
 def _allowed(data: Any) -> Iterator[tuple[Path, str]]:
-    """Yield the models that tenants and their keys may use."""
+    """Yield the model names and patterns that tenants and their keys may use, with their paths."""
     yield from _texts(data, "tenants", "models")
     for path, tenant in iter_mappings(get_member(data, "tenants"), ("tenants",)):
         for key_path, key in iter_mappings(

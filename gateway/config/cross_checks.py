@@ -1,7 +1,7 @@
 """Rules between values: clashing names, unknown pools, equal ports, unknown parameters.
 
 They read plain data rather than the typed tree, so that their errors appear in the same run as
-those of single values. Values of a wrong type have been reported already and are ignored here.
+those of single values. Values of a wrong type have already been reported and are ignored here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield what is allowed but probably unintended."""
+    """Yield warnings about what is permitted but probably unintended."""
     host = get_member(get_member(get_member(data, "listeners"), "admin"), "host")
     if isinstance(host, str) and not _is_local(host):
         text = (
@@ -71,7 +71,7 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
 
 
 def tls_sections(data: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield every section named tls, as plain data."""
+    """Yield every section named tls with its path, as plain data."""
     for name in ("api", "admin"):
         yield (
             ("listeners", name, "tls"),
@@ -105,16 +105,16 @@ def _literal_secrets(data: Any) -> Iterator[RuleFinding]:
 
 
 def secrets_in_clear(data: Any) -> Iterator[Path]:
-    """Yield where a secret is in the text itself, if only as the default of a reference."""
+    """Yield the paths of secrets that are in the text itself, if only as a reference's default."""
     for path, value in _secrets(data):
         if value is not None and not (isinstance(value, Substituted) and value.is_all_by_reference):
             yield path
 
 
 def _misplaced_files(data: Any) -> Iterator[RuleFinding]:
-    """Yield ${file:...} references outside secrets.
+    """Yield errors for ${file:...} references outside secrets.
 
-    Names and labels are shown on many pages, so anyone who may submit a configuration could read
+    Names and labels are shown on many pages. So anyone who may submit a configuration could read
     any file through them.
     """
     text = "is not a secret, and ${file:...} is allowed only for secrets; write ${NAME}"
@@ -138,7 +138,7 @@ def _leaves(data: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _secrets(data: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield the path of every secret and its value, if any."""
+    """Yield the path of every secret and its value, or None for a secret that is not set."""
     yield from (((*path, key), get_member(owner, key)) for path, owner, key in _secret_owners(data))
     yield from _further_keys(data)
 
@@ -233,7 +233,7 @@ def _model_pools(data: Any) -> Iterator[RuleFinding]:
 
 
 def _served_models(data: Any) -> Iterator[RuleFinding]:
-    """Yield each endpoint's served_model of which it is unclear what model of its pool it means."""
+    """Yield an error for each endpoint's served_model that could mean several of its models."""
     for path, served, names in _shared_names(data):
         if served not in names:
             text = f"could mean any model of its pool ({', '.join(names)})"
@@ -271,7 +271,7 @@ def _unused_names(data: Any) -> Iterator[RuleFinding]:
 
 
 def _specs(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield every endpoint of every pool."""
+    """Yield every endpoint of every pool, with its path."""
     for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
         yield from iter_mappings(get_member(pool, "endpoints"), (*path, "endpoints"))
 
@@ -302,7 +302,7 @@ def _endpoints(data: Any) -> Iterator[RuleFinding]:
 
 
 def _discovery_sources(data: Any) -> Iterator[RuleFinding]:
-    """Yield sources that another pool already uses.
+    """Yield errors for discovery sources that another pool already uses.
 
     Endpoint names are unique over all pools, so the second pool would never get any endpoint.
     """
@@ -317,7 +317,7 @@ def _discovery_sources(data: Any) -> Iterator[RuleFinding]:
 
 
 def _source_key(kind: str, value: Any) -> str | None:
-    """Return a text that is equal for equal sources; None if the value is missing or invalid."""
+    """Return a text that is equal for equal sources, or None if the value is missing or invalid."""
     if kind == "kubernetes":
         service = get_member(value, "service")
         if not isinstance(service, str):
@@ -329,7 +329,7 @@ def _source_key(kind: str, value: Any) -> str | None:
 
 
 def _normalized(url: str) -> str:
-    """Return the URL as in the typed tree; an invalid one as written."""
+    """Return the URL as in the typed tree; return an invalid one as written."""
     try:
         return engine_url(str(url))
     except ValueError:
@@ -365,7 +365,7 @@ def _tenants(data: Any) -> Iterator[RuleFinding]:
 
 
 def _overflows(data: Any) -> Iterator[RuleFinding]:
-    """Yield overflow models that are unknown, the model itself, or given twice."""
+    """Yield errors for overflow models that are unknown, the model itself, or given twice."""
     values = [
         get_member(model, "name")
         for _, model in iter_mappings(get_member(data, "models"), ("models",))
@@ -388,7 +388,7 @@ def _overflows(data: Any) -> Iterator[RuleFinding]:
 
 
 def _classes(data: Any) -> Iterator[RuleFinding]:
-    """Yield references to service classes that do not exist."""
+    """Yield errors for references to service classes that do not exist."""
     slo = get_member(data, "slo")
     classes = get_member(slo, "classes")
     known = tuple(classes) if isinstance(classes, dict) else tuple(Slos().classes)
@@ -411,7 +411,10 @@ def _class_uses(data: Any) -> Iterator[tuple[Path, Any]]:
 
 
 class _Registry(msgspec.Struct, frozen=True):
-    """Something that is chosen by name, with parameters. `what` is its kind in words."""
+    """A registry of policies, which are chosen by name and have parameters.
+
+    `what` says in words what kind of policy it has.
+    """
 
     what: str
     names: Callable[[], tuple[str, ...]]
@@ -480,7 +483,7 @@ def _parameter(
 def _combination(
     params: type[msgspec.Struct], given: Mapping[str, Any], path: Path
 ) -> Iterator[RuleFinding]:
-    """Yield what the type's own rules say about parameters that are each valid."""
+    """Yield what the type's own rules say about parameters that are each valid alone."""
     try:
         msgspec.convert(numbers_if_substituted(given), params)
     except msgspec.ValidationError as error:

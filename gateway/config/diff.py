@@ -19,7 +19,7 @@ _POLICY = frozenset({"name", "parameters"})
 
 
 class ConfigChange(msgspec.Struct, frozen=True):
-    """One difference. `before` is None if added, `after` if removed.
+    """One difference; `before` is None if the value was added, `after` if it was removed.
 
     Equal texts mean that a reference now has another value.
     """
@@ -57,7 +57,7 @@ def diff(before: LoadedConfig, after: LoadedConfig) -> tuple[ConfigChange, ...]:
 
 
 def _changed_files(before: LoadedConfig, after: LoadedConfig) -> Iterator[ConfigChange]:
-    """Yield the files that have the same path in both configurations but other content."""
+    """Yield the files that have the same path in both configurations but different content."""
     for path, digest in after.files.items():
         name = after.written.get(path)
         if before.files.get(path, digest) != digest and before.written.get(path) == name:
@@ -86,14 +86,14 @@ def _put(tree: Any, path: Path, text: str) -> None:
 
 
 class _Side(msgspec.Struct, frozen=True):
-    """A value of one of the two configurations, and its path in that configuration's text."""
+    """A value in one of the two configurations, and its path in that configuration's text."""
 
     written: Mapping[Path, object]
     value: Any
     path: Path
 
     def children(self) -> dict[str, _Side] | None:
-        """Return the members by key, and those of a list by identity; None for a plain value."""
+        """Return the members by key, or those of a list by identity; None for a plain value."""
         if isinstance(self.value, dict):
             return {
                 key: _Side(self.written, value, (*self.path, key))
@@ -163,7 +163,7 @@ def _walk(old: _Side, new: _Side, path: Path) -> Iterator[ConfigChange]:
 def _or_empty(
     side: _Side, mine: dict[str, _Side] | None, theirs: dict[str, _Side] | None
 ) -> dict[str, _Side] | None:
-    """Give an empty list no children instead of None if the other side is a list of mappings."""
+    """Return no children instead of None for an empty list whose other side has mappings."""
     return {} if mine is None and theirs is not None and not side.value else mine
 
 
@@ -172,7 +172,7 @@ def _identity(item: Mapping[str, Any]) -> str:
 
 
 def _name(side: _Side | None, key: str) -> str:
-    """Return the shown name of a child.
+    """Return the name under which a child is shown.
 
     An endpoint is shown by its name rather than its URL, and a reference as it is written.
     """

@@ -1,4 +1,4 @@
-"""Sections of the sources from which a pool's endpoints are discovered."""
+"""Configuration sections of the sources from which a pool's endpoints are discovered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class Kubernetes(Section):
     """
 
     service: DnsLabel = Field(description="Name of the Service.")
-    namespace: DnsLabel | None = setting(None, "Its namespace; by default the pod's own.")
+    namespace: DnsLabel | None = setting(
+        None, "Namespace of the Service; by default the gateway pod's own."
+    )
     port: Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]{1,15}$")] | None = setting(
         None, "Name or number (in quotes) of the port; by default the first one."
     )

@@ -8,7 +8,10 @@ from gateway.config.yaml_source import MAX_FILE_BYTES, NotARegularFileError, inv
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Read a file up to one byte beyond `limit`. Raises OSError or NotARegularFileError."""
+    """Return the content of a file, up to one byte beyond `limit` bytes.
+
+    Raises OSError, or NotARegularFileError for a folder, pipe or device.
+    """
     if path.exists() and not path.is_file():  # opening a pipe would block until it is written
         raise NotARegularFileError(path)
     with path.open("rb") as file:
@@ -16,7 +19,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_config_file(path: Path) -> bytes:
-    """Read the configuration file. Raises ConfigError when that is impossible."""
+    """Return the content of the configuration file. Raises ConfigError if it cannot be read."""
     try:
         return read_file(path, MAX_FILE_BYTES)
     except NotARegularFileError:

@@ -1,7 +1,7 @@
 """Rules about tenants: their names, their endpoints, and the isolation of engines' caches.
 
-An engine that does not support cache salts has one cache for everything it serves. The salts
-themselves are in http/cache_salts.py.
+An engine that does not support cache salts has one cache for everything it serves.
+gateway/protocol/cache_salts.py computes the salts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ SALT_MEMBERS: Mapping[str, str] = MappingProxyType({"vllm": "cache_salt", "sglan
 
 
 def salt_member(engine: str, cache_salt: bool | None) -> str:
-    """Return the request member for an endpoint's cache salt; "" if it does not support one.
+    """Return the request member for an endpoint's cache salt, or "" if it does not support one.
 
-    `cache_salt` is the endpoint's setting in the configuration.
+    `cache_salt` is the endpoint's setting in the configuration; None means the engine's default.
     """
     return "" if cache_salt is False else SALT_MEMBERS.get(engine, "")
 
@@ -93,7 +93,7 @@ def _takes_salt(spec: Any) -> bool:
 
 
 def _domains(data: Any) -> dict[str, str]:
-    """Return each tenant's cache domain: equal for tenants that share cached prompts."""
+    """Return each tenant's cache domain, which is equal for tenants that share cached prompts."""
     domains: dict[str, str] = {}
     for _, tenant in _tenants(data):
         name, group = get_member(tenant, "name"), get_member(tenant, "cache_group")
@@ -107,7 +107,7 @@ def _tenants(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _specs(data: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield every endpoint, and the section for discovered ones."""
+    """Yield every endpoint, and the section for discovered ones, with their paths."""
     for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
         yield from iter_mappings(get_member(pool, "endpoints"), (*path, "endpoints"))
         discover = get_member(pool, "discover")

@@ -1,4 +1,4 @@
-"""Rules for layouts in a configuration: those of policies/sizing/rules.py, and the GPUs in all.
+"""Rules for layouts in a configuration: those of policies/sizing/rules.py, and the number of GPUs.
 
 They read plain data, like gateway/config/cross_checks.py.
 """
@@ -22,13 +22,13 @@ SIZES = ("tp", "pp", "ep", "dp")
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield layouts that cannot start."""
+    """Yield errors for layouts with which engines cannot start."""
     yield from _findings(data, is_error=True)
     yield from _too_many_gpus(data)
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield layouts that start but are probably unintended."""
+    """Yield warnings for layouts with which engines start but which are probably unintended."""
     yield from _findings(data, is_error=False)
 
 
@@ -64,7 +64,7 @@ def _group(
 
 
 def _memory(names: list[str], gpu: str, layout: Layout, context: int | None) -> MemoryCheck | None:
-    """Return the memory check for a built-in model on a known GPU; None for all others."""
+    """Return the memory check for a built-in model on a known GPU, or None for all others."""
     model = next((MODELS[name.lower()] for name in names if name.lower() in MODELS), None)
     if model is None or gpu not in GPUS:
         return None
@@ -93,7 +93,7 @@ def _endpoints(data: Any) -> Iterator[tuple[Path, list[str], Any]]:
 
 
 def _layout(layout: Any) -> Layout | None:
-    """Return a layout whose sizes are all valid; None otherwise."""
+    """Return the layout that a section describes, or None if one of its sizes is invalid."""
     sizes = [get_member(layout, key) for key in SIZES]
     if any(size is not None and not _is_count(size) for size in sizes):
         return None
@@ -101,7 +101,10 @@ def _layout(layout: Any) -> Layout | None:
 
 
 def _context(data: Any, path: Path, spec: Any) -> int | None:
-    """Return the longest request of an endpoint: its own limit, or the longest of its pool."""
+    """Return the longest request of an endpoint in tokens: its own limit, or its pool's longest.
+
+    The result is None if no limit is configured.
+    """
     own = get_member(spec, "context_tokens")
     if _is_count(own):
         return int(own)

@@ -1,4 +1,4 @@
-"""The section `limits`: what one client may use, in bytes, seconds and connections."""
+"""The configuration section `limits`: what clients may use, in bytes, seconds and connections."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ class Limits(Section):
     """What one client may use of the gateway's resources."""
 
     body: Size = setting(
-        "32MiB", "Largest request body; a larger one gets 413, at once if its head announces it."
+        "32MiB",
+        "Largest request body in bytes; a larger one gets 413, at once if Content-Length "
+        "announces it.",
     )
     body_budget: Size = setting(
-        "512MiB", "Memory for all request bodies together; beyond it new requests get 429."
+        "512MiB",
+        "Memory for all request bodies together; when it is used up, new requests get 429.",
     )
     headers_timeout: Duration = setting(
         "10s", "Time for a client to send its request line and headers."
@@ -40,8 +43,8 @@ class Limits(Section):
     body_chunks: Count = setting(16384, "Maximum number of chunks in one chunked body.")
     sequences: Count = setting(
         256,
-        "Maximum number of sequences in one request: its prompts times `n` or `best_of`. "
-        "More get 400.",
+        "Maximum number of sequences in one request: its prompts times `n` or `best_of`. A "
+        "request for more gets 400.",
     )
     connections: Count = setting(20000, "Maximum number of client connections.")
     connections_per_address: Count = setting(
@@ -52,8 +55,8 @@ class Limits(Section):
     unread_budget: Size = setting(
         "16MiB",
         "Memory, as part of body_budget, for bytes that belong to no request yet: incomplete "
-        "heads and pipelined requests. Beyond it the connection with the oldest such bytes loses "
-        "them.",
+        "heads and pipelined requests. When it is used up, the connection with the oldest such "
+        "bytes loses them.",
     )
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ from gateway.config.file_reader import read_config_file, read_file
 from gateway.config.problems import ConfigError, Path, Problem, did_you_mean
 from gateway.config.tls_sections import FOLDER_KEY
 from gateway.config.tree import Config
-from gateway.config.yaml_source import Resolved, YamlSource, parse_yaml
+from gateway.config.yaml_source import ResolvedReferences, YamlSource, parse_yaml
 
 SCHEMA_ID = "urn:penstock:config:v1"
 SECRET_MASK = "**********"  # noqa: S105
@@ -49,7 +49,7 @@ class LoadedConfig(msgspec.Struct, frozen=True):
     written: Mapping[Path, object] = {}
     has_secret_in_text: bool = False
     files: Mapping[Path, bytes] = {}
-    resolved: Resolved = Resolved()
+    resolved: ResolvedReferences = ResolvedReferences()
 
 
 def load_config(path: FilePath, env: Mapping[str, str]) -> Config:
@@ -58,14 +58,14 @@ def load_config(path: FilePath, env: Mapping[str, str]) -> Config:
 
 
 def load_with_warnings(path: FilePath, env: Mapping[str, str]) -> LoadedConfig:
-    """Load like load_config(), and keep the warnings that `penstock check` shows."""
+    """Load a file like load_config(), and keep the warnings that `penstock check` shows."""
     return load_text(read_config_file(path), str(path), env)
 
 
 def load_text(
     text: bytes, file: str, env: Mapping[str, str], refused: Mapping[Path, str] = _NONE_REFUSED
 ) -> LoadedConfig:
-    """Load from text like load_with_warnings().
+    """Load a configuration from its text, like load_with_warnings().
 
     `file` is its name in problems, and relative paths start at its folder. `refused` gives, by
     path, the reason why references there may not be resolved (references.py).
@@ -83,8 +83,8 @@ def config_from_engines(
 ) -> LoadedConfig:
     """Build the configuration of `serve --engine URL ...`: one pool, models as engines list them.
 
-    `engine_key` is sent to every engine. It stands in the text as a reference, since texts are
-    shown. Raises ConfigError.
+    `engine_key` is sent to every engine. It is written into the text as a reference, since texts
+    are shown. Raises ConfigError.
     """
     source = YamlSource(_COMMAND_LINE)
     key = {} if engine_key is None else {"api_key": f"${{{ENGINE_KEY_VARIABLE}}}"}
@@ -104,7 +104,7 @@ def config_from_engines(
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of the file, for editors and CI."""
+    """Return the JSON Schema (2020-12) of the configuration file, for editors and CI."""
     schema = Config.model_json_schema(by_alias=True)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -248,7 +248,7 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def default_of(path: Path, value: object) -> object:
-    """Return the default at `path` as an operator writes it ("30s"), else `value`."""
+    """Return the default at `path` as an operator writes it ("30s"), or else `value`."""
     section = _section(path[:-1])
     if section is None:
         return value

@@ -1,4 +1,4 @@
-"""Sections for models, and for splitting, resuming and overflowing their requests."""
+"""Configuration sections for models, and for splitting, resuming and overflowing their requests."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from gateway.config.yaml_source import number_if_substituted
 
 
 class Split(Section):
-    """Prefill and decode on different endpoints, with the KV cache handed over between them."""
+    """Prefill and decode on different endpoints, with the KV cache transferred between them."""
 
     dialect: Literal["vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm"] = Field(
-        description="The handoff protocol of its engines: vllm_nixl, vllm_push, mooncake, sglang "
-        "or trtllm."
+        description="The protocol by which the engines transfer the KV cache: vllm_nixl, "
+        "vllm_push, mooncake, sglang or trtllm."
     )
     threshold_tokens: Count = setting(
-        2048, "Number of prompt tokens not cached at the decoder from which a request is split."
+        2048,
+        "Minimum number of prompt tokens not cached at the decode endpoint from which a request "
+        "is split.",
     )
     hysteresis: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.25,
-        "Half the width of the band around the threshold, as a share of it, in which the mode "
-        "does not change.",
+        "Half the width of the band around the threshold in which splitting is neither turned on "
+        "nor off, as a share of the threshold.",
     )
     transfer_timeout: Duration = setting(
         "30s",
-        "Time from the end of the prefill to the first token; after it the request is recomputed "
-        "on one endpoint.",
+        "Maximum time from the end of the prefill to the first token; after it the request is "
+        "computed again on one endpoint.",
     )
 
 
@@ -40,18 +42,19 @@ class Resume(Section):
     ] = setting(3, "Maximum number of endpoints for one response, including the first.")
     tokens: Count = setting(
         32768,
-        "Tokens of prompt and response recorded for it, four bytes each; a longer stream is not "
-        "continued.",
+        "Maximum tokens of prompt and response that are recorded to continue a stream, four bytes"
+        " each; a longer stream is not continued.",
     )
 
 
 class Overflow(Section):
     """A smaller model that may serve requests which would otherwise be refused."""
 
-    model: Name = Field(description="Its name in the list of models.")
+    model: Name = Field(description="Name of the smaller model, as in the list of models.")
     penalty: Annotated[float, Field(ge=0, lt=1), BeforeValidator(number_if_substituted)] = setting(
         0.3,
-        "Share of a request's worth that is lost by serving it there; the lowest is tried first.",
+        "Share of a request's worth that is lost if the smaller model serves it (0 to 1); the "
+        "model with the lowest penalty is tried first.",
     )
 
 
@@ -64,11 +67,11 @@ class Model(Section):
         "Other names for the same model; a response contains the name that was requested. A name "
         "with one * is a pattern, as in claude-*: exact names win, then the longest pattern.",
     )
-    pool: Name = Field(description="The pool whose endpoints serve it.")
+    pool: Name = Field(description="The pool whose endpoints serve the model.")
     served_model: Name | None = setting(
         None,
-        "The engines' name of it, as they list it at /v1/models; `name` by default. In a pool with "
-        "several models, only this setting can give it.",
+        "The name by which engines list the model at /v1/models; `name` by default. In a pool "
+        "with several models, only this setting can give it.",
     )
     context_tokens: Count | None = setting(
         None, "Maximum of prompt plus response; the gateway refuses longer requests."
@@ -90,8 +93,9 @@ class Model(Section):
         "x-penstock-tier. None by default.",
     )
     parameters: Parameters | None = setting(
-        None, "Its size, to estimate its speed before any measurement."
+        None, "The model's number of parameters, to estimate its speed before any measurement."
     )
     active_parameters: Parameters | None = setting(
-        None, "Parameters used for one token; all of them by default."
+        None,
+        "Number of parameters used for one token (mixture of experts); all of them by default.",
     )

@@ -1,4 +1,4 @@
-"""Sections for what the gateway reports about itself: access log, explanations, traces."""
+"""Configuration sections for what the gateway reports: access log, explanations, traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections for the view that several gateways share, and for its Redis."""
+"""Configuration sections for the state that several gateways share, and for its Redis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.config.values import Interval, Name, RedisUrl, Secret, Section, Siz
 
 
 class Redis(Section):
-    """The Redis through which gateways exchange state.
+    """The Redis server through which gateways exchange state.
 
     Messages are authenticated but not encrypted; rediss:// encrypts the connection.
     """
@@ -20,7 +20,9 @@ class Redis(Section):
         description="redis://host:port, or rediss:// for TLS; a path is the number of the database."
     )
     username: Name | None = setting(None, "User name, if Redis has several users.")
-    password: Secret | None = setting(None, "Its password, by reference: ${NAME} or ${file:/path}.")
+    password: Secret | None = setting(
+        None, "Password for Redis, by reference: ${NAME} or ${file:/path}."
+    )
     tls: ClientTls | None = setting(
         None, "Files for rediss://; by default the system's authorities are trusted."
     )
@@ -33,15 +35,16 @@ class Redis(Section):
 
 
 class Shared(Section):
-    """One view among the gateways of a fleet. A gateway without contact uses its own knowledge."""
+    """State that several gateways share. A gateway without contact uses its own knowledge."""
 
-    redis: Redis = Field(description="Where the gateways exchange state.")
+    redis: Redis = Field(description="The Redis server through which the gateways exchange state.")
     key: Secret = Field(
         description="A key common to all gateways, by reference; at least 16 characters."
     )
     fleet: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z._-]{1,64}$")] = setting(
         "penstock",
-        "Name of the fleet, which its keys in Redis begin with, so that fleets can share a Redis.",
+        "Name of the group of gateways that share state. Its keys in Redis begin with this name, "
+        "so that several groups can share a Redis server.",
     )
     flush: Interval = setting("75ms", "How long updates are collected before they are sent.")
     memory: Size = setting("16MiB", "Memory for what a new gateway receives from the others.")

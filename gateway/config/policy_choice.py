@@ -1,4 +1,4 @@
-"""Sections in which a pool chooses by name: its policies and its admission.
+"""Configuration sections in which a pool chooses by name: its policies and its admission.
 
 The policies themselves are in policies/registry.py.
 """
@@ -28,7 +28,7 @@ class PolicySpec(Section):
 
 
 class AdmissionSpec(Section):
-    """The admission that lets requests in, queues or refuses them: its name, or with parameters."""
+    """The policy that admits, queues or refuses requests: its name, alone or with parameters."""
 
     name: Name = Field(description="none, cap, priced, or another of the table below.")
     params: Mapping[str, Annotated[Any, BeforeValidator(numbers_if_substituted)]] = Field(
@@ -43,7 +43,7 @@ def _by_name(value: object) -> object:
 
 
 class _NameAlone:
-    """Adds to the JSON schema that the name alone is allowed in place of the mapping."""
+    """Adds to the JSON schema that a name alone is valid in place of the mapping."""
 
     def __get_pydantic_json_schema__(
         self, core: CoreSchema, handler: GetJsonSchemaHandler
@@ -65,10 +65,11 @@ class Canary(Section):
         Annotated[float, Field(gt=0, lt=100), BeforeValidator(number_if_substituted)] | None
     ) = setting(
         None,
-        "Percentage of sessions that it serves; a request without a session counts as a session.",
+        "Percentage of sessions that the canary serves; a request without a session counts as a "
+        "session.",
     )
     tenants: Annotated[tuple[Name, ...], Field(max_length=256)] = setting(
-        (), "Instead of a percentage: the tenants all of whose requests it serves."
+        (), "Instead of a percentage: the tenants whose requests the canary serves, all of them."
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Problems of a configuration and their places, and the words of their messages.
+"""Problems of a configuration and their positions, and helpers for the words of their messages.
 
 The rules themselves are in tree.py and the rule modules.
 """
@@ -16,14 +16,17 @@ Path = tuple[str | int, ...]
 
 
 class SourcePosition(msgspec.Struct, frozen=True, order=True):
-    """A place in the file, counted from 1."""
+    """A position in the file: line and column, counted from 1."""
 
     line: int
     column: int
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """An error or warning at one place. `path` is in display form: pools.chat.endpoints[0].url."""
+    """An error or warning at one position in the file.
+
+    `path` is in display form: pools.chat.endpoints[0].url.
+    """
 
     file: str
     line: int
@@ -50,7 +53,7 @@ class ConfigError(Exception):
 
 
 def show_path(path: Path) -> str:
-    """Format a path as an operator writes it: keys joined by dots, indices in brackets."""
+    """Return a path as an operator writes it: keys joined by dots, indices in brackets."""
     shown = ""
     for part in path:
         if isinstance(part, int):
@@ -61,7 +64,10 @@ def show_path(path: Path) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return '; did you mean "x"?' for the closest known word, else the few known words, or ""."""
+    """Return '; did you mean "x"?' for the closest known word, or else the known words if few.
+
+    Return "" if there are many known words and none is close.
+    """
     # A word that came from a reference is shown as the reference is written.
     choices = sorted(str(getattr(each, "written", each)) for each in known)
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)

@@ -2,7 +2,7 @@
 
 The sender must not choose which variable or file of the gateway's machine is used where. So a
 reference is resolved only if a text that the operator put in force has it at the same kind of
-place. What references resolve to is not known here.
+place. This module does not know the values of references.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Fact = tuple[object, ...]
 def unresolvable(
     text: bytes, file: str, known: Sequence[bytes], *, with_key: bool
 ) -> dict[Path, str]:
-    """Return, by path, why values of a received text may not be resolved.
-
-    Raises ConfigError when a text is not YAML.
+    """Return, by path, the reasons why values of a received text may not be resolved.
 
     known     the texts whose references are allowed; empty for a configuration without a text
     with_key  the sender has sent admin.key. Otherwise the whole value must be known rather than
               only its references, and so must be the address that a key or password is sent to
+
+    Raises ConfigError when a text is not YAML.
     """
     texts = [written_values(known_text, file) for known_text in known if known_text]
     allowed = frozenset(fact for written in texts for fact in _facts(written, with_key))
@@ -54,7 +54,7 @@ def _facts(written: Mapping[Path, object], with_key: bool) -> Iterator[Fact]:
 def _facts_of(
     path: Path, value: object, written: Mapping[Path, object], with_key: bool
 ) -> Iterator[Fact]:
-    """Yield what must be known of a value with references: its place and perhaps its address."""
+    """Yield what must be known of a value with references: its place, and its address if needed."""
     references = references_in(value) if isinstance(value, str) else ()
     if with_key:
         yield from ((_kind(path), reference) for reference in references)
@@ -74,7 +74,7 @@ def _kind(path: Path) -> Path:
 def _address(path: Path, written: Mapping[Path, object]) -> tuple[object, ...]:
     """Return the values that determine where and how a key or password is sent.
 
-    Empty for any other value.
+    The result is empty for any other value.
     """
     section, key = path[:-1], path[-1]
     if key == "api_key" and "discover" in path:

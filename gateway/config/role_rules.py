@@ -1,6 +1,6 @@
 """Rules about roles: a pool must serve whole requests, or prefill and decode in one dialect.
 
-Which endpoints are paired at run time is decided in disagg/pairing.py, by the same key.
+disagg/pairing.py decides by the same key which endpoints are paired at run time.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def unnamed_models(data: Any, pool: object) -> list[str]:
 def _pair_errors(
     path: Path, model: Any, dialect: Dialect, specs: Specs, *, is_clear: bool
 ) -> Iterator[RuleFinding]:
-    """Yield what keeps a model's endpoints from forming pairs.
+    """Yield what prevents a model's endpoints from forming pairs for prefill and decode.
 
     `is_clear`: an endpoint's served_model can only mean this model.
     """

@@ -1,4 +1,4 @@
-"""Results of rules between values, and helpers to walk over plain data."""
+"""The results of rules between configuration values, and helpers to walk over plain data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.config.problems import Path
 
 
 class RuleFinding(msgspec.Struct, frozen=True):
-    """An error or warning at `path`; `is_on_key` if it concerns the key, not its value."""
+    """An error or warning at `path`; `is_on_key` if it concerns the key rather than its value."""
 
     path: Path
     message: str
@@ -19,7 +19,7 @@ class RuleFinding(msgspec.Struct, frozen=True):
 
 
 def get_member(data: Any, key: str) -> Any:
-    """Return a member of a mapping; None if there is none or `data` is not a mapping."""
+    """Return a member of a mapping, or None if there is none or `data` is not a mapping."""
     return data.get(key) if isinstance(data, dict) else None
 
 

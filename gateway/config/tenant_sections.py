@@ -1,4 +1,4 @@
-"""Sections for tenants and for the isolation of engines' prompt caches between them."""
+"""Configuration sections for tenants, and for keeping their cached prompts apart on the engines."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MIN_SECRET_CHARS = 16
 
 
 class TenantLimits(Section):
-    """Rate limits of a tenant, over all gateways with one view; more requests get 429."""
+    """Rate limits of a tenant, over all gateways that share state; more requests get 429."""
 
     requests_per_minute: Count | None = setting(None, "Requests per minute; unlimited by default.")
     tokens_per_minute: Count | None = setting(
         None,
-        "Tokens of prompts and responses per minute; a response counts with its expected length "
-        "until it is known. Unlimited by default.",
+        "Tokens of prompts and responses per minute; until a response ends, its expected length "
+        "counts. Unlimited by default.",
     )
 
 
@@ -28,8 +28,8 @@ class ScopedKey(Section):
 
     key: Secret = Field(description="The API key, by reference: ${NAME} or ${file:/path}.")
     models: Annotated[tuple[Name, ...], Field(min_length=1, max_length=256)] = Field(
-        description="The model names that it is valid for, aliases and patterns (claude-*) "
-        "included; it sees no others."
+        description="The model names that the key is valid for, aliases and patterns (claude-*) "
+        "included; other models are invisible to it."
     )
 
     _sendable_key = field_validator("key")(check_sendable)
@@ -38,8 +38,10 @@ class ScopedKey(Section):
 class Tenant(Section):
     """A client with API keys of its own. Without tenants, the API is open to any client."""
 
-    name: Name = Field(description="Its name in logs and metrics.")
-    key: Secret = Field(description="Its API key, by reference: ${NAME} or ${file:/path}.")
+    name: Name = Field(description="Name of the tenant in logs and metrics.")
+    key: Secret = Field(
+        description="API key of the tenant, by reference: ${NAME} or ${file:/path}."
+    )
     keys: Annotated[tuple[Secret, ...], Field(max_length=8)] = setting(
         (), "Further valid API keys, for example while a key is being replaced; by reference."
     )
@@ -54,12 +56,14 @@ class Tenant(Section):
         "Tenants with the same group share cached prompts; a tenant without one shares with no "
         "other.",
     )
-    slo: Name | None = setting(None, "Service class of its requests that name none.")
-    weight: Weight = setting(1.0, "Its share of an overloaded pool, relative to other tenants.")
+    slo: Name | None = setting(None, "Service class of the tenant's requests that name none.")
+    weight: Weight = setting(
+        1.0, "The tenant's share of an overloaded pool, relative to other tenants."
+    )
     priority: Annotated[
         int, Field(strict=True, ge=-8, le=8), BeforeValidator(number_if_substituted)
-    ] = setting(0, "Highest priority of its requests; a higher one is reduced to this.")
-    limits: TenantLimits = setting({}, "Rate limits.")
+    ] = setting(0, "Highest priority of the tenant's requests; a higher one is reduced to this.")
+    limits: TenantLimits = setting({}, "Rate limits of the tenant; none by default.")
 
     _sendable_key = field_validator("key")(check_sendable)
 

@@ -1,7 +1,7 @@
-"""Checks the files that TLS sections name, and adds them to the digest.
+"""Checks the files that TLS sections name, and adds them to the configuration's digest.
 
-An expired certificate is only a warning: as an error it would prevent restarts and reject
-unrelated changes.
+An expired certificate is only a warning: as an error it would prevent restarts and reject unrelated
+changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gateway.util import tls
 
 
 def check_files(config: Config, source: YamlSource) -> None:
-    """Add the files and their problems to the source."""
+    """Check all files that TLS sections name; add their problems and digests to `source`."""
     files = _Files(source)
     for path, section in _sections(config):
         for pair_path, pair in _pairs(path, section):
@@ -32,7 +32,10 @@ def check_files(config: Config, source: YamlSource) -> None:
 
 
 class NamedCertificate(msgspec.Struct, frozen=True):
-    """A certificate named at `path`. `refusal_reason`: why peers refuse it now, or None."""
+    """A certificate file named at `path` of the configuration.
+
+    `refusal_reason` says why peers refuse it now, or is None. `not_after` is in Unix seconds.
+    """
 
     path: str
     file: str
@@ -84,7 +87,7 @@ def _sections(config: Config) -> Iterator[tuple[Path, ListenerTls | ClientTls]]:
 
 
 class _Files:
-    """The files of one configuration. Each is read once, even if many endpoints name it."""
+    """The files of one configuration; each is read once, even if many endpoints name it."""
 
     def __init__(self, source: YamlSource) -> None:
         self._source = source
@@ -106,7 +109,7 @@ class _Files:
                 self._source.add_error((*path, problem.role), problem.message)
 
     def add_authorities(self, path: Path, key: str, file: str | None) -> None:
-        """Check a file of certificate authorities, given by `key` of the section at `path`."""
+        """Check a file of certificate authorities, named by `key` of the section at `path`."""
         if file is None:
             return
         if file not in self._authorities:

@@ -1,6 +1,6 @@
-"""TLS sections of the listeners, of engines and of Redis. Makes the paths of files absolute.
+"""TLS sections of the listeners, of engines and of Redis; the paths of files become absolute.
 
-Whether the files can be used is checked in tls_files.py; contexts are created in http/tls.py.
+tls_files.py checks whether the files can be used; util/tls.py creates contexts.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ class CertificateFiles(Section):
         description="Path of the certificate, followed by any intermediate ones (PEM). Changes "
         "are picked up."
     )
-    key: PemFile = Field(description="Path of its private key (PEM). Changes are picked up.")
+    key: PemFile = Field(
+        description="Path of the certificate's private key (PEM). Changes are picked up."
+    )
     key_password: Secret | None = setting(
         None, "Password of the private key, by reference; none by default."
     )
 
     @property
     def pair(self) -> tls.KeyPair:
-        """The paths and the password as a value."""
+        """The paths and the password as a KeyPair."""
         password = None if self.key_password is None else self.key_password.reveal()
         return tls.KeyPair(self.certificate, self.key, password)
 
@@ -69,9 +71,11 @@ class ListenerTls(CertificateFiles):
     client_certificates: Literal["required", "optional"] = setting(
         "required", "With client_ca: whether a client must have a certificate."
     )
-    minimum: Literal["1.2", "1.3"] = setting("1.2", "Oldest TLS version, in quotes.")
+    minimum: Literal["1.2", "1.3"] = setting(
+        "1.2", "Oldest TLS version that clients may use, in quotes."
+    )
     ciphers: Annotated[str, StringConstraints(min_length=1, max_length=1000)] = setting(
-        tls.CIPHERS, "Ciphers of TLS 1.2 in OpenSSL's notation. TLS 1.3 has its own three."
+        tls.CIPHERS, "Ciphers for TLS 1.2 in OpenSSL's notation. TLS 1.3 always uses its own three."
     )
     handshake_timeout: Duration = setting("10s", "Time for a client to complete the TLS handshake.")
 
@@ -84,7 +88,7 @@ class ListenerTls(CertificateFiles):
 
     @property
     def settings(self) -> tls.ServerSettings:
-        """The settings from which a context is created."""
+        """The settings from which an SSLContext is created."""
         return tls.ServerSettings(
             (self.pair, *(files.pair for files in self.more)),
             self.client_ca,
@@ -105,7 +109,7 @@ class ClientTls(Section):
     certificate: PemFile | None = setting(
         None, "Path of the gateway's own certificate (PEM), if the server requests one."
     )
-    key: PemFile | None = setting(None, "Path of its private key (PEM).")
+    key: PemFile | None = setting(None, "Path of the private key of that certificate (PEM).")
     key_password: Secret | None = setting(
         None, "Password of the private key, by reference; none by default."
     )
@@ -124,7 +128,7 @@ class ClientTls(Section):
 
     @property
     def settings(self) -> tls.ClientSettings:
-        """The settings from which a context is created."""
+        """The settings from which an SSLContext is created."""
         password = None if self.key_password is None else self.key_password.reveal()
         pair = None
         if self.certificate is not None and self.key is not None:

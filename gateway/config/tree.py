@@ -56,7 +56,7 @@ from policies.prefix.prefix_index import LEAST_CAP_BYTES
 
 
 class Listener(Section):
-    """The address of one of the two servers."""
+    """The address of one of the gateway's two servers."""
 
     host: Host
     port: Port
@@ -94,15 +94,17 @@ class AdminListener(Listener):
 class Listeners(Section):
     """The two servers, each of which serves only its own kind of requests."""
 
-    api: ApiListener = setting({}, "The OpenAI API.")
-    admin: AdminListener = setting({}, "Health, metrics and state.")
+    api: ApiListener = setting({}, "Address and TLS of the OpenAI API.")
+    admin: AdminListener = setting(
+        {}, "Address and TLS of the admin server: health, metrics and state."
+    )
 
 
 class LayoutSpec(Section):
     """How one engine process distributes the model over GPUs."""
 
-    tp: Count = setting(1, "Tensor parallel size.")
-    pp: Count = setting(1, "Pipeline parallel size.")
+    tp: Count = setting(1, "Tensor parallel size: GPUs that share each layer.")
+    pp: Count = setting(1, "Pipeline parallel size: groups of GPUs that each hold some layers.")
     ep: Count = setting(
         1, "Expert parallel size; must divide tp * dp, the ranks that experts are distributed over."
     )
@@ -110,7 +112,7 @@ class LayoutSpec(Section):
 
 
 def _own_host(text: object, check: ValidatorFunctionWrapHandler) -> object:
-    """Accept a port alone, which stands for the endpoint's own host."""
+    """Accept a port alone (":8998"), which means the endpoint's own host."""
     if isinstance(text, str) and text.startswith(":"):
         check(f"host{text}")
         return text
@@ -118,47 +120,49 @@ def _own_host(text: object, check: ValidatorFunctionWrapHandler) -> object:
 
 
 class EndpointTraits(Section):
-    """Everything about a TP group except its name and URL."""
+    """All settings of a TP group (an engine process) except its name and URL."""
 
     role: Role = setting("both", "prefill, decode, or both (serves whole requests).")
     bootstrap: Annotated[Bootstrap, WrapValidator(_own_host)] | None = setting(
         None,
         "host:port of a prefill endpoint's bootstrap server, as decode endpoints reach it "
-        "(mooncake, sglang); :port if the host is the endpoint's own.",
+        "(mooncake, sglang); :port if it is on the endpoint's own host.",
     )
     engine: EngineKind = setting("vllm", "The engine's API dialect: vllm, sglang or trtllm.")
     served_model: Name | None = setting(
         None,
-        "The engine's name of the pool's model, as it lists it at /v1/models; by default the "
+        "The name by which the engine lists the pool's model at /v1/models; by default the "
         "model's name. In a pool with several models, set served_model of the model instead.",
     )
-    layout: LayoutSpec = setting({}, "How it distributes the model over GPUs.")
+    layout: LayoutSpec = setting({}, "How the engine distributes the model over GPUs.")
     labels: Mapping[Name, Label] = setting(
         {},
         "Free text, such as zone. Only endpoints with equal version and kv_dtype labels are "
-        "paired; gpu (a100, h100, h200, b200, l40s) gives a first estimate of its speed.",
+        "paired; gpu (a100, h100, h200, b200, l40s) gives a first estimate of the endpoint's "
+        "speed.",
     )
     max_concurrency: Count = setting(
         24,
-        "Maximum number of requests in progress there; others go elsewhere or wait in the gateway.",
+        "Maximum number of requests in progress at the endpoint; further ones go elsewhere or "
+        "wait in the gateway.",
     )
     api_key: Secret | None = setting(
-        None, "Bearer token for the engine; the client's own is never sent to it."
+        None, "Bearer token for the engine; the client's own key is never sent to an engine."
     )
     kv_tokens: Count | None = setting(
-        None, "Size of its KV cache in tokens; by default learned from the engine."
+        None, "Size of the endpoint's KV cache in tokens; by default the engine reports it."
     )
     context_tokens: Count | None = setting(
         None,
-        "Maximum of prompt plus response, if less than elsewhere in its pool.",
+        "Maximum tokens of prompt plus response, if less than at other endpoints of the pool.",
     )
     cache_salt: Annotated[bool, Field(strict=True)] | None = setting(
         None,
-        "Whether it supports cache salts. By default vllm (0.9 or newer) and sglang (0.5.3 or "
-        "newer) do, trtllm does not.",
+        "Whether the engine supports cache salts. By default vllm (0.9 or newer) and sglang "
+        "(0.5.3 or newer) do, trtllm does not.",
     )
     tenants: Annotated[tuple[Name, ...], Field(max_length=4096)] = setting(
-        (), "Names of the only tenants that it serves; by default all."
+        (), "Names of the only tenants that the endpoint serves; by default all."
     )
 
     tls: EngineTls | None = setting(
@@ -173,10 +177,12 @@ class EndpointSpec(EndpointTraits):
     """One TP group: an engine process behind one URL."""
 
     url: Url = Field(
-        description="Address of the engine: http or https, host, port, and a path prefix if it "
-        "has one."
+        description="Address of the engine: http or https, host, port, and a path prefix if the "
+        "engine has one."
     )
-    name: Name | None = setting(None, "Its name in logs and metrics; by default host:port.")
+    name: Name | None = setting(
+        None, "Name of the endpoint in logs and metrics; by default host:port."
+    )
 
     @model_validator(mode="after")
     def _needs_tls_url(self) -> EndpointSpec:
@@ -186,7 +192,7 @@ class EndpointSpec(EndpointTraits):
 
     @property
     def display_name(self) -> str:
-        """The name; without one host:port and the path prefix."""
+        """The configured name, or else host, port and path prefix."""
         return self.name or without_scheme(self.url)
 
 
@@ -236,8 +242,8 @@ class Pool(Section):
     )
     shadow: Annotated[tuple[PolicyChoice, ...], Field(max_length=8)] = setting(
         (),
-        "Policies that score this pool's requests in parallel with its own policy, without "
-        "sending any request.",
+        "Policies that pick for this pool's requests too, for comparison, without sending any "
+        "request.",
     )
     canary: Canary | None = setting(
         None, "A policy on trial that serves part of the requests; none by default."
@@ -260,21 +266,23 @@ class Pool(Section):
 class Timeouts(Section):
     """How long the gateway waits for an engine, and for requests when it stops."""
 
-    connect: Duration = setting("1s", "For the engine to accept a connection.")
+    connect: Duration = setting("1s", "Maximum time for an engine to accept a connection.")
     first_byte: Duration = setting(
-        "600s", "From sending a request to the first byte of its response."
+        "600s", "Maximum time from sending a request to the first byte of its response."
     )
-    stall: Duration = setting("60s", "Between two chunks of a response.")
+    stall: Duration = setting("60s", "Maximum time between two chunks of a response.")
     grace: Duration | None = setting(
         None,
-        "After SIGTERM, for a balancer to notice: /readyz reports draining, and requests are "
-        "still served.",
+        "After SIGTERM, time for a load balancer to notice: /readyz reports draining, and "
+        "requests are still served. None by default.",
     )
-    handover: Duration = setting("1h", "For the requests of a process that a restart has replaced.")
+    handover: Duration = setting(
+        "1h", "Maximum time for the requests of a process that a restart has replaced."
+    )
     shutdown: Duration = setting(
         "30s",
-        "For running requests to end after that; a stream that is still running then ends with an "
-        "error event.",
+        "Maximum time for running requests to end after that; a stream that is still running then"
+        " ends with an error event.",
     )
 
 
@@ -319,9 +327,11 @@ class HealthSpec(Section):
         3, "Consecutive failures, of probes or requests, that eject an endpoint."
     )
     backoff: Duration = setting(
-        "1s", "First ejection time; it doubles, with jitter, after every return that fails."
+        "1s",
+        "First ejection time; it doubles, with jitter, each time the endpoint fails again after "
+        "its return.",
     )
-    backoff_max: Duration = setting("60s", "Maximum ejection time.")
+    backoff_max: Duration = setting("60s", "Maximum time for which an endpoint is ejected.")
     slow_start: Duration = setting(
         "10s",
         "How long a new or returned endpoint gets fewer concurrent requests, while others have "
@@ -387,8 +397,12 @@ class Prefix(Section):
 class SloClass(Section):
     """A service class: latency targets, and what a request that meets them is worth."""
 
-    ttft: Duration = Field(description="Time from the end of the request to the first token.")
-    tpot: Duration = Field(description="Mean time per further token.")
+    ttft: Duration = Field(
+        description="Target for the time to first token, from the end of the request."
+    )
+    tpot: Duration = Field(
+        description="Target for the mean time per further token (time per output token)."
+    )
     weight: Weight = setting(1.0, "Worth of one request relative to those of other classes.")
 
 
@@ -411,13 +425,13 @@ class Admin(Section):
 
     key: Secret | None = setting(
         None,
-        "Its credential, by reference: ${NAME} or ${file:/path}. Without it, changes are only "
-        "allowed from this machine.",
+        "Key that changes through the admin server need, by reference: ${NAME} or ${file:/path}. "
+        "Without it, changes are only allowed from this machine.",
     )
     hosts: tuple[Host, ...] = setting(
         (),
-        "Further host names that browsers or scrapes use for it; addresses and localhost are "
-        "always allowed.",
+        "Further host names by which browsers or scrapes reach the admin server; addresses and "
+        "localhost are always allowed.",
     )
 
     _sendable_key = field_validator("key")(check_sendable)
@@ -427,14 +441,16 @@ class AutoRollback(Section):
     """When a change of the configuration is undone automatically."""
 
     window: Duration = setting(
-        "60s", "Time after a change that is compared with the same time before it."
+        "60s",
+        "Time after a change during which failures are compared with those of the same time "
+        "before it.",
     )
     error_ratio: Annotated[float, Field(gt=0, le=1)] = setting(
         0.05,
         "Allowed increase of the share of failed requests: 0.05 is five of a hundred.",
     )
     requests: Count = setting(
-        50, "Minimum number of requests since the change before it is judged."
+        50, "Minimum number of requests since the change before the change is judged."
     )
 
 
@@ -442,7 +458,7 @@ class Reload(Section):
     """How changes of this configuration take effect."""
 
     watch: Annotated[bool, Field(strict=True)] = setting(
-        True, "Whether changes of the file and of files it names take effect automatically."
+        True, "Whether changes of the file, and of files that it names, take effect automatically."
     )
     state_dir: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = setting(
         None,
@@ -468,30 +484,35 @@ class Hardware(Section):
 class Config(Section):
     """The whole configuration of one gateway."""
 
-    version: Literal[1] = Field(description="Version of this format.")
-    listeners: Listeners = setting({}, "The two servers.")
+    version: Literal[1] = Field(description="Version of this file format.")
+    listeners: Listeners = setting({}, "The two servers: the OpenAI API and the admin server.")
     models: tuple[Model, ...] = setting(
         (), "Model names; by default the names that the engines of the only pool list."
     )
-    pools: Mapping[Name, Pool] = Field(description="Pools by name.", min_length=1)
-    limits: Limits = setting({}, "What one client may use.")
-    timeouts: Timeouts = setting({}, "How long the gateway waits.")
-    retries: Retries = setting({}, "Retries on another endpoint.")
+    pools: Mapping[Name, Pool] = Field(description="Pools of endpoints by name.", min_length=1)
+    limits: Limits = setting({}, "What clients may use of the gateway's resources.")
+    timeouts: Timeouts = setting(
+        {}, "How long the gateway waits for engines, and for requests when it stops."
+    )
+    retries: Retries = setting(
+        {}, "Retries on another endpoint, before the first byte of a response."
+    )
     health: HealthSpec = setting({}, "Ejection of endpoints and their return.")
-    scrape: Scrape = setting({}, "Reading engines' load.")
-    prefix: Prefix = setting({}, "The index of prompt prefixes.")
-    slo: Slos = setting({}, "Service classes.")
+    scrape: Scrape = setting({}, "How engines' load is read from their metrics.")
+    prefix: Prefix = setting({}, "The index of which endpoint holds which prompt prefix.")
+    slo: Slos = setting({}, "Service classes with their latency targets.")
     hardware: Hardware = setting({}, "The GPUs behind the endpoints.")
     tenants: tuple[Tenant, ...] = setting((), "Clients with keys; empty leaves the API open.")
     cache: Cache = setting({}, "Which tenants may share cached prompts.")
     observability: Observability = setting({}, "What the gateway reports about itself.")
-    admin: Admin = setting({}, "Who may make changes.")
-    reload: Reload = setting({}, "How changes take effect.")
+    admin: Admin = setting({}, "Who may make changes through the admin server.")
+    reload: Reload = setting({}, "How changes of this configuration take effect.")
     shared: Shared | None = setting(
-        None, "One view among several gateways; by default each has its own."
+        None,
+        "State that several gateways share through Redis; by default each gateway has its own.",
     )
     workers: WorkerCount = setting(
         1,
-        "Gateway processes on this machine, which share the API port and one view. `auto`: one for "
-        "each core that the gateway may use.",
+        "Gateway processes on this machine, which share the API port and their state. `auto`: one"
+        " for each core that the gateway may use.",
     )

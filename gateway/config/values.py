@@ -36,7 +36,7 @@ class Secret(SecretStr):
     """Text that is never shown: not in a repr, log, dump or traceback. reveal() returns it."""
 
     def reveal(self) -> str:
-        """Return the text, only to be compared or sent."""
+        """Return the text. Use it only to compare or send it."""
         return self.get_secret_value()
 
 
@@ -83,7 +83,10 @@ def _from_parameters(value: object) -> float:
 
 
 def _resolvable(host: str) -> str:
-    """Return the host, an IPv6 address in brackets. Raises ValueError for an invalid name."""
+    """Return the host, with brackets around an IPv6 address.
+
+    Raises ValueError for an invalid name.
+    """
     try:
         host.encode("idna")
     except UnicodeError:
@@ -94,7 +97,7 @@ def _resolvable(host: str) -> str:
 
 
 def engine_url(url: str) -> str:
-    """Normalize an engine's URL: with a port, without a final slash. Raises ValueError."""
+    """Return an engine's URL with a port and without a final slash. Raises ValueError."""
     parts = urlsplit(url)
     try:
         port = parts.port
@@ -145,7 +148,7 @@ def _host_and_port(text: str) -> str:
 
 
 def _origin(text: str) -> str:
-    """Check the origin of a page, in the form in which browsers send it."""
+    """Return `text` if it is an origin as browsers send it, or "*". Raises ValueError."""
     parts = urlsplit(text)
     is_origin = f"{parts.scheme}://{parts.netloc}" == text and parts.hostname and parts.scheme
     if text != "*" and (not is_origin or text.lower() != text or "@" in parts.netloc):
@@ -275,7 +278,7 @@ def check_sendable(key: Secret | None) -> Secret | None:
 
 
 class Section(BaseModel):
-    """Base class of sections: immutable mappings that reject unknown keys."""
+    """The base class of configuration sections: immutable mappings that reject unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", hide_input_in_errors=True, populate_by_name=True

@@ -1,7 +1,7 @@
-"""Reads YAML 1.2 into plain data, keeps the place of every value, and fills in ${...} references.
+"""Reads YAML 1.2 into plain data with positions, and resolves ${...} references.
 
-Enforces size limits, and rejects duplicate keys and alias bombs. Does no I/O: file_reader.py reads
-files. What the values mean is up to tree.py.
+It enforces size limits, and rejects duplicate keys and aliases that expand to very many values. It
+does no I/O: file_reader.py reads files. tree.py interprets the values.
 """
 
 from __future__ import annotations
@@ -78,14 +78,17 @@ _CONTAINERS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
 class Substituted(str):
-    """Text with a ${...} filled in. Its repr is the reference, since the value may be a secret."""
+    """Text whose ${...} references were resolved.
+
+    Its repr is the text with references, since the values may be secrets.
+    """
 
     __slots__ = ("written",)
     written: str
 
     @property
     def is_all_by_reference(self) -> bool:
-        """Whether no part of it is in the text itself: no other characters, no default value."""
+        """Whether the written text has only references: no other characters, no default value."""
         matches = _REFERENCE.finditer(self.written)
         if any(match[1] is not None or ":-" in match[2] for match in matches):
             return False
@@ -96,7 +99,7 @@ class Substituted(str):
 
 
 def number_if_substituted(value: object) -> object:
-    """Convert the text of a filled-in ${...} to a number if it is one.
+    """Convert the text of a resolved ${...} reference to a number if it is one.
 
     Other values are returned as they are: for "8080" in quotes an error is more useful.
     """
@@ -109,7 +112,7 @@ def number_if_substituted(value: object) -> object:
 
 
 def numbers_if_substituted(value: Any) -> Any:
-    """Convert all values in a mapping or list, however deep, as number_if_substituted() does."""
+    """Apply number_if_substituted() to all values in a mapping or list, however deep."""
     if isinstance(value, dict):
         return {key: numbers_if_substituted(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -117,8 +120,8 @@ def numbers_if_substituted(value: Any) -> Any:
     return number_if_substituted(value)
 
 
-class Resolved:
-    """What the references of a text resolved to, so that no message shows it.
+class ResolvedReferences:
+    """The values of the references in a text, so that messages can show the references instead.
 
     Its repr shows no value.
     """
@@ -143,17 +146,17 @@ class Resolved:
 
 
 class YamlSource:
-    """The content of one file as plain data, with places and problems.
+    """The content of one file as plain data, with positions and problems.
 
     data           the plain values
-    positions      path -> place of the value
-    key_positions  path -> place of its key
+    positions      path -> position of the value
+    key_positions  path -> position of its key
     problems       errors by path; a path with an error is not checked any further
     warnings       warnings about files
-    written        path -> value as written, with references not filled in
+    written        path -> value as written, with references not resolved
     references     the files that are referred to
     files          path of a value that names a file -> digest of that file
-    resolved       what the references resolved to
+    resolved       the values of the references
     """
 
     def __init__(self, file: str) -> None:
@@ -162,7 +165,7 @@ class YamlSource:
         self.written: dict[Path, object] = {}
         self.references: dict[FilePath, None] = {}
         self.files: dict[Path, bytes] = {}
-        self.resolved = Resolved()
+        self.resolved = ResolvedReferences()
         self._digest = hashlib.sha256()
         self.positions: dict[Path, SourcePosition] = {}
         self.key_positions: dict[Path, SourcePosition] = {}
@@ -170,7 +173,7 @@ class YamlSource:
         self.warnings: list[Problem] = []
 
     def position_of(self, path: Path, *, on_key: bool = False) -> SourcePosition:
-        """Return the place of `path` or of its key; if it has none, of its nearest parent."""
+        """Return the position of `path` or of its key, or else that of its nearest parent."""
         if on_key and path in self.key_positions:
             return self.key_positions[path]
         while path and path not in self.positions:
@@ -178,7 +181,7 @@ class YamlSource:
         return self.positions.get(path, _START)
 
     def problem_at(self, path: Path, message: str, *, on_key: bool = False) -> Problem:
-        """Create a Problem at the place of `path`."""
+        """Return a Problem at the position of `path`."""
         mark = self.position_of(path, on_key=on_key)
         text = self.resolved.hide(message)
         return Problem(self.file, mark.line, mark.column, show_path(path), text)
@@ -192,14 +195,17 @@ class YamlSource:
         self.warnings.append(self.problem_at(path, message))
 
     def add_to_digest(self, *facts: bytes) -> None:
-        """Add `facts`, which the data is made from, to `digest`."""
+        """Add `facts`, from which the data is made, to `digest`."""
         for fact in facts:
             self._digest.update(b"%d:" % len(fact))
             self._digest.update(fact)
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the text and of all it refers to. Do not show it: it is made from secrets."""
+        """The SHA-256 of the text and of all it refers to.
+
+        Do not show it: secrets are part of it.
+        """
         return self._digest.digest()
 
 
@@ -210,11 +216,11 @@ def parse_yaml(
     read_file: ReadFile,
     refused: Mapping[Path, str] = _NONE_REFUSED,
 ) -> YamlSource:
-    """Parse YAML 1.2. Raises ConfigError when it is not YAML; other problems are in the Source.
+    """Parse YAML 1.2; return the data with the problems found.
 
     `file` is the name shown in problems; relative references start at its folder. `read_file` reads
     the files that are referred to. `refused` gives, by path, the reason why the references of a
-    value may not be resolved.
+    value may not be resolved. Raises ConfigError when the text is not YAML.
     """
     source, node = _begin(raw, file)
     source.data = _Reader(source, env, read_file, refused).value(node, ())
@@ -222,7 +228,7 @@ def parse_yaml(
 
 
 def written_values(raw: bytes, file: str) -> Mapping[Path, object]:
-    """Return every value as written, with no reference resolved.
+    """Return every value as written, with no reference resolved, by path.
 
     Raises ConfigError when the text is not YAML.
     """
@@ -274,7 +280,10 @@ def _compose(text: str, file: str) -> Node | None:
 
 
 def _syntax_error(error: MarkedYAMLError) -> tuple[SourcePosition, str]:
-    """Return the place and the message; an unclosed bracket is reported where it was opened."""
+    """Return the position and the message of a syntax error.
+
+    An unclosed bracket is reported where it was opened.
+    """
     mark, opened = error.problem_mark or error.context_mark, error.context_mark
     unclosed = opened is not None and mark is not None and opened.line < mark.line
     for context, what in _OPENED.items():
@@ -286,7 +295,7 @@ def _syntax_error(error: MarkedYAMLError) -> tuple[SourcePosition, str]:
 
 
 class _Reader:
-    """Converts a node tree to plain data. A limit on the number of values stops alias bombs."""
+    """Converts YAML nodes to plain data, with a limit on the number of values."""
 
     def __init__(
         self,
@@ -448,5 +457,5 @@ def _at(source: YamlSource, mark: SourcePosition, path: Path, message: str) -> P
 
 
 def invalid_file(file: str, message: str, mark: SourcePosition = _START) -> ConfigError:
-    """Create the error for a file that cannot be parsed at all."""
+    """Return the error for a file that cannot be parsed at all."""
     return ConfigError([Problem(file, mark.line, mark.column, "", message)])
