@@ -8,7 +8,7 @@ identified by its chained key.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 BLOCK_TOKENS = 16
 
@@ -32,6 +32,9 @@ class BlockPool:
         # Free blocks in order of eviction: blocks without a key first, then the longest unused.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
         self._taken: list[int] | None = None
+        # Called when a key leaves the prefix cache, and when all of them do.
+        self.on_evicted: Callable[[int], None] | None = None
+        self.on_cleared: Callable[[], None] | None = None
 
     def record_allocations(self) -> None:
         """Start recording which blocks are allocated, for `pop_allocated()`."""
@@ -88,19 +91,27 @@ class BlockPool:
         if key is not None:
             del self._by_key[key]
             self._keys[block] = None
+            if self.on_evicted is not None:
+                self.on_evicted(key)
         self._references[block] = 1
         if self._taken is not None:
             self._taken.append(block)
         return block
 
-    def register(self, block: int, key: int) -> None:
-        """Register a full block's content for sharing.
+    def register(self, block: int, key: int) -> bool:
+        """Register a full block's content for sharing; return whether it is new in the cache.
 
         The first block with a content keeps its key.
         """
-        if key not in self._by_key and self._keys[block] is None:
-            self._by_key[key] = block
-            self._keys[block] = key
+        if key in self._by_key or self._keys[block] is not None:
+            return False
+        self._by_key[key] = block
+        self._keys[block] = key
+        return True
+
+    def cached_keys(self) -> list[int]:
+        """Return the keys of all cached blocks."""
+        return list(self._by_key)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Return references, last block first, because a prompt's tail is worth less than its head.
@@ -121,6 +132,8 @@ class BlockPool:
         """Clear the prefix cache. Blocks in use stay in use."""
         self._by_key.clear()
         self._keys = [None] * self.total
+        if self.on_cleared is not None:
+            self.on_cleared()
 
     def check(self) -> None:
         """Assert the invariants: free means unreferenced, and keys and blocks match. For tests."""

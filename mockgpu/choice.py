@@ -92,6 +92,12 @@ class Choice(msgspec.Struct, eq=False):
         self.text = self.tokens.decode("utf-8", "replace")[: len(self.text)]
         self.keys = speech.keys
         self.job.keys = salt_keys(speech.keys, self.salt)
+        if self.job.tokens:
+            self.describe_job()
+
+    def describe_job(self) -> None:
+        """Give the job the tokens and the salt that its KV events report."""
+        self.job.tokens, self.job.salt = self.prompt + self.tokens, self.salt
 
 
 def build_choices(ask: ParsedRequest) -> list[Choice]:

@@ -20,6 +20,7 @@ from mockgpu.fault_grammar import FaultError
 from mockgpu.fleet import KEEP_ALIVE_S, FleetGroup, run_fleet
 from mockgpu.group import GroupSpec
 from mockgpu.handoff_options import DEFAULT_SCALE, KEY, TransferSpec
+from mockgpu.kv_event_stream import KvEventSpec
 from mockgpu.options import (
     AsJson,
     BootstrapPort,
@@ -33,6 +34,7 @@ from mockgpu.options import (
     HandoffTimeout,
     Host,
     KeepAlive,
+    KvEventsPort,
     KvGbps,
     KvKey,
     KvLease,
@@ -97,6 +99,7 @@ def mock(
     engine_version: EngineVersion = "0.33",
     bootstrap_port: BootstrapPort = 0,
     wire_faults: WireFaults = False,
+    kv_events_port: KvEventsPort = None,
     chaos_port: ChaosPort = None,
     as_json: AsJson = False,
 ) -> None:
@@ -111,14 +114,14 @@ def mock(
         spec = msgspec.structs.replace(
             spec, stores_responses=responses_store, may_end_from=may_end_from
         )
-        specs = [spec] * groups
+        specs = _publishing(spec, groups, kv_events_port, dialect, _version(engine_version))
         if dialect is not None:
             link = (kv_transport, kv_port, kv_key, kv_scale, kv_gbps or inf)
             transfer = TransferSpec(dialect, *link, kv_lease, handoff_timeout)
             checked: dict[str, Any] = {"recompute": _recompute(kv_load_failure_policy)}
             checked |= {"version": _version(engine_version), "tls": _tls(kv_tls)}
             checked |= {"bootstrap_port": bootstrap_port, "wire_faults": wire_faults}
-            specs = _halves(spec, transfer, groups, **checked)
+            specs = _halves(specs, transfer, **checked)
         uvloop.run(_serve(specs, host, port, fault, seed, keep_alive, chaos_port, as_json))
 
 
@@ -214,8 +217,30 @@ def _version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def _publishing(
+    spec: GroupSpec, groups: int, port: int | None, dialect: str | None, version: tuple[int, int]
+) -> list[GroupSpec]:
+    """Return one spec per group, each with two ports for KV events; `port` None: without events.
+
+    Raises ValueError if the ports exceed 65535.
+    """
+    if port is None:
+        return [spec] * groups
+    if port and port + 2 * groups - 1 > 65535:
+        last = port + 2 * groups - 1
+        raise ValueError(f"--kv-events-port {port}: {groups} groups need ports up to {last}")
+    form = "sglang" if dialect == "sglang" else "array" if version < (0, 24) else "map"
+    firsts = [port + 2 * place if port else 0 for place in range(groups)]
+    return [
+        msgspec.structs.replace(
+            spec, kv_events=KvEventSpec(first, first + 1 if first else 0, form=form)
+        )
+        for first in firsts
+    ]
+
+
 def _halves(
-    spec: GroupSpec, transfer: TransferSpec, groups: int, **further_options: Any
+    specs: list[GroupSpec], transfer: TransferSpec, **further_options: Any
 ) -> list[GroupSpec]:
     """Return one spec per group, with consecutive ports of agents and bootstrap servers.
 
@@ -231,7 +256,7 @@ def _halves(
                 bootstrap_port=transfer.bootstrap_port + i if transfer.bootstrap_port else 0,
             ),
         )
-        for i in range(groups)
+        for i, spec in enumerate(specs)
     ]
 
 
@@ -266,6 +291,9 @@ def _ready(member: FleetGroup, as_json: bool) -> str:
     if as_json:
         facts = {"model": spec.served_name, "gpu": spec.gpu.name, "tp": spec.tp, "role": spec.role}
         half = member.pd_role.startup_members() if member.pd_role is not None else {}
+        events = member.group.kv_events
+        if events is not None:
+            half = half | {"kv_events": events.port, "kv_replays": events.replay_port}
         return msgspec.json.encode(
             {"ready": member.url} | facts | {"kv_tokens": spec.capacity_tokens} | half
         ).decode()

@@ -6,7 +6,8 @@
 
 Windows are wall seconds since the fault was set. Faults take effect in server.py (per request),
 group.py (lost rank, slow), mockgpu/kill_faults.py (one request's KV) and
-mockgpu/handoff/faulty_link.py (the bytes between agents). Nothing here does I/O.
+mockgpu/handoff/faulty_link.py (the bytes between agents), mockgpu/kv_event_stream.py (KV events).
+Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ class FaultKind(StrEnum):
     WIRE_CUT = "wire-cut"
     WIRE_REPLAY = "wire-replay"
     WIRE_STALL = "wire-stall"
+    EVENTS_LOST = "events-lost"
+    EVENTS_LATE = "events-late"
+    EVENTS_DOUBLED = "events-doubled"
+    EVENTS_REORDERED = "events-reordered"
+    EVENTS_RESTARTED = "events-restarted"
 
 
 class InjectedFault(msgspec.Struct, frozen=True):
@@ -99,6 +105,16 @@ KV_FAULTS = frozenset(
 # Faults of the bytes between this group's agent and its peers (mockgpu/handoff/faulty_link.py).
 WIRE_FAULTS = frozenset(
     (FaultKind.WIRE_CORRUPT, FaultKind.WIRE_CUT, FaultKind.WIRE_REPLAY, FaultKind.WIRE_STALL)
+)
+# Faults of published KV events, message by message (mockgpu/kv_event_stream.py).
+EVENT_FAULTS = frozenset(
+    (
+        FaultKind.EVENTS_LOST,
+        FaultKind.EVENTS_LATE,
+        FaultKind.EVENTS_DOUBLED,
+        FaultKind.EVENTS_REORDERED,
+        FaultKind.EVENTS_RESTARTED,
+    )
 )
 # Faults that lose a rank, and with it the group.
 RANK_FAULTS = frozenset((FaultKind.LOST_RANK, FaultKind.FREEZE, FaultKind.PARTITION))

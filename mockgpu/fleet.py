@@ -12,10 +12,12 @@ from aiohttp import web
 
 from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.group_faults import GroupFaults
+from mockgpu.kv_event_stream import KvEventSpec
 from mockgpu.server import MockServer
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.handoff_options import TransferSpec
+    from mockgpu.kv_publisher import KvPublisher
     from mockgpu.pd_role import PdRole, ProcessWire
 
 KEEP_ALIVE_S = 5.0
@@ -86,6 +88,9 @@ class FleetGroup:
             None if spec.transfer is None else _half(self.group, spec.transfer, host, wire)
         )
         self.faults = GroupFaults(self.group, self.listener, loop, rng, self.pd_role)
+        if spec.kv_events is not None:
+            self.group.kv_events = _publisher(self.group, spec.kv_events, host)
+            self.group.kv_events.stream.strikes = self.faults.strikes_events
         self.server = MockServer(self.group, self.faults, self.pd_role)
 
     @property
@@ -108,6 +113,17 @@ def _half(group: TpGroup, transfer: TransferSpec, host: str, wire: ProcessWire |
     from mockgpu.pd_role import PdRole
 
     return PdRole(group, transfer, host, wire)
+
+
+def _publisher(group: TpGroup, spec: KvEventSpec, host: str) -> KvPublisher:
+    """Start publishing a group's KV events. Raises ValueError without pyzmq."""
+    try:
+        from mockgpu.kv_publisher import KvPublisher
+    except ModuleNotFoundError:
+        raise ValueError(
+            "KV events need the package pyzmq: pip install 'penstock[events]'"
+        ) from None
+    return KvPublisher(spec, group.scheduler, asyncio.get_running_loop(), host)
 
 
 @asynccontextmanager
@@ -154,6 +170,8 @@ async def run_fleet(
             member.listener.shut()
             await member.listener.wait_rebound()
             member.group.close()
+            if member.group.kv_events is not None:
+                member.group.kv_events.close()
         for runner in runners:
             await runner.cleanup()
         for member in members:

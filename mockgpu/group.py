@@ -22,6 +22,7 @@ from mockgpu.handoff.kv_handoff import KvHandoff
 from mockgpu.handoff_options import TransferSpec
 from mockgpu.job import Job, JobState, PrefillChunk, StepPlan
 from mockgpu.kill_faults import KillFaults
+from mockgpu.kv_event_stream import KvEventSpec
 from mockgpu.leg_params import AnswerTime, DecodeLeg, PrefillLeg
 from mockgpu.metrics import GroupMetrics
 from mockgpu.request_parser import ApiError
@@ -33,6 +34,7 @@ from policies.sizing.model_shapes import Llm
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.kv_memory import KvMemory
+    from mockgpu.kv_publisher import KvPublisher
 
 # A late process catches up by at most this much and drops the rest, so that it stays responsive.
 MAX_LAG_S = 0.25
@@ -48,6 +50,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     lacks       names of APIs that it does not serve, unlike the imitated engine
     may_end_from  smallest token limit at which answers may end by themselves; None: each
                 limit is met exactly
+    kv_events   how it publishes KV events; None: it does not
     """
 
     served_name: str
@@ -66,6 +69,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     stores_responses: bool = False
     lacks: tuple[str, ...] = ()
     may_end_from: int | None = None
+    kv_events: KvEventSpec | None = None
 
     @property
     def capacity_tokens(self) -> int:
@@ -116,7 +120,8 @@ class _Live:
 class TpGroup:
     """Sole owner of its scheduler, its ranks' health and its step timer.
 
-    `memory` and `kv_handoff` are set in groups that transfer KV.
+    `memory` and `kv_handoff` are set in groups that transfer KV, `kv_events` in those that publish
+    KV events.
     """
 
     def __init__(self, spec: GroupSpec, loop: asyncio.AbstractEventLoop) -> None:
@@ -138,6 +143,7 @@ class TpGroup:
         self._due = 0.0
         self.memory: KvMemory | None = None
         self.kv_handoff: KvHandoff | None = None
+        self.kv_events: KvPublisher | None = None
         self._kill_faults: KillFaults | None = None
         # Called when the ranks are lost (False) and when they are back (True).
         self.on_change: Callable[[bool], None] | None = None
@@ -218,6 +224,8 @@ class TpGroup:
             return
         self._step = None
         self.scheduler.pool.clear_prefix_cache()
+        if self.kv_events is not None:
+            self.kv_events.stream.restart()
         for job, live in [*self._live.items(), *self._awaiting_fetch.items()]:
             self._drop(job, live)
             live.sink.on_failure(_engine_dead())
@@ -328,6 +336,8 @@ class TpGroup:
         if self.memory is not None:
             self._read_back(self.memory, plan.chunks)
         outcome = self.scheduler.finish(plan)
+        if self.kv_events is not None:
+            self.kv_events.flush()
         now, live = self._loop.time(), self._live
         self.metrics.steps += 1
         self.metrics.itl_s.observe(step_s, len(decoding))

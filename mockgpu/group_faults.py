@@ -11,6 +11,7 @@ from random import Random
 from typing import Protocol
 
 from mockgpu.fault_grammar import (
+    EVENT_FAULTS,
     GROUP_FAULTS,
     RANK_FAULTS,
     WIRE_FAULTS,
@@ -20,6 +21,8 @@ from mockgpu.fault_grammar import (
     parse_faults,
 )
 from mockgpu.group import TpGroup
+
+_NOT_OF_REQUESTS = GROUP_FAULTS | EVENT_FAULTS
 
 # A stopped engine moves no KV either.
 _STALLING = frozenset((FaultKind.FREEZE, FaultKind.PARTITION))
@@ -98,6 +101,8 @@ class GroupFaults:
             self._wires is None or not self._wires.supports_faults
         ):
             raise FaultError("wire faults need a group that transfers KV over tcp")
+        if any(fault.kind in EVENT_FAULTS for fault in faults) and self._group.kv_events is None:
+            raise FaultError("faults of KV events need a group with --kv-events-port")
 
     def clear(self) -> None:
         """End all faults. A group that died of one, or of a malformed request, is restarted."""
@@ -114,9 +119,17 @@ class GroupFaults:
         """Return the first fault of the spec that strikes an arriving request, if any."""
         elapsed_s = self._loop.time() - self._set_at
         for fault in self._faults:
-            if fault.kind not in GROUP_FAULTS and fault.should_strike(elapsed_s, self._rng):
+            if fault.kind not in _NOT_OF_REQUESTS and fault.should_strike(elapsed_s, self._rng):
                 return fault
         return None
+
+    def strikes_events(self, kind: FaultKind) -> bool:
+        """Return whether a fault of KV events of this kind strikes the next message."""
+        elapsed_s = self._loop.time() - self._set_at
+        return any(
+            fault.kind is kind and fault.should_strike(elapsed_s, self._rng)
+            for fault in self._faults
+        )
 
     def _schedule(self, fault: InjectedFault) -> None:
         if fault.start_s > 0:

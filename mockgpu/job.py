@@ -58,6 +58,8 @@ class Job:
     content        None in a group without real KV
     keeps_blocks   its blocks stay allocated at its end, until `Scheduler.release_kept()`
     offered        after its end: what the other group may learn of its KV
+    tokens, salt   tokens of prompt and output, four bytes each, and the cache salt; set only in a
+                   group that publishes KV events
     """
 
     prompt_tokens: int
@@ -74,6 +76,8 @@ class Job:
     content: Content | None = None
     keeps_blocks: bool = False
     offered: OfferedKv | None = None
+    tokens: bytes = b""
+    salt: str = ""
 
     @property
     def known_tokens(self) -> int:

@@ -55,6 +55,15 @@ LoadFailurePolicy = Annotated[
     str, typer.Option(help="If KV does not arrive: fail the request, or recompute.")
 ]
 EngineVersion = Annotated[str, typer.Option(help="Engine version to imitate: 0.20 to 0.33.")]
+KvEventsPort = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Publish KV events over ZeroMQ from this port on: two ports per group, for events and "
+        "replays. 0: free ports. Default: no events.",
+    ),
+]
 WireFaults = Annotated[
     bool, typer.Option(help="Allow wire faults: peers reach agents through a relay.")
 ]

@@ -45,6 +45,8 @@ class Scheduler:
         self.kept: dict[Job, list[int]] = {}
         # Called for every block that decoding has filled, before the block can be shared.
         self.on_filled: Callable[[Job, int], None] | None = None
+        # Called for every block of a job that enters the prefix cache, with its place.
+        self.on_shared: Callable[[Job, int], None] | None = None
         self._to_fetch: list[Job] = []
         self.totals = Totals()
         self.tick = 0
@@ -286,7 +288,13 @@ class Scheduler:
         """Register the blocks that tokens [start, end) have filled."""
         size = self.pool.block_tokens
         for i in range(start // size, min(end // size, len(job.keys))):
-            self.pool.register(job.blocks[i], job.keys[i])
+            self._share(job, i)
+
+    def _share(self, job: Job, place: int) -> None:
+        """Register one full block of a job."""
+        is_new = self.pool.register(job.blocks[place], job.keys[place])
+        if is_new and self.on_shared is not None:
+            self.on_shared(job, place)
 
     def _begin(self, job: Job) -> None:
         """Start decoding after the prompt and its first output token.
@@ -334,7 +342,7 @@ class Scheduler:
         ):
             if self.on_filled is not None:
                 self.on_filled(job, filled - 1)
-            self.pool.register(job.blocks[-1], job.keys[filled - 1])
+            self._share(job, filled - 1)
 
     def _preempt(self, job: Job) -> None:
         """Return a job to the front of the queue without KV. It will be recomputed, as in vLLM."""

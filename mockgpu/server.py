@@ -45,6 +45,7 @@ from mockgpu.http_answers import (
     reset_now,
     transport_of,
 )
+from mockgpu.kv_event_pages import KvEventPages
 from mockgpu.leg_params import DecodeLeg, PrefillLeg
 from mockgpu.named_events import EventChunks, NamedEventFormat, read_members
 from mockgpu.request_parser import (
@@ -111,6 +112,7 @@ class MockServer:
             VERSION if transfer is None else f"{transfer.version[0]}.{transfer.version[1]}.0"
         )
         self._created = int(time.time())
+        self._kv_event_pages = KvEventPages(group, self._engine)
         self._stored = ResponsesStore(group.spec.stores_responses)
         self._formats: Mapping[str, NamedEventFormat] = {
             "/v1/messages": messages_format.MessagesFormat(),
@@ -137,6 +139,7 @@ class MockServer:
             web.post("/v1/audio/transcriptions", self.listen),
             web.post("/v1/audio/translations", self.listen),
             *(web.post(path, self.converse) for path in self._formats),
+            *self._kv_event_pages.engine_routes(),
             *(web.post(path, self.pool) for path in pooling.READERS),
             web.get("/health", self.health),
             web.get("/ping", self.health),
@@ -155,6 +158,7 @@ class MockServer:
         """Return the routes that a real engine does not have."""
         return [
             web.get("/mock/state", self.state),
+            web.get("/mock/kv_blocks", self._kv_event_pages.blocks),
             web.post("/mock/renew", self.renew),
             web.get("/mock/fault", self.show_faults),
             web.post("/mock/fault", self.set_faults),
@@ -339,6 +343,8 @@ class MockServer:
             for choice, sink in zip(choices, sinks, strict=True):
                 if self.pd_role is not None:
                     choice.job.content = choice
+                if self.group.kv_events is not None:
+                    choice.describe_job()
                 self.group.submit(choice.job, sink, choice.finish_reason)
             yield
         finally:

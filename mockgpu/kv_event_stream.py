@@ -1,0 +1,143 @@
+"""The KV events of one group, as a numbered stream of batches in an engine's own form.
+
+Without I/O: the scheduler's changes of the prefix cache come in, messages to publish go out, and
+faults decide which of them are lost, late, doubled or out of order. Sockets are in
+mockgpu/kv_publisher.py.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import msgspec
+
+from mockgpu.fault_grammar import FaultKind
+from mockgpu.job import Job
+
+Message: TypeAlias = tuple[int, bytes]
+"""The number and the payload of a batch."""
+
+LATE_S = 0.2
+"""Seconds by which a late message is delayed, so that younger ones overtake it."""
+
+FORMS = ("map", "array", "sglang")
+"""Maps as vLLM 0.24 and newer, arrays as older ones, or maps with signed hashes as SGLang."""
+
+_TOKEN_BYTES = 4
+_encode = msgspec.msgpack.encode
+
+
+class KvEventSpec(msgspec.Struct, frozen=True):
+    """How a group publishes KV events. Ports: 0 takes a free one."""
+
+    port: int = 0
+    replay_port: int = 0
+    topic: str = "kv"
+    form: str = "map"
+    buffer_steps: int = 10_000
+
+
+class KvEventStream:
+    """The events since the last batch, the numbered batches, and the faults of their delivery."""
+
+    def __init__(
+        self, spec: KvEventSpec, block_tokens: int, strikes: Callable[[FaultKind], bool]
+    ) -> None:
+        """`strikes` returns whether a fault of this kind strikes the next message."""
+        self._spec = spec
+        self._block_tokens = block_tokens
+        self.strikes = strikes
+        self._events: list[Any] = []
+        self._buffer: deque[Message] = deque(maxlen=spec.buffer_steps)
+        self._late: deque[tuple[float, Message]] = deque()
+        self._swapped: Message | None = None
+        self.next_number = 0
+
+    def hash_of(self, key: int) -> int:
+        """Return the hash by which events name a block: SGLang's are signed."""
+        return key - (1 << 64) if self._spec.form == "sglang" and key >> 63 else key
+
+    def on_stored(self, job: Job, place: int) -> None:
+        """Note that the job's block at `place` can be shared from now on."""
+        size, keys = self._block_tokens, job.keys
+        data = job.tokens[place * size * _TOKEN_BYTES : (place + 1) * size * _TOKEN_BYTES]
+        parent = self.hash_of(keys[place - 1]) if place else None
+        names, tokens = [self.hash_of(keys[place])], array("I", data).tolist()
+        extra = [[job.salt]] if job.salt and not place else None
+        if self._spec.form == "array":
+            members = ["BlockStored", names, parent, tokens, size, None, "GPU", None, extra]
+            self._events.append(members if extra else members[:7])
+            return
+        event: dict[str, Any] = {
+            "type": "BlockStored",
+            "block_hashes": names,
+            "parent_block_hash": parent,
+            "token_ids": tokens,
+            "block_size": size,
+            "medium": "GPU",
+        }
+        if self._spec.form == "sglang":
+            event |= {"cache_salt": job.salt} if job.salt else {}
+        elif extra:
+            event["extra_keys"] = extra
+        self._events.append(event)
+
+    def on_removed(self, key: int) -> None:
+        """Note that a block has been evicted."""
+        if self._spec.form == "array":
+            self._events.append(["BlockRemoved", [self.hash_of(key)], "GPU"])
+        else:
+            name = self.hash_of(key)
+            event = {"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU"}
+            self._events.append(event)
+
+    def on_cleared(self) -> None:
+        """Note that the prefix cache has been emptied."""
+        cleared = "AllBlocksCleared"
+        self._events.append([cleared] if self._spec.form == "array" else {"type": cleared})
+
+    def flush(self, wall_s: float, now: float) -> list[Message]:
+        """Return the messages to publish now: the events so far as one batch, and late ones.
+
+        wall_s  the time in the batch
+        now     seconds of a monotonic clock
+        """
+        ready = []
+        while self._late and self._late[0][0] <= now:
+            ready.append(self._late.popleft()[1])
+        if not self._events:
+            return ready
+        message = self.next_number, _encode([wall_s, self._events, 0])
+        self._events = []
+        self.next_number += 1
+        self._buffer.append(message)
+        return self._deliver(message, now) + ready
+
+    def _deliver(self, message: Message, now: float) -> list[Message]:
+        """Apply the faults of delivery to a message."""
+        if self.strikes(FaultKind.EVENTS_LOST):
+            return []
+        if self.strikes(FaultKind.EVENTS_LATE):
+            self._late.append((now + LATE_S, message))
+            return []
+        copies = [message, message] if self.strikes(FaultKind.EVENTS_DOUBLED) else [message]
+        if self._swapped is not None:
+            copies, self._swapped = [*copies, self._swapped], None
+        elif self.strikes(FaultKind.EVENTS_REORDERED):
+            copies, self._swapped = [], message
+        return copies
+
+    def replay(self, start: int) -> list[Message]:
+        """Return the buffered messages from the number `start` on."""
+        return [message for message in self._buffer if message[0] >= start]
+
+    def restart(self) -> None:
+        """Begin again at number 0 with an empty buffer, as another process would."""
+        self._events = []
+        self._buffer.clear()
+        self._late.clear()
+        self._swapped = None
+        self.next_number = 0

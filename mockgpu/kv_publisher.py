@@ -1,0 +1,119 @@
+"""Publishes a group's KV events over ZeroMQ, and answers requests to replay them.
+
+Messages are `[topic, number (8 bytes, big-endian), payload]` on a PUB socket. A ROUTER socket takes
+`[empty, first number]` and answers with `[empty, topic, number, payload]` for each message, then
+with the number -1. Needs pyzmq, the extra `events`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import zmq
+
+from mockgpu.fault_grammar import FaultKind
+from mockgpu.kv_event_stream import KvEventSpec, KvEventStream
+from mockgpu.scheduler import Scheduler
+
+POLL_S = 0.02
+END_NUMBER = b"\xff" * 8
+
+
+class KvPublisher:
+    """The sockets of one group's events. Sole owner of its stream."""
+
+    def __init__(
+        self,
+        spec: KvEventSpec,
+        scheduler: Scheduler,
+        loop: asyncio.AbstractEventLoop,
+        host: str,
+    ) -> None:
+        """Bind both sockets. Raises OSError if a port is taken."""
+        self.stream = KvEventStream(spec, scheduler.pool.block_tokens, _never)
+        self._spec, self._scheduler, self._loop = spec, scheduler, loop
+        self._topic = spec.topic.encode()
+        self._context = zmq.Context()
+        self._publisher = self._context.socket(zmq.PUB)
+        self._router = self._context.socket(zmq.ROUTER)
+        self.port = _bind(self._publisher, host, spec.port)
+        self.replay_port = _bind(self._router, host, spec.replay_port)
+        scheduler.on_shared = self.stream.on_stored
+        scheduler.pool.on_evicted = self.stream.on_removed
+        scheduler.pool.on_cleared = self.stream.on_cleared
+        self._timer = loop.call_later(POLL_S, self._poll)
+
+    def flush(self) -> None:
+        """Publish the events since the last call."""
+        if self.stream.strikes(FaultKind.EVENTS_RESTARTED):
+            self.stream.restart()
+            self._scheduler.pool.clear_prefix_cache()
+        for number, payload in self.stream.flush(time.time(), self._loop.time()):
+            message = [self._topic, number.to_bytes(8, "big"), payload]
+            self._publisher.send_multipart(message, zmq.NOBLOCK)
+
+    def hashes(self) -> list[int]:
+        """Return the events' names of all blocks that the prefix cache has now."""
+        return [self.stream.hash_of(key) for key in self._scheduler.pool.cached_keys()]
+
+    def describe(self) -> dict[str, Any]:
+        """Return this source as vLLM describes its own at /kv_event_sources."""
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.port}",
+            "replay_endpoint": f"tcp://*:{self.replay_port}",
+            "buffer_steps": self._spec.buffer_steps,
+            "topic": self._spec.topic,
+        }
+
+    def describe_as_sglang(self) -> dict[str, Any]:
+        """Return this source as SGLang describes its own at /server_info."""
+        return {
+            "publisher": "zmq",
+            "endpoint_host": "*",
+            "endpoint_port_base": self.port,
+            "replay_endpoint_port_base": self.replay_port,
+            "topic": self._spec.topic,
+            "block_size": self._scheduler.pool.block_tokens,
+            "dp_size": 1,
+        }
+
+    def _poll(self) -> None:
+        """Publish late messages, and answer requests for a replay."""
+        self._timer = self._loop.call_later(POLL_S, self._poll)
+        self.flush()
+        while self._router.poll(0):
+            frames = self._router.recv_multipart(zmq.NOBLOCK)
+            if len(frames) == 3 and len(frames[2]) == 8:
+                self._replay(frames[0], int.from_bytes(frames[2], "big"))
+
+    def _replay(self, peer: bytes, start: int) -> None:
+        for number, payload in self.stream.replay(start):
+            self._router.send_multipart(
+                [peer, b"", self._topic, number.to_bytes(8, "big"), payload]
+            )
+        self._router.send_multipart([peer, b"", b"", END_NUMBER, b""])
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._timer.cancel()
+        self._context.destroy(linger=0)
+
+
+def _never(kind: FaultKind) -> bool:
+    return False
+
+
+def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> int:
+    """Bind a socket and return its port. Raises OSError if the port is taken."""
+    socket.sndhwm = 0
+    if not port:
+        return socket.bind_to_random_port(f"tcp://{host}")
+    try:
+        socket.bind(f"tcp://{host}:{port}")
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, f"port {port}: {error.strerror}") from None
+    return port
