@@ -1,1 +1,1 @@
-"""What an operator types: the commands of `penstock`."""
+"""The command line: the commands of `penstock`."""

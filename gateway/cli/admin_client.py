@@ -1,4 +1,4 @@
-"""The client of a gateway's admin server: command-line options, TLS settings, and requests.
+"""A client of a gateway's admin server: its command-line options, TLS settings, and requests.
 
 Every command that talks to a running gateway uses it.
 """
@@ -52,9 +52,9 @@ class AdminAddress(msgspec.Struct, frozen=True):
 
 
 def with_admin_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's parameter `admin` with the options of `admin_address`.
+    """Decorate a command: replace its parameter `admin` with the options of `admin_address`.
 
-    The wrapped command receives their values as one AdminAddress.
+    The decorated command receives their values as one AdminAddress.
     """
     options = inspect.signature(admin_address, eval_str=True).parameters
     signature = inspect.signature(command, eval_str=True)
@@ -80,7 +80,8 @@ def with_admin_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def admin_address(
     admin: Annotated[
-        str, typer.Option("--admin", envvar="PENSTOCK_ADMIN", help="URL of the admin server.")
+        str,
+        typer.Option("--admin", envvar="PENSTOCK_ADMIN", help="URL of the gateway's admin server."),
     ] = DEFAULT_ADMIN_URL,
     ca: Annotated[
         Path | None,
@@ -115,7 +116,7 @@ def admin_address(
 ) -> AdminAddress:
     """Return the admin server options of a command as one value.
 
-    Raises BadParameter when they contradict each other.
+    Raises typer.BadParameter when they contradict each other.
     """
     if (cert is None) != (key is None):
         raise typer.BadParameter("--cert and --key must be given together")
@@ -127,7 +128,10 @@ def admin_address(
 
 
 class AdminServerError(Exception):
-    """The admin server did not respond or refused the request; the message is for the operator."""
+    """Raised when the admin server does not respond or refuses a request.
+
+    The message is for the operator.
+    """
 
 
 class AdminClient:
@@ -172,7 +176,7 @@ class AdminClient:
             connection.close()
 
     def request(self, method: str, path: str, body: bytes | None = None) -> Any:
-        """Return the JSON body of the response, whatever its status.
+        """Send a request and return the JSON body of the response, whatever its status.
 
         Prints a message and exits with status 1 when there is no valid response.
         """
@@ -182,7 +186,7 @@ class AdminClient:
             exit_with_error(str(error))
 
     def try_request(self, method: str, path: str, body: bytes | None = None) -> Any:
-        """Return the JSON body of the response, whatever its status.
+        """Send a request and return the JSON body of the response, whatever its status.
 
         Raises AdminServerError when there is no valid response, or the server refused the request.
         """
@@ -236,7 +240,10 @@ def _split(url: str) -> SplitResult:
 
 
 def _context(admin: AdminAddress) -> ssl.SSLContext:
-    """Return the TLS context; print a message and exit with status 1 when a file is unusable."""
+    """Return the SSLContext for requests to an https:// admin server.
+
+    Prints a message and exits with status 1 when a file cannot be used.
+    """
     pair, files = None, {"ca": ("--ca", admin.ca)}
     problems: list[tls.FileProblem] = []
     if admin.certificate is not None and admin.key is not None:
@@ -258,7 +265,10 @@ def _path_text(path: Path | None) -> str | None:
 
 
 def _key(file: Path | None) -> str:
-    """Return the admin key, or "" without one; exit with status 1 when it is unusable."""
+    """Return the admin key, or "" without one.
+
+    Prints a message and exits with status 1 when the key cannot be read or sent.
+    """
     if file is None:
         key = os.environ.get("PENSTOCK_ADMIN_KEY", "")
     else:

@@ -1,7 +1,7 @@
 """`penstock chaos`: inject faults into mock TP groups and report how the gateway reacts.
 
-Lives here: the faults that each action stands for, and the report. What a fault does lives in
-mockgpu. Only a mock with a fault injection server (`--chaos-port`) can be broken, and only from its
+This module has the faults that each action stands for, and the report; mockgpu implements the
+faults. Only a mock with a fault injection server (`--chaos-port`) accepts faults, and only from its
 own machine: the address is the endpoint's `chaos` label and must be a loopback address.
 """
 
@@ -33,7 +33,7 @@ ANSWER_CAP_BYTES = 1 << 16
 
 
 class ChaosAction(StrEnum):
-    """An operation on a mock TP group."""
+    """An action of `penstock chaos` on a mock TP group: a fault, or its removal."""
 
     KILL = "kill"
     FREEZE = "freeze"
@@ -74,17 +74,27 @@ ForOption = Annotated[
 @with_admin_options
 def chaos(
     admin: AdminAddress,
-    action: Annotated[ChaosAction, typer.Argument(help="The fault to inject, or restore.")],
+    action: Annotated[
+        ChaosAction, typer.Argument(help="The fault to inject, or restore to remove faults.")
+    ],
     target: Annotated[
-        list[str] | None, typer.Argument(help="Endpoint names; default for restore: all.")
+        list[str] | None,
+        typer.Argument(help="Names of the endpoints; restore without names: all of them."),
     ] = None,
     factor: Annotated[
-        float, typer.Option("--factor", min=0.01, help="slow: multiply step times by this.")
+        float,
+        typer.Option(
+            "--factor", min=0.01, help="For slow: factor by which engine steps take longer."
+        ),
     ] = 10.0,
-    only: Annotated[Only | None, typer.Option("--only", help="slow: only these steps.")] = None,
-    rank: Annotated[int, typer.Option("--rank", min=0, help="lose-rank: the GPU to lose.")] = 0,
+    only: Annotated[
+        Only | None, typer.Option("--only", help="For slow: only these engine steps; default: all.")
+    ] = None,
+    rank: Annotated[
+        int, typer.Option("--rank", min=0, help="For lose-rank: rank of the GPU that is lost.")
+    ] = 0,
     hang: Annotated[
-        bool, typer.Option("--hang", help="lose-rank: the other ranks hang instead of failing.")
+        bool, typer.Option("--hang", help="For lose-rank: the other ranks hang instead of failing.")
     ] = False,
     lasting: ForOption = None,
     as_json: JsonOption = False,
@@ -146,7 +156,7 @@ def _slow_fault(factor: float, only: Only | None) -> str:
 def _fault_spec(
     action: ChaosAction, slow: str, rank: int, hang: bool, lasting_s: float | None
 ) -> str:
-    """Return the faults in the grammar of mockgpu.
+    """Return the faults of an action, in the notation of mockgpu.
 
     A killed group also loses its cache, as a process that ends does.
     """
@@ -170,7 +180,7 @@ def _parse_lasting(text: str) -> float:
 
 
 def _fault_server(name: str, fleet: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the address of the server that sets this endpoint's faults.
+    """Return host and port of the server that sets this endpoint's faults.
 
     Prints a message and exits when there is none.
     """
@@ -200,7 +210,7 @@ def _fault_server(name: str, fleet: Mapping[str, Any]) -> tuple[str, int]:
 def _inject(
     server: AdminClient, name: str, fault_server: tuple[str, int], spec: str, action: ChaosAction
 ) -> dict[str, Any]:
-    """Set the fault, and wait until the gateway detects it."""
+    """Set the faults of an endpoint, and wait until the gateway detects them; return the result."""
     url = _endpoint_row(server, name)["url"]
     reply = _post(fault_server, f"/faults/{urlsplit(url).port}", {"spec": spec}, name)
     started_at, should_be_available = time.monotonic(), action is ChaosAction.RESTORE

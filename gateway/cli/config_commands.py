@@ -1,4 +1,4 @@
-"""The commands status, reload, diff, rollback and history of a running gateway.
+"""The commands status, reload, diff, rollback and history, for a running gateway.
 
 Each one sends requests to the admin server and prints the result. Exit codes: 0 success, 1 rejected
 or not reachable, 2 wrong usage.
@@ -17,13 +17,14 @@ from gateway.cli.admin_client import AdminAddress, AdminClient, KeyFileOption, w
 from gateway.cli.output import JsonOption, exit_with_error, print_json, print_line
 
 ForceOption = Annotated[
-    bool, typer.Option("--force", help="Apply it even if no endpoint of a pool can be reached.")
+    bool,
+    typer.Option("--force", help="Apply the change even if no endpoint of a pool can be reached."),
 ]
 
 
 @with_admin_options
 def status(admin: AdminAddress, as_json: JsonOption = False) -> None:
-    """Show a running gateway's configuration, its last error, and its endpoints."""
+    """Show a running gateway's configuration version, its last error, and its endpoints."""
     server = AdminClient(admin, None)
     config = server.request("GET", "/config")
     fleet = server.request("GET", "/endpoints")["endpoints"]
@@ -98,7 +99,8 @@ def reload(
 def diff(
     admin: AdminAddress,
     file: Annotated[
-        Path | None, typer.Argument(help="File to compare; default: the gateway's own file.")
+        Path | None,
+        typer.Argument(help="Configuration file to compare; default: the gateway's own file."),
     ] = None,
     key_file: KeyFileOption = None,
     as_json: JsonOption = False,
@@ -138,7 +140,10 @@ def diff(
 def rollback(
     admin: AdminAddress,
     version: Annotated[
-        int | None, typer.Argument(min=1, help="Version number; default: the previous version.")
+        int | None,
+        typer.Argument(
+            min=1, help="Number of the version to return to; default: the previous one."
+        ),
     ] = None,
     force: ForceOption = False,
     key_file: KeyFileOption = None,
@@ -231,7 +236,7 @@ def _print_outcome(reply: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _exit_if_rejected(reply: dict[str, Any]) -> None:
-    """Print every problem and exit with status 1 if the configuration was rejected."""
+    """If the configuration was rejected, print every problem and exit with status 1."""
     if reply["result"] not in ("rejected", "nothing"):
         return
     for problem in reply["problems"]:
@@ -247,7 +252,7 @@ def _print_last_change(version: dict[str, Any] | None) -> None:
 
 
 def _print_changes(changes: list[dict[str, Any]], indent: str = "  ") -> None:
-    """Print one line per change: the old value in red, the new value in green."""
+    """Print one line per change, with the old value in red and the new value in green."""
     for change in changes:
         before, after = change["before"], change["after"]
         line = Text(f"{indent}{change['path']}: ")

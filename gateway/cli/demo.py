@@ -45,7 +45,7 @@ _FAULT_PORTS = 2  # at most: one for each process of mocks
 
 
 class DemoError(Exception):
-    """The demo cannot start or continue; the message says why and what to do."""
+    """Raised when the demo cannot start or continue; the message says why and what to do."""
 
 
 class DemoOptions(msgspec.Struct, frozen=True):
@@ -138,7 +138,7 @@ def _start_mocks(demo: DemoOptions, running: ExitStack) -> tuple[Path, LoadedCon
 
 @contextmanager
 def _machine_lock() -> Iterator[None]:
-    """Make demos on this machine start one after another.
+    """Hold a lock that makes demos on this machine start one after another.
 
     Two that start at once would find the same ports free, and one would use the other's mocks.
     """
@@ -149,7 +149,7 @@ def _machine_lock() -> Iterator[None]:
 
 @contextmanager
 def _folder_lock() -> Iterator[None]:
-    """Refuse to start while another demo runs in this folder.
+    """Hold a lock on the folder. Raises DemoError while another demo runs in it.
 
     The gateway of that demo would reload this one's configuration.
     """
@@ -174,7 +174,10 @@ def _require_free_port(port: int, flag: str) -> None:
 
 
 def _find_free_ports(length: int) -> int:
-    """Return the first of `length` consecutive free ports for the mocks."""
+    """Return the first of `length` consecutive free ports for the mocks.
+
+    Raises DemoError if there are none.
+    """
     run_length = 0
     for port in _MOCK_PORTS:
         run_length = run_length + 1 if is_port_free(_HOST, port) else 0
@@ -257,9 +260,9 @@ def _fault_port(demo: DemoOptions, first: int, number: int) -> int:
 
 
 def _kill_with_parent() -> list[str]:
-    """Return a command prefix that ends the mocks when this process is killed.
+    """Return the start of a command line that makes a mock end when this process is killed.
 
-    Empty where the `setpriv` tool is missing.
+    The result is empty where the `setpriv` tool is missing.
     """
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "TERM"] if setpriv else []

@@ -17,7 +17,7 @@ from gateway.cli.output import JsonOption, exit_with_error, print_json, print_li
 POLL_S = 0.5
 
 EndpointArgument = Annotated[
-    str, typer.Argument(metavar="ENDPOINT", help="Endpoint name, as in `penstock top`.")
+    str, typer.Argument(metavar="ENDPOINT", help="Name of the endpoint, as in `penstock top`.")
 ]
 
 
@@ -26,17 +26,18 @@ def drain(
     admin: AdminAddress,
     endpoint: EndpointArgument,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until its last request has finished.")
+        bool, typer.Option("--wait", help="Wait until the endpoint's last request has finished.")
     ] = False,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0, help="Longest time to wait, in seconds.")
+        float,
+        typer.Option("--timeout", min=0, help="With --wait: maximum time to wait, in seconds."),
     ] = 600.0,
     key_file: KeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Stop routing new requests to an endpoint; its current requests finish.
 
-    Lasts until `penstock undrain` or a restart of the gateway.
+    This lasts until `penstock undrain` or a restart of the gateway.
     """
     server = AdminClient(admin, key_file)
     reply = _change(server, endpoint, "drain")

@@ -1,6 +1,6 @@
 """`penstock explain`: print why a request was routed as it was.
 
-The data is GET /explain of a running gateway (explain.py); this module only formats it.
+The data is GET /explain of a running gateway (telemetry/explain.py); this module only formats it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def explain(
     request_id: Annotated[
         str,
         typer.Argument(
-            metavar="ID", help="The x-request-id of its response; default: the newest request."
+            metavar="ID",
+            help="The x-request-id of the request's response; default: the newest request.",
         ),
     ] = NEWEST_REQUEST,
     as_json: JsonOption = False,
@@ -109,7 +110,7 @@ def _outcome_lines(reply: Mapping[str, Any]) -> Iterator[str]:
 def _table(pick: Mapping[str, Any]) -> Table:
     """Return the table of candidates, best first.
 
-    It has a column for each term of the scores, where the policy reports terms.
+    It has a column for each term of the scores, if the policy reports terms.
     """
     rows = pick["candidates"][:MAX_ROWS]
     parts = sorted({name for row in rows for name in row.get("terms", {})})

@@ -1,6 +1,6 @@
 """The `penstock` command line: arguments, options and dispatch to the commands.
 
-Exit codes: 0 success, 1 failure, 2 wrong usage. What a command does lives in its own module.
+Exit codes: 0 success, 1 failure, 2 wrong usage. Each command is implemented in its own module.
 Modules that the gateway must not depend on (mockgpu, planner) and heavy modules are imported only
 when their command runs.
 """
@@ -82,7 +82,7 @@ _COMMAND_ORDER = (
 
 
 class _Commands(typer.core.TyperGroup):
-    """The commands in the order a newcomer needs them.
+    """The group of all commands, in the order in which a newcomer needs them.
 
     Commands of other modules are imported on first use.
     """
@@ -180,9 +180,9 @@ def main() -> None:
 
 
 def _exit_without_extra(error: ModuleNotFoundError) -> NoReturn:
-    """Print which extra has the missing package and exit with status 1.
+    """Print which extra installs the missing package, and exit with status 1.
 
-    Raises the error again if no extra has it.
+    Raises the error again if no extra does.
     """
     module = (error.name or "").partition(".")[0]
     if module not in EXTRAS:
@@ -211,7 +211,12 @@ def demo(
         str, typer.Option("--model", help="Name of the model that the mock TP groups serve.")
     ] = "demo-8b",
     speed: Annotated[
-        float, typer.Option("--speed", min=0.01, help="Speed of the mocks relative to real time.")
+        float,
+        typer.Option(
+            "--speed",
+            min=0.01,
+            help="Speed of the mocks relative to real time (2 is twice as fast).",
+        ),
     ] = 1.0,
     split: Annotated[
         bool,
@@ -221,7 +226,7 @@ def demo(
         str, typer.Option("--dialect", help=f"KV transfer dialect, with --split: {_DIALECTS}")
     ] = "vllm_nixl",
 ) -> None:
-    """Start the gateway with mock TP groups on this machine and show what to try. No GPU needed.
+    """Start the gateway with mock TP groups on this machine, and show what to try. No GPU needed.
 
     Ctrl-C stops everything.
     """
@@ -242,7 +247,7 @@ def demo(
 @app.command()
 def serve(
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="Configuration file.")
+        Path | None, typer.Option("--config", "-c", help="Configuration file (YAML) to run with.")
     ] = None,
     engine: Annotated[
         list[str] | None,
@@ -265,7 +270,7 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Run the gateway for the engines in a configuration file, or those given with --engine."""
+    """Run the gateway for the engines in a configuration file, or for those given with --engine."""
     if (config is None) == (not engine):
         raise typer.BadParameter("give either --config FILE, or --engine URL once per engine")
     if config is not None and (policy, host, port, admin_port) != (None, None, None, None):
@@ -303,7 +308,7 @@ def _parse_workers(text: str) -> int | Literal["auto"]:
 
 @app.command()
 def check(
-    file: Annotated[Path, typer.Argument(help="Configuration file.")],
+    file: Annotated[Path, typer.Argument(help="Configuration file (YAML) to check.")],
     as_json: JsonOption = False,
 ) -> None:
     """Check a configuration file and print every problem with its line and column."""
@@ -342,7 +347,10 @@ def plan(
     admin: AdminAddress,
     file: Annotated[Path, typer.Argument(help="Configuration file to evaluate.")],
     last: Annotated[
-        str, typer.Option("--last", metavar="TIME", help="How much of the access log to replay.")
+        str,
+        typer.Option(
+            "--last", metavar="TIME", help="Newest part of the access log to replay, as a duration."
+        ),
     ] = "10m",
     log: Annotated[
         Path | None, typer.Option("--log", help="Access log; default: that of the running gateway.")
@@ -353,7 +361,10 @@ def plan(
         typer.Option("--model", help="Model for the simulated engines, as in `penstock mock`."),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help="GPU type for endpoints without a `gpu` label.")
+        str | None,
+        typer.Option(
+            "--gpu", help="GPU type of endpoints without a `gpu` label, for example h100."
+        ),
     ] = None,
     fail_if_worse: FailIfWorseOption = None,
     as_json: JsonOption = False,
@@ -403,7 +414,7 @@ def _parse_last(text: str) -> float:
 
 
 def _config_as_json(file: Path) -> dict[str, Any]:
-    """Return a configuration in the form of GET /config. Raises ConfigError."""
+    """Return a configuration file in the form of GET /config. Raises ConfigError."""
     from gateway.config import load_with_warnings
 
     return load_with_warnings(file, os.environ).config.model_dump(mode="json", by_alias=True)

@@ -1,4 +1,4 @@
-"""The command `penstock migrate`: another router's configuration as a gateway.yaml."""
+"""The command `penstock migrate`: converts another router's configuration to a gateway.yaml."""
 
 from __future__ import annotations
 
@@ -26,26 +26,29 @@ def migrate(
         ),
     ],
     kind: Annotated[
-        str | None, typer.Option("--from", help=f"What it is, if in doubt: {', '.join(SOURCES)}.")
+        str | None,
+        typer.Option(
+            "--from", help=f"Kind of the source, if it is not recognized: {', '.join(SOURCES)}."
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; stdout by default.")
+        Path | None, typer.Option("--output", "-o", help="File to write; default: stdout.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="Name of the model, where the source has none.")
+        str | None, typer.Option("--model", help="Name of the model, if the source names none.")
     ] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option("--engine", help="URL of an engine, where the source has none; repeatable."),
+        typer.Option("--engine", help="URL of an engine, if the source names none; repeatable."),
     ] = None,
     service: Annotated[
         str | None, typer.Option("--service", help="Kubernetes Service that selects the engines.")
     ] = None,
     release: Annotated[
-        str, typer.Option("--release", help="Helm release of the production stack.")
+        str, typer.Option("--release", help="Helm release of the vLLM production stack.")
     ] = "vllm",
 ) -> None:
-    """Convert another router's command line or file to a gateway.yaml.
+    """Convert another router's command line or configuration file to a gateway.yaml.
 
     Everything without a counterpart, and everything left to do, is listed on stderr.
     """
@@ -67,7 +70,7 @@ def migrate(
 
 
 def _convert(source: list[str], kind: str | None, additions: Additions) -> tuple[Draft, str]:
-    """Convert a file, stdin or a command line; return the draft and the origin's name."""
+    """Convert a file, stdin or a command line; return the draft and the name of its origin."""
     if len(source) > 1:
         return convert_words(source, kind, additions), "a command line"
     if source == ["-"]:

@@ -1,4 +1,4 @@
-"""Options and output helpers that several commands share; light to import."""
+"""Options and output helpers that several commands share; fast to import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 DEFAULT_ADMIN_URL = "http://127.0.0.1:8081"
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 EngineKeyOption = Annotated[
     str | None,
     typer.Option(
@@ -25,9 +25,10 @@ EngineKeyOption = Annotated[
 
 
 def check_engine_key(config: Path | None, engine_key: str | None) -> None:
-    """Refuse a key on the command line beside a configuration file, which has keys of its own.
+    """Raise typer.BadParameter for a key on the command line beside a configuration file.
 
-    Raises typer.BadParameter. The environment may have a key for other commands.
+    A file has keys of its own. A key in the environment is accepted, since it may be meant for
+    other commands.
     """
     is_option = engine_key is not None and engine_key != os.environ.get("PENSTOCK_ENGINE_KEY")
     if config is not None and is_option:
@@ -41,7 +42,7 @@ def exit_with_error(message: str) -> NoReturn:
 
 
 def sanitize(text: str) -> str:
-    """Escape every unprintable character except newlines.
+    """Return `text` with every unprintable character except newlines escaped.
 
     Text from an engine or a client could otherwise send escape sequences to the terminal.
     """
@@ -64,5 +65,5 @@ def is_utf8_output() -> bool:
 
 
 def print_json(value: object) -> None:
-    """Print the value as indented JSON, ASCII-only where stdout cannot encode more."""
+    """Print the value as indented JSON, ASCII-only if stdout cannot encode more."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=not is_utf8_output()))

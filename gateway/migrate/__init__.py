@@ -1,7 +1,7 @@
-"""Other routers' configurations as gateway.yaml, without I/O: text in, text and notes out.
+"""Converts other routers' configurations to gateway.yaml, without I/O: text in, text and notes out.
 
-sources.py recognizes what a text is. There is one reader for each source; all of them write into a
-Draft, which also collects what has no counterpart. The command is gateway/cli/migrate.py.
+sources.py recognizes the kind of a text. There is one reader for each source; all of them write
+into a Draft, which also collects what has no counterpart. The command is gateway/cli/migrate.py.
 """
 
 from gateway.migrate.draft import Additions, Draft, MigrationError, MigrationNote

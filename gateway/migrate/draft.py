@@ -1,4 +1,4 @@
-"""A gateway.yaml in the making, with notes about everything that is not the same in it."""
+"""A gateway.yaml under construction, with notes about everything that has no exact counterpart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MigrationError(ValueError):
 
 
 class NoteKind(StrEnum):
-    """What a note is about."""
+    """The kind of a migration note."""
 
     DROPPED = "no counterpart"
     DIFFERS = "differs"
@@ -33,7 +33,7 @@ class NoteKind(StrEnum):
 
 
 class MigrationNote(msgspec.Struct, frozen=True):
-    """One thing that the operator must know. `item` names the option or key of the source."""
+    """A note for the operator; `item` names the option or key of the source that it is about."""
 
     kind: NoteKind
     item: str
@@ -44,7 +44,7 @@ class MigrationNote(msgspec.Struct, frozen=True):
 
 
 class Additions(msgspec.Struct, frozen=True):
-    """What the operator adds, because the source does not contain it.
+    """Values that the operator adds, because the source does not contain them.
 
     model    name of the model, as clients and engines call it
     engines  URLs of engines, for a source that only selects pods
@@ -59,7 +59,7 @@ class Additions(msgspec.Struct, frozen=True):
 
 
 class Draft:
-    """The configuration as plain data, and the notes so far, each once."""
+    """The new configuration as plain data, and the notes so far, each once."""
 
     def __init__(self, additions: Additions | None = None) -> None:
         self.additions = additions or Additions()
@@ -75,22 +75,22 @@ class Draft:
         section[path[-1]] = value
 
     def get(self, *path: str) -> Any:
-        """Return the value at a path of keys, or None."""
+        """Return the value at a path of keys, or None if there is none."""
         section: Any = self.data
         for key in path:
             section = section.get(key) if isinstance(section, dict) else None
         return section
 
     def drop(self, item: str, reason: str) -> None:
-        """Note that an option or key of the source has no counterpart."""
+        """Add a note that an option or key of the source has no counterpart."""
         self._note(NoteKind.DROPPED, item, reason)
 
     def differ(self, item: str, text: str) -> None:
-        """Note that the nearest counterpart of an option or key does not do quite the same."""
+        """Add a note that the nearest counterpart of an option or key behaves differently."""
         self._note(NoteKind.DIFFERS, item, text)
 
     def do(self, item: str, text: str) -> None:
-        """Note what the operator still has to do."""
+        """Add a note about a task that is left to the operator."""
         self._note(NoteKind.TO_DO, item, text)
 
     def _note(self, kind: NoteKind, item: str, text: str) -> None:
@@ -99,7 +99,10 @@ class Draft:
             self.notes.append(note)
 
     def refer(self, secret: str, name: str, item: str) -> str:
-        """Return a reference to a secret: its own, or ${name} if it is written in the source."""
+        """Return a reference to a secret: the source's own, or ${name} if the source has its text.
+
+        In the second case, a note asks the operator to set that variable.
+        """
         text = with_references(secret)
         if _REFERENCE.fullmatch(text):
             return text
@@ -112,7 +115,7 @@ class Draft:
         return f"${{{name}}}"
 
     def add_service(self, name: str, namespace: str | None, selector: object, port: object) -> None:
-        """Note the headless Service that has to exist for discovery."""
+        """Add a note with the manifest of the headless Service that discovery needs."""
         metadata = {"name": name} | ({"namespace": namespace} if namespace else {})
         spec = {"clusterIP": "None", "selector": selector, "ports": [{"port": port}]}
         manifest = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}
@@ -121,7 +124,7 @@ class Draft:
         self.do(f"Service {name}", f"kubectl apply -f - <<< '{json.dumps(manifest)}'")
 
     def text(self, origin: str) -> str:
-        """Return the configuration as YAML. `origin` names the source in its first line."""
+        """Return the configuration as YAML; `origin` names the source in its first line."""
         out = StringIO()
         yaml = YAML()
         yaml.default_flow_style = False
@@ -150,7 +153,7 @@ def variables(data: object) -> Iterator[str]:
 
 
 def pool_name(model: str, taken: Mapping[str, object]) -> str:
-    """Return a short name for the pool of a model that no other pool has."""
+    """Return a short name for a model's pool that is not in `taken`."""
     short = _SLUG.sub("-", model.rsplit("/", 1)[-1].lower()).strip("-") or "engines"
     name, number = short, 2
     while name in taken:

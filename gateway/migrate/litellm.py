@@ -40,7 +40,7 @@ _FORWARDED = "requests are forwarded as clients send them, without defaults"
 
 
 class Deployment(msgspec.Struct):
-    """One entry of model_list that an endpoint can stand for.
+    """One entry of model_list that becomes an endpoint.
 
     served  the engine's name of the model
     extra   further settings of the endpoint
@@ -99,7 +99,7 @@ def _deployment(
 
 
 def _extra(parameters: Mapping[str, Any], item: str, draft: Draft) -> dict[str, object]:
-    """Return the endpoint's key and cap; note every other parameter."""
+    """Return the endpoint's key and concurrency limit; add a note for every other parameter."""
     extra: dict[str, object] = {}
     for key, value in parameters.items():
         if key in ("model", "api_base", "base_url", "custom_llm_provider"):
@@ -117,7 +117,7 @@ def _extra(parameters: Mapping[str, Any], item: str, draft: Draft) -> dict[str, 
 
 
 def _pools(deployments: list[Deployment], draft: Draft) -> None:
-    """Set a pool for each set of engines, and a model for each group."""
+    """Set a pool for each set of engines, and a model for each group of deployments."""
     groups: dict[str, list[Deployment]] = {}
     for deployment in deployments:
         groups.setdefault(deployment.group, []).append(deployment)

@@ -63,11 +63,12 @@ _REASONS: Mapping[str, str] = MappingProxyType(
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Which pods the picker chooses among.
+    """The pods among which the endpoint picker chooses.
 
-    labels     what selects them; empty if the source does not contain it
-    engine     their engine
-    namespace  theirs; None: the gateway's own
+    labels     labels that select the pods; empty if the source does not contain them
+    port       the engines' port
+    engine     the pods' kind of engine
+    namespace  the pods' namespace; None: the gateway's own
     """
 
     labels: Mapping[str, str] = {}
@@ -77,14 +78,14 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Plugin(msgspec.Struct, frozen=True):
-    """A plugin of the configuration; its parameters are plain data."""
+    """A plugin of the EndpointPickerConfig; its parameters are plain data."""
 
     kind: str
     parameters: Mapping[str, Any]
 
 
 def convert(config: Mapping[str, Any], draft: Draft, target: Target) -> None:
-    """Write the picker's configuration into the draft. Raises MigrationError."""
+    """Write the endpoint picker's configuration into the draft. Raises MigrationError."""
     plugins = _plugins(config)
     profiles = _profiles(config, plugins)
     is_split = any(plugin.kind in _SPLITTERS for plugin in plugins.values())
@@ -117,7 +118,10 @@ def _plugins(config: Mapping[str, Any]) -> dict[str, Plugin]:
 def _profiles(
     config: Mapping[str, Any], plugins: Mapping[str, Plugin]
 ) -> dict[str, dict[str, float]]:
-    """Return the weight of each plugin in each profile; one profile of all without any."""
+    """Return the weight of each plugin in each profile.
+
+    Without profiles, return one that has all plugins.
+    """
     entries = config.get("schedulingProfiles")
     if not isinstance(entries, list) or not entries:
         return {"default": dict.fromkeys(plugins, 1.0)}
@@ -160,7 +164,7 @@ def _policy(weights: Mapping[str, float], plugins: Mapping[str, Plugin], draft: 
 
 
 def _set_target(draft: Draft, target: Target, *, is_split: bool) -> None:
-    """Set the engines: those given, else discovery by Services that have to be created."""
+    """Set the engines: the given URLs, or else discovery by Services that have to be created."""
     traits = {} if target.engine == "vllm" else {"engine": target.engine}
     service = draft.additions.service or POOL
     if is_split:
@@ -202,7 +206,7 @@ def _split(plugins: Mapping[str, Plugin], draft: Draft, target: Target) -> None:
 
 
 def _thresholds(plugins: Mapping[str, Plugin]) -> Iterator[int]:
-    """Yield the prompt tokens from which each plugin splits."""
+    """Yield the number of prompt tokens from which each plugin splits requests."""
     for plugin in plugins.values():
         for key in ("threshold", "nonCachedTokens"):
             if isinstance(value := plugin.parameters.get(key), int):
@@ -227,7 +231,7 @@ def _note_plugins(plugins: Mapping[str, Plugin], draft: Draft) -> None:
 
 
 def _others(config: Mapping[str, Any], draft: Draft) -> None:
-    """Set the admission that a saturation detector stands for; note the other sections."""
+    """Set the admission that corresponds to a saturation detector; add notes on other sections."""
     for key, value in config.items():
         if key == "saturationDetector" and isinstance(value, dict):
             _saturation(value, draft)

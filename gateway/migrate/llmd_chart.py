@@ -1,4 +1,4 @@
-"""Reads the Helm values of llm-d's router and of the inference pool before it."""
+"""Reads the Helm values of llm-d's router and of its predecessor, the inference pool."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DEFAULT: Mapping[str, Any] = MappingProxyType(
 
 
 def is_chart(data: Mapping[str, Any]) -> bool:
-    """Return whether plain data are values of one of the charts."""
+    """Return whether plain data are values of one of these charts."""
     router = data.get("router")
     is_router = isinstance(router, dict) and ("epp" in router or "modelServers" in router)
     return is_router or "inferenceExtension" in data or "inferencePool" in data

@@ -1,4 +1,4 @@
-"""Command lines: words, options with their values, and which of them have been read."""
+"""Command lines: words, options with their values, and which options have been read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_WORDS = 100_000
 
 
 def split_words(text: str) -> list[str]:
-    """Split the text of a shell command: quotes, comments and continued lines.
+    """Split the text of a shell command into words: quotes, comments and continued lines.
 
     Raises MigrationError for an unclosed quote.
     """
@@ -26,7 +26,7 @@ def split_words(text: str) -> list[str]:
 
 
 class CommandOptions:
-    """The options of a command line; reading one marks it, and the unread ones remain.
+    """The options of a command line; reading one marks it, so that unread ones can be listed.
 
     All words up to the next option are values of an option, as in the routers' own parsers.
     """
@@ -37,7 +37,7 @@ class CommandOptions:
 
     @classmethod
     def parse(cls, words: Sequence[str], prefix: str = "") -> CommandOptions:
-        """Read `--name value ...`, `--name=value`. `prefix` may precede each name."""
+        """Parse `--name value ...` and `--name=value`; `prefix` may precede each name."""
         occurrences: list[tuple[str, list[str]]] = []
         for word in words:
             if word.startswith("--") and len(word) > 2:
@@ -57,11 +57,11 @@ class CommandOptions:
         return [values for other, values in self._occurrences if other == name]
 
     def values(self, name: str) -> list[str]:
-        """Return the values of all occurrences together."""
+        """Return the values of all occurrences of an option together, and mark it as read."""
         return [value for values in self.each(name) for value in values]
 
     def last(self, name: str) -> str | None:
-        """Return the value of the last occurrence; None if it is absent or has no value."""
+        """Return the last value of an option, or None if it is absent or has no value."""
         values = self.values(name)
         return values[-1] if values else None
 
@@ -71,6 +71,6 @@ class CommandOptions:
         return bool(occurrences) and occurrences[-1] not in (["false"], ["False"], ["0"])
 
     def unread(self) -> Iterator[str]:
-        """Yield each option that has not been read, once."""
+        """Yield the name of each option that has not been read, once."""
         names = dict.fromkeys(name for name, _ in self._occurrences)
         yield from (name for name in names if name not in self._read)

@@ -1,4 +1,4 @@
-"""Reads the Helm values of the vLLM production stack. Its engines stay as they are."""
+"""Reads the Helm values of the vLLM production stack, whose engines stay as they are."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def convert_values(chart: Mapping[str, Any], draft: Draft) -> None:
 
 
 def _router_options(router: Mapping[str, Any], draft: Draft) -> CommandOptions:
-    """Return the router's command line; note the keys that concern its deployment."""
+    """Return the router's command line; add notes for the keys that concern its deployment."""
     words: list[str] = []
     for key, value in router.items():
         if key in _OPTIONS:
@@ -115,7 +115,7 @@ def _pool(
     roles: Mapping[str, str],
     draft: Draft,
 ) -> dict[str, object]:
-    """Return discovery of the pods behind one Service, or the Services as endpoints."""
+    """Return a pool: discovery of the pods behind one Service, or the Services as endpoints."""
     traits = {**traits, **_layout(items[0])}
     if len(items) == 1:
         target = {"service": _service(items[0], draft), "port": str(port)}
@@ -153,7 +153,7 @@ def _service(item: Mapping[str, Any], draft: Draft) -> str:
 
 
 def _served_name(item: Mapping[str, Any]) -> str:
-    """Return the name that the engines list: --served-model-name, else the model's own."""
+    """Return the name that the engines list: --served-model-name, or else the model's own."""
     arguments = _mapping(item.get("vllmConfig")).get("extraArgs")
     options = CommandOptions.parse([str(word) for word in arguments or ()])
     return options.last("served-model-name") or str(item["modelURL"])

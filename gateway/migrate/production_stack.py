@@ -59,7 +59,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
 
 
 def convert_settings(settings: Mapping[str, Any], draft: Draft) -> None:
-    """Write the settings of --dynamic-config-yaml or -json into the draft."""
+    """Write the settings of --dynamic-config-yaml or --dynamic-config-json into the draft."""
     occurrences = []
     for key, value in settings.items():
         name = str(key).replace("_", "-")
@@ -75,7 +75,7 @@ def convert_settings(settings: Mapping[str, Any], draft: Draft) -> None:
 
 
 def _nested_models(models: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """Return the options that stand for static_models with their backends inside."""
+    """Return the options that correspond to static_models which contain their backends."""
     pairs = [
         (str(name), str(url))
         for name, spec in models.items()
@@ -132,7 +132,7 @@ def routing_policy(options: CommandOptions, draft: Draft) -> tuple[str, bool]:
 
 
 def split_model(draft: Draft, model: dict[str, object]) -> None:
-    """Add the split to a model, and note what its engines need."""
+    """Add the split into prefill and decode to a model; add a note on what its engines need."""
     model["split"] = {"dialect": DIALECT}
     draft.do(
         "disaggregated_prefill",
@@ -172,7 +172,7 @@ def _static(options: CommandOptions, draft: Draft) -> None:
 
 
 def _roles(options: CommandOptions) -> dict[str, str]:
-    """Return the role of each model label."""
+    """Return the role (prefill or decode) of each model label."""
     return {
         label: role
         for role in ("prefill", "decode")

@@ -20,8 +20,10 @@ DEFAULT_BOOTSTRAP_PORT = "8998"
 
 
 class RouterKind(msgspec.Struct, frozen=True):
-    """What differs between the two routers.
+    """The differences between the two routers.
 
+    host          default address to listen on
+    engine        default kind of engine
     split_option  the option that turns prefill/decode disaggregation on
     """
 
@@ -80,7 +82,7 @@ def apply_rules(
 
 
 def drop_unread(options: CommandOptions, draft: Draft, reasons: Mapping[str, str]) -> None:
-    """Note every option that nothing has read, with the reason of its longest known prefix."""
+    """Add a note for every option that was not read; the longest known prefix gives the reason."""
     for name in options.unread():
         prefixes = [prefix for prefix in reasons if name.startswith(prefix)]
         reason = reasons[max(prefixes, key=len)] if prefixes else "the option is not known"
@@ -130,7 +132,7 @@ def _engines(options: CommandOptions, draft: Draft, kind: RouterKind) -> None:
 
 
 def _traits(options: CommandOptions, draft: Draft, kind: RouterKind) -> dict[str, object]:
-    """Return what all endpoints have in common."""
+    """Return the settings that all endpoints have in common."""
     backend = options.last("backend") or options.last("runtime") or kind.engine
     options.each("runtime")
     if backend not in _BACKENDS:
@@ -168,7 +170,7 @@ def _unset_tls_of_plain_engines(draft: Draft) -> None:
 
 
 def _pairs(options: CommandOptions, draft: Draft, traits: Mapping[str, object]) -> None:
-    """Set the listed prefill and decode endpoints."""
+    """Set the prefill and decode endpoints that the options list."""
     endpoints = []
     for url, *port in options.each("prefill"):
         if (address := values.engine_url(url, "--prefill", draft)) is not None:
@@ -187,7 +189,7 @@ def _pairs(options: CommandOptions, draft: Draft, traits: Mapping[str, object]) 
 
 
 def _split(options: CommandOptions, draft: Draft, engine: str) -> None:
-    """Set the model with its split; prefill endpoints get the bootstrap server it needs."""
+    """Set the model with its split; prefill endpoints get the bootstrap server that it needs."""
     connector = options.last("kv-connector") or "nixl"
     dialect = {"sglang": "sglang", "trtllm": "trtllm"}.get(engine) or _CONNECTORS.get(connector)
     endpoints = draft.get("pools", POOL, "endpoints") or []
@@ -257,7 +259,7 @@ def _select(
 
 
 def _health(options: CommandOptions, draft: Draft) -> None:
-    """Set how many failures eject: the smaller of the two numbers that a router has."""
+    """Set how many failures eject an endpoint: the smaller of the router's two numbers."""
     if options.flag("disable-retries"):
         draft.set({"attempts": 1, "hedge": 0.0}, "retries")
     counts = [

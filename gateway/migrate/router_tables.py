@@ -14,7 +14,7 @@ _POOL = ("pools", "engines")
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """Where an option's value goes, in which form, and what is not the same there."""
+    """The counterpart of an option: a path in gateway.yaml, a conversion, and differences."""
 
     path: tuple[str, ...]
     convert: Converter

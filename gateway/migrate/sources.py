@@ -1,4 +1,4 @@
-"""Recognizes what a text or a command line belongs to, and calls its reader."""
+"""Recognizes which router a text or a command line belongs to, and calls its reader."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SHAPES = ("model_list", "routerSpec", "servingEngineSpec", "routing_logic", "se
 
 
 def convert_words(words: Sequence[str], source: str | None, additions: Additions) -> Draft:
-    """Convert a command line. Raises MigrationError."""
+    """Convert a command line to a Draft. Raises MigrationError."""
     program, options = _command(words)
     kind = source or program
     if kind == "vllm-router" and source is None and any(name in options for name in _STACK_OPTIONS):
@@ -60,7 +60,10 @@ def convert_words(words: Sequence[str], source: str | None, additions: Additions
 
 
 def convert_text(text: str, source: str | None, additions: Additions) -> Draft:
-    """Convert the content of a file: YAML, JSON, or commands of a shell. Raises MigrationError."""
+    """Convert the content of a file to a Draft: YAML, JSON, or shell commands.
+
+    Raises MigrationError.
+    """
     try:
         documents = load_documents(text)
     except MigrationError:
@@ -83,7 +86,7 @@ def convert_text(text: str, source: str | None, additions: Additions) -> Draft:
 def _convert_document(
     document: Mapping[str, Any], source: str | None, additions: Additions
 ) -> Draft | None:
-    """Convert one document; None if it is no configuration of a router."""
+    """Convert one document; return None if it is not the configuration of a router."""
     draft = Draft(additions)
     if "model_list" in document and source in (None, "litellm"):
         litellm.convert(document, draft)
@@ -120,7 +123,7 @@ def _unpacked(documents: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, A
 
 
 def _container_commands(data: object) -> Iterator[list[str]]:
-    """Yield the words of every container in manifests and compose files."""
+    """Yield the words of every container's command in manifests and compose files."""
     if isinstance(data, list):
         for item in data:
             yield from _container_commands(item)

@@ -1,4 +1,4 @@
-"""Values of options and keys: numbers, durations, sizes and URLs in the form of gateway.yaml."""
+"""Converts values of options and keys to the form of gateway.yaml: numbers, durations, URLs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def text(value: str) -> str:
 
 
 def number(value: str) -> int | str:
-    """Return a whole number, or a reference to one."""
+    """Return a whole number, or a reference to one. Raises MigrationError."""
     value = with_references(value.strip())
     if "${" in value:
         return value
@@ -35,7 +35,7 @@ def number(value: str) -> int | str:
 
 
 def ratio(value: str) -> float | str:
-    """Return a number, or a reference to one."""
+    """Return a number, or a reference to one. Raises MigrationError."""
     value = with_references(value.strip())
     if "${" in value:
         return value
@@ -46,13 +46,13 @@ def ratio(value: str) -> float | str:
 
 
 def positive(value: str) -> int | str | None:
-    """Return a whole number above zero; None for zero and less."""
+    """Return a whole number above zero, or None for zero and less."""
     count = number(value)
     return None if isinstance(count, int) and count < 1 else count
 
 
 def seconds(value: str) -> str | None:
-    """Return a duration from a number of seconds; None for zero and less."""
+    """Return a duration such as "30s" from a number of seconds, or None for zero and less."""
     duration = ratio(value)
     if isinstance(duration, str):
         return f"{duration}s"
@@ -60,7 +60,7 @@ def seconds(value: str) -> str | None:
 
 
 def size(value: str) -> str | None:
-    """Return a size from a number of bytes; None for zero and less."""
+    """Return a size such as "32MiB" from a number of bytes, or None for zero and less."""
     count = positive(value)
     if count is None or isinstance(count, str):
         return None if count is None else f"{count}B"
@@ -71,7 +71,7 @@ def size(value: str) -> str | None:
 
 
 def attempts(value: str) -> int | str:
-    """Return the number of attempts from a number of retries, within the gateway's bounds."""
+    """Return the number of attempts from a number of retries, within the gateway's limits."""
     retries = number(value)
     return retries if isinstance(retries, str) else max(1, min(MOST_ATTEMPTS, retries + 1))
 
@@ -84,7 +84,10 @@ def log_level(value: str) -> str:
 
 
 def engine_url(value: str, item: str, draft: Draft) -> str | None:
-    """Return an engine's URL without rank and API version; None with a note if it has none here."""
+    """Return an engine's URL without data parallel rank and API version.
+
+    If the gateway cannot call it, add a note about `item` to the draft and return None.
+    """
     url = with_references(value.strip()).rstrip("/")
     if "://" not in url and "${" not in url:
         url = f"http://{url}"
@@ -98,7 +101,7 @@ def engine_url(value: str, item: str, draft: Draft) -> str | None:
 
 
 def host_of(url: str) -> str:
-    """Return the host of a URL, as far as it can be read."""
+    """Return the host of a URL, or "" if it has none."""
     return urlsplit(url).hostname or ""
 
 

@@ -1,4 +1,4 @@
-"""A production checklist for a fleet of TP groups, with a verdict per check.
+"""A production checklist for a set of TP groups (engine processes), with a verdict per check.
 
 The checks follow a guide to tensor parallelism for inference: the smallest TP degree that fits,
 fast links within a group, decode speed at batch 1 and 16, admission control, a smaller model as
@@ -35,7 +35,7 @@ MAX_KV_DIFFERENCE = 0.1
 
 
 class CheckedEndpoint(msgspec.Struct, frozen=True):
-    """One endpoint of the fleet, and the responses of its engine."""
+    """One endpoint to check, and the responses of its engine."""
 
     endpoint: Endpoint
     probe_result: ProbeResult
@@ -58,7 +58,7 @@ class CheckedEndpoint(msgspec.Struct, frozen=True):
 
 
 class CheckedFleet(msgspec.Struct, frozen=True):
-    """The input of all checks.
+    """The input of all checks: the endpoints, the configuration, and measured speeds.
 
     `config` is None for engines without a file. `pace_s` maps an endpoint's name to its seconds per
     token at batch 1 and at batch 16, if measured.
@@ -114,7 +114,10 @@ def _kv_text(kv_tokens: int, context_tokens: int) -> str:
 
 
 def _as_computed(fleet: CheckedFleet) -> Iterator[CheckFinding]:
-    """Compare the engines' KV sizes with the memory check, for built-in models on known GPUs."""
+    """Compare the KV sizes that engines report with computed ones.
+
+    Only built-in models on known GPUs are compared.
+    """
     check = "KV size as computed"
     for member in fleet.members:
         endpoint, told = member.endpoint, member.kv_tokens

@@ -1,4 +1,4 @@
-"""Evaluates the responses of one engine: is it usable, and what can the gateway not observe?"""
+"""Evaluates the responses of one engine: whether it is usable, and what cannot be observed."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def check_engine(
 ) -> list[CheckFinding]:
     """Return the findings about one endpoint.
 
-    `models` maps the names that clients send to those that the engine must list; empty if any
-    will do.
-    `elsewhere` holds the models that other endpoints of its pool serve.
+    models     names that clients send -> names that the engine must list; empty if any will do
+    split      requests of its models are split between prefill and decode
+    elsewhere  the models that other endpoints of its pool serve
     """
     name = endpoint.name
     if responses.problem is not None:
@@ -131,7 +131,7 @@ def _models(
 
 
 def _remedy(model: str, names: list[str]) -> str:
-    """Return how to make an engine serve a model that it does not list.
+    """Return how to make an engine serve a model that it does not list, as a text.
 
     `names` are the listed names that belong to no other configured model.
     """
@@ -144,7 +144,7 @@ def _remedy(model: str, names: list[str]) -> str:
 
 
 def engine_kind_of(text: bytes) -> EngineKind | None:
-    """Return the engine that exposes these metrics; None if unknown."""
+    """Return the kind of engine that exposes these metrics, or None if it is unknown."""
     return next((kind for kind, prefix in METRIC_PREFIXES.items() if prefix in text), None)
 
 

@@ -1,4 +1,4 @@
-"""Which APIs an engine serves, and whether it keeps responses for later requests."""
+"""Checks which APIs an engine serves, and whether it stores responses for later requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_STORE = b"STORE"
 
 
 def check_apis(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
-    """Yield which APIs the engine lists, and whether it keeps responses."""
+    """Yield findings about the APIs that the engine lists, and whether it stores responses."""
     paths = listed_paths(responses)
     if not paths:
         fix = "send each request that your clients use with curl"

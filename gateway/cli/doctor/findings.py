@@ -1,4 +1,4 @@
-"""The findings of doctor: a verdict on one check, what was observed, and what to do."""
+"""The findings of `penstock doctor`: a verdict on one check, what was observed, and what to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ class CheckVerdict(StrEnum):
 
 
 class CheckFinding(msgspec.Struct, frozen=True):
-    """One check of one subject: an engine's name, a position in a file, or the fleet."""
+    """The result of one check of one subject: an engine, a position in a file, or all endpoints.
+
+    seen  what was observed
+    fix   what to do about it; "" if nothing
+    """
 
     subject: str
     check: str
@@ -59,7 +63,7 @@ _SEVERITY = (CheckVerdict.FAIL, CheckVerdict.WARN, CheckVerdict.UNKNOWN, CheckVe
 def group_findings(findings: Sequence[CheckFinding]) -> list[CheckFinding]:
     """Merge findings of many subjects into one per check and verdict, worst verdicts first.
 
-    With at most MAX_SUBJECTS subjects, returns the findings unchanged.
+    With at most MAX_SUBJECTS subjects, the findings are returned unchanged.
     """
     if len({finding.subject for finding in findings}) <= MAX_SUBJECTS:
         return list(findings)

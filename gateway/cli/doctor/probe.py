@@ -1,6 +1,7 @@
 """Queries one engine: a few GET requests over one connection, and one request for a single token.
 
-Lives here: I/O only; responses are kept as they are. The calls block and are meant for threads.
+The responses are kept as they are; engine.py evaluates them. The calls block and are meant for
+threads.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ProbeResponse(msgspec.Struct, frozen=True):
 
 
 class ProbeResult(msgspec.Struct):
-    """The responses of one engine; None where there is none.
+    """The responses of one engine; None for a response that did not arrive.
 
     problem      why the engine could not be queried
     connection_count  connections opened for all GET requests: 1 with keep-alive
@@ -69,7 +70,7 @@ class EncryptedConnection(http.client.HTTPSConnection):
         self._encryption = encryption
 
     def connect(self) -> None:
-        """Connect and complete the handshake. Raises OSError."""
+        """Connect and complete the TLS handshake. Raises OSError."""
         address = self.host, self.port
         raw = socket.create_connection(address, self.timeout)
         try:
@@ -157,9 +158,9 @@ def probe_engine(
     more: Mapping[str, object] | None = None,
     encryption: Encryption | None = None,
 ) -> ProbeResult:
-    """Query the engine, which takes about a second.
+    """Send all queries to an engine, which takes about a second, and return the responses.
 
-    Sets `problem` when the engine cannot be reached. `more` holds extra members of the one-token
+    Sets `problem` when the engine cannot be reached. `more` has extra members of the one-token
     request; None sends no such request.
     """
     result, connection = ProbeResult(url), EngineConnection(url, key, encryption=encryption)
@@ -203,9 +204,9 @@ def token_request(model: str, tokens: int = 1) -> dict[str, Any]:
 
 
 def store_request(model: str) -> dict[str, Any]:
-    """Return a request that shows whether an engine keeps responses, and computes nothing.
+    """Return a request that shows whether an engine stores responses, and computes nothing.
 
-    An engine that keeps some does not find the previous one (404). An engine that keeps none
+    An engine that stores some does not find the previous one (404). An engine that stores none
     refuses to run in the background (400).
     """
     body = {"model": model, "input": "x", "store": True, "background": True}
@@ -220,7 +221,7 @@ def listed_paths(result: ProbeResult) -> frozenset[str]:
 
 
 def listed_models(result: ProbeResult) -> dict[str, int | None]:
-    """Return the context length in tokens by model name; None where the engine reports none."""
+    """Return the context length in tokens of each model that the engine lists; None if unknown."""
     data = (
         result.models.json.get("data")
         if result.models is not None and isinstance(result.models.json, dict)
@@ -267,7 +268,7 @@ def _number(value: object) -> int | None:
 def request_members(result: ProbeResult) -> list[frozenset[str]]:
     """Return the members of each request type according to the engine's OpenAPI page.
 
-    Empty if the engine has no such page.
+    The result is empty if the engine has no such page.
     """
     page = result.schema.json if result.schema is not None and result.schema.status == 200 else None
     components = page.get("components") if isinstance(page, dict) else None

@@ -13,7 +13,7 @@ TIMEOUT_S = 3.0
 
 
 def check_redis(config: Config) -> Iterator[CheckFinding]:
-    """Yield one finding if the configuration shares state through Redis, none otherwise."""
+    """Yield one finding if the configuration shares state through Redis, else none."""
     if config.shared is None:
         return
     import redis  # slow to import, and only needed here

@@ -1,5 +1,5 @@
 """`penstock top`: the live view in a terminal.
 
 command.py is the command, render.py draws the view with rich, tui.py is the interactive version.
-That one needs textual (the extra `top`); without it the view is drawn but keys do nothing.
+That version needs textual (the extra `top`); without it the view is drawn but keys do nothing.
 """

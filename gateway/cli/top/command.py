@@ -33,11 +33,11 @@ NO_KEYS = Text(
 @with_admin_options
 def top(
     admin: AdminAddress,
-    once: Annotated[bool, typer.Option("--once", help="Print the view once and exit.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the view once, and exit.")] = False,
     key_file: KeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the fleet live in this terminal: endpoints, latencies, KV flow and problems.
+    """Show all endpoints live in this terminal: states, latencies, KV flow and problems.
 
     The keys are shown at the bottom.
     """

@@ -86,7 +86,7 @@ def render_heading(view: View) -> list[Text]:
 
 
 def _spread(ttft: Mapping[str, Any]) -> str:
-    """Return the TTFT percentiles of the last minute as text; of a single request its value."""
+    """Return the TTFT percentiles of the last minute as text, or the value of a single request."""
     if ttft.get("count") == 1:
         return f"TTFT {seconds_text(ttft['p50_s'])} (one request)"
     return "TTFT " + "  ".join(
@@ -105,7 +105,7 @@ def render_fleet(endpoints: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def endpoint_cells(row: Mapping[str, Any]) -> list[Text]:
-    """Return the row of an endpoint, aligned with COLUMNS."""
+    """Return the cells of an endpoint's row, in the order of COLUMNS."""
     style = STYLES.get(row["state"], "")
     dim = "" if row["available"] else "dim"
     return [
@@ -129,7 +129,7 @@ def endpoint_cells(row: Mapping[str, Any]) -> list[Text]:
 
 
 def state_text(row: Mapping[str, Any]) -> str:
-    """Return the state as text, such as `up` or `OUT 14s connect_failed`."""
+    """Return an endpoint's state as text, such as `up` or `OUT 14s connect_failed`."""
     state = STATE_NAMES.get(row["state"], row["state"])
     if row["state"] in ("up", "drained", "draining", "leaving") or row["since_s"] is None:
         return str(state)
@@ -137,9 +137,9 @@ def state_text(row: Mapping[str, Any]) -> str:
 
 
 def render_flow(view: Mapping[str, Any]) -> Table:
-    """Return the handoffs from prefill endpoints (rows) to decode endpoints (columns).
+    """Return a table of handoffs from prefill endpoints (rows) to decode endpoints (columns).
 
-    The heading has the bytes per second, where engines report them.
+    The heading has the bytes per second, if engines report them.
     """
     pairs = {(pair["prefill"], pair["decode"]): pair for pair in view["pairs"]}
     columns = sorted({decode for _, decode in pairs})
@@ -183,7 +183,7 @@ def render_diagnosis(why: Sequence[Mapping[str, Any]]) -> list[Text]:
 
 
 def sparkline(values: Sequence[int]) -> str:
-    """Return a sparkline of SPARK_WIDTH characters, each the largest value of its interval."""
+    """Return a sparkline of SPARK_WIDTH characters, each for the largest value of its interval."""
     if not values:
         return ""
     width = max(1, len(values) // SPARK_WIDTH)
@@ -193,7 +193,7 @@ def sparkline(values: Sequence[int]) -> str:
 
 
 def percent_text(share: float | None) -> str:
-    """Return a ratio as text: 61.3%, or a dash."""
+    """Return a ratio (0 to 1) as text: 61.3%, or a dash for None."""
     return MISSING if share is None else f"{share * 100:.1f}%"
 
 
@@ -207,7 +207,7 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """Return a duration as text: 0.85s, 12ms, or a dash."""
+    """Return a duration in seconds as text: 0.85s, 12ms, or a dash for None."""
     if seconds is None:
         return MISSING
     return f"{seconds * 1000:.0f}ms" if seconds < 0.9995 else f"{seconds:.2f}s"

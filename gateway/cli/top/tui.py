@@ -1,6 +1,6 @@
-"""The interactive `penstock top`, built on textual: the same view, with a cursor and keys.
+"""The interactive `penstock top`, built on textual: the live view with a cursor and keys.
 
-Lives here: widgets and keys. What is drawn is in render.py, requests go through AdminClient. Needs
+This module has the widgets and keys. render.py draws the view; AdminClient sends requests. Needs
 the extra `top`.
 """
 
@@ -40,7 +40,7 @@ class ViewSource(Protocol):
 
 
 class DetailPage(ModalScreen[None]):
-    """A page over the view; any of its keys closes it."""
+    """A page shown over the view; escape, enter or q closes it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,q", "app.pop_screen", "close")]
     CSS = """
@@ -57,7 +57,7 @@ class DetailPage(ModalScreen[None]):
 
 
 class ConfirmDialog(ModalScreen[bool]):
-    """A yes/no question over the view; only `y` answers yes."""
+    """A yes/no question shown over the view; only `y` answers yes."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "yes"),
@@ -80,7 +80,7 @@ class ConfirmDialog(ModalScreen[bool]):
 
 
 class TopApp(App[None]):
-    """The application: it redraws the fleet twice a second.
+    """The terminal application, which redraws the live view twice a second.
 
     `current_view` is the view on the screen, empty before the first frame.
     """
@@ -213,7 +213,7 @@ class TopApp(App[None]):
         self.notify(reply.get("message") or f"{name} {effect}")
 
     def _ask(self, method: str, path: str, on_reply: Callable[[Mapping[str, Any]], None]) -> None:
-        """Send a request in a thread, and call `tell` with the reply or show the error."""
+        """Send a request in a thread, and call `on_reply` with the reply, or show the error."""
 
         def send_request() -> None:
             try:
@@ -283,7 +283,10 @@ class TopApp(App[None]):
 
 
 def _key(row: Mapping[str, Any]) -> str:
-    """Return the key of an endpoint's row; the name alone may be shared with a removed endpoint."""
+    """Return the key of an endpoint's row: name, URL and pool.
+
+    A removed endpoint may have the same name.
+    """
     return f"{row['name']} {row['url']} {row['pool']}"
 
 
