@@ -312,7 +312,7 @@ class App:
 
     @property
     def _longest_stop_s(self) -> float:
-        """The longest time that stop() takes, in seconds."""
+        """The longest time in seconds that stop() may take."""
         return self.gateway.snapshot.config.timeouts.shutdown + FAIL_S + SETTLE_S
 
     def reopen_log(self) -> None:
@@ -390,7 +390,7 @@ class App:
         return SyncLoop(view, bus, flush_s, self.metrics, rng)
 
     def _fast_connections(self) -> list[FastConnection]:
-        """Return the client connections on the fast path, that is, those without aiohttp."""
+        """Return the client connections that use the gateway's own HTTP parser (FastConnection)."""
         return [
             connection for connection in self.connections if isinstance(connection, FastConnection)
         ]
@@ -454,7 +454,7 @@ class App:
         try:
             self._admission.tick(monotonic())
         except Exception:  # an admission may be third-party code
-            log.exception("an admission failed at its tick")
+            log.exception("the periodic update of an admission policy failed")
 
     def _check_stalls(self) -> None:
         """Look for endpoints whose prefill is stalled; this runs more often than the sweep."""

@@ -63,7 +63,7 @@ class SplitRecord:
 
     Times are monotonic seconds; None means that the stage was not reached.
 
-    reason            why it was split or not, one of policies.pricing.split.Reason
+    reason            why it was split or not, one of policies.pricing.split.SplitReason
     prefill, dialect  name of the prefill endpoint, and the handoff's dialect; "" when not split
     prefill_sent_at   the prefill request was sent
     prefilled_at      the prefill answer was complete
@@ -306,7 +306,7 @@ class Exchange:
         self.status, self.outcome, self.reason = 499, "client_gone", self.stage
 
     def set_internal_error(self) -> None:
-        """Record that the gateway itself failed."""
+        """Record that the request failed because of an error inside the gateway (status 500)."""
         self.status, self.outcome, self.reason = 500, "internal_error", "internal_error"
 
     @property

@@ -160,7 +160,7 @@ class _Process:
                 app.config.prefix.block_bytes, partial(collect_state, app.gateway)
             )
         except HandoverError as error:
-            log.error("restart failed: %s. This process goes on.", error)
+            log.error("restart failed: %s. This process continues.", error)
             return
         self._successor = successor
         log.info("the successor (pid %d) accepts connections", successor.pid)

@@ -120,7 +120,7 @@ def add_changes(
 
 
 def _malformed(message: str, status: int = 400) -> web.Response:
-    """Return a rejection in the format of all outcomes."""
+    """Return the response for a malformed request, as a rejected configuration change."""
     reply = {
         "result": "rejected",
         "message": message,

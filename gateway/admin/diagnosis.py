@@ -115,7 +115,7 @@ class MinuteCounts(msgspec.Struct, frozen=True):
 
 
 def diagnose(minute: MinuteCounts) -> list[DiagnosisLine]:
-    """Return all findings, most severe first."""
+    """Return a sentence for each problem of the last minute, most severe first."""
     reasons = [
         *_configuration(minute),
         *_shared(minute),

@@ -55,11 +55,11 @@ class LiveStream:
         self._build_s = 0.0
 
     def start(self) -> None:
-        """Start sampling."""
+        """Start to sample the metrics in a background task."""
         self._task = asyncio.create_task(self._run(), name="sample the metrics")
 
     def stop(self) -> None:
-        """Stop sampling, and cancel the watchers' wait for the next frame."""
+        """Stop sampling the metrics, and cancel the watchers' wait for the next frame."""
         if self._task is not None:
             self._task.cancel()
         if self._next is not None and not self._next.done():
@@ -77,7 +77,7 @@ class LiveStream:
         return True
 
     def remove_watcher(self) -> None:
-        """Remove a watcher that was added."""
+        """Remove a watcher that try_add_watcher() added."""
         self._watchers -= 1
 
     async def current_frame(self) -> bytes:

@@ -146,7 +146,7 @@ class SampleHistory:
 
     @property
     def newest(self) -> MetricSample | None:
-        """The newest sample, or None before the first."""
+        """The newest metric sample, or None before the first one."""
         return self._ring[-1] if self._ring else None
 
     def append(self, mark: MetricSample) -> None:
@@ -221,7 +221,10 @@ def _total(family: MetricFamily[Count]) -> float:
 def _sketches(
     family: MetricFamily[Histogram], before: Mapping[str, BucketCounts]
 ) -> dict[str, BucketCounts]:
-    """Return the sketch counts by endpoint, summed over models."""
+    """Return the quantile sketches of a histogram by endpoint, summed over models.
+
+    A sketch that has not changed is taken from `before`.
+    """
     parts: dict[str, list[BucketCounts]] = {}
     for labels, child in family.children():
         parts.setdefault(labels[1], []).append(child.sketch)

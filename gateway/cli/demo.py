@@ -350,7 +350,7 @@ def _write_config(demo: DemoOptions, first: int) -> Path:
 
 
 def _endpoint(demo: DemoOptions, first: int, number: int) -> str:
-    """Return one endpoint's YAML mapping without the braces."""
+    """Return the YAML mapping of one endpoint for the demo's configuration, without braces."""
     address = f"url: http://127.0.0.1:{first + number}, max_concurrency: {MAX_CONCURRENCY}"
     labels = f'labels: {{chaos: "127.0.0.1:{_fault_port(demo, first, number)}"}}'
     if demo.dialect is None:

@@ -45,7 +45,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield warnings about what is permitted but probably unintended."""
+    """Yield warnings about values that are permitted but probably unintended."""
     host = get_member(get_member(get_member(data, "listeners"), "admin"), "host")
     if isinstance(host, str) and not _is_local(host):
         text = (
@@ -271,7 +271,7 @@ def _unused_names(data: Any) -> Iterator[RuleFinding]:
 
 
 def _specs(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield every endpoint of every pool, with its path."""
+    """Yield the mapping of every endpoint in every pool, with its path."""
     for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
         yield from iter_mappings(get_member(pool, "endpoints"), (*path, "endpoints"))
 
@@ -279,7 +279,7 @@ def _specs(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
 def _endpoints(data: Any) -> Iterator[RuleFinding]:
     for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
         if "endpoints" not in pool and get_member(pool, "discover") is None:
-            yield RuleFinding((*path, "endpoints"), "is missing: The TP groups.")
+            yield RuleFinding((*path, "endpoints"), "is missing; list endpoints, or set discover")
         elif get_member(pool, "endpoints") == [] and get_member(pool, "discover") is None:
             yield RuleFinding((*path, "endpoints"), "is empty; it needs at least one item")
     specs = [
@@ -388,7 +388,7 @@ def _overflows(data: Any) -> Iterator[RuleFinding]:
 
 
 def _classes(data: Any) -> Iterator[RuleFinding]:
-    """Yield errors for references to service classes that do not exist."""
+    """Yield an error for each reference to a service class that does not exist."""
     slo = get_member(data, "slo")
     classes = get_member(slo, "classes")
     known = tuple(classes) if isinstance(classes, dict) else tuple(Slos().classes)

@@ -107,7 +107,7 @@ class _Side(msgspec.Struct, frozen=True):
         return None
 
     def text(self) -> str:
-        """Return the value as an operator would write it."""
+        """Return the value as text, as an operator would write it in the configuration."""
         written = self.written.get(self.path)
         if isinstance(self.value, Secret):
             return written if isinstance(written, str) else SECRET_MASK

@@ -22,7 +22,7 @@ SIZES = ("tp", "pp", "ep", "dp")
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield errors for layouts with which engines cannot start."""
+    """Yield errors for layouts over GPUs with which an engine cannot start."""
     yield from _findings(data, is_error=True)
     yield from _too_many_gpus(data)
 

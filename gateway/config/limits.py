@@ -10,7 +10,7 @@ MIN_SEND_BUFFER, MAX_SEND_BUFFER = 16 << 10, 1 << 30
 
 
 class Limits(Section):
-    """What one client may use of the gateway's resources."""
+    """Limits on what one client may use of the gateway's resources."""
 
     body: Size = setting(
         "32MiB",

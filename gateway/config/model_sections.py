@@ -59,7 +59,7 @@ class Overflow(Section):
 
 
 class Model(Section):
-    """A model name that applications can request."""
+    """A model that applications can request by name, and the pool that serves it."""
 
     name: Name = Field(description="The name applications send and see in /v1/models.")
     aliases: tuple[Name, ...] = setting(

@@ -21,7 +21,10 @@ MIN_LOG_BYTES = 64 << 10
 
 
 class Traces(Section):
-    """Request traces for an OpenTelemetry collector. They contain no prompt, header or key."""
+    """Settings of request traces, which are sent to an OpenTelemetry collector.
+
+    Traces contain no prompt, header or key.
+    """
 
     endpoint: CollectorUrl = Field(
         description="OTLP over HTTP, for example http://127.0.0.1:4318/v1/traces."
@@ -55,7 +58,7 @@ class LogRotation(Section):
 
 
 class OperatorLog(Section):
-    """The gateway's own log messages, on stderr."""
+    """Settings of the gateway's own log messages, on stderr."""
 
     format: Literal["text", "json"] = setting("text", "Plain lines, or one JSON object per line.")
     level: Literal["debug", "info", "warning", "error"] = setting(
@@ -64,7 +67,7 @@ class OperatorLog(Section):
 
 
 class Observability(Section):
-    """What the gateway reports about itself."""
+    """Settings for what the gateway reports about itself: access log, log and traces."""
 
     access_log: Annotated[str, StringConstraints(min_length=1, max_length=4096)] = setting(
         "stdout", "Where to write one JSON line per request: stdout, off, or the path of a file."

@@ -42,7 +42,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield endpoints whose role is never used."""
+    """Yield a warning for each endpoint whose role (prefill, decode or both) is never used."""
     split_pools = {
         get_member(model, "pool")
         for _, model in iter_mappings(get_member(data, "models"), ("models",))

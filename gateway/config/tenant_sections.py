@@ -76,7 +76,7 @@ class Tenant(Section):
 
 
 class Cache(Section):
-    """Which tenants may share cached prompts on the engines."""
+    """Settings of which tenants may share cached prompts on the engines."""
 
     isolate: Literal["on", "required", "off"] = setting(
         "on",

@@ -36,7 +36,7 @@ PemFile = Annotated[
 
 
 class CertificateFiles(Section):
-    """A certificate and its private key, as PEM files."""
+    """The paths of a certificate and of its private key, as PEM files."""
 
     certificate: PemFile = Field(
         description="Path of the certificate, followed by any intermediate ones (PEM). Changes "
@@ -57,7 +57,7 @@ class CertificateFiles(Section):
 
 
 class ListenerTls(CertificateFiles):
-    """TLS of one listener. Changed files apply to new connections only."""
+    """TLS settings of one listener. Changed files apply to new connections only."""
 
     more: Annotated[tuple[CertificateFiles, ...], Field(max_length=64)] = setting(
         (),
@@ -88,7 +88,7 @@ class ListenerTls(CertificateFiles):
 
     @property
     def settings(self) -> tls.ServerSettings:
-        """The settings from which an SSLContext is created."""
+        """The settings from which the listener's SSLContext is created."""
         return tls.ServerSettings(
             (self.pair, *(files.pair for files in self.more)),
             self.client_ca,
@@ -99,7 +99,7 @@ class ListenerTls(CertificateFiles):
 
 
 class ClientTls(Section):
-    """How the gateway, as a client, verifies a server and authenticates itself."""
+    """TLS settings of the gateway as a client: how it verifies a server and identifies itself."""
 
     ca: PemFile | None = setting(
         None,
@@ -128,7 +128,7 @@ class ClientTls(Section):
 
     @property
     def settings(self) -> tls.ClientSettings:
-        """The settings from which an SSLContext is created."""
+        """The settings from which the client's SSLContext is created."""
         password = None if self.key_password is None else self.key_password.reveal()
         pair = None
         if self.certificate is not None and self.key is not None:
@@ -137,7 +137,7 @@ class ClientTls(Section):
 
 
 class EngineTls(ClientTls):
-    """TLS to an engine behind an https:// URL."""
+    """TLS settings for an engine behind an https:// URL."""
 
     server_name: Host | None = setting(
         None,

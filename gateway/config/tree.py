@@ -56,7 +56,7 @@ from policies.prefix.prefix_index import LEAST_CAP_BYTES
 
 
 class Listener(Section):
-    """The address of one of the gateway's two servers."""
+    """The address (host and port) and TLS of one of the gateway's two servers."""
 
     host: Host
     port: Port
@@ -64,7 +64,7 @@ class Listener(Section):
 
 
 class ApiListener(Listener):
-    """The address that applications connect to."""
+    """The address of the OpenAI API, which applications connect to."""
 
     host: Host = setting(
         "127.0.0.1", "Address of the OpenAI API. 0.0.0.0 listens on every interface."
@@ -83,7 +83,7 @@ class ApiListener(Listener):
 
 
 class AdminListener(Listener):
-    """The address that operators and Prometheus connect to."""
+    """The address of the admin server, which operators and Prometheus connect to."""
 
     host: Host = setting(
         "127.0.0.1", "Address of /healthz, /readyz, /metrics, /endpoints and /config."
@@ -92,7 +92,7 @@ class AdminListener(Listener):
 
 
 class Listeners(Section):
-    """The two servers, each of which serves only its own kind of requests."""
+    """The gateway's two servers, each of which serves only its own kind of requests."""
 
     api: ApiListener = setting({}, "Address and TLS of the OpenAI API.")
     admin: AdminListener = setting(
@@ -264,7 +264,7 @@ class Pool(Section):
 
 
 class Timeouts(Section):
-    """How long the gateway waits for an engine, and for requests when it stops."""
+    """Timeouts: how long the gateway waits for an engine, and for requests when it stops."""
 
     connect: Duration = setting("1s", "Maximum time for an engine to accept a connection.")
     first_byte: Duration = setting(
@@ -287,7 +287,7 @@ class Timeouts(Section):
 
 
 class Retries(Section):
-    """Retries on another endpoint, for requests that fail before their first byte."""
+    """Settings of retries on another endpoint, for requests that fail before their first byte."""
 
     budget: Annotated[float, Field(ge=0, le=1)] = setting(
         0.2,
@@ -315,7 +315,7 @@ class Retries(Section):
 
 
 class HealthSpec(Section):
-    """When an endpoint is ejected, and when it returns."""
+    """Settings of health checks: when an endpoint is ejected, and when it returns."""
 
     interval: Interval = setting(
         "1s",
@@ -361,7 +361,7 @@ class HealthSpec(Section):
 
 
 class Scrape(Section):
-    """Reading engines' load from their /metrics."""
+    """Settings for reading the engines' load from their metrics pages."""
 
     interval: Interval = setting(
         "1s", "Time between two scrapes of a busy endpoint; three times as long without requests."
@@ -371,7 +371,7 @@ class Scrape(Section):
 
 
 class Prefix(Section):
-    """The index of which endpoint holds which prompt prefix."""
+    """Settings of the prefix index, which records what prompt prefixes each endpoint has cached."""
 
     index: Size = setting(
         "256MiB", "Memory for the index, a hard limit; oldest entries are dropped."
@@ -407,7 +407,11 @@ class SloClass(Section):
 
 
 class Slos(Section):
-    """Service classes: a request's own (x-slo-class), else its tenant's, model's or the default."""
+    """The service classes, and the default one.
+
+    A request has the class that it names (x-slo-class), else its tenant's, its model's or the
+    default.
+    """
 
     default: Name = setting("standard", "The class of requests for which no other is given.")
     classes: Annotated[Mapping[Name, SloClass], Field(min_length=1, max_length=32)] = setting(
@@ -421,7 +425,7 @@ class Slos(Section):
 
 
 class Admin(Section):
-    """Who may make changes through the admin server. Reading needs no key."""
+    """Settings of who may make changes through the admin server. Reading needs no key."""
 
     key: Secret | None = setting(
         None,
@@ -438,7 +442,7 @@ class Admin(Section):
 
 
 class AutoRollback(Section):
-    """When a change of the configuration is undone automatically."""
+    """Settings of when a configuration change is undone automatically."""
 
     window: Duration = setting(
         "60s",
@@ -455,7 +459,7 @@ class AutoRollback(Section):
 
 
 class Reload(Section):
-    """How changes of this configuration take effect."""
+    """Settings of how changes of this configuration take effect."""
 
     watch: Annotated[bool, Field(strict=True)] = setting(
         True, "Whether changes of the file, and of files that it names, take effect automatically."
@@ -470,7 +474,7 @@ class Reload(Section):
 
 
 class Hardware(Section):
-    """The GPUs behind the endpoints, by which `check` and `doctor` judge layouts."""
+    """The GPUs behind the endpoints, by which `penstock check` and `doctor` judge layouts."""
 
     gpus: Count | None = setting(
         None,

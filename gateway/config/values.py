@@ -121,7 +121,7 @@ def engine_url(url: str) -> str:
 
 
 def without_scheme(url: str) -> str:
-    """Return a URL without http:// or https://."""
+    """Return a URL without its leading http:// or https://."""
     return url.partition("://")[2]
 
 

@@ -181,7 +181,7 @@ class YamlSource:
         return self.positions.get(path, _START)
 
     def problem_at(self, path: Path, message: str, *, on_key: bool = False) -> Problem:
-        """Return a Problem at the position of `path`."""
+        """Return a Problem with this message, at the position of `path`."""
         mark = self.position_of(path, on_key=on_key)
         text = self.resolved.hide(message)
         return Problem(self.file, mark.line, mark.column, show_path(path), text)
@@ -191,7 +191,7 @@ class YamlSource:
         self.problems.setdefault(path, self.problem_at(path, message, on_key=on_key))
 
     def warn(self, path: Path, message: str) -> None:
-        """Record a warning at `path`."""
+        """Record a warning with this message, at the position of `path`."""
         self.warnings.append(self.problem_at(path, message))
 
     def add_to_digest(self, *facts: bytes) -> None:
@@ -238,7 +238,7 @@ def written_values(raw: bytes, file: str) -> Mapping[Path, object]:
 
 
 def references_in(text: str) -> Sequence[str]:
-    """Return the references in a value as written."""
+    """Return the ${...} references in a value of the configuration, as written."""
     return [match[0] for match in _REFERENCE.finditer(text) if not match[1]]
 
 
@@ -432,7 +432,7 @@ class _Reader:
 
 
 class _WrittenReader(_Reader):
-    """Reads the values as written, and resolves no reference."""
+    """Reads the values of a configuration as written, without resolving ${...} references."""
 
     def _substitute(self, text: str, path: Path) -> str:
         return _substituted("", text) if "${" in text else text

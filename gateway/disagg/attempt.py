@@ -210,13 +210,16 @@ class PairAttempt(AttemptState):
             # Its traceback leads to this frame and its callers: a reference cycle.
             return broke.with_traceback(None)
         if self.exchange.is_committed:
-            message = f"the engine answered {status} after the other leg had begun"
+            message = f"the engine answered {status} after the other endpoint had begun"
             return UpstreamError(f"status_{status}", message)
         self._refused = relay
         return None
 
     def _on_prefilled(self, relay: Relay) -> Event:
-        """Release the prefill reservation, and read whether the decode engine can fetch the KV."""
+        """Handle a complete prefill answer; return the event for what it contains.
+
+        Releases the prefill endpoint's capacity reservation.
+        """
         place, inbox = self.prefill_place, self.inbox
         assert place is not None
         assert inbox is not None
@@ -244,7 +247,7 @@ class PairAttempt(AttemptState):
 
     def _on_unusable(self, answer: UnusableResponse) -> Event:
         name = self.pair.prefill.candidate.endpoint.name
-        log.warning("endpoint %s handed over nothing usable: %s", name, answer.reason)
+        log.warning("the prefill answer of endpoint %s cannot be used: %s", name, answer.reason)
         if not self.exchange.is_committed or self.state is State.DECODING:
             return Event.UNUSABLE
         self.problem = UpstreamError("prefill_unusable", answer.reason)

@@ -66,7 +66,7 @@ class BootstrapQuery:
         self._leg.start()
 
     def join(self, callback: Callback) -> None:
-        """Add a callback for the answer."""
+        """Add a callback that is called with the query's answer or error."""
         self._callbacks.append(callback)
 
     def leave(self, callback: Callback) -> None:
@@ -77,7 +77,7 @@ class BootstrapQuery:
                 self.close()
 
     def close(self) -> None:
-        """End the query without calling back."""
+        """End the query without calling its callbacks."""
         over, self._over = self._over, None
         if over is not None:
             over()

@@ -61,7 +61,7 @@ class PairFigures:
         self.counter: Counter | None = None
 
     def add_times(self, prefill_s: float, handoff_s: float) -> None:
-        """Add the times of a handoff, in seconds."""
+        """Add the seconds that one handoff took: for prefill, and from there to the first token."""
         self.prefill_s = _update_mean(self.prefill_s, prefill_s)
         self.handoff_s = _update_mean(self.handoff_s, handoff_s)
         self.newest_s.append(handoff_s)
@@ -99,10 +99,10 @@ class PairFigures:
 
 
 class Transfer(Protocol):
-    """An attempt whose KV cache is being transferred."""
+    """An attempt whose KV cache is being transferred between two engines."""
 
     def on_overdue(self) -> None:
-        """Fail the transfer because it takes too long."""
+        """Fail the transfer because it has exceeded its time limit."""
         ...
 
 
@@ -153,7 +153,7 @@ class Handoffs:
         counter.value += 1.0
 
     def take_number(self) -> int:
-        """Return a random number that no other live handoff has, and mark it as used."""
+        """Return a random number for a new handoff (KV transfer), unique among live handoffs."""
         while True:
             number = self._rng.getrandbits(63)
             if number >= LEAST_NUMBER and number not in self._numbers:
@@ -161,7 +161,7 @@ class Handoffs:
                 return number
 
     def give_back_number(self, number: int) -> None:
-        """Free the number of a handoff that has ended."""
+        """Make the number of a handoff that has ended available again."""
         self._numbers.discard(number)
 
     @property
@@ -170,7 +170,7 @@ class Handoffs:
         return len(self._numbers)
 
     def sweep(self, now: float) -> None:
-        """Fail the transfers that take too long, each once."""
+        """Fail the KV transfers that have exceeded their time limit, each once."""
         overdue = [transfer for transfer, until in self.transfers.items() if until <= now]
         for transfer in overdue:
             if self.transfers.pop(transfer, None) is not None:
@@ -187,7 +187,7 @@ class Handoffs:
         return identities[number % len(identities)] if identities else None
 
     def set_identity(self, endpoint: str, found: tuple[PrefillIdentity, ...]) -> None:
-        """Store the identities of an endpoint's ranks."""
+        """Store the engine identities of an endpoint's ranks, for later handoffs."""
         self._identities[endpoint] = found
 
     def forget_endpoint(self, endpoint: str) -> None:

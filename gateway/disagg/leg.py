@@ -92,7 +92,7 @@ class Leg(EagerTask):
             self.cancel()
 
     def cancel(self) -> None:
-        """Close the connection, or stop connecting."""
+        """Close the leg's connection, or stop connecting. `ended` is not called."""
         connection, done, connecting = self._connection, self._done, self._connecting
         self._connection = self._done = self._connecting = None
         if connecting is not None:
@@ -124,9 +124,9 @@ class Leg(EagerTask):
             done = connection.start(self.head, self, self.relay, self._downstream)
             self._done = done
         except Exception:
-            log.exception("a leg failed inside the gateway")
+            log.exception("a request to an engine failed inside the gateway")
             connection.abort()
-            self._end(UpstreamError("internal", "the leg failed inside the gateway"))
+            self._end(UpstreamError("internal", "the request failed inside the gateway"))
             return
         if done.done():
             self.step()
@@ -168,8 +168,8 @@ class Leg(EagerTask):
             # Its traceback leads to this frame and its callers: a reference cycle.
             self._end(broke.with_traceback(None))
         except Exception:
-            log.exception("a leg failed inside the gateway")
-            self._end(UpstreamError("internal", "the leg failed inside the gateway"))
+            log.exception("a request to an engine failed inside the gateway")
+            self._end(UpstreamError("internal", "the request failed inside the gateway"))
         else:
             self._connecting = None
             if self._on_ended is None:

@@ -173,11 +173,11 @@ class LegRequests:
         self.terms = replace(self.terms, identity=identity)
 
     def prefill(self, place: Booking) -> tuple[bytes, bytes]:
-        """Return head and body of the prefill request."""
+        """Return head and body of the prefill request, as bytes to send."""
         return self._request(place, self._context.split.dialect.prefill(self.terms), "prefill")
 
     def decode(self, place: Booking, handover: DecodeRequest | None) -> tuple[bytes, bytes]:
-        """Return head and body of the decode request.
+        """Return head and body of the decode request, as bytes to send.
 
         Without a handoff, it is the client's own request.
         """
@@ -281,7 +281,7 @@ class LegRequests:
             elif identities and expected not in identities:
                 self.set_identity(identities)
                 return UnusableResponse(
-                    "the prefill engine is not the one that its decoder was told of"
+                    "the prefill engine has another id than the decode engine was given"
                 )
         if not alone:
             return dialect.check(answer)
@@ -300,9 +300,9 @@ class LegRequests:
     def _request(
         self, place: Booking | LiveEndpoint, edits: RequestEdits, role: str
     ) -> tuple[bytes, bytes]:
-        """Return head and body of a request.
+        """Return head and body of a request to an engine: the client's body with these edits.
 
-        `role` names it in traces; "" leaves out trace and cache salt.
+        `role` names the request in traces; "" leaves out trace headers and cache salt.
         """
         context, endpoint = self._context, place.endpoint
         call, trace = context.call, context.exchange.trace

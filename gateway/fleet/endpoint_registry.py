@@ -231,7 +231,7 @@ class EndpointRegistry:
         self.discovered: dict[str, tuple[EndpointSpec, ...]] = {}
 
     def all(self) -> tuple[LiveEndpoint, ...]:
-        """Return all endpoints, including those that are leaving."""
+        """Return all live endpoints, including those that are leaving the configuration."""
         return tuple(live for live in self.by_slot if live.load.slot not in self._free)
 
     def plan(self, config: Config) -> RegistryPlan:

@@ -159,7 +159,7 @@ class EndpointTable:
         return True
 
     def all(self) -> tuple[LiveEndpoint, ...]:
-        """Return all endpoints, including those that are leaving."""
+        """Return all live endpoints, including those that are leaving the configuration."""
         return self._registry.all()
 
     # Routing
@@ -263,7 +263,7 @@ class EndpointTable:
     # Health events
 
     def on_failure(self, live: LiveEndpoint, error: UpstreamError) -> None:
-        """Record that a request failed at the endpoint."""
+        """Record that a request failed at the endpoint, in metrics and in its health."""
         self._metrics.upstream_errors_total.labels(live.endpoint.name, error.kind).inc()
         if error.kind == MODEL_GONE:
             self.on_model_gone(live)

@@ -27,7 +27,7 @@ class ModelListNews:
         self._has_news = self._is_held_back = False
 
     def on_changed(self) -> None:
-        """Record a change, and report it now or soon."""
+        """Record that an engine's list of models has changed, and report it now or soon."""
         self._has_news = True
         if self._timer is not None or self._is_held_back:
             return
@@ -55,6 +55,6 @@ class ModelListNews:
             self._next_at = monotonic() + GAP_PER_REPORT * (monotonic() - began)
 
     def close(self) -> None:
-        """Cancel a pending report."""
+        """Cancel a report that is scheduled for later."""
         if self._timer is not None:
             self._timer.cancel()

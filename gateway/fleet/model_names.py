@@ -45,7 +45,7 @@ def common_name(model: Model, candidates: Sequence[Candidate]) -> str:
 
 
 def unlisted_message(model: Model, candidates: Sequence[Candidate], listed: Iterable[str]) -> str:
-    """Return the error message for requests of a model that no endpoint lists.
+    """Return the error message for a configured model that no endpoint of its pool lists.
 
     `listed` has the names that the endpoints list, without those reserved for certain tenants.
     """

@@ -94,7 +94,7 @@ class SpeedMonitor:
     def _follow(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint]
     ) -> None:
-        """Form new cohorts after the endpoints have changed."""
+        """Form new cohorts (groups of endpoints to compare) after the endpoints have changed."""
         if pools is self._pools:
             return
         self._pools, before = pools, {(part.pool, part.index): part for part in self._cohorts}

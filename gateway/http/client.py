@@ -65,7 +65,7 @@ class Client(Downstream, Protocol):
         ...
 
     def send_response(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
-        """Send a complete response with a JSON body."""
+        """Send a complete response with a JSON body and these further headers."""
         ...
 
     def close_after_write(self) -> None:

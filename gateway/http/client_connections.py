@@ -31,7 +31,7 @@ SWEPT_AT_ONCE = 512
 
 
 class ByteBudget(Protocol):
-    """A memory budget for request bodies; admission/controller.py implements it."""
+    """The memory budget for request bodies, which admission/controller.py implements."""
 
     def reserve_body(self, body_bytes: int) -> int:
         """Reserve this many bytes for request bodies.
@@ -41,7 +41,7 @@ class ByteBudget(Protocol):
         ...
 
     def release_body(self, body_bytes: int) -> None:
-        """Return this many reserved bytes to the budget."""
+        """Return this many bytes, which were reserved, to the budget."""
         ...
 
 

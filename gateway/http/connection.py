@@ -148,7 +148,7 @@ class ClientConnection(ABC):
         self.send_response(error.status, shape.body(error, request_id), headers)
 
     def send_response(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
-        """Send a complete response with a JSON body."""
+        """Send a complete response with a JSON body and these further headers."""
         if self._has_unread_body or self.is_http_1_0:
             self._must_close = True
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers)

@@ -1,4 +1,4 @@
-"""The phases of a client connection, and the deadline of each phase.
+"""The phases of a client connection (idle, receiving, serving, closing) and their deadlines.
 
 The functions are pure: they take ages in seconds and the configured limits.
 """
@@ -28,7 +28,7 @@ IDLE, HEAD, BODY, SERVING, CLOSING = Phase
 
 
 class Expiry(Enum):
-    """How to end a connection whose deadline has passed."""
+    """The way to end a connection whose deadline has passed."""
 
     ABORT = auto()
     CLOSE = auto()

@@ -42,7 +42,7 @@ class EagerFuture(asyncio.Future[None]):
 
 
 def new_future(loop: asyncio.AbstractEventLoop) -> EagerFuture:
-    """Return a new pending EagerFuture."""
+    """Return a new EagerFuture that is not yet resolved."""
     future = EagerFuture(loop=loop)
     future.waiter = None
     return future

@@ -160,7 +160,7 @@ async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamRe
 
 def _method_not_allowed(request: web.Request, allowed: list[str]) -> GatewayError:
     names = ", ".join(allowed)
-    message = f"Not allowed here: {request.method}. Allowed: {names}."
+    message = f"The method {request.method} is not allowed here. Allowed: {names}."
     return GatewayError(Failure.METHOD_NOT_ALLOWED, message, headers=(("allow", names),))
 
 

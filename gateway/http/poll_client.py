@@ -185,7 +185,7 @@ class PollClient:
         return connection
 
     def close(self) -> None:
-        """Close the idle connections."""
+        """Close the idle connections of this client."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()

@@ -233,7 +233,7 @@ class Handshake(asyncio.Protocol):
         """Do nothing: no request has arrived yet, so the connection is served like a new one."""
 
     def abort(self) -> None:
-        """Abort the connection."""
+        """Abort the connection without completing the TLS handshake."""
         if self._raw is not None:
             self._raw.abort()
 

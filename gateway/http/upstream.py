@@ -285,7 +285,7 @@ class UpstreamConnection:
                 self.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, QUICKACK, 0)
 
     def process_deferred(self, relay: Relay, data: bytes) -> None:
-        """Process a chunk that the write queue has deferred for `relay`."""
+        """Process a chunk that was deferred, if its response (`relay`) is still in progress."""
         if self._relay is not relay:  # that response has ended, so these bytes are surplus
             self.abort()
             return

@@ -109,7 +109,7 @@ class Race:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Send the request to the second endpoint."""
+        """Send the request to the second endpoint, beside the first attempt."""
         exchange, call = self._exchange, self._exchange.call
         assert call is not None
         head, self._sent, self._relay = forward.prepare(
@@ -164,7 +164,7 @@ class Race:
         self._client.set_source(self._source)
 
     def _on_first_token(self) -> None:
-        """Handle the first token of the second attempt."""
+        """Handle the first token of the second attempt, which then usually serves the request."""
         if self._try_win():
             self._exchange.on_first_token()
 
@@ -174,7 +174,7 @@ class Race:
         self._exchange.on_first_token()
 
     def close(self) -> None:
-        """Cancel the second attempt, unless it serves the request."""
+        """Cancel the second attempt, unless it already serves the request."""
         if self.is_won or self.is_over:
             return
         self.is_over = True

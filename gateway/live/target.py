@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AdminTarget(Protocol):
-    """One running gateway process; `gateway/app.py` implements it."""
+    """One running gateway process, as seen by the admin server; `gateway/app.py` implements it."""
 
     is_draining: bool
 

@@ -103,7 +103,7 @@ class Metrics:
         self.trial_metrics = TrialMetrics(meters, TTFT_BUCKETS_S)
 
     def render(self) -> bytes:
-        """Return all metrics in the Prometheus text format."""
+        """Return the present values of all metrics in the Prometheus text format."""
         return render_page(self.collect(), exemplars=False)
 
     def collect(self, unix_offset: float | None = None) -> Iterator[FamilyReading]:
@@ -120,7 +120,7 @@ class Metrics:
         return tuple(family.spec for family in self._meters.families)
 
     def remove_endpoint(self, endpoint: str) -> None:
-        """Remove the metric series of a removed endpoint."""
+        """Remove all metric series whose label names this endpoint, which was removed."""
         for family in self._meters.families:
             for label in family.spec.labels:
                 if label in (ENDPOINT, PREFILL, DECODE):

@@ -48,7 +48,7 @@ def content_type(*, exemplars: bool) -> str:
 
 
 def render_page(readings: Iterable[FamilyReading], *, exemplars: bool) -> bytes:
-    """Return a whole metrics page with these families."""
+    """Return a whole metrics page with the values of these metric families."""
     families = b"".join(render_family(reading, exemplars=exemplars) for reading in readings)
     return families + page_end(exemplars=exemplars)
 
@@ -59,7 +59,7 @@ def page_end(*, exemplars: bool) -> bytes:
 
 
 def render_family(reading: FamilyReading, *, exemplars: bool) -> bytes:
-    """Return one metric family as text."""
+    """Return the values of one metric family in the text format."""
     collector = _SingleFamily(_metric(reading, exemplars=exemplars))
     if not exemplars:
         return generate_latest(collector)

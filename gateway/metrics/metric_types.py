@@ -83,7 +83,7 @@ class FamilySpec(msgspec.Struct, frozen=True):
 
     @property
     def exposed_labels(self) -> tuple[str, ...]:
-        """The names of the labels in a scrape."""
+        """The names of the labels in a scrape, including the pool label that a scrape adds."""
         names = tuple(label.name for label in self.labels)
         return names if self.pool_label is None else (*names, POOL)
 
@@ -128,7 +128,7 @@ class Counter:
         self.value += amount
 
     def read(self) -> float:
-        """Return the value for a scrape."""
+        """Return the present value, for a scrape."""
         return self.value
 
 
@@ -240,13 +240,13 @@ class MetricFamily(Generic[MetricT]):
         }
 
     def clear(self) -> None:
-        """Remove every child."""
+        """Remove every child, that is, every series of the metric."""
         self._children = {}
         for values in self._label_values:
             values.clear()
 
     def children(self) -> Iterator[tuple[tuple[str, ...], MetricT]]:
-        """Yield (label values, child) in order of creation."""
+        """Yield (label values, child) for every combination of labels, in order of creation."""
         return iter(self._children.items())
 
     def _add(self, values: tuple[str, ...]) -> MetricT:

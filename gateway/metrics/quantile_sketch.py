@@ -74,5 +74,5 @@ def difference(after: BucketCounts, before: BucketCounts) -> BucketCounts:
 
 
 def round_seconds(seconds: float | None) -> float | None:
-    """Round to 10 us for display; None stays None."""
+    """Return a duration rounded to 10 us for display, or None for None."""
     return None if seconds is None else round(seconds, 5)

@@ -34,14 +34,14 @@ BUILD = (Label("version", 2), Label("compiled", 2))
 
 
 class ObservedUpstream(Protocol):
-    """The connections to one engine, as its gauges read them."""
+    """The connections to one engine, as far as gauges read them."""
 
     def silence_duration_s(self, now: float, /) -> float:
         """Return for how many seconds the engine has sent nothing while requests wait for it."""
 
 
 class ObservedEndpoint(Protocol):
-    """A live endpoint, as its gauges read it."""
+    """The properties of a live endpoint that its gauges read."""
 
     @property
     def endpoint(self) -> Endpoint: ...

@@ -25,7 +25,7 @@ class MigrationError(ValueError):
 
 
 class NoteKind(StrEnum):
-    """The kind of a migration note."""
+    """The kind of a migration note: no counterpart, a difference, or something left to do."""
 
     DROPPED = "no counterpart"
     DIFFERS = "differs"

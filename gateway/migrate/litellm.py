@@ -53,7 +53,7 @@ class Deployment(msgspec.Struct):
 
 
 def convert(config: Mapping[str, Any], draft: Draft) -> None:
-    """Write the proxy's configuration into the draft. Raises MigrationError."""
+    """Write the LiteLLM proxy's configuration into the draft. Raises MigrationError."""
     draft.set("0.0.0.0", "listeners", "api", "host")
     draft.set(4000, "listeners", "api", "port")
     _pools(list(_deployments(config, draft)), draft)

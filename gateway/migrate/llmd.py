@@ -85,7 +85,10 @@ class Plugin(msgspec.Struct, frozen=True):
 
 
 def convert(config: Mapping[str, Any], draft: Draft, target: Target) -> None:
-    """Write the endpoint picker's configuration into the draft. Raises MigrationError."""
+    """Write the endpoint picker's configuration into the draft of a gateway.yaml.
+
+    Raises MigrationError if it cannot be converted.
+    """
     plugins = _plugins(config)
     profiles = _profiles(config, plugins)
     is_split = any(plugin.kind in _SPLITTERS for plugin in plugins.values())

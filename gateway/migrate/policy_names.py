@@ -12,7 +12,10 @@ _SESSIONS = "the session is read from x-session-id or prompt_cache_key; without 
 
 
 class Counterpart(msgspec.Struct, frozen=True):
-    """The gateway's policy for another router's, and how it differs; "" if it does not."""
+    """The gateway's policy that is nearest to another router's policy.
+
+    differs  how it differs from the other one; "" if it does not
+    """
 
     policy: str
     differs: str = ""

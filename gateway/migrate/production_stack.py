@@ -59,7 +59,10 @@ REASONS: Mapping[str, str] = MappingProxyType(
 
 
 def convert_settings(settings: Mapping[str, Any], draft: Draft) -> None:
-    """Write the settings of --dynamic-config-yaml or --dynamic-config-json into the draft."""
+    """Write a settings file of the production stack's router into the draft.
+
+    It is the file that --dynamic-config-yaml or --dynamic-config-json names.
+    """
     occurrences = []
     for key, value in settings.items():
         name = str(key).replace("_", "-")
@@ -95,7 +98,7 @@ def _nested_models(models: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
 
 
 def convert(options: CommandOptions, draft: Draft) -> None:
-    """Write the router's configuration into the draft. Raises MigrationError."""
+    """Write the production stack router's command line into the draft. Raises MigrationError."""
     draft.set(values.text(options.last("host") or "0.0.0.0"), "listeners", "api", "host")
     port = values.number(options.last("port") or "8001")
     draft.set(port, "listeners", "api", "port")
@@ -208,5 +211,5 @@ def _alias(pair: str) -> tuple[str, str]:
 
 
 def _list(value: str | None) -> list[str]:
-    """Return the items of a comma-separated list."""
+    """Return the items of a comma-separated list, without blanks and empty items."""
     return [item.strip() for item in (value or "").split(",") if item.strip()]

@@ -43,7 +43,10 @@ _CONNECTORS: Mapping[str, str] = MappingProxyType({"nixl": "vllm_nixl", "mooncak
 
 
 def convert(options: CommandOptions, draft: Draft, kind: RouterKind) -> None:
-    """Write the router's configuration into the draft. Raises MigrationError."""
+    """Write the command line of vllm-router or sglang-router into the draft.
+
+    Raises MigrationError if it cannot be converted.
+    """
     draft.set(values.text(options.last("host") or kind.host), "listeners", "api", "host")
     draft.set(values.number(options.last("port") or "30000"), "listeners", "api", "port")
     draft.set({"policy": _policy(options, draft)}, "pools", POOL)
@@ -280,7 +283,7 @@ def _health(options: CommandOptions, draft: Draft) -> None:
 
 
 def _listeners(options: CommandOptions, draft: Draft) -> None:
-    """Set the admin server's port and the API's certificate."""
+    """Set the admin server's port and the API's certificate in the draft."""
     port = options.last("prometheus-port")
     draft.set(values.number(port or "29000"), "listeners", "admin", "port")
     host = options.last("prometheus-host")

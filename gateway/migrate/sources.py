@@ -40,7 +40,10 @@ _SHAPES = ("model_list", "routerSpec", "servingEngineSpec", "routing_logic", "se
 
 
 def convert_words(words: Sequence[str], source: str | None, additions: Additions) -> Draft:
-    """Convert a command line to a Draft. Raises MigrationError."""
+    """Convert another router's command line to the draft of a gateway.yaml.
+
+    `source` names the router; None: the program's name shows it. Raises MigrationError.
+    """
     program, options = _command(words)
     kind = source or program
     if kind == "vllm-router" and source is None and any(name in options for name in _STACK_OPTIONS):
@@ -60,9 +63,9 @@ def convert_words(words: Sequence[str], source: str | None, additions: Additions
 
 
 def convert_text(text: str, source: str | None, additions: Additions) -> Draft:
-    """Convert the content of a file to a Draft: YAML, JSON, or shell commands.
+    """Convert another router's file to the draft of a gateway.yaml: YAML, JSON, or shell commands.
 
-    Raises MigrationError.
+    `source` names the router; None: the content shows it. Raises MigrationError.
     """
     try:
         documents = load_documents(text)

@@ -77,7 +77,7 @@ def attempts(value: str) -> int | str:
 
 
 def log_level(value: str) -> str:
-    """Return the gateway's name of a log level."""
+    """Return the gateway's name for another router's log level."""
     names = {"warn": "warning", "critical": "error", "trace": "debug"}
     level = value.lower()
     return names.get(level, level)

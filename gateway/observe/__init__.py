@@ -1,4 +1,4 @@
 """Observability: gauges read at a scrape, traces, and generated dashboards and rules.
 
-They are generated from the catalogue of metrics (gateway/metrics/catalogue.py).
+Dashboards and rules are generated from the catalogue of metrics (gateway/metrics/catalogue.py).
 """

@@ -46,7 +46,10 @@ class FrameAuth:
         self._last_counts: dict[tuple[bytes, bool], int] = {}
 
     def seal(self, body: bytes, to: bytes = BROADCAST) -> bytes:
-        """Return the authenticated frame for `body`."""
+        """Return a frame with `body`, the ids of sender and recipient, a count, and a tag.
+
+        The tag authenticates all of them.
+        """
         self._count += 1
         data = _HEAD.pack(MAGIC, self.own_id, to, self._count) + body
         return data + self._tag(data)

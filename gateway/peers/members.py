@@ -25,7 +25,7 @@ class Peer:
 
 
 class PeerTable:
-    """The known gateways by id. Owned by the PeerView."""
+    """The other gateways that have recently sent messages, by id. Owned by the PeerView."""
 
     __slots__ = ("_by_id",)
 

@@ -29,7 +29,7 @@ class ReplayBuffer:
             self.bytes -= len(self._bodies.popleft())
 
     def messages(self) -> tuple[bytes, ...]:
-        """Return the current messages, oldest first."""
+        """Return the buffered messages, oldest first."""
         return tuple(self._bodies)
 
 

@@ -37,7 +37,7 @@ class UsageSync:
         self._tenants: dict[int, str] = {}
 
     def set_tenants(self, tenants: Sequence[Tenant]) -> None:
-        """Set the configured tenants."""
+        """Set the configured tenants, to whose names received digests are translated."""
         self._tenants = {self._digest(tenant.name): tenant.name for tenant in tenants}
 
     # Outgoing
@@ -111,7 +111,7 @@ class UsageSync:
 
 
 def batches(rows: Iterable[T]) -> Iterator[list[T]]:
-    """Yield the rows in lists of at most MAX_ROWS."""
+    """Yield the rows in lists of at most MAX_ROWS items."""
     iterator = iter(rows)
     while part := list(islice(iterator, MAX_ROWS)):
         yield part

@@ -372,7 +372,7 @@ class PeerView:
         return digest
 
     def count_drop(self, reason: str) -> None:
-        """Count a message that is dropped, by reason."""
+        """Count a received message that is dropped, in a metric by reason."""
         self._metrics.shared_dropped_total.labels(reason).inc()
 
     def _count(self, kind: str, direction: str) -> None:

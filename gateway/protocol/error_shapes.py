@@ -70,7 +70,7 @@ def _responses_event(failure: Failure, message: str, newest: bytes) -> bytes:
 
 
 def anthropic_error(error: GatewayError, request_id: str) -> bytes:
-    """Return the JSON of an error in Anthropic's format."""
+    """Return the body of an error response in Anthropic's format, as JSON."""
     return _anthropic(error.status, error.message, {"request_id": request_id})
 
 

@@ -101,7 +101,7 @@ class GatewayError(Exception):
 
 
 def error_body(error: GatewayError) -> bytes:
-    """Return the JSON of an OpenAI error object."""
+    """Return the body of an error response: an OpenAI error object as JSON."""
     row = error.failure.value
     return _encode(error.message, row.error_type, error.param, row.code)
 

@@ -91,7 +91,7 @@ _GUARDED = frozenset((*MAX_NUMBERS, *MAX_MEMBER_BYTES))
 
 
 class ModelInfo(Protocol):
-    """The properties of a model that the parser needs."""
+    """The properties of a model that are needed to parse a request for it."""
 
     @property
     def served_model(self) -> str:

@@ -425,7 +425,7 @@ class Relay:
         return out
 
     def _client_head(self) -> bytes:
-        """Return the response head for the client."""
+        """Return the HTTP response head to send to the client."""
         assert self.head is not None
         chunked = self._must_reframe or isinstance(self._body, ChunkedBody)
         framing = _CLOSED if self.is_http_1_0 else _CHUNKED if chunked else self.head.length_line

@@ -105,7 +105,7 @@ class HeaderFields(dict[str, str]):
     """Header fields by lower-case name, with cached results of reading them.
 
     cached_preferences  the preferences read from them, and the ServiceClasses that read them
-    forwarded_lines     the header lines that engines receive, once computed (proxy/forward.py)
+    forwarded_lines     the header lines that engines receive, once computed (legs/forward.py)
     """
 
     __slots__ = ("cached_preferences", "forwarded_lines")

@@ -168,7 +168,7 @@ def client_error_status(events: bytes, error: re.Match[bytes]) -> int | None:
 
 
 def has_done_marker(events: bytes) -> bool:
-    """Return whether these events include [DONE]."""
+    """Return whether these events include [DONE], the marker for the end of a stream."""
     return any(events.find(marker) >= 0 for marker in _DONE_MARKERS)
 
 

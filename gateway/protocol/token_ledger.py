@@ -121,7 +121,7 @@ class Ledger:
         The choice is None for a chunk without one. Raises UpstreamError if the engine gave up.
         """
         if "error" in chunk:
-            raise UpstreamError("engine_error", "the engine broke off with an error event")
+            raise UpstreamError("engine_error", "the engine ended its stream with an error event")
         prompt, usage = chunk.pop("prompt_token_ids", None), chunk.pop("usage", None)
         choices = chunk.get("choices") or ()
         if not choices:
@@ -132,7 +132,7 @@ class Ledger:
         if prompt and not self.prompt_tokens:
             self.prompt_ids, self.prompt_tokens = array("I", prompt), len(prompt)
         if choice.get("finish_reason") in _LOST:
-            raise UpstreamError("aborted", "the engine gave the request up")
+            raise UpstreamError("aborted", "the engine aborted the request")
         text = shown.get("content" if shown is not choice else "text") or ""
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
         self._take(ids, text, usage)
@@ -178,7 +178,7 @@ class Ledger:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to generate."""
+        """Whether the answer is complete, so that no engine has to continue it."""
         return self.finish_reason is not None or self.terms.max_tokens == len(self.shown_ids)
 
     def prepare_rest(self) -> None:
@@ -188,7 +188,7 @@ class Ledger:
 
     @property
     def usage(self) -> TokenUsage:
-        """The token counts of the whole answer."""
+        """The token counts of the whole answer, including all engines that generated it."""
         cached = None if self._details is None else self._details.get("cached_tokens")
         return TokenUsage(
             self.prompt_tokens, self.generated_tokens, cached if type(cached) is int else None

@@ -38,9 +38,11 @@ class ParentSpan(msgspec.Struct, frozen=True):
 
 
 class LegSpan(msgspec.Struct, frozen=True):
-    """The span of one request to an engine: role (whole, prefill or decode), endpoint and start.
+    """The trace span of one request to an engine.
 
-    `started_at` is in monotonic seconds.
+    role        whole, prefill or decode
+    endpoint    name of the endpoint
+    started_at  monotonic seconds
     """
 
     role: str

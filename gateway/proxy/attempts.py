@@ -30,7 +30,10 @@ _OUTPUT_LIMITS = frozenset(("max_tokens", "max_completion_tokens"))
 
 
 class AttemptPlan(Protocol[ChoiceT]):
-    """What the attempt loop sends, and how: one plan per request or per rest of a stream."""
+    """A plan for the attempt loop: how to choose endpoints, and what to send to them.
+
+    There is one plan per request, or per rest of a broken stream.
+    """
 
     @property
     def gateway(self) -> Gateway: ...
@@ -231,7 +234,7 @@ def _given_up(exchange: Exchange, problem: UpstreamError) -> GatewayError:
         )
         return GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
     failure = Failure.UPSTREAM_TIMEOUT if problem.kind == "timeout" else Failure.UPSTREAM_FAILED
-    message = f"No engine could answer ({problem.kind}); {len(exchange.retries)} tried."
+    message = f"No engine could answer ({problem.kind}); engines tried: {len(exchange.retries)}."
     return GatewayError(failure, message)
 
 
@@ -261,7 +264,7 @@ def _too_long(request: Request) -> GatewayError:
     tokens = request.prompt_tokens + request.output_tokens
     return GatewayError(
         Failure.CONTEXT_TOO_LONG,
-        f"No endpoint takes a context of about {tokens} tokens "
+        f"No endpoint accepts a context of about {tokens} tokens "
         f"({request.prompt_tokens} in the prompt, {request.output_tokens} to be generated).",
     )
 

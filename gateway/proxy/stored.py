@@ -42,7 +42,7 @@ _PROBE = (
 
 
 class _Bytes(NamedTuple):
-    """A request body, as RequestPayload requires it."""
+    """A request body that is kept as bytes (see RequestPayload)."""
 
     body: bytes
 

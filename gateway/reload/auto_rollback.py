@@ -130,7 +130,7 @@ class AutoRollbackMonitor:
     """
 
     def __init__(self, target: RollbackTarget, say: Callable[[str, bool], None]) -> None:
-        """Initialize; `say(line, is_bad)` reports a line to the operator."""
+        """Initialize for one target; `say(line, is_bad)` reports a line to the operator."""
         self._target = target
         self._report = say
         self._counts: deque[tuple[float, FailureCount]] = deque()

@@ -39,7 +39,7 @@ A change is accepted, and takes effect at the next start.
 """
 
 APPLIED_AT_ONCE = ("listeners.api.tls.", "listeners.admin.tls.")
-"""Settings below AT_START that new connections use immediately."""
+"""Settings below BOUND_AT_START that new connections use immediately."""
 
 FILE_TRIGGERS = frozenset({"file", "signal", "command"})
 """Triggers that load the text of the configuration file."""
@@ -190,7 +190,7 @@ class Reloader:
     # Triggers
 
     async def reload(self, trigger: str, options: ChangeOptions = DEFAULT_OPTIONS) -> ReloadOutcome:
-        """Read the configuration file and apply it."""
+        """Read the configuration file again and apply it; return the outcome."""
         file = self._file
         if file is None:
             return self._nothing("there is no file: the engines were given on the command line")
@@ -257,7 +257,7 @@ class Reloader:
         text = wanted.text
         if text is None:
             return self._nothing(
-                f"the text of version {wanted.number} was not kept: a secret stands in it"
+                f"the text of version {wanted.number} was not kept, because it contains a secret"
             )
         load = partial(load_text, text.encode(), wanted.file, self._env)
         return await self._attempt(load, trigger, options, if_match=if_match)

@@ -55,7 +55,7 @@ class PoolAdmissionPlan(msgspec.Struct, frozen=True):
 
 
 class SnapshotPlan(msgspec.Struct, frozen=True):
-    """A snapshot, and the changes of the live parts that belong to it.
+    """A new snapshot, and the changes of live objects that go with it.
 
     It is valid until another plan is carried out.
 

@@ -28,7 +28,7 @@ class SnapshotGc:
         self._actions.append((generation, action))
 
     def sweep(self) -> None:
-        """Run the actions that are due. Call it regularly."""
+        """Run the actions whose snapshots are no longer in use. Call it regularly."""
         self._old = [
             (generation, reference)
             for generation, reference in self._old

@@ -66,7 +66,10 @@ class Swap:
             raise ConfigRejectedError(("pools", pool), text)
 
     def plan(self, config: Config) -> SnapshotPlan:
-        """Build and dry-run `config`. Changes nothing. Raises ConfigRejectedError."""
+        """Build the plan of a configuration and dry-run its policies. Changes nothing.
+
+        Raises ConfigRejectedError if the configuration cannot be put in force.
+        """
         gateway = self._gateway
         try:
             plan = build_plan(

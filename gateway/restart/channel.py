@@ -86,31 +86,31 @@ class SlotMap(msgspec.Struct, frozen=True, array_like=True, tag="slots"):
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True, tag="pool"):
-    """The admission state of one pool."""
+    """The learned admission state of one pool, for the successor process."""
 
     pool: str
     admission: AdmissionState
 
 
 class TenantState(msgspec.Struct, frozen=True, array_like=True, tag="tenant"):
-    """The quota usage of one tenant."""
+    """The quota usage of one tenant, for the successor process."""
 
     tenant: str
     quota: QuotaState
 
 
 class OutputLengthState(msgspec.Struct, frozen=True, array_like=True, tag="lengths"):
-    """The output lengths that have been observed, by kind of request."""
+    """The output lengths observed so far by kind of request, for the successor process."""
 
     rows: list[LengthState]
 
 
 class StateEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """A message that ends the learned state."""
+    """A message that all learned state has been sent."""
 
 
 class SuccessorReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """A message that the successor accepts connections."""
+    """The successor's message that it accepts connections."""
 
 
 class RemainingWork(msgspec.Struct, frozen=True, array_like=True, tag="booked"):

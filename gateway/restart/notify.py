@@ -32,15 +32,15 @@ def notify(env: Mapping[str, str], *assignments: str) -> bool:
 
 
 def report_reloading(env: Mapping[str, str]) -> bool:
-    """Report that a reload begins; report_ready() reports its end."""
+    """Report to systemd that a reload begins; report_ready() reports its end."""
     return notify(env, "RELOADING=1", f"MONOTONIC_USEC={clock_gettime_ns(CLOCK_MONOTONIC) // 1000}")
 
 
 def report_ready(env: Mapping[str, str]) -> bool:
-    """Report that this process serves requests."""
+    """Report to systemd that this process serves requests."""
     return notify(env, "READY=1", f"STATUS=serving, pid {os.getpid()}")
 
 
 def report_stopping(env: Mapping[str, str]) -> bool:
-    """Report that this process drains and will exit."""
+    """Report to systemd that this process drains and will exit."""
     return notify(env, "STOPPING=1", "STATUS=draining")

@@ -80,7 +80,7 @@ class Predecessor:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the old process is still draining."""
+        """Whether the old process still runs and drains its connections."""
         return self._task is not None and not self._task.done()
 
     async def restore_state(self, gateway: Gateway, config: Config, secret: bytes) -> None:

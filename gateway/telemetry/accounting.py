@@ -280,7 +280,7 @@ class Accounting:
         self._children: dict[tuple[str, str, int, str], _MetricChildren] = {}
 
     def configure(self, config: Observability) -> None:
-        """Apply a new configuration."""
+        """Apply the settings of a new configuration."""
         self.slo_tracker.set_tenant_labels(config.tenants)
         self._traces.configure(config.traces)
         self.tracer = self._traces.active

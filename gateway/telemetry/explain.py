@@ -2,7 +2,7 @@
 
 Records the state at the pick and at the end of a request, and builds the explanation of one request
 as plain values. HTTP is in admin/. The policy defines the terms of a score
-(policies.contract.Terms).
+(policies.contract.PriceTermsFunction).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def runner_up(pick: Pick) -> Candidate | None:
 
 
 class RecentExchanges:
-    """A ring buffer of the newest `size` ended requests."""
+    """A ring buffer of the newest `size` ended requests, for explanations."""
 
     __slots__ = ("_ring", "size")
 
@@ -98,12 +98,12 @@ class RecentExchanges:
         self._ring: deque[EndedExchange] = deque(maxlen=size)
 
     def resize(self, size: int) -> None:
-        """Set the capacity; a change drops all entries."""
+        """Set how many requests are kept; a change drops all of them."""
         if size != self.size:
             self.size, self._ring = size, deque(maxlen=size)
 
     def add(self, exchange: Exchange, usage: TokenUsage, events: int, now: float) -> None:
-        """Add an ended request and free its large objects."""
+        """Add an ended request, and free its large objects."""
         exchange.drop_heavy_fields()
         self._ring.append((exchange, usage, events, now))
 

@@ -97,7 +97,7 @@ class SpanExporter:
             self._schedule()
 
     async def close(self) -> None:
-        """Send the remaining spans, with a short timeout."""
+        """Send the remaining spans to the collector, with a short timeout."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -108,7 +108,7 @@ KindKey = tuple[str, str, str, bool]
 
 
 class _Kind:
-    """The counters and samples for requests of one model, tenant, service class and media use.
+    """Counters and samples of the requests of one kind (model, tenant, service class, media).
 
     goodput  counters by SLO outcome
     samples  responses not yet learned from: output tokens per choice, estimated and actual prompt

@@ -34,7 +34,7 @@ class CanarySampler(msgspec.Struct, frozen=True):
     tenants: frozenset[str]
 
     def selects(self, request: Request) -> bool:
-        """Return whether the canary serves this request."""
+        """Return whether the canary policy serves this request."""
         if self.tenants:
             return request.tenant in self.tenants
         key = f"{self.pool}\0{request.session or request.id}"
@@ -63,7 +63,7 @@ class CanaryArm:
         self._metrics = metrics
 
     def count(self, exchange: Exchange) -> None:
-        """Count the outcome of a request that has ended."""
+        """Count the outcome and the latency of a request that has ended."""
         if self._metrics is None:
             return
         trials = self._metrics.trial_metrics

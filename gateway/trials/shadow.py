@@ -145,7 +145,7 @@ class Shadows:
         self._metrics: Metrics | None = None
 
     def count_in(self, metrics: Metrics) -> None:
-        """Count results in these metrics from now on."""
+        """Count the shadows' results in these metrics from now on."""
         self._metrics = metrics
 
     def remove_series(self, metrics: Metrics) -> None:

@@ -38,7 +38,7 @@ class WorkersRollbackTarget:
 
     @property
     def version(self) -> int:
-        """The number of the running version."""
+        """The number of the configuration version that all workers run."""
         return self._configured.version
 
     async def failure_count(self) -> FailureCount:
@@ -58,7 +58,7 @@ class WorkersRollbackTarget:
         return total
 
     async def roll_back(self) -> tuple[str, str]:
-        """Return to the previous version; return (result, message)."""
+        """Make all workers return to the previous version; return (result, message)."""
         response = await self._configured.rollback(None, ChangeOptions(force=True))
         return response_result(response), response_message(response)
 

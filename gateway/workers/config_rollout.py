@@ -57,7 +57,7 @@ class ConfigRollout:
 
     @property
     def version(self) -> int:
-        """The number of the version in force."""
+        """The number of the configuration version that is in force."""
         versions = self._versions.all()
         return versions[-1].number if versions else 1
 

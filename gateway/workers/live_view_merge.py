@@ -76,7 +76,10 @@ async def _fetch(worker: Worker) -> tuple[Worker, WorkerSample] | None:
 
 
 def sum_samples(marks: Sequence[MetricSample]) -> MetricSample:
-    """Return the sum of the samples, with the time of the last one; other values stay empty."""
+    """Return the sum of several workers' metric samples, with the time of the last one.
+
+    Values that are not sums stay empty.
+    """
     names = (
         *("responses", "shed", "slo_outcomes", "retries", "upstream_errors"),
         *("computed_tokens", "split_decisions"),

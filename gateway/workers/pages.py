@@ -69,7 +69,7 @@ def workers_application(group: WorkerGroup) -> web.Application:
 
 
 def _add_merged(group: WorkerGroup, routes: web.UrlDispatcher) -> None:
-    """Add the pages that merge those of all workers."""
+    """Add the routes of pages that are merged from all workers' pages."""
     counted = CounterTotals(group.ready_workers, group.ending_workers)
 
     async def healthz(_: web.Request) -> web.Response:

@@ -23,7 +23,7 @@ from gateway.metrics.process_metrics import ProcessMetrics
 
 
 class SupervisorMetrics:
-    """The metric families of one supervisor."""
+    """The metric families of one supervisor process."""
 
     __slots__ = (
         *("_meters", "_process", "connections", "deaths_total", "frames_dropped_total", "inflight"),

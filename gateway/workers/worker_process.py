@@ -22,7 +22,7 @@ REQUEST_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 class WorkerResponse:
-    """The response of a worker's admin server."""
+    """The HTTP response of a worker's admin server."""
 
     __slots__ = ("body", "headers", "status")
 
@@ -118,7 +118,7 @@ class Worker:
         await self.close()
 
     async def close(self) -> None:
-        """Free the resources of an ended worker."""
+        """Close the supervisor's connections to a worker that has ended."""
         await self._session.close()
         if self.process.stdin is not None:
             self.process.stdin.close()

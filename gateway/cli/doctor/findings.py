@@ -36,17 +36,17 @@ class CheckFinding(msgspec.Struct, frozen=True):
 
 
 def pass_finding(subject: str, check: str, seen: str) -> CheckFinding:
-    """Return the finding of a check that passed."""
+    """Return the finding of a check that passed; `seen` says what was observed."""
     return CheckFinding(subject, check, CheckVerdict.PASS, seen)
 
 
 def warn_finding(subject: str, check: str, seen: str, fix: str) -> CheckFinding:
-    """Return the finding of a check that passed with a warning."""
+    """Return the finding of a check that passed with a warning; `fix` says what to do about it."""
     return CheckFinding(subject, check, CheckVerdict.WARN, seen, fix)
 
 
 def fail_finding(subject: str, check: str, seen: str, fix: str) -> CheckFinding:
-    """Return the finding of a check that failed."""
+    """Return the finding of a check that failed; `fix` says what to do about it."""
     return CheckFinding(subject, check, CheckVerdict.FAIL, seen, fix)
 
 

@@ -49,7 +49,7 @@ RIGHT_ALIGNED = frozenset(COLUMNS[4:12])
 
 
 def render_view(view: View) -> Group:
-    """Return the complete view, top to bottom."""
+    """Return the complete live view, from the totals at the top to the diagnosis."""
     parts: list[Any] = [*render_heading(view), "", render_fleet(view["endpoints"])]
     if view["flow"]["pairs"]:
         parts += ["", render_flow(view["flow"])]
@@ -95,7 +95,7 @@ def _spread(ttft: Mapping[str, Any]) -> str:
 
 
 def render_fleet(endpoints: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table with one row per endpoint."""
+    """Return a table of all endpoints, with one row per endpoint."""
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
     for name in COLUMNS:
         table.add_column(name, justify="right" if name in RIGHT_ALIGNED else "left", no_wrap=True)
@@ -171,7 +171,7 @@ def _handoffs(pair: Mapping[str, Any] | None) -> Text:
 
 
 def render_diagnosis(why: Sequence[Mapping[str, Any]]) -> list[Text]:
-    """Return the sentences of the diagnosis, most severe first."""
+    """Return the sentences of the live view's diagnosis as styled lines, most severe first."""
     if not why:
         return [Text("no problems", "dim")]
     return [

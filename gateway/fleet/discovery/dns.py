@@ -29,7 +29,7 @@ async def resolve(name: str, port: int) -> Sequence[str]:
 
 
 class DnsSource:
-    """The discovery source for one host name and port."""
+    """A discovery source that looks up one host name in DNS."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ A new content counts once two polls in a row agree, so a half-written file does 
 
 
 class FileSource:
-    """The discovery source for one file."""
+    """A discovery source that reads a list of endpoints from a file."""
 
     def __init__(
         self,
@@ -78,20 +78,20 @@ class FileSource:
                 raise ValueError(f"it is longer than {FILE_CAP_BYTES} bytes")
             items = YAML(typ="safe", pure=True).load(content.decode())
             if not isinstance(items, list) or len(items) > MAX_ENDPOINTS:
-                raise ValueError(f"it is no list of at most {MAX_ENDPOINTS} endpoints")
+                raise ValueError(f"it is not a list of at most {MAX_ENDPOINTS} endpoints")
             endpoints = tuple(self._parse_item(item) for item in items)
             if len({endpoint.url for endpoint in endpoints}) < len(endpoints):
-                raise ValueError("two of its endpoints have one url")
+                raise ValueError("two of its endpoints have the same url")
             if len({endpoint.display_name for endpoint in endpoints}) < len(endpoints):
-                raise ValueError("two of its endpoints have one name")
+                raise ValueError("two of its endpoints have the same name")
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             place = ".".join(map(str, first["loc"]))
-            log.warning("%s is not taken over: %s: %s", self._path, place, first["msg"])
+            log.warning("%s is ignored: %s: %s", self._path, place, first["msg"])
         except YAMLError:
-            log.warning("%s is not taken over: it is no YAML", self._path)
+            log.warning("%s is ignored: it is not valid YAML", self._path)
         except (ValueError, RecursionError) as error:
-            log.warning("%s is not taken over: %s", self._path, error)
+            log.warning("%s is ignored: %s", self._path, error)
         else:
             return endpoints
         return None

@@ -75,7 +75,7 @@ def pod_service_account() -> ServiceAccount:
 
 
 class KubernetesSource:
-    """The discovery source for the EndpointSlices of one Service."""
+    """A discovery source that watches the EndpointSlices of one Kubernetes Service."""
 
     def __init__(
         self,

@@ -15,8 +15,8 @@ MAX_WHOLE_BYTES = 64 * 1024 * 1024
 class AnswerTranslator:
     """Translates one answer of an engine to the format of the client's API.
 
-    Every attempt at an engine needs a new translator. An engine that continues a broken answer uses
-    the same one.
+    Every attempt at an engine needs a new translator, except that an engine which continues a
+    broken answer uses the same one.
     """
 
     __slots__ = ("_body", "_size", "_stream", "_translate_whole")

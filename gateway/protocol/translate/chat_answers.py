@@ -89,13 +89,13 @@ class ChatUsage(msgspec.Struct, frozen=True):
 
     @property
     def reasoning_tokens(self) -> int:
-        """The number of answer tokens that are reasoning."""
+        """The number of tokens of the answer that the model used for reasoning."""
         details = self.completion_tokens_details
         return (details.reasoning_tokens or 0) if details is not None else 0
 
 
 class ChatAnswer(msgspec.Struct, frozen=True):
-    """A chat completion, or one chunk of its stream."""
+    """A chat completion of an engine, or one chunk of its stream."""
 
     id: str = ""
     created: int = 0

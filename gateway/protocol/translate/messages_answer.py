@@ -69,7 +69,7 @@ def from_chat(body: bytes, model: str) -> bytes:
 
 
 def from_error(status: int, body: bytes) -> bytes:
-    """Translate an error response from OpenAI's format to Anthropic's."""
+    """Translate the body of an error response from OpenAI's format to Anthropic's."""
     try:
         detail = msgspec.json.decode(body, type=ChatAnswer).error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):

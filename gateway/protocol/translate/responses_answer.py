@@ -125,12 +125,12 @@ def usage_of(usage: ChatUsage) -> dict[str, Any]:
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """Return a content part with text."""
+    """Return a content part of the Responses API that contains this text."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def refusal_part(text: str) -> dict[str, Any]:
-    """Return a content part with the text in which the model refuses the request."""
+    """Return a content part of the Responses API in which the model refuses the request."""
     return {"type": "refusal", "refusal": text}
 
 

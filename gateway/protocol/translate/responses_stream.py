@@ -42,7 +42,7 @@ class OpenItem(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        """All pieces of text received so far, joined."""
+        """The text of the item so far: all received pieces, joined."""
         return "".join(self.pieces)
 
 
@@ -151,7 +151,10 @@ class ResponsesStream(StreamTranslator):
         return refusal_part(text) if kind == "refusal" else text_part(text)
 
     def _place(self, **members: Any) -> dict[str, Any]:
-        """Return the position of the current content part in the response, with further members."""
+        """Return members that locate the current content part, merged with `members`.
+
+        They are the item's id, the output index and the content index.
+        """
         item_id = self._item.item_id if self._item is not None else ""
         place = {"item_id": item_id, "output_index": len(self._output), "content_index": 0}
         return place | members

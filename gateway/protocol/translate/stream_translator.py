@@ -39,7 +39,7 @@ class StreamTranslator(ABC):
         self.seen_calls: set[int] = set()
 
     def feed(self, data: bytes) -> bytes:
-        """Return the client's events that the next bytes complete."""
+        """Process the engine's next bytes; return the client's events that they complete."""
         return self._translate(lambda: self._events.feed(data))
 
     def finish(self) -> bytes:

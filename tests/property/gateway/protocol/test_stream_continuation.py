@@ -282,7 +282,7 @@ def test_an_aborted_request_is_not_a_complete_response() -> None:
     parts = [*events([0, 1], 9, chat=True, opening=True)]
     relay.feed(HEAD + b"".join(map(encode_chunk, parts[:2])), 1.0)
     aborted = parts[2].replace(b'"finish_reason": null', b'"finish_reason": "abort"')
-    with pytest.raises(UpstreamError, match="gave the request up"):
+    with pytest.raises(UpstreamError, match="aborted the request"):
         relay.feed(encode_chunk(aborted), 2.0)
     assert relay.is_at_boundary
     assert list(ledger.shown_ids) == [0]
