@@ -12,6 +12,7 @@ TRACES ?=
 GOODPUT ?=
 ZOO    ?=
 SOAK   ?=
+CLIENTS ?=
 OVERLOAD ?=
 RESTARTS ?=
 ATTACKS ?=
@@ -32,7 +33,7 @@ PYTHONS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check unit e2e rdma kv-trials bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo observe real compiled test-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation clocks web docs mutants lock deploy-check clean
+.PHONY: help demo test check unit e2e rdma clients kv-trials bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo observe real compiled test-compiled wheel test-wheel load policies gateways restarts attacks tls soak overload isolation clocks web docs mutants lock deploy-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -138,6 +139,10 @@ real: $(VENV)/.dev ## test the gateway with two real vLLM engines, without a GPU
 deploy-check: $(VENV)/.dev ## check deploy/ by Helm, Kubernetes' schemas and linters; test nginx and HAProxy (0.5 GB)
 	@sh deploy/tools.sh $(PY) build/deploy-tools
 	$(PY) -m pytest tests/deploy
+
+clients: $(VENV)/.dev ## let real clients and agents converse with the demo (2.5 GB; CLIENTS="--only codex"; docs/clients.md)
+	@sh bench/clients/install.sh $(PYTHON) build/clients
+	$(PY) -m bench.clients.run build/clients $(CLIENTS)
 
 web: $(VENV)/.dev ## test the live page in headless Chromium (Debian's; screenshots in build/web)
 	@$(PY) -c "import playwright" 2>/dev/null || $(PY) -m pip install -q "playwright>=1.50"

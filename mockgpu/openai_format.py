@@ -25,8 +25,8 @@ def event(payload: object) -> bytes:
 
 
 def http_chunk(data: bytes) -> bytes:
-    """Return one HTTP/1.1 chunk."""
-    return b"%x\r\n%s\r\n" % (len(data), data)
+    """Return one HTTP/1.1 chunk; nothing for no data, because an empty chunk ends the body."""
+    return b"%x\r\n%s\r\n" % (len(data), data) if data else b""
 
 
 def usage(ask: ParsedRequest, output_tokens: int, cached: int | None) -> dict[str, Any]:

@@ -55,10 +55,14 @@ class ResponsesFormat:
     ) -> dict[str, Any]:
         """Return the response, and keep it."""
         response = finished(ask, choice, created, cached, members)
+        self.keep(members, response)
+        return response
+
+    def keep(self, members: Mapping[str, Any], response: dict[str, Any]) -> None:
+        """Keep the response to a body, with the conversation up to its end."""
         _, messages = self._messages(members)
         answer = _answer(response["output"][0])
         self._store.keep(members, StoredResponse(response, [*messages, answer]))
-        return response
 
     def _messages(
         self, members: Mapping[str, Any]

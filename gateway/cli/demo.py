@@ -39,8 +39,9 @@ _STOP_TIMEOUT_S = 5.0
 # GPUs decode all of it, with about 50 requests in flight each.
 DEMO_TP = 4
 MAX_CONCURRENCY = 128
-# Agents allow 4,096 to 32,000 tokens for each answer; a model uses a small part of them.
-_MAY_END_FROM = ["--may-end-from", "1024"]
+# Agents allow 4,096 to 32,000 tokens for each answer, of which a model uses a small part. Some
+# continue from a response that the engine keeps.
+_AGENTS = ["--may-end-from", "1024", "--responses-store"]
 _FAULT_PORTS = 2  # at most: one for each process of mocks
 
 
@@ -246,7 +247,7 @@ def _mock_options(demo: DemoOptions, first: int) -> list[list[str]]:
 
 
 def _port_options(first: int, groups: int) -> list[str]:
-    return ["--port", str(first), "--groups", str(groups), *_MAY_END_FROM]
+    return ["--port", str(first), "--groups", str(groups), *_AGENTS]
 
 
 def _fault_port(demo: DemoOptions, first: int, number: int) -> int:
@@ -381,11 +382,12 @@ listeners:
 models:
   - name: {model}
     pool: chat
-    aliases: [demo]
+    aliases: [demo, "claude-*", "gpt-*"]   # agents ask for models of their own
 {split}
 pools:
   chat:
     policy: {policy}      # or priced, least_loaded, ...: docs/policies.md
+    admission: priced      # or cap, none, ...: docs/admission.md; priced reads agents' sessions
     # One endpoint per TP group, which is one engine process behind one URL. The label `chaos` is
     # the address where `penstock chaos` injects faults into a mock.
     endpoints:

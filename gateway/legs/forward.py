@@ -103,7 +103,8 @@ def _prepare_special(
 def _with_response_id(exchange: Exchange, body: Call, endpoint: str, model: str) -> Call:
     """Return the call with a response id, by which later requests find this endpoint."""
     assert exchange.response_ids is not None
-    name = exchange.response_ids.new(exchange.tenant, endpoint, model)
+    previous = "" if exchange.stored_at is None else exchange.stored_at.response_id
+    name = exchange.response_ids.new(exchange.tenant, endpoint, model, previous)
     return body.with_member(b',"request_id":"%b"' % name.encode())
 
 

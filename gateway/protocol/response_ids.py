@@ -1,9 +1,11 @@
 """Ids of stored responses that identify the engine that stores them, without any table.
 
-An id consists of a random number, a code and optionally a model name. The code is an HMAC over the
-number, the endpoint and the name, keyed per tenant. A gateway with the key finds the endpoint by
-computing the codes of all endpoints. Gateways with the same configuration have the same keys. The
-id of another tenant, an invented id and the id of a removed endpoint look alike to a gateway.
+An id consists of a number, a code and optionally a model name. The first half of the number is that
+of the previous response, so all responses of a conversation share it; the rest is random. The code
+is an HMAC over the number, the endpoint and the name, keyed per tenant. A gateway with the key
+finds the endpoint by computing the codes of all endpoints. Gateways with the same configuration
+have the same keys. The id of another tenant, an invented id and the id of a removed endpoint look
+alike to a gateway.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from gateway.protocol.cache_salts import derived_secret, shared_secret
 PREFIX = "resp_"
 MAX_ID_CHARS = 256
 _NUMBER_BYTES, _CODE_BYTES = 12, 16
+_CONVERSATION_BYTES = 6  # the first bytes of the number
 _MAX_NAME_BYTES = 64  # as many as one SHA-512 can hide
 _LABEL = b"penstock response id 1"
 
@@ -45,12 +48,15 @@ class ResponseIds:
         self._keys = keys
         self._open_key = open_key
 
-    def new(self, tenant: str, endpoint: str, model: str = "") -> str:
+    def new(self, tenant: str, endpoint: str, model: str = "", previous: str = "") -> str:
         """Return a new id for a response that `endpoint` will store.
 
-        `model` is the client's name of the model, or "" if engines use the same name.
+        model     the client's name of the model, or "" if engines use the same name
+        previous  the id of the response that this one continues, or ""
         """
         key, number = self._key(tenant), secrets.token_bytes(_NUMBER_BYTES)
+        if (before := _decoded(previous)) is not None:
+            number = before[:_CONVERSATION_BYTES] + number[_CONVERSATION_BYTES:]
         name = model.encode("utf-8", "surrogatepass")
         hidden = _mask(key, number, name) if len(name) <= _MAX_NAME_BYTES else b""
         sealed = number + _code(key, number, endpoint, hidden) + hidden
@@ -73,6 +79,15 @@ class ResponseIds:
 
     def _key(self, tenant: str) -> bytes:
         return self._keys.get(tenant, self._open_key)
+
+
+def conversation_of(response_id: str) -> str:
+    """Return what the ids of a conversation's responses have in common; "" for another text.
+
+    The id may be invented, so the result is only a name and no permission.
+    """
+    sealed = _decoded(response_id)
+    return "" if sealed is None else sealed[:_CONVERSATION_BYTES].hex()
 
 
 def new_response_ids(config: Config) -> ResponseIds:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.protocol.response_ids import conversation_of
 from policies.model import Request, SessionHints
 
 SESSION_HEADER = "x-session-id"
@@ -162,6 +163,12 @@ def _conversation(raw: msgspec.Raw) -> Any:
     return value.get("id") if isinstance(value, dict) else value
 
 
+def _previous_session(raw: msgspec.Raw) -> Any:
+    """Return the conversation that the id of a previous response belongs to; or the id itself."""
+    value = _read(raw)
+    return (conversation_of(value) or value) if isinstance(value, str) else value
+
+
 def _agentic_context_session(raw: msgspec.Raw) -> Any:
     context = _path(_read_object(raw), "agentic_context")
     return _path(context, "program_id") or _path(context, "session_id")
@@ -182,7 +189,7 @@ _BODY_SESSIONS: Mapping[str, Callable[[msgspec.Raw], Any]] = {
     "metadata": _metadata_session,
     "conversation": _conversation,
     "prompt_cache_key": _read,
-    "previous_response_id": _read,
+    "previous_response_id": _previous_session,
     "vllm_xargs": _agentic_context_session,
     "nvext": _nvext_session,
     "agent_hint": _agent_hint_session,

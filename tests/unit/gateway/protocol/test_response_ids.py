@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config import Config
-from gateway.protocol.response_ids import KeptResponse, ResponseIds, new_response_ids
+from gateway.protocol.response_ids import (
+    KeptResponse,
+    ResponseIds,
+    conversation_of,
+    new_response_ids,
+)
 
 ENDPOINTS = ["10.0.0.1:8000", "10.0.0.2:8000", "engine-c"]
 IDS = ResponseIds({"acme": b"a" * 32, "zeta": b"z" * 32}, b"o" * 32)
@@ -53,6 +58,25 @@ def test_ids_differ_and_show_neither_the_endpoint_nor_the_model() -> None:
     ids = {IDS.new("acme", "engine-c", "secret-model") for _ in range(100)}
     assert len(ids) == 100
     assert not any("engine" in response_id or "secret" in response_id for response_id in ids)
+
+
+@given(TENANTS, st.lists(st.sampled_from(ENDPOINTS), min_size=1, max_size=8))
+def test_the_responses_of_a_conversation_have_a_common_name_and_different_ids(
+    tenant: str, endpoints: list[str]
+) -> None:
+    ids = [IDS.new(tenant, endpoints[0])]
+    for endpoint in endpoints:
+        ids.append(IDS.new(tenant, endpoint, previous=ids[-1]))
+        assert IDS.find(ids[-1], tenant, ENDPOINTS) == KeptResponse(endpoint, "")
+    assert len(set(ids)) == len(ids)
+    assert len({conversation_of(each) for each in ids}) == 1
+    assert conversation_of(IDS.new(tenant, endpoints[0])) != conversation_of(ids[0])
+
+
+@given(st.text(max_size=60))
+def test_a_text_that_is_no_id_has_no_conversation_and_starts_one(text: str) -> None:
+    assert conversation_of(text) == ""
+    assert conversation_of(IDS.new("acme", ENDPOINTS[0], previous=text)) != ""
 
 
 POOLS = {"main": {"endpoints": [{"url": "http://127.0.0.1:9000"}]}}

@@ -11,6 +11,7 @@ import pytest
 from gateway.config import Config
 from gateway.protocol.apis import CHAT, MESSAGES, RESPONSES, Api
 from gateway.protocol.openai import CallContext, parse_call
+from gateway.protocol.response_ids import ResponseIds
 from gateway.protocol.service_class import ServiceClasses
 from gateway.protocol.sessions import (
     MAX_HINT_BYTES,
@@ -95,6 +96,15 @@ def test_a_header_marks_the_last_request_of_a_session(header: str) -> None:
 def test_a_member_of_the_body_names_the_session(members: dict[str, Any], source: str) -> None:
     request = body(members)
     assert (request.session, request.session_source) == (f"acme\0{UUID}", source)
+
+
+def test_all_turns_that_continue_a_stored_response_are_one_session() -> None:
+    ids = ResponseIds({}, b"k" * 32)
+    first = ids.new("acme", "a")
+    second = ids.new("acme", "a", previous=first)
+    names = [body({"previous_response_id": each}).session for each in (first, second)]
+    assert names[0] == names[1] != ""
+    assert body({"previous_response_id": ids.new("acme", "a")}).session != names[0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""What one endless cache that all endpoints share would have given recorded requests.
+
+The prompts are rendered as the mock renders them, so cached tokens are counted in the same unit as
+in the usage that the mock reports.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bench.clients.recorder import Exchange
+from mockgpu.blocks import BLOCK_TOKENS
+from mockgpu.choice import build_choices
+from mockgpu.messages_format import MessagesFormat
+from mockgpu.named_events import chat_body
+from mockgpu.request_parser import RequestBody, parse_request
+from mockgpu.responses_format import ResponsesFormat
+from mockgpu.responses_store import ResponsesStore
+from mockgpu.text import block_keys
+
+CONTEXT = 1 << 20
+MAY_END_FROM = 1024  # as in `penstock demo`
+
+_RESPONSES = ResponsesFormat(ResponsesStore(is_enabled=True))
+READERS: Mapping[str, Callable[[dict[str, Any]], RequestBody]] = {
+    "/v1/chat/completions": chat_body,
+    "/v1/messages": MessagesFormat().read,
+    "/v1/responses": _RESPONSES.read,
+}
+
+
+class EndlessCache:
+    """The blocks of every prompt and answer so far."""
+
+    def __init__(self) -> None:
+        self._keys: set[int] = set()
+
+    def add(self, body: RequestBody) -> int:
+        """Return the prompt tokens that are cached, and add the prompt and its answer."""
+        model = body.model or ""
+        ask = parse_request(body, {}, True, model, CONTEXT, "", may_end_from=MAY_END_FROM)
+        prompt = ask.prompts[0]
+        keys = block_keys(prompt)
+        # An engine computes the last token of a prompt even if all of it is cached.
+        usable = keys[: (ask.prompt_tokens - 1) // BLOCK_TOKENS]
+        hits = next((i for i, key in enumerate(usable) if key not in self._keys), len(usable))
+        self._keys.update(*(choice.keys for choice in build_choices(ask)))
+        return hits * BLOCK_TOKENS
+
+
+def endless_hits(exchanges: Sequence[Exchange]) -> int:
+    """Return the cached tokens of all generations, as one endless cache would have had them."""
+    cache, total = EndlessCache(), 0
+    for exchange in exchanges:
+        reader = READERS.get(exchange.path)
+        if reader is not None and exchange.status == 200:
+            members = exchange.request.json()
+            total += cache.add(reader(members))
+            if exchange.path == "/v1/responses":
+                _RESPONSES.keep(members, response_of(exchange))
+    return total
+
+
+def response_of(exchange: Exchange) -> dict[str, Any]:
+    """Return the response object of an answer, streamed or not."""
+    assert exchange.response is not None
+    whole: dict[str, Any] | None = exchange.response.json()
+    if whole is not None:
+        return whole
+    last = exchange.response.body.rpartition(b"data: ")[2]
+    response: dict[str, Any] = json.loads(last)["response"]
+    return response

@@ -1,0 +1,50 @@
+"""Runs agents of the command line, which write one JSON object a line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+MAX_LINE = 1 << 22
+HOME = Path(tempfile.mkdtemp(prefix="client-home-"))
+
+
+async def start(*command: str, folder: Path = HOME, **env: str) -> Process:
+    """Start an agent with a home of its own, so that no user's settings count."""
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=PIPE,
+        stdout=PIPE,
+        limit=MAX_LINE,
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "HOME": str(HOME), "TERM": "dumb", **env},
+    )
+
+
+async def lines(process: Process) -> AsyncIterator[Any]:
+    """Yield the objects that an agent writes; other lines are skipped."""
+    assert process.stdout is not None
+    while line := await process.stdout.readline():
+        if line.startswith(b"{"):
+            yield json.loads(line)
+
+
+async def run_once(*command: str, text: str, folder: Path = HOME, **env: str) -> list[Any]:
+    """Run an agent to its end, with the user's message at its standard input.
+
+    Returns what it wrote. Raises RuntimeError if it fails.
+    """
+    process = await start(*command, folder=folder, **env)
+    assert process.stdin is not None
+    process.stdin.write(text.encode())
+    process.stdin.close()
+    found = [line async for line in lines(process)]
+    if await process.wait():
+        raise RuntimeError(f"{command[0]} ended with {process.returncode}: {found[-2:]}")
+    return found

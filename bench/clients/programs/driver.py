@@ -1,0 +1,114 @@
+"""Runs the conversations of one client program and prints what came of them as a line of JSON.
+
+A program defines a session with a method `ask`, and calls run(). All sessions run at once. In the
+middle turn the user asks for a call of the tool `measure`, whose result the client sends back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+URL = os.environ["GATEWAY_URL"]
+KEY = os.environ["GATEWAY_KEY"]
+MODEL = os.environ["GATEWAY_MODEL"]
+SESSIONS = int(os.environ.get("SESSIONS", "4"))
+TURNS = int(os.environ.get("TURNS", "20"))
+VARIANT = os.environ.get("VARIANT", "")
+
+INSTRUCTIONS = (
+    "You look after the pumps of a reservoir. Measure the depth when you are asked to, say what "
+    "you find in a few words, and name the pump. Never guess a depth that you have not measured. "
+) * 2
+TOOL_NAME = "measure"
+TOOL_TEXT = "Measure the depth at a pump, in metres."
+TOOL_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"pump": {"type": "integer"}},
+    "required": ["pump"],
+    "additionalProperties": False,
+}
+
+
+@dataclass
+class Turn:
+    """The answer of one turn: its text, the pieces of its stream, and the pumps measured."""
+
+    text: str = ""
+    pieces: int = 0
+    measured: list[int] = field(default_factory=list)
+
+
+class Session(Protocol):
+    """One conversation of a client."""
+
+    async def ask(self, text: str) -> Turn:
+        """Send the user's next message, run the tools that are called, return the answer."""
+        ...
+
+
+def measure(pump: int) -> str:
+    """Return the result of the tool."""
+    return f"The depth at pump {pump} is {pump + 3} m."
+
+
+Call = Callable[[int], tuple[str, dict[str, Any]]]
+"""Returns the name and the arguments of the tool that measures the depth at a pump."""
+
+
+def measure_call(pump: int) -> tuple[str, dict[str, Any]]:
+    """Return the call of the program's own tool."""
+    return TOOL_NAME, {"pump": pump}
+
+
+def shell_call(name: str, member: str, **others: str) -> Call:
+    """Return the calls of an agent's shell; `member` is the argument with the command."""
+    return lambda pump: (name, {member: f"echo pump {pump} is {pump + 3} m deep", **others})
+
+
+def measured_pump(command: str) -> int:
+    """Return the pump that a command of shell_call() measures."""
+    return int(command.partition("echo pump ")[2].partition(" ")[0])
+
+
+def question(session: int, turn: int, call: Call) -> str:
+    """Return the user's message of a turn."""
+    if turn == TURNS // 2:
+        name, arguments = call(turn)
+        return f"Please call the tool {name} with {json.dumps(arguments)} and report."
+    return (
+        f"This is message {turn} about site {session}. How deep is the water at pump {turn}, and "
+        f"what should the operator of site {session} do about the valve, the filter and the log?"
+    )
+
+
+async def _converse(session: Session, number: int, call: Call, found: dict[str, Any]) -> None:
+    for turn in range(TURNS):
+        answer = await session.ask(question(number, turn, call))
+        assert answer.text.strip(), f"turn {turn} has no text"
+        wanted = [turn] if turn == TURNS // 2 else []
+        assert answer.measured == wanted, f"turn {turn} measured {answer.measured}, not {wanted}"
+        found["turns"] += 1
+        found["streamed"] += answer.pieces > 1
+        found["calls"] += len(answer.measured)
+
+
+async def _run(start: Callable[[int], Session], call: Call) -> dict[str, Any]:
+    found: dict[str, Any] = {"turns": 0, "streamed": 0, "calls": 0, "errors": []}
+    running = (_converse(start(number), number, call, found) for number in range(SESSIONS))
+    for outcome in await asyncio.gather(*running, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            traceback.print_exception(outcome, file=sys.stderr)
+            found["errors"].append(f"{type(outcome).__name__}: {outcome}"[:300])
+    return found
+
+
+def run(start: Callable[[int], Session], call: Call = measure_call) -> None:
+    """Run all sessions; `start` begins one by its number, and `call` makes the tool call."""
+    print(json.dumps(asyncio.run(_run(start, call))))

@@ -1,0 +1,34 @@
+"""pydantic-ai: VARIANT is the provider in its model name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import driver
+from driver import INSTRUCTIONS, MODEL, VARIANT, Turn, run
+from pydantic_ai import Agent
+
+
+class Conversation:
+    def __init__(self, number: int) -> None:
+        self.agent = Agent(f"{VARIANT}:{MODEL}", instructions=INSTRUCTIONS)
+        self.history: list[Any] = []
+        self.turn = Turn()
+
+        @self.agent.tool_plain
+        def measure(pump: int) -> str:
+            """Measure the depth at a pump, in metres."""
+            self.turn.measured.append(pump)
+            return driver.measure(pump)
+
+    async def ask(self, text: str) -> Turn:
+        self.turn = Turn()
+        async with self.agent.run_stream(text, message_history=self.history) as result:
+            async for piece in result.stream_text(delta=True, debounce_by=None):
+                self.turn.pieces += 1
+                self.turn.text += piece
+            self.history = result.all_messages()
+        return self.turn
+
+
+run(Conversation)

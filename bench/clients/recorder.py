@@ -1,0 +1,237 @@
+"""A TCP proxy that records the HTTP exchanges between clients and a gateway, byte for byte.
+
+    python -m bench.clients.recorder PORT GATEWAY_PORT FILE
+
+It changes nothing on the way, so a client behaves as it does without the proxy. The recorded bytes
+are parsed only when exchanges() is called. Everything listens on 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HOST = "127.0.0.1"
+END = b"\r\n\r\n"
+
+
+class Message(NamedTuple):
+    """One HTTP request or response: the first line, the headers as sent, and the decoded body."""
+
+    line: str
+    headers: list[tuple[str, str]]
+    body: bytes
+
+    def header(self, name: str) -> str:
+        """Return the value of a header by its lower-case name; an empty string without one."""
+        return next((value for key, value in self.headers if key.lower() == name), "")
+
+    def json(self) -> Any:
+        """Return the body as JSON; None for any other body."""
+        try:
+            return json.loads(self.body)
+        except ValueError:
+            return None
+
+
+class Exchange(NamedTuple):
+    """A request with its response, and the time of its first byte (seconds, monotonic)."""
+
+    request: Message
+    response: Message | None
+    started: float
+
+    @property
+    def path(self) -> str:
+        """The path without its query."""
+        return self.request.line.split(" ")[1].partition("?")[0]
+
+    @property
+    def method(self) -> str:
+        """The method of the request."""
+        return self.request.line.partition(" ")[0]
+
+    @property
+    def status(self) -> int:
+        """The status of the response; 0 without one."""
+        return int(self.response.line.split(" ")[1]) if self.response is not None else 0
+
+
+class Connection:
+    """The bytes of one connection in both directions."""
+
+    def __init__(self) -> None:
+        self.sent = bytearray()
+        self.received = bytearray()
+        self.times: list[tuple[int, float]] = []
+
+    def add_sent(self, data: bytes) -> None:
+        """Add bytes of the client, with the time at which they arrived."""
+        self.times.append((len(self.sent), time.monotonic()))
+        self.sent += data
+
+    def exchanges(self) -> Iterator[Exchange]:
+        """Yield the complete requests with their responses, in order."""
+        offset, requests = 0, []
+        while (read := read_message(bytes(self.sent), offset, is_request=True)) is not None:
+            requests.append((read[0], self._time_of(offset)))
+            offset = read[1]
+        offset = 0
+        for request, started in requests:
+            has_body = not request.line.startswith("HEAD ")
+            answer = read_message(bytes(self.received), offset, has_body=has_body)
+            offset = offset if answer is None else answer[1]
+            yield Exchange(request, None if answer is None else answer[0], started)
+
+    def _time_of(self, offset: int) -> float:
+        return max(at for start, at in self.times if start <= offset)
+
+
+def read_message(
+    data: bytes, offset: int, *, is_request: bool = False, has_body: bool = True
+) -> tuple[Message, int] | None:
+    """Return the message at an offset, and the offset after it; None if it is incomplete."""
+    end = data.find(END, offset)
+    if end < 0:
+        return None
+    line, *rest = data[offset:end].decode("latin-1").split("\r\n")
+    headers = [(name, value.strip()) for name, _, value in (each.partition(":") for each in rest)]
+    if line.split(" ")[1:2] == ["100"]:  # an interim response, before the final one
+        return read_message(data, end + 4, is_request=is_request, has_body=has_body)
+    values = {name.lower(): value for name, value in headers}
+    start = end + 4
+    if not has_body:
+        return Message(line, headers, b""), start
+    if "chunked" in values.get("transfer-encoding", ""):
+        read = _read_chunks(data, start)
+        return None if read is None else (Message(line, headers, read[0]), read[1])
+    length = int(values.get("content-length", 0 if is_request else -1))
+    stop = len(data) if length < 0 else start + length
+    return None if stop > len(data) else (Message(line, headers, data[start:stop]), stop)
+
+
+def _read_chunks(data: bytes, offset: int) -> tuple[bytes, int] | None:
+    """Return a chunked body and the offset after it; None if it is incomplete."""
+    pieces: list[bytes] = []
+    while (end := data.find(b"\r\n", offset)) >= 0:
+        size = int(data[offset:end].partition(b";")[0], 16)
+        offset = end + 2 + size + 2
+        if offset > len(data):
+            return None
+        if size == 0:
+            return b"".join(pieces), offset
+        pieces.append(data[end + 2 : offset - 2])
+    return None
+
+
+class Recorder:
+    """A running proxy: its port and what it has recorded."""
+
+    def __init__(self, gateway_port: int) -> None:
+        self.port = 0
+        self._gateway_port = gateway_port
+        self._connections: list[Connection] = []
+
+    @property
+    def url(self) -> str:
+        """The URL that clients use in place of the gateway's."""
+        return f"http://{HOST}:{self.port}"
+
+    def exchanges(self) -> list[Exchange]:
+        """Return everything recorded so far, in the order of arrival."""
+        found = [each for connection in self._connections for each in connection.exchanges()]
+        return sorted(found, key=lambda exchange: exchange.started)
+
+    def clear(self) -> None:
+        """Forget what was recorded; call it only while no request is in flight."""
+        self._connections = [Connection() for _ in ()]
+
+    async def serve_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Copy the bytes of one connection in both directions until both ends are closed."""
+        connection = Connection()
+        self._connections.append(connection)
+        try:
+            back, forth = await asyncio.open_connection(HOST, self._gateway_port)
+        except OSError:
+            writer.close()
+            return
+        ways = (
+            _copy(reader, forth, connection.add_sent),
+            _copy(back, writer, connection.received.extend),
+        )
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*ways)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, record: Any) -> None:
+    try:
+        while data := await reader.read(65_536):
+            record(data)
+            writer.write(data)
+            await writer.drain()
+    except (ConnectionError, asyncio.CancelledError):
+        pass
+    finally:
+        writer.close()
+
+
+@contextmanager
+def recorder(gateway_port: int, port: int = 0) -> Iterator[Recorder]:
+    """Run a proxy in a thread; it ends with the block."""
+    proxy = Recorder(gateway_port)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    starting = asyncio.start_server(proxy.serve_connection, HOST, port)
+    server = asyncio.run_coroutine_threadsafe(starting, loop).result(5)
+    proxy.port = server.sockets[0].getsockname()[1]
+    try:
+        yield proxy
+    finally:
+        asyncio.run_coroutine_threadsafe(_end(server), loop).result(5)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
+        loop.close()
+
+
+async def _end(server: asyncio.Server) -> None:
+    server.close()
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def to_line(exchange: Exchange) -> str:
+    """Return an exchange as a line of JSON; bodies that are no text are replaced."""
+    request, response = exchange.request, exchange.response
+    return json.dumps(
+        {
+            "line": request.line,
+            "headers": request.headers,
+            "body": request.body.decode("utf-8", "replace"),
+            "status": exchange.status,
+            "answer": "" if response is None else response.body.decode("utf-8", "replace"),
+        }
+    )
+
+
+def main() -> None:
+    """Record until standard input ends, then write one exchange a line to the file."""
+    port, gateway_port, file = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    with recorder(gateway_port, port) as proxy:
+        sys.stdin.read()
+        file.write_text("".join(to_line(each) + "\n" for each in proxy.exchanges()))
+
+
+if __name__ == "__main__":
+    main()

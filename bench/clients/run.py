@@ -1,0 +1,274 @@
+"""`make clients`: real clients converse with `penstock demo`, and a table says how it went.
+
+    python -m bench.clients.run FOLDER [--only codex ...] [--turns 20] [--sessions 4]
+        [--record FOLDER] [--policy NAME]
+
+FOLDER is what install.sh filled. Each client runs its sessions at once, with streams and one tool
+call in each, through a recording proxy. All processes listen on 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.clients.cache_share import READERS, endless_hits
+from bench.clients.catalogue import CATALOGUE, ClientSpec
+from bench.clients.recorder import Exchange, Recorder, recorder, to_line
+from tests.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parent / "programs"
+KEY = "sk-any-key"
+LIMIT_S = 540.0
+WANTED_SHARE = 0.95
+
+
+class Result(NamedTuple):
+    """What one client did.
+
+    problem   why it does not work; an empty string if it does
+    sources   what named the sessions of its generations, with their number
+    share     cached tokens as a share of those of an endless shared cache
+    """
+
+    spec: ClientSpec
+    version: str
+    problem: str
+    turns: int
+    calls: int
+    streams: int
+    sources: Counter[str]
+    share: float
+
+    def row(self) -> str:
+        """Return the result as a row of a table in Markdown."""
+        spec, named = self.spec, ", ".join(f"{name} {n}" for name, n in self.sources.most_common())
+        state = f"fails: {self.problem}" if self.problem else "works"
+        cells = (spec.name, self.version, spec.api, state, self.turns, self.calls, self.streams)
+        return "| " + " | ".join(map(str, cells)) + f" | {named} | {self.share:.3f} |"
+
+
+HEAD = """\
+| client | version | API | state | turns | tool calls | streams | session named by | share |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+@contextmanager
+def demo(folder: Path, policy: str) -> Iterator[int]:
+    """Run `penstock demo` in a folder; yield the port of its API."""
+    process, port = started_demo(folder, policy)
+    try:
+        yield port
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+
+
+def started_demo(folder: Path, policy: str) -> tuple[subprocess.Popen[bytes], int]:
+    """Return a demo that is ready, and the port of its API. Raises RuntimeError.
+
+    Demos of other checkouts look for free ports at the same time, so it is tried three times.
+    """
+    for _ in range(3):
+        port, admin = free_port(), free_port()
+        ports = ("--port", str(port), "--admin-port", str(admin), "--policy", policy)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gateway", "demo", *ports],
+            stdout=subprocess.PIPE,
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        if any(b"Try it" in line for line in process.stdout):
+            return process, port
+        process.wait()
+    raise RuntimeError("the demo does not start")
+
+
+def access_lines(folder: Path) -> dict[str, Any]:
+    """Return the lines of the access log by request id."""
+    lines = (folder / "penstock-demo" / "access.log").read_text().splitlines()
+    return {line["id"]: line for line in map(json.loads, lines)}
+
+
+def counted_hits(folder: Path) -> int:
+    """Return the cached prompt tokens that all engines of a demo have counted."""
+    config = (folder / "penstock-demo" / "gateway.yaml").read_text()
+    pages = [
+        urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
+        for url in re.findall(r"url: (http://[0-9.:]+)", config)
+    ]
+    found = re.findall(
+        r"^vllm:prefix_cache_hits_total\S* ([0-9.e+]+)$", "".join(pages), re.MULTILINE
+    )
+    return int(sum(map(float, found)))
+
+
+def interpreter(spec: ClientSpec, installed: Path) -> Path | None:
+    """Return the program that runs a client's program; None if it is not installed."""
+    if spec.runtime == "node":
+        if spec.program.endswith(".mjs"):
+            return Path(shutil.which("node") or "node")
+        return Path(sys.executable)
+    python = installed / spec.runtime / "bin" / "python"
+    return python if python.exists() else None
+
+
+def version_of(spec: ClientSpec, installed: Path) -> str:
+    """Return the installed version of a client's last package."""
+    name = spec.packages[-1]
+    if spec.runtime == "node":
+        page = installed / "node" / "node_modules" / name / "package.json"
+        return str(json.loads(page.read_text())["version"]) if page.exists() else ""
+    program = f"from importlib.metadata import version; print(version({name!r}))"
+    python = str(interpreter(spec, installed))
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def converse(spec: ClientSpec, installed: Path, url: str, turns: int, sessions: int) -> Any:
+    """Run a client's program; return what it counted."""
+    program = interpreter(spec, installed)
+    if program is None:
+        return {"errors": ["not installed"]}
+    env = os.environ | {
+        "GATEWAY_URL": url,
+        "GATEWAY_KEY": KEY,
+        "GATEWAY_MODEL": spec.model,
+        "VARIANT": spec.variant,
+        "TURNS": str(turns),
+        "SESSIONS": str(sessions),
+        "MODULES": str(installed / "node"),
+        "PATH": f"{installed / 'node' / 'node_modules' / '.bin'}:{os.environ['PATH']}",
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": KEY,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": KEY,
+    }
+    command = [str(program), str(PROGRAMS / spec.program)]
+    try:
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"errors": [f"not done after {LIMIT_S:g} s"]}
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if not last.startswith("{"):
+        return {"errors": [(done.stderr.strip().splitlines() or ["no output"])[-1][:200]]}
+    return json.loads(last)
+
+
+def judge(
+    spec: ClientSpec,
+    version: str,
+    counted: Any,
+    exchanges: Sequence[Exchange],
+    lines: Any,
+    engine_hits: int,
+) -> Result:
+    """Return the result of a client from what it counted and what was recorded.
+
+    `engine_hits`: the cached tokens that the engines counted, for streams without usage.
+    """
+    asked = [each for each in exchanges if each.path in READERS]
+    logged = [lines.get(_request_id(each), {}) for each in asked]
+    counts = [line.get("cached_tokens") for line in logged]
+    hits = engine_hits if None in counts else sum(counts)
+    best = endless_hits(asked)
+    # Claude Code opens its connection with HEAD /, whose answer it does not read.
+    refused = Counter(
+        f"{each.method} {each.path} {each.status}"
+        for each in exchanges
+        if each.status != 200 and each.method != "HEAD"
+    )
+    problems = [*counted["errors"][:1], *(f"{what} ({n})" for what, n in refused.items())]
+    return Result(
+        spec,
+        version,
+        "; ".join(problems),
+        counted.get("turns", 0),
+        counted.get("calls", 0),
+        sum(_is_stream(each) for each in asked),
+        Counter(line.get("session", "none") for line in logged),
+        hits / best if best else 1.0,
+    )
+
+
+def _request_id(exchange: Exchange) -> str:
+    return exchange.response.header("x-request-id") if exchange.response is not None else ""
+
+
+def _is_stream(exchange: Exchange) -> bool:
+    answer = exchange.response
+    return answer is not None and answer.header("content-type").startswith("text/event-stream")
+
+
+def run_client(
+    spec: ClientSpec, installed: Path, proxy: Recorder, folder: Path, options: argparse.Namespace
+) -> Result:
+    """Run one client and return its result. The demo has fresh caches."""
+    proxy.clear()
+    counted = converse(spec, installed, proxy.url, options.turns, options.sessions)
+    time.sleep(0.5)  # the access log is written in batches
+    exchanges, hits = proxy.exchanges(), counted_hits(folder)
+    if options.record:
+        options.record.mkdir(parents=True, exist_ok=True)
+        name = (
+            f"{spec.program.partition('.')[0]}-{spec.variant or spec.api.rpartition('/')[2]}.jsonl"
+        )
+        (options.record / name).write_text("".join(to_line(each) + "\n" for each in exchanges))
+    version = version_of(spec, installed)
+    return judge(spec, version, counted, exchanges, access_lines(folder), hits)
+
+
+def parse() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("installed", type=Path)
+    parser.add_argument("--only", nargs="*", default=[], help="parts of names, such as codex")
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--sessions", type=int, default=4)
+    parser.add_argument("--policy", default="prefix_aware")
+    parser.add_argument("--record", type=Path, help="folder for the recorded exchanges")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the clients one after another; return 1 if one of them does not work."""
+    options = parse()
+    wanted = [part.lower() for part in options.only]
+    chosen = [
+        spec
+        for spec in CATALOGUE
+        if not wanted or any(part in f"{spec.name} {spec.api}".lower() for part in wanted)
+    ]
+    failed = 0
+    print(HEAD, flush=True)
+    with tempfile.TemporaryDirectory(prefix="penstock-clients-") as name:
+        for spec in chosen:
+            folder = Path(tempfile.mkdtemp(dir=name))
+            with demo(folder, options.policy) as port, recorder(port) as proxy:
+                result = run_client(spec, options.installed, proxy, folder, options)
+            failed += bool(result.problem) or result.share < WANTED_SHARE
+            print(result.row(), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
