@@ -85,12 +85,17 @@ class SessionState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdmissionState(msgspec.Struct, frozen=True, array_like=True):
-    """Running means of a priced admission and its active sessions, least recently used first."""
+    """Running means of a priced admission and its active sessions, least recently used first.
+
+    The fifth mean is of an earlier version, and None. `full_rate` is the work per second of an
+    endpoint of the full pool; None before an overload.
+    """
 
     means: tuple[float | None, float | None, float | None, float | None, float | None]
     phi: float
     memory_s: float
     sessions: list[SessionState]
+    full_rate: float | None = None
 
 
 class QuotaState(msgspec.Struct, frozen=True, array_like=True):
@@ -261,12 +266,14 @@ def admission_state(live: PricedAdmission) -> AdmissionState:
         SessionState(name, session.tokens, session.last_used_s)
         for name, session in sessions._active.items()
     ]
-    means = (live._budget, live._tpot_budget, live._typical_s, live._per_weight, live._work_s)
-    return AdmissionState(means, sessions.memory_share, sessions.memory_s, rows)
+    means = (live._budget, live._tpot_budget, live._typical_s, live._per_weight, None)
+    rate = live._full_rate.per_unit
+    return AdmissionState(means, sessions.memory_share, sessions.memory_s, rows, rate)
 
 
 def restore_admission(live: PricedAdmission, state: AdmissionState) -> None:
-    live._budget, live._tpot_budget, live._typical_s, live._per_weight, live._work_s = state.means
+    live._budget, live._tpot_budget, live._typical_s, live._per_weight, _ = state.means
+    live._full_rate.per_unit = state.full_rate
     sessions, gate = live.sessions, live._rule.sessions
     sessions.memory_share = min(gate.most, max(gate.least, state.phi))
     sessions.memory_s = min(gate.longest_s, max(gate.shortest_s, state.memory_s))

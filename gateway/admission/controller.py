@@ -282,7 +282,13 @@ def shed_error(shed: Shed) -> GatewayError:
     if shed.reason == "no_capacity":
         return GatewayError(Failure.NO_CAPACITY, shed.detail, retry_after_s=1.0)
     failure = SHED_FAILURES.get(shed.reason, Failure.SHED)
-    return GatewayError(failure, shed.detail, retry_after_s=shed.retry_after_s, reason=shed.reason)
+    return GatewayError(
+        failure,
+        shed.detail,
+        retry_after_s=shed.retry_after_s,
+        reason=shed.reason,
+        may_return=shed.may_return,
+    )
 
 
 class AdmissionController:

@@ -54,9 +54,7 @@ class Failure(Enum):
     )
     OVERLOADED = ErrorRow(429, "overloaded_error", "overloaded", should_retry=None)
     SHED = ErrorRow(429, "overloaded_error", "slo_shed", should_retry=None)
-    DEADLINE_UNREACHABLE = ErrorRow(
-        429, "overloaded_error", "deadline_unreachable", should_retry=None
-    )
+    DEADLINE_UNREACHABLE = ErrorRow(429, "overloaded_error", "deadline_unreachable")
     QUEUE_TIMEOUT = ErrorRow(429, "overloaded_error", "queue_timeout", should_retry=None)
     INTERNAL = ErrorRow(500, "server_error", "internal_error")
     NOT_IMPLEMENTED = ErrorRow(501, "invalid_request_error", "not_implemented")
@@ -73,7 +71,12 @@ class Failure(Enum):
 
 
 class GatewayError(Exception):
-    """An error to be sent to the client; `reason` is its short label in logs and metrics."""
+    """An error to be sent to the client.
+
+    retry_after_s  seconds after which the client should try again; None if unknown
+    reason         short label in logs and metrics
+    may_return     False if another try cannot help, whatever the kind of failure usually allows
+    """
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class GatewayError(Exception):
         retry_after_s: float | None = None,
         reason: str | None = None,
         headers: tuple[tuple[str, str], ...] = (),
+        may_return: bool = True,
     ) -> None:
         super().__init__(message)
         self.failure = failure
@@ -93,6 +97,7 @@ class GatewayError(Exception):
             retry_after_s if retry_after_s is not None and isfinite(retry_after_s) else None
         )
         self.headers = headers
+        self.may_return = may_return
         self.reason = reason or failure.name.lower()
 
     @property
@@ -134,7 +139,7 @@ def retry_headers(error: GatewayError) -> list[tuple[str, str]]:
     """Return headers with retry advice for an error; without them SDKs retry most errors twice."""
     headers: list[tuple[str, str]] = []
     retry, after_s = error.failure.value.should_retry, error.retry_after_s
-    if after_s is not None and after_s > MAX_RETRY_AFTER_S:
+    if not error.may_return or (after_s is not None and after_s > MAX_RETRY_AFTER_S):
         retry = False
     if retry is not None:
         headers.append(("x-should-retry", "true" if retry else "false"))

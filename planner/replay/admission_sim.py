@@ -129,12 +129,16 @@ class AdmissionSim:
             self._fleet.schedule(now + TICK_S, self._tick)
 
     def _refuse(self, now: float, flight: InflightRequest, shed: Shed) -> None:
-        """Handle a 429: the client retries after Retry-After or its own back-off, until its retries
-        are used up.
+        """Handle a 429: the client retries after Retry-After or its own back-off.
+
+        It stops when its retries are used up, or when it obeys and was told not to retry.
         """
         clients, record = self._clients, flight.record
         record.refusals += 1
-        if record.refusals > clients.retries:
+        if record.refused_s is None:
+            record.refused_s = now
+            record.promised_s = None if shed.retry_after_s is None else now + shed.retry_after_s
+        if record.refusals > clients.retries or (clients.obey and not shed.may_return):
             self._fleet.end(now, flight, RequestEnd.SHED, shed.reason)
             return
         wait_s = shed.retry_after_s if clients.obey else None

@@ -31,6 +31,7 @@ class ReplayRecord:
                    expected
     ideal_tokens   prompt tokens that one shared cache without evictions would have had
     refusals       how often it was refused
+    refused_s      when it was first refused; `promised_s`: when its client was to return then
     """
 
     number: int
@@ -54,6 +55,8 @@ class ReplayRecord:
     wasted_tokens: int = 0
     preemptions: int = 0
     refusals: int = 0
+    refused_s: float | None = None
+    promised_s: float | None = None
     retries: int = 0
     end: RequestEnd = RequestEnd.CUT
     reason: str = ""

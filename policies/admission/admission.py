@@ -8,12 +8,16 @@ HTTP form of a refusal in the gateway.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import exp, expm1
+from math import exp, expm1, inf
 from typing import Protocol
 
 import msgspec
 
+from policies.admission.retry_after import ReturnSchedule, request_key
 from policies.model import Candidate, Pick, Request, RoutingQuery
+
+KEPT = 0.25
+"""Part of the wait queue that new requests leave to clients that return at their time."""
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -21,21 +25,28 @@ class Admit(msgspec.Struct, frozen=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Wait in the queue for at most `timeout_s`."""
+    """Wait in the queue for at most `timeout_s`.
+
+    is_reserved  the client returned at the time that it was given, and goes before others
+    """
 
     timeout_s: float
+    is_reserved: bool = False
 
 
 class Shed(msgspec.Struct, frozen=True):
-    """Refuse. `retry_after_s` is when a place is expected; None if nothing was measured yet.
+    """Refuse a request.
 
-    reason   short label for logs and metrics, listed in docs/admission.md
-    detail   the numbers behind it, for the client's error message
+    reason         short label for logs and metrics, listed in docs/admission.md
+    retry_after_s  seconds after which the client should return; None if nothing was measured yet
+    detail         the numbers behind it, for the client's error message
+    may_return     False if another try cannot help; `retry_after_s` is None then
     """
 
     reason: str
     retry_after_s: float | None
     detail: str = ""
+    may_return: bool = True
 
 
 Verdict = Admit | Wait | Shed
@@ -66,6 +77,16 @@ class WaitQueueLimits(msgspec.Struct, frozen=True):
     size: int = 256
     timeout_s: float = 30.0
     starvation_s: float = 10.0
+
+
+def shed_until(reason: str, retry_after_s: float | None, detail: str) -> Shed:
+    """Refuse until `retry_after_s` seconds from now; inf means that the client should not return.
+
+    None means that nothing was measured yet.
+    """
+    if retry_after_s == inf:
+        return Shed(reason, None, detail, may_return=False)
+    return Shed(reason, retry_after_s, detail)
 
 
 class DrainRate:
@@ -149,6 +170,10 @@ class WaitQueueView(Protocol):
     @property
     def limits(self) -> WaitQueueLimits: ...
 
+    def full_rate(self, now: float) -> float | None:
+        """Return the requests per second that leave while the pool is full; None if unknown."""
+        ...
+
     def is_next(self, tenant: str) -> bool:
         """Return whether a new request of this tenant would be the next to enter."""
         ...
@@ -188,6 +213,16 @@ class Admission(Protocol):
         """Decide about a new request, or again about the head of the queue when it may enter."""
         ...
 
+    def retry_after_s(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
+    ) -> float | None:
+        """Return the Retry-After of a request that the wait queue refuses, and reserve its return.
+
+        The result is in seconds. inf means that the client should not return, None that nothing was
+        measured yet.
+        """
+        ...
+
     def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
         """Handle that an admitted request was booked at an endpoint."""
         ...
@@ -224,6 +259,8 @@ def occupancy_text(queue: WaitQueueView, expected_s: float | None) -> str:
     """Return the numbers of a wait queue as text: the tail of most refusals."""
     taken = f"{queue.busy_permits} of {queue.capacity} places are taken"
     text = f"{taken} and {queue.waiting} requests wait"
+    if expected_s == inf:
+        return f"{text}; no place is expected in the next minutes"
     return text if expected_s is None else f"{text}; a place is expected in {expected_s:.1f} s"
 
 
@@ -232,72 +269,121 @@ def shed_no_capacity() -> Shed:
     return Shed("no_capacity", None, "No endpoint is available.")
 
 
-def shed_queue_full(queue: WaitQueueView, now: float) -> Shed:
-    """Refuse because the wait queue is full."""
-    expected_s = queue.drain_rate.seconds_for(queue.waiting + 1, now)
-    return Shed(
-        "waiting_room_full",
-        expected_s,
-        f"The waiting room is full. {occupancy_text(queue, expected_s)}.",
-    )
+def shed_early(early_s: float) -> Shed:
+    """Refuse a request that came `early_s` seconds before the time that its client was given."""
+    text = f"This request came before its Retry-After time, which is in {early_s:.1f} s."
+    return Shed("early", early_s, text)
 
 
-def shed_timed_out(queue: WaitQueueView, now: float) -> Shed:
+def shed_queue_full(queue: WaitQueueView, retry_after_s: float | None) -> Shed:
+    """Refuse because the wait queue is full. `retry_after_s` is as for `shed_until`."""
+    text = f"The waiting room is full. {occupancy_text(queue, retry_after_s)}."
+    return shed_until("waiting_room_full", retry_after_s, text)
+
+
+def shed_timed_out(queue: WaitQueueView, retry_after_s: float | None) -> Shed:
     """Refuse a request that waited its full time. It is no longer counted in `queue.waiting`."""
-    expected_s = queue.drain_rate.seconds_for(queue.waiting + 1, now)
-    return Shed(
-        "waited_too_long",
-        expected_s,
-        f"No endpoint became free in time. {occupancy_text(queue, expected_s)}.",
-    )
+    text = f"No endpoint became free in time. {occupancy_text(queue, retry_after_s)}."
+    return shed_until("waited_too_long", retry_after_s, text)
 
 
-def shed_past_deadline(
-    queue: WaitQueueView, needed_s: float, left_s: float, expected_s: float | None
-) -> Shed:
-    """Refuse a request whose client will have given up before its first token."""
+def shed_past_deadline(queue: WaitQueueView, needed_s: float, left_s: float) -> Shed:
+    """Refuse a request whose client will have given up before its first token, for good.
+
+    needed_s  seconds until the first token is expected
+    left_s    seconds until the client gives up
+    """
     patience = f"The client gives up in {max(0.0, left_s):.1f} s"
     text = f"{patience} and the first token is expected in {needed_s:.1f} s"
-    return Shed("deadline", expected_s, f"{text}. {occupancy_text(queue, expected_s)}.")
+    return Shed("deadline", None, f"{text}. {occupancy_text(queue, None)}.", may_return=False)
 
 
 class CapAdmission:
     """Concurrency caps only: enter while a place is free, wait while the queue has room.
 
     A new request that, at the measured drain rate, would time out or miss its client's deadline is
-    refused at once. An early refusal is better for the client than a late one.
+    refused at once. An early refusal is better for the client than a late one. A refused client
+    gets a time at which a part of the queue is kept free for it.
     """
 
-    __slots__ = ("is_calm", "name", "reads_forecast", "reads_sessions")
+    __slots__ = ("_schedule", "is_calm", "name", "reads_forecast", "reads_sessions")
 
     def __init__(self) -> None:
         self.name = "cap"
         self.is_calm = True
         self.reads_forecast = self.reads_sessions = False
+        self._schedule = ReturnSchedule()
 
     def decide(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
     ) -> Verdict:
-        if queue.busy_permits < queue.capacity and not (queue.is_new_arrival and queue.waiting):
-            return ADMIT
+        is_free = queue.busy_permits < queue.capacity
         if not queue.is_new_arrival:
-            return Wait(queue.limits.timeout_s)
+            return ADMIT if is_free else Wait(queue.limits.timeout_s)
         if queue.capacity <= 0:
             return shed_no_capacity()
-        expected_s = queue.drain_rate.seconds_for(
-            queue.count_ahead(query.request.tenant) + 1, query.now
-        )
-        if expected_s is not None and expected_s > queue.limits.timeout_s:
-            text = "The wait would be longer than the waiting room allows"
-            return Shed("too_slow", expected_s, f"{text}. {occupancy_text(queue, expected_s)}.")
-        deadline_s = query.request.deadline_s
+        key = request_key(query) if len(self._schedule) else None
+        is_reserved = self._schedule.is_due(key, query.now)
+        if not is_free or (queue.waiting and not is_reserved):
+            refused = self._refusal(query, candidates, queue, is_reserved)
+            if refused is not None:
+                return refused
+        self._schedule.remove(key)
+        if is_free and (is_reserved or not queue.waiting):
+            return ADMIT
+        return Wait(queue.limits.timeout_s, is_reserved)
+
+    def _refusal(
+        self,
+        query: RoutingQuery,
+        candidates: Sequence[Candidate],
+        queue: WaitQueueView,
+        is_reserved: bool,
+    ) -> Shed | None:
+        """Return why a new request may not wait; None if it may."""
+        rate, deadline_s = queue.full_rate(query.now), query.request.deadline_s
+        expected_s = self._expected_s(query, queue, rate, is_reserved) if rate else None
         if (
             expected_s is not None
             and deadline_s is not None
             and query.now + expected_s > deadline_s
         ):
-            return shed_past_deadline(queue, expected_s, deadline_s - query.now, expected_s)
-        return Wait(queue.limits.timeout_s)
+            return shed_past_deadline(queue, expected_s, deadline_s - query.now)
+        if is_reserved:
+            return None
+        # While clients have times to return, new ones leave a part of the queue to them.
+        is_full = len(self._schedule) > 0 and queue.waiting >= (1.0 - KEPT) * queue.limits.size
+        is_slow = expected_s is not None and expected_s > queue.limits.timeout_s
+        if not is_slow and not is_full:
+            return None
+        key = request_key(query) if len(self._schedule) else None
+        early_s = self._schedule.seconds_early(key, query.now)
+        if early_s is not None:
+            return shed_early(early_s)
+        retry_after_s = self.retry_after_s(query, candidates, queue)
+        if not is_slow:
+            return shed_queue_full(queue, retry_after_s)
+        text = f"The wait of {expected_s:.1f} s would be longer than the waiting room allows"
+        text = f"{text}. {occupancy_text(queue, retry_after_s)}."
+        return shed_until("too_slow", retry_after_s, text)
+
+    def _expected_s(
+        self, query: RoutingQuery, queue: WaitQueueView, rate: float, is_reserved: bool
+    ) -> float:
+        """Return the seconds until a new request would get a place. `rate` is places per second."""
+        if is_reserved:
+            return 1.0 / rate
+        left = 1.0 - self._schedule.share if len(self._schedule) else 1.0
+        return (queue.count_ahead(query.request.tenant) + 1) / (rate * max(KEPT, left))
+
+    def retry_after_s(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
+    ) -> float | None:
+        """Return the next free time of the schedule, in which every request takes one turn."""
+        if not query.can_return:
+            return None
+        rate = queue.full_rate(query.now)
+        return self._schedule.schedule(request_key(query), 1.0, rate, 0.0, query)
 
     def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
         """No-op: the wait queue counts the places."""

@@ -23,9 +23,12 @@ from policies.admission.admission import (
     Verdict,
     Wait,
     WaitQueueView,
+    shed_early,
     shed_no_capacity,
     shed_past_deadline,
+    shed_until,
 )
+from policies.admission.full_rate import FullLoadRate
 from policies.admission.prefill_pacing import PrefillPace
 from policies.admission.retry_after import ReturnSchedule, ReturnTimes, request_key
 from policies.admission.sessions import SessionGate, WorkingSet, fleet_kv_tokens, is_continuation
@@ -34,7 +37,12 @@ from policies.latency.latency import prefill_s
 from policies.model import STANDARD, Candidate, Pick, Request, RoutingQuery
 from policies.param_types import Exponent, Fraction, NonNegative, Positive
 from policies.prefix.prefix_match import longest_match
-from policies.pricing.cost_estimate import CostEstimate, estimate_cost, remaining_ttft_s
+from policies.pricing.cost_estimate import (
+    CostEstimate,
+    decode_work_s,
+    estimate_cost,
+    remaining_ttft_s,
+)
 
 LEARN = 0.02
 """Weight of one request in running means."""
@@ -44,6 +52,9 @@ PASSING = 4.0
 
 Such a burst drains by itself.
 """
+
+EFFICIENCY = 1.0
+"""Seconds of work that an endpoint does per second, until an overload has shown it."""
 
 TIGHTER = 10.0
 """Limit of how much tighter than the typical budget one request's own budget may count.
@@ -122,6 +133,7 @@ class PricedAdmission:
         *(
             "_ahead_s",
             "_budget",
+            "_full_rate",
             "_schedule",
             "_kv_booked",
             "_overload",
@@ -133,7 +145,6 @@ class PricedAdmission:
             "_tpot_budget",
             "_typical_s",
             "_usage",
-            "_work_s",
         ),
         *("is_calm", "name", "price", "reads_forecast", "reads_sessions"),
     )
@@ -144,7 +155,7 @@ class PricedAdmission:
         self.price = 0.0
         self._rule = rule
         self._sessions = WorkingSet(rule.sessions)
-        self._schedule = ReturnSchedule(rule.returns)
+        self._schedule, self._full_rate = ReturnSchedule(rule.returns), FullLoadRate()
         self._prefill_share, self._kv_booked = 1.0, 0.0
         self._overload = self._ahead_s = 0.0
         self._pace = PrefillPace(rule.step_share)
@@ -153,7 +164,6 @@ class PricedAdmission:
         self._tpot_budget: float | None = None
         self._typical_s: float | None = None
         self._per_weight: float | None = None
-        self._work_s: float | None = None
 
     @property
     def sessions(self) -> WorkingSet:
@@ -174,11 +184,7 @@ class PricedAdmission:
         key = request_key(query) if queue.is_new_arrival and len(self._schedule) else None
         early_s = self._schedule.seconds_early(key, query.now) if self.price else None
         if early_s is not None:
-            return Shed(
-                "early",
-                early_s,
-                f"This request came before its Retry-After time, which is in {early_s:.1f} s.",
-            )
+            return shed_early(early_s)
         # its share of the capacity is reserved, so it need not wait again
         is_reserved = self._schedule.is_due(key, query.now)
         shed = (
@@ -198,7 +204,7 @@ class PricedAdmission:
             and (is_reserved or self._can_start_soon(query, candidates, estimate.count))
         ):
             return ADMIT
-        return Wait(queue.limits.timeout_s)
+        return Wait(queue.limits.timeout_s, is_reserved)
 
     def _refusal(
         self,
@@ -214,12 +220,7 @@ class PricedAdmission:
         first_s = estimate.ttft_s + wait_s
         patience_s = inf if request.deadline_s is None else request.deadline_s - query.now
         if first_s > patience_s:
-            return shed_past_deadline(
-                queue,
-                first_s,
-                patience_s,
-                self._retry_after(query, estimate, queue, first_s - patience_s),
-            )
+            return shed_past_deadline(queue, first_s, patience_s)
         kv_tokens = fleet_kv_tokens(candidates) if request.session else None
         # A session that was recognised at its second turn has its context in the KV already.
         if request.is_session_inferred and is_continuation(
@@ -264,7 +265,7 @@ class PricedAdmission:
             f"This request takes {estimate.work_s:.2f} s of work; "
             f"one in {1.0 + price:.1f} of such requests is admitted."
         )
-        return Shed("price", retry_after_s, text)
+        return shed_until("price", retry_after_s, text)
 
     def _refuse_late(
         self, query: RoutingQuery, estimate: CostEstimate, queue: WaitQueueView
@@ -282,7 +283,7 @@ class PricedAdmission:
         due = f"The first token was due in {max(0.0, due_s):.1f} s"
         text = f"{due} and is expected in {estimate.ttft_s:.1f} s"
         retry_after_s = self._retry_after(query, estimate, queue, estimate.ttft_s - due_s)
-        return Shed(
+        return shed_until(
             "ttft",
             retry_after_s,
             f"{text}. {queue.busy_permits} of {queue.capacity} places are taken.",
@@ -334,9 +335,8 @@ class PricedAdmission:
         because of overload must be short.
         """
         rule, budget_s = self._rule, 1.0 / self._budget if self._budget else STANDARD.ttft_s
-        return budget_s * (
-            rule.burst_share + (rule.queue_share - rule.burst_share) * self._overload
-        )
+        share = rule.burst_share + (rule.queue_share - rule.burst_share) * self._overload
+        return max(1e-9, budget_s * share)
 
     def _can_start_soon(
         self, query: RoutingQuery, candidates: Sequence[Candidate], count: int
@@ -382,13 +382,20 @@ class PricedAdmission:
 
         None, without a reservation, for a request whose client would not retry.
         """
-        if not query.can_return:
+        if not query.can_return or not estimate.count or queue.drain_rate.per_s(query.now) is None:
             return None
-        per_s = queue.drain_rate.per_s(query.now)
-        capacity = per_s * self._work_s if per_s is not None and self._work_s else None
+        # Work that enters, and not work that ends: answers are long, so ends lag behind a surge.
+        self._full_rate.learn(query.now, self._usage.admitted_per_s / estimate.count)
+        capacity = estimate.count * (self._full_rate.per_unit or EFFICIENCY)
         return self._schedule.schedule(
             request_key(query), estimate.work_s, capacity, 2.0 * excess_s, query
         )
+
+    def retry_after_s(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
+    ) -> float | None:
+        """Return the next free time of the schedule, for the work that the request takes."""
+        return self._retry_after(query, estimate_cost(query, candidates), queue, 0.0)
 
     # What it learns
 
@@ -405,11 +412,7 @@ class PricedAdmission:
         request, load = query.request, pick.candidate.load
         missing = max(1, request.prompt_tokens - pick.cached_tokens)
         fill_s = prefill_s(load, missing, pick.cached_tokens)
-        context = request.prompt_tokens + request.output_tokens / 2
-        work_s = fill_s + request.output_tokens * (
-            load.decode_s_per_sequence + load.decode_s_per_context_token * context
-        )
-        self._work_s = _mean(self._work_s, work_s)
+        work_s = fill_s + decode_work_s(load, request.prompt_tokens, request.output_tokens)
         self._tpot_budget = _typical(self._tpot_budget, request.slo.tpot_s, STANDARD.tpot_s)
         self._usage.record(request.tenant, work_s, admitted=True)
         if request.session:

@@ -2,13 +2,15 @@
 
 An equal Retry-After for all would bring all clients back at once, and one without a guarantee would
 make the retry a lottery. Returns are therefore scheduled one after another along the measured
-capacity. A client that keeps its time does not pay the price again; one that comes earlier gets the
-same time again. Capacity and refusals are in priced.py.
+capacity. A client that keeps its time is admitted before new ones; one that comes earlier gets the
+same time again. When the schedule is full for `latest_s`, a client should not return at all.
+Capacity and refusals are in admission.py and priced.py.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 
 import msgspec
 
@@ -23,14 +25,16 @@ class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     share      share of the measured capacity that is reserved for returning clients
     soonest_s  minimum Retry-After
-    latest_s   maximum Retry-After: SDKs ignore values above 60 s
+    latest_s   maximum Retry-After; a client that would have to wait longer should not return
+    calm_s     maximum time for which the first return is put off until the queue is short
     early_s, late_s  tolerance around the scheduled time
     remembered maximum number of reservations
     """
 
     share: Positive = 0.45
     soonest_s: NonNegative = 1.0
-    latest_s: Positive = 58.0
+    latest_s: Positive = 300.0
+    calm_s: NonNegative = 29.0
     early_s: NonNegative = 0.5
     late_s: NonNegative = 30.0
     remembered: PositiveCount = 16_384
@@ -43,41 +47,52 @@ class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReturnSchedule:
-    """Reservations by prompt. One owner.
+    """Reservations by request. Requests that look equal have one each. One owner.
 
     scheduled_until_s  end of the reserved share of capacity, with reservations one after another
-    work_s             total reserved work
     """
 
-    __slots__ = ("_order", "_reservations", "_times", "scheduled_until_s", "work_s")
+    __slots__ = ("_count", "_due", "_order", "_times", "scheduled_until_s")
 
     def __init__(self, times: ReturnTimes | None = None) -> None:
         self._times = times or ReturnTimes()
-        self._reservations: dict[Key, tuple[float, float]] = {}
+        self._due: dict[Key, list[float]] = {}
         self._order: deque[tuple[float, Key]] = deque()
-        self.scheduled_until_s = self.work_s = 0.0
+        self._count = 0
+        self.scheduled_until_s = 0.0
 
     def __len__(self) -> int:
-        return len(self._reservations)
+        return self._count
+
+    @property
+    def share(self) -> float:
+        """The share of the measured capacity that is reserved for returning clients."""
+        return self._times.share
 
     def seconds_early(self, key: Key | None, now: float) -> float | None:
         """Return the seconds by which a scheduled request is too early.
 
-        None if it is not early or not scheduled.
+        None if it is not early, not scheduled, or too short to be recognised with certainty.
         """
-        due_s = self._due_at(key)
-        return due_s - now if due_s is not None and due_s - now > self._times.early_s else None
+        due = self._due.get(key) if key is not None and key[0] >= 0 else None
+        return due[0] - now if due and due[0] - now > self._times.early_s else None
 
     def is_due(self, key: Key | None, now: float) -> bool:
         """Return whether this request has a reservation for about now."""
-        due_s = self._due_at(key)
-        return due_s is not None and -self._times.late_s <= due_s - now <= self._times.early_s
+        times = self._times
+        due = self._due.get(key) if key is not None else None
+        return due is not None and any(
+            -times.late_s <= due_s - now <= times.early_s for due_s in due
+        )
 
     def remove(self, key: Key | None) -> None:
-        """Remove a reservation that was used or has lapsed."""
-        if key is not None:
-            _, work_s = self._reservations.pop(key, (0.0, 0.0))
-            self.work_s = self.work_s - work_s if self._reservations else 0.0
+        """Remove the earliest reservation of a request, because it was used or has lapsed."""
+        due = self._due.get(key) if key is not None else None
+        if due and key is not None:
+            self._count -= 1
+            del due[0]
+            if not due:
+                del self._due[key]
 
     def schedule(
         self,
@@ -87,60 +102,58 @@ class ReturnSchedule:
         calm_in_s: float,
         query: RoutingQuery,
     ) -> float | None:
-        """Schedule a refused request.
+        """Schedule the return of a refused request.
 
-        Return its Retry-After in seconds; None if no capacity was measured.
+        Return its Retry-After in seconds; inf if the schedule is full until `latest_s`; None if no
+        capacity was measured.
 
+        key        what identifies the request at its return; without one it gets a time but no
+                   reservation
         work_s     the request's work; per_s: work the pool completes per second
         calm_in_s  when the queue will be short enough that no request is refused
 
-        Reservations lie end to end. When the schedule is full, times are scattered over its later
-        half, up to the whole capacity; beyond that there is a time but no reservation.
+        Reservations lie end to end.
         """
         if not per_s:
             return None
-        times, now, rng = self._times, query.now, query.rng
+        times, now = self._times, query.now
         self.expire(now)
-        begin = max(
-            self.scheduled_until_s, now + max(times.soonest_s, min(calm_in_s, 0.5 * times.latest_s))
-        )
+        soonest_s = max(times.soonest_s, min(calm_in_s, times.calm_s, times.latest_s))
+        begin = max(self.scheduled_until_s, now + soonest_s)
         length = work_s / (times.share * per_s)
-        if begin + length <= now + times.latest_s:
-            self.scheduled_until_s = begin + length
-            due_s = begin + length * rng.random()
-        else:
-            due_s = now + times.latest_s * (0.5 + 0.5 * rng.random())
-        if (
-            key is not None
-            and self.work_s < per_s * times.latest_s
-            and len(self._reservations) < times.remembered
-        ):
-            self.remove(key)
-            self._reservations[key] = due_s, work_s
+        room_s = now + times.latest_s - begin
+        if length > room_s:
+            # A request that is larger than all of an empty schedule still gets its end.
+            if begin > now + soonest_s:
+                return inf
+            length = max(0.0, room_s)
+        self.scheduled_until_s = begin + length
+        due_s = begin + length * query.rng.random()
+        if key is not None and self._count < times.remembered:
+            self._due.setdefault(key, []).append(due_s)
             self._order.append((due_s, key))
-            self.work_s += work_s
+            self._count += 1
         return due_s - now
 
     def expire(self, now: float) -> None:
         """Remove reservations whose time has passed."""
         while self._order and self._order[0][0] + self._times.late_s < now:
             due_s, key = self._order.popleft()
-            if self._due_at(key) == due_s:
+            due = self._due.get(key)
+            if due and due[0] <= due_s:
                 self.remove(key)
-
-    def _due_at(self, key: Key | None) -> float | None:
-        reservation = self._reservations.get(key) if key is not None else None
-        return None if reservation is None else reservation[0]
 
 
 def request_key(query: RoutingQuery) -> Key | None:
     """Return what identifies a repeated request: its prompt, salted by model and cache salt.
 
-    None without a fingerprint, or if the prompt is shorter than one block.
+    Prompts shorter than one block have no keys. Their tenant, session and length identify them, and
+    the first number is negative because others may have the same. None without a fingerprint.
     """
-    fingerprint = query.fingerprint
-    return (
-        None
-        if fingerprint is None or not fingerprint.keys
-        else (fingerprint.keys[-1], fingerprint.n_bytes)
-    )
+    fingerprint, request = query.fingerprint, query.request
+    if fingerprint is None:
+        return None
+    if fingerprint.keys:
+        return fingerprint.keys[-1], fingerprint.n_bytes
+    alike = abs(hash((request.tenant, request.model, request.session)))
+    return -1 - alike, fingerprint.n_bytes

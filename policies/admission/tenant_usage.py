@@ -73,6 +73,11 @@ class TenantUsage:
         """Whether several tenants have sent requests lately."""
         return len(self._offered) > 1
 
+    @property
+    def admitted_per_s(self) -> float:
+        """Work that was admitted lately, in TP-group seconds per second."""
+        return self._admitted / self._tau_s
+
     def demand(self, waiting_s: float, doubt: float) -> float:
         """Return the requested work lately, in TP-group seconds per second, minus `doubt` standard
         deviations.

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from heapq import heapify, heappop, heappush, nsmallest
+from math import inf
 from typing import Generic, TypeVar
 
 import msgspec
@@ -31,6 +32,7 @@ from policies.admission.admission import (
     WaitQueueLimits,
 )
 from policies.admission.fairness import FairShares, TenantCounters, billable_tokens
+from policies.admission.full_rate import FullLoadRate
 from policies.load import EndpointLoad
 from policies.model import Candidate, Pick, Request, RoutingQuery
 from policies.pricing.cost_estimate import estimate_cost
@@ -40,6 +42,9 @@ T = TypeVar("T", bound=Hashable)
 STARVED_EVERY = 4
 TENANTS_ASKED = 4
 CHARGES_REMEMBERED = 4096
+
+BUSY_PER_TICK = 0.01
+"""Weight of one tick in the mean of requests in flight: 10 s at ten ticks a second."""
 
 LOOK_AGAIN_S = 0.1
 """Minimum time between two prefix lookups of a waiting request."""
@@ -71,7 +76,7 @@ class WaitingRequest(Generic[T]):
         query: RoutingQuery,
         candidates: Sequence[Candidate],
         ticket: T,
-        timeout_s: float,
+        wait: Wait,
         again: Callable[[float], RoutingQuery] | None,
     ) -> None:
         request, estimate = query.request, estimate_cost(query, candidates)
@@ -79,7 +84,7 @@ class WaitingRequest(Generic[T]):
         self.arrived_s = self.last_lookup_s = query.now
         self.prefill_s = estimate.prefill_s
         self.tokens = billable_tokens(request, estimate.cached_tokens)
-        self.due_s = query.now + timeout_s
+        self.due_s = query.now + wait.timeout_s
         first_token_due_s = (request.arrived_s or query.now) + request.slo.ttft_s
         self.has_deadline = (
             request.deadline_s is not None and request.deadline_s - self.prefill_s < self.due_s
@@ -87,7 +92,7 @@ class WaitingRequest(Generic[T]):
         if request.deadline_s is not None:
             first_token_due_s = min(first_token_due_s, request.deadline_s)
             self.due_s = min(self.due_s, request.deadline_s - self.prefill_s)
-        self.must_begin_s = first_token_due_s - self.prefill_s
+        self.must_begin_s = -inf if wait.is_reserved else first_token_due_s - self.prefill_s
         self.is_removed = False
 
 
@@ -131,7 +136,9 @@ class WaitQueue(Generic[T]):
             "_due",
             "_evicted",
             "_fifo",
+            "_full_rate",
             "_leaving",
+            "_mean_in_flight",
             "_queues",
         ),
         *(
@@ -158,7 +165,8 @@ class WaitQueue(Generic[T]):
         self.limits = limits or WaitQueueLimits()
         self.drain_rate = DrainRate()
         self.in_flight = self.capacity = 0
-        self.waiting_s = 0.0
+        self.waiting_s = self._mean_in_flight = 0.0
+        self._full_rate = FullLoadRate()
         self.is_new_arrival = False
         self._candidates: Sequence[Candidate] = ()
         self._leaving: Sequence[EndpointLoad] = ()
@@ -200,6 +208,19 @@ class WaitQueue(Generic[T]):
             self.in_flight
             - sum(load.in_flight - load.peer_load.in_flight for load in (*loads, *self._leaving)),
         )
+
+    def full_rate(self, now: float) -> float | None:
+        """Return the requests per second that leave while every place is taken.
+
+        Before that was measured, the recent rate is scaled from the places that were taken then to
+        all places. None if no request has left yet.
+        """
+        per_s = self.drain_rate.per_s(now)
+        if per_s is None:
+            return None
+        if self._full_rate.per_unit is not None:
+            return max(1e-9, self._full_rate.per_unit * self.capacity)
+        return per_s * max(1.0, self.capacity / max(1.0, self._mean_in_flight))
 
     def count_ahead(self, tenant: str) -> float:
         """Return how many would enter before a new request of the tenant: by weight as many of each
@@ -282,7 +303,7 @@ class WaitQueue(Generic[T]):
         """
         verdict = self.decide_without_queueing(query, candidates)
         if isinstance(verdict, Wait):
-            return self._add(WaitingRequest(query, candidates, ticket, verdict.timeout_s, again))
+            return self._add(WaitingRequest(query, candidates, ticket, verdict, again))
         return verdict
 
     def decide_without_queueing(
@@ -345,6 +366,10 @@ class WaitQueue(Generic[T]):
         """Run periodic work, about every 100 ms. Call `settle` afterwards."""
         if not self._tickets:
             self._counters.forgive(now)
+        self._mean_in_flight += BUSY_PER_TICK * (self.in_flight - self._mean_in_flight)
+        if self._tickets and self.capacity:
+            rate = self.drain_rate.per_s(now)
+            self._full_rate.learn(now, rate / self.capacity if rate else None)
         self.admission.tick(now, self._candidates)
 
     def next_due(self) -> float | None:
@@ -381,7 +406,7 @@ class WaitQueue(Generic[T]):
         if len(self._tickets) >= self.limits.size and not self._make_room(
             request.tenant, waiter.arrived_s
         ):
-            return verdicts.shed_queue_full(self, waiter.arrived_s)
+            return verdicts.shed_queue_full(self, self._retry_after_s(waiter, waiter.arrived_s))
         if not self._tickets:
             self._counters.forgive(waiter.arrived_s)
             self._counters.stop_forgiving()
@@ -489,7 +514,9 @@ class WaitQueue(Generic[T]):
             return False
         waiter = self._queues[longest].last()
         self._remove(waiter)
-        self._evicted.append((waiter.ticket, verdicts.shed_queue_full(self, now)))
+        self._evicted.append(
+            (waiter.ticket, verdicts.shed_queue_full(self, self._retry_after_s(waiter, now)))
+        )
         return True
 
     def _remove(self, waiter: WaitingRequest[T]) -> None:
@@ -502,6 +529,10 @@ class WaitQueue(Generic[T]):
             del self._queues[tenant]
         if len(self._due) + len(self._fifo) + len(self._ranks) > 8 * len(self._tickets) + 64:
             self._sweep()
+
+    def _retry_after_s(self, waiter: WaitingRequest[T], now: float) -> float | None:
+        query = msgspec.structs.replace(waiter.query, now=now)
+        return self.admission.retry_after_s(query, waiter.candidates, self)
 
     def _sweep(self) -> None:
         """Drop removed entries, so that memory follows the present queue."""
@@ -516,7 +547,6 @@ class WaitQueue(Generic[T]):
 
     def _shed_late(self, waiter: WaitingRequest[T], now: float) -> Shed:
         if not waiter.has_deadline:
-            return verdicts.shed_timed_out(self, now)
+            return verdicts.shed_timed_out(self, self._retry_after_s(waiter, now))
         deadline_s = waiter.query.request.deadline_s or now
-        expected_s = self.drain_rate.seconds_for(self.waiting + 1, now)
-        return verdicts.shed_past_deadline(self, waiter.prefill_s, deadline_s - now, expected_s)
+        return verdicts.shed_past_deadline(self, waiter.prefill_s, deadline_s - now)

@@ -11,6 +11,7 @@ from math import inf
 
 import msgspec
 
+from policies.load import EndpointLoad
 from policies.model import Candidate, RoutingQuery
 
 
@@ -73,7 +74,19 @@ def estimate_cost(query: RoutingQuery, candidates: Sequence[Candidate]) -> CostE
             most_cached = cached_here
     if best is None:
         return CostEstimate(inf, inf, 0.0, 0.0, 0, 0)
-    output, context = request.output_tokens, prompt + request.output_tokens / 2
-    steps = output * (best.decode_s_per_sequence + best.decode_s_per_context_token * context)
-    memory = output * best.decode_s_per_token * context / best.kv_tokens if best.kv_tokens else 0.0
-    return CostEstimate(earliest, queues / count, cheapest, max(steps, memory), most_cached, count)
+    decode_s = decode_work_s(best, prompt, request.output_tokens)
+    return CostEstimate(earliest, queues / count, cheapest, decode_s, most_cached, count)
+
+
+def decode_work_s(load: EndpointLoad, prompt_tokens: int, output_tokens: int) -> float:
+    """Return the seconds of an endpoint that generating an answer takes.
+
+    This is the share of KV memory times the time it is held, or the share of steps if that is more.
+    """
+    context = prompt_tokens + output_tokens / 2
+    steps_s = output_tokens * (
+        load.decode_s_per_sequence + load.decode_s_per_context_token * context
+    )
+    if not load.kv_tokens:
+        return steps_s
+    return max(steps_s, output_tokens * load.decode_s_per_token * context / load.kv_tokens)

@@ -42,7 +42,7 @@ def spike() -> ReplayRun:
     ]
     spec = FleetSpec("a quarter", (replace(GROUP, count=2),), block_tokens=16)
     options = ReplayOptions(
-        expected_output=None, standard=SLO, horizon_s=150.0, clients=ClientBehaviour(retries=1)
+        expected_output=None, standard=SLO, horizon_s=200.0, clients=ClientBehaviour(retries=1)
     )
     policy, admission = registry.build(POLICY, {}), build_admission("priced", {})
     return replay(spec, traffic([*streams, *requests]), policy, admission, options)

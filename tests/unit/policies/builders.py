@@ -57,6 +57,9 @@ class View:
         self.drain_rate = drain or DrainRate()
         self.limits = WaitQueueLimits(size=3, timeout_s=10.0)
 
+    def full_rate(self, now: float) -> float | None:
+        return self.drain_rate.per_s(now)
+
     def count_ahead(self, tenant: str) -> float:
         return self.waiting
 

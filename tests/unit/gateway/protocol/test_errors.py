@@ -71,6 +71,17 @@ def test_retry_after_is_sent_in_milliseconds_and_in_whole_seconds(
     assert headers == {"retry-after-ms": ms, "retry-after": whole}
 
 
+@pytest.mark.parametrize(("seconds", "time"), [(None, None), (200.0, "200")])
+def test_a_client_that_should_not_return_soon_is_told_so(
+    seconds: float | None, time: str | None
+) -> None:
+    error = GatewayError(
+        Failure.SHED, "full", retry_after_s=seconds, may_return=seconds is not None
+    )
+    headers = dict(retry_headers(error))
+    assert (headers["x-should-retry"], headers.get("retry-after")) == ("false", time)
+
+
 def test_an_error_in_a_stream_is_one_event_with_an_error_in_it() -> None:
     event = error_event(Failure.UPSTREAM_FAILED, "gone\n\nreally")
     assert event.startswith(b"data: ")

@@ -155,7 +155,7 @@ def test_admission_means_and_sessions_are_restored() -> None:
     after = PricedAdmission(PricedAdmissionParams())
     rows = [SessionState("one", 700, 5.0), SessionState(17, 300, 6.0)]
     saved_state.restore_admission(
-        after, AdmissionState((0.5, 20.0, 1.5, 1.0, 2.0), 0.8, 90.0, rows)
+        after, AdmissionState((0.5, 20.0, 1.5, 1.0, None), 0.8, 90.0, rows, 1.2)
     )
     assert (after.sessions.tokens, after.sessions.contains("one"), after.is_calm) == (
         1000,
@@ -163,7 +163,7 @@ def test_admission_means_and_sessions_are_restored() -> None:
         False,
     )
     assert saved_state.admission_state(after) == AdmissionState(
-        (0.5, 20.0, 1.5, 1.0, 2.0), 0.8, 90.0, rows
+        (0.5, 20.0, 1.5, 1.0, None), 0.8, 90.0, rows, 1.2
     )
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+from math import inf
+from random import Random
+
 import pytest
 from msgspec.structs import replace
 
@@ -9,6 +13,7 @@ from policies.admission.admission import (
     Admit,
     CapAdmission,
     DrainRate,
+    Shed,
     UncappedAdmission,
     Verdict,
     Wait,
@@ -18,6 +23,7 @@ from policies.admission.admission import (
 )
 from policies.admission_registry import build_admission, names
 from policies.model import RoutingQuery
+from policies.prefix.fingerprint import Fingerprint
 from policies.registry import PolicyConfigError
 from tests.unit.policies.builders import View, ask, candidate, draining, shed
 
@@ -58,7 +64,7 @@ def test_the_head_of_the_line_enters_as_soon_as_there_is_a_place_and_waits_until
 
 
 def test_a_full_waiting_room_sheds_without_a_guess_before_anything_was_measured() -> None:
-    verdict = shed_queue_full(View(24, 24, 3), 0.0)
+    verdict = shed_queue_full(View(24, 24, 3), None)
     assert (verdict.reason, verdict.retry_after_s) == ("waiting_room_full", None)
     assert (
         verdict.detail == "The waiting room is full. 24 of 24 places are taken and 3 requests wait."
@@ -66,23 +72,82 @@ def test_a_full_waiting_room_sheds_without_a_guess_before_anything_was_measured(
 
 
 def test_a_full_wait_queue_returns_a_retry_after() -> None:
-    verdict = shed_queue_full(View(24, 24, 3, draining(2.0)), 60.0)
+    verdict = shed_queue_full(View(24, 24, 3, draining(2.0)), 2.0)
     assert verdict.retry_after_s == pytest.approx(2.0, rel=0.1)
     assert verdict.detail.endswith("3 requests wait; a place is expected in 2.0 s.")
+
+
+def test_a_refusal_without_any_time_tells_the_client_not_to_return() -> None:
+    verdict = shed_queue_full(View(24, 24, 3, draining(2.0)), inf)
+    assert (verdict.retry_after_s, verdict.may_return) == (None, False)
+    assert verdict.detail.endswith("3 requests wait; no place is expected in the next minutes.")
 
 
 def test_a_request_that_would_time_out_is_refused_at_once() -> None:
     verdict = shed(admit(24, 24, 1, draining(0.1), 60.0))
     assert verdict.reason == "too_slow"
+    assert verdict.detail.startswith("The wait of 12.6 s would be longer")
     assert verdict.retry_after_s is not None
-    assert verdict.retry_after_s > 10.0
+
+
+def refused_by_cap(cap: CapAdmission, view: View, prompts: range, now: float = 60.0) -> list[Shed]:
+    """Return the refusals of requests with these prompts, which the queue has no time for."""
+    return [shed(cap.decide(with_prompt(number, now), (), view)) for number in prompts]
+
+
+def with_prompt(number: int, now: float) -> RoutingQuery:
+    keys = Fingerprint(array("Q", [number]), 512, 600)
+    return replace(asking(now), fingerprint=keys, rng=Random(number))
+
+
+def test_returns_under_cap_are_spread_over_the_measured_rate() -> None:
+    cap, view = CapAdmission(), View(24, 24, 30, draining(2.0))
+    waits = [verdict.retry_after_s for verdict in refused_by_cap(cap, view, range(50))]
+    assert None not in waits
+    assert waits == sorted(waits, key=lambda wait: wait or 0.0)
+    assert waits[-1] == pytest.approx(1.0 + 50 / (0.45 * 2.0), rel=0.1)
+
+
+def test_a_client_that_returns_to_cap_at_its_time_goes_before_new_ones() -> None:
+    cap, view = CapAdmission(), View(24, 24, 30, draining(2.0))
+    (first,) = refused_by_cap(cap, view, range(1))
+    assert first.retry_after_s is not None
+    later = 60.0 + first.retry_after_s
+    view.drain_rate = draining(2.0, seconds=later)
+    assert cap.decide(with_prompt(0, later), (), view) == Wait(10.0, is_reserved=True)
+    assert isinstance(cap.decide(with_prompt(0, later), (), view), Shed)
+
+
+def test_a_client_that_returns_to_cap_early_gets_the_same_time_again() -> None:
+    cap, view = CapAdmission(), View(24, 24, 30, draining(2.0))
+    told = refused_by_cap(cap, view, range(20))[-1].retry_after_s
+    assert told is not None
+    again = shed(cap.decide(with_prompt(19, 61.0), (), view))
+    assert again.reason == "early"
+    assert again.retry_after_s == pytest.approx(told - 1.0)
+
+
+def test_cap_sends_clients_away_when_every_time_of_five_minutes_is_taken() -> None:
+    cap, view = CapAdmission(), View(24, 24, 30, draining(2.0))
+    verdicts = refused_by_cap(cap, view, range(400))
+    assert verdicts[200].retry_after_s is not None
+    assert [(each.retry_after_s, each.may_return) for each in verdicts[300:]] == [
+        (None, False)
+    ] * 100
+
+
+def test_new_requests_leave_a_part_of_the_queue_to_returning_clients() -> None:
+    cap, view = CapAdmission(), View(24, 24, 3, draining(2.0))
+    assert cap.decide(with_prompt(1, 60.0), (), view) == Wait(10.0)
+    cap.retry_after_s(with_prompt(2, 60.0), (), view)
+    assert shed(cap.decide(with_prompt(1, 60.0), (), view)).reason == "waiting_room_full"
 
 
 def test_a_request_past_its_deadline_is_refused_at_once_with_both_times() -> None:
     verdict = shed(
         CapAdmission().decide(asking(60.0, deadline_s=61.5), (), View(24, 24, 2, draining(1.0)))
     )
-    assert verdict.reason == "deadline"
+    assert (verdict.reason, verdict.retry_after_s, verdict.may_return) == ("deadline", None, False)
     assert verdict.detail.startswith(
         "The client gives up in 1.5 s and the first token is expected in 2.9 s."
     )
@@ -92,8 +157,8 @@ def test_no_request_waits_without_an_endpoint() -> None:
     assert shed(admit(0, 0, 0, DrainRate(), 0.0)).reason == "no_capacity"
 
 
-def test_a_timed_out_request_gets_the_drain_time_of_the_queue() -> None:
-    verdict = shed_timed_out(View(24, 24, 4, draining(1.0)), 60.0)
+def test_a_timed_out_request_gets_the_time_of_its_return() -> None:
+    verdict = shed_timed_out(View(24, 24, 4, draining(1.0)), 5.0)
     assert verdict.reason == "waited_too_long"
     assert verdict.retry_after_s == pytest.approx(5.0, rel=0.1)
 

@@ -246,8 +246,8 @@ def test_a_nested_parameter_is_judged_as_the_others_are() -> None:
         build_admission("priced", {"sessions": {"strat": 0.7}})
     with pytest.raises(PolicyConfigError, match="least <= start <= most"):
         build_admission("priced", {"sessions": {"start": 0.95}})
-    with pytest.raises(PolicyConfigError, match=r"soonest_s \(60\.0\) must not exceed latest_s"):
-        build_admission("priced", {"returns": {"soonest_s": 60}})
+    with pytest.raises(PolicyConfigError, match=r"soonest_s \(600\.0\) must not exceed latest_s"):
+        build_admission("priced", {"returns": {"soonest_s": 600}})
 
 
 def test_weight_priority_and_a_conversation_under_way_are_worth_more() -> None:
@@ -263,9 +263,9 @@ def test_weight_priority_and_a_conversation_under_way_are_worth_more() -> None:
 
 
 def test_a_price_refusal_reports_queue_work_and_odds() -> None:
-    verdict = shed(admission().decide(asking(), queued(12.0), View(drain=measured())))
+    verdict = shed(admission().decide(asking(), queued(12.0), View()))
     assert verdict.reason == "price"
-    # nothing was booked yet, so the completed work per second is unknown
+    # nothing has ended yet, so it is unknown whether the pool makes progress
     assert verdict.retry_after_s is None
     assert "12.0 s of prompts are queued for each of 2 endpoints" in verdict.detail
     assert "beyond 4.0 s requests pay a price" in verdict.detail
@@ -283,7 +283,7 @@ def test_retry_after_follows_the_measured_drain_and_spreads_returns() -> None:
             verdict := priced.decide(asking(seed=seed, prompt=seed + 1), fleet, view), Shed
         )
     ]
-    assert all(seconds is not None and 1.0 <= seconds <= 60.0 for seconds in back)
+    assert all(seconds is not None and 1.0 <= seconds <= 300.0 for seconds in back)
     assert len({round(seconds, 1) for seconds in back if seconds is not None}) > len(back) / 2
 
 

@@ -39,6 +39,15 @@ def room(*caps: int, size: int = 8) -> tuple[WaitQueue[int], list[Candidate]]:
     return waiting_room, candidates
 
 
+class Reserving(CapAdmission):
+    """Lets every request wait as if its client had returned at its time."""
+
+    def decide(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
+    ) -> Verdict:
+        return Wait(30.0, is_reserved=True)
+
+
 def test_deciding_without_queueing_takes_no_place_in_the_queue() -> None:
     waiting_room, candidates = room(1, size=2)
     assert isinstance(waiting_room.arrive(question(0), candidates, 0), Admit)
@@ -49,6 +58,42 @@ def test_deciding_without_queueing_takes_no_place_in_the_queue() -> None:
         1,
         [],
     )
+
+
+def test_the_rate_of_a_full_pool_is_scaled_from_the_places_that_were_taken() -> None:
+    waiting_room, candidates = room(40)
+    assert waiting_room.full_rate(0.0) is None
+    for second in range(600):  # ten requests at a time, one a second
+        while waiting_room.in_flight < 10:
+            waiting_room.arrive(question(second, now=second), candidates, second)
+        waiting_room.free_place(float(second))
+        waiting_room.in_flight += 1
+        for tenth in range(10):
+            waiting_room.tick(second + tenth / 10)
+    assert waiting_room.full_rate(600.0) == pytest.approx(4.0, rel=0.1)
+
+
+def test_the_rate_of_a_full_pool_is_the_one_measured_while_requests_wait() -> None:
+    waiting_room, candidates = room(4)
+    for second in range(60):  # all four places taken, two requests a second
+        for number in range(8):
+            waiting_room.arrive(question(number, now=second), candidates, 10 * second + number)
+        for half in (0.0, 0.5):
+            waiting_room.free_place(second + half)
+            waiting_room.take_verdicts(second + half)
+            waiting_room.tick(second + half)
+    assert waiting_room.full_rate(60.0) == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_returning_client_enters_before_those_that_wait() -> None:
+    waiting_room, candidates = room(1)
+    waiting_room.arrive(question(0), candidates, 0)
+    waiting_room.arrive(question(1), candidates, 1)
+    waiting_room.admission = Reserving()
+    waiting_room.arrive(question(2), candidates, 2)
+    waiting_room.admission = CapAdmission()
+    waiting_room.free_place(1.0)
+    assert waiting_room.take_verdicts(1.0) == [(2, ADMIT)]
 
 
 def test_a_tenant_is_not_charged_for_an_admitted_request_without_an_endpoint() -> None:

@@ -1,0 +1,49 @@
+"""The rate at which a pool completes work while it is full.
+
+The drain rate of the last seconds is too low at the beginning of an overload, because it still
+contains the calm before. `FullLoadRate` therefore learns the rate only while the pool is full, and
+remembers it for the next overload. The schedule of returns (retry_after.py) is built from it.
+"""
+
+from __future__ import annotations
+
+from math import exp
+
+GAP_S = 5.0
+"""Silence after which an overload counts as over, seconds."""
+
+SETTLED_S = 20.0
+"""Seconds of overload after which the measured rate no longer contains the calm before."""
+
+MEMORY_S = 30.0
+"""Time constant of the remembered rate, seconds of overload."""
+
+
+class FullLoadRate:
+    """The work per second of one unit (an endpoint or a place) of a full pool. One owner.
+
+    per_unit  the learnt rate; None before the pool was full for `SETTLED_S`
+    """
+
+    __slots__ = ("_last", "_since", "per_unit")
+
+    def __init__(self) -> None:
+        self.per_unit: float | None = None
+        self._since: float | None = None
+        self._last = 0.0
+
+    def learn(self, now: float, measured: float | None) -> None:
+        """Learn from the measured rate of one unit. Call this often, but only while it is full.
+
+        now       seconds on a clock that never goes back
+        measured  work per second and unit over the last seconds; None if nothing was measured
+        """
+        if self._since is None or now - self._last > GAP_S:
+            self._since = self._last = now
+        elapsed_s, self._last = now - self._last, now
+        if not measured or now - self._since < SETTLED_S:
+            return
+        if self.per_unit is None:
+            self.per_unit = measured
+        else:
+            self.per_unit += (1.0 - exp(-elapsed_s / MEMORY_S)) * (measured - self.per_unit)
