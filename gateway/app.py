@@ -525,7 +525,7 @@ def _versions(config: Config, local: WorkerSettings) -> VersionHistory:
 
 
 def _frame_auth(config: Config, local: WorkerSettings | None) -> FrameAuth | None:
-    """Create the authentication of state exchange frames, or return None without other gateways."""
+    """Return the authentication of messages to other gateways, or None if there are none."""
     if config.shared is not None:
         return FrameAuth(config.shared.key.reveal().encode(), secrets.token_bytes(ID_BYTES))
     return None if local is None else FrameAuth(local.secret, secrets.token_bytes(ID_BYTES))

@@ -106,7 +106,7 @@ class CanaryRoute(msgspec.Struct, frozen=True):
     arms: CanaryArms
 
     def choose(self, exchange: Exchange, request: Request, primary: Route) -> Route:
-        """Return the route that serves the request, and assign the exchange to its trial arm."""
+        """Return the route of the policy that serves the request; the exchange records which."""
         if self.sampler.selects(request):
             exchange.canary_arm = self.arms.canary
             return self.route

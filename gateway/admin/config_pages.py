@@ -182,7 +182,10 @@ def _response(outcome: ReloadOutcome) -> web.Response:
 
 
 def _version(version: Version) -> dict[str, Any]:
-    """Return a version without its text, which may contain a secret."""
+    """Return a version's number, hash, time, source and changes as JSON values.
+
+    Its text is left out, as it may contain a secret.
+    """
     return {
         "version": version.number,
         "hash": version.hash,

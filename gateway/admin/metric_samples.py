@@ -112,7 +112,7 @@ class SampleDifference(msgspec.Struct, frozen=True):
 
 
 def sample_difference(before: MetricSample, after: MetricSample) -> SampleDifference:
-    """Return the difference from one sample to a later one."""
+    """Return the request rates and TTFT percentiles of the interval between two metric samples."""
     span_s, responses = after.at - before.at, counter_growth(after.responses, before.responses)
     changed = [(counts, before.ttft.get(name, EMPTY)) for name, counts in after.ttft.items()]
     ttft = merge_counts([difference(counts, old) for counts, old in changed if counts is not old])

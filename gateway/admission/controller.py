@@ -292,9 +292,10 @@ def shed_error(shed: Shed) -> GatewayError:
 
 
 class AdmissionController:
-    """The wait queues of all pools, the tenants' quotas, memory for bodies, and the retry budget.
+    """Decides which requests may proceed; it outlives configuration snapshots.
 
-    It outlives configuration snapshots.
+    It has the wait queues of all pools, the quotas of tenants, the memory for request bodies, and
+    the retry budget.
     """
 
     __slots__ = (

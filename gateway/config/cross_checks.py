@@ -483,7 +483,10 @@ def _parameter(
 def _combination(
     params: type[msgspec.Struct], given: Mapping[str, Any], path: Path
 ) -> Iterator[RuleFinding]:
-    """Yield what the type's own rules say about parameters that are each valid alone."""
+    """Yield what is wrong with the given parameters together, by the rules of their type `params`.
+
+    Each parameter was found valid alone before.
+    """
     try:
         msgspec.convert(numbers_if_substituted(given), params)
     except msgspec.ValidationError as error:

@@ -19,9 +19,10 @@ _POLICY = frozenset({"name", "parameters"})
 
 
 class ConfigChange(msgspec.Struct, frozen=True):
-    """One difference; `before` is None if the value was added, `after` if it was removed.
+    """One difference between two configurations.
 
-    Equal texts mean that a reference now has another value.
+    `before` is None if the value was added, `after` if it was removed. If both show the same text,
+    the text is a reference to a variable or file whose value has changed.
     """
 
     path: str
@@ -57,7 +58,7 @@ def diff(before: LoadedConfig, after: LoadedConfig) -> tuple[ConfigChange, ...]:
 
 
 def _changed_files(before: LoadedConfig, after: LoadedConfig) -> Iterator[ConfigChange]:
-    """Yield the files that have the same path in both configurations but different content."""
+    """Yield a change for each reference that names the same file whose content now differs."""
     for path, digest in after.files.items():
         name = after.written.get(path)
         if before.files.get(path, digest) != digest and before.written.get(path) == name:
@@ -163,7 +164,10 @@ def _walk(old: _Side, new: _Side, path: Path) -> Iterator[ConfigChange]:
 def _or_empty(
     side: _Side, mine: dict[str, _Side] | None, theirs: dict[str, _Side] | None
 ) -> dict[str, _Side] | None:
-    """Return no children instead of None for an empty list whose other side has mappings."""
+    """Return a side's children `mine`.
+
+    For an empty list whose other side has children, return {}.
+    """
     return {} if mine is None and theirs is not None and not side.value else mine
 
 
@@ -172,7 +176,7 @@ def _identity(item: Mapping[str, Any]) -> str:
 
 
 def _name(side: _Side | None, key: str) -> str:
-    """Return the name under which a child is shown.
+    """Return the name under which a configuration value is shown as part of its parent.
 
     An endpoint is shown by its name rather than its URL, and a reference as it is written.
     """

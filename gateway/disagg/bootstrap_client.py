@@ -22,7 +22,7 @@ Callback = Callable[[UpstreamError | None, bytes], None]
 
 
 class BootstrapClient:
-    """The queries in progress, by server. Queries are rare, so connections are not kept."""
+    """Queries bootstrap servers, with one query at a time per server; connections are not kept."""
 
     def __init__(self, outbox: WriteQueue) -> None:
         self._outbox = outbox

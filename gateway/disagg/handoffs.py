@@ -107,7 +107,7 @@ class Transfer(Protocol):
 
 
 class Handoffs:
-    """The live state of all split requests.
+    """The live state of all split requests and of their KV transfers (handoffs).
 
     splitting  by model: the mode of its rule (policies.pricing.split.SplitRule.hysteresis)
     pairs      statistics by names of prefill and decode endpoint
@@ -273,5 +273,8 @@ def _update_mean(mean_s: float | None, newest_s: float) -> float:
 
 
 def _wait_s(least_s: float, mean_s: float | None) -> float:
-    """Return twice the mean within limits; the upper limit for a pair without a handoff yet."""
+    """Return the seconds to wait: twice the mean duration `mean_s`, within limits.
+
+    If no duration is known (None), return the upper limit.
+    """
     return MAX_WAIT_S if mean_s is None else min(max(least_s, 2.0 * mean_s), MAX_WAIT_S)

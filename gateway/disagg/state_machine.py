@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class _Word(StrEnum):
-    """A base for the enums of the table, with a fast hash."""
+    """Base class of the state machine's enums: text values, and members with a fast hash."""
 
     __hash__ = (
         str.__hash__

@@ -174,8 +174,9 @@ class EndpointTable:
     ) -> RoutingQuery:
         """Return the routing query for a request, with the tokens believed cached at each endpoint.
 
-        tried     names of endpoints that the pick has to leave out
-        in_order  the candidates are kept in order, so that only holders of the prompt are needed
+        tried     names of endpoints that the policy must not pick
+        in_order  True if the candidates are kept sorted; then only endpoints that have part of the
+                  prompt cached are listed
         """
         cached: Sequence[int] = ()
         if fingerprint is not None:

@@ -51,7 +51,7 @@ FIRST_POLLS = 128  # endpoints polled at the same time before the gateway serves
 
 
 class SpeedProbe(msgspec.Struct, frozen=True):
-    """A request whose duration is measured: random words to send, and tokens to generate."""
+    """A test request whose duration is measured: random words to send, and tokens to generate."""
 
     words: int
     tokens: int

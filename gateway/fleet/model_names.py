@@ -33,7 +33,10 @@ def explicit_models(config: Config) -> list[Model]:
 
 
 def engine_name(model: Model, endpoint: Endpoint) -> str:
-    """Return the model's name in requests to the endpoint; `model` is from explicit_models()."""
+    """Return the name by which an endpoint's engine knows the model.
+
+    `model` is the client's name, from explicit_models().
+    """
     return model.served_model or endpoint.served_model or model.name
 
 

@@ -44,9 +44,10 @@ class PollPlan:
         self.needs_probe = self.needs_scrape = True
 
     def begin(self, live: LiveEndpoint, config: Config, endpoints: int, now: float) -> None:
-        """Set what this poll requests, and record that it does so.
+        """Decide which pages this poll of an endpoint requests, and record when it does so.
 
         endpoints  number of endpoints of the gateway
+        now        monotonic time in seconds
         """
         interval_s = config.health.interval
         if not live.load.in_flight and live.health.state is HealthState.UP and live.load.is_proven:

@@ -56,5 +56,8 @@ class PrefixCacheView:
         return self.index.match(fingerprint, prompt_tokens)
 
     def holders(self, fingerprint: Fingerprint, prompt_tokens: int) -> PrefixMatch:
-        """Return the result of cached_tokens() in a form without a list over all endpoints."""
+        """Return the endpoints that are believed to have part of the prompt cached.
+
+        The result equals that of cached_tokens(), but has no item for the other endpoints.
+        """
         return self.index.match_holders(fingerprint, prompt_tokens)

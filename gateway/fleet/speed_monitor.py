@@ -152,7 +152,7 @@ class SpeedMonitor:
         return late, doubtful
 
     def _take_turn(self) -> Sequence[_Cohort]:
-        """Return the cohorts to look at now: all, or the next ones if there are many."""
+        """Return the cohorts (groups of endpoints) to look at now: all, or the next few in turn."""
         cohorts = self._cohorts
         if len(cohorts) <= COHORTS_AT_ONCE:
             return cohorts

@@ -46,7 +46,7 @@ def prepare(
     on_first: Callable[[], None],
     served: str,
 ) -> tuple[bytes, Call, Relay]:
-    """Build the request head and body for an endpoint, and the relay for its answer.
+    """Build head and body of a request to an endpoint, and the Relay for its answer.
 
     `served` is the endpoint's name of the model. `on_first` is called at the first generated token.
     """

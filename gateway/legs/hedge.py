@@ -52,7 +52,7 @@ INITIAL_REQUESTS = 200
 
 
 class HedgedRoute(Protocol):
-    """The properties of a request's route that the hedger needs."""
+    """The properties of a route that hedging (sending a request to a second endpoint) needs."""
 
     @property
     def resume(self) -> Resume | None: ...

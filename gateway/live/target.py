@@ -32,4 +32,4 @@ class AdminTarget(Protocol):
     def swap(self) -> Swap: ...
 
     def shared_state(self) -> dict[str, object] | None:
-        """Return the state of the exchange with other gateways, or None if there is none."""
+        """Return the status of state sharing with other gateways, or None if there is none."""

@@ -106,7 +106,7 @@ def _metric(reading: FamilyReading, *, exemplars: bool) -> Metric:
 def _cumulative(
     spec: FamilySpec, buckets: HistogramValue, *, exemplars: bool
 ) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
-    """Return (upper bound, observations up to it) per bucket, +Inf last.
+    """Return (upper bound, number of observations up to it) of each bucket; the last bound is +Inf.
 
     With exemplars, a bucket's newest request is added if it is known.
     """

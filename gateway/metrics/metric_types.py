@@ -343,7 +343,7 @@ class MetricRegistry:
 
 
 def _with_pools(spec: FamilySpec, values: SeriesValues, pools: PoolByLabel) -> SeriesValues:
-    """Add the pool label to each series; it is "", which equals no label, if there is no pool."""
+    """Add a pool label to each series; its value is "" for a series that belongs to no pool."""
     names = [label.name for label in spec.labels]
     index = names.index(spec.pool_label or "")
     return {

@@ -40,7 +40,7 @@ _FORWARDED = "requests are forwarded as clients send them, without defaults"
 
 
 class Deployment(msgspec.Struct):
-    """One entry of model_list that becomes an endpoint.
+    """One entry of LiteLLM's model_list that becomes an endpoint.
 
     served  the engine's name of the model
     extra   further settings of the endpoint

@@ -115,7 +115,7 @@ def _pool(
     roles: Mapping[str, str],
     draft: Draft,
 ) -> dict[str, object]:
-    """Return a pool: discovery of the pods behind one Service, or the Services as endpoints."""
+    """Return the configuration of a pool of the pods of one Service, or of several Services."""
     traits = {**traits, **_layout(items[0])}
     if len(items) == 1:
         target = {"service": _service(items[0], draft), "port": str(port)}

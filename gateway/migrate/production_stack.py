@@ -135,7 +135,10 @@ def routing_policy(options: CommandOptions, draft: Draft) -> tuple[str, bool]:
 
 
 def split_model(draft: Draft, model: dict[str, object]) -> None:
-    """Add the split into prefill and decode to a model; add a note on what its engines need."""
+    """Set in a model that its requests are split into prefill and decode.
+
+    Also add a note on what its engines need for that.
+    """
     model["split"] = {"dialect": DIALECT}
     draft.do(
         "disaggregated_prefill",

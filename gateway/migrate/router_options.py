@@ -192,7 +192,7 @@ def _pairs(options: CommandOptions, draft: Draft, traits: Mapping[str, object]) 
 
 
 def _split(options: CommandOptions, draft: Draft, engine: str) -> None:
-    """Set the model with its split; prefill endpoints get the bootstrap server that it needs."""
+    """Set the model, with its split, and the bootstrap servers of its prefill endpoints."""
     connector = options.last("kv-connector") or "nixl"
     dialect = {"sglang": "sglang", "trtllm": "trtllm"}.get(engine) or _CONNECTORS.get(connector)
     endpoints = draft.get("pools", POOL, "endpoints") or []
@@ -283,7 +283,7 @@ def _health(options: CommandOptions, draft: Draft) -> None:
 
 
 def _listeners(options: CommandOptions, draft: Draft) -> None:
-    """Set the admin server's port and the API's certificate in the draft."""
+    """Set the port of the admin server and the TLS certificate of the API in the draft."""
     port = options.last("prometheus-port")
     draft.set(values.number(port or "29000"), "listeners", "admin", "port")
     host = options.last("prometheus-host")

@@ -14,7 +14,7 @@ _POOL = ("pools", "engines")
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """The counterpart of an option: a path in gateway.yaml, a conversion, and differences."""
+    """How an option is migrated: a path in gateway.yaml, a conversion, differences of meaning."""
 
     path: tuple[str, ...]
     convert: Converter

@@ -77,7 +77,7 @@ class SyncLoop:
         await self._bus.stop()
 
     def state(self) -> dict[str, object]:
-        """Return the connection's state and the number of other gateways, as plain values."""
+        """Return the state of the connection to the other gateways, and their number."""
         state = self._bus.state(monotonic())
         return {
             "connected": state.connected,

@@ -318,9 +318,9 @@ def _estimate(
 def _salt(
     salts: CacheSalts, tenant: str, members: Mapping[str, msgspec.Raw], internal: Set[str]
 ) -> bytes:
-    """Return the cache salt (hex) of a request; it depends on a salt that the client sent.
+    """Return the request's cache salt in hex, or b"" if it has none.
 
-    The result is b"" if the request has no salt.
+    If the client sent a salt, the result is derived from it.
     """
     client_salt = _client_salt(members) if internal else b""
     return (

@@ -510,7 +510,7 @@ class Relay:
         return encode_chunk(payload) + (LAST_CHUNK if self._body.is_complete else b"")
 
     def _last_event(self, event: bytes) -> bytes:
-        """Return the gateway's own last event in the format of the client's API."""
+        """Return a stream's last event, `event`, translated to the client's API if necessary."""
         return event if self.translator is None else self.translator.finish_with(event)
 
     def _missing_done_event(self) -> bytes | None:

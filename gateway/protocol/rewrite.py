@@ -31,9 +31,9 @@ class ModelNameRewriter:
         self.is_mid_event = False
 
     def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
-        """Return the rewritten payload, as far as no match can extend beyond it.
+        """Return the payload with the model's name replaced.
 
-        The possible start of a match is held back until the next call.
+        An end of the payload that may be the start of the name is held back until the next call.
         """
         window = self._pending + payload if self._pending else payload
         cut = len(window) if is_complete else self._releasable(window, sse=is_sse)

@@ -135,7 +135,7 @@ def _read(raw: msgspec.Raw) -> Any:
 
 
 def _path(value: object, *names: str) -> Any:
-    """Return the member at a path of nested objects, or None if there is none."""
+    """Return the value at a path of keys in nested objects, or None if a key is absent."""
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     return value

@@ -358,14 +358,14 @@ class LedgerRecorder(ModelNameRewriter):
         try:
             chunk = _decode(data)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            message = f"the engine sent an event that is no JSON: {error}"
+            message = f"the engine sent an event that is not JSON: {error}"
             raise UpstreamError("framing", message) from error
         if "model" in chunk:
             chunk["model"] = self._asked
         try:
             return self._show(chunk)
         except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
-            message = f"the engine sent an event of another shape: {error}"
+            message = f"the engine sent an event of an unknown form: {error}"
             raise UpstreamError("framing", message) from error
 
 
@@ -417,7 +417,7 @@ class RecordedRelay(Relay):
         return None if ledger.finish_reason is None else ledger.render_end()
 
     def add_rest(self, rest: Relay, usage: TokenUsage) -> None:
-        """Add the bytes and events of the relay that continued this one, and the total usage."""
+        """Add the bytes and events of a later relay, which received the rest, and all usage."""
         self.bytes_sent += rest.bytes_sent
         self.event_count += rest.event_count
         self.last_data_at = rest.last_data_at or self.last_data_at

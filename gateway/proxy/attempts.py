@@ -234,7 +234,7 @@ def _given_up(exchange: Exchange, problem: UpstreamError) -> GatewayError:
         )
         return GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
     failure = Failure.UPSTREAM_TIMEOUT if problem.kind == "timeout" else Failure.UPSTREAM_FAILED
-    message = f"No engine could answer ({problem.kind}); engines tried: {len(exchange.retries)}."
+    message = f"No engine could respond ({problem.kind}); attempts: {len(exchange.retries)}."
     return GatewayError(failure, message)
 
 
@@ -276,7 +276,7 @@ def end_stream_with_error(exchange: Exchange, client: Client, problem: UpstreamE
     """
     assert exchange.relay is not None
     if problem.kind == SHUTDOWN:
-        failure, message = Failure.SHUTTING_DOWN, "The gateway stopped while answering. Ask again."
+        failure, message = Failure.SHUTTING_DOWN, "The gateway stopped during the response. Retry."
     else:
         failure = Failure.UPSTREAM_FAILED
         message = f"The engine failed while answering ({problem.kind})."

@@ -125,7 +125,7 @@ class SplitPlan:
         return problem
 
     def _note_decision(self) -> SplitRecord:
-        """Count the decision, keep its mode, and return the record of it in the exchange."""
+        """Count the decision whether to split, and return a new record of it."""
         context, decision = self._context, self._decision
         handoffs = context.gateway.handoffs
         handoffs.splitting[self._route.name] = decision.splitting

@@ -89,7 +89,7 @@ async def continue_stream(
 
 
 class _Body:
-    """The body of the request for an answer's rest; it is freed once the engine has begun."""
+    """The body of a request to continue a broken response; it is freed once an engine responds."""
 
     __slots__ = ("body",)
 
@@ -191,7 +191,7 @@ class RestPlan:
         self.gateway.accounts.count_resume(self._problem.kind, result)
 
     async def _obstacle(self, problem: UpstreamError) -> str:
-        """Return the result that ends the plan, or "" if another attempt is permitted."""
+        """Return the result label with which the plan must end, or "" if it may make an attempt."""
         exchange, ledger = self.exchange, self._ledger
         if problem.kind == SHUTDOWN:
             return SHUTDOWN

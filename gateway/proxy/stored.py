@@ -85,7 +85,7 @@ async def explain_missing(
         return error
     return GatewayError(
         Failure.BAD_REQUEST,
-        f"The engine keeps no responses, so '{PREVIOUS}' cannot be used: send the whole "
+        f"The engine does not store responses, so '{PREVIOUS}' cannot be used: send the whole "
         "conversation in 'input'. (vLLM keeps them with VLLM_ENABLE_RESPONSES_API_STORE=1.)",
         param=PREVIOUS,
     )

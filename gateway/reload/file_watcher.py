@@ -26,7 +26,10 @@ FileState = tuple[int, int, int, int]
 
 
 class WatchedConfig(Protocol):
-    """A configuration loaded from files; its `running` configuration may turn watching off."""
+    """A configuration loaded from files that are watched for changes.
+
+    `running` is the configuration in force, whose settings may turn watching off.
+    """
 
     @property
     def paths(self) -> tuple[Path, ...]: ...
@@ -49,7 +52,7 @@ class FileWatcher:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start watching.
+        """Start watching the configuration's files.
 
         The first poll counts as a change, so an edit since the files were loaded is not missed.
         """

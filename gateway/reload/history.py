@@ -125,5 +125,5 @@ def _read_all(folder: Path) -> list[Version]:
                 content = file.read(FILE_CAP_BYTES)
             versions.append(msgspec.json.decode(content, type=Version))
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            log.warning("%s is no version of a configuration and is ignored: %s", path, error)
+            log.warning("%s is not a version of a configuration, so it is ignored: %s", path, error)
     return sorted(versions, key=lambda version: version.number)

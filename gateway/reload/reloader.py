@@ -193,7 +193,9 @@ class Reloader:
         """Read the configuration file again and apply it; return the outcome."""
         file = self._file
         if file is None:
-            return self._nothing("there is no file: the engines were given on the command line")
+            return self._nothing(
+                "there is no configuration file: the engines were given on the command line"
+            )
         return await self._attempt(lambda: load_with_warnings(file, self._env), trigger, options)
 
     async def reload_changed_files(self) -> ReloadOutcome | None:
@@ -210,7 +212,7 @@ class Reloader:
         return await self._attempt(self._reread_running, "secret", only_if_changed=True)
 
     def _reread_running(self) -> LoadedConfig:
-        """Load the text in force again, with the current contents of the files it refers to."""
+        """Load the text of the running configuration again, with its referenced files reread."""
         return load_text(self.running.text, self.running.file, self._env)
 
     async def put(

@@ -167,7 +167,7 @@ def _route(
 def _with_translations(
     route: Route, config: Config, adoption: RegistryPlan, listing: tuple[Candidate, ...]
 ) -> Route:
-    """Return the route, and its canary's, with the API paths that its engines do not serve."""
+    """Return the route with the paths of the APIs that must be translated for its engines."""
     native = config.pools[route.pool].native_apis
     paths = translated_paths(native, partial(adoption.lacks, candidates=listing))
     if not paths:
@@ -181,7 +181,7 @@ def _with_translations(
 def _scope(
     routes: Mapping[str, Route], unlisted: Mapping[str, str], names: Sequence[str] | None = None
 ) -> ModelScope:
-    """Return the models that all API keys may use, or only those that match `names`."""
+    """Return the models that an API key may use: all of them, or only those in `names`."""
     return ModelScope(
         NameTable(routes, unlisted.keys(), names), NameTable(unlisted, routes.keys(), names)
     )
@@ -203,7 +203,7 @@ def _keys(config: Config) -> tuple[dict[bytes, str], dict[bytes, tuple[str, ...]
 
 
 def _with_order(route: Route, changes: LoadChanges) -> Route:
-    """Return the route, and its canary, with an order of its candidates if they are many.
+    """Return the route with its candidates kept in sorted order, if they are many.
 
     Shadows compare scans of all candidates, so a route that has shadows scans them as well.
     """

@@ -24,7 +24,7 @@ class SnapshotGc:
         self._old.append((snapshot.generation, ref(snapshot)))
 
     def when_gone(self, generation: int, action: Callable[[], None]) -> None:
-        """Run `action` once no snapshot of this generation or an older one is in use."""
+        """Call `action` as soon as no snapshot up to and including this generation is in use."""
         self._actions.append((generation, action))
 
     def sweep(self) -> None:

@@ -68,7 +68,7 @@ class StateRequest(msgspec.Struct, frozen=True, array_like=True, tag="state_want
 
 
 class EndpointState(msgspec.Struct, frozen=True, array_like=True, tag="endpoint"):
-    """The health, drain state, latency model and prefix statistics of one endpoint."""
+    """What was learned of an endpoint: health, drain state, latency model, prefix statistics."""
 
     key: EndpointKey
     slot: int
@@ -80,7 +80,7 @@ class EndpointState(msgspec.Struct, frozen=True, array_like=True, tag="endpoint"
 
 
 class SlotMap(msgspec.Struct, frozen=True, array_like=True, tag="slots"):
-    """Maps the slot numbers of the following index blocks to endpoints."""
+    """A message that maps slot numbers, which later index blocks use, to endpoints."""
 
     places: list[tuple[int, EndpointKey]]
 
@@ -114,13 +114,13 @@ class SuccessorReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class RemainingWork(msgspec.Struct, frozen=True, array_like=True, tag="booked"):
-    """The predecessor's remaining work at the endpoints; endpoints not listed have none."""
+    """A message with the predecessor's remaining work per endpoint; other endpoints have none."""
 
     shares: list[tuple[EndpointKey, PeerShare]]
 
 
 class StopRequest(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """A message that the successor is stopping.
+    """A message by which the successor says that it stops.
 
     The predecessor must then end within timeouts.shutdown as well.
     """

@@ -88,9 +88,9 @@ class Restorer:
     """
 
     def __init__(self, gateway: Gateway, *, prefixes: bool) -> None:
-        """Prepare to restore.
+        """Prepare to restore state in this gateway.
 
-        `prefixes` says whether keys mean the same prompts in both processes' prefix indexes.
+        `prefixes` says whether equal keys mean equal prompts in both processes' prefix indexes.
         """
         self._gateway = gateway
         self._prefixes = prefixes

@@ -141,7 +141,10 @@ class Predecessor:
             restorer.restore(message)
 
     async def decline_state(self) -> None:
-        """Request no learned state: this process stores it elsewhere, or cannot use it."""
+        """Tell the predecessor to send no learned state.
+
+        This process has the state from elsewhere, or cannot use it.
+        """
         await self._connect()
         assert self._writer is not None
         self._writer.write(pack_message(StateRequest(wants_state=False)))

@@ -394,7 +394,10 @@ class Accounting:
     def _observe_split_stages(
         self, split: SplitRecord, relay: Relay, exchange: Exchange, received: float
     ) -> None:
-        """Observe the parts of a split request's TTFT that the gateway can measure."""
+        """Add the stages of a split request's TTFT to the metrics, if all of them were measured.
+
+        The stages are the wait, the prefill, the KV transfer and the first decoded token.
+        """
         prefilled = split.prefilled_at
         first_byte, first_token_at = relay.first_byte_at, relay.first_token_at
         if split.prefill_sent_at is None or prefilled is None:

@@ -50,7 +50,7 @@ def create_sampler(pool: str, spec: Canary) -> CanarySampler:
 
 
 class CanaryArm:
-    """One of the two policies of a trial, and the outcomes of the requests that it routed."""
+    """One of the two policies compared in a canary trial, and the outcomes of its requests."""
 
     __slots__ = ("_metrics", "name", "policy", "pool")
 
@@ -89,7 +89,7 @@ class CanaryArm:
 
 
 class CanaryArms:
-    """The primary and the canary arm of one pool's trial.
+    """Both policies of one pool's canary trial: the pool's own (primary) and the canary.
 
     They are kept as long as their configuration is unchanged.
     """

@@ -64,9 +64,9 @@ class ClientSettings(msgspec.Struct, frozen=True):
 
 
 class Encryption(msgspec.Struct, frozen=True):
-    """The TLS settings of one connection to a server.
+    """The TLS settings of connections to one server.
 
-    `server_name` is the name to verify; None: the host of the server's URL.
+    `server_name` is the name that the server's certificate must contain; None means the URL's host.
     """
 
     context: ssl.SSLContext
@@ -152,7 +152,7 @@ def files_stamp(settings: ServerSettings | ClientSettings) -> tuple[tuple[int, .
 
 
 def key_pair_problems(pair: KeyPair) -> Iterator[FileProblem]:
-    """Yield what is wrong with a certificate and its key: at most one problem for each file."""
+    """Yield the problems of a certificate file and its key file: at most one for each."""
     unreadable = (_unreadable("certificate", pair.certificate), _unreadable("key", pair.key))
     problems = [problem for problem in unreadable if problem is not None]
     if not problems and not _has_certificate(pair.certificate):

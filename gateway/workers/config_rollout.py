@@ -1,8 +1,8 @@
-"""Configuration changes that all workers apply, or none.
+"""Changes of the configuration that either all workers apply or none.
 
-Each worker does a dry run first, then each applies the change. If a worker fails to apply what its
-dry run accepted, the others roll back. A version has the same number in all workers; a worker that
-counts differently is replaced.
+Every worker does a dry run first. If all accept it, every worker applies the change; if one then
+fails, the others roll back. A version has the same number in all workers; a worker that counts
+differently is replaced.
 """
 
 from __future__ import annotations

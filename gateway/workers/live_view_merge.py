@@ -131,7 +131,7 @@ def merge_statuses(statuses: Sequence[FleetStatus]) -> FleetStatus:
 
 
 def _shared(statuses: Sequence[FleetStatus]) -> dict[str, Any] | None:
-    """Return one worker's state of the exchange with other gateways, preferably with a problem."""
+    """Return the status of state sharing of one worker, preferably of one that has a problem."""
     known = [status.shared_state for status in statuses if status.shared_state is not None]
     return next((status for status in known if status["problem"]), known[0] if known else None)
 

@@ -145,7 +145,7 @@ def _shadow(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def merge_canaries(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge both arms of every pool's canary over all workers' requests."""
+    """Return every pool's canary results, merged over all workers' requests, for both policies."""
     return {
         "canaries": [
             _canary(rows)

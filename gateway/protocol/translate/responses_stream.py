@@ -133,7 +133,11 @@ class ResponsesStream(StreamTranslator):
         return "response.output_text.done", self._place(text=text, logprobs=[])
 
     def _item_now(self, status: str, text: str | None) -> dict[str, Any]:
-        """Return the current output item as it is sent; `text` is None at its start."""
+        """Return the current output item in the form that an event contains.
+
+        status  "in_progress" or "completed"
+        text    the item's text so far; None when the item is announced
+        """
         item = self._item
         assert item is not None
         if item.kind == "reasoning":
