@@ -1,6 +1,6 @@
-"""The audio APIs, as vLLM serves them: a form with a recording in, its words out.
+"""vLLM's audio APIs: read an uploaded recording, and write its transcript as JSON or as a stream.
 
-The words depend on the bytes of the recording and its length alone.
+The generated transcript depends only on the bytes of the recording and their number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ MAX_TOKENS = 448
 
 
 def read_audio(fields: dict[str, Any]) -> RequestBody:
-    """Return the chat that the fields of a form mean. Raises ApiError."""
+    """Convert the fields of an audio upload form into a chat request.
+
+    Raises ApiError if invalid.
+    """
     recording = fields.get("file")
     if not isinstance(recording, bytes) or not recording:
         raise ApiError(400, "1 validation error: file: field required", "file")
@@ -31,13 +34,13 @@ def read_audio(fields: dict[str, Any]) -> RequestBody:
 
 
 def transcription(ask: ParsedRequest, choice: Choice) -> dict[str, Any]:
-    """Return the object of a whole answer."""
+    """Return the JSON object of a non-streaming transcription: text and usage."""
     usage = {"type": "duration", "seconds": max(1, ask.limit // 4)}
     return {"text": choice.text.strip(), "usage": usage}
 
 
 class AudioChunks:
-    """The events of one streamed answer."""
+    """Builds the server-sent events of one streamed transcription."""
 
     __slots__ = ("_ask", "_choice", "_created", "_made")
 
@@ -46,17 +49,17 @@ class AudioChunks:
         self._made = 0
 
     def begin(self) -> bytes:
-        """Return nothing: the first event has the first token."""
+        """Return no bytes: the first event of a transcription stream carries the first token."""
         return b""
 
     def next(self, cached: int | None) -> bytes:
-        """Return the event of the next token."""
+        """Return the event that carries the next token."""
         start = self._made * TOKEN_BYTES
         self._made += 1
         return self._chunk(self._choice.text[start : start + TOKEN_BYTES], None)
 
     def end(self, cached: int | None) -> bytes:
-        """Return the end of the answer."""
+        """Return the last event, with the finish reason, and the `[DONE]` marker."""
         return self._chunk("", "stop") + http_chunk(DONE)
 
     def _chunk(self, piece: str, reason: str | None) -> bytes:

@@ -1,8 +1,9 @@
-"""Paged KV of one TP group: fixed blocks, reference counts, a prefix cache, and LRU eviction.
+"""The paged KV cache of one engine: fixed-size blocks, reference counts, prefix cache, eviction.
 
 A block is in use (references > 0) or free. A free block keeps its key, and thus its content, until
-it is allocated again. Not here: who gets blocks (scheduler.py), or tokens (text.py); a block is
-identified by its chained key.
+it is allocated again; the least recently used one is evicted first. A block is identified by a key
+that covers all tokens up to its end. The scheduler (scheduler.py) decides which sequence gets
+blocks.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ BLOCK_TOKENS = 16
 
 
 def blocks_for(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
-    """Return the number of blocks that hold `tokens` tokens."""
+    """Return the number of KV blocks that `tokens` tokens need, rounded up."""
     return -(-tokens // block_tokens)
 
 
 class BlockPool:
-    """All KV blocks of a group. Sole owner of their reference counts and of the prefix cache."""
+    """All KV blocks of one engine, with their reference counts and the prefix cache."""
 
     def __init__(self, total: int, block_tokens: int = BLOCK_TOKENS) -> None:
         if total < 1:
@@ -37,29 +38,29 @@ class BlockPool:
         self.on_cleared: Callable[[], None] | None = None
 
     def record_allocations(self) -> None:
-        """Start recording which blocks are allocated, for `pop_allocated()`."""
+        """Start recording the allocated blocks, so that `pop_allocated()` can return them."""
         self._taken = []
 
     def pop_allocated(self) -> list[int]:
-        """Return the blocks that were allocated since the last call."""
+        """Return the blocks that were allocated since the last call, and clear the record."""
         taken, self._taken = self._taken or [], []
         return taken
 
     @property
     def free(self) -> int:
-        """The number of unreferenced blocks.
+        """The number of blocks without references.
 
-        Cached content counts as free, because it can be evicted.
+        Blocks whose content is still cached count as free, because they can be evicted.
         """
         return len(self._free)
 
     @property
     def usage(self) -> float:
-        """The share of blocks in use, 0 to 1."""
+        """The share of blocks that are in use, from 0 to 1."""
         return 1 - len(self._free) / self.total
 
     def count_hits(self, keys: Sequence[int], limit: int) -> int:
-        """Return how many of the first `limit` keys are cached, from the start without a gap."""
+        """Return how many of the first `limit` keys are cached, up to the first one that is not."""
         by_key = self._by_key
         for i in range(min(limit, len(keys))):
             if keys[i] not in by_key:
@@ -67,11 +68,17 @@ class BlockPool:
         return min(limit, len(keys))
 
     def count_free_hits(self, keys: Sequence[int], hits: int) -> int:
-        """Return how many of the first `hits` cached blocks are free. Using them shrinks `free`."""
+        """Return how many of the first `hits` cached blocks are free.
+
+        Using these reduces `free`.
+        """
         return sum(self._references[self._by_key[keys[i]]] == 0 for i in range(hits))
 
     def acquire_cached(self, keys: Sequence[int], hits: int) -> list[int]:
-        """Reference the first `hits` cached blocks and return them. They must be cached."""
+        """Add a reference to the blocks of the first `hits` keys and return them.
+
+        All must be cached.
+        """
         blocks = [self._by_key[keys[i]] for i in range(hits)]
         for block in blocks:
             if self._references[block] == 0:
@@ -80,9 +87,9 @@ class BlockPool:
         return blocks
 
     def allocate(self) -> int:
-        """Allocate a block, evicting the oldest cached content.
+        """Allocate a free block and return it, evicting the oldest cached content.
 
-        Raises IndexError if none is free.
+        Raises IndexError if no block is free.
         """
         if not self._free:
             raise IndexError("no free KV block")
@@ -99,9 +106,9 @@ class BlockPool:
         return block
 
     def register(self, block: int, key: int) -> bool:
-        """Register a full block's content for sharing; return whether it is new in the cache.
+        """Add a full block to the prefix cache; return False if its content was already cached.
 
-        The first block with a content keeps its key.
+        If two blocks have the same content, the first one stays in the cache.
         """
         if key in self._by_key or self._keys[block] is not None:
             return False
@@ -114,9 +121,10 @@ class BlockPool:
         return list(self._by_key)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Return references, last block first, because a prompt's tail is worth less than its head.
+        """Drop one reference to each block, starting with the last block.
 
-        Raises ValueError for a block that is not in use.
+        Later blocks of a prompt are thus evicted first, because fewer prompts share them. Raises
+        ValueError for a block that is not in use.
         """
         for block in reversed(blocks):
             count = self._references[block] - 1
@@ -129,14 +137,17 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def clear_prefix_cache(self) -> None:
-        """Clear the prefix cache. Blocks in use stay in use."""
+        """Remove all blocks from the prefix cache. Blocks in use keep their references."""
         self._by_key.clear()
         self._keys = [None] * self.total
         if self.on_cleared is not None:
             self.on_cleared()
 
     def check(self) -> None:
-        """Assert the invariants: free means unreferenced, and keys and blocks match. For tests."""
+        """Assert that free blocks have no references and that keys and blocks match.
+
+        Used by tests.
+        """
         assert all(
             (count == 0) == (block in self._free) for block, count in enumerate(self._references)
         )

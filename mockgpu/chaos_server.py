@@ -1,9 +1,9 @@
-"""The server for `penstock chaos`, by which this machine sets a running fleet's faults.
+"""The local HTTP server through which `penstock chaos` sets the faults of a running mock fleet.
 
-It exists only if the fleet was started with a port for it, and listens only on 127.0.0.1. It stays
-open whatever fault a group has; a group that refuses connections could not be healed otherwise.
-Browsers are refused. Not here: the grammar of faults (mockgpu/fault_grammar.py) and their effects
-(mockgpu/group_faults.py).
+It starts only if the fleet has a port for it, listens only on 127.0.0.1 and refuses browsers. It
+stays reachable under every fault, because a group that refuses connections could not be healed
+otherwise. The syntax of faults is in mockgpu/fault_grammar.py, their effects are in
+mockgpu/group_faults.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @asynccontextmanager
 async def run_chaos_server(members: Sequence[FleetGroup], port: int) -> AsyncIterator[int]:
-    """Listen until the block is left, and yield the port. Raises OSError if it is taken."""
+    """Run the server inside an `async with` block, and yield its port.
+
+    Raises OSError if it is taken.
+    """
     runner = web.AppRunner(application(members), access_log=None)
     await runner.setup()
     try:
@@ -42,7 +45,7 @@ async def run_chaos_server(members: Sequence[FleetGroup], port: int) -> AsyncIte
 
 
 def application(members: Sequence[FleetGroup]) -> web.Application:
-    """Return the application: GET /faults and POST /faults/{port of a group}."""
+    """Return the web application with the routes GET /faults and POST /faults/{group's port}."""
 
     async def show(_: web.Request) -> web.Response:
         return _json(
@@ -76,7 +79,10 @@ def application(members: Sequence[FleetGroup]) -> web.Application:
 
 @web.middleware
 async def _no_pages(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse requests of web pages, which can reach 127.0.0.1 too, and unexpected Host names."""
+    """Refuse requests that come from web pages or have an unexpected Host header.
+
+    A page in a local browser could otherwise reach 127.0.0.1.
+    """
     host = request.headers.get("Host", HOST).rpartition(":")[0] or request.headers.get("Host", HOST)
     if host not in (HOST, "localhost") or any(name in request.headers for name in BROWSER_HEADERS):
         return _json({"error": "web pages may not set faults"}, 403)

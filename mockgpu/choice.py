@@ -1,7 +1,7 @@
-"""One choice of a response: its text, cut at stop strings, and its finish reason.
+"""One choice (generated answer) of a response: its text, cut at stop strings, and finish reason.
 
-It is complete before the first step runs. If the KV that it depends on turns out wrong, its text is
-replaced at the same length. Not here: the bytes on the wire (mockgpu/openai_format.py).
+The text is generated before the first step runs. If the KV of the prompt turns out to be wrong, the
+text is replaced by another one of the same length. The wire format is in mockgpu/openai_format.py.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's
 
 
 class Choice(msgspec.Struct, eq=False):
-    """A choice and the job that computes it. `text` is what the client gets, cut at a stop string.
+    """One generated answer, and the scheduler job that computes it.
 
-    `keys` are the chained keys of prompt and answer without any cache salt.
+    text    what the client receives, cut at a stop string
+    keys    block keys of prompt and answer, without the request's cache salt
     """
 
     index: int
@@ -50,11 +51,15 @@ class Choice(msgspec.Struct, eq=False):
 
     @property
     def whole_text(self) -> str:
-        """The text with the JSON around it, if the request wants JSON."""
+        """The complete text, with the JSON around it if the request demands JSON."""
         return self.text if self.frame is None else self.frame.before + self.text + self.frame.after
 
     def piece(self, number: int) -> str:
-        """Return the text of token `number`, from 0; JSON comes with the first and last token."""
+        """Return the text of one token, counted from 0.
+
+        The first and the last piece also have the JSON around the text, if the request demands
+        JSON.
+        """
         piece = self.text[number * TOKEN_BYTES : (number + 1) * TOKEN_BYTES]
         if self.frame is None:
             return piece
@@ -63,11 +68,14 @@ class Choice(msgspec.Struct, eq=False):
 
     @property
     def output_tokens(self) -> int:
-        """The generated tokens, including those of a stop string."""
+        """The number of generated tokens, including the tokens of a stop string."""
         return token_count(self.tokens)
 
     def states(self, start: int, end: int) -> Words:
-        """Return the states of tokens [start, end) of prompt and answer, for the KV."""
+        """Return the states of tokens [start, end) of prompt and answer, which are stored as KV.
+
+        A state is one 64-bit word per token (see mockgpu/kv_contents.py).
+        """
         from mockgpu.kv_contents import token_states
 
         if self.prompt_states is None:
@@ -78,7 +86,10 @@ class Choice(msgspec.Struct, eq=False):
         return token_states(self.prompt + self.tokens, self.keys)[start:end]
 
     def replace_text(self, taint: int) -> None:
-        """Replace the answer by other tokens of the same number, as a model with wrong KV would."""
+        """Replace the answer by other tokens of the same number, as a model with wrong KV would.
+
+        `taint` is the digest of the KV error, and selects the tokens.
+        """
         given_tokens = self.job.leg.first if isinstance(self.job.leg, DecodeLeg) else b""
         context = self.prompt + given_tokens
         speech = generate(
@@ -96,12 +107,12 @@ class Choice(msgspec.Struct, eq=False):
             self.describe_job()
 
     def describe_job(self) -> None:
-        """Give the job the tokens and the salt that its KV events report."""
+        """Copy the tokens and the cache salt to the job, whose KV events report them."""
         self.job.tokens, self.job.salt = self.prompt + self.tokens, self.salt
 
 
 def build_choices(ask: ParsedRequest) -> list[Choice]:
-    """Build all choices of a request: `n` of each prompt, prompt by prompt."""
+    """Build `n` choices for each prompt of a request, in the order of the prompts."""
     choices: list[Choice] = []
     for first, prompt in zip(range(0, len(ask.prompts) * ask.n, ask.n), ask.prompts, strict=True):
         keys = block_keys(prompt)
@@ -144,7 +155,7 @@ def _choice(
 def _generate(
     ask: ParsedRequest, prompt: bytes, prompt_keys: Sequence[int], vary: int
 ) -> GeneratedText:
-    """Generate what follows the prompt and the tokens that another group has already made."""
+    """Generate the answer, starting with the tokens that a prefill group has already made."""
     given_bytes = ask.leg.first if isinstance(ask.leg, DecodeLeg) else b""
     if not given_bytes:
         return generate(prompt, prompt_keys, ask.limit, ask.can_end, vary, ask.body.min_tokens)
@@ -157,9 +168,9 @@ def _generate(
 
 
 def _first_stop(text: str, stops: Sequence[str], min_tokens: int) -> tuple[int, str] | None:
-    """Return the position and text of the first stop string that ends after the minimum.
+    """Return the position and the text of the first stop string in a text, or None.
 
-    Returns None if there is none.
+    A stop string must end after the first `min_tokens` tokens.
     """
     starts = [max(0, min_tokens * TOKEN_BYTES - len(stop) + 1) for stop in stops]
     matches = [

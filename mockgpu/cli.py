@@ -1,4 +1,4 @@
-"""`penstock mock`: TP groups without a GPU on consecutive ports, until interrupted."""
+"""The command `penstock mock`: serve simulated engines on consecutive ports until interrupted."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def mock(
 
 @contextmanager
 def _exit_on_error() -> Iterator[None]:
-    """Report an error in one line, and exit with 2 for wrong usage or 1 for a port in use."""
+    """Print an error as one line and exit: status 2 for wrong options, 1 for a port in use."""
     try:
         yield
     except (ValueError, FaultError) as error:
@@ -148,7 +148,10 @@ def _limited(
     cached_details: bool,
     lacks: tuple[str, ...],
 ) -> GroupSpec:
-    """Return the spec with these limits. Raises ValueError if the model does not fit."""
+    """Return the spec with these limits set.
+
+    Raises ValueError if the model does not fit in memory.
+    """
     if unknown := set(lacks) - {"messages", "responses"}:
         raise ValueError(f"unknown API {min(unknown)!r}: known are messages, responses")
     spec = msgspec.structs.replace(
@@ -165,7 +168,7 @@ def _limited(
 
 
 def _check_ports(groups: int, firsts: dict[str, int]) -> None:
-    """Raise ValueError if the groups' consecutive ports exceed 65535."""
+    """Raise ValueError if the groups' consecutive ports would exceed 65535."""
     for option, first in firsts.items():
         if first and first + groups - 1 > 65535:
             raise ValueError(
@@ -174,7 +177,10 @@ def _check_ports(groups: int, firsts: dict[str, int]) -> None:
 
 
 def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: str) -> GroupSpec:
-    """Build a spec from the options that need a lookup or a check. Raises ValueError."""
+    """Build a group's spec from the options that name known things.
+
+    Raises ValueError if unknown.
+    """
     shape, card = model_named(model), gpu_named(gpu)
     if role not in ("both", "prefill", "decode"):
         raise ValueError(f"unknown role {role!r}: known are both, prefill, decode")
@@ -190,9 +196,9 @@ def _spec(model: str, gpu: str, tp: int | None, role: str, profile: str, speed: 
 
 
 def _tls(directory: str | None) -> TlsFiles | None:
-    """Return the files of a Kubernetes TLS secret in this directory.
+    """Return the files of a Kubernetes TLS secret in this directory; None without a directory.
 
-    "" is refused, because it would mean the working directory.
+    Raises ValueError for "", because it would mean the working directory.
     """
     if directory is None:
         return None
@@ -220,9 +226,9 @@ def _version(text: str) -> tuple[int, int]:
 def _publishing(
     spec: GroupSpec, groups: int, port: int | None, dialect: str | None, version: tuple[int, int]
 ) -> list[GroupSpec]:
-    """Return one spec per group, each with two ports for KV events; `port` None: without events.
+    """Return one spec per group, each with two consecutive ports for KV events.
 
-    Raises ValueError if the ports exceed 65535.
+    With `port` None, the groups publish no events. Raises ValueError if the ports exceed 65535.
     """
     if port is None:
         return [spec] * groups
@@ -242,9 +248,10 @@ def _publishing(
 def _halves(
     specs: list[GroupSpec], transfer: TransferSpec, **further_options: Any
 ) -> list[GroupSpec]:
-    """Return one spec per group, with consecutive ports of agents and bootstrap servers.
+    """Return one spec per group that prefills or decodes split requests.
 
-    Raises ValueError for invalid options.
+    The groups' KV transfer agents and bootstrap servers get consecutive ports. Raises ValueError
+    for invalid options.
     """
     transfer = msgspec.structs.replace(transfer, **further_options).validate()
     return [
@@ -270,7 +277,7 @@ async def _serve(
     chaos_port: int | None,
     as_json: bool,
 ) -> None:
-    """Run the fleet until SIGINT or SIGTERM."""
+    """Serve the mock groups until SIGINT or SIGTERM."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
@@ -303,5 +310,5 @@ def _ready(member: FleetGroup, as_json: bool) -> str:
 
 
 def main() -> None:
-    """Run `python -m mockgpu`."""
+    """Run the command line of `python -m mockgpu`."""
     typer.run(mock)

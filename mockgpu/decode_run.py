@@ -1,8 +1,8 @@
-"""The duration of many decode-only steps in closed form, so that a virtual clock can skip ahead.
+"""The duration of many decode-only steps in closed form, so that a simulated clock can skip ahead.
 
 A decoding batch reads one more token of KV per sequence and step, so the step time grows nearly
-linearly. A parabola through three steps gives all of them. Which steps qualify is in scheduler.py
-(`decode_only_steps`).
+linearly. A parabola through three step times gives all of them. `Scheduler.decode_only_steps()`
+returns for how many steps this holds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Up to there the parabola is within 0.1 %, and 0.2 % where the measured grid has 
 
 
 class DecodeRun:
-    """`steps` decode steps of one batch. Times are in seconds from the start of the first step."""
+    """`steps` decode-only steps of one batch, timed in seconds from the start of the first."""
 
     __slots__ = ("_base", "_bend", "_slope", "context", "seqs", "steps")
 
@@ -45,14 +45,14 @@ class DecodeRun:
         return roofline.step_s(StepWork(0, 0.0, self.seqs, self.context + step * self.seqs))
 
     def end_of(self, steps: int) -> float:
-        """Return when the first `steps` steps end."""
+        """Return the time at which the first `steps` steps have ended, in seconds."""
         pairs = steps * (steps - 1) / 2
         return self._base * steps + self._slope * pairs + self._bend * pairs * (2 * steps - 1) / 3
 
     def step_s(self, step: int) -> float:
-        """Return the duration of step number `step`, counted from 0."""
+        """Return the duration of one step in seconds; `step` counts from 0."""
         return self._base + self._slope * step + self._bend * step * step
 
     def completed_by(self, seconds: float) -> int:
-        """Return how many steps have ended after `seconds`, at most all but the last."""
+        """Return how many steps have ended after `seconds`, but never the last one."""
         return bisect_right(range(1, self.steps), seconds, key=self.end_of)

@@ -1,4 +1,4 @@
-"""The error formats of each engine, and other differences of SGLang and TensorRT-LLM from vLLM.
+"""Where SGLang's and TensorRT-LLM's HTTP APIs differ from vLLM's: error bodies and some fields.
 
 vLLM's own format is in mockgpu/openai_format.py. Source: engines.md A (errors, streams).
 """
@@ -15,7 +15,7 @@ from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
 
 
 class EngineFormat(StrEnum):
-    """The engine whose HTTP API a group imitates."""
+    """The engine whose HTTP API a mock group imitates."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -23,12 +23,15 @@ class EngineFormat(StrEnum):
 
 
 def engine_of(dialect: str | None) -> EngineFormat:
-    """Return the engine that speaks a handoff dialect; vLLM for None."""
+    """Return the engine that uses this protocol of prefill/decode handoff; vLLM for None."""
     return EngineFormat(dialect) if dialect in ("sglang", "trtllm") else EngineFormat.VLLM
 
 
 def error_body(error: ApiError, engine: EngineFormat, streaming: bool = False) -> bytes:
-    """Return an error's JSON: nested in vLLM and in SGLang's streams, else at the top level."""
+    """Return the JSON body of an error.
+
+    vLLM, and SGLang in streams, nest the fields in `error`; otherwise they are at the top level.
+    """
     if engine is EngineFormat.VLLM:
         return error.body()
     flat = {
@@ -44,7 +47,10 @@ def error_body(error: ApiError, engine: EngineFormat, streaming: bool = False) -
 
 
 def with_extra_key(ask: ParsedRequest) -> ParsedRequest:
-    """Apply SGLang's `extra_key`: cached blocks need an equal `cache_salt` and `extra_key`."""
+    """Return the request with SGLang's `extra_key` merged into its cache salt.
+
+    Requests then share cached blocks only if both `cache_salt` and `extra_key` are equal.
+    """
     salt = (ask.body.cache_salt or "") + (ask.body.extra_key or "")
     return msgspec.structs.replace(
         ask, body=msgspec.structs.replace(ask.body, cache_salt=salt or None)
@@ -52,7 +58,7 @@ def with_extra_key(ask: ParsedRequest) -> ParsedRequest:
 
 
 def request_schemas(engine: EngineFormat) -> dict[str, Any]:
-    """Return the two request schemas of an engine's OpenAPI page, with member names only."""
+    """Return an engine's two request schemas for its OpenAPI page, with property names only."""
     own = frozenset(RequestBody.__struct_fields__) - (
         set() if engine is EngineFormat.SGLANG else {"extra_key"}
     )

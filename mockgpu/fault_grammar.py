@@ -1,13 +1,13 @@
-"""The grammar of injected faults.
+"""The syntax of injected faults, and its parser.
 
     SPEC    = fault ["," fault]...
     fault   = name [":" option]... ["@" chance | "@" start "-" [end]]...
     option  = key "=" value | "hang" | "prefill" | "decode"
 
-Windows are wall seconds since the fault was set. Faults take effect in server.py (per request),
-group.py (lost rank, slow), mockgpu/kill_faults.py (one request's KV) and
-mockgpu/handoff/faulty_link.py (the bytes between agents), mockgpu/kv_event_stream.py (KV events).
-Nothing here does I/O.
+`start` and `end` are seconds of wall time since the fault was set. Faults take effect in server.py
+(of one request), group.py (lost rank, slow), mockgpu/kill_faults.py (KV of one request),
+mockgpu/handoff/faulty_link.py (bytes between transfer agents) and mockgpu/kv_event_stream.py (KV
+events). This module does no I/O.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ class FaultKind(StrEnum):
 
 
 class InjectedFault(msgspec.Struct, frozen=True):
-    """One fault: its kind, options, chance per request, and window in seconds since it was set.
+    """One fault: its kind, options, chance per request, and when it is active.
 
-    `only`: the steps that a slow group is slow at: "prefill" (with prompt tokens), "decode"
-    (without), or "" for both.
+    start_s, end_s  seconds since the fault was set
+    only            the steps that `slow` affects: "prefill" (with prompt tokens), "decode"
+                    (without), or "" for both
     """
 
     kind: FaultKind
@@ -71,7 +72,7 @@ class InjectedFault(msgspec.Struct, frozen=True):
     end_s: float = inf
 
     def should_strike(self, elapsed_s: float, rng: Random) -> bool:
-        """Return whether the fault strikes this request now."""
+        """Return whether the fault hits the current request: it is active and its chance comes up."""
         return self.start_s <= elapsed_s < self.end_s and (
             self.chance >= 1 or rng.random() < self.chance
         )
@@ -136,11 +137,14 @@ _OPTIONS: dict[FaultKind, tuple[str, ...]] = {
 
 
 class FaultError(ValueError):
-    """The fault spec is invalid. The message says which part and why."""
+    """The fault specification is invalid. The message names the part and the reason."""
 
 
 def parse_faults(spec: str) -> tuple[InjectedFault, ...]:
-    """Parse a spec such as `5xx@0.1,stall:after=3@10-20`; "" has none. Raises FaultError."""
+    """Parse a fault specification such as `5xx@0.1,stall:after=3@10-20`; "" means no faults.
+
+    Raises FaultError if it is invalid.
+    """
     return tuple(_fault(part.strip()) for part in spec.split(",")) if spec.strip() else ()
 
 

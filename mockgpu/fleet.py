@@ -1,4 +1,4 @@
-"""Many TP groups in one process, each on its own port: what `penstock mock` runs."""
+"""A fleet of mock engines (TP groups) in one process, each on its own port, for `penstock mock`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEEP_ALIVE_S = 5.0
 
 
 class GroupListener:
-    """The port of one group: an aiohttp server whose socket can be closed and reopened."""
+    """The listening port of one mock group, which faults can close and open again."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host = host
@@ -35,7 +35,10 @@ class GroupListener:
         self._is_open = False
 
     async def start(self, server: web.Server) -> None:
-        """Listen. Port 0 takes a free one and keeps it. Raises OSError if the port is taken."""
+        """Start listening.
+
+        Port 0 picks a free port and keeps it. Raises OSError if the port is taken.
+        """
         self._server, self._is_open = server, True
         await self._listen(server)
 
@@ -49,7 +52,7 @@ class GroupListener:
             listening.close()
 
     def shut(self) -> None:
-        """Refuse new connections, and cut open ones."""
+        """Stop listening, and close all open connections."""
         self._is_open = False
         if self._listening is not None:
             self._listening.close()
@@ -59,22 +62,22 @@ class GroupListener:
                 connection.force_close()
 
     def open(self) -> None:
-        """Listen again on the same port, as soon as the event loop has bound it."""
+        """Start listening on the same port again, in a task of the event loop."""
         self._is_open = True
         opening = self._opening is not None and not self._opening.done()
         if self._listening is None and self._server is not None and not opening:
             self._opening = asyncio.ensure_future(self._listen(self._server))
 
     async def wait_rebound(self) -> None:
-        """Wait until a pending `open` is done."""
+        """Wait until a pending `open()` has bound the port."""
         if self._opening is not None:
             await asyncio.wait((self._opening,))
 
 
 class FleetGroup:
-    """One TP group of a fleet, with its server, faults and port.
+    """One TP group of a fleet, with its HTTP server, faults and port.
 
-    `pd_role`: its role in split requests; None: it serves whole requests only.
+    `pd_role` is its half of split (prefill/decode) requests; None if it serves whole requests only.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ def _half(group: TpGroup, transfer: TransferSpec, host: str, wire: ProcessWire |
 
 
 def _publisher(group: TpGroup, spec: KvEventSpec, host: str) -> KvPublisher:
-    """Start publishing a group's KV events. Raises ValueError without pyzmq."""
+    """Start publishing a group's KV events. Raises ValueError if pyzmq is not installed."""
     try:
         from mockgpu.kv_publisher import KvPublisher
     except ModuleNotFoundError:
@@ -135,9 +138,10 @@ async def run_fleet(
     seed: int = 0,
     keep_alive_s: float = KEEP_ALIVE_S,
 ) -> AsyncIterator[list[FleetGroup]]:
-    """Serve one group per spec on `port`, `port + 1`, ... (0: free ports) until the block is left.
+    """Serve one mock group per spec inside an `async with` block, and yield the groups.
 
-    Raises OSError if a port is taken, and FaultError for an invalid fault spec.
+    They listen on `port`, `port + 1`, ..., or on free ports if it is 0. Raises OSError if a port is
+    taken, and FaultError for an invalid fault specification.
     """
     # Inproc agents need a shared wire.
     wire = _wire() if any(_inproc(spec) for spec in specs) else None

@@ -1,8 +1,8 @@
-"""Measured grids as corrections of the equation: the ratio measured / computed, interpolated.
+"""Corrections of the computed step times by measured grids.
 
-Every measured point is met exactly. A ratio is near one and varies slowly, so it interpolates and
-extrapolates better than milliseconds. Outside the grid the ratio of the nearest edge applies. Data
-and source: data/README.md.
+A correction is the ratio measured / computed, interpolated between the measured points, which are
+met exactly. A ratio is near one and varies slowly, so it interpolates better than milliseconds.
+Outside the grid the ratio of the nearest edge applies. Data and source: data/README.md.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from policies.sizing.model_shapes import Llm
 
 
 class Grid(msgspec.Struct, frozen=True):
-    """One row of the data file: milliseconds by prompt tokens ("4096"), and by batch and context.
+    """The measured step times of one model, GPU and TP size: one row of the data file.
 
-    Keys of the latter look like "b16c4096".
+    Prefill maps prompt tokens ("4096") to milliseconds. Decode maps batch size and context
+    ("b16c4096") to milliseconds.
     """
 
     model: str
@@ -32,25 +33,25 @@ class Grid(msgspec.Struct, frozen=True):
     decode: Mapping[str, float]
 
     def prefill_points(self) -> Iterator[tuple[int, float]]:
-        """Return the measured (prompt tokens, seconds)."""
+        """Yield the measured prefill steps as (prompt tokens, seconds)."""
         return ((int(tokens), ms / 1e3) for tokens, ms in self.prefill.items())
 
     def decode_points(self) -> Iterator[tuple[int, int, float]]:
-        """Yield the measured (sequences, context of each, seconds)."""
+        """Yield the measured decode steps as (sequences, context tokens of each, seconds)."""
         for key, ms in self.decode.items():
             seqs, context = key[1:].split("c")
             yield int(seqs), int(context), ms / 1e3
 
 
 def load_grids() -> list[Grid]:
-    """Read all measured grids from the package data."""
+    """Load all measured grids from the package data."""
     return msgspec.json.decode(
         files("mockgpu").joinpath("data/aic_latencies.json").read_bytes(), type=list[Grid]
     )
 
 
 def grid_for(model: Llm, gpu: Gpu, tp: int, grids: Iterable[Grid]) -> Grid | None:
-    """Return the grid of exactly this shape, if it was measured."""
+    """Return the grid measured for exactly this model, GPU and TP size, or None."""
     for grid in grids:
         if (
             grid.tp == tp
@@ -62,7 +63,7 @@ def grid_for(model: Llm, gpu: Gpu, tp: int, grids: Iterable[Grid]) -> Grid | Non
 
 
 class LogCurve:
-    """A function of one argument: linear in log2 between points, constant beyond both ends."""
+    """A function of one variable: linear in log2(x) between points, constant beyond both ends."""
 
     __slots__ = ("_xs", "_ys")
 
@@ -84,7 +85,7 @@ class LogCurve:
 
 
 class LogSurface:
-    """A function of two arguments: interpolated in log2 of both, constant beyond the edges."""
+    """A function of two variables: bilinear in their log2, and constant beyond the edges."""
 
     __slots__ = ("_lines", "_xs")
 
@@ -108,7 +109,7 @@ class LogSurface:
 
 
 class GridCorrection:
-    """The correction from measured points: the ratio measured / computed, interpolated."""
+    """Correction factors (measured / computed step time) interpolated from the points of a grid."""
 
     def __init__(
         self,
@@ -122,16 +123,19 @@ class GridCorrection:
         )
 
     def prefill(self, tokens: int) -> float:
-        """Return the ratio for a prefill-only step of `tokens` tokens."""
+        """Return the factor for a prefill-only step of `tokens` prompt tokens."""
         return self._prefill.value(tokens)
 
     def decode(self, seqs: int, context: int) -> float:
-        """Return the ratio for a decode-only step. `context` is the sum over sequences."""
+        """Return the factor for a decode-only step.
+
+        `context` is the sum over all sequences, in tokens.
+        """
         return self._decode.value(seqs, max(1.0, context / seqs))
 
 
 def whole_prompt(tokens: int) -> StepWork:
-    """Return the work of one uncached prompt alone in its step."""
+    """Return the work of a step that computes one whole prompt with nothing cached."""
     return StepWork(tokens, tokens * tokens / 2)
 
 
@@ -142,7 +146,7 @@ def roofline_for(
     profile: Profile = PROFILES["2026"],
     grids: Sequence[Grid] | None = None,
 ) -> Roofline:
-    """Return the step-time model of a TP group, corrected by a measured grid if there is one."""
+    """Return the step-time model of an engine, corrected by a measured grid if one exists."""
     grid = (
         grid_for(model, gpu, tp, load_grids() if grids is None else grids)
         if profile.exact

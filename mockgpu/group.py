@@ -1,7 +1,8 @@
-"""One running TP group: ranks, scheduler, roofline and a clock. Jobs in, tokens out to sinks.
+"""TpGroup: one running mock engine with its ranks, scheduler, step-time model and clock.
 
-Not here: HTTP (server.py), the content of a step (scheduler.py) and its duration (roofline.py). All
-methods run on the event loop, and none awaits.
+Jobs are submitted, and their tokens are delivered to sinks. All methods run on the event loop
+without awaiting. HTTP is in server.py, the content of a step in scheduler.py, and its duration in
+roofline.py.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ MAX_LAG_S = 0.25
 
 
 class GroupSpec(msgspec.Struct, frozen=True):
-    """The parameters of a TP group.
+    """The parameters of one mock engine (TP group).
 
-    kv_tokens   None: as many as memory leaves
-    speed       10: ten times as fast; inf: no waiting
-    stores_responses  keep responses for later requests
-    transfer    how it transfers KV, as a prefill or decode group or both; None: whole requests only
-    lacks       names of APIs that it does not serve, unlike the imitated engine
-    may_end_from  smallest token limit at which answers may end by themselves; None: each
-                limit is met exactly
-    kv_events   how it publishes KV events; None: it does not
+    kv_tokens         size of the KV cache in tokens; None: as many as GPU memory leaves
+    speed             speed-up of the simulated clock; 10: ten times as fast; inf: no waiting
+    stores_responses  whether to keep responses for later requests (Responses API)
+    transfer          options of KV transfer in split requests; None: whole requests only
+    lacks             names of APIs that it does not serve, unlike the imitated engine
+    may_end_from      smallest token limit at which answers may end before the limit; None: every
+                      answer reaches its limit
+    kv_events         how it publishes KV events; None: it does not
     """
 
     served_name: str
@@ -73,7 +74,10 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens of KV that the group holds. Raises ValueError if the weights do not fit."""
+        """The size of the KV cache in tokens.
+
+        Raises ValueError if the weights do not fit in memory.
+        """
         tokens = self.kv_tokens
         if tokens is None:
             tokens = kv_capacity_tokens(self.model, self.gpu, self.tp)
@@ -86,12 +90,12 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
     @property
     def context(self) -> int:
-        """The most tokens of prompt and answer together."""
+        """The largest number of tokens that prompt and answer may have together."""
         return min(self.model.max_context, self.capacity_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
 
 
 class TokenSink(Protocol):
-    """The receiver of one job's tokens. Called within a step; must not block."""
+    """The receiver of one job's tokens. It is called within an engine step and must not block."""
 
     def on_token(self) -> None:
         """Handle the next token."""
@@ -102,13 +106,13 @@ class TokenSink(Protocol):
         ...
 
     def on_failure(self, error: ApiError) -> None:
-        """Handle the loss of the job."""
+        """Handle the failure of the job, which will deliver no more tokens."""
         ...
 
 
 @dataclass(slots=True)
 class _Live:
-    """A job in the engine, its sink, and its times (loop time)."""
+    """A submitted job, its sink, and its timestamps in event-loop seconds."""
 
     sink: TokenSink
     arrived: float
@@ -118,10 +122,9 @@ class _Live:
 
 
 class TpGroup:
-    """Sole owner of its scheduler, its ranks' health and its step timer.
+    """One running mock engine: its scheduler, the health of its ranks (GPUs), and its step timer.
 
-    `memory` and `kv_handoff` are set in groups that transfer KV, `kv_events` in those that publish
-    KV events.
+    `memory` and `kv_handoff` are set if it transfers KV, and `kv_events` if it publishes KV events.
     """
 
     def __init__(self, spec: GroupSpec, loop: asyncio.AbstractEventLoop) -> None:
@@ -151,14 +154,14 @@ class TpGroup:
         self._awaiting_fetch: dict[Job, _Live] = {}
 
     def attach(self, memory: KvMemory) -> None:
-        """Attach memory for real KV."""
+        """Attach the memory in which the KV cache is really stored."""
         self.memory = memory
         self.scheduler.on_filled = self._write_filled
         self.scheduler.pool.record_allocations()
 
     @property
     def is_dead(self) -> bool:
-        """Whether a rank is lost. One is enough, because every layer needs all ranks."""
+        """Whether a rank (GPU) is lost. One is enough, because every layer needs all ranks."""
         return not all(self._ranks_up)
 
     @property
@@ -167,9 +170,9 @@ class TpGroup:
         return len(self._live)
 
     def submit(self, job: Job, sink: TokenSink, reason: str) -> None:
-        """Add a job. `reason` is the finish reason it will have.
+        """Submit a job, whose tokens go to `sink`. `reason` is the finish reason it will have.
 
-        Raises ApiError 500 if the group is dead, and 503 if the queue is full.
+        Raises ApiError 500 if the engine is dead, and 503 if its queue is full.
         """
         has_no_handoff = job.leg is not None and self.kv_handoff is None
         if has_no_handoff or (self.is_dead and not self.is_hanging):
@@ -191,13 +194,13 @@ class TpGroup:
             self._enter(job)
 
     def mark_fault(self, job: Job, fault: InjectedFault) -> None:
-        """Let a fault of its KV, or of the group at a moment of its life, strike this job."""
+        """Mark a job to be hit by a fault of its KV, or of the engine during the job."""
         if self._kill_faults is None:
             self._kill_faults = KillFaults(self, self._loop)
         self._kill_faults.mark(job, fault)
 
     def abort(self, job: Job) -> None:
-        """Remove a job whose client is gone, and free its KV. No-op for a job that has ended."""
+        """Remove a job whose client has left, and free its KV. Do nothing if the job has ended."""
         live = self._live.pop(job, None) or self._awaiting_fetch.pop(job, None)
         if self._kill_faults is not None:
             self._kill_faults.forget(job)
@@ -214,7 +217,7 @@ class TpGroup:
         self.wake()
 
     def lose_rank(self, rank: int, hang: bool = False) -> None:
-        """Lose a GPU: the group fails at once, or (`hang`) waits for ever without an error."""
+        """Simulate the loss of a GPU: all jobs fail, or with `hang` they stop without an error."""
         if hang and self.is_dead and not self.is_hanging:  # a dead group cannot hang
             return
         self._ranks_up[rank % self.spec.tp] = False
@@ -233,7 +236,10 @@ class TpGroup:
             self.on_change(False)
 
     def restore(self) -> None:
-        """Bring all ranks back, as after a restart. A hung group continues with its step."""
+        """Restore all ranks, as after a restart.
+
+        A hung engine continues with its interrupted step.
+        """
         self._ranks_up = [True] * self.spec.tp
         if self.on_change is not None and not self.is_hanging:
             self.on_change(True)
@@ -245,20 +251,23 @@ class TpGroup:
             self._timer = self._loop.call_soon(self._end_step)
 
     def close(self) -> None:
-        """Stop the clock and drop all jobs."""
+        """Stop the step timer and drop all jobs."""
         self._stop()
         for job, live in [*self._live.items(), *self._awaiting_fetch.items()]:
             self._drop(job, live)
 
     def fail_job(self, job: Job, why: str) -> None:
-        """Fail one job whose KV is lost, as vLLM does with load failure policy `fail`."""
+        """Fail a job whose KV is lost, as vLLM does with `kv_load_failure_policy=fail`."""
         live = self._live.get(job)
         if live is not None:
             self._drop(job, live)
             live.sink.on_failure(ApiError(500, why))
 
     def on_blocks_taken(self, job: Job, end: TransferOutcome) -> None:
-        """Answer a prefill leg that waited for its KV to be fetched, or fail it."""
+        """End a prefill job whose response waited until its KV was fetched.
+
+        If the transfer failed, the job fails.
+        """
         live = self._awaiting_fetch.pop(job, None)
         if live is None:
             return
@@ -269,7 +278,7 @@ class TpGroup:
             live.sink.on_failure(ApiError(500, f"KV transfer failed: {end.reason}"))
 
     def _queued(self) -> int:
-        """Return the jobs that wait for the scheduler, including those on their way to it."""
+        """Return the number of jobs that wait for the scheduler, or will be passed to it next."""
         return self.scheduler.queued + sum(
             live.entering is not None for live in self._live.values()
         )
@@ -289,9 +298,10 @@ class TpGroup:
         self.wake()
 
     def wake(self) -> None:
-        """Start stepping if idle.
+        """Start stepping if the engine is idle.
 
-        It starts in the loop's next turn, so that simultaneous requests start together.
+        The first step starts in the next turn of the event loop, so that simultaneous requests
+        share it.
         """
         if self._timer is None and not self.is_dead:
             self._due = self._loop.time()
@@ -305,7 +315,7 @@ class TpGroup:
     def _begin_step(self) -> None:
         """Plan a step and schedule its end.
 
-        Times are absolute, so a late timer does not delay the next step.
+        End times are absolute, so that a late timer does not delay the following steps.
         """
         plan = self.scheduler.step()
         if self.memory is not None:
@@ -329,7 +339,7 @@ class TpGroup:
         self._timer = self._loop.call_at(self._due, self._end_step)
 
     def _end_step(self) -> None:
-        """Deliver the step's tokens, then continue."""
+        """Deliver the tokens of the step that has ended, and begin the next step."""
         assert self._step is not None
         (plan, step_s), self._step = self._step, None
         decoding = list(self.scheduler.decoding)
@@ -360,9 +370,9 @@ class TpGroup:
             self._begin_step()
 
     def _hand_over(self, job: Job, live: _Live) -> bool:
-        """Offer the KV of an ended job.
+        """Offer the KV of an ended job to other groups.
 
-        Returns whether its answer waits until the KV is fetched.
+        Return True if its response has to wait until the KV has been fetched.
         """
         assert isinstance(job.leg, PrefillLeg)
         try:
@@ -385,7 +395,10 @@ class TpGroup:
         return False
 
     def _prepare(self, memory: KvMemory, plan: StepPlan | None) -> None:
-        """Before a step: update generations of new blocks, write bytes, and start fetches."""
+        """Prepare the KV memory for a step.
+
+        Update the generations of newly allocated blocks, write bytes, and start fetching KV.
+        """
         memory.bump(self.scheduler.pool.pop_allocated())
         for chunk in plan.chunks if plan is not None else ():
             job = chunk.job
@@ -408,9 +421,9 @@ class TpGroup:
                 self._kill_faults.on_transfer(job, self.kv_handoff.is_receiving)
 
     def _read_back(self, memory: KvMemory, chunks: Iterable[PrefillChunk]) -> None:
-        """Check the KV of computed prompts.
+        """Verify the stored KV of prompts that have just been computed.
 
-        Their first token depends on the bytes really in memory.
+        The first generated token depends on the bytes that are really in memory.
         """
         for chunk in chunks:
             job = chunk.job
@@ -428,7 +441,7 @@ class TpGroup:
                     self._kill_faults.on_prompt_computed(job)
 
     def _write_filled(self, job: Job, index: int) -> None:
-        """Write the bytes of the answer's tokens in a block that decoding has filled."""
+        """Write the KV bytes of answer tokens into a block that decoding has just filled."""
         if self.memory is not None and job.content is not None:
             size = self.scheduler.pool.block_tokens
             start, end = max(job.prompt_tokens, index * size), (index + 1) * size

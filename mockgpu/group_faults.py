@@ -1,6 +1,6 @@
-"""The faults of one TP group: when they begin and end, and which one strikes a request.
+"""The faults of one mock engine: when they begin and end, and which one hits a request.
 
-The grammar is in mockgpu/fault_grammar.py. Timers here begin and end faults of the whole group.
+The syntax is in mockgpu/fault_grammar.py. Timers begin and end the faults of the whole engine.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ _ON_THE_WIRE = _STALLING | WIRE_FAULTS
 
 
 class FaultyListener(Protocol):
-    """A listener that can refuse connections."""
+    """A listening port that a fault can close and open again."""
 
     def shut(self) -> None:
-        """Refuse new connections, and cut open ones."""
+        """Refuse new connections, and close open ones."""
         ...
 
     def open(self) -> None:
-        """Accept connections again."""
+        """Accept connections again after `shut()`."""
         ...
 
 
 class FaultyConnection(Protocol):
-    """The connection between a group's agent and its peers."""
+    """The network connection between an engine's KV transfer agent and its peers."""
 
     @property
     def supports_faults(self) -> bool:
-        """Whether faults can be injected: only into bytes that pass through the relay."""
+        """Whether faults can be injected, which needs a relay that all bytes pass through."""
         ...
 
     def set_fault(self, fault: InjectedFault | None) -> None:
-        """Apply this fault from now on; None: heal."""
+        """Apply this fault from now on, or heal the connection if `fault` is None."""
         ...
 
 
 class GroupFaults:
-    """Sole owner of a group's faults and of their timers."""
+    """The faults set on one mock engine, and the timers that begin and end them."""
 
     def __init__(
         self,
@@ -78,14 +78,17 @@ class GroupFaults:
         self._reconnected: asyncio.Event | None = None
 
     async def wait_reachable(self) -> None:
-        """Wait until requests reach the group: at once, unless it is partitioned."""
+        """Wait until the engine is reachable.
+
+        Returns at once unless a partition fault is active.
+        """
         while self._reconnected is not None:
             await self._reconnected.wait()
 
     def apply(self, spec: str) -> None:
-        """Replace all faults; "" heals everything.
+        """Replace all faults by those of a specification; "" heals the engine.
 
-        FaultError leaves the earlier faults in place.
+        Raises FaultError if it is invalid, and then keeps the earlier faults.
         """
         faults = parse_faults(spec)
         self.check(faults)
@@ -96,7 +99,7 @@ class GroupFaults:
                 self._schedule(fault)
 
     def check(self, faults: tuple[InjectedFault, ...]) -> None:
-        """Raise FaultError for faults that this group does not support."""
+        """Raise FaultError if this engine does not support one of the faults."""
         if any(fault.kind in WIRE_FAULTS for fault in faults) and (
             self._wires is None or not self._wires.supports_faults
         ):
@@ -105,7 +108,7 @@ class GroupFaults:
             raise FaultError("faults of KV events need a group with --kv-events-port")
 
     def clear(self) -> None:
-        """End all faults. A group that died of one, or of a malformed request, is restarted."""
+        """End all faults, and restart the engine if a fault or a malformed request has killed it."""
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
@@ -116,7 +119,7 @@ class GroupFaults:
         self.spec, self._faults = "", ()
 
     def pick_fault(self) -> InjectedFault | None:
-        """Return the first fault of the spec that strikes an arriving request, if any."""
+        """Return the first fault that hits the arriving request, or None."""
         elapsed_s = self._loop.time() - self._set_at
         for fault in self._faults:
             if fault.kind not in _NOT_OF_REQUESTS and fault.should_strike(elapsed_s, self._rng):
@@ -124,7 +127,7 @@ class GroupFaults:
         return None
 
     def strikes_events(self, kind: FaultKind) -> bool:
-        """Return whether a fault of KV events of this kind strikes the next message."""
+        """Return whether a fault of this kind hits the next KV event message."""
         elapsed_s = self._loop.time() - self._set_at
         return any(
             fault.kind is kind and fault.should_strike(elapsed_s, self._rng)
@@ -157,7 +160,7 @@ class GroupFaults:
                 self._set_wire_fault(fault)
 
     def _end(self, fault: InjectedFault) -> None:
-        """Undo a fault, unless another active fault has the same effect."""
+        """Undo a fault, except for effects that another active fault also has."""
         self._active.remove(fault)
         kinds = {other.kind for other in self._active}
         match fault.kind:
@@ -174,7 +177,7 @@ class GroupFaults:
             self._reconnected = None
 
     def _set_pace(self) -> None:
-        """Apply the slowness of the last active fault for each kind of step."""
+        """Set the slow-down of prefill and decode steps; the fault that began last applies."""
         prefill = decode = 1.0
         for fault in self._active:
             if fault.kind is FaultKind.SLOW:
@@ -183,7 +186,7 @@ class GroupFaults:
         self._group.slow_prefill, self._group.slow_decode = prefill, decode
 
     def _active_wire_fault(self) -> InjectedFault | None:
-        """Return the fault of the connection that began last and is still active."""
+        """Return the active connection fault that began last, or None."""
         active = [other for other in self._active if other.kind in _ON_THE_WIRE]
         if not active:
             return None

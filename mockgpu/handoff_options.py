@@ -1,4 +1,4 @@
-"""Transfer: the options of a group that transfers KV."""
+"""TransferSpec: the options of a mock engine that sends or receives KV."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ TRANSPORTS = ("auto", "tcp", "shm", "inproc")
 
 
 class TransferSpec(msgspec.Struct, frozen=True):
-    """How one group transfers KV.
+    """The KV transfer options of one mock engine.
 
-    port             of its agent; 0: any free one
-    key              the secret that the agents of a fleet share
-    scale            real bytes per byte of the model's KV
-    gbps             link speed in gigabits per second for the unscaled KV; inf: no pacing
-    lease_s          how long KV of a pull dialect is kept without a heartbeat
-    wait_s           how long both sides of a push dialect wait; None: as the engine does
-    recompute        whether a decode group computes KV that does not arrive; else the request fails
-    version          of the engine: format of its objects, and compatibility
-    wire_faults      peers connect through a relay that can inject faults (tcp only)
-    bootstrap_port   of a prefill group's bootstrap server (Mooncake, SGLang); 0: any free one
+    port             port of its KV transfer agent; 0: any free one
+    key              secret that the agents of a fleet share
+    scale            stored bytes per byte of the real model's KV
+    gbps             simulated link speed in gigabits per second, for the real model's KV; inf: no
+                     limit
+    lease_s          seconds that KV is kept for a pull without a heartbeat
+    wait_s           seconds that both sides of a push wait; None: as the engine does
+    recompute        whether a decode engine computes KV that fails to arrive; False: the request
+                     fails
+    version          version of the engine, which decides format and compatibility
+    wire_faults      whether peers connect through a relay that can inject faults (tcp only)
+    bootstrap_port   port of a prefill engine's bootstrap server (Mooncake, SGLang); 0: any free one
     tls              certificates for its TCP links; None: no TLS
     """
 
@@ -45,7 +47,7 @@ class TransferSpec(msgspec.Struct, frozen=True):
     tls: TlsFiles | None = None
 
     def validate(self) -> TransferSpec:
-        """Return itself. Raises ValueError for an invalid option."""
+        """Return this object if its options are valid. Raises ValueError otherwise."""
         if self.dialect not in DIALECTS:
             raise ValueError(f"unknown dialect {self.dialect!r}: known are {', '.join(DIALECTS)}")
         if self.transport not in TRANSPORTS:

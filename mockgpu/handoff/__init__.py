@@ -1,5 +1,6 @@
-"""The engine's side of a split request: each engine's contract, and its execution over kvtransfer.
+"""The engine's side of split requests, where one engine prefills and another one decodes.
 
-One module per engine. They are written from the engines' behaviour alone, independent of the
+Each module implements the protocol of one engine (vLLM, SGLang, TensorRT-LLM), over the KV transfer
+library kvtransfer. They follow the engines' documented behaviour and share no code with the
 gateway's side.
 """

@@ -1,6 +1,7 @@
-"""Bootstrap servers of prefill groups (Mooncake, SGLang), and the decode groups' client for them.
+"""Bootstrap servers, which tell decode engines the addresses of a prefill engine, and their client.
 
-Source: engines.md B.4 (`GET /query`), D (`GET /route`, 503 until ready, `/health`).
+Mooncake's answers `GET /query`; SGLang's answers `GET /route` (503 until ready) and `/health`.
+Source: engines.md B.4, D.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ASKING_S = 5.0
 
 
 class BootstrapServer:
-    """One prefill group's bootstrap server. It keeps its port over restarts."""
+    """The bootstrap server of one prefill engine. It keeps its port when it is restarted."""
 
     def __init__(self, host: str, port: int, dialect: str, tp: int) -> None:
         self.is_needed = dialect in PAGES
@@ -32,7 +33,7 @@ class BootstrapServer:
         self._identity: EngineIdentity | None = None
 
     async def start(self, here: EngineIdentity) -> None:
-        """Serve this identity. Raises OSError if the port is taken."""
+        """Start serving this engine's identity. Raises OSError if the port is taken."""
         self._identity = here
         app = web.Application()
         app.add_routes(
@@ -46,7 +47,7 @@ class BootstrapServer:
         self.url = f"http://{self._host}:{self._port}"
 
     async def stop(self) -> None:
-        """Stop serving."""
+        """Stop the server."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -62,13 +63,13 @@ class BootstrapServer:
 
 
 def _query(here: EngineIdentity) -> dict[str, Any]:
-    """Return Mooncake's page: engine and worker addresses by data-parallel rank."""
+    """Return the response of Mooncake's /query: engine and worker addresses by data-parallel rank."""
     workers = {str(rank): {"0": here.address} for rank in range(here.tp)}
     return {"0": {"engine_id": here.engine_id, "worker_addr": workers}}
 
 
 def _route(here: EngineIdentity) -> dict[str, Any]:
-    """Return SGLang's page: the parallelism, and the address of this rank's KV manager."""
+    """Return the response of SGLang's /route: the parallelism, and this rank's KV manager address."""
     return {
         "attn_tp_size": here.tp,
         "attn_cp_size": 1,
@@ -83,14 +84,17 @@ def _route(here: EngineIdentity) -> dict[str, Any]:
 
 
 class PeerResolver:
-    """Finds the agents of prefill groups. Results are cached until `forget()`."""
+    """Resolves the address of a prefill engine's KV transfer agent, with a cache."""
 
     def __init__(self) -> None:
         self._http: aiohttp.ClientSession | None = None
         self._addresses: dict[BootstrapPeer, str] = {}
 
     async def address(self, take: DecodeLeg) -> str:
-        """Return the agent's address. Raises UnknownPeerError if it cannot be found."""
+        """Return the address of the prefill engine's agent.
+
+        Raises UnknownPeerError if not found.
+        """
         if isinstance(take.peer, AgentPeer):
             return take.peer.address
         if take.peer not in self._addresses:
@@ -98,12 +102,15 @@ class PeerResolver:
         return self._addresses[take.peer]
 
     def forget(self, take: DecodeLeg) -> None:
-        """Drop the cached address of this peer."""
+        """Remove the cached address of this prefill engine."""
         if isinstance(take.peer, BootstrapPeer):
             self._addresses.pop(take.peer, None)
 
     async def renew(self, take: DecodeLeg) -> str | None:
-        """Extend a lease at the prefill group. Returns the new ticket; None: it is too late."""
+        """Ask the prefill engine to keep the KV longer.
+
+        Returns the new ticket, or None if it is too late.
+        """
         body = msgspec.json.encode({"name": take.name, "ticket": take.ticket})
         try:
             async with self._session().post(take.renew, data=body) as response:

@@ -1,4 +1,4 @@
-"""The interfaces of this package: a dialect for the server, and an agent for KvHandoff."""
+"""The interfaces of this package: an engine's handoff protocol, and the KV transfer agent it uses."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mockgpu.request_parser import ParsedHandoff, ParsedRequest, RequestBody
 
 
 class EngineIdentity(msgspec.Struct, frozen=True):
-    """This engine's identity for the other leg: its id, its agent's address and its shape.
+    """The identity of this engine as sent to the other engine of a split request.
 
-    generation   counts registrations of memory
-    version      the engine's, as (0, 33)
-    url          where the group is served
+    generation   number of times that the engine has registered its memory
+    version      version of the engine, such as (0, 33)
+    url          URL of the engine's HTTP server
     """
 
     engine_id: str
@@ -34,20 +34,23 @@ class EngineIdentity(msgspec.Struct, frozen=True):
 
     @property
     def address(self) -> str:
-        """The agent's address."""
+        """The address of this engine's KV transfer agent."""
         return agent_address(self.host, self.port)
 
 
 def agent_address(host: str, port: int) -> str:
-    """Return an agent's address from the host and port that engines report.
+    """Return the address of a KV transfer agent from the host and port that engines report.
 
-    Agents of one process have no host (kvtransfer's inproc).
+    The host "inproc" means an agent of the same process, which has no network address.
     """
     return f"inproc-{port}" if host == "inproc" else f"{host}:{port}"
 
 
 class EngineDialect(Protocol):
-    """One engine's contract for split requests. Its only state are the names already used."""
+    """One engine's protocol for split requests.
+
+    It only remembers which transfer names were used.
+    """
 
     name: str
 
@@ -59,27 +62,33 @@ class EngineDialect(Protocol):
         request_id: str,
         here: EngineIdentity,
     ) -> ParsedHandoff:
-        """Return the leg that a request asks for.
+        """Parse the handoff fields of a request: which half of a split request it is, if any.
 
-        Raises ApiError as the engine would; MalformedHandoffError is also counted.
+        Raises ApiError as the engine would. The caller also counts MalformedHandoffError.
         """
         ...
 
     def response_members(
         self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return the members to add to a prefill leg's response. `offered` None: no KV is kept."""
+        """Return the fields to add at the top level of a prefill response.
+
+        `offered` describes the KV that can be fetched, and is None if none is kept.
+        """
         ...
 
     def choice_members(
         self, ask: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return the members to add to its choice. `first` are the tokens made."""
+        """Return the fields to add to the choice of a prefill response.
+
+        `first` has the tokens that were generated; `offered` is None if no KV is kept.
+        """
         ...
 
 
 class OfferPort(Protocol):
-    """The part of kvtransfer's Offer that is used here."""
+    """The methods of kvtransfer's Offer (KV kept for another engine to fetch) that are used here."""
 
     name: str
     ticket: str
@@ -92,7 +101,7 @@ class OfferPort(Protocol):
 
 
 class LandingPort(Protocol):
-    """The part of kvtransfer's Landing that is used here."""
+    """The methods of kvtransfer's Landing (an incoming KV transfer) that are used here."""
 
     def cancel(self, detail: str = ...) -> None: ...
 
@@ -100,7 +109,7 @@ class LandingPort(Protocol):
 
 
 class AgentPort(Protocol):
-    """The part of kvtransfer's Agent that is used here."""
+    """The methods of kvtransfer's Agent (one engine's end of KV transfers) that are used here."""
 
     address: str
 

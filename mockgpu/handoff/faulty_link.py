@@ -1,6 +1,6 @@
-"""FaultyRelay: a TCP relay before a group's agent that injects faults into the bytes.
+"""A TCP relay in front of an engine's KV transfer agent that injects faults into the bytes.
 
-It does not parse what it relays: it flips a byte, cuts, repeats, or stalls.
+It flips a byte, cuts, repeats or stalls the stream, without parsing it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mockgpu.fault_grammar import FaultKind, InjectedFault
 
 
 class FaultyRelay:
-    """Listens before an agent. Sole owner of the relayed connections. `fault`: the active one."""
+    """A TCP relay that listens in front of a KV transfer agent and injects one fault at a time."""
 
     def __init__(self, host: str) -> None:
         self.fault: InjectedFault | None = None
@@ -24,7 +24,7 @@ class FaultyRelay:
         self._ends: set[RelayConnection] = set()
 
     async def start(self, host: str, port: int) -> None:
-        """Listen for the agent at this address. Raises OSError if no port is free."""
+        """Start relaying to the agent at this address. Raises OSError if no port is free."""
         self._target = (host, port)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
@@ -33,7 +33,7 @@ class FaultyRelay:
         self.port = self._server.sockets[0].getsockname()[1]
 
     def stop(self) -> None:
-        """Stop listening, and cut all connections."""
+        """Stop listening, and close all connections."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -41,7 +41,7 @@ class FaultyRelay:
             end.abort()
 
     def set(self, fault: InjectedFault | None) -> None:
-        """Apply a fault from now on; None: heal, and relay what was held back."""
+        """Apply this fault from now on; with None, heal and relay the bytes that were held back."""
         self.fault = fault
         if fault is None:
             for end in list(self._ends):
@@ -54,7 +54,7 @@ class FaultyRelay:
         self._ends.discard(end)
 
     def _dial(self, end: RelayConnection) -> None:
-        """Connect the far side of an accepted connection."""
+        """Open the connection to the agent for a connection that a peer has opened."""
         loop = asyncio.get_running_loop()
         task = loop.create_task(
             loop.create_connection(lambda: RelayConnection(self, None, end), *self._target)
@@ -65,7 +65,10 @@ class FaultyRelay:
 
 
 class RelayConnection(asyncio.Protocol):
-    """One side of a relayed connection. `dial` opens the other side; else `other` is it."""
+    """One of the two connections of a relayed stream; `other` is the opposite one.
+
+    A connection that a peer opened has `dial`, which opens the opposite connection.
+    """
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class RelayConnection(asyncio.Protocol):
         self._relay_bytes(data, self._other._transport)
 
     def resume(self) -> None:
-        """Relay what had to wait."""
+        """Relay the bytes that were held back."""
         waiting, self._waiting = self._waiting, []
         for data in waiting:
             self.data_received(data)
@@ -112,7 +115,7 @@ class RelayConnection(asyncio.Protocol):
             self._other.abort()
 
     def abort(self) -> None:
-        """Break the connection."""
+        """Close the connection with a reset."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -120,7 +123,7 @@ class RelayConnection(asyncio.Protocol):
         return self._wire.fault is not None and self._wire.fault.kind is FaultKind.WIRE_STALL
 
     def _relay_bytes(self, data: bytes, onward: asyncio.Transport) -> None:
-        """Relay bytes. The fault starts after the first `after` KiB."""
+        """Pass bytes on to the opposite connection. A fault starts after the first `after` KiB."""
         fault, carried_before = self._wire.fault, self._carried
         self._carried += len(data)
         if fault is not None and self._carried > fault.after * 1024:

@@ -1,7 +1,8 @@
-"""KvHandoff: sends and receives the KV of a group's jobs through an agent of kvtransfer.
+"""KvHandoff: sends and receives the KV of split requests between two mock engines.
 
-Sole owner of the group's offers and landings. A job's leg (mockgpu/leg_params.py) says what to do,
-and the scheduler owns its blocks. Runs on the event loop only.
+It manages offers (KV kept for another engine to fetch) and landings (incoming transfers) on an
+agent of the kvtransfer library. Each job says which of the two it needs (mockgpu/leg_params.py).
+The scheduler owns the KV blocks. Everything runs on the event loop.
 """
 
 from __future__ import annotations
@@ -27,45 +28,51 @@ DECLINE_S = 1.0
 
 
 class HandoffOwner(Protocol):
-    """The group that owns this object."""
+    """The mock engine that uses a KvHandoff."""
 
     scheduler: Scheduler
 
     def wake(self) -> None:
-        """Resume computing, because something may have changed."""
+        """Resume stepping, because jobs or blocks may have become available."""
         ...
 
     def fail_job(self, job: Job, why: str) -> None:
-        """Fail a job whose KV is lost and is not recomputed."""
+        """Fail a job whose KV is lost and will not be recomputed."""
         ...
 
     def on_blocks_taken(self, job: Job, end: TransferOutcome) -> None:
-        """Answer a prefill leg that waited for its KV to be fetched."""
+        """End a prefill job whose response waited until its KV was fetched."""
         ...
 
 
 class PeerDirectory(Protocol):
-    """Finds the agents of prefill groups."""
+    """Resolves the addresses of the KV transfer agents of prefill engines."""
 
     async def address(self, take: DecodeLeg) -> str:
-        """Return the agent's address. Raises UnknownPeerError."""
+        """Return the address of the prefill engine's agent.
+
+        Raises UnknownPeerError if not found.
+        """
         ...
 
     def forget(self, take: DecodeLeg) -> None:
-        """Drop an address that did not work."""
+        """Remove a cached address that did not work."""
         ...
 
     async def renew(self, take: DecodeLeg) -> str | None:
-        """Extend a lease. Returns the new ticket; None: it is too late."""
+        """Ask the prefill engine to keep the KV longer.
+
+        Returns the new ticket, or None if it is too late.
+        """
         ...
 
 
 class UnknownPeerError(Exception):
-    """The address of the group that has the KV is unknown."""
+    """The address of the engine that has the KV could not be found."""
 
 
 class KvHandoff:
-    """Offers the KV of `PrefillLeg` jobs, fetches that of `DecodeLeg` jobs, and reports ends."""
+    """Offers the KV of finished prefill jobs to other engines, and fetches the KV of decode jobs."""
 
     def __init__(
         self,
@@ -77,11 +84,11 @@ class KvHandoff:
         lease_s: float = 30.0,
         connector: str = "nixl",
     ) -> None:
-        """Create it for one start of an engine.
+        """Create the handoff of one engine run.
 
-        link        paces what arrives
-        recompute   whether to compute KV that does not arrive; else the job fails
-        lease_s     how long KV is kept here, and assumed to be kept elsewhere
+        link        limits the speed of incoming KV
+        recompute   whether to compute KV that fails to arrive; False: the job fails
+        lease_s     seconds that KV is kept for another engine, here and at the sender
         connector   name of the connector in metrics
         """
         self.agent = agent
@@ -99,11 +106,11 @@ class KvHandoff:
 
     @property
     def running_tasks(self) -> int:
-        """The number of offers, landings and declines that have not ended."""
+        """The number of running tasks: offers, incoming transfers and refusals to fetch."""
         return len(self._tasks)
 
     def lines(self, labels: str) -> Iterator[str]:
-        """Yield the metrics of transfers and leases."""
+        """Yield the metrics of transfers and leases in Prometheus text format."""
         yield from self.stats.lines(labels)
         stats = self.agent.stats()
         yield "# TYPE mock:kv_leases gauge"
@@ -113,24 +120,24 @@ class KvHandoff:
         yield f"mock:kv_unclaimed_seconds_total{{{labels}}} {stats['unclaimed_s']}"
 
     def is_sending(self, job: Job) -> bool | None:
-        """Return whether KV is being sent; None once this job's offer has ended."""
+        """Return whether KV is being sent now; None if the offer of this job has ended."""
         if job not in self._offers:
             return None
         leases = self.agent.stats()["leases"]
         return bool(leases["claimed"] + leases["moving"])
 
     def is_receiving(self, job: Job) -> bool | None:
-        """Return whether KV is being received; None once this job does not wait for any."""
+        """Return whether KV is being received now; None if this job does not wait for KV."""
         if job.state is not JobState.FETCHING:
             return None
         return bool(self.agent.stats()["reservations"]["moving"])
 
     def revoke_offer(self, job: Job) -> None:
-        """Revoke the KV just offered, as if it had been evicted."""
+        """Revoke a job's offered KV, as if its blocks had been evicted."""
         self._offers[job].revoke()
 
     def offer(self, job: Job) -> OfferedKv:
-        """Offer the prompt's KV of a job that has ended and kept its blocks."""
+        """Offer the prompt's KV of a finished job, whose blocks are kept, to other engines."""
         give = job.leg
         assert isinstance(give, PrefillLeg)
         blocks = self._owner.scheduler.kept[job][: blocks_for(job.prompt_tokens)]
@@ -143,7 +150,7 @@ class KvHandoff:
     def renew(self, name: str, ticket: str) -> str | None:
         """Extend an offer to two thirds of a lease from now.
 
-        Returns the new ticket; None: no such offer.
+        Returns its ticket, or None if there is no such offer.
         """
         offer = next(
             (o for o in self._offers.values() if o.name == name and o.ticket == ticket), None
@@ -151,7 +158,7 @@ class KvHandoff:
         return offer.ticket if offer is not None and offer.renew(self._lease_s * 2 / 3) else None
 
     def on_queued(self, job: Job) -> None:
-        """Start renewing the lease of a job that may have to wait for blocks."""
+        """Start renewing the lease on a decode job's KV, since the job may wait long for blocks."""
         if isinstance(job.leg, DecodeLeg) and job.leg.renew and not job.leg.is_parked:
             # Six times per lease, as vLLM's heartbeats.
             self._renewal_timers[job] = asyncio.get_running_loop().call_later(
@@ -163,7 +170,7 @@ class KvHandoff:
         self._spawn(self._renew_lease(job))
 
     async def _renew_lease(self, job: Job) -> None:
-        """Renew the lease of a job that is still queued."""
+        """Renew the lease once and schedule the next renewal, if the job is still queued."""
         assert isinstance(job.leg, DecodeLeg)
         ticket = await self._directory.renew(job.leg)
         if ticket is not None and job.cached < 0 and job.state is JobState.WAITING:
@@ -176,7 +183,10 @@ class KvHandoff:
             timer.cancel()
 
     def fetch(self, job: Job) -> None:
-        """Fetch the KV of an admitted job. If all of it is cached here, only free the sender's."""
+        """Start fetching the KV of a job that has been scheduled.
+
+        If all of it is already cached here, only notify the sender, which then frees it.
+        """
         take = job.leg
         assert isinstance(take, DecodeLeg)
         self._stop_renewing(job)
@@ -189,7 +199,7 @@ class KvHandoff:
             self.decline(take)
 
     def on_aborted(self, job: Job) -> None:
-        """Stop the transfers of an aborted job, and free the other side."""
+        """Stop the transfers of an aborted job, and let the other engine free its blocks."""
         self._stop_renewing(job)
         if job in self._landings:
             self._landings[job].cancel()
@@ -206,12 +216,12 @@ class KvHandoff:
             self._free(job)
 
     def decline(self, take: DecodeLeg) -> None:
-        """Tell the sender that this KV will not be fetched, so that it frees it."""
+        """Notify the sender that this KV will not be fetched, so that it frees the blocks."""
         if not take.is_parked and not self._closed:
             self._spawn(self._decline(take))
 
     def drop_all(self) -> None:
-        """End all offers and landings, because the engine died."""
+        """End all offers and incoming transfers, because the engine has died."""
         for job in list(self._renewal_timers):
             self._stop_renewing(job)
         for offer in list(self._offers.values()):
@@ -220,7 +230,7 @@ class KvHandoff:
             landing.cancel()
 
     async def close(self) -> None:
-        """End everything, and wait until every block belongs to the engine again."""
+        """End all transfers, and wait until no transfer uses the engine's blocks."""
         self._closed = True
         self.drop_all()
         await self.agent.close()
@@ -229,7 +239,7 @@ class KvHandoff:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _follow_offer(self, job: Job, give: PrefillLeg, offer: OfferPort) -> None:
-        """Follow an offer until its blocks are free."""
+        """Wait for the end of an offer, then free its blocks and count the outcome."""
         try:
             outcome = await offer.wait_ended()
             self.stats.count_sent(outcome)
@@ -242,7 +252,7 @@ class KvHandoff:
             self._owner.on_blocks_taken(job, outcome)
 
     async def _follow_landing(self, job: Job, take: DecodeLeg) -> None:
-        """Follow a landing until the job can continue or its blocks are free."""
+        """Fetch a job's KV, then continue the job, or free its blocks if it was aborted."""
         started_s = asyncio.get_running_loop().time()
         try:
             outcome = await self._fetch_and_wait(job, take)
@@ -258,7 +268,7 @@ class KvHandoff:
             self._free(job)
 
     def _continue_job(self, job: Job, take: DecodeLeg, outcome: TransferOutcome) -> None:
-        """Continue the job with its KV, or without it as configured."""
+        """Continue a job whose transfer ended; if it failed, recompute the KV or fail the job."""
         if outcome.has_landed:
             self._owner.scheduler.on_landed(
                 job, job.prompt_tokens - 1 if take.cached is None else take.cached
@@ -269,7 +279,10 @@ class KvHandoff:
             self._owner.fail_job(job, f"KV load failed: {outcome.reason}")
 
     async def _fetch_and_wait(self, job: Job, take: DecodeLeg) -> TransferOutcome:
-        """Fetch, and wait for the end. Afterwards nothing writes to the job's blocks."""
+        """Fetch a job's KV and return the outcome.
+
+        Afterwards nothing writes to the job's blocks.
+        """
         try:
             address = await self._directory.address(take)
         except UnknownPeerError as error:
@@ -326,5 +339,5 @@ class KvHandoff:
 
 
 def unreachable_outcome(detail: str) -> TransferOutcome:
-    """Return the outcome of a transfer that never began."""
+    """Return the outcome of a transfer that could not be started, with the reason in `detail`."""
     return outcome_for(EndReason.UNREACHABLE, detail=detail)

@@ -1,4 +1,7 @@
-"""The duration of a transfer at a link speed, by the model's full KV, not the scaled bytes."""
+"""Simulated duration of KV transfers at a given network speed.
+
+It is computed from the size of the model's full KV, not from the fewer bytes that mocks store.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,22 @@ from math import inf
 
 
 class PacedLink:
-    """One group's network link.
+    """The simulated network link of one engine, which carries one transfer at a time.
 
-    Transfers share it one after the other, in the event loop's time.
+    Other transfers wait for their turn. Times are event-loop seconds.
     """
 
     def __init__(self, token_bytes: int, bytes_s: float = inf, speed: float = 1.0) -> None:
-        """Set the rate. `token_bytes` is of the real model; `speed` is the mock's speed factor."""
+        """Set the rate to `bytes_s` bytes per second.
+
+        token_bytes   KV bytes per token of the real model
+        speed         speed-up of the mock's clock
+        """
         self._token_s = token_bytes / bytes_s / speed
         self._free_at_s = 0.0
 
     async def transfer(self, tokens: int) -> None:
-        """Wait until the KV of `tokens` tokens would have been transferred."""
+        """Wait as long as the transfer of `tokens` tokens of KV would take."""
         if not self._token_s:
             return
         now_s = asyncio.get_running_loop().time()

@@ -1,7 +1,8 @@
-"""The engine's side of vLLM's MooncakeConnector: push, with legs matched by their transfer id.
+"""The engine's side of vLLM's MooncakeConnector: KV is pushed to the decode engine.
 
-Agents are found through a bootstrap server. Prefill answers without an object, and keeps its KV
-only if it was cut at its one token. Source: engines.md B.0, B.4.
+The two legs of a split request are matched by their transfer id, and agents are found through a
+bootstrap server. A prefill response has no handoff object. Its KV is kept only if the answer was
+cut at its single token. Source: engines.md B.0, B.4.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ NEEDED = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
 class MooncakeDialect:
-    """The EngineDialect of the Mooncake connector."""
+    """The EngineDialect (handoff protocol) of vLLM's MooncakeConnector."""
 
     name = "mooncake"
 
@@ -38,7 +39,10 @@ class MooncakeDialect:
         request_id: str,
         here: EngineIdentity,
     ) -> ParsedHandoff:
-        """Return the leg of a request. The wrong leg for this engine's role kills it."""
+        """Parse the handoff fields of a request.
+
+        A leg that does not fit the engine's role kills it.
+        """
         params = checked_object(body)
         if params is None:
             return NO_LEG
@@ -63,11 +67,11 @@ class MooncakeDialect:
     def response_members(
         self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return nothing: the decode leg knows all it needs."""
+        """Return no fields: the decode engine needs nothing from the prefill response."""
         return {}
 
     def choice_members(
         self, ask: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return nothing."""
+        """Return no fields: Mooncake adds nothing to a choice."""
         return {}

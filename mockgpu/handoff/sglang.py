@@ -1,8 +1,9 @@
-"""The engine's side of SGLang's disaggregation: one body to both servers, matched by a room.
+"""The engine's side of SGLang's disaggregation: both engines get the same body.
 
-A prefill server stops after one token and answers when its KV has been fetched. A probe uses a host
-that belongs to no engine, and either server answers it alone. Errors are in SGLang's format
-(mockgpu/engine_formats.py). Source: engines.md D.
+They are matched by the number `bootstrap_room` in it. A prefill engine stops after one token and
+answers when its KV has been fetched. A probe names a host that belongs to no engine, and either
+engine answers it alone. Errors are in SGLang's format (mockgpu/engine_formats.py). Source:
+engines.md D.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MOST_ROOMS = 1 << 16
 
 
 class SglangDialect:
-    """The EngineDialect of SGLang. It remembers used rooms."""
+    """The EngineDialect (handoff protocol) of SGLang. It remembers the rooms that were used."""
 
     name = "sglang"
 
@@ -43,7 +44,7 @@ class SglangDialect:
         request_id: str,
         here: EngineIdentity,
     ) -> ParsedHandoff:
-        """Return the leg of a request, which depends on the server's role."""
+        """Parse the handoff fields; the server's role decides whether it prefills or decodes."""
         for field in ("kv_transfer_params", "disaggregated_params"):
             if getattr(body, field) is not None:
                 raise MalformedHandoffError(field)
@@ -82,11 +83,11 @@ class SglangDialect:
     def response_members(
         self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return nothing: both legs know the room."""
+        """Return no fields: both engines know the room from the request."""
         return {}
 
     def choice_members(
         self, ask: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return nothing."""
+        """Return no fields: SGLang adds nothing to a choice."""
         return {}

@@ -1,4 +1,4 @@
-"""Counters of a group's transfers, under its vLLM connector's names."""
+"""Counters of an engine's KV transfers, under the metric names of its vLLM connector."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BYTES_BUCKETS = tuple(float(1 << exponent) for exponent in range(10, 34, 2))
 
 
 class HandoffStats:
-    """Counters of one group, as sender and receiver. `connector`: nixl or mooncake."""
+    """KV transfer counters of one engine, as sender and receiver. `connector`: nixl or mooncake."""
 
     def __init__(self, connector: str) -> None:
         self._name = f"vllm:{connector}"
@@ -25,12 +25,12 @@ class HandoffStats:
         self.took_ends: Counter[str] = Counter()
 
     def count_sent(self, end: TransferOutcome) -> None:
-        """Count the end of an offer."""
+        """Count an offer that has ended, by its outcome."""
         self.given_ends[end.reason] += 1
         self.expired += end.kind is OutcomeKind.EXPIRED
 
     def count_received(self, end: TransferOutcome, seconds: float) -> None:
-        """Count the end of a landing, `seconds` after it was requested."""
+        """Count an incoming transfer that ended `seconds` after it was requested, by its outcome."""
         self.took_ends[end.reason] += 1
         if end.has_landed:
             self.xfer_s.observe(seconds)
@@ -39,7 +39,7 @@ class HandoffStats:
             self.failed += 1
 
     def lines(self, labels: str) -> Iterator[str]:
-        """Yield the metrics."""
+        """Yield the metrics in Prometheus text format."""
         for name, histogram in (
             (f"{self._name}_xfer_time_seconds", self.xfer_s),
             (f"{self._name}_bytes_transferred", self.xfer_bytes),

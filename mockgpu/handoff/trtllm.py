@@ -1,9 +1,9 @@
-"""The engine's side of TensorRT-LLM's disaggregated serving, context first.
+"""The engine's side of TensorRT-LLM's disaggregated serving, in the order "context first".
 
-The context server makes the first token and returns it in its choice with an opaque state. The
-generation server sends that token itself and continues. Request models forbid unknown fields.
-Generation first is not modelled. Source: engines.md E; field names: openai_protocol.py of
-TensorRT-LLM.
+The context (prefill) server makes the first token and returns it in its choice with an opaque
+state. The generation (decode) server sends that token itself and continues. Request models forbid
+unknown fields. The order "generation first" is not modelled. Source: engines.md E; field names:
+openai_protocol.py of TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ COMPLETION_FIELDS = frozenset((*_SHARED, "prompt", "detokenize", "return_context
 
 
 class Details(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`prompt_tokens_details` of a usage."""
+    """The object `prompt_tokens_details` of a usage object."""
 
     cached_tokens: int = 0
 
 
 class ContextUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`ctx_usage`: the context server's usage."""
+    """The object `ctx_usage`: the usage that the context (prefill) server reported."""
 
     prompt_tokens: int = 0
     total_tokens: int = 0
@@ -119,7 +119,7 @@ class ContextUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`disaggregated_params` of a request."""
+    """The object `disaggregated_params` of a request."""
 
     request_type: str
     disagg_request_id: int | None = None
@@ -146,7 +146,7 @@ class OpaqueState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TrtllmDialect:
-    """The EngineDialect of TensorRT-LLM. It remembers used request ids."""
+    """The EngineDialect (handoff protocol) of TensorRT-LLM. It remembers used request ids."""
 
     name = "trtllm"
 
@@ -161,7 +161,7 @@ class TrtllmDialect:
         request_id: str,
         here: EngineIdentity,
     ) -> ParsedHandoff:
-        """Return the leg of a request. Raises ApiError 400 for unknown fields."""
+        """Parse the handoff fields of a request. Raises ApiError 400 for unknown fields."""
         known = CHAT_FIELDS if body.messages is not None else COMPLETION_FIELDS
         for field in msgspec.json.decode(raw):
             if field not in known:
@@ -194,7 +194,11 @@ class TrtllmDialect:
         return params
 
     def _new_id(self, params: Params) -> int:
-        """Return the orchestrator's id, used for one context and one generation request."""
+        """Return the request id that the router has chosen.
+
+        Raises MalformedHandoffError if it is missing, out of range, or was used before by the same
+        kind of request.
+        """
         number = params.disagg_request_id
         if (
             number is None
@@ -233,13 +237,13 @@ class TrtllmDialect:
     def response_members(
         self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return the prompt as the context server rendered it."""
+        """Return the prompt's token ids as the context server rendered them."""
         return {"prompt_token_ids": token_ids(ask.prompts[0])}
 
     def choice_members(
         self, ask: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return the params for the generation server; null if the first token ended the answer."""
+        """Return the generation server's parameters; null if the first token ended the answer."""
         if offered is None:
             return {FIELD: None}
         state = OpaqueState(here.address, offered.name, offered.ticket)

@@ -1,8 +1,9 @@
-"""The engine's side of vLLM's NixlConnector in pull mode (0.20 to 0.33).
+"""The engine's side of vLLM's NixlConnector in pull mode (versions 0.20 to 0.33).
 
-Prefill: `do_remote_decode` in; out comes an object with this engine, its blocks and, as one opaque
-extra field, the ticket. Decode: that object in, and the KV is pulled. A malformed object has the
-same effect as on the real engine. Source: engines.md B.0, B.1, section 1.
+A prefill request has `do_remote_decode`; its response describes this engine, its blocks and, in one
+extra opaque field, the ticket to fetch them. A decode request sends that object, and the engine
+pulls the KV. A malformed object has the same effect as on the real engine. Source: engines.md B.0,
+B.1, section 1.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
 class VllmNixlDialect:
-    """The EngineDialect of the pull connector."""
+    """The EngineDialect (handoff protocol) of vLLM's NixlConnector in pull mode."""
 
     name = "vllm_nixl"
 
@@ -44,7 +45,7 @@ class VllmNixlDialect:
         request_id: str,
         here: EngineIdentity,
     ) -> ParsedHandoff:
-        """Return the leg of a request; none if its object is absent or requests nothing."""
+        """Parse the handoff object. A request whose object is absent or empty is served whole."""
         params = checked_object(body)
         if params is None:
             return NO_LEG
@@ -57,20 +58,20 @@ class VllmNixlDialect:
     def response_members(
         self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return the object; null if no KV is kept."""
+        """Return the object `kv_transfer_params` of the response; null if no KV is kept."""
         return {FIELD: None if offered is None else build_object(offered, here, "pull")}
 
     def choice_members(
         self, ask: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return nothing: vLLM's object is at the top level."""
+        """Return no fields: vLLM's object is at the top level of the response."""
         return {}
 
 
 def checked_object(body: RequestBody) -> dict[str, Any] | None:
-    """Return the request's `kv_transfer_params`; None: absent.
+    """Return the request's `kv_transfer_params`, or None if absent.
 
-    Other dialects' fields are refused.
+    Raises ApiError for handoff fields of other engines.
     """
     for field in ("bootstrap_host", "bootstrap_port", "bootstrap_room", "disaggregated_params"):
         if getattr(body, field) is not None:
@@ -87,7 +88,7 @@ def checked_object(body: RequestBody) -> dict[str, Any] | None:
 
 
 def prefill_leg(request_id: str, here: EngineIdentity) -> PrefillLeg:
-    """Return a prefill leg by pull, kept for a lease or, in old versions, for a fixed time."""
+    """Return a prefill leg whose KV is pulled, and kept for a lease (a fixed time in old versions)."""
     leases = here.version >= LEASES_SINCE
     return PrefillLeg(
         f"{request_id}-{secrets.token_hex(4)}",
@@ -124,9 +125,9 @@ def _cached_tokens(params: dict[str, Any]) -> int | None:
 
 
 def given_prompt(params: dict[str, Any], body: RequestBody) -> bytes | None:
-    """Return the prompt as the prefill leg rendered it (chat only, ignored with `echo`).
+    """Return the prompt tokens that the prefill response included (chat only, not with `echo`).
 
-    Raises ApiError 400 unless it is a list of ids.
+    Raises ApiError 400 unless they are a list of token ids.
     """
     ids = params.get("prompt_token_ids")
     if ids is None or body.messages is None or body.echo:
@@ -143,7 +144,7 @@ def given_prompt(params: dict[str, Any], body: RequestBody) -> bytes | None:
 
 
 def build_object(offered: OfferedKv, here: EngineIdentity, mode: str) -> dict[str, Any]:
-    """Return a prefill engine's object in the format of its version."""
+    """Return a prefill engine's `kv_transfer_params` in the format of its version."""
     blocks: list[Any] = offered.blocks if here.version < (0, 18) else [offered.blocks]
     params: dict[str, Any] = {
         "do_remote_prefill": True,

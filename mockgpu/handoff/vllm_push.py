@@ -1,8 +1,8 @@
-"""The engine's side of vLLM's NixlPushConnector (0.24 and later): both legs at once.
+"""The engine's side of vLLM's NixlPushConnector (0.24 and later): both requests start at once.
 
-Legs are matched by their X-Request-Id. Decode names the prefill engine, which the caller must know
-beforehand, and waits for its write. If the prefill leg fails, decode is not informed and times out.
-Source: engines.md B.0, B.3.
+The prefill and the decode request are matched by their X-Request-Id. The decode request names the
+prefill engine, which the caller must know beforehand, and waits for its write. If prefill fails,
+the decode engine is not notified and times out. Source: engines.md B.0, B.3.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REGISTRATION_S = 480.0
 
 
 class VllmPushDialect:
-    """The EngineDialect of the push connector."""
+    """The EngineDialect (handoff protocol) of vLLM's NixlPushConnector."""
 
     name = "vllm_push"
 
@@ -40,7 +40,7 @@ class VllmPushDialect:
         request_id: str,
         here: EngineIdentity,
     ) -> ParsedHandoff:
-        """Return the leg of a request. Both legs have the same X-Request-Id, which matches them."""
+        """Parse the handoff fields. Prefill and decode request have the same X-Request-Id."""
         params = checked_object(body)
         if params is None:
             return NO_LEG
@@ -63,14 +63,11 @@ class VllmPushDialect:
     def response_members(
         self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return the object of a pull with its mode and without a ticket.
-
-        It identifies this engine.
-        """
+        """Return `kv_transfer_params` that identify this engine, in push mode and without a ticket."""
         return {FIELD: None if offered is None else build_object(offered, here, "push")}
 
     def choice_members(
         self, ask: ParsedRequest, offered: OfferedKv | None, first: bytes, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return nothing: vLLM's object is at the top level."""
+        """Return no fields: vLLM's object is at the top level of the response."""
         return {}
