@@ -72,7 +72,7 @@ class InjectedFault(msgspec.Struct, frozen=True):
     end_s: float = inf
 
     def should_strike(self, elapsed_s: float, rng: Random) -> bool:
-        """Return whether the fault hits the current request: it is active and its chance comes up."""
+        """Return whether the fault hits this request: it is active and its chance came up."""
         return self.start_s <= elapsed_s < self.end_s and (
             self.chance >= 1 or rng.random() < self.chance
         )

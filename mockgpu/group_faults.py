@@ -88,7 +88,7 @@ class GroupFaults:
     def apply(self, spec: str) -> None:
         """Replace all faults by those of a specification; "" heals the engine.
 
-        Raises FaultError if it is invalid, and then keeps the earlier faults.
+        Raises FaultError if it is invalid. The earlier faults then stay active.
         """
         faults = parse_faults(spec)
         self.check(faults)
@@ -108,7 +108,7 @@ class GroupFaults:
             raise FaultError("faults of KV events need a group with --kv-events-port")
 
     def clear(self) -> None:
-        """End all faults, and restart the engine if a fault or a malformed request has killed it."""
+        """End all faults, and restart the engine if a fault or a bad request killed it."""
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()

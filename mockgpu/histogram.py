@@ -7,7 +7,10 @@ from collections.abc import Iterator
 
 
 class BucketHistogram:
-    """Counts per bucket and a sum. Counts are made cumulative only when rendered."""
+    """Counts observed values by bucket, and their sum.
+
+    Buckets are made cumulative only when they are rendered.
+    """
 
     __slots__ = ("_counts", "bounds", "sum")
 
@@ -17,12 +20,12 @@ class BucketHistogram:
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count `value` `times` times."""
+        """Record that `value` was observed `times` times."""
         self._counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
     def lines(self, name: str, labels: str) -> Iterator[str]:
-        """Yield the series of the histogram in exposition format."""
+        """Yield the histogram's lines in Prometheus text format."""
         total = 0
         for bound, count in zip((*self.bounds, "+Inf"), self._counts, strict=True):
             total += count

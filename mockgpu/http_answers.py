@@ -1,4 +1,4 @@
-"""Parts of the mock's HTTP handlers: forms, JSON answers, and connections that break."""
+"""Helpers of the mock's HTTP handlers: form parsing, JSON responses, and broken connections."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ JSON = "application/json"
 
 
 def json_answer(payload: object) -> web.Response:
-    """Return a JSON answer with status 200."""
+    """Return a JSON response with status 200."""
     return web.Response(body=msgspec.json.encode(payload), content_type=JSON)
 
 
 async def form_fields(request: web.Request) -> dict[str, Any]:
-    """Return the fields of a form; a file as bytes. Raises ApiError."""
+    """Return the fields of a submitted form, files as bytes. Raises ApiError if invalid."""
     if not request.content_type.startswith("multipart/form-data"):
         raise ApiError(400, "1 validation error: file: field required", "file")
     fields = await request.post()
@@ -32,19 +32,19 @@ async def form_fields(request: web.Request) -> dict[str, Any]:
 
 
 def check_content_type(request: web.Request) -> None:
-    """Raise ApiError for a body that is not declared as JSON."""
+    """Raise ApiError if the request's content type is not JSON."""
     if request.content_type != JSON:
         raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
 
 
 def reset_now(request: web.Request) -> NoReturn:
-    """Reset the client's connection and leave the handler."""
+    """Reset the client's connection and leave the handler with an exception."""
     reset_connection(transport_of(request))
     raise asyncio.CancelledError
 
 
 async def break_whole(request: web.Request, body: bytes, kind: FaultKind) -> NoReturn:
-    """Announce the whole body, send none or half of it, and leave the handler."""
+    """Send the headers and none or half of a body, then break off and leave the handler."""
     response = web.StreamResponse(headers={"Content-Type": JSON, "Content-Length": str(len(body))})
     await response.prepare(request)
     if kind is not FaultKind.RESET_AFTER_HEADERS:
@@ -54,7 +54,7 @@ async def break_whole(request: web.Request, body: bytes, kind: FaultKind) -> NoR
 
 
 def transport_of(request: web.Request) -> asyncio.Transport:
-    """Return the client's connection. Cancels the handler if the client has left."""
+    """Return the client's connection. Raises CancelledError if the client has left."""
     if request.transport is None:
         raise asyncio.CancelledError
     return request.transport

@@ -1,4 +1,4 @@
-"""The values that the scheduler works on: jobs, their states, step plans and outcomes."""
+"""The values that the scheduler works on: jobs, their states, step plans and step outcomes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's
 
 
 class JobState(Enum):
-    """The state of a sequence. WAITING -> PREFILL -> DECODE -> DONE; preemption returns to WAITING.
+    """The state of a job: WAITING -> PREFILL -> DECODE -> DONE. Preemption returns it to WAITING.
 
-    With KV from another group: WAITING -> FETCHING -> FETCHED -> PREFILL (of what is missing).
+    A job with KV from another engine: WAITING -> FETCHING -> FETCHED -> PREFILL (of the tokens that
+    are missing) -> DECODE -> DONE.
     """
 
     WAITING = auto()
@@ -29,37 +30,39 @@ class JobState(Enum):
 
 
 class Content(Protocol):
-    """The content of a job's KV, and its text if the KV turns out wrong."""
+    """The content of a job's KV, and the answer text that depends on it."""
 
     def states(self, start: int, end: int) -> Words:
-        """Return the states of tokens [start, end) of prompt and answer
-        (mockgpu/kv_contents.py).
+        """Return the KV words of tokens [start, end) of prompt and answer.
+
+        See mockgpu/kv_contents.py.
         """
         ...
 
     def replace_text(self, taint: int) -> None:
-        """Replace the text, because the prompt's KV is wrong. `taint` is a digest of the error."""
+        """Replace the answer, because the prompt's KV is wrong; `taint` is the error's digest."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One sequence to serve. Owned by the scheduler once added.
+    """One sequence (prompt and answer) to compute. The scheduler owns it once it is added.
 
-    keys           chained keys of the full blocks of prompt and output; short or empty: not
-                   cacheable
-    computed       tokens of the prompt (after preemption, also of the output) whose KV is
-                   present or planned
-    cached         prompt tokens found in the prefix cache at first admission; -1 before
-    made           output tokens, current only while not decoding; see `Scheduler.count_output()`
-    origin         while decoding: the scheduler's tick minus the tokens made
-    leg            PrefillLeg: its KV goes to another group at its end; DecodeLeg: its KV comes
-                   from another group; None: neither
-    content        None in a group without real KV
-    keeps_blocks   its blocks stay allocated at its end, until `Scheduler.release_kept()`
-    offered        after its end: what the other group may learn of its KV
-    tokens, salt   tokens of prompt and output, four bytes each, and the cache salt; set only in a
-                   group that publishes KV events
+    keys           keys of the full blocks of prompt and output; short or empty: the rest is not
+                   cached
+    computed       tokens of the prompt (after preemption, also of the output) whose KV is present
+                   or planned
+    cached         prompt tokens found in the prefix cache when first admitted; -1 before that
+    made           output tokens so far, current only while not decoding; see
+                   `Scheduler.count_output()`
+    origin         while decoding: the scheduler's tick minus the output tokens
+    leg            PrefillLeg: another engine fetches its KV at its end; DecodeLeg: its KV comes
+                   from another engine; None: neither
+    content        content of its KV; None in an engine that stores no KV bytes
+    keeps_blocks   whether its blocks stay allocated at its end, until `Scheduler.release_kept()`
+    offered        set at its end: the description of its KV for the other engine
+    tokens, salt   tokens of prompt and output, four bytes each, and the cache salt; set only in an
+                   engine that publishes KV events
     """
 
     prompt_tokens: int
@@ -81,13 +84,13 @@ class Job:
 
     @property
     def known_tokens(self) -> int:
-        """Tokens that a prefill must compute: the prompt and, after preemption, the output."""
+        """The tokens that a prefill must compute: the prompt and, after preemption, the output."""
         return self.prompt_tokens + self.made
 
 
 @dataclass(slots=True)
 class PrefillChunk:
-    """Part of a prompt computed in one step: tokens [start, start + tokens)."""
+    """The part of a prompt that is computed in one step: tokens [start, start + tokens)."""
 
     job: Job
     start: int
@@ -97,7 +100,7 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: its prefill chunks, and the number and total context of decoding sequences."""
+    """The work of one step: prefill chunks, and the number and total context of decoding jobs."""
 
     chunks: list[PrefillChunk]
     decode_seqs: int
@@ -105,7 +108,7 @@ class StepPlan:
 
     @property
     def work(self) -> StepWork:
-        """The step's work for the roofline."""
+        """The amount of work in this step, for the step-time model (roofline)."""
         tokens, area = 0, 0.0
         for chunk in self.chunks:
             tokens += chunk.tokens
@@ -115,7 +118,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The result of a step: jobs that made their first token, decoded tokens, and ended jobs."""
+    """The result of a step: jobs with their first token, number of decoded tokens, ended jobs."""
 
     first_token_jobs: list[Job]
     decoded: int
@@ -124,7 +127,7 @@ class StepOutcome:
 
 @dataclass(slots=True)
 class Totals:
-    """Counters since the start, with vLLM's meaning."""
+    """Counters since the engine's start, with the meaning that vLLM's metrics have."""
 
     prefix_queries: int = 0
     prefix_hits: int = 0

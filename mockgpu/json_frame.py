@@ -1,8 +1,8 @@
-"""JSON that fits a schema, around the generated words: for structured output and tool calls.
+"""Builds JSON that fits a schema around generated words, for structured output and tool calls.
 
-A mock generates words, but clients parse what they asked for. So the words become the first string
-of the schema that may hold any text, and a JSON frame is written around them. The frame takes no
-tokens. Not understood: `pattern`, `not`, `if`, regular expressions and grammars.
+A mock generates words, but clients parse the JSON that they requested. The words become the first
+string of the schema that may hold any text, and the JSON around them (the frame) counts no tokens.
+Not supported: `pattern`, `not`, `if`, regular expressions and grammars.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _FORMATS: Mapping[str, str] = {
 
 
 class JsonFrame(msgspec.Struct, frozen=True):
-    """The JSON before and after the words. Without a place for them they are left out.
+    """The JSON before and after the generated words.
 
-    before, after  text around the words
-    has_words      whether the JSON has a string for the words
+    before, after  JSON text around the words
+    has_words      whether the JSON contains the words; False: they are left out
     """
 
     before: str
@@ -49,12 +49,12 @@ ANY_OBJECT: Mapping[str, Any] = {
 
 
 def fixed_frame(text: str) -> JsonFrame:
-    """Return the frame of a text without generated words."""
+    """Return a frame that consists of this text, without generated words."""
     return JsonFrame(text, "", has_words=False)
 
 
 def frame_of(schema: object) -> JsonFrame:
-    """Return the frame of the smallest value that fits a JSON Schema."""
+    """Return the frame of the smallest JSON value that fits a JSON Schema."""
     value = _Sample(schema if isinstance(schema, dict) else {}).value(schema, 0)
     text = msgspec.json.encode(value).decode()
     before, mark, after = text.partition(_WORDS)
@@ -62,14 +62,14 @@ def frame_of(schema: object) -> JsonFrame:
 
 
 class _Sample:
-    """A value that fits a schema, built from its root, with one place for the words."""
+    """Builds a sample value for a schema, in which one string is replaced by the words."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._has_words = False
 
     def value(self, schema: object, depth: int) -> Any:
-        """Return a value that fits; below MAX_DEPTH a null."""
+        """Return a value that fits a schema, or null at more than MAX_DEPTH levels."""
         if depth > MAX_DEPTH:
             return None
         if not isinstance(schema, dict):
@@ -90,7 +90,7 @@ class _Sample:
         return {"boolean": False, "null": None}[kind] if kind != "string" else self._text(schema)
 
     def _other(self, schema: Mapping[str, Any]) -> object | None:
-        """Return the schema that a reference or a combination stands for; None for another one."""
+        """Return the schema that `$ref`, `anyOf`, `oneOf` or `allOf` resolves to, or None."""
         if isinstance(ref := schema.get("$ref"), str):
             return self._referenced(ref)
         for name in ("anyOf", "oneOf"):
@@ -107,7 +107,7 @@ class _Sample:
         return None
 
     def _referenced(self, ref: str) -> object:
-        """Return what a reference within the schema points at; an empty schema for any other."""
+        """Return the schema at a reference such as `#/$defs/name`; {} if there is none."""
         found: Any = self._root
         for name in ref.removeprefix("#").split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
@@ -115,7 +115,7 @@ class _Sample:
         return found
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
-        """Return an object with the required members; if none is, with the first one."""
+        """Return an object with the required properties, or with the first one if none is."""
         members = schema.get("properties") or {}
         names = schema.get("required") or list(members)[:1]
         return {name: self.value(members.get(name, {}), depth + 1) for name in names}
@@ -127,7 +127,11 @@ class _Sample:
         return [self.value(item, depth + 1) for item in items]
 
     def _text(self, schema: Mapping[str, Any]) -> str:
-        """Return the place of the words, or another text where any length may not fit."""
+        """Return the placeholder of the words, or a fixed string.
+
+        A string gets fixed text if its format or maximum length restricts it, or if the words are
+        already placed.
+        """
         least = "x" * schema.get("minLength", 0)
         if form := _FORMATS.get(str(schema.get("format"))):
             return form
@@ -138,7 +142,7 @@ class _Sample:
 
 
 def _kind(schema: object) -> str:
-    """Return the type of the values of a schema."""
+    """Return the JSON type that a schema describes, as its name in JSON Schema."""
     kind = schema.get("type") if isinstance(schema, dict) else None
     if isinstance(kind, list):
         kind = next((each for each in kind if each != "null"), "null")
@@ -148,7 +152,7 @@ def _kind(schema: object) -> str:
 
 
 def _number(schema: Mapping[str, Any], kind: str) -> float | int:
-    """Return the number nearest to 0 within the bounds."""
+    """Return the number nearest to 0 within the schema's bounds."""
     step = schema.get("multipleOf", 1 if kind == "integer" else 0.5)
     lowest = schema.get("minimum", schema.get("exclusiveMinimum"))
     highest = schema.get("maximum", schema.get("exclusiveMaximum"))
@@ -163,7 +167,7 @@ def _number(schema: Mapping[str, Any], kind: str) -> float | int:
 
 
 def _merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both schemas as one, with the members of both."""
+    """Return one schema with the properties and requirements of both."""
     merged = {**first, **second}
     for name in ("properties", "required"):
         old, new = first.get(name), second.get(name)

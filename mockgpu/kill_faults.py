@@ -1,7 +1,7 @@
-"""Faults of one request's KV, and failures of the whole group at a moment of one request's life.
+"""Faults that hit one request: corrupted or lost KV, and an engine that dies during the request.
 
-mockgpu/fault_grammar.py parses them and decides which requests they strike. A group creates this
-object when the first such fault strikes, so that healthy groups pay nothing.
+mockgpu/fault_grammar.py parses them and decides which requests they hit. An engine creates this
+object when the first such fault strikes, so that healthy engines pay nothing.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ WATCH_S = 0.0005
 
 
 class FaultTarget(Protocol):
-    """The group that fails."""
+    """The engine that the faults hit."""
 
     scheduler: Scheduler
     memory: KvMemory | None
 
     def lose_rank(self, rank: int, hang: bool = False) -> None:
-        """Lose a GPU, and with it the group."""
+        """Simulate the loss of a GPU, which stops the whole engine."""
         ...
 
 
 class KillFaults:
-    """Sole owner of which jobs are marked with which fault."""
+    """The faults assigned to single jobs, and the events that trigger them."""
 
     def __init__(self, victim: FaultTarget, loop: asyncio.AbstractEventLoop) -> None:
         self._target = victim
@@ -40,21 +40,21 @@ class KillFaults:
         self._fault_by_job: dict[Job, InjectedFault] = {}
 
     def mark(self, job: Job, fault: InjectedFault) -> None:
-        """Let this fault strike this job."""
+        """Assign a fault to a job."""
         self._fault_by_job[job] = fault
 
     def forget(self, job: Job) -> None:
-        """Forget a job that is over."""
+        """Remove the fault of a job that has ended."""
         self._fault_by_job.pop(job, None)
 
     def on_step_planned(self, plan: StepPlan, step_s: float) -> None:
-        """Schedule the group's failure in the middle of a step, for jobs that die in prefill."""
+        """If a prompt in this step is marked, kill the engine half-way through the step."""
         for chunk in plan.chunks:
             if self._kind(chunk.job) is FaultKind.DIE_IN_PREFILL:
                 self._loop.call_later(step_s / 2, self._target.lose_rank, 0)
 
     def on_step_done(self) -> None:
-        """Fail the group if a job that dies while decoding has made its tokens."""
+        """Kill the engine if a job marked to die while decoding has made enough tokens."""
         scheduler = self._target.scheduler
         for job, fault in list(self._fault_by_job.items()):
             if fault.kind is FaultKind.DIE_MID_DECODE and scheduler.count_output(job) > fault.after:
@@ -62,7 +62,7 @@ class KillFaults:
                 return
 
     def on_prompt_computed(self, job: Job) -> None:
-        """Flip one bit of the prompt's KV, if the job is marked for corruption."""
+        """Flip one bit of the prompt's KV if the job is marked for corruption."""
         memory = self._target.memory
         if self._kind(job) is FaultKind.KV_CORRUPT and memory is not None:
             block = job.blocks[len(job.blocks) // 2]
@@ -70,13 +70,14 @@ class KillFaults:
             region.bytes[block * region.block_bytes] ^= 1
 
     def loses_offer(self, job: Job) -> bool:
-        """Return whether the job's KV is lost as soon as it is offered."""
+        """Return whether the job's KV is to be lost as soon as it is offered."""
         return self._kind(job) is FaultKind.KV_LOST
 
     def on_transfer(self, job: Job, under_way: Callable[[Job], bool | None]) -> None:
-        """Fail the group while the job's KV moves, as soon as `under_way` returns True.
+        """If the job is marked for it, kill the engine while the job's KV is being transferred.
 
-        `under_way` returns None when the KV has already moved, too fast for a failure in between.
+        `under_way` returns True during the transfer, False before it, and None after it. A transfer
+        that ends unnoticed between two checks kills nothing.
         """
         if self._kind(job) in (FaultKind.DIE_IN_TRANSFER, FaultKind.DIE_IN_PULL):
             self._watch(job, under_way)

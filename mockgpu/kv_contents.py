@@ -1,9 +1,9 @@
-"""The content of a mock group's KV cache: bytes derived from the tokens, and a check of them.
+"""The content of a mock engine's KV cache: bytes derived from the tokens, and their verification.
 
-Every token has a state, a 64-bit word that depends on all tokens up to it. Every slot of the cache
-(layer, key or value, head, position in the head) has a mask. A cached word is state XOR mask. So
-equal prompts have equal bytes in any layout, and a word that is misplaced, of another prompt or
-flipped yields another state. Not here: ownership of the memory (mockgpu/kv_memory.py).
+Every token has a state, a 64-bit word that depends on all tokens up to it. Every position in the
+cache (layer, key or value, head, position in the head) has a mask. A cached word is state XOR mask.
+So equal prompts have equal bytes in any layout. A word that is flipped, misplaced or of another
+prompt yields a different state. mockgpu/kv_memory.py owns the memory.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ _MIX_B = np.uint64(0x94D049BB133111EB)
 
 
 def _mix(words: Words) -> Words:
-    """Apply splitmix64's finaliser, a bijection that spreads every input bit."""
+    """Apply splitmix64's finaliser, a bijection in which each input bit affects all outputs."""
     words = (words ^ (words >> np.uint64(30))) * _MIX_A
     words = (words ^ (words >> np.uint64(27))) * _MIX_B
     return words ^ (words >> np.uint64(31))
 
 
 def scaled_layout(model: Llm, tp: int, scale: float = DEFAULT_SCALE) -> KvLayout:
-    """Return the model's cache layout with about `scale` of its bytes.
+    """Return the model's KV cache layout, reduced to about `scale` of its bytes.
 
-    Heads get thinner first, then layers fewer. Heads, ranks, dtype and MLA stay, so that resharding
-    is realistic. Raises ValueError for a scale outside (0, 1], or ranks that do not fit the heads.
+    First the head size is reduced, then the number of layers. Heads, ranks, dtype and MLA stay, so
+    that resharding between layouts stays realistic. Raises ValueError for a scale outside (0, 1],
+    or ranks that do not fit the heads.
     """
     if not 0 < scale <= 1:
         raise ValueError(f"kv scale {scale} is not in (0, 1]")
@@ -53,10 +54,10 @@ def scaled_layout(model: Llm, tp: int, scale: float = DEFAULT_SCALE) -> KvLayout
 
 
 def token_states(tokens: bytes, keys: Sequence[int]) -> Words:
-    """Return the state of each token, shape [tokens].
+    """Return the state (a 64-bit word) of each token, shape [tokens].
 
-    `keys` are the chained keys of at least its full blocks (text.py). Within a block, a state is a
-    running sum of mixed (token, position), starting from the key of everything before.
+    `keys` are the keys of at least its full blocks (text.py). Within a block, a state is a running
+    sum of mixed (token, position), starting from the key of all earlier tokens.
     """
     n = token_count(tokens)
     blocks = blocks_for(n)
@@ -71,7 +72,7 @@ def token_states(tokens: bytes, keys: Sequence[int]) -> Words:
 
 
 def slot_masks(layout: KvLayout) -> Words:
-    """Return the mask of every slot of the model (not of a rank).
+    """Return the mask of every cache position of the whole model.
 
     Shape: [layers, 2 (1 with MLA), kv heads, words per head].
     """

@@ -1,4 +1,4 @@
-"""The HTTP routes that name a group's publisher of KV events, and list what it has cached."""
+"""HTTP routes that describe an engine's publisher of KV events, and list its cached blocks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mockgpu.request_parser import ApiError
 
 
 class KvEventPages:
-    """The routes of one group, in the form of the engine that it imitates."""
+    """The KV event routes of one mock engine, in the format of the engine that it imitates."""
 
     def __init__(self, group: TpGroup, engine: EngineFormat) -> None:
         self._group, self._engine = group, engine
 
     def engine_routes(self) -> list[web.RouteDef]:
-        """Return the route by which the imitated engine describes its publisher."""
+        """Return the routes by which the imitated engine describes its KV event publisher."""
         if self._engine is EngineFormat.SGLANG:
             return [web.get("/server_info", self.server_info)]
         if self._engine is EngineFormat.VLLM:
@@ -25,17 +25,17 @@ class KvEventPages:
         return []
 
     async def sources(self, _: web.Request) -> web.Response:
-        """GET /kv_event_sources of vLLM: publishers by data-parallel rank."""
+        """Serve vLLM's GET /kv_event_sources: the publishers by data-parallel rank."""
         events = self._group.kv_events
         return json_answer({} if events is None else {"0": events.describe()})
 
     async def server_info(self, _: web.Request) -> web.Response:
-        """GET /server_info of SGLang, with the publisher of KV events only."""
+        """Serve SGLang's GET /server_info, with only the fields about KV events."""
         events = self._group.kv_events
         return json_answer({} if events is None else {"kv_events": events.describe_as_sglang()})
 
     async def blocks(self, _: web.Request) -> web.Response:
-        """GET /mock/kv_blocks: the cached blocks by the events' hashes, and the next number."""
+        """Serve GET /mock/kv_blocks: the hashes of all cached blocks, and the next event number."""
         events = self._group.kv_events
         if events is None:
             raise ApiError(404, "The group publishes no KV events.")

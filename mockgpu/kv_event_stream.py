@@ -1,7 +1,7 @@
-"""The KV events of one group, as a numbered stream of batches in an engine's own form.
+"""The KV events of one engine, as a numbered stream of batches in the engine's own format.
 
-Without I/O: the scheduler's changes of the prefix cache come in, messages to publish go out, and
-faults decide which of them are lost, late, doubled or out of order. Sockets are in
+The scheduler reports changes of the prefix cache, and this module returns the messages to publish.
+Faults make messages lost, late, doubled or out of order. There is no I/O; sockets are in
 mockgpu/kv_publisher.py.
 """
 
@@ -31,7 +31,7 @@ _encode = msgspec.msgpack.encode
 
 
 class KvEventSpec(msgspec.Struct, frozen=True):
-    """How a group publishes KV events. Ports: 0 takes a free one."""
+    """How an engine publishes KV events: format and ports. Port 0 picks a free one."""
 
     port: int = 0
     replay_port: int = 0
@@ -41,12 +41,15 @@ class KvEventSpec(msgspec.Struct, frozen=True):
 
 
 class KvEventStream:
-    """The events since the last batch, the numbered batches, and the faults of their delivery."""
+    """Collects KV events, numbers them in batches, and injects delivery faults."""
 
     def __init__(
         self, spec: KvEventSpec, block_tokens: int, strikes: Callable[[FaultKind], bool]
     ) -> None:
-        """`strikes` returns whether a fault of this kind strikes the next message."""
+        """Create an empty stream.
+
+        `strikes` returns whether a fault of the given kind hits the next message.
+        """
         self._spec = spec
         self._block_tokens = block_tokens
         self.strikes = strikes
@@ -57,11 +60,11 @@ class KvEventStream:
         self.next_number = 0
 
     def hash_of(self, key: int) -> int:
-        """Return the hash by which events name a block: SGLang's are signed."""
+        """Return the block hash that events use for a block key. SGLang's hashes are signed."""
         return key - (1 << 64) if self._spec.form == "sglang" and key >> 63 else key
 
     def on_stored(self, job: Job, place: int) -> None:
-        """Note that the job's block at `place` can be shared from now on."""
+        """Record that block number `place` of a job is now in the prefix cache."""
         size, keys = self._block_tokens, job.keys
         data = job.tokens[place * size * _TOKEN_BYTES : (place + 1) * size * _TOKEN_BYTES]
         parent = self.hash_of(keys[place - 1]) if place else None
@@ -86,7 +89,7 @@ class KvEventStream:
         self._events.append(event)
 
     def on_removed(self, key: int) -> None:
-        """Note that a block has been evicted."""
+        """Record that the block with this key has been evicted."""
         if self._spec.form == "array":
             self._events.append(["BlockRemoved", [self.hash_of(key)], "GPU"])
         else:
@@ -95,15 +98,15 @@ class KvEventStream:
             self._events.append(event)
 
     def on_cleared(self) -> None:
-        """Note that the prefix cache has been emptied."""
+        """Record that the prefix cache has been cleared."""
         cleared = "AllBlocksCleared"
         self._events.append([cleared] if self._spec.form == "array" else {"type": cleared})
 
     def flush(self, wall_s: float, now: float) -> list[Message]:
-        """Return the messages to publish now: the events so far as one batch, and late ones.
+        """Return the messages to publish now: one batch of all new events, and delayed messages.
 
-        wall_s  the time in the batch
-        now     seconds of a monotonic clock
+        wall_s  timestamp of the batch, in Unix seconds
+        now     monotonic time in seconds
         """
         ready = []
         while self._late and self._late[0][0] <= now:
@@ -117,7 +120,7 @@ class KvEventStream:
         return self._deliver(message, now) + ready
 
     def _deliver(self, message: Message, now: float) -> list[Message]:
-        """Apply the faults of delivery to a message."""
+        """Apply delivery faults to a message, and return the messages to publish now."""
         if self.strikes(FaultKind.EVENTS_LOST):
             return []
         if self.strikes(FaultKind.EVENTS_LATE):
@@ -131,11 +134,11 @@ class KvEventStream:
         return copies
 
     def replay(self, start: int) -> list[Message]:
-        """Return the buffered messages from the number `start` on."""
+        """Return the buffered messages with the number `start` and above."""
         return [message for message in self._buffer if message[0] >= start]
 
     def restart(self) -> None:
-        """Begin again at number 0 with an empty buffer, as another process would."""
+        """Restart numbering at 0 with an empty buffer, as a restarted engine does."""
         self._events = []
         self._buffer.clear()
         self._late.clear()

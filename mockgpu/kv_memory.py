@@ -1,7 +1,7 @@
-"""KvMemory: the real bytes of a group's KV cache, one region per rank.
+"""KvMemory: the stored bytes of a mock engine's KV cache, one memory region per rank.
 
-Written as tokens are computed, and read back. Not here: the content (mockgpu/kv_contents.py),
-ownership of blocks (blocks.py), transfer (kvtransfer).
+Bytes are written as tokens are computed, and verified later. The content is in
+mockgpu/kv_contents.py, ownership of blocks in blocks.py, transfers in kvtransfer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mockgpu.kv_contents import WORD_BYTES, Words, slot_masks
 
 
 class KvMemory:
-    """The caches of all ranks of one group.
+    """The KV cache memory of all ranks of one engine.
 
-    Sole writer of their bytes, except for transfers into blocks reserved for them.
+    Only this class writes to it, except for transfers into blocks reserved for them.
     """
 
     def __init__(self, layout: KvLayout, regions: Sequence[Region]) -> None:
-        """Check the regions, one per rank. Raises ValueError for a wrong number or size."""
+        """Use one memory region per rank. Raises ValueError for a wrong number or size."""
         ranks = [region.bytes for region in regions]
         if len(ranks) != layout.tp or any(
             rank.size % layout.rank_block_bytes(index) for index, rank in enumerate(ranks)
@@ -41,7 +41,10 @@ class KvMemory:
 
     @classmethod
     def create(cls, layout: KvLayout, blocks: int, name: str) -> KvMemory:
-        """Allocate zeroed memory for `blocks` blocks on every rank. Pages are used when written."""
+        """Allocate zeroed memory for `blocks` blocks on every rank.
+
+        The operating system maps a page when it is first written.
+        """
         return cls(
             layout,
             [
@@ -51,19 +54,19 @@ class KvMemory:
         )
 
     def bump(self, blocks: Sequence[int]) -> None:
-        """Increment the generations of blocks that get new content."""
+        """Increment the generation numbers of blocks that are about to get new content."""
         if blocks:
             for region in self.regions:
                 region.bump(blocks)
 
     def close(self) -> None:
-        """Release the memory."""
+        """Release the memory of all ranks."""
         self._views.clear()
         for region in self.regions:
             region.close()
 
     def write(self, blocks: Sequence[int], start: int, states: Words) -> None:
-        """Store tokens [start, start + len(states)) of a sequence in its blocks."""
+        """Write the KV of tokens [start, start + len(states)) of a sequence into its blocks."""
         for view, masks in zip(self._views, self._masks, strict=True):
             for chosen, first, last, part in _pieces(
                 blocks, start, states, self.layout.block_tokens
@@ -73,9 +76,10 @@ class KvMemory:
                 view[chosen, :, :, :, first:last] = part[:, None, None, None, :, None] ^ masks
 
     def taint(self, blocks: Sequence[int], states: Words) -> int:
-        """Return 0 if tokens [0, len(states)) are correct on every rank, else an error digest.
+        """Return 0 if the KV of tokens [0, len(states)) is correct, else a digest of the errors.
 
-        The bytes are unmasked and compared with the tokens' states in each layer, head and replica.
+        On every rank, the bytes are unmasked and compared with the tokens' states in each layer,
+        head and replica.
         """
         digest = 0
         for rank, (view, masks) in enumerate(zip(self._views, self._masks, strict=True)):
@@ -93,7 +97,7 @@ class KvMemory:
 
 
 def _by_block(rank: NDArray[np.uint8], layout: KvLayout) -> Words:
-    """View a rank's bytes as words [blocks, layers, parts, heads, tokens, words]."""
+    """Return a view of a rank's bytes as words [blocks, layers, parts, heads, tokens, words]."""
     words, per_row = rank.view(np.uint64), layout.row_bytes // WORD_BYTES
     if layout.order is KvOrder.BLHNC:
         return words.reshape(
@@ -110,7 +114,7 @@ def _pieces(
 ) -> list[tuple[NDArray[np.int64] | list[int], int, int, Words]]:
     """Split a token range into (blocks, first and last position in each, states per block).
 
-    Whole blocks are one piece, partial ones at the ends are separate.
+    All whole blocks form one piece; a partial block at either end is a piece of its own.
     """
     end = start + len(states)
     whole_from, whole_to = -(-start // size), end // size

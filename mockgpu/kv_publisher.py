@@ -1,8 +1,8 @@
-"""Publishes a group's KV events over ZeroMQ, and answers requests to replay them.
+"""Publishes an engine's KV events over ZeroMQ, and answers requests to replay them.
 
-Messages are `[topic, number (8 bytes, big-endian), payload]` on a PUB socket. A ROUTER socket takes
-`[empty, first number]` and answers with `[empty, topic, number, payload]` for each message, then
-with the number -1. Needs pyzmq, the extra `events`.
+Messages are `[topic, number (8 bytes, big-endian), payload]` on a PUB socket. A ROUTER socket
+receives `[empty, first number]` and answers with `[empty, topic, number, payload]` for each
+message, then with the number -1. Requires pyzmq (the extra `events`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ END_NUMBER = b"\xff" * 8
 
 
 class KvPublisher:
-    """The sockets of one group's events. Sole owner of its stream."""
+    """The ZeroMQ sockets on which one engine publishes and replays its KV events."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class KvPublisher:
         loop: asyncio.AbstractEventLoop,
         host: str,
     ) -> None:
-        """Bind both sockets. Raises OSError if a port is taken."""
+        """Bind the event socket and the replay socket. Raises OSError if a port is taken."""
         self.stream = KvEventStream(spec, scheduler.pool.block_tokens, _never)
         self._spec, self._scheduler, self._loop = spec, scheduler, loop
         self._topic = spec.topic.encode()
@@ -46,7 +46,7 @@ class KvPublisher:
         self._timer = loop.call_later(POLL_S, self._poll)
 
     def flush(self) -> None:
-        """Publish the events since the last call."""
+        """Publish the events recorded since the last call."""
         if self.stream.strikes(FaultKind.EVENTS_RESTARTED):
             self.stream.restart()
             self._scheduler.pool.clear_prefix_cache()
@@ -55,11 +55,11 @@ class KvPublisher:
             self._publisher.send_multipart(message, zmq.NOBLOCK)
 
     def hashes(self) -> list[int]:
-        """Return the events' names of all blocks that the prefix cache has now."""
+        """Return the event hashes of all blocks that are in the prefix cache now."""
         return [self.stream.hash_of(key) for key in self._scheduler.pool.cached_keys()]
 
     def describe(self) -> dict[str, Any]:
-        """Return this source as vLLM describes its own at /kv_event_sources."""
+        """Return this publisher's entry for vLLM's /kv_event_sources."""
         return {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -70,7 +70,7 @@ class KvPublisher:
         }
 
     def describe_as_sglang(self) -> dict[str, Any]:
-        """Return this source as SGLang describes its own at /server_info."""
+        """Return this publisher's entry for SGLang's /server_info."""
         return {
             "publisher": "zmq",
             "endpoint_host": "*",
@@ -82,7 +82,7 @@ class KvPublisher:
         }
 
     def _poll(self) -> None:
-        """Publish late messages, and answer requests for a replay."""
+        """Publish delayed messages, and answer pending replay requests."""
         self._timer = self._loop.call_later(POLL_S, self._poll)
         self.flush()
         while self._router.poll(0):
@@ -98,7 +98,7 @@ class KvPublisher:
         self._router.send_multipart([peer, b"", b"", END_NUMBER, b""])
 
     def close(self) -> None:
-        """Close the sockets."""
+        """Close both sockets."""
         self._timer.cancel()
         self._context.destroy(linger=0)
 
@@ -108,7 +108,7 @@ def _never(kind: FaultKind) -> bool:
 
 
 def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> int:
-    """Bind a socket and return its port. Raises OSError if the port is taken."""
+    """Bind a ZeroMQ socket and return its port. Raises OSError if the port is taken."""
     socket.sndhwm = 0
     if not port:
         return socket.bind_to_random_port(f"tcp://{host}")

@@ -1,6 +1,7 @@
-"""The legs of a split request: PrefillLeg sends KV, DecodeLeg receives it.
+"""The two legs of a split request: PrefillLeg sends KV, DecodeLeg receives it.
 
-Plain values, the same for every dialect. Each dialect defines its wire format.
+A leg is the request that one of the two engines gets. These values are the same for all engines'
+handoff protocols; each protocol (dialect) defines its wire format.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ import msgspec
 
 
 class AnswerTime(Enum):
-    """When a prefill leg answers: when its KV is computed, or when it has been fetched."""
+    """When a prefill request is answered: once its KV is computed, or once it has been fetched."""
 
     WHEN_PREFILLED = auto()
     WHEN_TAKEN = auto()
 
 
 class PrefillLeg(msgspec.Struct, frozen=True):
-    """A prefill leg: its KV is offered under `name` for `hold_s` seconds.
+    """The prefill half of a split request: its KV is offered as `name` for `hold_s` seconds.
 
-    is_public   any group that knows the name may fetch it (push dialects); False: by ticket only
-    if_ended    also offer it if the answer ended itself at the first token
+    is_public   True: any engine that knows the name may fetch the KV (push protocols); False: a
+                ticket is required
+    if_ended    whether to offer it also if the answer ended by itself at the first token
+    answering   when the request is answered
     """
 
     name: str
@@ -32,15 +35,15 @@ class PrefillLeg(msgspec.Struct, frozen=True):
 
 
 class AgentPeer(msgspec.Struct, frozen=True):
-    """The prefill group's agent, by address."""
+    """A prefill engine's KV transfer agent, identified by its address."""
 
     address: str
 
 
 class BootstrapPeer(msgspec.Struct, frozen=True):
-    """The prefill group's agent, by its bootstrap server.
+    """A prefill engine's KV transfer agent, to be looked up at its bootstrap server.
 
-    `engine_id`: for Mooncake; None: SGLang.
+    `engine_id` is for Mooncake; None means SGLang.
     """
 
     bootstrap: str
@@ -48,12 +51,13 @@ class BootstrapPeer(msgspec.Struct, frozen=True):
 
 
 class DecodeLeg(msgspec.Struct, frozen=True):
-    """A decode leg: KV of this `name` is fetched from `peer`, waiting up to `wait_s` for it.
+    """The decode half of a split request: KV `name` is fetched from `peer` within `wait_s` seconds.
 
-    first       tokens that the prefill group already made (TRT-LLM)
-    renew       URL for renewing the lease while there is no room here
-    cached      cached tokens to report instead of the transferred ones
-    is_parked   the object was incomplete: the engine waits for ever for KV that never comes
+    ticket      permission to fetch the KV; None if it is public
+    first       tokens that the prefill engine already generated (TensorRT-LLM)
+    renew       URL for renewing the lease while the request is queued; "": none
+    cached      number of cached tokens to report; None: those that were transferred
+    is_parked   True: the handoff object was incomplete, so that the engine waits for ever for KV
     """
 
     name: str
@@ -67,7 +71,10 @@ class DecodeLeg(msgspec.Struct, frozen=True):
 
 
 class OfferedKv(msgspec.Struct, frozen=True):
-    """A prefill leg's KV as described to the other leg. `cached`: its tokens cached here before."""
+    """The description of a prefill request's KV for the decode engine.
+
+    `cached` is how many of its tokens were in the prefill engine's prefix cache.
+    """
 
     name: str
     ticket: str

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, as vLLM serves it: requests as chats, answers as events and objects."""
+"""Anthropic's Messages API, as vLLM serves it, converted to and from chat completions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessagesFormat:
-    """The words of the Messages API for a chat."""
+    """Converts Messages API requests to chats, and chat answers to messages and events."""
 
     prefix = "msg_"
 
     def read(self, members: dict[str, Any]) -> RequestBody:
-        """Return the chat of a body. `max_tokens` is required."""
+        """Return the chat request for a Messages body. `max_tokens` is required."""
         if not isinstance(members.get("max_tokens"), int):
             raise ApiError(400, "1 validation error: max_tokens: field required", "max_tokens")
         return count_body(members)
@@ -31,7 +31,7 @@ class MessagesFormat:
     def chunks(
         self, ask: ParsedRequest, choice: Choice, created: int, members: Mapping[str, Any]
     ) -> MessagesChunks:
-        """Return the events of a streamed answer."""
+        """Return the event builder of a streamed message."""
         return MessagesChunks(ask, choice)
 
     def whole(
@@ -42,7 +42,7 @@ class MessagesFormat:
         cached: int | None,
         members: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the message."""
+        """Return the complete message object of a non-streaming response."""
         block: dict[str, Any] = {"type": "text", "text": choice.whole_text}
         if ask.tool is not None:
             block = _tool_use(ask, msgspec.json.decode(choice.whole_text))
@@ -50,18 +50,18 @@ class MessagesFormat:
         return _message(ask, [block], usage) | _ending(choice)
 
     def error(self, error: ApiError) -> bytes:
-        """Return the JSON of an error."""
+        """Return the JSON body of an error."""
         detail = {"type": error.kind, "message": error.message}
         return msgspec.json.encode({"type": "error", "error": detail})
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the event that ends a failed stream."""
+        """Return the error event that ends a failed stream."""
         detail = {"type": "internal_error", "message": error.message}
         return http_chunk(named_event("error", {"type": "error", "error": detail}))
 
 
 class MessagesChunks:
-    """The events of one streamed message: one content block, in pieces of a token."""
+    """Builds the events of one streamed message: one content block, one delta per token."""
 
     __slots__ = ("_ask", "_choice", "_made")
 
@@ -70,18 +70,18 @@ class MessagesChunks:
         self._made = 0
 
     def begin(self) -> bytes:
-        """Return nothing: the message begins with its first token."""
+        """Return no bytes: a message begins with its first token."""
         return b""
 
     def next(self, cached: int | None) -> bytes:
-        """Return the events of the next token; before the first one, message and block begin."""
+        """Return the events of the next token; the first call also begins message and block."""
         piece = self._choice.piece(self._made)
         self._made += 1
         opening = self._opening(cached) if self._made == 1 else b""
         return http_chunk(opening + (self._delta(piece) if piece else b""))
 
     def end(self, cached: int | None) -> bytes:
-        """Return the end of the block and of the message."""
+        """Return the events that end the content block and the message."""
         usage = _usage(self._ask, self._choice.output_tokens, cached)
         delta = {"type": "message_delta", "delta": _ending(self._choice), "usage": usage}
         return http_chunk(
@@ -110,7 +110,7 @@ class MessagesChunks:
 
 
 def count_body(members: Mapping[str, Any]) -> RequestBody:
-    """Return the chat of a body, which may lack a limit of tokens."""
+    """Return the chat request for a count_tokens body, in which `max_tokens` may be missing."""
     messages = members.get("messages")
     if not isinstance(messages, list):
         raise ApiError(400, "1 validation error: messages: field required", "messages")
@@ -132,7 +132,7 @@ def _chat_messages(system: object, messages: list[Any]) -> list[Any]:
 
 
 def _response_format(members: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what the answer's text has to be, as a chat has it."""
+    """Return the chat member `response_format` for the requested output format, or None."""
     config = members.get("output_config")
     form = config.get("format") if isinstance(config, dict) else None
     if not isinstance(form, dict) or form.get("type") != "json_schema":

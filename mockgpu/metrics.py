@@ -1,6 +1,6 @@
-"""A TP group's /metrics page: vLLM 0.33's names, labels and buckets, in Prometheus text.
+"""An engine's /metrics page: vLLM 0.33's names, labels and buckets, in Prometheus text format.
 
-Counting costs a few integer additions per step; text is only rendered on request.
+Counting costs a few integer additions per step; text is rendered only on request.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 class GroupMetrics:
-    """Numbers of one TP group beyond its scheduler's: latencies, and how requests ended."""
+    """Metrics of one engine that its scheduler does not count: latencies and finish reasons."""
 
     def __init__(self, model_name: str) -> None:
         self.labels = f'model_name="{model_name}",engine="0"'
@@ -68,7 +68,7 @@ class GroupMetrics:
         desk: KvHandoff | None = None,
         engine: EngineFormat = EngineFormat.VLLM,
     ) -> str:
-        """Render the page: vLLM's names, transfers if there are any, and another engine's names."""
+        """Return the metrics page: vLLM's metrics, KV transfers, and another engine's metrics."""
         lines = [*self._gauges(scheduler), *self._counters(scheduler), *self._latencies()]
         if desk is not None:
             lines += [*_fetch_stages(scheduler, self.labels), *desk.lines(self.labels)]
@@ -77,7 +77,7 @@ class GroupMetrics:
         return "\n".join(lines) + "\n"
 
     def _gauges(self, scheduler: Scheduler) -> Iterator[str]:
-        """Yield the current state."""
+        """Yield the lines of gauges (current values)."""
         labels, pool = self.labels, scheduler.pool
         gauges = {
             "vllm:num_requests_running": scheduler.running,
@@ -99,7 +99,7 @@ class GroupMetrics:
         yield f"vllm:cache_config_info{{{labels},{cache}}} 1"
 
     def _counters(self, scheduler: Scheduler) -> Iterator[str]:
-        """Yield the counters since the start."""
+        """Yield the lines of counters (totals since the start)."""
         labels, totals = self.labels, scheduler.totals
         counters = {
             "vllm:prefix_cache_queries": totals.prefix_queries,
@@ -124,7 +124,7 @@ class GroupMetrics:
         yield f"vllm:admission_rejections_total{{{rejections}}} {self.rejections}"
 
     def _latencies(self) -> Iterator[str]:
-        """Yield histograms of request and token times, in seconds."""
+        """Yield the lines of latency histograms, in seconds."""
         labels = self.labels
         histograms = {
             "vllm:time_to_first_token_seconds": self.ttft_s,
@@ -138,7 +138,7 @@ class GroupMetrics:
 
 
 def _fetch_stages(scheduler: Scheduler, labels: str) -> Iterator[str]:
-    """Yield the states of decode legs before they run."""
+    """Yield how many decode requests are in each state before they run."""
     wants = sum(isinstance(job.leg, DecodeLeg) and job.cached < 0 for job in scheduler.waiting)
     stages = {
         "waiting_to_start": wants,
@@ -151,7 +151,7 @@ def _fetch_stages(scheduler: Scheduler, labels: str) -> Iterator[str]:
 
 
 def _other_engine_lines(scheduler: Scheduler, engine: EngineFormat) -> Iterator[str]:
-    """Yield what a gateway reads from SGLang or TensorRT-LLM, by their names."""
+    """Yield the metrics that a gateway reads from SGLang or TensorRT-LLM, under their names."""
     pool, totals = scheduler.pool, scheduler.totals
     if engine is EngineFormat.SGLANG:
         yield f"sglang:num_running_reqs {scheduler.running}"

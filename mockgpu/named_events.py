@@ -1,7 +1,7 @@
-"""APIs whose streams have named events, in the engine's terms: a chat request in, events out.
+"""Interfaces and helpers of HTTP APIs whose stream events have names (Messages, Responses).
 
-A format turns the body of its API into the body of a chat and writes the response in its own words.
-The formats are mockgpu/messages_format.py and mockgpu/responses_format.py.
+A format converts a request of its API to a chat, and the answer back to the API's objects and
+events. The formats are mockgpu/messages_format.py and mockgpu/responses_format.py.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody, decode_
 
 
 class EventChunks(Protocol):
-    """The events of one streamed answer, as HTTP chunks."""
+    """Builds the events of one streamed answer, as HTTP chunks."""
 
     def begin(self) -> bytes:
-        """Return the events before anything is computed."""
+        """Return the events to send before anything is computed."""
         ...
 
     def next(self, cached: int | None) -> bytes:
-        """Return the events of the next token."""
+        """Return the events of the next token; `cached` is the number of cached prompt tokens."""
         ...
 
     def end(self, cached: int | None) -> bytes:
-        """Return the events after the last token."""
+        """Return the events to send after the last token."""
         ...
 
 
 class NamedEventFormat(Protocol):
-    """The words of one API for a chat."""
+    """Converts between one HTTP API and chat completions."""
 
     prefix: str
     """What ids of its answers begin with."""
 
     def read(self, members: dict[str, Any]) -> RequestBody:
-        """Return the chat that a body means. Raises ApiError."""
+        """Convert a request body to a chat request. Raises ApiError if it is invalid."""
         ...
 
     def chunks(
         self, ask: ParsedRequest, choice: Choice, created: int, members: Mapping[str, Any]
     ) -> EventChunks:
-        """Return the events of a streamed answer."""
+        """Return the event builder of a streamed answer."""
         ...
 
     def whole(
@@ -55,25 +55,25 @@ class NamedEventFormat(Protocol):
         cached: int | None,
         members: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the object of a whole answer."""
+        """Return the JSON object of a non-streaming answer."""
         ...
 
     def error(self, error: ApiError) -> bytes:
-        """Return the JSON of an error."""
+        """Return the JSON body of an error."""
         ...
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the event that ends a failed stream, as an HTTP chunk."""
+        """Return the error event that ends a failed stream, as an HTTP chunk."""
         ...
 
 
 def read_members(raw: bytes) -> dict[str, Any]:
-    """Decode a body. Raises ApiError."""
+    """Parse a JSON request body into its members. Raises ApiError if it is no JSON object."""
     return decode_body(raw, dict[str, Any])
 
 
 def chat_body(members: Mapping[str, Any]) -> RequestBody:
-    """Return the members of a chat as a request. Raises ApiError."""
+    """Build a chat request from its JSON members. Raises ApiError if they are invalid."""
     try:
         return msgspec.convert(dict(members), RequestBody)
     except msgspec.ValidationError as error:
@@ -81,12 +81,15 @@ def chat_body(members: Mapping[str, Any]) -> RequestBody:
 
 
 def chat_of(text: str, model: object, **members: Any) -> RequestBody:
-    """Return a chat of one message. Raises ApiError."""
+    """Build a chat request with one user message. Raises ApiError if it is invalid."""
     return chat_body({"model": model, "messages": [{"role": "user", "content": text}], **members})
 
 
 def flat_text(content: object, kinds: Sequence[str]) -> object:
-    """Return the text of content parts; the parts themselves if one of them is no text."""
+    """Return the joined text of content parts, or `content` itself if a part is not text.
+
+    Parts with a type in `kinds` are text.
+    """
     if not isinstance(content, list):
         return content
     if not all(isinstance(part, dict) and part.get("type") in kinds for part in content):
@@ -95,5 +98,5 @@ def flat_text(content: object, kinds: Sequence[str]) -> object:
 
 
 def named_event(name: str, data: Mapping[str, Any]) -> bytes:
-    """Return one event with a name."""
+    """Return one server-sent event with this name and JSON data."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))

@@ -1,7 +1,7 @@
-"""vLLM's response format: stream chunks, whole responses, usage, logprobs.
+"""vLLM's OpenAI response format: stream chunks, whole responses, usage and logprobs.
 
-A plain token of a stream is not encoded: its four characters go between two byte strings that are
-built once per choice.
+Most tokens of a stream are not JSON-encoded. Their four characters are inserted between two byte
+strings that are built once per choice.
 """
 
 from __future__ import annotations
@@ -20,17 +20,23 @@ _encode = msgspec.json.encode
 
 
 def event(payload: object) -> bytes:
-    """Return one server-sent event."""
+    """Return one server-sent event with a JSON payload."""
     return b"data: %s\n\n" % _encode(payload)
 
 
 def http_chunk(data: bytes) -> bytes:
-    """Return one HTTP/1.1 chunk; nothing for no data, because an empty chunk ends the body."""
+    """Return data as one chunk of HTTP/1.1 chunked encoding, or no bytes if data is empty.
+
+    An empty chunk would end the body.
+    """
     return b"%x\r\n%s\r\n" % (len(data), data) if data else b""
 
 
 def usage(ask: ParsedRequest, output_tokens: int, cached: int | None) -> dict[str, Any]:
-    """Return the usage object. `cached` None: the engine does not report prompt token details."""
+    """Return the usage object.
+
+    `cached` is the number of cached prompt tokens, or None if the engine does not report it.
+    """
     details = None if cached is None else {"cached_tokens": cached}
     return {
         "prompt_tokens": ask.prompt_tokens,
@@ -41,12 +47,15 @@ def usage(ask: ParsedRequest, output_tokens: int, cached: int | None) -> dict[st
 
 
 def cached_tokens(choices: list[Choice], n: int) -> int:
-    """Return the cached prompt tokens, counting each prompt once (by its first choice)."""
+    """Return the number of cached prompt tokens, counting each prompt only once.
+
+    The first of each `n` choices counts.
+    """
     return sum(max(0, choice.job.cached) for choice in choices[::n])
 
 
 def _token_logprob(token: bytes) -> dict[str, Any]:
-    """Return an invented but deterministic log probability of a token."""
+    """Return an invented but reproducible log probability of a token."""
     return {
         "token": token.decode("latin-1"),
         "logprob": -(sum(token) % 64) / 64,
@@ -79,7 +88,7 @@ def _completion_logprobs(ask: ParsedRequest, tokens: bytes, offset: int) -> dict
 
 
 class ResponseExtras(msgspec.Struct, frozen=True):
-    """Additional members of a prefill leg's response: at the top level, and in its choice."""
+    """Additional JSON members of a prefill response: at the top level, and in its choice."""
 
     top_level: dict[str, Any] = {}
     in_choice: dict[str, Any] = {}
@@ -116,7 +125,7 @@ def full_response(
 
 
 def _prompt_ids(ask: ParsedRequest) -> dict[str, Any]:
-    """Return the prompt's ids, if a chat requested them (vLLM 0.10 and later)."""
+    """Return the member with the prompt's token ids, if the chat requested it (vLLM >= 0.10)."""
     return (
         {"prompt_token_ids": token_ids(ask.prompts[0])}
         if ask.chat and ask.body.return_token_ids
@@ -166,7 +175,7 @@ def _call_id(ask: ParsedRequest, choice: Choice) -> str:
 
 
 class StreamChunks:
-    """The events of one streamed choice, in order, as HTTP chunks."""
+    """Builds the events of one streamed choice, as HTTP chunks."""
 
     __slots__ = (
         "_ask",
@@ -193,7 +202,7 @@ class StreamChunks:
         self._head, self._tail = self._template() if self._plain else (b"", b"")
 
     def _template(self) -> tuple[bytes, bytes]:
-        """Return what surrounds a plain token: a rendered event, split where the token goes."""
+        """Return the bytes before and after a plain token in its rendered event."""
         mark = b"\x00" * TOKEN_BYTES
         rendered = http_chunk(self._event(self._delta("0" * TOKEN_BYTES), None, b"", None))
         head, tail = rendered.replace(b'"0000"', b'"' + mark + b'"').split(mark)
@@ -213,7 +222,7 @@ class StreamChunks:
         return first + http_chunk(self._event(self._delta(piece), reason, token, cached))
 
     def _opening(self, cached: int | None) -> bytes:
-        """Return what precedes the first token: the role (chat), the echoed prompt, or nothing."""
+        """Return the events before the first token: the role (chat), the echoed prompt, or none."""
         if self._ask.chat:
             return http_chunk(self._event({"role": "assistant", "content": ""}, None, b"", cached))
         if self._ask.body.echo:
@@ -271,7 +280,7 @@ class StreamChunks:
 
 
 def chunk(ask: ParsedRequest, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one chunk object of a stream."""
+    """Return one chunk object of a stream, with these choices."""
     kind = "chat.completion.chunk" if ask.chat else "text_completion"
     return {
         "id": ask.id,
@@ -285,7 +294,7 @@ def chunk(ask: ParsedRequest, created: int, choices: list[dict[str, Any]]) -> di
 def stream_end(
     ask: ParsedRequest, choices: list[Choice], created: int, cached: int | None
 ) -> bytes:
-    """Return the end of a successful stream as HTTP chunks: usage if requested, then [DONE]."""
+    """Return the end of a successful stream: usage if requested, then [DONE], as HTTP chunks."""
     options = ask.body.stream_options
     if options is None or not options.include_usage:
         return http_chunk(DONE)
@@ -296,12 +305,12 @@ def stream_end(
 
 
 def stream_error(body: bytes) -> bytes:
-    """Return the end of a failed stream as HTTP chunks: the error event, then [DONE]."""
+    """Return the end of a failed stream: the error event, then [DONE], as HTTP chunks."""
     return http_chunk(b"data: %s\n\n" % body) + http_chunk(DONE)
 
 
 def tokenize_response(prompt: bytes, context: int) -> bytes:
-    """Return the response of /tokenize."""
+    """Return the JSON body of a /tokenize response: ids, count and context length."""
     return _encode(
         {
             "count": token_count(prompt),

@@ -1,7 +1,8 @@
-"""PdRole: everything that makes a group one half of split requests.
+"""PdRole: what a mock engine needs to serve one half (prefill or decode) of split requests.
 
-That is its KV memory, agent, KvHandoff and dialect. It stops with the group's ranks. It starts with
-them again as a new engine: new identity, new agent, no offers.
+It holds the engine's KV memory, KV transfer agent, KvHandoff and handoff protocol (dialect). It
+stops when the engine loses a rank. When the ranks return it starts as a new engine: new identity,
+new agent, no offers.
 """
 
 from __future__ import annotations
@@ -44,21 +45,21 @@ PULL_S = 30.0
 
 
 class ProcessWire(InprocWire):
-    """The wire between the agents of one process, with its own clock."""
+    """The in-memory connection between KV transfer agents of one process, with its own clock."""
 
     def __init__(self) -> None:
         self._own = ThreadClock("kv-wire")
         super().__init__(self._own)
 
     def close(self) -> None:
-        """Stop all transfers on this wire."""
+        """Stop all transfers on this connection."""
         self._own.close()
 
 
 class PdRole:
-    """Sole owner of a group's memory, agent, KvHandoff and bootstrap server.
+    """Owns an engine's KV memory, transfer agent, KvHandoff and bootstrap server.
 
-    `wire` connects the agents of one process if the transport is inproc.
+    `wire` connects the agents of one process (transport inproc).
     """
 
     def __init__(
@@ -90,14 +91,11 @@ class PdRole:
 
     @property
     def bootstrap_url(self) -> str:
-        """The bootstrap server's URL; "" without one."""
+        """The URL of the bootstrap server, or "" if there is none."""
         return self._bootstrap.url
 
     async def start(self) -> None:
-        """Start the engine.
-
-        On failure, raises OSError (a port is taken) and leaves nothing running.
-        """
+        """Start the engine. Raises OSError if a port is taken, and then leaves nothing running."""
         try:
             await self._start()
         except OSError:
@@ -135,10 +133,7 @@ class PdRole:
             await self._bootstrap.start(self.identity)
 
     async def _start_agent(self, name: str) -> Agent:
-        """Return a listening agent.
-
-        On failure, raises OSError (its port is taken) and closes it.
-        """
+        """Start a KV transfer agent and return it. Raises OSError if its port is taken."""
         transports = self._transports()
         agent = Agent(
             name,
@@ -168,7 +163,7 @@ class PdRole:
         return agent
 
     async def stop(self) -> None:
-        """Stop the engine. Afterwards every block belongs to the group again."""
+        """Stop the engine, and wait until no transfer uses its KV blocks."""
         desk, self.group.kv_handoff = self.group.kv_handoff, None
         await self._bootstrap.stop()
         self._relay.stop()
@@ -179,12 +174,12 @@ class PdRole:
         self.agent = None
 
     async def wait_applied(self) -> None:
-        """Wait until the last change of the group's ranks has been applied."""
+        """Wait until the last loss or return of ranks has been handled."""
         while self._change_task is not None and not self._change_task.done():
             await asyncio.wait((self._change_task,))
 
     async def close(self) -> None:
-        """Stop for good, and release the memory."""
+        """Stop the engine for good, and release its memory."""
         await self.wait_applied()
         await self.stop()
         await self._resolver.close()
@@ -193,11 +188,10 @@ class PdRole:
     def read(
         self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str
     ) -> ParsedHandoff:
-        """Return the leg of a request.
+        """Parse the handoff fields of a request. Raises ApiError if the engine would refuse them.
 
-        A malformed one is counted, and kills the engine if it would.
-
-        Raises MalformedHandoffError, or ApiError for what an engine merely refuses.
+        Raises MalformedHandoffError for malformed fields. These are counted, and kill the engine if
+        they would kill the real one.
         """
         try:
             reading = self.dialect.read(raw, body, headers, request_id, self.identity)
@@ -212,22 +206,22 @@ class PdRole:
 
     @property
     def supports_faults(self) -> bool:
-        """Whether peers reach the agent through the relay that can inject faults."""
+        """Whether peers connect through a relay, which is needed to inject faults."""
         return self.transfer.transport == "tcp" and self.transfer.wire_faults
 
     def set_fault(self, fault: InjectedFault | None) -> None:
-        """Apply a fault to the connection; None: heal."""
+        """Apply a fault to the KV transfer connections, or heal them if `fault` is None."""
         if self._wire is not None and self._starts and self.agent is not None:
             stalls = fault is not None and fault.kind is FaultKind.WIRE_STALL
             (self._wire.freeze if stalls else self._wire.thaw)(self.agent.address)
         self._relay.set(fault)
 
     def set_url(self, url: str) -> None:
-        """Set the URL of the group's HTTP server."""
+        """Set the URL of the engine's HTTP server, which other engines use."""
         self.identity = msgspec.structs.replace(self.identity, url=url)
 
     def startup_members(self) -> dict[str, Any]:
-        """Return the members of the start-up line."""
+        """Return the members of the JSON line that is printed at start-up."""
         return {
             "dialect": self.dialect.name,
             "agent": self.identity.address,
@@ -235,7 +229,7 @@ class PdRole:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return the identity and what is held for others, for tests."""
+        """Return the identity and the KV held for other engines, for tests."""
         stats = self.agent.stats() if self.agent is not None else {}
         return {
             "dialect": self.dialect.name,
@@ -250,14 +244,14 @@ class PdRole:
         }
 
     def _on_ranks_changed(self, alive: bool) -> None:
-        """Handle the loss or the return of the group's ranks."""
+        """Stop the engine when a rank is lost, and start it when all ranks have returned."""
         earlier = self._change_task
         self._change_task = asyncio.ensure_future(self._apply_change(earlier, alive))
 
     async def _apply_change(self, earlier: asyncio.Task[None] | None, alive: bool) -> None:
-        """Apply one change after the other.
+        """Wait for the earlier change, then stop or start the engine.
 
-        If the port is taken, the engine stays down until its ranks return again.
+        If its port is taken, the engine stays down until its ranks return again.
         """
         if earlier is not None:
             await asyncio.wait((earlier,))
@@ -267,7 +261,10 @@ class PdRole:
             await self.start()
 
     def _transports(self) -> list[Transport]:
-        """Return the transports: the first to be reached by, then alternatives for both ends."""
+        """Return the KV transports, most preferred first.
+
+        The first one has the address that peers are given; the others are alternatives.
+        """
         kind = self.transfer.transport
         if kind == "inproc":
             if self._wire is None:
@@ -283,7 +280,7 @@ class PdRole:
 
 
 def _dialect(transfer: TransferSpec) -> tuple[EngineDialect, float]:
-    """Return the dialect, and how long its legs wait for each other by default."""
+    """Return the handoff protocol and its default timeout between the two requests, in seconds."""
     known: dict[str, tuple[EngineDialect, float]] = {
         "vllm_nixl": (VllmNixlDialect(), PULL_S),
         "vllm_push": (VllmPushDialect(), REGISTRATION_S),
@@ -296,12 +293,12 @@ def _dialect(transfer: TransferSpec) -> tuple[EngineDialect, float]:
 
 
 def _family(model: str, transfer: TransferSpec) -> str:
-    """Return what the handshake of two engines compares: kind, version and model."""
+    """Return the string that two engines must have in common: kind, version and model."""
     kind = "vllm" if transfer.dialect.startswith(("vllm", "mooncake")) else transfer.dialect
     return f"{kind}/{transfer.version[0]}.{transfer.version[1]}/{model}"
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """Split an agent's address as engines report it."""
+    """Split a KV transfer agent's address into host and port, as engines report them."""
     host, _, port = address.rpartition(":" if ":" in address else "-")
     return host, int(port)

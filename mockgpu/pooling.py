@@ -1,8 +1,8 @@
-"""The APIs that compute no text: embeddings, scores, classes, moderation, and detokenizing.
+"""HTTP APIs that generate no text: embeddings, scores, classes, moderation and detokenizing.
 
-Bodies in, response objects out. The figures depend on the words of a text only, so equal texts have
-equal vectors and texts with common words are similar. Not here: the job that takes the engine's
-time (mockgpu/server.py).
+Each function reads a request body and says how to build the response. Results depend only on the
+words of a text, so that texts with common words are similar. The engine's computing time is
+simulated by mockgpu/server.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Document = str | dict[str, Any]
 
 
 class InputBody(msgspec.Struct, frozen=True):
-    """A request about each of its inputs, or about one chat."""
+    """The body of a request about a list of inputs, or about one chat."""
 
     model: str | None = None
     input: str | list[Any] | None = None
@@ -49,7 +49,7 @@ class InputBody(msgspec.Struct, frozen=True):
 
 
 class PairBody(msgspec.Struct, frozen=True):
-    """A request about pairs of texts, in the forms that engines accept."""
+    """The body of a request about pairs of texts, in the formats that engines accept."""
 
     model: str | None = None
     query: Document | None = None
@@ -69,7 +69,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True):
 
 
 class PoolingRequest(msgspec.Struct, frozen=True):
-    """A checked request: its prompts as a job of the engine, and how to build the response."""
+    """A checked request: its prompts as an engine job, and a function that builds the response."""
 
     ask: ParsedRequest
     build: Callable[[int], dict[str, Any]]
@@ -82,24 +82,24 @@ Reader = Callable[[bytes, Mapping[str, str], str, str], PoolingRequest]
 def read_embeddings(
     raw: bytes, headers: Mapping[str, str], served: str, name: str
 ) -> PoolingRequest:
-    """Read POST /v1/embeddings."""
+    """Parse the body of POST /v1/embeddings. Raises ApiError if it is invalid."""
     return _about_inputs(raw, headers, served, f"embd-{name}", "embedding", _embedding)
 
 
 def read_pooling(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
-    """Read POST /pooling: the vectors of the embeddings, under another name."""
+    """Parse the body of POST /pooling, which returns embeddings in another format."""
     return _about_inputs(raw, headers, served, f"pool-{name}", "pooling", _pooled)
 
 
 def read_classify(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
-    """Read POST /classify."""
+    """Parse the body of POST /classify. Raises ApiError if it is invalid."""
     return _about_inputs(raw, headers, served, f"classify-{name}", None, _class)
 
 
 def read_moderations(
     raw: bytes, headers: Mapping[str, str], served: str, name: str
 ) -> PoolingRequest:
-    """Read POST /v1/moderations. No text is flagged."""
+    """Parse the body of POST /v1/moderations. The response flags no text."""
     _, prompts = _inputs(raw, headers, served)
     ask = _job(f"modr-{name}", served, prompts)
 
@@ -110,7 +110,7 @@ def read_moderations(
 
 
 def read_rerank(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
-    """Read POST /rerank: the documents in the order of their relevance."""
+    """Parse the body of POST /rerank, which sorts documents by relevance to a query."""
     body = decode_body(raw, PairBody)
     _check_model(body.model, served, headers)
     if body.query is None or body.documents is None:
@@ -126,7 +126,7 @@ def read_rerank(raw: bytes, headers: Mapping[str, str], served: str, name: str) 
 
 
 def _ranked(query: bytes, documents: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Return the documents with their scores, the most similar one first."""
+    """Return the documents with their scores, most similar to the query first."""
     scores = [similarity(query, text) for text in documents]
     return [
         {
@@ -139,7 +139,7 @@ def _ranked(query: bytes, documents: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 def read_score(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
-    """Read POST /score: the similarity of each pair."""
+    """Parse the body of POST /score, which returns the similarity of each pair of texts."""
     body = decode_body(raw, PairBody)
     _check_model(body.model, served, headers)
     first = body.queries if body.text_1 is None else body.text_1
@@ -164,13 +164,13 @@ def read_score(raw: bytes, headers: Mapping[str, str], served: str, name: str) -
 
 
 def detokenize(raw: bytes) -> dict[str, Any]:
-    """Return the response of /detokenize: the text of these token ids."""
+    """Return the response of /detokenize: the text of the given token ids."""
     tokens = array("I", decode_body(raw, DetokenizeBody).tokens).tobytes()
     return {"prompt": tokens.decode("utf-8", "replace")}
 
 
 def vector(text: bytes, dimensions: int = DIMENSIONS) -> list[float]:
-    """Return a vector of length 1 in which each word of the text has its own direction."""
+    """Return the embedding of a text: a vector of length 1 with one direction per word."""
     values = [0.0] * dimensions
     for word in text.split() or [b""]:
         digest = xxh3_64_intdigest(word)
@@ -181,7 +181,7 @@ def vector(text: bytes, dimensions: int = DIMENSIONS) -> list[float]:
 
 
 def similarity(first: bytes, second: bytes) -> float:
-    """Return the cosine of two texts' vectors, between 0 and 1."""
+    """Return the cosine similarity of two texts, between 0 and 1."""
     product = sum(a * b for a, b in zip(vector(first), vector(second), strict=True))
     return min(1.0, max(0.0, product))
 
@@ -244,7 +244,7 @@ def _encoded(values: Sequence[float], body: InputBody) -> list[float] | str:
 
 
 def _inputs(raw: bytes, headers: Mapping[str, str], served: str) -> tuple[InputBody, list[bytes]]:
-    """Return the body and its prompts as tokens. Raises ApiError."""
+    """Parse an InputBody; return it and its prompts as tokens. Raises ApiError if invalid."""
     body = decode_body(raw, InputBody)
     _check_model(body.model, served, headers)
     if body.messages:
@@ -280,7 +280,7 @@ def _document(part: Document) -> bytes:
 
 
 def _job(name: str, served: str, prompts: list[bytes]) -> ParsedRequest:
-    """Return the request whose first token marks the end of the computation."""
+    """Return an engine request whose single token marks the end of the computation."""
     return ParsedRequest(name, False, served, prompts, 1, 1, False, RequestBody(), (), FREE_TEXT)
 
 

@@ -1,6 +1,6 @@
-"""Request parsing as in vLLM's OpenAI server: JSON bytes in, a checked request or an ApiError out.
+"""Parses requests as vLLM's OpenAI server does, into a ParsedRequest or an ApiError.
 
-Not here: responses (mockgpu/openai_format.py), or the text of prompts and answers (text.py).
+Responses are in mockgpu/openai_format.py; the text of prompts and answers is in text.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An error response in vLLM's format, with the status as code.
+    """An error response in vLLM's format; `code` is the HTTP status.
 
     The body is `{"error": {message, type, param, code}}`.
     """
@@ -61,11 +61,11 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """The error type in vLLM's words."""
+        """The error type, as vLLM names it."""
         return _TYPES.get(self.status, "InternalServerError")
 
     def body(self) -> bytes:
-        """Return the JSON body."""
+        """Return the JSON body of the error response."""
         error = {
             "message": self.message,
             "type": self.kind,
@@ -76,9 +76,9 @@ class ApiError(Exception):
 
 
 class MalformedHandoffError(ApiError):
-    """A request with unexpected or unusable handoff fields.
+    """A request has unexpected or unusable fields for the handoff between prefill and decode.
 
-    `fatal`: the real engine does not answer but dies (engines.md B.0).
+    `fatal`: True if the real engine would die instead of answering (engines.md B.0).
     """
 
     def __init__(self, what: str, fatal: bool = False, status: int = 500) -> None:
@@ -95,14 +95,17 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """`stream_options` of a request."""
+    """The object `stream_options` of a request."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class RequestBody(msgspec.Struct, frozen=True):
-    """The fields of a chat or completion request that are read or checked. Others are ignored."""
+    """The fields of a chat or completion request that the mock uses or checks.
+
+    It ignores others.
+    """
 
     model: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -147,11 +150,11 @@ class RequestBody(msgspec.Struct, frozen=True):
 
 
 class ParsedHandoff(msgspec.Struct, frozen=True):
-    """The handoff fields of a request as its dialect interprets them.
+    """The handoff fields of a request, as the engine's handoff protocol interprets them.
 
-    leg         the leg that the request is; None: a whole request
-    prompt      the prompt as tokens, if the other leg has already rendered it
-    one_token   the engine stops this leg after its first token, whatever the request says
+    leg         which half of a split request it is; None: a whole request
+    prompt      the prompt as tokens, if the other engine has already rendered it
+    one_token   whether the engine stops after the first token, whatever the request says
     """
 
     leg: PrefillLeg | DecodeLeg | None = None
@@ -163,7 +166,7 @@ NO_LEG = ParsedHandoff()
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """A checked request: one or more prompts as tokens, `n` choices of each, and how to answer."""
+    """A checked request: one or more prompts as tokens, `n` choices each, and response options."""
 
     id: str
     chat: bool
@@ -180,28 +183,31 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
     @property
     def is_stream(self) -> bool:
-        """Whether the response is server-sent events."""
+        """Whether the response is a stream of server-sent events."""
         return bool(self.body.stream)
 
     @property
     def tool(self) -> str | None:
-        """The name of the tool that the answer calls; None for text."""
+        """The name of the tool that the answer calls, or None if the answer is text."""
         return self.form.tool
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the response has log probabilities (a completion's `logprobs: 0` means yes)."""
+        """Whether the response includes log probabilities.
+
+        A completion's `logprobs: 0` means yes.
+        """
         logprobs = self.body.logprobs
         return bool(logprobs) if self.chat else logprobs is not None and logprobs is not False
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """The number of tokens of all prompts."""
         return sum(token_count(prompt) for prompt in self.prompts)
 
 
 def decode_body(raw: bytes, kind: type[Kind]) -> Kind:
-    """Decode a JSON body as an object of this type. Raises ApiError 400 if it is invalid."""
+    """Parse a JSON body as an object of this type. Raises ApiError 400 if it is invalid."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
@@ -211,9 +217,9 @@ def decode_body(raw: bytes, kind: type[Kind]) -> Kind:
 
 
 def check_rank(headers: Mapping[str, str]) -> None:
-    """Raise ApiError 400 for a data-parallel rank other than 0.
+    """Raise ApiError 400 if a header requests a data-parallel rank other than 0.
 
-    A value that is no integer is ignored.
+    A value that is not an integer is ignored.
     """
     rank = headers.get("X-data-parallel-rank", "0")
     if re.fullmatch("-?[0-9]*[1-9][0-9]*", rank):
@@ -223,15 +229,18 @@ def check_rank(headers: Mapping[str, str]) -> None:
 
 
 def client_request_id(headers: Mapping[str, str]) -> str:
-    """Return the client's X-Request-Id, or "".
+    """Return the request's X-Request-Id header, or "" if there is none.
 
-    Non-ASCII bytes are read as Latin-1, as in engines.
+    Non-ASCII bytes are decoded as Latin-1, as engines do.
     """
     return headers.get("X-Request-Id", "").encode("utf-8", "surrogateescape").decode("latin-1")
 
 
 def check_handoff(body: RequestBody, headers: Mapping[str, str]) -> None:
-    """Raise MalformedHandoffError for fields or headers that only a P/D router may send."""
+    """Raise MalformedHandoffError for fields and headers that only a P/D router may send.
+
+    P/D: separate engines for prefill and decode.
+    """
     for field in HANDOFF_FIELDS:
         if getattr(body, field) is not None:
             raise MalformedHandoffError(field)
@@ -250,9 +259,9 @@ def parse_request(
     reading: ParsedHandoff = NO_LEG,
     may_end_from: int | None = None,
 ) -> ParsedRequest:
-    """Check a request whose handoff fields have been read. Raises ApiError.
+    """Check a request whose handoff fields are already parsed. Raises ApiError if invalid.
 
-    A limit of `may_end_from` tokens or more does not keep the answer from ending by itself.
+    With a token limit of `may_end_from` or more, the answer may end before the limit.
     """
     check_rank(headers)
     if body.model is not None and body.model != served:
@@ -296,7 +305,7 @@ def parse_request(
 
 
 def _check_limit(body: RequestBody, limit: int, leg: PrefillLeg | DecodeLeg | None) -> None:
-    """Raise ApiError if the limit is below the tokens that there must be, or are already."""
+    """Raise ApiError if the token limit is below `min_tokens` or the tokens already generated."""
     if body.min_tokens > limit:
         raise ApiError(
             400,
@@ -314,18 +323,21 @@ def _all_prompts(body: RequestBody, chat: bool) -> list[bytes]:
 
 
 def chat_prompt(body: RequestBody) -> bytes:
-    """Return the rendered prompt of a chat. Raises ApiError."""
+    """Return the rendered prompt of a chat. Raises ApiError if a message is invalid."""
     return render_chat(_chat_parts(body))
 
 
 def parse_prompt(raw: bytes) -> bytes:
-    """Return the prompt of a /tokenize body, chat or completion, as tokens. Raises ApiError."""
+    """Return the prompt of a /tokenize body (chat or completion) as tokens.
+
+    Raises ApiError if the body is invalid.
+    """
     body = decode_body(raw, RequestBody)
     return render_chat(_chat_parts(body)) if body.messages is not None else _prompts(body.prompt)[0]
 
 
 def _check_combinations(body: RequestBody) -> None:
-    """Refuse combinations that vLLM refuses although each field is valid."""
+    """Raise ApiError for fields that vLLM accepts singly but refuses in combination."""
     if body.stream_options is not None and not body.stream:
         raise ApiError(
             400, "Stream options can only be defined when `stream=True`.", "stream_options"
@@ -368,7 +380,10 @@ def _chat_parts(body: RequestBody) -> dict[str, Any]:
 
 
 def _prompts(prompt: str | list[Any] | None) -> list[bytes]:
-    """Return a completion's prompts from its four forms: text, ids, or a list of either."""
+    """Return a completion's prompts as tokens.
+
+    The field may be a text, a list of token ids, or a list of either.
+    """
     if not prompt:
         raise ApiError(
             400, "Either prompt or prompt_embeds must be provided and non-empty.", "prompt"
@@ -380,7 +395,7 @@ def _prompts(prompt: str | list[Any] | None) -> list[bytes]:
 
 
 def one_prompt(part: object) -> bytes:
-    """Return a text or a list of token ids as tokens. Raises ApiError."""
+    """Convert a text or a list of token ids to tokens. Raises ApiError for anything else."""
     if isinstance(part, str) and part:
         return token_bytes(part)
     ids = isinstance(part, list) and part and all(type(i) is int and 0 <= i < 1 << 32 for i in part)
@@ -392,9 +407,10 @@ def one_prompt(part: object) -> bytes:
 
 
 def _requested_tokens(body: RequestBody, chat: bool) -> int | None:
-    """Return the requested token limit; None: as many as the context leaves.
+    """Return the requested limit of output tokens; None: as many as the context allows.
 
-    That is a chat without a limit, or a completion with null. A completion without a limit gets 16.
+    A chat without a limit has none, as has a completion with null. A completion without the field
+    gets 16.
     """
     if chat and body.max_completion_tokens is not None:
         return body.max_completion_tokens
@@ -404,7 +420,7 @@ def _requested_tokens(body: RequestBody, chat: bool) -> int | None:
 
 
 def _limit(prompts: list[bytes], requested: int | None, context: int) -> int:
-    """Return the token limit of each answer. Raises ApiError if it exceeds the context."""
+    """Return the limit of output tokens per answer. Raises ApiError if it exceeds the context."""
     longest = max(token_count(prompt) for prompt in prompts)
     at_least = 1 if requested is None else requested
     if longest + at_least > context:
@@ -419,7 +435,7 @@ def _limit(prompts: list[bytes], requested: int | None, context: int) -> int:
 
 
 def check_context(prompts: list[bytes], context: int) -> None:
-    """Raise ApiError 400 if a prompt alone exceeds the context."""
+    """Raise ApiError 400 if a prompt alone exceeds the context length."""
     longest = max(token_count(prompt) for prompt in prompts)
     if longest > context:
         message = (
@@ -430,7 +446,7 @@ def check_context(prompts: list[bytes], context: int) -> None:
 
 
 def _form(body: RequestBody) -> RequestedForm:
-    """Return the form of a chat's answer. Raises ApiError."""
+    """Return the form of a chat's answer: text, JSON or tool call. Raises ApiError if invalid."""
     try:
         return requested_form(
             body.messages or (),

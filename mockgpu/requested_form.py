@@ -1,7 +1,7 @@
-"""What a chat wants in place of free text: a tool call, or JSON of a schema.
+"""What a chat requests instead of free text: a tool call, or JSON that fits a schema.
 
-A tool is called when the request forces it, or when the user asks for it in the words `call the
-tool NAME with {ARGUMENTS}`, so that an agent's round trip needs no real model.
+A tool is called when the request forces it, or when the user writes `call the tool NAME with
+{ARGUMENTS}`. Agents can thus be tested without a real model.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _decode_first = json.JSONDecoder().raw_decode
 
 
 class RequestedForm(msgspec.Struct, frozen=True):
-    """The form of an answer.
+    """The form of an answer: free text, JSON, or a tool call.
 
-    tool   the name of the tool that is called; None: the answer is text
-    frame  the JSON around the words; None: words alone
+    tool   name of the tool to call; None: the answer is text
+    frame  JSON around the generated words; None: only the words
     """
 
     tool: str | None = None
@@ -32,7 +32,7 @@ class RequestedForm(msgspec.Struct, frozen=True):
 
     @property
     def fixed_text(self) -> str | None:
-        """The whole text, if it has no generated words because the user wrote it."""
+        """The complete text of the answer if the user dictated it, or None."""
         return self.frame.before if self.frame is not None and not self.frame.has_words else None
 
 
@@ -46,7 +46,7 @@ def requested_form(
     response_format: object,
     structured_outputs: object,
 ) -> RequestedForm:
-    """Return the form that a chat requests. Raises ValueError for a tool that is not offered."""
+    """Return the form of answer that a chat requests. Raises ValueError for an unknown tool."""
     offered = {_function_name(tool): tool for tool in tools}
     if (name := _forced_tool(list(offered), tool_choice)) is not None:
         function = offered[name].get("function")
@@ -60,7 +60,7 @@ def requested_form(
 
 
 def _structured(response_format: object, structured_outputs: object) -> RequestedForm:
-    """Return the form of an answer that is text: OpenAI's member first, then vLLM's own."""
+    """Return the form of a text answer. OpenAI's `response_format` precedes vLLM's own member."""
     form = response_format if isinstance(response_format, dict) else {}
     if form.get("type") == "json_object":
         return RequestedForm(frame=frame_of(ANY_OBJECT))
@@ -78,12 +78,15 @@ def _structured(response_format: object, structured_outputs: object) -> Requeste
 
 
 def _schema(value: object) -> object:
-    """Return a schema that may be JSON in a string. Raises ValueError."""
+    """Return a JSON Schema, which may be given as a string. Raises ValueError if invalid."""
     return json.loads(value) if isinstance(value, str) else value
 
 
 def _forced_tool(names: Sequence[str | None], choice: object) -> str | None:
-    """Return the tool that must be called: the named one, or the first if any is required."""
+    """Return the tool that must be called, or None.
+
+    It is the tool that `choice` names, or the first one if any tool is required.
+    """
     if isinstance(choice, dict):
         name = _function_name(choice)
         if name is None or name not in names:
@@ -105,7 +108,7 @@ def _function_name(tool: Mapping[str, Any]) -> str | None:
 
 
 def _asked_calls(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield the calls that the user has asked for since the last answer: name and arguments."""
+    """Yield the tool calls that the user has dictated since the last answer: name, arguments."""
     for message in reversed(messages):
         if message.get("role") in ("assistant", "tool"):
             return
@@ -125,7 +128,7 @@ def _calls_in(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _text(content: object) -> str:
-    """Return a message's text; that of its parts, one a line."""
+    """Return a message's text, with one line for each of its text parts."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []

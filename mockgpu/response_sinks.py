@@ -1,6 +1,6 @@
-"""Sinks that write one request's tokens to its socket, with the faults injected on the way.
+"""Token sinks that write a response to the client's socket, including injected faults.
 
-They write to the transport within the engine's step: no task and no await per token.
+They write to the transport within the engine's step, without a task or await per token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEEP_ALIVE = http_chunk(b": keep-alive\n\n")
 
 
 class PendingResponse:
-    """One request's response: resolved when all choices have ended, or with the first error."""
+    """A response in progress. `done` resolves when all choices have ended or one has failed."""
 
     __slots__ = ("_open", "done")
 
@@ -28,27 +28,27 @@ class PendingResponse:
         self.done: asyncio.Future[ApiError | None] = loop.create_future()
 
     def on_choice_end(self) -> None:
-        """Count a completed choice."""
+        """Count one choice as ended."""
         self._open -= 1
         if not self._open and not self.done.done():
             self.done.set_result(None)
 
     def fail(self, error: ApiError) -> None:
-        """Fail the whole response, because the engine lost a choice."""
+        """Fail the whole response, because the engine failed one choice."""
         if not self.done.done():
             self.done.set_result(error)
 
 
 class TokenEvents(Protocol):
-    """The events of one streamed choice, in the words of its API."""
+    """Builds the events of one streamed choice in the format of its API."""
 
     def next(self, cached: int | None) -> bytes:
-        """Return the HTTP chunks of the next token."""
+        """Return the HTTP chunks that carry the next token."""
         ...
 
 
 class WholeSink:
-    """Sink of a non-streaming choice. If `stalled`, it never reports the end."""
+    """The sink of a non-streaming choice. If `stalled`, it never reports the end."""
 
     __slots__ = ("_answer", "_stalled", "on_failure")
 
@@ -58,16 +58,16 @@ class WholeSink:
         self.on_failure = answer.fail
 
     def on_token(self) -> None:
-        """No-op: tokens are sent together at the end."""
+        """Do nothing: all tokens are sent together at the end."""
 
     def on_end(self) -> None:
-        """Report the end of the choice."""
+        """Report that the choice has ended."""
         if not self._stalled:
             self._answer.on_choice_end()
 
 
 class StreamSink:
-    """Sink of a streamed choice: writes each token to the transport when it is made."""
+    """The sink of a streamed choice, which writes each token to the transport at once."""
 
     __slots__ = ("_answer", "_cached", "_chunks", "_job", "_transport", "on_failure")
 
@@ -87,21 +87,18 @@ class StreamSink:
         self.on_failure = answer.fail
 
     def on_token(self) -> None:
-        """Write the next token's events.
-
-        Discard them if the client has left and the abort is pending.
-        """
+        """Write the next token's events, or discard them if the client has left."""
         data = self._chunks.next(self._job.cached if self._cached else None)
         if not self._transport.is_closing():
             self._transport.write(data)
 
     def on_end(self) -> None:
-        """Report the end of the choice."""
+        """Report that the choice has ended."""
         self._answer.on_choice_end()
 
 
 class FaultySink(StreamSink):
-    """A StreamSink with a fault: it breaks off, or writes what a relay must handle."""
+    """A StreamSink with a fault: it breaks the stream off, or splits it in unusual places."""
 
     __slots__ = ("_broken", "_fault", "_made")
 
@@ -120,7 +117,7 @@ class FaultySink(StreamSink):
         self._broken = False
 
     def on_token(self) -> None:
-        """Write the next token, unless the fault is due."""
+        """Write the next token, or apply the fault when its time has come."""
         self._made += 1
         if self._transport.is_closing() or self._broken:
             return
@@ -137,7 +134,7 @@ class FaultySink(StreamSink):
             break_off(self._transport, kind, b"0\r\n\r\n")
 
     def _write_split(self, events: bytes) -> None:
-        """Write the same bytes in HTTP chunks of seven, so that events and characters are split."""
+        """Write the same bytes as HTTP chunks of seven bytes, which split events and characters."""
         size, _, remaining = events.partition(b"\r\n")
         while size:
             length = int(size, 16)
@@ -148,15 +145,15 @@ class FaultySink(StreamSink):
             size, _, remaining = remaining.partition(b"\r\n")
 
     def on_end(self) -> None:
-        """Report the end, unless the stream was broken off."""
+        """Report that the choice has ended, unless the stream was broken off."""
         if not self._broken:
             super().on_end()
 
 
 def break_off(transport: asyncio.Transport, kind: FaultKind, last: bytes = b"") -> None:
-    """Leave a response unfinished.
+    """Leave a response unfinished in the way of this fault kind.
 
-    By a reset, by a clean close after the bytes `last`, or (a stall) by doing nothing.
+    The connection is reset, closed cleanly after the bytes `last`, or (stall) left open.
     """
     if kind is FaultKind.CUT and not transport.is_closing():
         transport.write(last)
@@ -166,7 +163,7 @@ def break_off(transport: asyncio.Transport, kind: FaultKind, last: bytes = b"") 
 
 
 def reset_connection(transport: asyncio.Transport) -> None:
-    """Close a connection so that the peer gets a reset instead of an end."""
+    """Close a connection with a TCP reset instead of a normal end."""
     if transport.is_closing():
         return
     peer = transport.get_extra_info("socket")

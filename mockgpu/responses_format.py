@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, as vLLM serves it: requests as chats, answers as events and objects."""
+"""OpenAI's Responses API, as vLLM serves it, converted to and from chat completions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TEXTS = ("input_text", "output_text", "text")
 
 
 class ResponsesFormat:
-    """The words of the Responses API for a chat."""
+    """Converts Responses API requests to chats, and chat answers to responses and events."""
 
     prefix = "resp_"
 
@@ -26,7 +26,7 @@ class ResponsesFormat:
         self._store = store
 
     def read(self, members: dict[str, Any]) -> RequestBody:
-        """Return the chat of a body."""
+        """Return the chat request for a Responses body."""
         chat: dict[str, Any] = {name: members[name] for name in _PASSED if name in members}
         self._store.check(members)
         system, messages = self._messages(members)
@@ -42,7 +42,7 @@ class ResponsesFormat:
     def chunks(
         self, ask: ParsedRequest, choice: Choice, created: int, members: Mapping[str, Any]
     ) -> ResponsesChunks:
-        """Return the events of a streamed answer."""
+        """Return the event builder of a streamed response."""
         return ResponsesChunks(ask, choice, created, members, self.whole)
 
     def whole(
@@ -53,7 +53,7 @@ class ResponsesFormat:
         cached: int | None,
         members: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the response, and keep it."""
+        """Return the complete response object, and store it for later requests."""
         response = finished(ask, choice, created, cached, members)
         self.keep(members, response)
         return response
@@ -67,24 +67,27 @@ class ResponsesFormat:
     def _messages(
         self, members: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the instructions as a message, and the conversation so far. Raises ApiError."""
+        """Return the instructions as a message, and the conversation so far.
+
+        Raises ApiError for invalid input or an unknown earlier response.
+        """
         before = self._store.messages_before(members)
         given = members.get("instructions")
         system = [] if given is None else [{"role": "system", "content": given}]
         return system, [*before, *chat_messages(members)]
 
     def error(self, error: ApiError) -> bytes:
-        """Return the JSON of an error."""
+        """Return the JSON body of an error."""
         return error.body()
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the event that ends a failed stream."""
+        """Return the error event that ends a failed stream."""
         data = {"type": "error", "code": str(error.status), "message": error.message, "param": None}
         return http_chunk(named_event("error", data))
 
 
 class ResponsesChunks:
-    """The events of one streamed response: one output item, in pieces of a token."""
+    """Builds the events of one streamed response: one output item, one delta per token."""
 
     __slots__ = ("_ask", "_choice", "_created", "_finish", "_made", "_members", "_number")
 
@@ -96,13 +99,13 @@ class ResponsesChunks:
         members: Mapping[str, Any],
         finish: Callable[..., dict[str, Any]],
     ) -> None:
-        """Initialize; `finish` returns the finished response."""
+        """Prepare a stream; `finish` builds the completed response object at its end."""
         self._finish = finish
         self._ask, self._choice, self._created, self._members = ask, choice, created, members
         self._made = self._number = 0
 
     def begin(self) -> bytes:
-        """Return the events that the engine sends before it has computed anything."""
+        """Return the events that are sent before anything is computed."""
         response = _response(self._ask, self._created, self._members)
         return http_chunk(
             self._event("response.created", response=response)
@@ -110,14 +113,14 @@ class ResponsesChunks:
         )
 
     def next(self, cached: int | None) -> bytes:
-        """Return the events of the next token; before the first one, the item begins."""
+        """Return the events of the next token; the first call also begins the output item."""
         piece = self._choice.piece(self._made)
         self._made += 1
         opening = self._opening() if self._made == 1 else b""
         return http_chunk(opening + (self._delta(piece) if piece else b""))
 
     def end(self, cached: int | None) -> bytes:
-        """Return the end of the item and of the response."""
+        """Return the events that end the output item and the response."""
         ask, choice = self._ask, self._choice
         item = output_item(ask, choice)
         if ask.tool is None:
@@ -159,7 +162,7 @@ class ResponsesChunks:
 
 
 def chat_messages(members: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages that a body's input means. Raises ApiError."""
+    """Convert the `input` of a Responses body to chat messages. Raises ApiError if invalid."""
     given = members.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
@@ -183,12 +186,12 @@ def _message(item: object) -> dict[str, Any]:
 
 
 def _answer(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an output item as a message of the conversation that goes on."""
+    """Convert an output item of an earlier response to an assistant message."""
     return _message(item) | {"role": "assistant"}
 
 
 def _response_format(members: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what the answer's text has to be, as a chat has it."""
+    """Return the chat member `response_format` for the requested output format, or None."""
     text = members.get("text")
     form = text.get("format") if isinstance(text, dict) else None
     if not isinstance(form, dict) or form.get("type") not in ("json_schema", "json_object"):
@@ -203,12 +206,12 @@ def _tool_choice(choice: object) -> Any:
 
 
 def item_id(ask: ParsedRequest) -> str:
-    """Return the id of the answer's only output item."""
+    """Return the id of the response's only output item."""
     return f"{'msg' if ask.tool is None else 'fc'}_{ask.id.removeprefix('resp_')}"
 
 
 def output_item(ask: ParsedRequest, choice: Choice | None) -> dict[str, Any]:
-    """Return the answer's only output item; None: as it begins."""
+    """Return the response's only output item; with `choice` None, as it is before any token."""
     status = "in_progress" if choice is None else "completed"
     item: dict[str, Any] = {"id": item_id(ask), "status": status}
     if ask.tool is not None:
@@ -232,7 +235,7 @@ def finished(
     cached: int | None,
     members: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the finished response object."""
+    """Return the completed response object."""
     is_cut = choice.finish_reason == "length"
     return _response(ask, created, members) | {
         "output": [output_item(ask, choice)],

@@ -1,4 +1,7 @@
-"""The responses that an engine keeps in memory. As in vLLM, storing is off by default."""
+"""Stores responses in memory, so that later requests can continue them.
+
+As in vLLM, it is off by default.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ _NO_STORE = (
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """One response object, and the conversation up to its end without instructions."""
+    """A response object, and the conversation up to its end without the instructions."""
 
     response: dict[str, Any]
     messages: list[dict[str, Any]]
 
 
 class ResponsesStore:
-    """The newest responses by id. Keeps none unless `is_enabled`."""
+    """The most recent responses by id. It keeps none unless `is_enabled`."""
 
     __slots__ = ("_responses", "is_enabled")
 
@@ -33,17 +36,20 @@ class ResponsesStore:
         self._responses: dict[str, StoredResponse] = {}
 
     def check(self, members: Mapping[str, Any]) -> None:
-        """Raise ApiError for a request that needs a store where there is none."""
+        """Raise ApiError if a request needs stored responses but storing is off."""
         if members.get("background") and members.get("store", True) and not self.is_enabled:
             raise ApiError(400, _NO_STORE, "store")
 
     def messages_before(self, members: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-        """Return the conversation that a request continues. Raises ApiError 404."""
+        """Return the conversation that a request continues, or an empty one.
+
+        Raises ApiError 404 if the earlier response is unknown.
+        """
         previous = members.get("previous_response_id")
         return () if previous is None else self.find(str(previous)).messages
 
     def keep(self, members: Mapping[str, Any], stored: StoredResponse) -> None:
-        """Keep a response, unless its request asks not to."""
+        """Store a response, unless its request has `store: false`."""
         if not self.is_enabled or members.get("store", True) is False:
             return
         while len(self._responses) >= MAX_RESPONSES:
@@ -51,13 +57,13 @@ class ResponsesStore:
         self._responses[stored.response["id"]] = stored
 
     def find(self, response_id: str) -> StoredResponse:
-        """Return a response. Raises ApiError 404."""
+        """Return the response with this id. Raises ApiError 404 if it is unknown."""
         if response_id not in self._responses:
             raise ApiError(404, f"Response with id '{response_id}' not found.", "response_id")
         return self._responses[response_id]
 
     def delete(self, response_id: str) -> dict[str, Any]:
-        """Delete a response and return the confirmation. Raises ApiError 404."""
+        """Delete a response and return the confirmation. Raises ApiError 404 if it is unknown."""
         self.find(response_id)
         del self._responses[response_id]
         return {"id": response_id, "object": "response", "deleted": True}

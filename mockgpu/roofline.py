@@ -1,8 +1,8 @@
-"""The duration of one engine step from first principles: bytes read, operations, collectives.
+"""Computes the duration of one engine step from bytes read, operations and collectives.
 
-The equation and its eight constants per GPU (policies/sizing/gpus.py) hold for any shape. A
-measured grid (grids.py), if there is one, corrects it so that every measured point is met exactly.
-Not here: scheduling, or a clock.
+The equation and its eight constants per GPU (policies/sizing/gpus.py) hold for any model and TP
+size. If a measured grid exists (grids.py), it corrects the equation so that every measured point is
+met exactly. Scheduling and clocks are elsewhere.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from policies.sizing.model_shapes import Llm
 
 
 class StepWork(NamedTuple):
-    """What one step computes.
+    """The amount of work in one step.
 
-    prefill_tokens   prompt tokens computed, over all chunks
-    attention_area   sum over chunks of chunk x (start + chunk / 2): query-key pairs of the prompts
-    decode_seqs      sequences that gain one token
-    decode_context   tokens of KV that these read, in total
+    prefill_tokens   prompt tokens computed, summed over all chunks
+    attention_area   query-key pairs of the prompts: the sum over chunks of chunk x (start + chunk /
+                     2)
+    decode_seqs      sequences that generate one token each
+    decode_context   tokens of KV that these sequences read, in total
     """
 
     prefill_tokens: int = 0
@@ -33,13 +34,13 @@ class StepWork(NamedTuple):
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """A software generation.
+    """A generation of engine software, with its overheads.
 
-    layer_us    replaces the GPU's fitted overhead per layer; None: keep it
-    fabric_us   added per all-reduce in groups of more than `fabric_above_tp` ranks, whose
-                collectives leave the fast links
-    exact       whether a grid may correct the equation
-    request_s   the API server's time per request before the engine (BLIS: 15.6 ms)
+    layer_us    microseconds of overhead per layer; None: the GPU's fitted value
+    fabric_us   microseconds added per all-reduce in groups of more than `fabric_above_tp` ranks,
+                whose collectives leave the fast links
+    exact       whether a measured grid may correct the equation
+    request_s   seconds of the API server per request before the engine (BLIS: 15.6 ms)
     """
 
     name: str
@@ -67,7 +68,7 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
 
 
 def profile_named(name: str) -> Profile:
-    """Return the profile of this name. Raises ValueError, listing the known ones."""
+    """Return the profile with this name. Raises ValueError that lists the known names."""
     profile = PROFILES.get(name)
     if profile is None:
         raise ValueError(f"unknown profile {name!r}: known are {', '.join(PROFILES)}")
@@ -75,7 +76,7 @@ def profile_named(name: str) -> Profile:
 
 
 class StepTimeParts(NamedTuple):
-    """The parts of one step's time in seconds. `weights_s` and `flops_s` overlap."""
+    """The parts of one step's duration in seconds. `weights_s` and `flops_s` overlap in time."""
 
     weights_s: float
     flops_s: float
@@ -87,29 +88,35 @@ class StepTimeParts(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """The step's time: the larger of the overlapping parts, plus the others."""
+        """The step's duration: the larger of the overlapping parts, plus all others."""
         return max(self.weights_s, self.flops_s) + sum(self[2:])
 
     @property
     def bound(self) -> str:
-        """The name of the largest part, which limits the step."""
+        """The name of the longest part, which limits the step."""
         return max(zip(self, self._fields, strict=True))[1].removesuffix("_s")
 
 
 class Correction(Protocol):
-    """Factors measured / computed, by which a grid corrects the equation (grids.py)."""
+    """Correction factors (measured / computed step time) from a measured grid (grids.py)."""
 
     def prefill(self, tokens: int) -> float:
-        """Return the factor for a prefill-only step."""
+        """Return the factor for a prefill-only step of `tokens` prompt tokens."""
         ...
 
     def decode(self, seqs: int, context: int) -> float:
-        """Return the factor for a decode-only step. `context` is the sum over sequences."""
+        """Return the factor for a decode-only step.
+
+        `context` is the sum over all sequences, in tokens.
+        """
         ...
 
 
 class Roofline:
-    """Step times of one model on `tp` GPUs of one kind. Rates are precomputed per unit of work."""
+    """The step-time model of one LLM on `tp` GPUs of one kind.
+
+    Costs per unit of work are computed once.
+    """
 
     def __init__(
         self, model: Llm, gpu: Gpu, tp: int, profile: Profile, correction: Correction | None = None
@@ -135,9 +142,9 @@ class Roofline:
         self._correction = correction if profile.exact else None
 
     def terms(self, work: StepWork) -> StepTimeParts:
-        """Return the parts of one step's time by the equation.
+        """Return the parts of one step's duration by the equation, in seconds.
 
-        That is max(weights, FLOPs) + KV + attention + overheads + collectives.
+        The total is max(weights, FLOPs) + KV + attention + overheads + collectives.
         """
         tokens = work.prefill_tokens + work.decode_seqs
         # A mixture of experts reads only the experts that its tokens use: all of them in a large
@@ -154,9 +161,9 @@ class Roofline:
         )
 
     def equation_s(self, work: StepWork) -> float:
-        """Return the step's time by the equation alone.
+        """Return one step's duration by the equation alone, in seconds.
 
-        Equal to `terms(work).total_s`, but faster: a replay calls it for every step.
+        Equal to `terms(work).total_s`, but faster, because a replay calls it for every step.
         """
         tokens = work.prefill_tokens + work.decode_seqs
         read = 1.0 if self._dense else 1 - self._idle_share**tokens
@@ -171,10 +178,10 @@ class Roofline:
         )
 
     def step_s(self, work: StepWork) -> float:
-        """Return the step's time, exact at every grid point if there is a grid.
+        """Return one step's duration in seconds, which is exact at every measured point.
 
         A chunk that starts late (cached prefix, second chunk) gets the factor of its token count. A
-        mixed step gets both pure factors, weighted by the time of each half alone.
+        step with prefill and decode gets both factors, weighted by the time of each part alone.
         """
         seconds = self.equation_s(work)
         if self._correction is None:

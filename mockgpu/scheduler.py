@@ -1,13 +1,13 @@
-"""Continuous batching with chunked prefill, as in vLLM's V1 scheduler.
+"""The scheduler of a mock engine: continuous batching with chunked prefill, as in vLLM's V1.
 
-Pure and without a clock: `sample_difference()` plans what to compute next, roofline.py says how
-long it takes, `finish()` applies the result. The live server and replays in virtual time run the
-same code. Decoding sequences all advance by one token per step, so one counter (`tick`) advances
-them. Only those that end or need a block are touched, so a step costs O(changes).
+It does no I/O and has no clock: `step()` plans the next step, roofline.py computes its duration,
+`finish()` applies the result. The live server and replays in simulated time run the same code. All
+decoding sequences advance by one token per step, so a single counter (`tick`) advances them. Only
+sequences that end or need a block are touched, so a step costs O(changes).
 
-For split requests: a job with KV from another group gets all its prompt's blocks before the first
-byte moves, then waits for `on_landed()`. A job whose KV goes to another group leaves its blocks in
-`kept` until `release_kept()`. Not here: moving bytes (mockgpu/handoff/kv_handoff.py).
+In split requests, a job with KV from another engine gets all its prompt's blocks before the first
+byte moves, then waits for `on_landed()`. A job whose KV goes to another engine leaves its blocks in
+`kept` until `release_kept()`. Bytes are moved by mockgpu/handoff/kv_handoff.py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from mockgpu.leg_params import DecodeLeg
 
 
 class Scheduler:
-    """The queue and the running batch of one TP group.
-
-    Sole owner of its jobs and its block pool.
-    """
+    """The queue and the running batch of one engine. It owns its jobs and the KV block pool."""
 
     def __init__(
         self, pool: BlockPool, max_num_seqs: int = 256, max_num_batched_tokens: int = 8192
@@ -58,32 +55,32 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """The number of jobs in the batch, prefilling or decoding."""
+        """The number of jobs in the running batch, in prefill or decode."""
         return len(self.prefilling) + len(self.decoding)
 
     @property
     def queued(self) -> int:
-        """The number of jobs that wait for blocks, for their KV, or for a place in the batch."""
+        """The number of jobs that wait for blocks, for incoming KV, or for a place in the batch."""
         return len(self.waiting) + len(self.fetching) + len(self.fetched)
 
     @property
     def kept_blocks(self) -> int:
-        """Blocks that no job here uses, but that other groups read or a transfer still writes."""
+        """The number of blocks kept for transfers, which no job of this engine uses."""
         return sum(map(len, self.kept.values()))
 
     def fits(self, job: Job) -> bool:
-        """Return whether the job could run alone. One that could not must never be added."""
+        """Return whether the KV cache can hold the whole job when it runs alone."""
         return (
             blocks_for(job.prompt_tokens + job.output_tokens, self.pool.block_tokens)
             <= self.pool.total
         )
 
     def count_output(self, job: Job) -> int:
-        """Return the job's output tokens so far."""
+        """Return the number of output tokens that the job has generated so far."""
         return self.tick - job.origin if job.state is JobState.DECODE else job.made
 
     def add(self, job: Job) -> None:
-        """Queue a job, first come first served. Raises ValueError if it can never fit."""
+        """Add a job to the end of the queue. Raises ValueError if it can never fit."""
         if not self.fits(job):
             raise ValueError(
                 f"{job.prompt_tokens} + {job.output_tokens} tokens exceed the group's KV cache"
@@ -91,7 +88,7 @@ class Scheduler:
         self.waiting.append(job)
 
     def abort(self, job: Job) -> None:
-        """Remove a job in any state and free its blocks. May be called between step() and finish().
+        """Remove a job in any state and free its blocks. Allowed between step() and finish().
 
         Blocks that a transfer is writing are kept until `release_kept()`.
         """
@@ -109,29 +106,29 @@ class Scheduler:
         job.state = JobState.DONE
 
     def to_fetch(self) -> list[Job]:
-        """Return the jobs admitted since the last call whose KV must be fetched.
+        """Return the decode jobs admitted since the last call.
 
-        Jobs in FETCHING wait for `on_landed()` or `recompute()`; the KV of the others is all
-        cached.
+        Jobs in FETCHING wait for `on_landed()` or `recompute()`. The KV of the others is already
+        cached here.
         """
         jobs, self._to_fetch = self._to_fetch, []
         return jobs
 
     def on_landed(self, job: Job, cached: int) -> None:
-        """Continue a FETCHING job whose KV has arrived; only its last token is left to compute.
+        """Continue a FETCHING job whose KV has arrived. Only its last prompt token is computed.
 
-        `cached`: the cached tokens to report in usage.
+        `cached` is the number of cached tokens to report in usage.
         """
         start, job.computed, job.cached = job.computed, job.prompt_tokens - 1, cached
         self._seal(job, start, job.prompt_tokens)
         self._mark_fetched(job)
 
     def recompute(self, job: Job) -> None:
-        """Compute the KV of a FETCHING job here, in its blocks, because it will not arrive."""
+        """Compute the KV of a FETCHING job here, because the KV will not arrive."""
         self._mark_fetched(job)
 
     def release_kept(self, job: Job) -> None:
-        """Free the blocks kept for a job that is over. No-op if there are none."""
+        """Free the blocks kept for an ended job. Do nothing if there are none."""
         self.pool.release(self.kept.pop(job, ()))
 
     def _mark_fetched(self, job: Job) -> None:
@@ -140,7 +137,10 @@ class Scheduler:
         self.fetched.append(job)
 
     def step(self) -> StepPlan | None:
-        """Plan the next step, decodes first, then prompts in the budget; None: nothing to do."""
+        """Plan the next step: first decodes, then prompts within the token budget.
+
+        Returns None if there is nothing to do.
+        """
         for job in list(self._grows[self.tick % self.pool.block_tokens]):
             if job.state is JobState.DECODE:
                 self._grow(job)
@@ -164,7 +164,7 @@ class Scheduler:
         return StepPlan(chunks, len(self.decoding), self._context)
 
     def finish(self, plan: StepPlan) -> StepOutcome:
-        """Apply a step that was run: tokens made, jobs done. Jobs aborted meanwhile are skipped."""
+        """Apply the results of a planned step. Jobs aborted since it was planned are skipped."""
         decoded = len(self.decoding)
         self.tick += 1
         self._context += decoded
@@ -188,10 +188,10 @@ class Scheduler:
         return StepOutcome(first_token_jobs, decoded, ended)
 
     def decode_only_steps(self, most: int) -> int:
-        """Return how many steps from the planned one on only decode, without ends or preemptions.
+        """Return how many steps from the planned one on only decode, up to `most`.
 
-        At most `most`. Call it after `sample_difference()` planned a step without prompts;
-        `next_health()` may then run that many.
+        No sequence ends or is preempted in them. Call it after `step()` planned a step without
+        prompts; `advance()` may then run that many.
         """
         if not self.decoding or self.prefilling or self.fetched:
             return 0
@@ -208,9 +208,9 @@ class Scheduler:
         return steps
 
     def advance(self, steps: int) -> StepPlan:
-        """Run `steps` decode-only steps at once, and return the plan after them.
+        """Run `steps` decode-only steps at once, and return the plan of the step after them.
 
-        Equivalent to that many pairs of `finish()` and `sample_difference()`.
+        Equivalent to that many pairs of `finish()` and `step()`.
         """
         decoded = len(self.decoding)
         for _ in range(steps):
@@ -224,7 +224,7 @@ class Scheduler:
         return StepPlan([], decoded, self._context)
 
     def _admit(self, job: Job) -> bool:
-        """Give the queue's first job its cached blocks, if the rest of its prompt fits as well.
+        """Admit the queue's first job with its cached blocks, and return whether its prompt fits.
 
         Only the blocks of the next chunk are allocated now. The whole prompt must fit, because long
         prompts would otherwise starve each other.
@@ -263,14 +263,14 @@ class Scheduler:
         return job
 
     def _reserved_blocks(self) -> int:
-        """Return the blocks that running prompts still need."""
+        """Return the number of blocks that the running prompts will still need."""
         size = self.pool.block_tokens
         return sum(blocks_for(job.known_tokens, size) - len(job.blocks) for job in self.prefilling)
 
     def _chunk(self, job: Job, budget: int, chunks: list[PrefillChunk]) -> int:
-        """Plan the next chunk of a prompt.
+        """Plan the next chunk of a prompt and return its number of tokens.
 
-        Returns its tokens, or 0 if KV or budget is exhausted.
+        Returns 0 if the KV cache or the budget is exhausted.
         """
         size = self.pool.block_tokens
         room = (len(job.blocks) + self.pool.free) * size - job.computed
@@ -285,21 +285,21 @@ class Scheduler:
         return tokens
 
     def _seal(self, job: Job, start: int, end: int) -> None:
-        """Register the blocks that tokens [start, end) have filled."""
+        """Add the blocks that tokens [start, end) of a job have filled to the prefix cache."""
         size = self.pool.block_tokens
         for i in range(start // size, min(end // size, len(job.keys))):
             self._share(job, i)
 
     def _share(self, job: Job, place: int) -> None:
-        """Register one full block of a job."""
+        """Add full block number `place` of a job to the prefix cache."""
         is_new = self.pool.register(job.blocks[place], job.keys[place])
         if is_new and self.on_shared is not None:
             self.on_shared(job, place)
 
     def _begin(self, job: Job) -> None:
-        """Start decoding after the prompt and its first output token.
+        """Move a job from prefill to decode, and count its first output token.
 
-        The tick advances the job now.
+        From now on `tick` counts its tokens.
         """
         del self.prefilling[job]
         job.made += 1
@@ -311,11 +311,11 @@ class Scheduler:
         self._grows[self._growth_phase(job)][job] = None
 
     def _growth_phase(self, job: Job) -> int:
-        """Return the tick, modulo the block size, at which the job needs another block."""
+        """Return the value of `tick` modulo the block size at which a job needs a new block."""
         return (1 - job.prompt_tokens + job.origin) % self.pool.block_tokens
 
     def _forget_end(self, job: Job) -> None:
-        """Remove a job from `_ends`, and its tick if no other job ends then."""
+        """Remove a job from the table of jobs by the tick at which they end."""
         last_tick = job.origin + job.output_tokens
         if last_tick in self._ends:
             self._ends[last_tick].pop(job, None)
@@ -323,9 +323,9 @@ class Scheduler:
                 del self._ends[last_tick]
 
     def _grow(self, job: Job) -> None:
-        """Register the filled block and allocate the next.
+        """Share the block that a decoding job has filled, and allocate its next block.
 
-        While none is free, preempt the newest jobs.
+        If no block is free, the newest jobs are preempted.
         """
         self._seal_filled(job)
         while not self.pool.free and job.state is JobState.DECODE:
@@ -334,7 +334,7 @@ class Scheduler:
             job.blocks.append(self.pool.allocate())
 
     def _seal_filled(self, job: Job) -> None:
-        """Register a decoding job's last block, if the KV of all its tokens is present."""
+        """Add a decoding job's last block to the prefix cache, if it is full."""
         filled = len(job.blocks)
         if (
             filled <= len(job.keys)
@@ -345,7 +345,7 @@ class Scheduler:
             self._share(job, filled - 1)
 
     def _preempt(self, job: Job) -> None:
-        """Return a job to the front of the queue without KV. It will be recomputed, as in vLLM."""
+        """Move a job to the front of the queue and drop its KV, to be recomputed as in vLLM."""
         self._remove(job)
         job.computed = 0
         job.state = JobState.WAITING
@@ -354,7 +354,7 @@ class Scheduler:
         self.waiting.appendleft(job)
 
     def _remove(self, job: Job, keep: bool = False) -> None:
-        """Remove a job from the batch, and free its blocks, or keep them for other groups."""
+        """Remove a job from the batch and free its blocks; `keep` keeps them for other engines."""
         if job.state is JobState.DECODE:
             self._seal_filled(job)
             job.made = self.tick - job.origin

@@ -1,7 +1,7 @@
-"""The HTTP server of one TP group, with vLLM's API, on aiohttp: routes, errors, and request faults.
+"""The HTTP server of one mock engine, with vLLM's API: routes, errors, and faults of requests.
 
-Handlers are short: parse a request, submit its choices to the group, wait for the result. A client
-that leaves cancels its handler, and with it its jobs.
+A handler parses a request, submits its choices to the engine (TpGroup), and waits for the result. A
+client that disconnects cancels its handler, which aborts its jobs.
 """
 
 from __future__ import annotations
@@ -84,22 +84,22 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class FaultRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /mock/fault and of the chaos server: a fault spec; "" heals everything."""
+    """The body of POST /mock/fault and of the chaos server: a fault specification; "" heals."""
 
     spec: str
 
 
 class RenewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /mock/renew, which stands for the side channel of real engines."""
+    """The body of POST /mock/renew, which replaces the side channel of real engines."""
 
     name: str
     ticket: str
 
 
 class MockServer:
-    """The routes of one TP group. Sole owner of its faults.
+    """The HTTP routes of one mock engine, and its injected faults.
 
-    `pd_role`: its role in split requests; None: it serves whole requests only.
+    `pd_role` is its half of split (prefill/decode) requests; None if it serves whole requests only.
     """
 
     def __init__(self, group: TpGroup, faults: GroupFaults, half: PdRole | None = None) -> None:
@@ -120,7 +120,7 @@ class MockServer:
         }
 
     def app(self) -> web.Application:
-        """Return the aiohttp application. Serve it with `handler_cancellation=True`."""
+        """Return the aiohttp application, to be served with `handler_cancellation=True`."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors])
         missing = tuple(f"/v1/{name}" for name in self.group.spec.lacks)
         routes = [route for route in self._routes() if not _is_below(route.path, missing)]
@@ -128,7 +128,7 @@ class MockServer:
         return app
 
     def _routes(self) -> list[web.RouteDef]:
-        """Return the routes of the imitated engine."""
+        """Return the routes that the imitated engine has."""
         return [
             web.post("/v1/chat/completions", self.chat),
             web.post("/v1/completions", self.completions),
@@ -155,7 +155,7 @@ class MockServer:
         ]
 
     def _mock_routes(self) -> list[web.RouteDef]:
-        """Return the routes that a real engine does not have."""
+        """Return the routes that real engines do not have, under /mock/."""
         return [
             web.get("/mock/state", self.state),
             web.get("/mock/kv_blocks", self._kv_event_pages.blocks),
@@ -167,7 +167,10 @@ class MockServer:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Return every error in the engine's format. A partitioned group only answers /mock/."""
+        """Middleware that returns every error in the imitated engine's format.
+
+        During a partition fault only routes under /mock/ respond.
+        """
         if not request.path.startswith("/mock/"):
             await self.faults.wait_reachable()
         try:
@@ -183,11 +186,11 @@ class MockServer:
         return web.Response(status=api_error.status, body=body, content_type=JSON)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions."""
+        """Serve POST /v1/chat/completions."""
         return await self._generate(request, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/completions."""
+        """Serve POST /v1/completions."""
         return await self._generate(request, chat=False)
 
     async def _generate(self, request: web.Request, chat: bool) -> web.StreamResponse:
@@ -205,14 +208,14 @@ class MockServer:
         return await self._whole(request, ask, choices, answer, fault)
 
     def _pick_fault(self, request: web.Request) -> InjectedFault | None:
-        """Return the fault of this request; one that strikes before a response strikes now."""
+        """Return the fault of this request; apply it now if it precedes the response."""
         fault = self.faults.pick_fault()
         if fault is not None and fault.kind is FaultKind.RESET_BEFORE_HEADERS:
             reset_now(request)
         return fault
 
     async def converse(self, request: web.Request) -> web.StreamResponse:
-        """POST to an API that means a chat and whose streams have named events."""
+        """Serve a POST to an API that is converted to a chat and has named stream events."""
         form, fault = self._formats[request.path], self._pick_fault(request)
         check_content_type(request)
         raw = await request.read()
@@ -237,7 +240,7 @@ class MockServer:
         return json_answer(body)
 
     async def listen(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/audio/transcriptions and translations."""
+        """Serve POST /v1/audio/transcriptions and /v1/audio/translations."""
         fault = self._pick_fault(request)
         fields = await form_fields(request)
         name = client_request_id(request.headers) or uuid.uuid4().hex
@@ -263,7 +266,7 @@ class MockServer:
         choice: Choice,
         fault: InjectedFault | None,
     ) -> web.StreamResponse:
-        """Send headers and first events at once, then tokens, then the end or the error."""
+        """Stream a response: headers and first events at once, then tokens, then end or error."""
         answer, transport = PendingResponse(1, asyncio.get_running_loop()), transport_of(request)
         details, job = self.group.spec.cached_details, choice.job
         sink = StreamSink(answer, chunks, job, transport, details)
@@ -285,26 +288,26 @@ class MockServer:
         return response
 
     def _failure(self, form: NamedEventFormat | None, error: ApiError) -> bytes:
-        """Return the end of a failed stream."""
+        """Return the events that end a failed stream in the format of its API."""
         if form is not None:
             return form.failure(error)
         return openai_format.stream_error(error_body(error, self._engine, streaming=True))
 
     async def stored_response(self, request: web.Request) -> web.Response:
-        """GET /v1/responses/{id}."""
+        """Serve GET /v1/responses/{id}."""
         return json_answer(self._stored.find(request.match_info["id"]).response)
 
     async def delete_response(self, request: web.Request) -> web.Response:
-        """DELETE /v1/responses/{id}, which vLLM does not have."""
+        """Serve DELETE /v1/responses/{id}, which vLLM does not have."""
         return json_answer(self._stored.delete(request.match_info["id"]))
 
     async def cancel_response(self, request: web.Request) -> web.Response:
-        """POST /v1/responses/{id}/cancel: none runs in the background here."""
+        """Serve POST /v1/responses/{id}/cancel: always an error, as nothing runs in background."""
         self._stored.find(request.match_info["id"])
         raise ApiError(400, "Cannot cancel a synchronous response.", "response_id")
 
     async def count_tokens(self, request: web.Request) -> web.Response:
-        """POST /v1/messages/count_tokens."""
+        """Serve POST /v1/messages/count_tokens."""
         chat = messages_format.count_body(read_members(await request.read()))
         return json_answer({"input_tokens": token_count(chat_prompt(chat))})
 
@@ -336,7 +339,10 @@ class MockServer:
     def _submitted(
         self, choices: Sequence[Choice], sinks: Sequence[TokenSink], fault: InjectedFault | None
     ) -> Iterator[None]:
-        """Run the choices' jobs while the body waits. A KV fault strikes the first one."""
+        """Run the jobs of these choices during a `with` block, and abort them at its end.
+
+        A KV fault hits the first choice.
+        """
         try:
             if fault is not None and fault.kind in KV_FAULTS:
                 self.group.mark_fault(choices[0].job, fault)
@@ -352,7 +358,7 @@ class MockServer:
                 self.group.abort(choice.job)
 
     async def _read(self, request: web.Request, chat: bool) -> ParsedRequest:
-        """Parse a request. If a decode leg is refused, tell its prefill group to free the KV."""
+        """Parse a request. If a decode request is refused, let the prefill engine free its KV."""
         check_content_type(request)
         raw = await request.read()
         name = client_request_id(request.headers) or uuid.uuid4().hex
@@ -380,7 +386,7 @@ class MockServer:
     def _reading(
         self, raw: bytes, body: RequestBody, request: web.Request, request_id: str
     ) -> ParsedHandoff:
-        """Read the request's leg. A group without a role in split requests accepts none."""
+        """Parse the handoff fields of a request. An engine without a P/D role refuses them."""
         if self.pd_role is not None:
             return self.pd_role.read(raw, body, request.headers, request_id)
         try:
@@ -391,7 +397,7 @@ class MockServer:
         return NO_LEG
 
     def _extras(self, ask: ParsedRequest, choice: Choice) -> openai_format.ResponseExtras:
-        """Return what a prefill leg's response adds for the other leg."""
+        """Return the members that a prefill response has for the decode engine."""
         if self.pd_role is None or not isinstance(ask.leg, PrefillLeg):
             return openai_format.NO_EXTRAS
         offered, speaks, here = choice.job.offered, self.pd_role.dialect, self.pd_role.identity
@@ -408,7 +414,7 @@ class MockServer:
         answer: PendingResponse,
         fault: InjectedFault | None,
     ) -> web.StreamResponse:
-        """Send headers at once, let sinks write tokens, then end with [DONE] or the error."""
+        """Stream a response: headers at once, tokens by the sinks, then [DONE] or the error."""
         created = int(time.time())
         transport = transport_of(request)
         sinks = [self._sink(ask, choice, created, answer, transport, fault) for choice in choices]
@@ -448,13 +454,13 @@ class MockServer:
         return StreamSink(answer, chunks, choice.job, transport, details)
 
     def _cached(self, ask: ParsedRequest, choices: list[Choice]) -> int | None:
-        """Return the cached prompt tokens for usage; None if the engine does not report them."""
+        """Return the cached prompt tokens for `usage`; None if the engine reports none."""
         return (
             openai_format.cached_tokens(choices, ask.n) if self.group.spec.cached_details else None
         )
 
     async def models(self, _: web.Request) -> web.Response:
-        """GET /v1/models."""
+        """Serve GET /v1/models."""
         spec = self.group.spec
         card = {
             "id": spec.served_name,
@@ -469,18 +475,18 @@ class MockServer:
         return json_answer({"object": "list", "data": [card]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        """POST /tokenize, chat or prompt form."""
+        """Serve POST /tokenize, for a chat or a prompt."""
         prompt = parse_prompt(await request.read())
         return web.Response(
             body=openai_format.tokenize_response(prompt, self.group.spec.context), content_type=JSON
         )
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        """POST /detokenize."""
+        """Serve POST /detokenize."""
         return json_answer(pooling.detokenize(await request.read()))
 
     async def pool(self, request: web.Request) -> web.Response:
-        """POST to one of the APIs that compute no text; a prompt takes the time of its prefill."""
+        """Serve a POST to an API that generates no text, in the time that its prefill takes."""
         fault = self._pick_fault(request)
         check_content_type(request)
         name = client_request_id(request.headers) or uuid.uuid4().hex
@@ -498,19 +504,19 @@ class MockServer:
         return json_answer(job.build(int(time.time())))
 
     async def health(self, _: web.Request) -> web.Response:
-        """GET /health: 503 if the engine is dead. A hanging engine answers 200."""
+        """Serve GET /health: 503 if the engine is dead, 200 otherwise, even if it hangs."""
         return web.Response(status=503 if self.group.is_dead and not self.group.is_hanging else 200)
 
     async def load(self, _: web.Request) -> web.Response:
-        """GET /load."""
+        """Serve GET /load."""
         return json_answer({"server_load": self.group.in_flight})
 
     async def version(self, _: web.Request) -> web.Response:
-        """GET /version of the imitated engine."""
+        """Serve GET /version, as the imitated engine does."""
         return json_answer({"version": self._version})
 
     async def openapi(self, request: web.Request) -> web.Response:
-        """GET /openapi.json: the paths, and the members that requests may have."""
+        """Serve GET /openapi.json: the paths, and the members that requests may have."""
         paths: dict[str, dict[str, Any]] = {
             resource.canonical: {} for resource in request.app.router.resources()
         }
@@ -519,14 +525,14 @@ class MockServer:
         return json_answer(page)
 
     async def metrics(self, _: web.Request) -> web.Response:
-        """GET /metrics."""
+        """Serve GET /metrics in Prometheus text format."""
         text = self.group.metrics.render(self.group.scheduler, self.group.kv_handoff, self._engine)
         return web.Response(
             body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
 
     async def state(self, _: web.Request) -> web.Response:
-        """GET /mock/state: the group's memory and its role in split requests, for tests."""
+        """Serve GET /mock/state: KV memory and P/D role of the engine, for tests."""
         scheduler, metrics = self.group.scheduler, self.group.metrics
         state: dict[str, Any] = {
             "role": self.group.spec.role,
@@ -540,9 +546,9 @@ class MockServer:
         return json_answer(state | (self.pd_role.state() if self.pd_role is not None else {}))
 
     async def renew(self, request: web.Request) -> web.Response:
-        """POST /mock/renew `{"name", "ticket"}`: extend a lease; 404 if it is too late.
+        """Serve POST /mock/renew `{"name", "ticket"}`, which keeps KV longer for a queued request.
 
-        Called by decode groups that have no room yet.
+        Answers 404 if the KV is already gone.
         """
         renewal = decode_body(await request.read(), RenewRequest)
         ticket = (
@@ -555,13 +561,13 @@ class MockServer:
         return json_answer({"ticket": ticket})
 
     async def show_faults(self, _: web.Request) -> web.Response:
-        """GET /mock/fault: the active spec."""
+        """Serve GET /mock/fault: the active fault specification."""
         return json_answer({"spec": self.faults.spec})
 
     async def set_faults(self, request: web.Request) -> web.StreamResponse:
-        """POST /mock/fault `{"spec": "..."}`: replace all faults. Windows count from now.
+        """Serve POST /mock/fault `{"spec": "..."}`, which replaces all faults from now on.
 
-        The response is sent first, because a fault that cuts connections would cut this one.
+        The response is sent first, because a fault that closes connections would close this one.
         """
         if "Origin" in request.headers:
             raise ApiError(403, "web pages may not set faults")
@@ -577,7 +583,7 @@ class MockServer:
         return response
 
     async def clear_faults(self, request: web.Request) -> web.Response:
-        """DELETE /mock/fault: end all faults and restore lost ranks."""
+        """Serve DELETE /mock/fault, which ends all faults and restores lost ranks."""
         self.faults.apply("")
         if self.pd_role is not None:
             await self.pd_role.wait_applied()

@@ -1,10 +1,10 @@
 """Tokens and text without a model: four bytes are one token, and the next token is a hash.
 
-A token sequence is `bytes`, four per token (token ids: little-endian u32). Prompts are rendered so
-that every part fills whole tokens. So an answer that is sent back as a message has the same tokens
-again, and its KV blocks are found, as with a real chat template. Generation is greedy: the next
-token depends only on all tokens before it, `seed` and the choice's index. So a prompt with part of
-its answer continues with the rest of it.
+A token sequence is `bytes`, four per token (token ids: little-endian u32). Every part of a rendered
+prompt fills whole tokens. An answer that is sent back as a message thus has the same tokens again,
+and its KV blocks are found. Generation is greedy: the next token depends only on all tokens before
+it, `seed` and the choice's index. So a prompt with part of its answer continues with the rest of
+it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ END_EVERY = 8
 
 
 class GeneratedText(NamedTuple):
-    """The answer of one choice: tokens, block keys of prompt and answer, and whether it ended."""
+    """The answer of one choice: tokens, block keys of prompt and answer, and whether it ended.
+
+    `has_ended` is False if the answer was cut at its token limit.
+    """
 
     tokens: bytes
     keys: list[int]
@@ -50,17 +53,17 @@ class GeneratedText(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The tokens as text."""
+        """The tokens decoded as text."""
         return self.tokens.decode()
 
 
 def pad_to_tokens(part: bytes) -> bytes:
-    """Pad bytes with newlines to whole tokens."""
+    """Return the bytes padded with newlines to a multiple of four, the size of a token."""
     return part + b"\n" * (-len(part) % TOKEN_BYTES)
 
 
 def render_chat(body: Mapping[str, Any]) -> bytes:
-    """Render a chat prompt: tools, then each message with its role, then the assistant's turn."""
+    """Return the prompt of a chat: tools, each message with its role, the assistant's prefix."""
     parts = []
     if body.get("tools"):
         parts.append(pad_to_tokens(b"<|tools|>" + msgspec.json.encode(body["tools"])))
@@ -75,7 +78,7 @@ def render_chat(body: Mapping[str, Any]) -> bytes:
 
 
 def _content(content: object) -> bytes:
-    """Return text unchanged, and anything else (content parts, images) as JSON."""
+    """Return text content unchanged, and other content (parts, images) as JSON."""
     if content is None:
         return b""
     return (
@@ -86,24 +89,27 @@ def _content(content: object) -> bytes:
 
 
 def token_bytes(prompt: str | Sequence[int]) -> bytes:
-    """Return a completion prompt as tokens: text padded to whole tokens, ids packed."""
+    """Convert a completion prompt to tokens: text is padded to whole tokens, ids are packed."""
     if isinstance(prompt, str):
         return pad_to_tokens(prompt.encode("utf-8", "surrogatepass"))
     return array("I", prompt).tobytes()
 
 
 def token_ids(tokens: bytes) -> list[int]:
-    """Return the ids of a token sequence."""
+    """Return the integer ids of a token sequence."""
     return array("I", tokens).tolist()
 
 
 def token_count(tokens: bytes) -> int:
-    """Return the number of tokens."""
+    """Return the number of tokens in a token sequence."""
     return len(tokens) // TOKEN_BYTES
 
 
 def block_keys(tokens: bytes) -> list[int]:
-    """Return the chained keys of the full blocks: equal keys mean equal tokens up to that block."""
+    """Return a key for each full block of tokens, which depends on all tokens up to its end.
+
+    Equal keys mean equal tokens up to and including that block.
+    """
     keys, key = [], 0
     for start in range(0, len(tokens) - BLOCK_BYTES + 1, BLOCK_BYTES):
         key = xxh3_64_intdigest(tokens[start : start + BLOCK_BYTES], key)
@@ -112,13 +118,13 @@ def block_keys(tokens: bytes) -> list[int]:
 
 
 def salt_keys(keys: list[int], salt: str) -> list[int]:
-    """Return the keys under a cache salt, so that they only match keys of the same salt."""
+    """Return the keys combined with a cache salt, so that they match only keys with that salt."""
     mask = xxh3_64_intdigest(salt.encode()) if salt else 0
     return [key ^ mask for key in keys] if mask else keys
 
 
 def is_generated(tokens: bytes) -> bool:
-    """Return whether a mock can have generated these tokens."""
+    """Return whether a mock engine can have generated these tokens."""
     return all(
         tokens[offset : offset + TOKEN_BYTES] in _WORD_SET
         for offset in range(0, len(tokens), TOKEN_BYTES)
@@ -126,9 +132,9 @@ def is_generated(tokens: bytes) -> bool:
 
 
 def variation(seed: int | None, choice: int) -> int:
-    """Return what separates this choice from others of its prompt.
+    """Return the number that makes this choice differ from others of the same prompt.
 
-    It is 0 for the first choice of an unseeded request.
+    It is 0 for the first choice of a request without a seed.
     """
     return 0 if seed is None and choice == 0 else xxh3_64_intdigest(f"{seed}/{choice}".encode())
 
@@ -141,9 +147,11 @@ def generate(
     vary: int = 0,
     at_least: int = 1,
 ) -> GeneratedText:
-    """Generate `limit` tokens after the prompt, or fewer if `may_end` and the answer ends itself.
+    """Generate `limit` tokens after a prompt, or fewer if `may_end` and the answer ends.
 
-    `prompt_keys` are `block_keys(prompt)`; `vary` is `variation()`.
+    prompt_keys  `block_keys(prompt)`
+    vary         selects among different answers, see `variation()`
+    at_least     fewest tokens before the answer may end
     """
     keys = list(prompt_keys)
     key = keys[-1] if keys else 0
@@ -162,7 +170,7 @@ def generate(
 
 
 def expected_text(body: Mapping[str, Any], n_tokens: int, choice: int = 0) -> str:
-    """Return the first `n_tokens` tokens of a mock's answer to this body, for tests."""
+    """Return the first `n_tokens` tokens of a mock's answer to this request body, for tests."""
     prompt = render_chat(body) if "messages" in body else token_bytes(body["prompt"])
     return generate(
         prompt, block_keys(prompt), n_tokens, False, variation(body.get("seed"), choice)

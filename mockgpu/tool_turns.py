@@ -1,4 +1,4 @@
-"""Tool calls and their results in a conversation of Messages or Responses, as chat messages."""
+"""Converts tool calls and results of the Messages and Responses APIs to chat messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mockgpu.named_events import flat_text
 
 
 def chat_turns(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the chat messages that one message of the Messages API means."""
+    """Convert one message of the Messages API to chat messages."""
     content = message.get("content")
     blocks = content if isinstance(content, list) else []
     results = [_result(block) for block in blocks if _kind(block) == "tool_result"]
@@ -30,20 +30,20 @@ def chat_turns(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def chat_call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
-    """Return a tool call of an assistant's chat message."""
+    """Return a tool call in the format of an assistant's chat message."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
 
 
 def chat_tool(tool: Mapping[str, Any], schema: str) -> dict[str, Any]:
-    """Return a tool of a chat; `schema` is the member with its parameters."""
+    """Convert a tool definition to chat format; `schema` names the member with its parameters."""
     names = {"name": "name", "description": "description", schema: "parameters", "strict": "strict"}
     function = {other: tool[name] for name, other in names.items() if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
 
 def join_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with each call joined to the assistant's message before it."""
+    """Return the messages with separate tool calls merged into the assistant's message before."""
     joined: list[dict[str, Any]] = []
     for message in messages:
         last = joined[-1] if joined else {}

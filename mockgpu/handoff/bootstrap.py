@@ -63,13 +63,13 @@ class BootstrapServer:
 
 
 def _query(here: EngineIdentity) -> dict[str, Any]:
-    """Return the response of Mooncake's /query: engine and worker addresses by data-parallel rank."""
+    """Return Mooncake's /query response: engine and worker addresses by data-parallel rank."""
     workers = {str(rank): {"0": here.address} for rank in range(here.tp)}
     return {"0": {"engine_id": here.engine_id, "worker_addr": workers}}
 
 
 def _route(here: EngineIdentity) -> dict[str, Any]:
-    """Return the response of SGLang's /route: the parallelism, and this rank's KV manager address."""
+    """Return SGLang's /route response: the parallelism, and this rank's KV manager address."""
     return {
         "attn_tp_size": here.tp,
         "attn_cp_size": 1,

@@ -1,4 +1,4 @@
-"""The interfaces of this package: an engine's handoff protocol, and the KV transfer agent it uses."""
+"""The interfaces of this package: an engine's handoff protocol and its KV transfer agent."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class EngineDialect(Protocol):
 
 
 class OfferPort(Protocol):
-    """The methods of kvtransfer's Offer (KV kept for another engine to fetch) that are used here."""
+    """The methods of kvtransfer's Offer (KV kept for another engine) that are used here."""
 
     name: str
     ticket: str
@@ -109,7 +109,7 @@ class LandingPort(Protocol):
 
 
 class AgentPort(Protocol):
-    """The methods of kvtransfer's Agent (one engine's end of KV transfers) that are used here."""
+    """The methods of kvtransfer's Agent (one end of KV transfers) that are used here."""
 
     address: str
 

@@ -72,7 +72,7 @@ class UnknownPeerError(Exception):
 
 
 class KvHandoff:
-    """Offers the KV of finished prefill jobs to other engines, and fetches the KV of decode jobs."""
+    """Offers the KV of finished prefill jobs to other engines, and fetches it for decode jobs."""
 
     def __init__(
         self,

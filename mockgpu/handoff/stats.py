@@ -13,7 +13,10 @@ BYTES_BUCKETS = tuple(float(1 << exponent) for exponent in range(10, 34, 2))
 
 
 class HandoffStats:
-    """KV transfer counters of one engine, as sender and receiver. `connector`: nixl or mooncake."""
+    """KV transfer counters of one engine, both as sender and as receiver.
+
+    `connector` is "nixl" or "mooncake", as in the metric names.
+    """
 
     def __init__(self, connector: str) -> None:
         self._name = f"vllm:{connector}"
@@ -30,7 +33,7 @@ class HandoffStats:
         self.expired += end.kind is OutcomeKind.EXPIRED
 
     def count_received(self, end: TransferOutcome, seconds: float) -> None:
-        """Count an incoming transfer that ended `seconds` after it was requested, by its outcome."""
+        """Count an incoming transfer by its outcome, and `seconds` as its duration."""
         self.took_ends[end.reason] += 1
         if end.has_landed:
             self.xfer_s.observe(seconds)

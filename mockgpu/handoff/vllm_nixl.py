@@ -88,7 +88,10 @@ def checked_object(body: RequestBody) -> dict[str, Any] | None:
 
 
 def prefill_leg(request_id: str, here: EngineIdentity) -> PrefillLeg:
-    """Return a prefill leg whose KV is pulled, and kept for a lease (a fixed time in old versions)."""
+    """Return a prefill leg whose KV is pulled, and kept for a lease.
+
+    Old versions keep it for a fixed time instead.
+    """
     leases = here.version >= LEASES_SINCE
     return PrefillLeg(
         f"{request_id}-{secrets.token_hex(4)}",

@@ -63,7 +63,7 @@ class VllmPushDialect:
     def response_members(
         self, ask: ParsedRequest, give: PrefillLeg, offered: OfferedKv | None, here: EngineIdentity
     ) -> dict[str, Any]:
-        """Return `kv_transfer_params` that identify this engine, in push mode and without a ticket."""
+        """Return `kv_transfer_params` that name this engine, in push mode without a ticket."""
         return {FIELD: None if offered is None else build_object(offered, here, "push")}
 
     def choice_members(
