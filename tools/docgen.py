@@ -21,6 +21,8 @@ from gateway.metrics.catalogue import Metrics
 from gateway.metrics.labels import Row
 from gateway.metrics.metric_types import FamilySpec
 from gateway.workers.supervisor_metrics import SupervisorMetrics
+from planner.seeds.cli import counts_text
+from planner.seeds.items import TITLES, golden_text, seed_items
 from policies import admission_registry, registry
 from tools.monitoring.files import files
 
@@ -34,6 +36,7 @@ def generated_files() -> Mapping[str, str]:
         "docs/reference/metrics.md": metrics_page(),
         "docs/reference/cli.md": cli_page(),
         "docs/reference/split-states.md": states_page(),
+        "docs/seeds.md": seeds_page(),
         "deploy/config/gateway.schema.json": json.dumps(json_schema(), indent=1) + "\n",
         **files(),
     }
@@ -128,6 +131,26 @@ def states_page() -> str:
         ]
         parts.append(f"## {state.replace('_', ' ')}\n\nOwner: {owner}. Deadline: {deadline}.\n")
         parts.append(_table(("event", "what happened", "next state", "actions"), rows))
+    return "\n".join(parts)
+
+
+def seeds_page() -> str:
+    """Return the page of the seeds' items, each with its command and golden outcome."""
+    items = seed_items()
+    parts = [_GENERATED_NOTE, _SEEDS_INTRO, counts_text(items) + ".\n"]
+    for seed, title in TITLES.items():
+        rows = [
+            (
+                f"`{item.number}`",
+                item.item + (f" ({item.note})" if item.note else ""),
+                f"`{item.command}`" if item.command else "",
+                golden_text(item),
+            )
+            for item in items
+            if item.seed == seed
+        ]
+        parts.append(f"## Seed {seed}: {title}\n")
+        parts.append(_table(("item", "statement", "command", "golden outcome"), rows))
     return "\n".join(parts)
 
 
@@ -319,6 +342,17 @@ first line). Sample files: `deploy/config/`.
   configuration's folder. `$${` is a literal `${`.
 - Secrets are never printed: not in logs, not in `/config`, not in errors.
 - Unknown keys and duplicate keys are errors.
+"""
+
+_SEEDS_INTRO = """\
+# The seeds, item by item
+
+Penstock follows five texts on inference parallelism, its seeds. They contain 119 systems, rules,
+tables, worked examples, checklist items and figures. `penstock seeds` prints this list. Each
+answered item names a command and its golden outcome. A test runs the command, or the function
+behind it, and compares; numbers agree within 1 %. Dotted names are members of what the command
+prints with `--json`. A note says where the outcome differs from the seed, or what is missing.
+[Sizing](sizing.md) shows how the gates of `penstock size` use the items.
 """
 
 _METRICS_INTRO = """\

@@ -48,6 +48,7 @@ _COMMAND_FUNCTIONS: Mapping[str, str] = MappingProxyType(
         "bench": "planner.bench.cli:bench",
         "replay": "planner.replay.cli:replay",
         "size": "planner.size.cli:size",
+        "seeds": "planner.seeds.cli:seeds",
     }
     | {
         name: f"gateway.cli.config_commands:{name}"
@@ -68,6 +69,7 @@ _COMMAND_ORDER = (
         "bench",
         "replay",
         "size",
+        "seeds",
         "check",
         "migrate",
         "status",

@@ -17,6 +17,7 @@ from planner.size.timing import ReplicaTimes, at_batch
 from planner.size.units import ms
 from planner.size.workload import Workload
 from policies.sizing.cost import tp_tax, usd_per_million
+from policies.sizing.intensity import matrix_intensity
 from policies.sizing.known_models import facts_of
 from policies.sizing.layout import Layout
 from policies.sizing.memory import Demand, MemoryCheck, MemoryVerdict, check_memory
@@ -159,7 +160,8 @@ class LadderStep(msgspec.Struct, frozen=True):
     """One TP size of the ladder: ideal and expected seconds per token, and where they go.
 
     `tax` is the change of tokens/s per GPU against the smallest TP size that holds the batch; None
-    where the batch does not fit.
+    where the batch does not fit. `intensity` is that of the model's square matrices in FLOPs per
+    byte; at `balance` the GPU computes as fast as it reads.
     """
 
     tp: int
@@ -170,6 +172,8 @@ class LadderStep(msgspec.Struct, frozen=True):
     usd_million: float
     tax: float | None
     problem: str
+    intensity: float
+    balance: float
 
 
 def tp_ladder(
@@ -192,6 +196,8 @@ def tp_ladder(
                 usd_per_million(hardware.price_hour, 1, speed),
                 tp_tax(speed, base) if base is not None and not problem else None,
                 problem,
+                matrix_intensity(batch, model.width, tp, model.weight_bytes),
+                hardware.gpu.flops(model.weight_bytes) / hardware.gpu.hbm_bytes_s,
             )
         )
         tp *= 2

@@ -141,6 +141,11 @@ def ladder_lines(steps: Sequence[LadderStep], batch: int) -> Iterator[str]:
     ]
     yield from table((*heads, "tok/s/GPU", "$/1M", "TP tax", "problem"), rows)
     yield (
+        f"FLOPs per byte of the model's square matrices: {steps[0].intensity:.4g} at TP 1, "
+        f"{steps[-1].intensity:.4g} at TP {steps[-1].tp}; the GPU is balanced at "
+        f"{steps[0].balance:.0f}"
+    )
+    yield (
         "TP tax: tokens/s per GPU against the least TP that holds the batch. Seed 002 says a few "
         "to 15 % at TP 8; this is what the step times give."
     )
@@ -207,7 +212,14 @@ def as_plain(
         plain["front"] = msgspec.to_builtins(points)
     if steps:
         plain["ladder"] = [
-            msgspec.to_builtins(step) | {"parts": step.parts._asdict()} for step in steps
+            msgspec.to_builtins(step)
+            | {
+                "parts": step.parts._asdict(),
+                "bound": step.parts.bound,
+                "ideal_tokens_s_gpu": 1 / step.ideal_s / step.tp,
+                "intensity": step.intensity,
+            }
+            for step in steps
         ]
     if results:
         plain["replayed"] = msgspec.to_builtins(results)

@@ -23,13 +23,14 @@ ALLOWED_FOLDERS = {
     "gateway": {"policies", "kvtransfer"},
     "mockgpu": {"kvtransfer", "policies"},
     "planner": {"policies", "mockgpu"},
-    "tools": {"gateway", "policies"},
+    "tools": {"gateway", "policies", "planner"},
 }
 # The command line collects the commands of other folders inside functions, so that serving never
 # loads them.
 LAZY_IMPORTS = {
     "gateway.cli.main": {"mockgpu", "planner"},
     "gateway.cli.config_commands": {"planner"},
+    "gateway.cli.doctor.command": {"planner"},
 }
 
 

@@ -22,9 +22,9 @@ from gateway.cli.doctor.probe import ProbeResult, listed_models
 from gateway.config import Config, Hardware
 from gateway.fleet import scrape
 from policies.model import Endpoint
-from policies.sizing.gpus import GPUS
+from policies.sizing.gpus import GPUS, Gpu
 from policies.sizing.memory import Demand, check_memory
-from policies.sizing.model_shapes import MODELS
+from policies.sizing.model_shapes import MODELS, Llm
 from policies.sizing.rules import PlannedGroup, layout_findings
 
 FLEET_SUBJECT = "fleet"
@@ -32,6 +32,8 @@ KV_HEADROOM = 1.15
 MAX_BATCH_SLOWDOWN = 4.0
 # An engine whose KV cache is further from the computed size has other settings than assumed.
 MAX_KV_DIFFERENCE = 0.1
+# Collectives that take more of a decode step than this leave little for more TP to gain.
+MAX_COLLECTIVES = 0.3
 
 
 class CheckedEndpoint(msgspec.Struct, frozen=True):
@@ -45,6 +47,17 @@ class CheckedEndpoint(msgspec.Struct, frozen=True):
         """The longest request that the engine accepts, in tokens; None if unknown."""
         lengths = [length for length in listed_models(self.probe_result).values() if length]
         return max(lengths, default=None)
+
+    @property
+    def model(self) -> Llm | None:
+        """The built-in model that the engine serves; None if it serves another one."""
+        names = (self.endpoint.served_model, *listed_models(self.probe_result))
+        return next((MODELS[name.lower()] for name in names if name.lower() in MODELS), None)
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The known GPU that the label `gpu` names; None without one."""
+        return GPUS.get(self.endpoint.labels.get("gpu", "").lower())
 
     @property
     def kv_tokens(self) -> int | None:
@@ -61,12 +74,14 @@ class CheckedFleet(msgspec.Struct, frozen=True):
     """The input of all checks: the endpoints, the configuration, and measured speeds.
 
     `config` is None for engines without a file. `pace_s` maps an endpoint's name to its seconds per
-    token at batch 1 and at batch 16, if measured.
+    token at batch 1 and at batch 16, if measured. `collectives` maps it to the computed share of a
+    decode step at batch 1 that collectives take, for known models and GPUs.
     """
 
     members: Sequence[CheckedEndpoint]
     config: Config | None = None
     pace_s: Mapping[str, tuple[float, float]] = {}
+    collectives: Mapping[str, float] = {}
 
 
 def run_checklist(fleet: CheckedFleet) -> list[CheckFinding]:
@@ -121,9 +136,7 @@ def _as_computed(fleet: CheckedFleet) -> Iterator[CheckFinding]:
     check = "KV size as computed"
     for member in fleet.members:
         endpoint, told = member.endpoint, member.kv_tokens
-        names = (endpoint.served_model, *listed_models(member.probe_result))
-        model = next((MODELS[name.lower()] for name in names if name.lower() in MODELS), None)
-        gpu = GPUS.get(endpoint.labels.get("gpu", "").lower())
+        model, gpu = member.model, member.gpu
         if told is None or model is None or gpu is None:
             continue
         computed = check_memory(model, gpu, endpoint.layout, Demand(1)).tokens
@@ -180,14 +193,21 @@ def _pace(fleet: CheckedFleet) -> Iterator[CheckFinding]:
             yield pass_finding(name, check, speeds)
 
 
-def _collectives(_: CheckedFleet) -> Iterator[CheckFinding]:
+def _collectives(fleet: CheckedFleet) -> Iterator[CheckFinding]:
+    check = "collective time per layer"
     fix = (
         "profile a decode step (nsys, torch profiler); "
         "if NCCL dominates, lower TP, quantise, or batch more"
     )
-    yield unknown_finding(
-        FLEET_SUBJECT, "collective time per layer", "needs a profile of the engine", fix
-    )
+    if not fleet.collectives:
+        text = "needs a profile of the engine, or labels: {gpu: ...} and a built-in model"
+        yield unknown_finding(FLEET_SUBJECT, check, text, fix)
+    for name, share in fleet.collectives.items():
+        text = f"by the step-time equation {share:.0%} of a decode step at batch 1"
+        if share > MAX_COLLECTIVES:
+            yield warn_finding(name, check, text, fix)
+        else:
+            yield pass_finding(name, check, text)
 
 
 def _explicit(fleet: CheckedFleet) -> Iterator[CheckFinding]:
@@ -245,7 +265,12 @@ def _fallback(fleet: CheckedFleet) -> Iterator[CheckFinding]:
         yield warn_finding(FLEET_SUBJECT, check, "no model has one", fix)
 
 
-def _quality(_: CheckedFleet) -> Iterator[CheckFinding]:
+def _quality(fleet: CheckedFleet) -> Iterator[CheckFinding]:
+    models = [member.model for member in fleet.members]
+    if all(model is not None and model.weight_bytes > 1 for model in models):
+        text = "no engine serves quantised weights"
+        yield pass_finding(FLEET_SUBJECT, "quality of quantised weights", text)
+        return
     fix = "compare golden prompts with BF16, again after every change of weights or engine"
     yield unknown_finding(
         FLEET_SUBJECT,
@@ -308,7 +333,7 @@ def _fails_fast(fleet: CheckedFleet) -> Iterator[CheckFinding]:
 
 
 def _cost(_: CheckedFleet) -> Iterator[CheckFinding]:
-    fix = "run penstock replay with the same trace on other layouts"
+    fix = "run penstock size MODEL --against SMALLER-MODEL with the traffic and promises"
     yield unknown_finding(
         FLEET_SUBJECT,
         "cost against replicas of a smaller model",

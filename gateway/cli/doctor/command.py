@@ -30,6 +30,7 @@ from gateway.cli.doctor.findings import (
 )
 from gateway.cli.doctor.probe import ProbeResult, listed_models, measure_decode_s, probe_engine
 from gateway.cli.doctor.redis_probe import check_redis
+from gateway.cli.doctor.seed_checklist import seed_findings
 from gateway.cli.output import (
     EngineKeyOption,
     JsonOption,
@@ -82,6 +83,9 @@ def doctor(
     every: Annotated[
         bool, typer.Option("--all", help="Print one row per engine, even for many engines.")
     ] = False,
+    seeds: Annotated[
+        bool, typer.Option("--seeds", help="Only items 86 to 97 of penstock seeds: the checklist.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check engines and a configuration before production, with a fix for every problem."""
@@ -90,6 +94,8 @@ def doctor(
     check_engine_key(config, engine_key)
     loading = partial(_load, config, engine or [], engine_key)
     findings = list(_findings(config, loading, measure=measure and not quiet, token=not quiet))
+    if seeds:
+        findings = seed_findings(findings)
     failed = any(finding.verdict is CheckVerdict.FAIL for finding in findings)
     if as_json:
         print_json(
@@ -177,7 +183,23 @@ def _engine_findings(
     reachable = [member for member in members if member.probe_result.problem is None]
     if reachable:
         pace = _measure_paces(config, reachable) if measure else {}
-        yield from run_checklist(CheckedFleet(reachable, config if with_file else None, pace))
+        file_config = config if with_file else None
+        yield from run_checklist(
+            CheckedFleet(reachable, file_config, pace, _collectives(reachable))
+        )
+
+
+def _collectives(members: Sequence[CheckedEndpoint]) -> dict[str, float]:
+    """Return the share of a decode step that collectives take, by endpoint; TP groups only."""
+    from planner.seeds.collectives import collectives_share
+
+    return {
+        member.endpoint.name: collectives_share(
+            member.model, member.gpu, member.endpoint.layout.tp, 1, member.context_tokens or 4096
+        )
+        for member in members
+        if member.model is not None and member.gpu is not None and member.endpoint.layout.tp > 1
+    }
 
 
 def _served(config: Config, member: CheckedEndpoint) -> frozenset[str]:

@@ -26,6 +26,7 @@ from policies.sizing.cost import (
     usd_of,
     usd_per_million,
 )
+from policies.sizing.intensity import matrix_intensity
 
 
 def test_ten_requests_a_second_of_12_s_need_five_replicas_of_24() -> None:
@@ -147,3 +148,11 @@ def test_a_wait_that_no_replica_keeps_is_refused() -> None:
         replicas_for_wait(1.0, 1.0, 95, -0.1)
     with pytest.raises(ValueError, match="no number of replicas"):
         replicas_for_wait(1.0, 1.0, 95, float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "tp", "intensity"), [(1, 1, 0.9995), (1, 8, 0.9978), (256, 1, 227.6), (256, 8, 163.8)]
+)
+def test_tp_lowers_the_flops_per_byte_of_a_matrix(rows: int, tp: int, intensity: float) -> None:
+    # (rows, 4096) x (4096, 4096 / tp), all in two bytes: the figures of a published exercise.
+    assert matrix_intensity(rows, 4096, tp, 2.0) == pytest.approx(intensity, rel=0.001)

@@ -370,3 +370,36 @@ def test_doctor_checks_redis_and_reports_a_wrong_password(
     assert redis_finding["verdict"] == verdict
     assert verdict == "pass" or "password" in redis_finding["seen"]
     assert "hunter2" not in done.output
+
+
+async def test_only_the_checklist_of_the_seeds_is_shown_by_its_items() -> None:
+    async with gateway_fleet(1) as fleet:
+        words = ("doctor", "--engine", fleet.groups[0].url, "--seeds", "--json")
+        done = await asyncio.to_thread(CliRunner().invoke, main.app, words)
+    findings = json.loads(done.output)["findings"]
+    assert {int(finding["check"].split()[0]) for finding in findings} == set(range(86, 98))
+    assert all(finding["seen"] for finding in findings)
+    assert all(finding["fix"] for finding in findings if finding["verdict"] != "pass")
+
+
+def test_the_share_of_collectives_is_judged_where_it_is_known() -> None:
+    member = CheckedEndpoint(endpoint(layout=Layout(tp=4)), well())
+    check = "collective time per layer"
+    shares = {0.1: CheckVerdict.PASS, 0.5: CheckVerdict.WARN}
+    for share, verdict in shares.items():
+        assert listed(CheckedFleet([member], config(), {}, {"g": share}))[check] is verdict
+
+
+@pytest.mark.parametrize(
+    ("model", "verdict"),
+    [
+        ("llama-3.1-70b", CheckVerdict.PASS),
+        ("llama-3.1-70b-fp8", CheckVerdict.UNKNOWN),
+        ("own", CheckVerdict.UNKNOWN),
+    ],
+)
+def test_only_weights_that_are_not_quantised_need_no_golden_prompts(
+    model: str, verdict: CheckVerdict
+) -> None:
+    member = CheckedEndpoint(endpoint(served_model=model), well())
+    assert listed(CheckedFleet([member]))["quality of quantised weights"] is verdict

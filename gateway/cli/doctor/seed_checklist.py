@@ -1,0 +1,55 @@
+"""The production checklist of seed 003 as items 86 to 97 of `penstock seeds`.
+
+`penstock doctor --seeds` prints the findings of checklist.py by the number of the item that each of
+them answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import msgspec
+
+from gateway.cli.doctor.findings import CheckFinding, CheckVerdict
+
+ITEM_OF_CHECK: Mapping[str, int] = MappingProxyType(
+    {
+        "TP degree fits weights and KV": 86,
+        "KV size as computed": 86,
+        "TP within one fast domain": 87,
+        "decode speed at batch 1 and 16": 88,
+        "collective time per layer": 89,
+        "TP size configured": 90,
+        "admission control with chunked prefill": 91,
+        "fallback to a smaller model": 92,
+        "quality of quantised weights": 93,
+        "KV memory monitored": 94,
+        "context length as configured": 95,
+        "a lost GPU fails fast": 96,
+        "cost against replicas of a smaller model": 97,
+    }
+)
+
+
+def seed_findings(findings: Sequence[CheckFinding]) -> list[CheckFinding]:
+    """Return the checklist's findings in the order of the items, with the number in each check.
+
+    Problems of the file and of unreachable engines come first, because they leave items without
+    an answer.
+    """
+    numbered = [
+        (ITEM_OF_CHECK[finding.check], finding)
+        for finding in findings
+        if finding.check in ITEM_OF_CHECK
+    ]
+    others = [
+        finding
+        for finding in findings
+        if finding.check in ("configuration", "reachable")
+        and finding.verdict is not CheckVerdict.PASS
+    ]
+    return others + [
+        msgspec.structs.replace(finding, check=f"{number} {finding.check}")
+        for number, finding in sorted(numbered, key=lambda pair: pair[0])
+    ]

@@ -1,0 +1,54 @@
+"""The command `penstock seeds`: what the seeds state, and the command that answers each item."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import msgspec
+import typer
+
+from planner.seeds.items import TITLES, ItemStatus, SeedItem, golden_text, seed_items
+
+Number = Annotated[int | None, typer.Argument(help="Show one item, 1 to 119; by default all.")]
+OfSeed = Annotated[str | None, typer.Option("--seed", help=f"Only of {', '.join(TITLES)}.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def seeds(number: Number = None, seed: OfSeed = None, as_json: AsJson = False) -> None:
+    """List the 119 items of the seeds, the command that answers each, and its golden outcome."""
+    items = [
+        item for item in seed_items() if number in (None, item.number) and seed in (None, item.seed)
+    ]
+    if not items:
+        typer.echo(
+            f"penstock seeds: no such item; valid: 1 to 119, --seed {', '.join(TITLES)}", err=True
+        )
+        raise typer.Exit(2)
+    typer.echo(json.dumps(msgspec.to_builtins(items), indent=2) if as_json else _text(items))
+
+
+def _text(items: Sequence[SeedItem]) -> str:
+    return "\n".join([*_lines(items), counts_text(items)])
+
+
+def _lines(items: Sequence[SeedItem]) -> Iterator[str]:
+    seed = ""
+    for item in items:
+        if item.seed != seed:
+            seed = item.seed
+            yield f"Seed {seed}. {TITLES[seed]}"
+        yield f"{item.number:>4} {item.item}"
+        if item.command:
+            yield f"       $ {item.command}"
+        yield f"       = {golden_text(item)}"
+        if item.note:
+            yield f"       note: {item.note}"
+
+
+def counts_text(items: Sequence[SeedItem]) -> str:
+    """Return how many items are answered, planned and missing."""
+    counts = {status: sum(item.status is status for item in items) for status in ItemStatus}
+    parts = [f"{count} {status.value}" for status, count in counts.items() if count]
+    return f"{len(items)} items: {', '.join(parts)}"

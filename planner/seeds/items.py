@@ -1,0 +1,69 @@
+"""The 119 statements of the seeds, each with its command and golden outcome. No commands run here.
+
+The data is data/items.json. Tests run the command or function of every answered item and compare
+its outcome with the golden one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from importlib.resources import files
+
+import msgspec
+
+TITLES: Mapping[str, str] = {
+    "000": "Inference: TP for latency, replicas for throughput",
+    "001": "Tensor, pipeline, expert and sequence parallelism for inference",
+    "002": "Scaling inference: replication, TP and disaggregation",
+    "003": "LLM tensor parallelism for inference explained (Harbor)",
+    "004": "Inference parallelism: TP, PP, EP, DP for serving",
+}
+
+
+class ItemStatus(StrEnum):
+    """Whether Penstock answers an item.
+
+    LATER items belong to features that are planned; MISSING ones lack a part, which `note` names.
+    """
+
+    ANSWERED = "answered"
+    LATER = "later"
+    MISSING = "missing"
+
+
+class SeedItem(msgspec.Struct, frozen=True):
+    """One system, rule, table, worked example, checklist item or figure of a seed.
+
+    command  the command line, configuration check or page that answers the item
+    golden   outcome by name: a number within 1 %, or a text that the outcome contains. Dotted names
+             are members of the JSON that `penstock size ... --json` prints.
+    note     where the outcome differs from the seed's statement, or what is missing
+    """
+
+    number: int
+    seed: str
+    item: str
+    command: str
+    golden: Mapping[str, float | bool | str]
+    note: str = ""
+    status: ItemStatus = ItemStatus.ANSWERED
+
+
+def seed_items() -> Sequence[SeedItem]:
+    """Return all items in the order of their numbers, 1 to 119."""
+    data = files("planner.seeds").joinpath("data/items.json").read_bytes()
+    return msgspec.json.decode(data, type=tuple[SeedItem, ...])
+
+
+def golden_text(item: SeedItem) -> str:
+    """Return the golden outcome in one line, or the status of an item without one."""
+    if not item.golden:
+        return item.status.value
+    return ", ".join(f"{name} {_value(value)}" for name, value in item.golden.items())
+
+
+def _value(value: float | bool | str) -> str:
+    if isinstance(value, str):
+        return f'"{" ".join(value.split())}"'
+    return str(value) if isinstance(value, bool | int) else f"{value:.4g}"

@@ -1,0 +1,365 @@
+"""Outcomes of items that a configuration, a policy, the checklist or the deployment answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from gateway.cli.doctor.checklist import CheckedEndpoint, CheckedFleet, run_checklist
+from gateway.cli.doctor.findings import CheckFinding
+from gateway.cli.doctor.probe import ProbeResponse, ProbeResult
+from gateway.cli.doctor.seed_checklist import seed_findings
+from gateway.config import Config, layout_rules, role_rules
+from gateway.metrics.catalogue import Metrics
+from kvtransfer.layout.layout import KvDtype, KvLayout
+from kvtransfer.layout.reshard import plan_transfer
+from planner.seeds.collectives import collectives_share
+from planner.seeds.items import SeedItem
+from policies import registry
+from policies.filters import fits_context
+from policies.load import EndpointLoad
+from policies.model import Candidate, Endpoint
+from policies.prefix.fingerprint import Fingerprinter
+from policies.prefix.prefix_index import PrefixIndex
+from policies.run import pick
+from policies.sizing.gpus import gpu_named
+from policies.sizing.known_models import facts_of_name
+from policies.sizing.layout import Layout
+from policies.sizing.model_shapes import model_named
+from policies.sizing.rules import PlannedGroup, layout_findings
+from tests.unit.planner.seeds.answers import Outcome, answer
+from tests.unit.planner.seeds.sizing_answers import trtllm_of_the_seed
+from tests.unit.policies.builders import ask, candidate
+
+ROOT = Path(__file__).parents[4]
+METRICS = b"""vllm:num_requests_running{engine="0"} 1.0
+vllm:num_requests_waiting{engine="0"} 0.0
+vllm:kv_cache_usage_perc{engine="0"} 0.1
+vllm:cache_config_info{block_size="16",num_gpu_blocks="24837"} 1.0
+"""
+
+
+def file(*layouts: Mapping[str, int], model: str = "llama-3.1-70b", **more: Any) -> dict[str, Any]:
+    """Return a configuration of one pool whose endpoints have these layouts."""
+    endpoints = [
+        {"url": f"http://127.0.0.1:{9000 + n}", "layout": dict(layout)} | more.get("spec", {})
+        for n, layout in enumerate(layouts)
+    ]
+    top = {key: value for key, value in more.items() if key != "spec"}
+    pools = {"main": {"endpoints": endpoints}}
+    return {"version": 1, "models": [{"name": model, "pool": "main"}], "pools": pools} | top
+
+
+def checked(data: Mapping[str, Any]) -> str:
+    """Return the findings of `penstock check` about layouts, one per line."""
+    found = [*layout_rules.errors(data), *layout_rules.warnings(data)]
+    return "\n".join(finding.message for finding in found) or "fine"
+
+
+def group_rules(group: PlannedGroup) -> str:
+    return "\n".join(finding.text for finding in layout_findings(group)) or "fine"
+
+
+@answer(9)
+def _(_item: SeedItem) -> Outcome:
+    model = model_named("llama-3.1-70b")
+    return {
+        "finding": checked(file({"tp": 16}, hardware={"link_domain_gpus": 72})),
+        "kv_tp16_over_tp8": model.kv_rank_bytes(16) / model.kv_rank_bytes(8),
+    }
+
+
+@answer(23)
+def _(_item: SeedItem) -> Outcome:
+    policy = registry.build("least_loaded", {})
+    busy, idle = candidate(0, prefill_tokens=5000, in_flight=3), candidate(1)
+    choice = pick(policy, ask(), [busy, idle])
+    assert choice is not None
+    return {"picked": choice.candidate.endpoint.name}
+
+
+def _domain(_item: SeedItem) -> Outcome:
+    return {"finding": checked(file({"tp": 16}))}
+
+
+for _number in (27, 103):
+    answer(_number)(_domain)
+
+
+@answer(43)
+def _(_item: SeedItem) -> Outcome:
+    prints = Fingerprinter(b"sixteen bytes at least")
+    index = PrefixIndex(1 << 20)
+    text = Random(1).randbytes(4 * prints.block_bytes)
+    index.insert(prints.fingerprint(b"", text[: 3 * prints.block_bytes]), 1, 192)
+    return {"tokens_known_to_the_index": index.match(prints.fingerprint(b"", text), 256)[1]}
+
+
+@answer(48)
+def _(_item: SeedItem) -> Outcome:
+    data = file({"tp": 4}, {"tp": 8}, spec={"engine": "vllm"})
+    first, second = data["pools"]["main"]["endpoints"]
+    first["role"], second["role"] = "prefill", "decode"
+    data["models"][0]["split"] = {}
+    errors = list(role_rules.errors(data))
+    data["pools"]["main"]["endpoints"] = [second | {"role": "prefill"}, first]
+    alone = " ".join(finding.message for finding in role_rules.errors(data))
+    return {"problems": len(errors), "prefill_alone": alone}
+
+
+@answer(52)
+def _(_item: SeedItem) -> Outcome:
+    names = {"round_robin", "least_loaded", "prefix_aware"}
+    return {"policies": len(names & set(registry.names()))}
+
+
+@answer(53)
+def _(_item: SeedItem) -> Outcome:
+    text = (ROOT / "deploy/helm/penstock/templates/scaledobject.yaml").read_text()
+    return {"signal": "".join(re.findall(r"sum\((penstock_\w+)", text))}
+
+
+@answer(56)
+def _(_item: SeedItem) -> Outcome:
+    """Count the metrics of GPUs that the gateway reads or serves."""
+    wanted = re.compile(r"gpu_util|gpu_usage|DCGM", re.IGNORECASE)
+    read = [
+        path
+        for folder in ("gateway", "policies")
+        for path in (ROOT / folder).rglob("*.py")
+        if wanted.search(path.read_text().replace("gpu_utilization or", ""))
+        and "memory-utilization" not in path.read_text()
+    ]
+    served = [spec.name for spec in Metrics().catalogue() if wanted.search(spec.name)]
+    return {"gpu_utilisation_metrics": len(served) + len(read)}
+
+
+@answer(67)
+def _(_item: SeedItem) -> Outcome:
+    group = PlannedGroup(Layout(8), facts_of_name("llama-3.1-8b"), min_tp=1)
+    return {"finding": group_rules(group)}
+
+
+@answer(71)
+def _(_item: SeedItem) -> Outcome:
+    return {"finding": checked(file({"tp": 7}))}
+
+
+@answer(73)
+def _(_item: SeedItem) -> Outcome:
+    config = Config.model_validate(file({"tp": 4}))
+    return {"default_max_concurrency": config.pools["main"].endpoints[0].max_concurrency}
+
+
+@answer(75)
+def _(_item: SeedItem) -> Outcome:
+    tiers = [
+        Candidate(Endpoint(f"g{place}", "", "main", "", context_tokens=tokens), EndpointLoad(place))
+        for place, tokens in enumerate((8192, 32_768))
+    ]
+    kept = fits_context(ask(20_000, 500), tiers)
+    return {"kept_for_20k_tokens": ", ".join(str(c.endpoint.context_tokens) for c in kept)}
+
+
+@answer(76)
+def _(_item: SeedItem) -> Outcome:
+    config = Config.model_validate(two_sizes())
+    return {"overflow": config.models[0].overflow[0].model}
+
+
+def two_sizes() -> dict[str, Any]:
+    """Return a configuration of 70B and 13B, a pool each, with 13B as the fallback."""
+    large, small = file({"tp": 4}), file({"tp": 1}, model="llama-2-13b")
+    small["pools"]["main"]["endpoints"][0]["url"] = "http://127.0.0.1:9100"
+    models = [
+        large["models"][0] | {"pool": "large", "overflow": [{"model": "llama-2-13b"}]},
+        small["models"][0] | {"pool": "small"},
+    ]
+    pools = {"large": large["pools"]["main"], "small": small["pools"]["main"]}
+    return large | {"models": models, "pools": pools}
+
+
+@answer(78)
+def _(_item: SeedItem) -> Outcome:
+    return {"finding": checked(file({"tp": 4}, spec={"labels": {"gpu": "l40s"}}))}
+
+
+@answer(98)
+def _(_item: SeedItem) -> Outcome:
+    config = Config.model_validate(two_sizes())
+    return {
+        "problems": len(list(layout_rules.errors(two_sizes()))),
+        "pools": len(config.pools),
+        "admission": ", ".join(pool.admission.name for pool in config.pools.values()),
+    }
+
+
+@answer(104)
+def _(_item: SeedItem) -> Outcome:
+    gb200 = gpu_named("gb200")
+    return {
+        "domain_gpus": gb200.domain_gpus,
+        "total_tb_s": 72 * 2 * gb200.link_bytes_s / 1e12,
+        "tp_8_ep_64": checked(
+            file(
+                {"tp": 8, "dp": 8, "ep": 64}, model="deepseek-v3", hardware={"link_domain_gpus": 72}
+            )
+        ),
+    }
+
+
+@answer(105)
+def _(_item: SeedItem) -> Outcome:
+    return {"tp_16": checked(file({"tp": 16})), "tp_8_pp_2": checked(file({"tp": 8, "pp": 2}))}
+
+
+@answer(108)
+def _(_item: SeedItem) -> Outcome:
+    group = PlannedGroup(Layout(8, ep=2), facts_of_name("deepseek-v3"), moe_tp=4, moe_ep=4)
+    return {"options": trtllm_of_the_seed(), "finding": group_rules(group)}
+
+
+@answer(109)
+def _(_item: SeedItem) -> Outcome:
+    return {"finding": checked(file({"tp": 1, "dp": 8, "ep": 4}, model="deepseek-v3"))}
+
+
+@answer(110)
+def _(_item: SeedItem) -> Outcome:
+    group = PlannedGroup(
+        Layout(8, ep=4), facts_of_name("deepseek-v3"), engine="sglang", all_to_all="deepep"
+    )
+    return {"finding": group_rules(group)}
+
+
+@answer(111)
+def _(_item: SeedItem) -> Outcome:
+    source, target = (
+        KvLayout(
+            layers=8, kv_heads=8, head_dim=16, dtype=KvDtype.BF16, block_tokens=16, tp=tp, pp=pp
+        )
+        for tp, pp in ((4, 1), (2, 2))
+    )
+    plan = plan_transfer(source, target, [0], [0], 16)
+    return {"bytes_of_16_tokens": plan.n_bytes}
+
+
+@answer(116)
+def _(_item: SeedItem) -> Outcome:
+    text = (ROOT / "deploy/prometheus/penstock.rules.yml").read_text()
+    return {
+        name: len(re.findall(rf"- alert: Penstock{name.title()}Burn$", text, re.M))
+        for name in ("ttft", "tpot")
+    }
+
+
+@answer(117)
+def _(_item: SeedItem) -> Outcome:
+    text = (ROOT / "deploy/grafana/penstock-overview.json").read_text()
+    return {"annotation": "".join(re.findall(r"changes\((\w+)", text)[:1])}
+
+
+def response(value: Any = None, status: int = 200, text: bytes = b"") -> ProbeResponse:
+    return ProbeResponse(status, value, text, 0.01)
+
+
+def findings(
+    layout: Layout = Layout(4),  # noqa: B008
+    configured: Mapping[str, Any] | None = None,
+    context: int = 8192,
+    pace: Mapping[str, tuple[float, float]] | None = None,
+    **more: Any,
+) -> dict[int, CheckFinding]:
+    """Return what `penstock doctor --seeds` says about a TP group of 70B, by item."""
+    cards = {"data": [{"id": "llama-3.1-70b", "max_model_len": context}]}
+    result = ProbeResult(
+        "http://gpu1:8000",
+        health=response(),
+        models=response(cards),
+        metrics=response(text=METRICS),
+    )
+    endpoint = Endpoint(
+        "g", "http://gpu1:8000", "main", "", layout=layout, labels={"gpu": "h100"}, **more
+    )
+    config = Config.model_validate(configured or file({"tp": 4}))
+    model, gpu = model_named("llama-3.1-70b"), gpu_named("h100")
+    shares = {"g": collectives_share(model, gpu, layout.tp, 1, 8192)}
+    fleet = CheckedFleet([CheckedEndpoint(endpoint, result)], config, pace or {}, shares)
+    by_item: dict[int, CheckFinding] = {}
+    for finding in seed_findings(run_checklist(fleet)):
+        number = int(finding.check.split()[0])
+        if number not in by_item or by_item[number].verdict.value == "pass":
+            by_item[number] = finding
+    return by_item
+
+
+def told(found: CheckFinding) -> str:
+    return f"{found.verdict}: {found.check}, {found.seen} {found.fix}".strip()
+
+
+def _checklist(item: SeedItem) -> Outcome:
+    return {"verdict": told(findings()[item.number])}
+
+
+for _number in (86, 89, 91, 94):
+    answer(_number)(_checklist)
+
+
+def _links(_item: SeedItem) -> Outcome:
+    return {"tp_4": told(findings()[87]), "tp_16": told(findings(Layout(16))[87])}
+
+
+for _number in (85, 87):
+    answer(_number)(_links)
+
+
+def _pace(_item: SeedItem) -> Outcome:
+    return {
+        "verdict": told(findings(pace={"g": (0.012, 0.015)})[88]),
+        "batching_gains_little": told(findings(pace={"g": (0.012, 0.09)})[88]),
+    }
+
+
+for _number in (82, 88):
+    answer(_number)(_pace)
+
+
+@answer(90)
+def _(_item: SeedItem) -> Outcome:
+    bare = file({"tp": 4})
+    del bare["pools"]["main"]["endpoints"][0]["layout"]
+    return {
+        "verdict": told(findings()[90]),
+        "undeclared": told(findings(configured=bare)[90]),
+    }
+
+
+@answer(92)
+def _(_item: SeedItem) -> Outcome:
+    return {
+        "without": told(findings()[92]),
+        "with_overflow": told(findings(configured=two_sizes())[92]),
+    }
+
+
+@answer(95)
+def _(_item: SeedItem) -> Outcome:
+    return {
+        "verdict": told(findings()[95]),
+        "other_context": told(findings(context=32_768, context_tokens=8192)[95]),
+    }
+
+
+@answer(96)
+def _(_item: SeedItem) -> Outcome:
+    slow = file({"tp": 4}, health={"progress": "60s"})
+    return {"verdict": told(findings()[96]), "slow_checks": told(findings(configured=slow)[96])}
+
+
+@answer(115)
+def _(_item: SeedItem) -> Outcome:
+    unknown = run_checklist(CheckedFleet([], Config.model_validate(file({"tp": 4}))))
+    return {"verdict": "\n".join(told(found) for found in unknown)}
