@@ -1,5 +1,7 @@
-"""Pure decisions: which requests enter, which endpoint serves them, how long they wait.
+"""Pure routing decisions: which requests enter a pool, which endpoint serves them, how long they
+wait.
 
-Nothing here reads a clock, a socket, a random source or a global: `now` and `rng` are arguments.
-The same code therefore runs in the live gateway, in tests and on a virtual clock.
+No module here reads a clock, a socket, a random source or a global; the time `now` and the random
+generator `rng` are arguments. The same code therefore runs in the live gateway, in tests and in
+simulations on a virtual clock.
 """

@@ -1,6 +1,7 @@
-"""Admission policies by name, with their typed parameters.
+"""Registry of the admission policies by name, with the types of their parameters.
 
-A new admission policy is a struct with `build()` next to its rule, and one line here.
+To add an admission policy, write a parameter struct with `build()` in its module, and one line
+here.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from policies.registry import PolicyConfigError, did_you_mean, parse_params
 
 
 class UncappedParams(AdmissionParams, frozen=True):
-    """Parameters of `none`: admit every request while an endpoint is available."""
+    """Parameters of the admission `none`, which admits every request while an endpoint is
+    available.
+    """
 
     def build(self) -> Admission:
         return UncappedAdmission()
 
 
 class CapParams(AdmissionParams, frozen=True):
-    """Parameters of `cap`: concurrency caps and a wait queue."""
+    """Parameters of the admission `cap`, which applies concurrency caps and queues the excess."""
 
     def build(self) -> Admission:
         return CapAdmission()
@@ -47,12 +50,14 @@ DEFAULT = "cap"
 
 
 def names() -> tuple[str, ...]:
-    """Return every admission name a configuration may use."""
+    """Return the names of all admission policies that a configuration may use."""
     return tuple(_ADMISSIONS)
 
 
 def params_type(name: str) -> type[AdmissionParams]:
-    """Return the parameter struct of an admission. Raises PolicyConfigError for an unknown name."""
+    """Return the type of an admission's parameters. Raises PolicyConfigError for an unknown
+    name.
+    """
     if name not in _ADMISSIONS:
         raise PolicyConfigError(
             f"unknown admission {name!r}{did_you_mean(name, names())}; known: {', '.join(names())}"
@@ -61,8 +66,8 @@ def params_type(name: str) -> type[AdmissionParams]:
 
 
 def build_admission(name: str, params: Mapping[str, object]) -> Admission:
-    """Build the admission of one pool from plain parameters.
+    """Build the admission of one pool from its name and a mapping of parameters.
 
-    Raises PolicyConfigError that names the problem.
+    Raises PolicyConfigError for an unknown name or an invalid parameter.
     """
     return parse_params(name, params_type(name), params).build()

@@ -1,9 +1,9 @@
-"""A pool's candidates in the order of a policy's ranking, so that a pick need not scan them all.
+"""A pool's candidates sorted by the policy's ranking, so that a pick need not scan all of them.
 
-A request costs the same in a pool of a thousand endpoints as in one of ten: only loads that have
-changed since the last pick are ranked again, and filters, scorers and picker of policies/run.py
-see a shortlist. What a policy must keep for that is in policies.contract.Ranking. A retry, and a
-request for which the shortlist holds no endpoint, scans all candidates.
+A request then costs the same in a pool of a thousand endpoints as in one of ten. CandidateOrder
+ranks only the loads that have changed since the last pick. The filters, scorers and picker of
+run.py see a shortlist. The conditions for a policy are in policies.contract.Ranking. A retry scans
+all candidates, and so does a request for which the shortlist holds no endpoint.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ Entry = tuple[float, float, int, int]
 
 
 class CandidateOrder:
-    """The candidates of one route, in order. Owned by one event loop.
+    """The candidates of one route, sorted by the policy's ranking; used by one event loop.
 
-    The order is built with the first pick, and brought up to date with every pick.
+    The order is built with the first pick, and updated with every further pick.
     """
 
     __slots__ = (
@@ -60,7 +60,7 @@ class CandidateOrder:
         candidates: Sequence[Candidate],
         changes: LoadChanges,
     ) -> None:
-        """`changes` records the changes of all these candidates' loads from the first pick on."""
+        """Initialize without sorting; `changes` records changed loads from the first pick on."""
         self._policy, self._ranking = policy, ranking
         self._candidates, self._changes = candidates, changes
         self._by_slot: dict[int, Candidate] = {}
@@ -77,7 +77,11 @@ class CandidateOrder:
         self.eligible = 0
 
     def pick(self, query: RoutingQuery) -> Pick | None:
-        """Choose the endpoint for a request, as policies.run.pick() does for all candidates."""
+        """Choose the endpoint for a request, with the same arguments and result as
+        policies.run.pick().
+
+        Return None if no endpoint may serve it.
+        """
         if not query.failed_endpoints:
             self._catch_up(query)
             shortlist = self._shortlist(query)
@@ -95,7 +99,7 @@ class CandidateOrder:
     # Keeping order
 
     def _catch_up(self, query: RoutingQuery) -> None:
-        """Rank the loads that have changed since the last pick."""
+        """Update the positions of candidates whose loads have changed since the last pick."""
         changes = self._changes
         if not self._by_slot:
             self._build(query)
@@ -112,7 +116,7 @@ class CandidateOrder:
             self._pending = -1
 
     def _build(self, query: RoutingQuery) -> None:
-        """Rank all candidates, and have their changes recorded from now on."""
+        """Sort all candidates, and record changes of their loads from now on."""
         self._count = self._changes.count
         for candidate in self._candidates:
             candidate.load.changes = self._changes
@@ -127,7 +131,7 @@ class CandidateOrder:
         self.eligible = len(self._entries)
 
     def _entry(self, candidate: Candidate, query: RoutingQuery) -> Entry | None:
-        """Return the candidate's place; None if it may get no request."""
+        """Return the candidate's sort key and group; None if it may receive no request."""
         load, ranking = candidate.load, self._ranking
         if (
             not load.is_available
@@ -139,7 +143,7 @@ class CandidateOrder:
         return ranking.key(candidate, query.now), query.rng.random(), load.slot, group
 
     def _rank(self, slot: int, query: RoutingQuery) -> None:
-        """Move one candidate to the place that its load has now."""
+        """Move the candidate of one slot to the position that matches its current load."""
         new, old = self._entry(self._by_slot[slot], query), self._entries.get(slot)
         if old is not None:
             if new is not None and old[0] == new[0] and old[3] == new[3]:
@@ -167,7 +171,9 @@ class CandidateOrder:
     # Reading it
 
     def _shortlist(self, query: RoutingQuery) -> list[Candidate]:
-        """Return the candidates to score: the holders of the prompt, and the best of the others."""
+        """Return the candidates to score: those with part of the prompt cached, and the best
+        others.
+        """
         match, by_slot = query.cached_by_slot, self._by_slot
         chosen = dict.fromkeys(self._holders(match))
         wide = match.wide[:LEVELS] if isinstance(match, PrefixMatch) else ()
@@ -184,9 +190,9 @@ class CandidateOrder:
         return [by_slot[slot] for slot in chosen]
 
     def _holders(self, match: Sequence[int]) -> list[int]:
-        """Return the slots of eligible candidates with part of the prompt cached.
+        """Return the slots of eligible candidates that have part of the prompt cached.
 
-        Where they are more than SHORTLIST_HOLDERS, those that can be the best.
+        Above SHORTLIST_HOLDERS, return only those that can be the best.
         """
         entries = self._entries
         if isinstance(match, PrefixMatch):
@@ -217,11 +223,11 @@ class CandidateOrder:
         best: list[float],
         chosen: dict[int, None],
     ) -> None:
-        """Add the candidates of one group that no candidate seen before is sure to beat.
+        """Add to `chosen` the candidates of one group that might beat all candidates seen before.
 
         wide  prefixes that too many endpoints hold to list them, longest first
-        best  by the longest of these that a candidate holds (the last: none), the lowest key of
-              those that hold as much or more; updated for the groups that follow
+        best  lowest key seen, by the longest of these prefixes that a candidate holds (the last
+              entry: none of them); updated for the following groups
         """
         is_settled, depth = self._ranking.is_settled, self._ranking.depth
         taken, unsettled = [0] * len(best), 0
@@ -246,14 +252,16 @@ class CandidateOrder:
                     best[shorter] = entry[0]
 
     def _meets_conditions(self, slot: int, query: RoutingQuery) -> bool:
-        """Return whether the filters that depend on the request keep the candidate."""
+        """Return whether the filters that depend on the request accept the candidate of this
+        slot.
+        """
         if not self._conditions:
             return True
         candidate = (self._by_slot[slot],)
         return all(filter_(query, candidate) for filter_ in self._conditions)
 
     def _fill_up(self, query: RoutingQuery, chosen: dict[int, None]) -> None:
-        """Add the next best candidates up to SHORTLIST."""
+        """Add the next best candidates to `chosen` until it holds SHORTLIST."""
         for number in self._numbers:
             for entry in islice(self._groups[number], STEPS):
                 if entry[2] not in chosen and self._meets_conditions(entry[2], query):
@@ -263,9 +271,7 @@ class CandidateOrder:
 
 
 def _level(slot: int, wide: Sequence[WideMatch]) -> int:
-    """Return the index of the longest of these prefixes that the slot holds; their number if it
-    holds none.
-    """
+    """Return the index of the longest prefix in `wide` that the slot holds; len(wide) if none."""
     for level, prefix in enumerate(wide):
         if prefix.holds(slot):
             return level
@@ -275,7 +281,9 @@ def _level(slot: int, wide: Sequence[WideMatch]) -> int:
 def create_order(
     policy: Policy, candidates: Sequence[Candidate], changes: LoadChanges
 ) -> CandidateOrder | None:
-    """Return an order of these candidates; None if they are few or the policy has no ranking."""
+    """Return a sorted order of these candidates; None if they are few or the policy has no
+    ranking.
+    """
     if policy.ranking is None or len(candidates) < LEAST_CANDIDATES:
         return None
     return CandidateOrder(policy, policy.ranking, candidates, changes)

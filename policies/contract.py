@@ -1,6 +1,7 @@
-"""The three function types a policy consists of: filters, scorers and a picker.
+"""The function types of a routing policy: filters, scorers and a picker.
 
-A new rule is a function in filters.py, scorers.py or pickers.py and a line in presets.py.
+The class Policy combines them. To add a rule, write a function in filters.py, scorers.py or
+pickers.py, and one line in presets.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Filter = Callable[[RoutingQuery, Sequence[Candidate]], Sequence[Candidate]]
 
 
 class RetryFilter:
-    """A filter for retries only: on a first attempt it keeps all candidates."""
+    """A filter that applies to retries only; on a first attempt it keeps all candidates."""
 
     __slots__ = ("__name__", "_keep")
 
@@ -47,7 +48,7 @@ Used to explain a pick, so it may be slow.
 
 
 class PhaseShare(msgspec.Struct, frozen=True):
-    """Which phases of a request an endpoint would serve: 1.0 or 0.0 each.
+    """Which phases of a request, prefill and decode, an endpoint would serve: 1.0 or 0.0 each.
 
     transfer_s  seconds from the end of its prefill until the KV has arrived at the decode endpoint
     """
@@ -67,7 +68,7 @@ Costs of phases add up.
 
 
 class Ranking(msgspec.Struct, frozen=True):
-    """How candidates are kept in order between requests (policies/candidate_order.py).
+    """How a policy keeps candidates sorted between requests (see policies/candidate_order.py).
 
     With a ranking, a request's filters, scorers and picker only see a shortlist: the candidates
     that have most of its prompt cached, and the best of the others. A policy's score must keep this
@@ -77,17 +78,17 @@ class Ranking(msgspec.Struct, frozen=True):
        that it and the best candidate have cached. It does not rise when fewer are cached.
     2. Of two candidates of one group with equally many tokens cached, the one with the lower key
        never scores lower. With equal keys it also never scores lower in a lower group.
-    3. Whatever changes a key, a group or a filter's answer marks the load (`mark_changed`).
+    3. Every change of a key, of a group or of a filter's result marks the load (`mark_changed`).
 
-    Where rule 2 holds only by and large, `depth` candidates per group are scored, and the pick is
-    as good as that of a scan up to the error of the key. This is so for forecasts, which depend on
-    the length of the prompt.
+    Where rule 2 holds only approximately, `depth` candidates per group are scored, and the pick is
+    as good as that of a scan up to the error of the key. This is the case for forecasts, which
+    depend on the length of the prompt.
 
-    key         cost of a candidate without the request: lower is better; arguments: it, now
-    group       a number by which rule 2 must tell loads apart, such as requests in flight; None if
-                there is one group
-    is_settled  whether rule 2 holds exactly for a load; None if it does for all. Others are scored
-                in addition (SHORTLIST_UNSETTLED at most per group)
+    key         function of candidate and `now`: its cost without the request; lower is better
+    group       function of a load: the number by which rule 2 groups candidates, such as requests
+                in flight; None for one group
+    is_settled  function of a load: whether rule 2 holds exactly for it; None if it always does.
+                Other candidates are scored in addition, at most SHORTLIST_UNSETTLED per group
     depth       settled candidates to score per group and number of cached tokens
     """
 
@@ -105,7 +106,9 @@ class WeightedScorer(msgspec.Struct, frozen=True):
 
 
 def weighted_sum(scorers: tuple[WeightedScorer, ...]) -> Scorer:
-    """Return the weighted sum of the scorers; a single scorer of weight 1 is returned as is."""
+    """Return a scorer that adds the weighted scores; a single scorer of weight 1 is returned
+    itself.
+    """
     if len(scorers) == 1 and scorers[0].weight == 1.0:
         return scorers[0].scorer
 
@@ -123,15 +126,16 @@ def weighted_sum(scorers: tuple[WeightedScorer, ...]) -> Scorer:
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """Filters, then weighted scorers, then a picker.
+    """A routing policy: filters, then weighted scorers, then a picker.
 
-    reads_prefix    the gateway must fingerprint prompts for it
-    reads_forecast  it reads the learned speed, the engine model or the forecast of an EndpointLoad;
+    reads_prefix    whether the gateway must fingerprint prompts for it
+    reads_forecast  whether it reads the learned speed, engine model or forecast of an EndpointLoad;
                     if no policy does, these are not updated
-    price_terms     names the parts of each candidate's score, for explanations
-    phase_prices    prices single phases of a request, so that the policy can also decide about
-                    splitting (policies/pricing/split.py)
-    ranking         keeps the candidates of a large pool in order; None: every pick scans all
+    price_terms     function that names the parts of each candidate's score, for explanations; or
+                    None
+    phase_prices    function that prices prefill and decode separately, so that the policy can also
+                    decide about splitting a request (policies/pricing/split.py); or None
+    ranking         how to keep the candidates of a large pool sorted; None: every pick scans all
 
     `score` (the weighted sum of all scorers) and `first_attempt_filters` are derived from the other
     fields.

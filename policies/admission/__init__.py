@@ -1,1 +1,3 @@
-"""Who may enter a pool, who waits, and who is refused, as pure decisions."""
+"""Admission control of a pool of endpoints: which requests enter, which wait and which are
+refused.
+"""

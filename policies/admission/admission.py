@@ -1,8 +1,10 @@
-"""Admission: let a request enter, make it wait, or refuse it with an honest Retry-After.
+"""Admission control: let a request enter a pool, queue it, or refuse it with a measured
+Retry-After.
 
-Contains the verdicts, the Admission protocol, the drain rate it measures and the plain cap. Waiting
-is in wait_queue.py, the price in priced.py, the session gate in policies/admission/sessions.py, the
-HTTP form of a refusal in the gateway.
+Contains the verdicts (Admit, Wait, Shed), the Admission protocol, the measured drain rate and
+CapAdmission, which only applies concurrency caps. The wait queue is in wait_queue.py, price-based
+refusal in priced.py, the limit on sessions in sessions.py. The gateway turns a refusal into an HTTP
+response.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ KEPT = 0.25
 
 
 class Admit(msgspec.Struct, frozen=True):
-    """Enter now."""
+    """Verdict: the request may enter the pool now."""
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -54,13 +56,13 @@ ADMIT = Admit()
 
 
 class RequestOutcome(msgspec.Struct, frozen=True):
-    """How an admitted request ended: input of admissions and stateful policies. None means unknown.
+    """How an admitted request ended, as input for admissions and policies with state.
 
-    now            seconds on the policy clock
-    ttft_s         from arrival at the gateway to the first token; None if there was none
-    tpot_s         mean seconds per further output token; None below two tokens
-    cached_tokens  prompt tokens that the engine reported as cached
-    status         served; dropped (it failed or ran out of time); ignored (the client disconnected)
+    now            when it ended, in seconds on the policy clock
+    ttft_s         seconds from arrival at the gateway to the first token; None if there was none
+    tpot_s         mean seconds per further output token; None for fewer than two tokens
+    cached_tokens  prompt tokens that the engine reported as cached; None if it reported none
+    status         served, dropped (it failed or timed out) or ignored (the client disconnected)
     """
 
     now: float
@@ -72,7 +74,12 @@ class RequestOutcome(msgspec.Struct, frozen=True):
 
 
 class WaitQueueLimits(msgspec.Struct, frozen=True):
-    """Size of a pool's wait queue, maximum wait, and wait after which none may overtake."""
+    """Limits of a pool's wait queue.
+
+    size          maximum number of waiting requests
+    timeout_s     maximum seconds that a request waits
+    starvation_s  seconds of waiting after which a request takes precedence over more urgent ones
+    """
 
     size: int = 256
     timeout_s: float = 30.0
@@ -90,12 +97,10 @@ def shed_until(reason: str, retry_after_s: float | None, detail: str) -> Shed:
 
 
 class DrainRate:
-    """Completions per second, or completed work per second, as a mean that decays with `tau_s`.
+    """Completed requests (or seconds of work) per second, as an exponentially decaying mean.
 
-    One owner.
-
-    None before the second completion, and after a silence so long that too little recent data is
-    left.
+    The time constant is `tau_s` seconds. The rate is None before the second completion, and after
+    so long a silence that too little recent data is left. Not safe for use from several threads.
     """
 
     __slots__ = ("_began", "_last", "_presence", "_tau_s", "_weight")
@@ -108,7 +113,9 @@ class DrainRate:
         self._last = self._weight = self._presence = 0.0
 
     def record(self, now: float, amount: float = 1.0) -> None:
-        """Record that `amount` left at `now`, seconds on a clock that never goes back."""
+        """Record that `amount` was completed at `now`, in seconds on a clock that never goes
+        back.
+        """
         if self._began is None:
             self._began = now
         else:
@@ -118,10 +125,10 @@ class DrainRate:
         self._last = now
 
     def per_s(self, now: float) -> float | None:
-        """Return the amount per second around `now`, or None.
+        """Return the amount completed per second around `now`, or None while it is unknown.
 
-        The decayed sum is divided by the decayed time it was gathered in, so it is unbiased from
-        the first seconds on. The first completion only starts the clock.
+        The decayed sum is divided by the decayed length of the measurement, so it is unbiased from
+        the first seconds on. The first completion only starts the measurement.
         """
         if self._began is None:
             return None
@@ -130,15 +137,17 @@ class DrainRate:
         return self._weight * decay / span if span > 0 and self._presence * decay > 0.05 else None
 
     def seconds_for(self, amount: float, now: float) -> float | None:
-        """Return how long `amount` takes to leave at the measured rate, or None."""
+        """Return the seconds in which `amount` will be completed at the measured rate; None if
+        unknown.
+        """
         rate = self.per_s(now)
         return amount / rate if rate else None
 
 
 class AdmissionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of an admission, all with defaults.
+    """Base class for the parameters of an admission; every parameter has a default.
 
-    Each `build()` returns an independent admission.
+    Each `build()` returns a new, independent Admission.
     """
 
     def build(self) -> Admission:
@@ -146,13 +155,15 @@ class AdmissionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WaitQueueView(Protocol):
-    """What an admission may see of the wait queue that calls it.
+    """The read-only view of a wait queue that an Admission receives.
 
-    busy_permits    permits held on available endpoints
+    busy_permits    permits held by requests on available endpoints; a permit allows one request
     capacity        concurrent requests of all available endpoints: the sum of their caps
-    waiting         requests in the queue; waiting_s: their prefill seconds
+    waiting         number of requests in the queue
+    waiting_s       seconds of prefill that the waiting requests need together
     is_new_arrival  True if the request has just arrived, False if it is at the head of the queue
-    drain_rate      requests that left, per second
+    drain_rate      measured rate of completed requests per second
+    limits          configured limits of the queue
     """
 
     @property
@@ -175,22 +186,22 @@ class WaitQueueView(Protocol):
         ...
 
     def is_next(self, tenant: str) -> bool:
-        """Return whether a new request of this tenant would be the next to enter."""
+        """Return whether a new request of this tenant would be the next to enter the pool."""
         ...
 
     def count_ahead(self, tenant: str) -> float:
-        """Return how many requests would enter before a new one of this tenant."""
+        """Return how many waiting requests would enter before a new request of this tenant."""
         ...
 
 
 class Admission(Protocol):
-    """Decides which requests may enter a pool.
+    """Protocol of the object that decides which requests may enter one pool.
 
-    One object per pool; its only clock is `query.now`, its only chance `query.rng`.
+    It reads the time only from `query.now` and random numbers only from `query.rng`.
 
-    name            its name in the registry
-    is_calm         True while every request may enter as long as a place is free: enables the
-                    queue's fast path
+    name            its name in the registry of admissions
+    is_calm         True while every request may enter as long as a permit is free; the queue then
+                    admits without calling `decide`
     reads_forecast  whether it reads the learned speed, engine model or forecast of an EndpointLoad
     reads_sessions  whether it reads the session of a Request
     """
@@ -210,7 +221,7 @@ class Admission(Protocol):
     def decide(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
     ) -> Verdict:
-        """Decide about a new request, or again about the head of the queue when it may enter."""
+        """Return the verdict on a new request, or on the request at the head of the queue."""
         ...
 
     def retry_after_s(
@@ -224,23 +235,25 @@ class Admission(Protocol):
         ...
 
     def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
-        """Handle that an admitted request was booked at an endpoint."""
+        """Record that an admitted request was assigned to the endpoint in `pick`."""
         ...
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """Handle that a booked request has ended."""
+        """Record how a request ended that `on_booked` had recorded."""
         ...
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
-        """Run periodic work. Called about every 100 ms, not necessarily while the pool is idle."""
+        """Run periodic work; called about every 100 ms, though perhaps not while the pool is
+        idle.
+        """
         ...
 
 
 def total_capacity(candidates: Iterable[Candidate]) -> int:
     """Return how many requests this gateway may run at once on the available endpoints.
 
-    This is the sum of the concurrency caps minus what other gateways use, but at least an equal
-    share of each cap. A gateway that starts late is therefore not locked out.
+    This is the sum of the endpoints' concurrency caps minus the requests of other gateways. It is
+    at least an equal share of each cap, so that a gateway that starts late also gets capacity.
     """
     total = 0
     for candidate in candidates:
@@ -256,7 +269,10 @@ def total_capacity(candidates: Iterable[Candidate]) -> int:
 
 
 def occupancy_text(queue: WaitQueueView, expected_s: float | None) -> str:
-    """Return the numbers of a wait queue as text: the tail of most refusals."""
+    """Return a sentence part with the queue's occupancy, for the end of refusal messages.
+
+    `expected_s` is the seconds until a permit is free; None if unknown.
+    """
     taken = f"{queue.busy_permits} of {queue.capacity} places are taken"
     text = f"{taken} and {queue.waiting} requests wait"
     if expected_s == inf:
@@ -265,7 +281,7 @@ def occupancy_text(queue: WaitQueueView, expected_s: float | None) -> str:
 
 
 def shed_no_capacity() -> Shed:
-    """Refuse because no endpoint is available; when one will be is unknown."""
+    """Return the refusal of a request for which no endpoint is available, without a Retry-After."""
     return Shed("no_capacity", None, "No endpoint is available.")
 
 
@@ -299,7 +315,7 @@ def shed_past_deadline(queue: WaitQueueView, needed_s: float, left_s: float) -> 
 
 
 class CapAdmission:
-    """Concurrency caps only: enter while a place is free, wait while the queue has room.
+    """Admission by concurrency caps alone: enter while a permit is free, else wait in the queue.
 
     A new request that, at the measured drain rate, would time out or miss its client's deadline is
     refused at once. An early refusal is better for the client than a late one. A refused client
@@ -386,17 +402,19 @@ class CapAdmission:
         return self._schedule.schedule(request_key(query), 1.0, rate, 0.0, query)
 
     def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
-        """No-op: the wait queue counts the places."""
+        """Do nothing: the wait queue counts the permits."""
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """No-op: a cap learns nothing."""
+        """Do nothing: a concurrency cap learns nothing from outcomes."""
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
-        """No-op: a cap has no periodic work."""
+        """Do nothing: a concurrency cap has no periodic work."""
 
 
 class UncappedAdmission(CapAdmission):
-    """Admit every request while an endpoint is available, for engines that shed load."""
+    """Admission of every request while an endpoint is available, for engines that refuse by
+    themselves.
+    """
 
     __slots__ = ()
 

@@ -1,10 +1,8 @@
-"""Weighted token fairness: a virtual counter per tenant, charged with its work.
+"""Weighted fairness between tenants: each has a counter of tokens used, and the lowest goes next.
 
-The lowest counter is served next.
-
-Start-time fair queueing (Goyal et al. 1996) in tokens, charged like VTC (Sheng et al., OSDI 2024)
-and DLPM: prompt tokens that are computed, not cached ones, and output tokens. The queue itself is
-in wait_queue.py.
+Combines start-time fair queueing (Goyal et al. 1996), in tokens, with the charges of VTC (Sheng et
+al., OSDI 2024) and DLPM: uncached prompt tokens plus output tokens. The main class is
+TenantCounters. The queue that uses it is in wait_queue.py.
 """
 
 from __future__ import annotations
@@ -24,12 +22,11 @@ FADE_EVERY_S = 1.0
 
 
 class FairShares(msgspec.Struct, frozen=True):
-    """How a contended pool is shared between tenants.
+    """Parameters for sharing a contended pool between tenants.
 
-    weights     relative weight of a tenant; 1 for those not listed
-    calm_s      time constant of the decay of past usage while no request waits, since it delayed no
-                other tenant
-    remembered  maximum number of tenants with a debt
+    weights     relative weight by tenant; 1 for tenants that are not listed
+    calm_s      time constant in seconds with which past usage decays while no request waits
+    remembered  maximum number of tenants whose usage above `floor` is stored
     """
 
     weights: Mapping[str, Positive] = {}
@@ -38,10 +35,10 @@ class FairShares(msgspec.Struct, frozen=True):
 
 
 class TenantCounters:
-    """The virtual counters, in tokens per unit of weight. One owner.
+    """The usage counters of all tenants, in tokens per unit of weight.
 
-    floor  the counter that was served last: the pool's virtual time, which never goes back. An idle
-           tenant restarts at it and so saves nothing up; a tenant above it owes the difference
+    floor  the pool's virtual time: the counter of the tenant served last, which never goes back. An
+           idle tenant restarts at it and so gains no credit; the usage above it is a tenant's debt
     """
 
     __slots__ = ("_ahead", "_faded_at", "_shares", "floor")
@@ -56,7 +53,7 @@ class TenantCounters:
         return len(self._ahead)
 
     def set_shares(self, shares: FairShares) -> None:
-        """Use these weights from now on; charges are kept."""
+        """Replace the weights and parameters; recorded usage is kept."""
         self._shares = shares
 
     def weight(self, tenant: str) -> float:
@@ -66,7 +63,7 @@ class TenantCounters:
         return max(self.floor, self._ahead.get(tenant, 0.0))
 
     def charge(self, tenant: str, tokens: float) -> float:
-        """Charge the tenant for work and return its counter; negative tokens are a refund."""
+        """Charge the tenant for `tokens` of work (negative: a refund) and return its counter."""
         counter = max(self.floor, self.counter_of(tenant) + tokens / self.weight(tenant))
         if counter <= self.floor + FORGIVEN:
             self._ahead.pop(tenant, None)
@@ -77,15 +74,14 @@ class TenantCounters:
         return counter
 
     def advance_to(self, counter: float) -> None:
-        """Advance virtual time to the counter served now, which is the lowest of all waiting
-        tenants.
+        """Advance the virtual time to `counter`, the lowest of all waiting tenants, which is served
+        now.
         """
         self.floor = max(self.floor, counter)
 
     def forgive(self, now: float) -> None:
-        """Let past usage decay while no request waits.
-
-        Call it regularly, and before a request starts to wait.
+        """Let past usage decay; call it regularly while no request waits, and before one starts to
+        wait.
         """
         if self._faded_at is None:
             self._faded_at = now
@@ -99,11 +95,13 @@ class TenantCounters:
             }
 
     def stop_forgiving(self) -> None:
-        """Stop the decay because a request waits; `fade` starts it again."""
+        """Stop the decay because a request waits; the next `forgive` restarts it."""
         self._faded_at = None
 
     def _prune(self) -> None:
-        """Drop tenants without a debt; if too many remain, drop the half with the lowest debts."""
+        """Drop tenants without a debt; if too many remain, keep only those with the highest
+        debts.
+        """
         self._ahead = {
             tenant: counter
             for tenant, counter in self._ahead.items()
@@ -115,5 +113,7 @@ class TenantCounters:
 
 
 def billable_tokens(request: Request, cached_tokens: int) -> int:
-    """Return the cost of a request to its tenant: uncached prompt plus expected output tokens."""
+    """Return the tokens that a request costs its tenant: uncached prompt plus expected output
+    tokens.
+    """
     return max(0, request.prompt_tokens - cached_tokens) + request.output_tokens

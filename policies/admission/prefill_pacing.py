@@ -1,8 +1,9 @@
-"""Pacing of prefill, so that the running answers of an engine meet their TPOT budget.
+"""Pacing of prompts, so that prefill does not slow running answers beyond their TPOT budget.
 
-While a chunk of a prompt is computed, every answer of that engine waits. If a decode step takes d
-and the budget is b per token, prefill may take 1 - d/b of the time. What exceeds that is held back.
-Implemented as a leaky bucket per endpoint. Queue length is limited elsewhere (priced.py).
+An engine that computes a chunk of a prompt delays all its running answers. If a decode step takes d
+seconds and the budget is b seconds per token, prefill may take 1 - d/b of the time. PrefillPace
+measures what exceeds that, with a leaky bucket per endpoint. The queue length is limited in
+priced.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ LEAST_SHARE = 0.2
 
 
 class PrefillPace:
-    """Seconds of prefill sent to each endpoint in excess of its pace, by slot. One owner.
+    """Leaky buckets, one per endpoint: seconds of prefill sent in excess of the allowed pace.
 
     share  fraction of the TPOT budget to plan with; the rest is a margin
     """
@@ -30,7 +31,9 @@ class PrefillPace:
         self._at: dict[int, float] = {}
 
     def ahead_s(self, load: EndpointLoad, tpot_s: float, now: float) -> float:
-        """Return how far the endpoint is ahead of its pace, in seconds of prefill."""
+        """Return the seconds of prefill by which the endpoint exceeds its pace, for a TPOT budget
+        `tpot_s`.
+        """
         level = self._level.get(load.slot, 0.0)
         return (
             max(0.0, level - self._pace(load, tpot_s) * (now - self._at[load.slot]))
@@ -39,15 +42,18 @@ class PrefillPace:
         )
 
     def record(self, load: EndpointLoad, prefill_s: float, tpot_s: float, now: float) -> float:
-        """Record a prompt sent to the endpoint; return how far ahead of its pace it is now."""
+        """Record a prompt of `prefill_s` seconds sent to the endpoint; return the new excess in
+        seconds.
+        """
         level = self._level[load.slot] = self.ahead_s(load, tpot_s, now) + prefill_s
         self._at[load.slot] = now
         return level
 
     def mean_share(self, candidates: Sequence[Candidate], tpot_s: float) -> float:
-        """Return the share of the time prefill may take, averaged over the available candidates.
+        """Return the mean share of the time, 0 to 1, that prefill may take at the available
+        candidates.
 
-        1 if there are none.
+        Return 1 if no candidate is available.
         """
         paces = [
             self._pace(candidate.load, tpot_s)
@@ -57,7 +63,7 @@ class PrefillPace:
         return sum(paces) / len(paces) if paces else 1.0
 
     def _pace(self, load: EndpointLoad, tpot_s: float) -> float:
-        """Return the share of the time that prefill may take at this endpoint."""
+        """Return the share of the time, 0 to 1, that prefill may take at this endpoint."""
         return (
             max(LEAST_SHARE, 1.0 - load.timeline.decode_s / (self._share * tpot_s))
             if load.decoding

@@ -1,12 +1,10 @@
-"""Priced admission: everything is admitted while queues are short.
+"""Admission by price: all requests enter while queues are short, valuable ones also under overload.
 
-Beyond, requests of least value per work are refused.
-
-The price is the dual variable of the pool's capacity (routing.md 4.8): an exponential of how far
-the expected queue exceeds a share of the TTFT budget. The queue itself integrates excess arrivals,
-so the price needs no memory, does not oscillate, and is zero when the pool is calm. Contains the
-verdicts and their numbers. The order of waiting requests is in wait_queue.py, sessions in
-policies/admission/sessions.py, scheduled retries in retry_after.py.
+Under overload, requests with the least value per second of work are refused. The price is the dual
+variable of the pool's capacity (docs/routing.md 4.8): an exponential of how far the expected queue
+exceeds a share of the TTFT budget. The queue itself integrates excess arrivals, so the price needs
+no memory, does not oscillate, and is zero while queues are short. The order of waiting requests is
+in wait_queue.py, sessions in sessions.py, scheduled retries in retry_after.py.
 """
 
 from __future__ import annotations
@@ -64,31 +62,34 @@ Clients choose it, and an impossible one must not raise the price for others.
 
 
 class PricedAdmissionParams(AdmissionParams, frozen=True):
-    """Parameters of priced admission.
+    """Parameters of admission by price.
 
-    queue_share    share of the TTFT budget the mean queue may take before a price applies in
-                   overload: when the work
-    overload       that is requested is at least this multiple of what the endpoints can do
-    burst_share    the same share without overload: when the work that is requested
-    full_load      is at most this multiple
+    overload       under overload, requested work is at least this multiple of the endpoints'
+                   capacity
+    queue_share    share of the TTFT budget up to which the mean queue costs nothing under overload
+    full_load      without overload, requested work is at most this multiple of the capacity
+    burst_share    share of the TTFT budget up to which the mean queue costs nothing without
+                   overload
     doubt          standard deviations subtracted from the requested work, because a few long
-                   prompts by chance are no overload yet
-    steepness      how fast the price grows with the queue beyond that
-    bend           exponent of a request's work relative to the typical one in its price, 0 to 1:
-                   below 1 long prompts keep more of their chance, at 0 all pay the same
-    hold_share     requests leave the wait queue while some candidate's queue is below this share of
-                   the TTFT budget,
-    hold_least_s   or below this; otherwise they wait here, where a better place can still be chosen
+                   prompts by chance are not yet overload
+    steepness      how fast the price grows with the queue beyond that share
+    bend           exponent, 0 to 1, of a request's work in its price: below 1, long prompts pay
+                   less than in proportion to their work; at 0, all requests pay the same
+    hold_share     requests leave the wait queue while a candidate's queue is below this share of
+                   the TTFT budget
+    hold_least_s   ... or below this many seconds
     step_share     ... and while prefill leaves running answers within this share of the TPOT
                    budget,
-    burst_s        plus or minus this much prefill
-    modest, immodest  factors on both where several tenants compete: `immodest` for a tenant above
-                      its share; rising by `modest` for one below
+    burst_s        plus or minus this many seconds of prefill
+    immodest       factor on hold_share and burst_s for a tenant that is above its fair share
+    modest         increase of that factor for a tenant that is below its fair share
     kv_share       share of the fleet's KV that may be booked before a price applies
     late_value     value of a request whose first token is expected too late, relative to one in
                    time
     session_value  value of a request that continues a conversation, relative to one that starts
     weights        relative shares of tenants; 1 for those not listed
+    sessions       parameters of the limit on sessions
+    returns        parameters of the schedule of retries
     """
 
     queue_share: Positive = 0.3
@@ -122,11 +123,11 @@ class PricedAdmissionParams(AdmissionParams, frozen=True):
 
 
 class PricedAdmission:
-    """The price of one pool and its running means. Pure; one owner.
+    """Admission of one pool by a price that rises with the expected queue.
 
-    is_calm  every request may enter as long as a place is free: no queue, no sessions, no
-             reservations
-    price    in units of typical requests: at 1, half of them are refused
+    is_calm  True while every request may enter as long as a permit is free: no queue, no sessions,
+             no reservations for retries
+    price    current price in units of typical requests: at 1, half of those are refused
     """
 
     __slots__ = (
@@ -167,7 +168,7 @@ class PricedAdmission:
 
     @property
     def sessions(self) -> WorkingSet:
-        """The sessions whose contexts fill the fleet's KV."""
+        """The active sessions, whose contexts together must fit the fleet's KV."""
         return self._sessions
 
     # Verdicts
@@ -214,7 +215,9 @@ class PricedAdmission:
         queue: WaitQueueView,
         is_reserved: bool,
     ) -> Shed | None:
-        """Return why a new request may not even wait; None if it may."""
+        """Return the refusal of a new request that may not even wait in the queue; None if it may
+        wait.
+        """
         request = query.request
         wait_s = self._wait_s(request.tenant, estimate, queue)
         first_s = estimate.ttft_s + wait_s
@@ -240,7 +243,10 @@ class PricedAdmission:
         return self._refuse_by_price(query, estimate, queue, price)
 
     def _relative_price(self, query: RoutingQuery, estimate: CostEstimate, first_s: float) -> float:
-        """Return the price of the request's work over its value: one in 1 + that is admitted."""
+        """Return the price of the request's work divided by its value.
+
+        A request with relative price r is admitted with probability 1 / (1 + r).
+        """
         request, rule = query.request, self._rule
         weight = request.slo.weight
         value = 2.0**request.priority * weight * (self._per_weight or 1.0 / weight)
@@ -270,8 +276,11 @@ class PricedAdmission:
     def _refuse_late(
         self, query: RoutingQuery, estimate: CostEstimate, queue: WaitQueueView
     ) -> Shed | None:
-        """Return why a waiting request is refused after all: it would miss its TTFT budget while
-        others would not.
+        """Return the refusal of a waiting request that would miss its TTFT budget; None if it may
+        wait.
+
+        It is refused only under overload, where its work would delay requests that can still be in
+        time.
         """
         due_s = remaining_ttft_s(query)
         if (
@@ -308,7 +317,9 @@ class PricedAdmission:
     # The price
 
     def _reprice(self, estimate: CostEstimate, queue: WaitQueueView) -> None:
-        """Set the current price: flat at first, so that a burst costs little, then exponential."""
+        """Update the price: low for short excesses, so that a burst costs little, then
+        exponential.
+        """
         rule = self._rule
         demand = self._usage.demand(queue.waiting_s, rule.doubt) / (
             estimate.count * self._prefill_share
@@ -323,16 +334,16 @@ class PricedAdmission:
         self.price = expm1(excess) - excess
 
     def _queue_work_s(self, estimate: CostEstimate, queue: WaitQueueView) -> float:
-        """Return the seconds the endpoints need for the prompts in the wait queue, at the pace at
-        which they are sent.
+        """Return the seconds in which the endpoints can take all prompts of the wait queue, at
+        their pace.
         """
         return queue.waiting_s / (estimate.count * self._prefill_share)
 
     def _threshold_s(self) -> float:
-        """Return the mean queue that is still free.
+        """Return the mean queue per endpoint, in seconds of prefill, up to which the price is zero.
 
-        A burst may fill much of the TTFT budget, because it drains by itself. A queue that persists
-        because of overload must be short.
+        The threshold is high for a burst, which drains by itself, and low for a queue that persists
+        because of overload.
         """
         rule, budget_s = self._rule, 1.0 / self._budget if self._budget else STANDARD.ttft_s
         share = rule.burst_share + (rule.queue_share - rule.burst_share) * self._overload
@@ -341,11 +352,11 @@ class PricedAdmission:
     def _can_start_soon(
         self, query: RoutingQuery, candidates: Sequence[Candidate], count: int
     ) -> bool:
-        """Return whether some candidate would begin the request soon without slowing running
-        answers down.
+        """Return whether a candidate would start the request soon without slowing its running
+        answers.
 
         The policy may pick another candidate, so the excess of all endpoints together is bounded as
-        well. A tenant within its share need not wait as others do; those above it keep the pace.
+        well. Tenants below their fair share may exceed the pace further than tenants above it.
         """
         slo, rule = query.request.slo, self._rule
         leniency = 1.0
@@ -368,7 +379,7 @@ class PricedAdmission:
         return False
 
     def _wait_s(self, tenant: str, estimate: CostEstimate, queue: WaitQueueView) -> float:
-        """Return how long a new request of the tenant would wait in the queue."""
+        """Return the expected seconds that a new request of the tenant would wait in the queue."""
         if not queue.waiting:
             return 0.0
         return self._queue_work_s(estimate, queue) * min(
@@ -378,9 +389,12 @@ class PricedAdmission:
     def _retry_after(
         self, query: RoutingQuery, estimate: CostEstimate, queue: WaitQueueView, excess_s: float
     ) -> float | None:
-        """Return the Retry-After: the first unreserved moment after the queue has become shorter.
+        """Return the seconds after which a refused client should retry, and reserve capacity for
+        it.
 
-        None, without a reservation, for a request whose client would not retry.
+        The time is the first unreserved moment after the queue has become shorter by `excess_s`.
+        Return None, without a reservation, if the client would not retry or the capacity is
+        unknown.
         """
         if not query.can_return or not estimate.count or queue.drain_rate.per_s(query.now) is None:
             return None
@@ -400,8 +414,9 @@ class PricedAdmission:
     # What it learns
 
     def _learn(self, query: RoutingQuery, estimate: CostEstimate) -> None:
-        """Update the typical budget and weight (harmonic means: tight and light ones count most)
-        and the typical work.
+        """Update the running means of the typical TTFT budget, weight and work of a request.
+
+        Budget and weight use harmonic means, in which tight budgets and light weights count most.
         """
         slo = query.request.slo
         self._budget = _typical(self._budget, slo.ttft_s, STANDARD.ttft_s)
@@ -465,9 +480,10 @@ class PricedAdmission:
 
 
 def _kv_booked(candidates: Sequence[Candidate]) -> float:
-    """Return the booked share of the fleet's KV, counting shared prefixes once.
+    """Return the share of the fleet's KV that booked requests need, with shared prefixes counted
+    once.
 
-    0 if its size is unknown.
+    Return 0 if the size of the KV is unknown.
     """
     kv_tokens = fleet_kv_tokens(candidates)
     loads = [candidate.load for candidate in candidates if candidate.load.is_available]
@@ -479,9 +495,10 @@ def _kv_booked(candidates: Sequence[Candidate]) -> float:
 
 
 def _typical(mean: float | None, budget_s: float, standard_s: float) -> float:
-    """Return the running mean of 1 / budget including this one.
+    """Return the running mean of 1 / budget after a request with the TTFT budget `budget_s`.
 
-    The first is compared with the standard class's.
+    The first request is compared with `standard_s`, and one tight budget can only move the mean a
+    bounded step.
     """
     known = 1.0 / standard_s if mean is None else mean
     return _mean(mean, min(1.0 / budget_s, TIGHTER * known))

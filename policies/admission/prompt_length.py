@@ -1,7 +1,7 @@
 """Correction of estimated prompt lengths by the lengths that engines report.
 
-One ratio per model, and a second one for its prompts with media. The estimate itself is the
-gateway's; answer lengths are in output_length.py.
+PromptLengths keeps one ratio per model, and a second one for the model's prompts with images or
+other media. The gateway makes the estimate itself; answer lengths are in output_length.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ LOWEST, HIGHEST = 1 / 64, 16.0
 
 
 def is_text(estimated_tokens: int, prompt_tokens: int) -> bool:
-    """Return whether a prompt of text alone can have so many tokens; otherwise it refers to an
-    image or file.
+    """Return whether a reported length is plausible for a prompt that contains only text.
+
+    A far greater length than estimated means that the prompt refers to an image or file.
     """
     return prompt_tokens <= MOST_TOKENS * estimated_tokens + TEMPLATE_TOKENS
 
@@ -26,9 +27,7 @@ def is_text(estimated_tokens: int, prompt_tokens: int) -> bool:
 class PromptLengths:
     """Ratios of reported to estimated prompt tokens, learned from answers.
 
-    One writer: the code that ends requests.
-
-    ratios  by model and whether the prompt has media; absent where estimates are close enough
+    ratios  ratio by (model, whether the prompt has media); absent where estimates are close enough
     """
 
     __slots__ = ("_sums", "ratios")
@@ -45,8 +44,10 @@ class PromptLengths:
         prompt_tokens: int,
         answers: int = 1,
     ) -> None:
-        """Record what engines counted for prompts that were estimated, uncorrected, as
-        `estimated_tokens` together.
+        """Add the reported length of `answers` prompts, compared with their uncorrected estimate.
+
+        estimated_tokens  sum of the estimates, before any correction
+        prompt_tokens     sum of the prompt tokens that the engines counted
         """
         key = model, has_media
         seen = self._sums.get(key)
@@ -69,6 +70,8 @@ class PromptLengths:
         seen[:] = 0.0, estimated * decay, counted * decay
 
     def correct(self, model: str, has_media: bool, estimated_tokens: int) -> int:
-        """Return the estimate times the model's ratio, at least 1 if there is a ratio."""
+        """Return the estimate in tokens, multiplied by the model's learned ratio where there is
+        one.
+        """
         ratio = self.ratios.get((model, has_media))
         return estimated_tokens if ratio is None else int(estimated_tokens * ratio + 0.5) or 1

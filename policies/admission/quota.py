@@ -1,9 +1,9 @@
 """Quotas: how many requests and tokens a tenant may use per minute.
 
-Two token buckets (Turner 1986, as in most API rate limits): full at first, at most one minute's
-worth, refilled evenly. Each gateway has its own buckets and subtracts what other gateways report.
-Shares of a contended pool are in policies/admission/fairness.py; refusals on the wire and the
-exchange between gateways are in the gateway.
+A Quota consists of two token buckets (Turner 1986, as in most API rate limits). A bucket is full at
+first, holds at most one minute's worth, and is refilled evenly. Each gateway has its own buckets
+and subtracts the usage that other gateways report. Shares of a contended pool are in fairness.py.
+The gateway sends refusals to clients and exchanges usage with other gateways.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ BucketLevel = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 
 class QuotaLimits(msgspec.Struct, frozen=True):
-    """What a tenant may use per minute. None: unlimited."""
+    """Requests and tokens that a tenant may use per minute; None means unlimited."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
 
 
 class QuotaRefusal(msgspec.Struct, frozen=True):
-    """A refusal. `what` is requests or tokens, `limit` the number per minute, `remaining` the
-    number left now.
+    """The refusal of a request that exceeds a quota.
 
-    retry_after_s  until the request could be served
-    reset_s        until the bucket is full again
+    what           the exceeded limit, "requests" or "tokens"
+    limit          number allowed per minute
+    remaining      number left now
+    retry_after_s  seconds until the request could be served
+    reset_s        seconds until the bucket is full again
     """
 
     what: str
@@ -49,10 +51,10 @@ class QuotaRefusal(msgspec.Struct, frozen=True):
 
 
 class QuotaUsage(msgspec.Struct, frozen=True, array_like=True):
-    """What a tenant used at one gateway since its last message; negative where more was given back.
+    """A tenant's usage at one gateway since its previous message; negative where refunds prevail.
 
-    requests_left, tokens_left  the bucket levels, had this usage not happened: what all gateways
-                                know. None: no such limit
+    requests_left, tokens_left  levels of the gateway's buckets before this usage; None without such
+                                a limit
     """
 
     requests: SignedCount
@@ -62,7 +64,10 @@ class QuotaUsage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenBucket:
-    """What is left of one limit. The level may be negative: usage beyond the estimate is owed."""
+    """A token bucket for one limit per minute.
+
+    The level may be negative: usage beyond the estimate must be refilled first.
+    """
 
     __slots__ = ("_at", "_level", "limit")
 
@@ -72,7 +77,9 @@ class TokenBucket:
         self._at = -inf
 
     def level(self, now: float) -> float:
-        """Return what is left at `now`; a clock that goes back refills nothing."""
+        """Refill the bucket up to `now` and return its level; a clock that goes back refills
+        nothing.
+        """
         if now > self._at:
             if self._at > -inf:
                 self._level = min(
@@ -82,13 +89,15 @@ class TokenBucket:
         return self._level
 
     def take(self, amount: float) -> None:
-        """Subtract an amount, negative to give back; the level never exceeds the limit."""
+        """Subtract an amount from the level, or add it if negative; the level never exceeds the
+        limit.
+        """
         self._level = min(float(self.limit), self._level - amount)
 
     def missing_s(self, amount: float, now: float) -> float:
-        """Return the seconds until `amount` is available; 0 if it is.
+        """Return the seconds until `amount` is available; 0 if it is available now.
 
-        More than a minute's worth waits for a full bucket.
+        An amount above the limit is available as soon as the bucket is full.
         """
         missing = min(amount, float(self.limit)) - self.level(now)
         return (
@@ -99,7 +108,7 @@ class TokenBucket:
 
 
 class Quota:
-    """The two limits of one tenant. One owner."""
+    """The request bucket and the token bucket of one tenant at one gateway."""
 
     __slots__ = ("_requests", "_tokens", "limits")
 
@@ -113,11 +122,10 @@ class Quota:
         )
 
     def take(self, tokens: int, now: float, requests: int = 1) -> QuotaRefusal | None:
-        """Take requests and tokens (prompts plus expected answers).
+        """Take requests and tokens (prompt plus expected answer) at `now`, or return the refusal.
 
-        Return a Refused if either is short.
-
-        Each prompt of a list is one request. A refused request takes nothing.
+        Return None on success. A refused request takes nothing. Each prompt of a list counts as one
+        request.
         """
         refusal = None
         for unit, bucket, amount in (
@@ -142,19 +150,19 @@ class Quota:
         self._count(0, tokens)
 
     def refund(self, tokens: int, requests: int = 1) -> None:
-        """Give back what a request took that was then refused for other reasons."""
+        """Return the requests and tokens of a request that was later refused for another reason."""
         self._count(-requests, -tokens)
 
     def usage_message(self, requests: int, tokens: int, now: float) -> QuotaUsage:
-        """Return the message for other gateways about usage since the last one."""
+        """Return the message that reports usage since the previous message to other gateways."""
         return QuotaUsage(
             requests, tokens, _left(self._requests, requests, now), _left(self._tokens, tokens, now)
         )
 
     def apply_peer_usage(self, theirs: QuotaUsage, ours: QuotaUsage) -> None:
-        """Subtract another gateway's usage.
+        """Subtract the usage that another gateway reports.
 
-        `ours` is what that gateway has not received from here yet.
+        `ours` is this gateway's usage that the other gateway has not received yet.
         """
         if self._requests is not None:
             self._requests.take(
@@ -177,5 +185,7 @@ def _left(bucket: TokenBucket | None, taken: int, now: float) -> float | None:
 
 
 def _drift_correction(ours: float | None, theirs: float | None) -> float:
-    """Return the correction that makes both levels converge."""
+    """Return the amount to subtract so that the levels of two gateways converge; 0 without a
+    limit.
+    """
     return 0.0 if ours is None or theirs is None else DRIFT * (ours - theirs)

@@ -1,4 +1,4 @@
-"""Scheduled returns of refused clients: when each should retry and is sure to enter.
+"""Scheduled retries of refused clients: when each should retry, with capacity reserved for it.
 
 An equal Retry-After for all would bring all clients back at once, and one without a guarantee would
 make the retry a lottery. Returns are therefore scheduled one after another along the measured
@@ -21,7 +21,7 @@ Key = tuple[int, int]
 
 
 class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The parameters of the schedule.
+    """Parameters of the schedule of retries.
 
     share      share of the measured capacity that is reserved for returning clients
     soonest_s  minimum Retry-After
@@ -70,7 +70,7 @@ class ReturnSchedule:
         return self._times.share
 
     def seconds_early(self, key: Key | None, now: float) -> float | None:
-        """Return the seconds by which a scheduled request is too early.
+        """Return the seconds by which a retry comes before its scheduled time.
 
         None if it is not early, not scheduled, or too short to be recognised with certainty.
         """
@@ -136,7 +136,7 @@ class ReturnSchedule:
         return due_s - now
 
     def expire(self, now: float) -> None:
-        """Remove reservations whose time has passed."""
+        """Remove the reservations whose time and tolerance have passed at `now`."""
         while self._order and self._order[0][0] + self._times.late_s < now:
             due_s, key = self._order.popleft()
             due = self._due.get(key)
@@ -145,7 +145,8 @@ class ReturnSchedule:
 
 
 def request_key(query: RoutingQuery) -> Key | None:
-    """Return what identifies a repeated request: its prompt, salted by model and cache salt.
+    """Return the key that identifies a repeated request: a hash of its prompt, model and cache
+    salt.
 
     Prompts shorter than one block have no keys. Their tenant, session and length identify them, and
     the first number is negative because others may have the same. None without a fingerprint.

@@ -1,9 +1,9 @@
-"""The working-set gate: a new session enters only while all contexts fit the fleet's KV.
+"""Admission limit on sessions: a new one enters only while all contexts fit the fleet's KV.
 
-Beyond that, every request evicts what another will need, and goodput collapses (CONCUR, ICML 2026;
-Dynamo's session-aware queue). Contains which sessions count (across gateways), for how long an idle
-one does, and which fill level is too high; the last two are learned. The refusal itself is in
-priced.py.
+Beyond that limit every request evicts a context that another one will need, and goodput collapses
+(CONCUR, ICML 2026; Dynamo's session-aware queue). WorkingSet counts the active sessions of all
+gateways. It learns for how long an idle session counts and which share of the KV may be filled. The
+refusal itself is in priced.py.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ one.
 
 
 class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The parameters of the gate.
+    """Parameters of the limit on sessions.
 
-    start, least, most   memory_share: initial value and bounds of the share of the fleet's KV that
-                         sessions may fill
-    memory_s             how long a session counts after its last answer, until return times were
-                         measured;
-    shortest_s, longest_s  bounds of that
-    returning            share of returns that should find their session still counted
-    lost_most, lost_least  shares of continuing sessions' tokens found evicted, above which
-                           memory_share shrinks and below which it grows; period_s: minimum time
-                           between changes
-    remembered           maximum number of sessions stored, including expired ones
+    start, least, most     initial value and bounds of memory_share, the share of the fleet's KV
+                           that sessions may fill
+    memory_s               seconds that an idle session counts, until return times were measured
+    shortest_s, longest_s  bounds of memory_s once it is learned
+    returning              share of returning sessions that should still be counted when they return
+    lost_most, lost_least  shares of evicted tokens among those expected to be cached, above which
+                           memory_share shrinks and below which it grows
+    period_s               minimum seconds between changes of memory_share
+    remembered             maximum number of sessions stored, including expired ones
     """
 
     start: Positive = 0.7
@@ -68,9 +67,11 @@ SessionKey = str | int
 
 
 class SessionUpdate(msgspec.Struct, frozen=True, array_like=True):
-    """A counted session as sent to other gateways. `silent_s`: time since its last request.
+    """An active session as reported to other gateways.
 
-    A session without tokens has ended.
+    session   hash of the session's name
+    tokens    tokens of its context; 0 if the session has ended
+    silent_s  seconds since its last request
     """
 
     session: Annotated[int, msgspec.Meta(ge=0)]
@@ -79,11 +80,14 @@ class SessionUpdate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ActiveSession:
-    """One counted session.
+    """A session whose context counts against the fleet's KV.
 
-    `tokens`: its context as far as known; `expected_cached_tokens`: cached tokens its last pick
-    expected; `keep_s`: how long it counts while idle, as its client asked, None: `memory_s`;
-    `is_ending`: its client has sent the last request.
+    tokens                  tokens of its context, as far as known
+    expected_cached_tokens  cached prompt tokens that were expected for its last request
+    in_flight               number of its running requests
+    last_used_s             time of its last request, on the policy clock
+    keep_s                  seconds that its client asked to keep it while idle; None: `memory_s`
+    is_ending               whether its client has sent the last request
     """
 
     __slots__ = (
@@ -103,11 +107,11 @@ class ActiveSession:
 
 
 class WorkingSet:
-    """The counted sessions, least recently used first, and the expired ones. One owner.
+    """The active sessions, least recently used first, and recently expired ones.
 
-    tokens        context tokens of the counted sessions
-    memory_share  the share of the fleet's KV they may fill
-    memory_s      how long an idle session counts
+    tokens        context tokens of all active sessions
+    memory_share  share of the fleet's KV that active sessions may fill
+    memory_s      seconds that an idle session stays active
     """
 
     __slots__ = (
@@ -148,14 +152,14 @@ class WorkingSet:
         return len(self._active)
 
     def contains(self, session: str) -> bool:
-        """Return whether the session is counted."""
+        """Return whether the session is active."""
         return self._key(session) in self._active
 
     def can_admit(self, session: str, tokens: int, kv_tokens: float | None) -> bool:
-        """Return whether the session is counted already, or may enter with a context of this size.
+        """Return whether a session is active already, or may become so with a context of `tokens`.
 
-        Every session may enter while the fleet's KV is unknown or no session is counted: one that
-        is too large for any share must be served eventually.
+        Every session may enter while `kv_tokens`, the fleet's KV, is None (unknown) or no session
+        is active. The latter lets a session enter that is too large for any share.
         """
         if not session or kv_tokens is None or not self._active or self.contains(session):
             return True
@@ -165,10 +169,10 @@ class WorkingSet:
         return False
 
     def seconds_until_room(self, tokens: int, kv_tokens: float, now: float) -> float | None:
-        """Return the seconds until that many more tokens may enter, at the rate at which sessions
+        """Return the seconds until a context of `tokens` more fits, at the rate at which sessions
         expire.
 
-        None if unknown.
+        Return None if that rate is unknown.
         """
         return self._drain.seconds_for(
             max(1.0, self.tokens + tokens - self.memory_share * kv_tokens), now
@@ -177,10 +181,10 @@ class WorkingSet:
     def on_booked(
         self, session: str, prompt_tokens: int, held: int, believed: int, now: float
     ) -> None:
-        """Record a booked request of the session.
+        """Record that a request of the session was assigned to an endpoint.
 
         held      the most prompt tokens that any candidate has cached
-        believed  prompt tokens that the picked candidate has cached
+        believed  prompt tokens that the picked candidate is believed to have cached
         """
         name = self._key(session)
         one = self._active.pop(name, None)
@@ -201,10 +205,10 @@ class WorkingSet:
     def on_ended(
         self, session: str, context_tokens: int | None, cached_tokens: int | None, now: float
     ) -> None:
-        """Record the end of one of its requests.
+        """Record the end of a request of the session.
 
-        context_tokens  prompt and answer; None if there was no answer
-        cached_tokens   prompt tokens that the engine reported as cached
+        context_tokens  tokens of prompt and answer; None if there was no answer
+        cached_tokens   prompt tokens that the engine reported as cached; None if it reported none
         """
         name = self._key(session)
         one = self._active.pop(name, None)
@@ -220,10 +224,10 @@ class WorkingSet:
             self._end(name, now)
 
     def apply_hints(self, session: str, hints: SessionHints, now: float) -> None:
-        """Apply what the client has said about the session with the request that has just ended.
+        """Apply a client's hints about its session, sent with the request that has just ended.
 
-        The last request ends the session once no other one is in flight. A time to keep the context
-        replaces `memory_s` for this session, up to `longest_s`.
+        The hint that this was the last request ends the session once no other request is in flight.
+        A time to keep the context replaces `memory_s` for this session, up to `longest_s`.
         """
         name = self._key(session)
         one = self._active.get(name)
@@ -238,7 +242,9 @@ class WorkingSet:
             self._end(name, now)
 
     def _end(self, name: SessionKey, now: float) -> None:
-        """Stop counting a session at once, and report that to other gateways."""
+        """Remove a session at once because its client ended it, and report that to other
+        gateways.
+        """
         one = self._active.pop(name)
         self.tokens -= one.tokens
         self._drain.record(now, one.tokens)
@@ -249,16 +255,19 @@ class WorkingSet:
     # Several gateways
 
     def set_key_function(self, named: Callable[[str], SessionKey]) -> None:
-        """Key sessions by `named`, as the other gateways do. Call it before any session enters."""
+        """Identify sessions by the result of `named`, a hash that all gateways share.
+
+        Call it before any session enters.
+        """
         self._key_of = named
 
     def apply_peer_sessions(
         self, members: Iterable[SessionUpdate], age_s: float, now: float
     ) -> None:
-        """Add sessions that other gateways served, as reported `age_s` ago.
+        """Add sessions that other gateways reported `age_s` seconds ago.
 
-        They count like own ones until idle for too long, because the engines hold their contexts.
-        More recent own data is kept.
+        They count like local sessions until idle for too long, because the engines hold their
+        contexts. More recent local data is kept.
         """
         for member in members:
             seen_s = now - age_s - member.silent_s
@@ -276,7 +285,9 @@ class WorkingSet:
             self._resize(one, member.tokens)
 
     def take_updates(self, now: float) -> list[SessionUpdate]:
-        """Return the sessions served here since the last call."""
+        """Return the sessions that this gateway served or ended since the last call, and clear that
+        list.
+        """
         names, self._updates = self._updates, {}
         ended, self._ended = self._ended, {}
         return [
@@ -285,13 +296,15 @@ class WorkingSet:
         ]
 
     def all_sessions(self, now: float) -> Iterator[SessionUpdate]:
-        """Return all counted sessions, for a gateway that has no state yet."""
+        """Yield all active sessions, for a gateway that has no state yet."""
         return _members(tuple(self._active.items()), now)
 
     # Time
 
     def tick(self, now: float) -> None:
-        """Expire idle sessions, and adapt memory_share to the share of lost tokens."""
+        """Expire idle sessions, and adapt memory_share to the share of cached tokens that were
+        lost.
+        """
         self._expire(now)
         gate = self._gate
         if now - self._changed_s < gate.period_s or not self._expected_tokens:
@@ -325,12 +338,12 @@ class WorkingSet:
                 self._active[name] = self._active.pop(name)
 
     def _remaining_s(self, one: ActiveSession, now: float) -> float:
-        """Return how long the session still counts if it stays idle."""
+        """Return the seconds that the session stays active if no further request comes."""
         keep_s = self.memory_s if one.keep_s is None else one.keep_s
         return max(0.0, one.last_used_s + keep_s - now)
 
     def _drop(self, name: SessionKey, now: float) -> None:
-        """Stop counting a session that was idle for too long; it may return."""
+        """Remove a session that was idle for too long, and remember when it was last used."""
         one = self._active.pop(name)
         self.tokens -= one.tokens
         self._updates.pop(name, None)
@@ -343,7 +356,7 @@ class WorkingSet:
         return session if self._key_of is None else self._key_of(session)
 
     def _touch(self, name: SessionKey, one: ActiveSession, now: float) -> None:
-        """Mark the session as the most recently used one, and queue it for other gateways."""
+        """Mark the session as the most recently used one, and report it with the next updates."""
         self._active[name] = one
         one.last_used_s = now
         if self._key_of is not None:
@@ -351,8 +364,10 @@ class WorkingSet:
             self._ended.pop(name, None)
 
     def _learn_retention(self, left_s: float | None, now: float) -> None:
-        """Move the retention time towards the quantile of return times: up for each later return,
-        down for others.
+        """Move memory_s towards a quantile of the time after which sessions return.
+
+        `left_s` is when the returning session was last used; None if unknown. A later return than
+        memory_s raises memory_s; an earlier one lowers it.
         """
         gate = self._gate
         if left_s is None or now - left_s > 2 * gate.longest_s:
@@ -379,7 +394,9 @@ def _members(
 
 
 def fleet_kv_tokens(candidates: Sequence[Candidate]) -> float | None:
-    """Return the KV tokens of all available candidates; None if one is unknown."""
+    """Return the KV capacity in tokens of all available candidates; None if that of one is
+    unknown.
+    """
     total = 0.0
     for candidate in candidates:
         load = candidate.load
@@ -391,5 +408,7 @@ def fleet_kv_tokens(candidates: Sequence[Candidate]) -> float | None:
 
 
 def is_continuation(prompt_tokens: int, cached_tokens: int) -> bool:
-    """Return whether a request without a session key seems to continue one."""
+    """Return whether a request without a session key seems to continue a session, as most is
+    cached.
+    """
     return cached_tokens >= CONTINUING_SHARE * prompt_tokens

@@ -1,7 +1,7 @@
-"""Which tenants request more than their fair share of an overloaded pool.
+"""Detection of tenants that request more than their fair share of an overloaded pool.
 
-Max-min fairness by weights: below the level a tenant pays no price, whatever others do. The order
-of waiting requests is in policies/admission/fairness.py.
+TenantUsage computes weighted max-min fair shares. A tenant below its share pays no price, whatever
+other tenants request. The order of waiting requests is in fairness.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ affects some tenant.
 
 
 class TenantUsage:
-    """Requested and admitted work, in seconds of a TP group, decaying with `tau_s`. One owner.
+    """Requested and admitted work of each tenant, in seconds of one TP group, decaying with
+    `tau_s`.
 
     level     decayed work per unit of weight up to which all requested work may be admitted
-    _squares  decayed sum of the squares of requested works: the variance of their sum, if
-              independent
+    _squares  decayed sum of squares of the requested works, as the variance of their sum
     """
 
     __slots__ = ("_admitted", "_at", "_offered", "_squares", "_tau_s", "_weights", "level")
@@ -35,9 +35,8 @@ class TenantUsage:
         self.level = inf
 
     def record(self, tenant: str, work_s: float, admitted: bool) -> None:
-        """Record a request and whether it was admitted.
-
-        Called once per request, when that is known.
+        """Record a request of `work_s` seconds and whether it was admitted; call it once per
+        request.
         """
         if tenant not in self._offered and len(self._offered) >= MOST_TENANTS:
             del self._offered[min(self._offered, key=lambda name: self._offered[name])]
@@ -47,9 +46,7 @@ class TenantUsage:
             self._admitted += work_s
 
     def tick(self, now: float) -> None:
-        """Let past usage decay, and compute the level at which the admitted work would be shared
-        fairly.
-        """
+        """Let past usage decay to `now`, and compute the fair level of work per unit of weight."""
         fade = exp(min(0.0, self._at - now) / self._tau_s) if self._at is not None else 1.0
         self._at = now
         self._admitted *= fade
@@ -70,7 +67,7 @@ class TenantUsage:
 
     @property
     def has_several_tenants(self) -> bool:
-        """Whether several tenants have sent requests lately."""
+        """Whether more than one tenant has sent requests recently."""
         return len(self._offered) > 1
 
     @property
@@ -79,11 +76,10 @@ class TenantUsage:
         return self._admitted / self._tau_s
 
     def demand(self, waiting_s: float, doubt: float) -> float:
-        """Return the requested work lately, in TP-group seconds per second, minus `doubt` standard
-        deviations.
+        """Return the recently requested work, in TP-group seconds per second, minus a margin.
 
-        The deviation is what requests of these sizes add up to by chance; `waiting_s` of the work
-        is not decided on yet.
+        The margin is `doubt` standard deviations, since requests of these sizes add up to that by
+        chance. `waiting_s` is the work of waiting requests, which is added.
         """
         return (
             max(0.0, sum(self._offered.values()) + waiting_s - doubt * sqrt(self._squares))
@@ -91,10 +87,10 @@ class TenantUsage:
         )
 
     def price_share(self, tenant: str) -> float:
-        """Return which share of the price a tenant pays: 0 within its fair share, 1 well above it,
-        linear in between.
+        """Return the share of the price that a tenant pays, from 0 at its fair share to 1 well
+        above it.
 
-        A tenant without competition pays all of it.
+        The share rises linearly in between. A tenant without competition pays the whole price.
         """
         if len(self._offered) <= 1:
             return 1.0

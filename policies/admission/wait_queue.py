@@ -1,13 +1,13 @@
-"""The wait queue of one pool: permits, and the requests that wait for one.
+"""The wait queue of one pool: permits to run, and the requests that wait for one.
 
-Pure and sans-IO: tickets are any hashable of the caller (futures in the gateway, numbers in a
-replay), time is an argument, and due verdicts are returned as a list. Whether a request may enter
-at all is decided by an Admission (policies/admission/admission.py).
+WaitQueue does no I/O and reads no clock. A waiting request is known by a ticket, any hashable value
+of the caller. Time is an argument, and due verdicts are returned as a list. An Admission
+(admission.py) decides whether a request may enter at all.
 
-Order: first a request that has waited past the starvation bound (at most every fourth turn, so that
-one tenant cannot take all turns), then the tenant with the lowest counter
-(policies/admission/fairness.py). Within a tenant the highest priority comes first, then the least
-slack: the moment when its prefill must begin to meet its TTFT budget.
+The order is: first a request that has waited past the starvation bound, though at most every fourth
+turn, so that one tenant cannot take all turns. Then comes the tenant with the lowest usage counter
+(fairness.py). Within a tenant, the highest priority comes first, then the request whose prefill
+must begin soonest to meet its TTFT budget.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ LOOK_AGAIN_S = 0.1
 
 
 class WaitingRequest(Generic[T]):
-    """A waiting request.
+    """A request in the wait queue.
 
-    `due_s`: when waiting becomes pointless; `must_begin_s`: slack as an absolute time.
+    due_s         time after which waiting is pointless
+    must_begin_s  time at which prefill must begin to meet the TTFT budget
+    requery       function that rebuilds its query at a later time; None to keep the query
     """
 
     __slots__ = (
@@ -97,7 +99,7 @@ class WaitingRequest(Generic[T]):
 
 
 class TenantQueue(Generic[T]):
-    """The waiting requests of one tenant, most urgent first. `counter` ranks the tenant."""
+    """A heap of one tenant's waiting requests, most urgent first; `counter` is its usage."""
 
     __slots__ = ("counter", "heap", "size")
 
@@ -112,19 +114,19 @@ class TenantQueue(Generic[T]):
         return self.heap[0][-1]
 
     def last(self) -> WaitingRequest[T]:
-        """Return the least urgent one. O(size)."""
+        """Return the least urgent request, in O(size) time."""
         return max(entry for entry in self.heap if not entry[-1].is_removed)[-1]
 
 
 class WaitQueue(Generic[T]):
-    """Permits and waiting requests of one pool.
+    """Permits to run in one pool, and the requests that wait for a permit.
 
-    Every arrival leaves by a verdict, by `cancel` or by `release`.
+    Every arrival ends with a refusal, `cancel` or `release`.
 
     in_flight       permits in use
-    capacity        places at available endpoints
-    is_new_arrival  whether the admission is being asked about a new request (for WaitQueueView)
-    waiting_s       prefill seconds of all waiting requests
+    capacity        maximum concurrent requests of the available endpoints
+    is_new_arrival  whether the admission is deciding about a new request (for WaitQueueView)
+    waiting_s       seconds of prefill that all waiting requests need
     """
 
     __slots__ = (
@@ -189,14 +191,14 @@ class WaitQueue(Generic[T]):
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of the waiting requests. O(waiting)."""
+        """Total prompt tokens of the waiting requests, counted in O(waiting) time."""
         return sum(waiter.query.request.prompt_tokens for waiter in self._tickets.values())
 
     @property
     def busy_permits(self) -> int:
-        """Permits used on available endpoints.
+        """Number of permits that requests on available endpoints hold.
 
-        Answers that still run on an ejected or leaving endpoint take no place.
+        Requests that still run on an ejected or removed endpoint are not counted.
         """
         if not self._has_unavailable:
             return self.in_flight
@@ -223,10 +225,10 @@ class WaitQueue(Generic[T]):
         return per_s * max(1.0, self.capacity / max(1.0, self._mean_in_flight))
 
     def count_ahead(self, tenant: str) -> float:
-        """Return how many would enter before a new request of the tenant: by weight as many of each
-        tenant as of its own.
+        """Return how many waiting requests would enter before a new request of the tenant.
 
-        O(waiting tenants).
+        While the tenant's own requests enter, each other tenant enters as many in proportion to its
+        weight. Takes O(waiting tenants) time.
         """
         own, weight = self._queues.get(tenant), self._counters.weight
         size = own.size if own is not None else 0
@@ -239,7 +241,9 @@ class WaitQueue(Generic[T]):
         return size + sum(others)
 
     def is_next(self, tenant: str) -> bool:
-        """Return whether a new request of the tenant would enter next. O(waiting tenants)."""
+        """Return whether a new request of the tenant would be the next to enter; O(waiting
+        tenants).
+        """
         if not self._tickets:
             return True
         counter = self._counters.counter_of(tenant)
@@ -250,12 +254,10 @@ class WaitQueue(Generic[T]):
     def refresh(
         self, candidates: Sequence[Candidate], leaving: Sequence[EndpointLoad] = ()
     ) -> None:
-        """Update the places after endpoints came, went or changed availability.
+        """Update the capacity after endpoints were added, removed or changed their availability.
 
-        Call `settle` afterwards.
-
-        `leaving` are the loads of endpoints that are no longer candidates but still finish
-        requests.
+        `leaving` holds the loads of removed endpoints that still finish requests. Call
+        `take_verdicts` afterwards.
         """
         for waiter in self._tickets.values():
             if waiter.candidates is self._candidates:
@@ -268,14 +270,14 @@ class WaitQueue(Generic[T]):
         )
 
     def set_shares(self, shares: FairShares) -> None:
-        """Use these tenant shares from now on."""
+        """Replace the tenants' weights and the other parameters of fairness."""
         self._counters.set_shares(shares)
 
     # In and out
 
     def try_enter(self) -> bool:
-        """Take a permit on the fast path, without asking the admission: possible while the pool is
-        calm.
+        """Take a permit without asking the admission, if the pool is calm; return whether it was
+        taken.
         """
         if (
             self._tickets
@@ -294,12 +296,11 @@ class WaitQueue(Generic[T]):
         ticket: T,
         again: Callable[[float], RoutingQuery] | None = None,
     ) -> Verdict:
-        """Return the verdict on a new request.
+        """Return the verdict on a new request, and queue it if the verdict is Wait.
 
-        Wait: `ticket` is in the queue, and `settle` returns its verdict after `timeout_s` at the
-        latest. Otherwise the ticket is not stored; Admit has taken a permit, which `leave` gives
-        back. `again` rebuilds the query at a later moment, because cached prefixes change while it
-        waits.
+        On Wait, `take_verdicts` returns `ticket` with its verdict after `timeout_s` at the latest.
+        On Admit, the request holds a permit until `release`. `again` rebuilds the query at a later
+        time, because cached prefixes change while the request waits; None keeps the query.
         """
         verdict = self.decide_without_queueing(query, candidates)
         if isinstance(verdict, Wait):
@@ -309,7 +310,9 @@ class WaitQueue(Generic[T]):
     def decide_without_queueing(
         self, query: RoutingQuery, candidates: Sequence[Candidate]
     ) -> Verdict:
-        """Like `arrive`, for a request that does not queue if it would have to wait."""
+        """Return the verdict on a new request like `arrive`, but do not queue it if the verdict is
+        Wait.
+        """
         self.is_new_arrival = True
         try:
             verdict = self.admission.decide(query, candidates, self)
@@ -320,50 +323,50 @@ class WaitQueue(Generic[T]):
         return verdict
 
     def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
-        """Charge the tenant of a request with a permit that was booked at an endpoint."""
+        """Charge the tenant of an admitted request that was assigned to an endpoint."""
         request = query.request
         tokens = billable_tokens(request, pick.cached_tokens) - self._charged.pop(request.id, 0)
         self._charge(request.tenant, tokens)
         self.admission.on_booked(query, pick)
 
     def release(self, request: Request, outcome: RequestOutcome) -> None:
-        """Give back a permit. Call `settle` afterwards."""
+        """Return the permit of a request that has ended; call `take_verdicts` afterwards."""
         self.free_place(outcome.now)
         self.on_ended(request, outcome)
 
     def free_place(self, now: float) -> None:
-        """Give back the place only: the first half of `leave`, if the outcome is reported
-        separately.
-        """
+        """Return the permit of a request whose outcome is passed to `on_ended` separately."""
         self.in_flight -= 1
         self.drain_rate.record(now)
 
     def undo_admit(self) -> None:
-        """Give back an unused permit. Call `settle` afterwards."""
+        """Return a permit that no request used; call `take_verdicts` afterwards."""
         self.in_flight -= 1
 
     def on_not_routed(self, request: Request) -> None:
-        """Refund the tenant of a request that was admitted from the queue but found no endpoint, or
-        left first.
+        """Refund the tenant of a request that left the queue with a permit but reached no
+        endpoint.
         """
         tokens = self._charged.pop(request.id, 0)
         if tokens:
             self._charge(request.tenant, -tokens)
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """Correct the charge of a booked request by its real length: the second half of `leave`."""
+        """Correct the tenant's charge by the real answer length, and report the outcome to the
+        admission.
+        """
         self._charge(request.tenant, outcome.output_tokens - request.output_tokens)
         self.admission.on_ended(request, outcome)
 
     def cancel(self, ticket: T) -> bool:
-        """Remove a ticket from the queue; False if it was not in it."""
+        """Remove a ticket from the queue; return False if it was not in the queue."""
         waiter = self._tickets.get(ticket)
         if waiter is not None:
             self._remove(waiter)
         return waiter is not None
 
     def tick(self, now: float) -> None:
-        """Run periodic work, about every 100 ms. Call `settle` afterwards."""
+        """Run periodic work; call it about every 100 ms, and `take_verdicts` afterwards."""
         if not self._tickets:
             self._counters.forgive(now)
         self._mean_in_flight += BUSY_PER_TICK * (self.in_flight - self._mean_in_flight)
@@ -373,13 +376,19 @@ class WaitQueue(Generic[T]):
         self.admission.tick(now, self._candidates)
 
     def next_due(self) -> float | None:
-        """Return when `settle` must be called at the latest; None while no request waits."""
+        """Return the time at which `take_verdicts` is due at the latest; None while no request
+        waits.
+        """
         while self._due and self._due[0][-1].is_removed:
             heappop(self._due)
         return self._due[0][0] if self._due else None
 
     def take_verdicts(self, now: float) -> list[tuple[T, Verdict]]:
-        """Return the tickets with a verdict now, in order. Each Admit has taken a permit."""
+        """Remove and return the tickets that have a verdict at `now`, with it, in order of
+        decision.
+
+        Each Admit among them holds a permit.
+        """
         verdicts_due, self._evicted = self._evicted, []
         while (due := self.next_due()) is not None and due <= now:
             waiter = self._due[0][-1]
@@ -394,7 +403,7 @@ class WaitQueue(Generic[T]):
         return verdicts_due
 
     def charge_peer_work(self, tenant: str, tokens: float) -> None:
-        """Charge the tenant for work that another gateway did."""
+        """Charge the tenant for tokens that another gateway processed for it."""
         self._charge(tenant, tokens)
 
     # The line
@@ -434,12 +443,11 @@ class WaitQueue(Generic[T]):
         heappush(self._ranks, (queue.counter, self._sequence, tenant))
 
     def _next(self, now: float) -> tuple[WaitingRequest[T], Verdict, bool] | None:
-        """Return the next request to enter or to be refused, its verdict, and whether it is a
-        starvation turn.
+        """Return the next request that enters or is refused, its verdict, and whether starvation
+        chose it.
 
-        None if all wait.
-
-        An admission may hold one tenant back and admit another, so several tenants are tried.
+        Return None if all must keep waiting. An admission may hold one tenant back and admit
+        another, so several tenants are tried.
         """
         head, starved = self._head(now)
         verdict = self._verdict(head, now)
@@ -462,9 +470,9 @@ class WaitQueue(Generic[T]):
         )
 
     def _head(self, now: float) -> tuple[WaitingRequest[T], bool]:
-        """Return the request whose turn it is, and whether it is a starvation turn.
+        """Return the request whose turn it is, and whether it was chosen because of starvation.
 
-        Requires a waiting request.
+        Requires at least one waiting request.
         """
         while self._fifo[0].is_removed:
             self._fifo.popleft()
@@ -501,8 +509,11 @@ class WaitQueue(Generic[T]):
             self._rank(tenant, queue)
 
     def _make_room(self, tenant: str, now: float) -> bool:
-        """Evict the least urgent request of the tenant with the longest queue by weight, if longer
-        than this tenant's.
+        """Evict a request of the tenant with the longest queue by weight; return whether one was
+        evicted.
+
+        The least urgent request is evicted, and only if that queue is longer than the queue of
+        `tenant`.
         """
         weight = self._counters.weight
         if not self._queues:  # the queue has size 0
@@ -535,7 +546,9 @@ class WaitQueue(Generic[T]):
         return self.admission.retry_after_s(query, waiter.candidates, self)
 
     def _sweep(self) -> None:
-        """Drop removed entries, so that memory follows the present queue."""
+        """Rebuild the heaps without removed entries, so that memory follows the current queue
+        length.
+        """
         self._fifo = deque(waiter for waiter in self._fifo if not waiter.is_removed)
         self._due = [entry for entry in self._due if not entry[-1].is_removed]
         heapify(self._due)

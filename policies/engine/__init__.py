@@ -1,1 +1,1 @@
-"""The model of one engine: step times, queue, KV, and the corrections learnt from observations."""
+"""Model of one inference engine: step times, queue, KV, and factors learned from observations."""

@@ -1,7 +1,7 @@
-"""Calibration of an endpoint's speed from the steps between two first tokens.
+"""Calibration of an endpoint's learned speed by the time between two observed first tokens.
 
-Contains the measured stretch of steps (StepSpan), and which factor it corrects. The steps are
-engine_model.py's; the update of a factor is policies/engine/step_time.py's.
+Contains StepSpan, the measured sequence of engine steps, and `learn`, which chooses the factor to
+correct. engine_model.py predicts the steps; step_time.py updates the factors.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ LESSON_S = 0.1  # least time between two updates of a kind, because at high rate
 
 
 class StepSpan:
-    """The consecutive steps since the last known moment, with their work by the prior.
+    """The consecutive engine steps since the last observed moment, with their predicted work.
 
-    anchor        when they began: at a first token, or, if `entered` is set, at the end of the
-                  decode step during which a prompt entered; then `wait_s` is the mean wait for that
-                  end
-    fills         prior seconds of their prefill, by how full the steps were (step_time.FILLS)
-    pairs_s, decode_s, steps  the part of that in attention (SpeedBelief.area_s); predicted time of
-                              decoding in between; number of steps
-    tight         a prompt had to wait for KV; foreign: the most prompt tokens that other gateways
-                  had waiting
-    taught_at, decoded_at  last update from first tokens, and from whole answers
+    anchor         when they began: at a first token or, if `entered` is set, at the end of the
+                   decode step during which a prompt entered; then `wait_s` is the mean wait for
+                   that end
+    fills          predicted seconds of prefill, by how full the steps were (step_time.FILLS)
+    pairs_s        the part of these seconds that is attention (SpeedBelief.area_s)
+    decode_s       predicted seconds of decoding between them
+    steps          number of steps
+    tight          whether a prompt had to wait for KV
+    foreign        the most prompt tokens of other gateways that were queued meanwhile
+    taught_at      time of the last correction from first tokens
+    decoded_at     time of the last correction from whole answers
     """
 
     __slots__ = (
@@ -55,7 +57,7 @@ class StepSpan:
         self.begin(0.0)
 
     def begin(self, at: float, wait_s: float = 0.0, entered: float | None = None) -> None:
-        """Restart the measurement at this moment."""
+        """Restart the measurement at the time `at`, with no steps."""
         self.anchor, self.wait_s, self.entered, self.tight = at, wait_s, entered, False
         self.fills = [0.0] * (FILLS + 1)
         self.pairs_s = self.decode_s = 0.0
@@ -69,7 +71,11 @@ class StepSpan:
         decode_s: float,
         foreign_tokens: int,
     ) -> None:
-        """Add a step. `filling` is how full its prompt tokens made it (StepCosts.filling)."""
+        """Add one predicted step; all times are in seconds.
+
+        `filling` is how full its prompt tokens made it (StepCosts.filling). `foreign_tokens` is the
+        number of prompt tokens of other gateways queued then.
+        """
         part, beyond = filling
         self.fills[part] += prefill_s * (1.0 - beyond)
         self.fills[part + 1] += prefill_s * beyond
@@ -81,11 +87,11 @@ class StepSpan:
 
 
 def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
-    """Correct the learned speed by the real time of the span, unless a prompt waited for KV.
+    """Correct the learned speed by the real duration of the span, unless a prompt waited for KV.
 
     `ends` is the predicted end of the last step. The step that completed a prompt is known to a
     fraction of its length. Prompts of other gateways were computed in between, all of them or none,
-    so the more of them there are, the less is learned.
+    so the more of them there are, the smaller is the correction.
     """
     belief = load.belief
     spent_s = now - span.anchor
@@ -106,7 +112,7 @@ def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
 
 
 def _steps(span: StepSpan, load: EngineLoad, spent_s: float) -> None:
-    """Correct the fixed cost by short steps, and the cost per token by long ones."""
+    """Correct the fixed cost per step by short steps, and the cost per token by long ones."""
     belief = load.belief
     foreign_s = span.foreign * belief.token_s
     prompt_s = max(0.01 * spent_s, spent_s - span.decode_s - foreign_s)

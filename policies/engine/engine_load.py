@@ -1,7 +1,7 @@
 """The part of an endpoint's live load that the engine model reads and writes.
 
-It is the base of EndpointLoad (load.py), in its own module so that the engine model need not import
-that.
+EngineLoad is the base class of EndpointLoad (load.py). It has its own module so that the engine
+model need not import EndpointLoad.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class EngineLoad:
-    """Bookings, learned speed and forecast of one engine.
+    """Booked requests, learned speed and forecast of one engine.
 
     Written by ledger.py:
 
@@ -31,7 +31,7 @@ class EngineLoad:
     slots              sequences that the engine runs at a time; inf until prompts have waited for
                        one while KV was free
     peer_load          the part of the booked numbers that belongs to other gateways (peer_load.py)
-    bookings           the bookings, in booking order
+    bookings           the booked requests, in order of booking
     belief             learned speed (policies/engine/step_time.py)
 
     The forecast, written by load_forecast.py and engine_timeline.py on every ledger event. It is
