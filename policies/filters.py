@@ -1,7 +1,7 @@
-"""Filters: which candidates may serve a request at all. Each keeps some candidates, in order.
+"""Filters of a routing policy: each returns the candidates that may serve a request, in order.
 
-Filters are strict. If one keeps none, there is no pick, and the caller decides whether to wait,
-refuse or give up.
+Filters are strict. If a filter keeps no candidate, there is no pick, and the caller decides whether
+to wait, refuse or fail.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from policies.model import Candidate, RoutingQuery
 
 
 def available(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep endpoints that are neither ejected nor draining."""
+    """Keep candidates that are neither ejected nor draining."""
     return [candidate for candidate in candidates if candidate.load.is_available]
 
 
 @RetryFilter
 def untried(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep endpoints on which this request has not failed yet."""
+    """Keep candidates on which this request has not failed yet."""
     return [
         candidate
         for candidate in candidates
@@ -28,10 +28,10 @@ def untried(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Ca
 
 
 def below_cap(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep endpoints below their cap, if possible below their soft cap (slow start).
+    """Keep candidates below their concurrency cap, if possible below their slow-start soft cap.
 
-    If all are at their cap, a retry or a request whose place another gateway has just taken may
-    exceed the cap: it has been admitted already.
+    If all are at their cap, a retry may exceed it, and so may a request whose capacity another
+    gateway has just taken: both have been admitted already.
     """
     with_room = [
         candidate
@@ -54,7 +54,7 @@ def below_cap(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[
 
 
 def fits_context(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep endpoints whose context limit holds a prompt and its expected answer.
+    """Keep candidates whose context limit holds the prompt and its expected answer.
 
     Each prompt of a list and each of several answers needs a context of its own. The prompts of a
     list are assumed to be equally long.
@@ -69,7 +69,7 @@ def fits_context(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequen
 
 
 def serves_tenant(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep endpoints that are not reserved for other tenants."""
+    """Keep candidates that are not reserved for other tenants."""
     tenant = query.request.tenant
     return [
         candidate
@@ -80,12 +80,12 @@ def serves_tenant(query: RoutingQuery, candidates: Sequence[Candidate]) -> Seque
 
 @RetryFilter
 def prefer_proven(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep endpoints with a success since their last failure, for a retry; all if there is none."""
+    """Keep candidates that had a success since their last failure, or all if there is none."""
     return [candidate for candidate in candidates if candidate.load.is_proven] or candidates
 
 
 def applicable(filters: tuple[Filter, ...], candidates: Sequence[Candidate]) -> tuple[Filter, ...]:
-    """Return the filters that can reject any of these candidates, whatever the request."""
+    """Return the filters that may reject one of these candidates for some request."""
     no_effect = set()
     if all(candidate.endpoint.context_tokens is None for candidate in candidates):
         no_effect.add(fits_context)

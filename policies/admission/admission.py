@@ -27,9 +27,9 @@ class Admit(msgspec.Struct, frozen=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Wait in the queue for at most `timeout_s`.
+    """Verdict: the request waits in the queue for at most `timeout_s` seconds.
 
-    is_reserved  the client returned at the time that it was given, and goes before others
+    is_reserved  whether the client retried at its reserved time, so that it goes before others
     """
 
     timeout_s: float
@@ -37,11 +37,11 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Shed(msgspec.Struct, frozen=True):
-    """Refuse a request.
+    """Verdict: the request is refused.
 
     reason         short label for logs and metrics, listed in docs/admission.md
-    retry_after_s  seconds after which the client should return; None if nothing was measured yet
-    detail         the numbers behind it, for the client's error message
+    retry_after_s  seconds after which the client should retry; None before anything was measured
+    detail         the figures that led to the refusal, for the client's error message
     may_return     False if another try cannot help; `retry_after_s` is None then
     """
 
@@ -87,9 +87,9 @@ class WaitQueueLimits(msgspec.Struct, frozen=True):
 
 
 def shed_until(reason: str, retry_after_s: float | None, detail: str) -> Shed:
-    """Refuse until `retry_after_s` seconds from now; inf means that the client should not return.
+    """Return a refusal with a Retry-After of `retry_after_s` seconds.
 
-    None means that nothing was measured yet.
+    None means that nothing was measured yet, inf that the client should not retry.
     """
     if retry_after_s == inf:
         return Shed(reason, None, detail, may_return=False)
@@ -286,25 +286,31 @@ def shed_no_capacity() -> Shed:
 
 
 def shed_early(early_s: float) -> Shed:
-    """Refuse a request that came `early_s` seconds before the time that its client was given."""
+    """Return the refusal of a request that came `early_s` seconds before its Retry-After time."""
     text = f"This request came before its Retry-After time, which is in {early_s:.1f} s."
     return Shed("early", early_s, text)
 
 
 def shed_queue_full(queue: WaitQueueView, retry_after_s: float | None) -> Shed:
-    """Refuse because the wait queue is full. `retry_after_s` is as for `shed_until`."""
+    """Return the refusal of a request that found the wait queue full.
+
+    `retry_after_s` is as for `shed_until`.
+    """
     text = f"The waiting room is full. {occupancy_text(queue, retry_after_s)}."
     return shed_until("waiting_room_full", retry_after_s, text)
 
 
 def shed_timed_out(queue: WaitQueueView, retry_after_s: float | None) -> Shed:
-    """Refuse a request that waited its full time. It is no longer counted in `queue.waiting`."""
+    """Return the refusal of a request that waited its full time and has just left the queue.
+
+    `retry_after_s` is as for `shed_until`.
+    """
     text = f"No endpoint became free in time. {occupancy_text(queue, retry_after_s)}."
     return shed_until("waited_too_long", retry_after_s, text)
 
 
 def shed_past_deadline(queue: WaitQueueView, needed_s: float, left_s: float) -> Shed:
-    """Refuse a request whose client will have given up before its first token, for good.
+    """Return the final refusal of a request whose client would give up before the first token.
 
     needed_s  seconds until the first token is expected
     left_s    seconds until the client gives up

@@ -1,10 +1,10 @@
 """Scheduled retries of refused clients: when each should retry, with capacity reserved for it.
 
-An equal Retry-After for all would bring all clients back at once, and one without a guarantee would
-make the retry a lottery. Returns are therefore scheduled one after another along the measured
-capacity. A client that keeps its time is admitted before new ones; one that comes earlier gets the
-same time again. When the schedule is full for `latest_s`, a client should not return at all.
-Capacity and refusals are in admission.py and priced.py.
+An equal Retry-After for all would bring all clients back at once, and one without a reservation
+would make the retry a lottery. ReturnSchedule therefore places retries one after another along the
+measured capacity. A client that retries on time is admitted before new ones. One that retries too
+early gets the same time again. When the schedule is full for `latest_s`, a client should not retry
+at all. Capacity and refusals are in admission.py and priced.py.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ Key = tuple[int, int]
 class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of the schedule of retries.
 
-    share      share of the measured capacity that is reserved for returning clients
-    soonest_s  minimum Retry-After
-    latest_s   maximum Retry-After; a client that would have to wait longer should not return
-    calm_s     maximum time for which the first return is put off until the queue is short
-    early_s, late_s  tolerance around the scheduled time
-    remembered maximum number of reservations
+    share            share of the measured capacity that is reserved for scheduled retries
+    soonest_s        minimum Retry-After in seconds
+    latest_s         maximum Retry-After in seconds; a client that would have to wait longer should
+                     not retry
+    calm_s           maximum seconds by which the first retry is delayed until the queue is short
+    early_s, late_s  accepted seconds before and after the scheduled time
+    remembered       maximum number of reservations
     """
 
     share: Positive = 0.45
@@ -72,13 +73,14 @@ class ReturnSchedule:
     def seconds_early(self, key: Key | None, now: float) -> float | None:
         """Return the seconds by which a retry comes before its scheduled time.
 
-        None if it is not early, not scheduled, or too short to be recognised with certainty.
+        Return None if it is in time, was not scheduled, or is too short to be recognised with
+        certainty.
         """
         due = self._due.get(key) if key is not None and key[0] >= 0 else None
         return due[0] - now if due and due[0] - now > self._times.early_s else None
 
     def is_due(self, key: Key | None, now: float) -> bool:
-        """Return whether this request has a reservation for about now."""
+        """Return whether the request has a reservation and `now` is within its tolerance."""
         times = self._times
         due = self._due.get(key) if key is not None else None
         return due is not None and any(
@@ -86,7 +88,7 @@ class ReturnSchedule:
         )
 
     def remove(self, key: Key | None) -> None:
-        """Remove the earliest reservation of a request, because it was used or has lapsed."""
+        """Remove a request's earliest reservation after use or expiry; a missing one is ignored."""
         due = self._due.get(key) if key is not None else None
         if due and key is not None:
             self._count -= 1
@@ -102,17 +104,17 @@ class ReturnSchedule:
         calm_in_s: float,
         query: RoutingQuery,
     ) -> float | None:
-        """Schedule the return of a refused request.
+        """Reserve capacity for the retry of a refused request, and return its Retry-After in
+        seconds.
 
-        Return its Retry-After in seconds; inf if the schedule is full until `latest_s`; None if no
-        capacity was measured.
+        The result is inf if the schedule is full until `latest_s`, and None if no capacity was
+        measured. Reservations follow one another without gaps.
 
-        key        what identifies the request at its return; without one it gets a time but no
+        key        what identifies the request when it is retried; None: it gets a time but no
                    reservation
-        work_s     the request's work; per_s: work the pool completes per second
-        calm_in_s  when the queue will be short enough that no request is refused
-
-        Reservations lie end to end.
+        work_s     work of the request in seconds
+        per_s      seconds of work that the pool completes per second; None if unknown
+        calm_in_s  seconds until the queue will be short enough that no request is refused
         """
         if not per_s:
             return None
@@ -148,8 +150,9 @@ def request_key(query: RoutingQuery) -> Key | None:
     """Return the key that identifies a repeated request: a hash of its prompt, model and cache
     salt.
 
-    Prompts shorter than one block have no keys. Their tenant, session and length identify them, and
-    the first number is negative because others may have the same. None without a fingerprint.
+    Prompts shorter than one hash block have no hash. Their tenant, session and length identify
+    them, and the first number is negative because other requests may have the same. Return None
+    without a fingerprint.
     """
     fingerprint, request = query.fingerprint, query.request
     if fingerprint is None:

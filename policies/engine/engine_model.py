@@ -1,8 +1,9 @@
-"""Model of one engine: its queue of prompts, current step, decoding batch and KV.
+"""Model of one inference engine: its queue of prompts, current step, decoding batch and KV.
 
-Plays the chunked-prefill scheduler forward with the learned step times, and corrects itself at
-every real first token. What first tokens teach is in calibration.py, the forecast for a new request
-in load_forecast.py, step times in policies/engine/step_time.py, bookings in ledger.py.
+EngineModel simulates the chunked-prefill scheduler of the engine with learned step times, and
+corrects itself at every observed first token. calibration.py learns from first tokens,
+load_forecast.py computes the forecast for a new request, step_time.py holds the step times, and
+ledger.py holds the booked requests.
 """
 
 from __future__ import annotations
@@ -32,41 +33,43 @@ KV.
 
 
 class EngineModel:
-    """The predicted steps of one engine.
+    """The predicted state of one engine: queue, current step, decoding batch and KV.
 
-    Written by EngineTimeline's events, and by calibration.py and load_forecast.py for them.
+    Changed by the events of EngineTimeline, and by calibration.py and load_forecast.py for them.
 
-    queue                          prompts with tokens in no step yet, first come first served
+    queue                          prompts of which some tokens are in no step yet, in order of
+                                   arrival
     queued_tokens, queued_pairs    those tokens, and their query-key pairs
-    is_busy, step_began_at, step_ends_at, completing
-                                   whether a step with prompt chunks is running, its begin and
-                                   predicted end, and the prompts it completes; when idle,
-                                   `step_began_at` is the end of a decode step
-    step_tokens                    prompt tokens of that step
+    is_busy                        whether a step with prompt chunks is running
+    step_began_at, step_ends_at    its begin and predicted end; when idle, `step_began_at` is the
+                                   end of a decode step
+    completing                     the prompts that this step completes
+    step_tokens                    prompt tokens of this step
     first_tokens_at                when first tokens ended a step and the next one is not planned
                                    yet; -inf otherwise
-    batch, context_base, steps, batch_changed_at_step
-                                   decoding sequences; `context_base + batch * steps` is their
-                                   context; steps so far; steps when the batch last grew
-    kv_prompts, kv_coming          prompt tokens that have KV and do not decode; prompt tokens whose
-                                   KV is computed elsewhere
+    batch, context_base, steps     decoding sequences; `context_base + batch * steps` is their total
+                                   context; steps so far
+    batch_changed_at_step          value of `steps` when the batch last grew
+    kv_prompts                     prompt tokens that have KV and do not decode
+    kv_coming                      prompt tokens whose KV another endpoint computes
     prefixes                       cached prefixes of all prompts that have KV, and how much of that
                                    the engine really stores
-    kv_ratio                       the same ratio for all KV in the model, averaged over some
-                                   seconds, for the forecast
+    kv_ratio                       stored share of all KV in the model, averaged over some seconds,
+                                   for the forecast
     decode_s                       duration of a decode step at the present batch (load_forecast.py)
-    raw_base_s, raw_context_s      its prior without context, and its prior for reading the context
-    planned_tokens, prefill_*, decode_*
-                                   prompt tokens planned since last read; number and total time of
-                                   steps with prompts; total prior time of decode steps, in two
-                                   parts
+    raw_base_s, raw_context_s      its uncorrected prediction: without context, and for reading the
+                                   context
+    planned_tokens                 prompt tokens planned since the averages were last updated
+    prefill_steps, prefill_s       number and total seconds of steps with prompts
+    decode_base_s, decode_context_s  total uncorrected seconds of decode steps, in the same two
+                                     parts
     averages                       running averages of the engine's work
-    idle_delay_s, step_overhead_s  seconds from a pick to the first step of an idle engine; the part
-                                   of a step with prompts that is not prefill
+    idle_delay_s                   seconds from a pick to the first step of an idle engine
+    step_overhead_s                the part of a step with prompts that is not prefill, in seconds
     forecast_at, is_stale          when the forecast was computed, and whether it has left out a
                                    change since
-    span                           the steps since the last known moment, which the next first token
-                                   is compared with
+    span                           the steps since the last observed moment, with which the next
+                                   first token is compared
     """
 
     __slots__ = (
@@ -127,7 +130,7 @@ class EngineModel:
         self.span = calibration.StepSpan()
 
     def advance(self, load: EngineLoad, now: float) -> None:
-        """Play the predicted steps up to `now`.
+        """Simulate the engine's steps up to `now`.
 
         A step that completes a prompt lasts until its first token is reported.
         """
@@ -163,15 +166,16 @@ class EngineModel:
             self._decode_until(now)
 
     def is_same_step(self, now: float) -> bool:
-        """Return whether first tokens have just ended a step, so that others of that step may still
+        """Return whether first tokens have ended a step so recently that others of it may still
         arrive.
         """
         return now - self.first_tokens_at <= TOGETHER * self.decode_s
 
     def _plan_next(self, load: EngineLoad, now: float) -> bool:
-        """Plan the step after the one that first tokens ended.
+        """Plan the step after the one that first tokens have ended; return whether that could be
+        done.
 
-        False while others of that step may still arrive.
+        False means that other first tokens of the ended step may still arrive.
         """
         ended_at = self.first_tokens_at
         if self.is_same_step(now):
@@ -184,10 +188,10 @@ class EngineModel:
         return True
 
     def complete_only_prompt(self, prompt: QueuedPrompt, now: float) -> None:
-        """Complete the only queued prompt without planning its step: it was computed since the last
-        event.
+        """Complete the only queued prompt, computed since the last event, without planning its
+        step.
 
-        For prompts that would not teach anything, which saves the planning.
+        This saves the planning for prompts from which nothing would be learned.
         """
         began_at = min(now, max(prompt.enters_at, self.step_began_at))  # it may wait for a slot
         if self.batch:
@@ -201,9 +205,9 @@ class EngineModel:
         self.step_began_at, prompt.is_planned = now, True
 
     def _begin(self, load: EngineLoad, start: float) -> bool:
-        """Begin a step with prompts after steps without.
+        """Begin a step with prompts after decode-only steps; return False if no prompt fits.
 
-        The next first token is measured from here.
+        The time of the next first token is measured from `start`.
         """
         if self.batch:
             self._decode_until(start)
@@ -211,7 +215,7 @@ class EngineModel:
         return self._plan(load, start)
 
     def _decode_until(self, until: float) -> None:
-        """Advance by whole decode steps up to `until`."""
+        """Simulate whole decode steps up to the time `until`."""
         steps = int((until - self.step_began_at) / self.decode_s + 1e-9)
         if steps > 0:
             self.steps += steps
@@ -220,7 +224,9 @@ class EngineModel:
             self.decode_context_s += steps * self.raw_context_s
 
     def _plan(self, load: EngineLoad, now: float) -> bool:
-        """Begin a step with the prompts that have entered by then. Returns False if none fits."""
+        """Begin a step with the prompts that have reached the engine by `now`; return False if none
+        fits.
+        """
         belief, queue = load.belief, self.queue
         shape = belief.shape
         room = shape.budget_tokens - self.batch
@@ -261,11 +267,11 @@ class EngineModel:
         return True
 
     def _fits(self, load: EngineLoad, prompt: QueuedPrompt) -> bool:
-        """Return whether a slot and KV for all of the prompt are free, and allocate it.
+        """Allocate KV for all of the prompt if a slot and enough KV are free; return whether it was
+        done.
 
-        Engines check this before they begin one.
-
-        If nothing else occupies KV the prompt begins in any case.
+        Engines check both before they begin a prompt. A prompt begins in any case if no other one
+        occupies KV.
         """
         if self.batch + len(self.completing) >= load.slots:
             self.span.tight = True
@@ -291,10 +297,10 @@ class EngineModel:
         return load.kv_tokens - (used - self.prefixes.tokens + self.prefixes.distinct)
 
     def _is_waiting_for_kv(self, load: EngineLoad, now: float) -> bool:
-        """Return whether the overdue step has not begun in reality, because other sequences fill
-        KV or all slots.
+        """Return whether the overdue step has not really begun, because KV or all slots are
+        occupied.
 
-        Only steps whose prompts all began in them, in the model, can be undone.
+        Only a step whose prompts all began in it, according to the model, can be undone.
         """
         if (
             now - self.step_ends_at < OVERDUE * (self.step_ends_at - self.step_began_at)
@@ -310,10 +316,9 @@ class EngineModel:
         return sum(prompt.uncached_tokens for prompt in self.completing) <= self.step_tokens
 
     def _undo_step(self, load: EngineLoad) -> None:
-        """Undo a planned step that never started.
+        """Undo a planned step that never started, and put its prompts back into the queue.
 
-        Its prompts are waiting for KV, so free KV was overestimated; meanwhile the engine ran
-        decode-only steps.
+        They wait for KV, so free KV was overestimated. The engine ran decode-only steps meanwhile.
         """
         finishing, self.completing = self.completing, []
         for prompt in reversed(finishing):
@@ -334,7 +339,9 @@ class EngineModel:
         self.is_busy, self.span.tight = False, True
 
     def close_step(self, now: float) -> None:
-        """End the current step."""
+        """End the current step at `now`, and start decoding for prompts whose first token is not
+        reported.
+        """
         self.prefill_steps += 1
         self.prefill_s += now - self.step_began_at
         self.steps += 1
@@ -346,7 +353,7 @@ class EngineModel:
                 self.start_decoding(prompt, now)
 
     def _has_awaited_token(self) -> bool:
-        """Return whether a first token of the current step will be reported."""
+        """Return whether the gateway will see a first token of the current step."""
         # any() is slower, and nearly always the first prompt decides
         for prompt in self.completing:  # noqa: SIM110
             if prompt.sees_first_token:
@@ -354,7 +361,7 @@ class EngineModel:
         return False
 
     def start_decoding(self, prompt: QueuedPrompt, now: float) -> None:
-        """Move a prompt past its first token into the decoding batch."""
+        """Move a prompt into the decoding batch, because its first token came at `now`."""
         prompt.decode_began_at, prompt.decode_begin_step = now, self.steps
         self.batch_changed_at_step = self.steps
         prompt.prefill_steps, prompt.prefill_s = self.prefill_steps, self.prefill_s
@@ -370,13 +377,13 @@ class EngineModel:
         self.context_base += prompt.sequences * (prompt.prompt_tokens - self.steps)
 
     def on_kv_arrived(self, prompt: QueuedPrompt) -> None:
-        """Allocate the KV of a prompt whose KV was computed elsewhere."""
+        """Allocate KV for a prompt that another endpoint has computed."""
         prompt.awaits_kv, prompt.has_kv = False, True
         self.kv_coming -= prompt.prompt_tokens
         self.kv_prompts += prompt.prompt_tokens
 
     def catch_up_to(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Plan ahead to the step that completes this prompt, because the engine is faster."""
+        """Plan ahead to the step that completes this prompt, because the real engine was faster."""
         prompt.enters_at = min(prompt.enters_at, now)
         while not prompt.is_planned:
             if self.is_busy:
@@ -395,9 +402,7 @@ class EngineModel:
                 prompt.is_planned = True
 
     def _rewind(self) -> None:
-        """End the step that was just planned now, and take back the decode steps counted in its
-        time.
-        """
+        """End the step that was just planned, and take back the decode steps counted during it."""
         if self.batch:
             steps = min(
                 int((self.step_ends_at - self.step_began_at) / self.decode_s + 0.5),
@@ -409,7 +414,7 @@ class EngineModel:
             self.decode_context_s -= steps * self.raw_context_s
 
     def remove_from_queue(self, prompt: QueuedPrompt) -> None:
-        """Remove the prompt from the queue if it is there."""
+        """Remove the prompt from the queue; do nothing if it is not queued."""
         if prompt.remaining_tokens and prompt in self.queue:
             self.queue.remove(prompt)
             self.queued_tokens -= prompt.remaining_tokens

@@ -1,7 +1,8 @@
-"""The live model of one endpoint's engine: which ledger event moves what.
+"""The live model of one endpoint's engine, updated by the events of its booked requests.
 
-The steps are engine_model.py's, learning from first tokens is calibration.py's, the forecast
-load_forecast.py's. Step times are in policies/engine/step_time.py, bookings in ledger.py.
+EngineTimeline translates events into changes of the base class EngineModel (engine_model.py).
+calibration.py learns from first tokens, load_forecast.py computes the forecast, step_time.py holds
+the step times, and ledger.py sends the events.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ STALE_S = 0.002
 
 
 class EngineTimeline(EngineModel):
-    """The engine model, kept up to date by the ledger. One writer.
+    """An engine model that ledger.py keeps up to date with the events of booked requests.
 
-    arrivals  what was sent to the endpoint lately
-    lengths   how long its answers turned out to be
+    arrivals  averages of the prompts recently sent to the endpoint
+    lengths   lengths of its recent answers relative to the expected ones
     """
 
     __slots__ = ("arrivals", "lengths")
@@ -38,7 +39,7 @@ class EngineTimeline(EngineModel):
         self.arrivals, self.lengths = ArrivalAverages(now), RecentLengths()
 
     def on_sent(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Queue a prompt that is on its way to the engine, and add its work to the forecast."""
+        """Queue a prompt that was sent to the engine, and add its work to the forecast."""
         left, start = prompt.remaining_tokens, prompt.computed_tokens
         pairs = left * (start + 0.5 * left)
         self.arrivals.record(left, now)
@@ -57,9 +58,9 @@ class EngineTimeline(EngineModel):
             load.next_first_token_at = load.prefill_done_at + self.step_overhead_s
 
     def expect_kv(self, load: EngineLoad, prompt: QueuedPrompt) -> None:
-        """Expect a prompt whose KV another endpoint computes.
+        """Record a prompt that decodes here after another endpoint has computed its KV.
 
-        Nothing is queued. Its KV counts in the forecast at once, but does not keep other prompts
+        It is not queued. Its KV counts in the forecast at once, but does not keep other prompts
         from beginning until it arrives.
         """
         prompt.remaining_tokens, prompt.is_planned, prompt.awaits_kv = 0, True, True
@@ -68,13 +69,13 @@ class EngineTimeline(EngineModel):
         load.kv_used_tokens += prompt.prompt_tokens
 
     def on_handoff(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Start decoding an expected prompt, whose KV has arrived."""
+        """Start decoding a prompt whose KV has arrived from another endpoint."""
         self.advance(load, now)
         self.start_decoding(prompt, now)
         self._update_forecast(load, now)
 
     def on_first_token(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Handle a prompt's first token: the step that completed it ended now."""
+        """Record that a prompt's first token came, so the step that completed it has ended."""
         # it belongs to the step that has ended, and nothing was planned since
         if not prompt.is_planned and self.is_same_step(now):
             self.remove_from_queue(prompt)
@@ -102,10 +103,10 @@ class EngineTimeline(EngineModel):
     def on_ended(
         self, load: EngineLoad, prompt: QueuedPrompt, now: float, output_tokens: int | None
     ) -> None:
-        """Remove a prompt that has ended, computed or not.
+        """Remove a prompt whose request has ended, whether or not it was computed.
 
-        `output_tokens` is set if the answer is complete and its length known. The caller has
-        advanced the timeline to `now`.
+        `output_tokens` is the length of a complete answer, or None if it is incomplete or unknown.
+        The caller has advanced the timeline to `now`.
         """
         if output_tokens is not None:
             self.lengths.record(output_tokens / prompt.sequences, prompt.output_tokens)
@@ -133,9 +134,8 @@ class EngineTimeline(EngineModel):
         self._update_forecast(load, now)
 
     def on_scrape(self, load: EngineLoad, kv_usage: float | None, now: float) -> None:
-        """Correct the model by a scrape.
-
-        `kv_usage` is the share of KV in use, None if not reported.
+        """Correct the model by scraped metrics; `kv_usage` is the share of KV in use, None if
+        unknown.
         """
         self.advance(load, now)
         if kv_usage is not None:
@@ -145,7 +145,9 @@ class EngineTimeline(EngineModel):
     def _learn_decode_steps(
         self, load: EngineLoad, prompt: QueuedPrompt, output_tokens: int, now: float
     ) -> None:
-        """Learn from the decode time of a complete answer, without the prefill steps in between."""
+        """Learn the time of a decode step from a complete answer, excluding prefill steps in
+        between.
+        """
         span = self.span
         if now - span.decoded_at < calibration.LESSON_S:
             return
@@ -163,12 +165,12 @@ class EngineTimeline(EngineModel):
             )
 
     def _learn_kv_sharing(self, load: EngineLoad, kv_usage: float) -> None:
-        """Learn which share of the modelled KV the engine really uses, where each sequence has its
-        own prompt copy.
+        """Learn how much of the modelled KV the engine really stores, since sequences share
+        prefixes.
 
-        A scrape some seconds old is good enough, because prefixes are shared to the same extent
-        before and after. Without scrapes the capacity is unknown, and no wait for KV is predicted.
-        KV still computed by another endpoint is excluded on both sides.
+        The model gives each sequence its own copy of the prompt. A scrape some seconds old is good
+        enough, because sharing changes slowly. Without scrapes the capacity is unknown, and no wait
+        for KV is predicted. KV that another endpoint still computes is excluded on both sides.
         """
         if load.kv_tokens is None:
             return
@@ -187,12 +189,13 @@ class EngineTimeline(EngineModel):
             )
 
     def refresh_forecast(self, load: EngineLoad, now: float) -> None:
-        """Recompute the forecast."""
+        """Recompute the forecast in `load` at the time `now`."""
         load_forecast.refresh_forecast(self, load, now)
 
     def _update_forecast(self, load: EngineLoad, now: float) -> None:
-        """Update the forecast after a change: when prompts are computed at once, the rest if it is
-        older than STALE_S.
+        """Update the forecast after a change.
+
+        The times of prompts are updated at once, the rest only if it is older than STALE_S.
         """
         if now - self.forecast_at >= STALE_S or self.queue or load.peer_load.shares:
             self.refresh_forecast(load, now)

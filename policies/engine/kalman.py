@@ -1,7 +1,6 @@
-"""Correction factors learned jointly, from observations that depend on several of them.
+"""Kalman filter for correction factors, from observations that depend on several of them.
 
-Contains the filter only. Observations come from calibration.py; the factors multiply the prior in
-policies/engine/step_time.py.
+Observations come from calibration.py. The factors multiply the predictions of step_time.py.
 """
 
 from __future__ import annotations
@@ -19,14 +18,15 @@ PART_DRIFT_VAR = 0.002**2  # drift of a partial factor, for example after an eng
 class KalmanFilter:
     """A Kalman filter on the logarithms of several factors, with their covariance.
 
-    The first factor applies to everything, the others to parts. An engine that becomes slower does
-    so in all its work, while the deviation of a part is identified by observations in which that
-    part is large or small. A single outlier gets little weight. Two in a row in the same direction
-    mean that the GPU was throttled or released, and the filter opens up to follow.
+    The first factor applies to all work, the others to parts. An engine that becomes slower does so
+    in all its work. The deviation of a part is identified by observations in which that part is
+    large or small. A single outlier gets little weight. Two outliers in the same direction mean
+    that the GPU was throttled or released, so the variance grows and the filter follows.
 
-    factors  corrections of the prior; covar: covariance of their logarithms
-    var      variance of the logarithm of the last observed quantity, after that observation; the
-             prior's before the first
+    factors  correction factors, 1.0 at first
+    covar    covariance of their logarithms
+    var      variance of the logarithm of the last observed quantity, after that observation; before
+             the first one, the prior's variance
     """
 
     __slots__ = ("_last", "_logs", "_most_vars", "covar", "factors", "var")
@@ -44,15 +44,15 @@ class KalmanFilter:
     def restore(
         self, logs: Sequence[float], covar: Sequence[Sequence[float]], var: float, last: float
     ) -> None:
-        """Continue from the state of another filter with the same prior."""
+        """Replace the state by the saved state of another filter with the same prior."""
         self._logs, self.factors = list(logs), [exp(log_) for log_ in logs]
         self.covar, self.var, self._last = [list(row) for row in covar], var, last
 
     def observe(self, ratio: float, shares: Sequence[float], noise_var: float) -> None:
-        """Learn that something took `ratio` times as long as predicted.
+        """Update the factors: an observed time was `ratio` times its prediction.
 
-        Each factor applies to the fraction `shares` of it (the first to all of it). `noise_var` is
-        the variance of the ratio's logarithm.
+        shares     fraction of that time to which each factor applies; 1 for the first factor
+        noise_var  variance of the ratio's logarithm
         """
         covar, logs = self.covar, self._logs
         surprise = max(-1.0, min(1.0, log(ratio))) if ratio > 0 else -1.0

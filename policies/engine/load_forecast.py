@@ -1,7 +1,7 @@
-"""The forecast of an EngineLoad: what a new request would meet at the endpoint, as plain floats.
+"""Forecast of an endpoint's load: the waiting times and speeds that a new request would meet.
 
-Computed from the engine model (engine_model.py) and the learned speed
-(policies/engine/step_time.py). The simulation of one prompt's first token is in ttft_simulation.py.
+The results are plain floats in EngineLoad, computed from the engine model (engine_model.py) and the
+learned speed (step_time.py). ttft_simulation.py simulates the first token of one prompt.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MOST_BUSY = 0.95  # upper bound of the share of time that prefill is predicted t
 def predict_tpot_s(
     timeline: EngineModel, load: EngineLoad, prompt_tokens: int, output_tokens: int, first_s: float
 ) -> float:
-    """Return the expected seconds per output token of a new request whose first token comes after
-    `first_s`.
+    """Return the expected seconds per output token of a new request.
 
-    This is the mean over all requests that may arrive meanwhile; most meet less, a few much more.
-    Adds the request to the batch in `decode_s_per_token`.
+    Also adds the request to the batch in `decode_s_per_token`. `first_s` is the number of seconds
+    until its first token. The result is the mean over all requests that may arrive meanwhile; most
+    requests meet fewer of them, a few many more.
     """
     belief, lately = load.belief, timeline.averages
     share = lately.share if lately.share < MOST_BUSY else MOST_BUSY
@@ -42,7 +42,7 @@ def predict_tpot_s(
 
 
 def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> None:
-    """Recompute the forecast (see EngineLoad)."""
+    """Recompute the forecast fields of `load`; EngineLoad describes them."""
     timeline.forecast_at, timeline.is_stale = now, False
     belief, others = load.belief, load.peer_load
     batch = timeline.batch + load.external_requests + others.decoding
@@ -72,7 +72,7 @@ def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> Non
 
 
 def _queue(timeline: EngineModel, load: EngineLoad, room: int, now: float) -> None:
-    """Set when the queued prompts will be computed, and when the next first token is due."""
+    """Set when the queued prompts will be computed, and when the next first token is expected."""
     others, tokens = load.peer_load, timeline.queued_tokens
     base = timeline.step_ends_at if timeline.is_busy else timeline.step_began_at
     if others.prefill_tokens:  # prompts of other gateways are computed in between
@@ -93,8 +93,8 @@ def _queue(timeline: EngineModel, load: EngineLoad, room: int, now: float) -> No
 
 
 def _room(timeline: EngineModel, load: EngineLoad, context: float) -> None:
-    """Set the KV in use and free once all queued prompts have theirs, and the rate at which ending
-    answers free it.
+    """Set the used and free KV after all queued prompts have begun, and the rate at which KV is
+    freed.
     """
     waiting = uncached = load.peer_load.prefill_tokens
     for prompt in timeline.queue:

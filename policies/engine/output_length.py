@@ -1,7 +1,7 @@
-"""Expected length of answers, for requests whose client gave no limit.
+"""Expected answer lengths, for requests whose client gave no limit.
 
-Contains running means per model, tenant and service class, and the remaining length of a running
-answer.
+OutputLengths keeps running means by model, tenant and service class. RecentLengths predicts the
+remaining length of a running answer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ SPREAD = (0.25, 0.5, 1.0, 1.5, 2.5)  # initial ratios of actual to expected leng
 
 
 class OutputLengths:
-    """Expected output tokens, learned from answers that ended.
+    """Running means of answer lengths in tokens, for the model, the tenant and its service class.
 
-    One writer: the code that ends requests.
-
-    There are running means per model, per tenant and per service class of a tenant. A mean of few
-    answers is blended with the next more general one. At most `most` means are stored; the least
-    recently updated is dropped first. Raises ValueError if `most` is below 3.
+    A mean of few answers is blended with the next more general one. At most `most` means are
+    stored; the least recently updated one is dropped first. Raises ValueError if `most` is below 3.
     """
 
     __slots__ = ("_means", "_most")
@@ -44,7 +41,7 @@ class OutputLengths:
     def record(
         self, model: str, tenant: str, slo: str, output_tokens: float, answers: int = 1
     ) -> None:
-        """Record answers that ended by themselves, with their mean length."""
+        """Record `answers` complete answers with a mean length of `output_tokens`."""
         means = self._means
         for key in ((model,), (model, tenant), (model, tenant, slo)):
             count, mean = means.pop(key, NOTHING)
@@ -54,7 +51,9 @@ class OutputLengths:
             del means[next(iter(means))]
 
     def estimate(self, model: str, tenant: str, slo: str, bound: int | None = None) -> float | None:
-        """Return the tokens to expect, at most `bound`; None if the model has no answers yet."""
+        """Return the expected output tokens, at most `bound`; None if the model has no answers
+        yet.
+        """
         estimate: float | None = None
         for key in ((model,), (model, tenant), (model, tenant, slo)):
             count, mean = self._means.get(key, NOTHING)
@@ -65,7 +64,7 @@ class OutputLengths:
 
 
 class RecentLengths:
-    """The last answers of one endpoint: their length relative to what had been expected of each."""
+    """Lengths of one endpoint's recent answers, each divided by its expected length."""
 
     __slots__ = ("_ordered", "_ratios")
 
@@ -74,17 +73,18 @@ class RecentLengths:
         self._ordered: list[float] | None = None
 
     def record(self, output_tokens: float, expected_tokens: float) -> None:
-        """Record a completed answer."""
+        """Record the length of a complete answer and the length that had been expected."""
         self._ratios.append(output_tokens / max(1.0, expected_tokens))
         self._ordered = None
 
     def remaining_tokens(
         self, generated_tokens: float, expected_tokens: float, share: float
     ) -> float:
-        """Return the remaining tokens of an answer, if `share` (0 to 1) of the earlier ones that
-        got as far end before it.
+        """Return a quantile of the remaining tokens of an answer that has `generated_tokens` so
+        far.
 
-        An answer longer than all earlier ones is expected to double.
+        `share`, 0 to 1, is the fraction of earlier answers of at least that length that ended
+        before the result. An answer longer than all earlier ones is expected to double.
         """
         ordered = self._ordered
         if ordered is None:

@@ -1,8 +1,8 @@
-"""What other gateways have booked at an endpoint: one absolute share per gateway.
+"""The part of an endpoint's load that other gateways have booked, with one share per gateway.
 
-The ledger adds them to the booked numbers of EndpointLoad, so that caps, scorers and the count of
-external requests cover the whole fleet. Their sum is stored as well, so that the own part can be
-computed. Transport is in the gateway's peers package.
+ledger.py adds the shares to the booked numbers of EndpointLoad, so that caps, scorers and the count
+of external requests cover all gateways. Their sum is kept here, so that this gateway's own part can
+be computed. The gateway's package `peers` transports the shares.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 
 
 class PeerShare(msgspec.Struct, frozen=True, array_like=True):
-    """What one gateway has booked at one endpoint, in the units of EndpointLoad."""
+    """The load that one gateway has booked at one endpoint, in the units of EndpointLoad."""
 
     in_flight: Amount = 0
     decoding: Amount = 0
@@ -31,9 +31,9 @@ FIELDS = PeerShare.__struct_fields__
 
 
 class PeerLoad:
-    """The shares of other gateways at one endpoint, and their sum.
+    """The shares of all other gateways at one endpoint, by gateway, and their sum.
 
-    Written by ledger.set_peer_load only.
+    Only ledger.set_peer_load changes them.
     """
 
     __slots__ = (*FIELDS, "shares")

@@ -1,24 +1,27 @@
-"""One booked prompt as the engine model sees it: how far it is, and what it occupies.
+"""State of one booked prompt in the engine model: its progress and the KV it occupies.
 
-State only. It is changed by engine_model.py and extended by ledger.LoadBooking.
+engine_model.py changes the state. ledger.LoadBooking extends the class QueuedPrompt.
 """
 
 from __future__ import annotations
 
 
 class QueuedPrompt:
-    """One booked prompt in the engine model. The fields about decoding are set at its first token.
+    """A booked prompt in the engine model; fields about decoding are set at its first token.
 
-    enters_at         policy clock when the engine's scheduler sees it
-    remaining_tokens  tokens not in any step yet; computed_tokens: tokens of the prompt before those
-    is_planned        its last chunk is in a step; is_decoding: past its first token; has_kv: its KV
-                      is allocated
-    awaits_kv         its KV is computed elsewhere and not allocated here yet
-    prefix_tokens     tokens of it that were believed to be cached, whose KV may be shared with
-                      other sequences
-    sequences         answers generated from it; output_tokens: expected of each of them
-    sees_first_token  its first token will be reported; otherwise it is assumed to come when the
-                      step ends
+    enters_at         policy clock when the engine's scheduler receives it
+    remaining_tokens  prompt tokens that are in no step yet
+    computed_tokens   prompt tokens before those
+    is_planned        whether its last chunk is in a step
+    is_decoding       whether its first token has come
+    has_kv            whether its KV is allocated
+    awaits_kv         whether another endpoint computes its KV, which is not allocated here yet
+    prefix_tokens     its tokens that were believed to be cached, whose KV may be shared with other
+                      sequences
+    sequences         number of answers generated from it
+    output_tokens     expected output tokens of each answer
+    sees_first_token  whether its first token will be reported; otherwise it is assumed to come when
+                      the step ends
     """
 
     __slots__ = (
@@ -67,13 +70,15 @@ class QueuedPrompt:
 
     @property
     def uncached_tokens(self) -> int:
-        """Return the tokens to compute when it arrived, at least one: the last token is always
+        """Number of tokens to compute when it arrived, at least 1: the last token is always
         computed.
         """
         return max(1, self.prompt_tokens - self.prefix_tokens)
 
     def mark_decoding(self) -> None:
-        """Mark it as decoding: its step has ended, and no first token will be reported."""
+        """Mark the prompt as decoding when its step ends, because its first token will not be
+        reported.
+        """
 
     def rejoin_timeline(self, now: float) -> None:
-        """Add it to its endpoint's timeline, which has just been restarted."""
+        """Add the prompt to its endpoint's timeline, which has just been restarted."""

@@ -1,6 +1,6 @@
-"""Running averages of one engine: what it computed lately, and what was sent to it.
+"""Running averages of one engine's recent work and of the prompts recently sent to it.
 
-Values and their updates only. They are read by load_forecast.py and ttft_simulation.py.
+load_forecast.py and ttft_simulation.py read them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ LEAST_ARRIVALS, LEAST_S = 3.0, 1.0  # prompts and seconds before arrivals can be
 
 
 class EngineAverages:
-    """What an engine has been doing lately, according to its model.
+    """Decaying averages of the engine's recent work, according to its model.
 
-    rate         prompt tokens computed per second, averaged over RATE_S
-    share, pace  share of the time in steps with prompts, and such steps per second, averaged over
-                 SHARE_S
+    rate   prompt tokens computed per second, averaged over RATE_S
+    share  share of the time spent in steps with prompts, averaged over SHARE_S
+    pace   steps with prompts per second, averaged over SHARE_S
     """
 
     __slots__ = ("at", "born", "pace", "rate", "seen_s", "seen_steps", "share")
@@ -32,7 +32,12 @@ class EngineAverages:
         self.seen_steps = 0
 
     def update(self, planned: int, prefill_s: float, prefill_steps: int, now: float) -> None:
-        """Add what was planned and computed since the last update."""
+        """Add the work since the last update.
+
+        planned        prompt tokens planned since then
+        prefill_s      total seconds of steps with prompts since the start
+        prefill_steps  total number of these steps
+        """
         passed = now - self.at
         decay = exp(-passed / RATE_S)
         self.rate = self.rate * decay + planned * (1.0 - decay) / passed
@@ -47,8 +52,10 @@ class EngineAverages:
 
 
 class ArrivalAverages:
-    """What was sent to an endpoint lately, averaged over ARRIVALS_S: prompts, their uncached
-    tokens, and the time covered.
+    """Decaying averages, over ARRIVALS_S, of the prompts recently sent to an endpoint.
+
+    prompts, tokens  decayed number of prompts, and of their uncached tokens
+    seconds          decayed time that these cover
     """
 
     __slots__ = ("at", "prompts", "seconds", "tokens")
@@ -57,7 +64,7 @@ class ArrivalAverages:
         self.at, self.prompts, self.tokens, self.seconds = now, 0.0, 0.0, 0.0
 
     def record(self, tokens: int, now: float) -> None:
-        """Record the arrival of a prompt with this many uncached tokens."""
+        """Record that a prompt with `tokens` uncached tokens arrived at `now`."""
         decay = exp((self.at - now) / ARRIVALS_S)
         self.at, self.seconds = now, self.seconds * decay + ARRIVALS_S * (1.0 - decay)
         self.prompts, self.tokens = self.prompts * decay + 1.0, self.tokens * decay + tokens
@@ -65,7 +72,7 @@ class ArrivalAverages:
     def expected_tokens_behind(self, seconds: float) -> float:
         """Return the prompt tokens expected to arrive within `seconds` behind a waiting prompt.
 
-        Closer to the median than to the mean, because a few prompts meet many others.
+        The result is closer to the median than to the mean, because a few prompts meet many others.
         """
         if self.prompts < LEAST_ARRIVALS or self.seconds < LEAST_S:
             return 0.0

@@ -1,17 +1,19 @@
-"""KV of cached prefixes in the engine model, where several sequences may share one copy.
+"""Model of the KV of cached prefixes, where several sequences may share one copy.
 
-Contains how much of it is really stored, and how one sequence more or less changes that. Unshared
-KV is in engine_model.py; the correction by scrapes is in engine_timeline.py.
+SharedPrefixKv estimates how many tokens are really stored, and how adding or removing a sequence
+changes that. engine_model.py counts unshared KV; engine_timeline.py corrects the estimate by
+scraped metrics.
 """
 
 from __future__ import annotations
 
 
 class SharedPrefixKv:
-    """The cached prefixes of all prompts that have KV now.
+    """Total and stored tokens of the cached prefixes of all prompts that have KV.
 
-    tokens    their total length, as if every sequence had its own copy
-    distinct  what is really stored of it: corrected by scrapes, and extrapolated between them
+    tokens    total prefix tokens, as if every sequence had its own copy
+    distinct  estimate of the tokens really stored; scraped metrics correct it, and `add` and
+              `remove` extrapolate it between scrapes
     """
 
     __slots__ = ("distinct", "tokens")
@@ -20,7 +22,7 @@ class SharedPrefixKv:
         self.tokens, self.distinct = 0, 0.0
 
     def exclusive_share(self) -> float:
-        """Return the share of a prefix that only one sequence uses.
+        """Return the estimated share, 0 to 1, of a prefix that only one sequence uses.
 
         If sequences use some prefixes at random, it is nearly the square of `distinct / tokens`.
         """
@@ -30,12 +32,12 @@ class SharedPrefixKv:
         return share * share
 
     def add(self, tokens: int) -> None:
-        """Add a sequence with a prefix of this many tokens."""
+        """Add a sequence with a cached prefix of `tokens` tokens."""
         self.distinct += self.exclusive_share() * tokens
         self.tokens += tokens
 
     def remove(self, tokens: int) -> None:
-        """Remove a sequence with a prefix of this many tokens."""
+        """Remove a sequence with a cached prefix of `tokens` tokens."""
         self.distinct = max(0.0, self.distinct - self.exclusive_share() * tokens)
         self.tokens -= tokens
         if not self.tokens:

@@ -1,8 +1,8 @@
-"""Learned step times of one endpoint: a roofline prior, corrected by observations.
+"""Learned step times of one endpoint: a roofline estimate, corrected by observations.
 
-Contains the analytic cost of an engine step (StepCosts), its prior for a GPU type and layout, and
-the online correction (SpeedBelief). What they mean for one request is in
-policies/latency/latency.py; observations come from calibration.py.
+Contains the analytic cost of an engine step (StepCosts), its initial estimate for a GPU type and
+parallel layout (shape_for), and the online correction (SpeedBelief). latency.py derives the times
+of one request; calibration.py provides the observations.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from policies.engine.kalman import KalmanFilter
 
 
 class StepCosts(msgspec.Struct, frozen=True):
-    """The constants of one engine step, in seconds per unit of work:
+    """Costs of one engine step, in seconds per unit of work.
 
     step = max(weights_s, token_s (p + B)) + wire_s (p + B) + pair_s area + context_s C + sequence_s
     B + step_s
 
-    p are the prompt tokens and B the decoding sequences in the step, C is the total context of
-    these sequences, and area the sum over prompt chunks of chunk x (start + chunk / 2). `request_s`
-    is the API latency before the engine sees a request; `budget_tokens` bounds p + B (vLLM's
-    max_num_batched_tokens).
+    p is the number of prompt tokens and B the number of decoding sequences in the step. C is the
+    total context of these sequences in tokens. area is the sum over prompt chunks of chunk x (start
+    + chunk / 2). `request_s` is the API latency before the engine receives a request.
+    `budget_tokens` bounds p + B (vLLM's max_num_batched_tokens).
     """
 
     weights_s: float
@@ -40,8 +40,8 @@ class StepCosts(msgspec.Struct, frozen=True):
     budget_tokens: int = 8192
 
     def filling(self, tokens: float) -> tuple[int, float]:
-        """Return the part of FILLS that this many prompt tokens end in, and how much of that part
-        they use.
+        """Return which of FILLS equal parts of a full step `tokens` end in, and the used share of
+        it.
         """
         place = FILLS * tokens / self.budget_tokens
         part = min(FILLS - 1, int(place))
@@ -51,9 +51,12 @@ class StepCosts(msgspec.Struct, frozen=True):
 class _Gpu(msgspec.Struct, frozen=True):
     """Public peak rates of one GPU type, and the share of them that engines reach.
 
-    Bytes/s of memory, dense FLOP/s in bf16 and with 8-bit weights, bytes/s of the link per
-    direction; efficiency of memory, matrix units, attention and link; microseconds per layer and
-    step, and per sequence of an 80-layer model.
+    memory             bytes/s of memory
+    bf16, fp8          dense FLOP/s in bf16, and with 8-bit weights
+    link               bytes/s of the link to other GPUs, per direction
+    *_eff              reached share of the rate of memory, matrix units, attention and link
+    layer_us           microseconds per layer and step
+    sequence_us        microseconds per sequence, for a model of 80 layers
     """
 
     memory: float
@@ -93,13 +96,18 @@ def shape_for(
     request_s: float = 0.005,
     budget_tokens: int = 8192,
 ) -> StepCosts:
-    """Return the prior for a TP group of `tp` x `pp` GPUs; unknown arguments get neutral values.
+    """Return the estimated step costs of a TP group of `tp` x `pp` GPUs.
 
+    Unknown arguments get neutral values. Layers and width are derived from the parameters as in the
+    Llama and Qwen families.
+
+    gpu                  GPU type, a key of GPUS; None if unknown
     params_b, active_b   billions of parameters, and of those the ones that each token activates
     kv_token_bytes       KV cache per token over all layers; None: 8 heads of 128 per layer in 16
                          bits
-
-    Layers and width are derived from the parameters as in the Llama and Qwen families.
+    weight_bytes         bytes per parameter
+    request_s            API latency in seconds
+    budget_tokens        most tokens of one step
     """
     kind = GPUS.get((gpu or UNKNOWN_GPU).lower(), GPUS[UNKNOWN_GPU])
     params = params_b * 1e9 if params_b is not None else UNKNOWN_PARAMS_PER_GPU * tp * pp
@@ -135,10 +143,9 @@ REACH_GAIN, MOST_REACH_S = 0.05, 1.0
 
 
 class SpeedFactor:
-    """Factor on the prior for one kind of work in its usual mix, with the variance of its
-    logarithm.
+    """Correction factor for one kind of work in its usual mix, by which prices compare endpoints.
 
-    Prices compare endpoints by it.
+    `var` is the variance of the factor's logarithm.
     """
 
     __slots__ = ("factor", "var")
@@ -148,21 +155,22 @@ class SpeedFactor:
 
 
 class SpeedBelief:
-    """Learned speed of one endpoint: a prior and correction factors.
+    """Learned speed of one endpoint: the estimated step costs `shape` and correction factors.
 
-    Written by its timeline and ledger.
+    Changed by the endpoint's timeline and ledger.
 
     prompts  factors on the prefill part of steps: on all of it; on steps that are 0, 1, 2 and 3
              quarters full, whose matrices do not fill the GPU; and on attention
     decodes  factors on steps without prompts: on all of it, and on reading the context
     layers   factor on the fixed part of a step with prompts
-    prefill, pairs, step  the same as one factor each, for the usual mix of work
+    prefill, pairs, step  one factor each for prefill, attention and decode steps in their usual mix
     paces    factors on the prefill part of steps at the ends of FILLS
-    request_s  API latency before the engine sees a request
+    request_s  API latency in seconds before the engine receives a request
 
-    The other attributes are the prior times its factors: `flop_s` per decoding sequence, `layers_s`
-    the fixed part of a step with prompts, `base_s` and `floor_s` the fixed part and lower bound of
-    one without; `area_s` is the prior's attention cost times its own factor only.
+    The other attributes are estimates times their factors. `flop_s` is per decoding sequence, and
+    `layers_s` is the fixed part of a step with prompts. `base_s` and `floor_s` are the fixed part
+    and the lower bound of a step without prompts. `area_s` is the attention cost times attention's
+    own factor only.
     """
 
     __slots__ = (
@@ -205,7 +213,7 @@ class SpeedBelief:
         self.apply_factors()
 
     def apply_factors(self) -> None:
-        """Recompute the products of prior and factors."""
+        """Recompute the corrected costs after the factors have changed."""
         self._settle_prompts()
         self._settle_layers()
         self._settle_decodes()
@@ -232,15 +240,17 @@ class SpeedBelief:
         self.base_s = slower * shape.step_s
 
     def pace(self, tokens: float) -> float:
-        """Return the factor on the prefill part of a step with this many prompt tokens."""
+        """Return the correction factor on the prefill part of a step with `tokens` prompt
+        tokens.
+        """
         part, beyond = self.shape.filling(tokens)
         less = self.paces[part]
         return less + beyond * (self.paces[part + 1] - less)
 
     def prompts_s(self, tokens: float, pairs: float) -> float:
-        """Return the prior seconds that prompt tokens and query-key pairs add to a step.
+        """Return the estimated seconds that prompt tokens and query-key pairs add to a step.
 
-        Only attention's own factor is included; multiply by `measure_latency(tokens)`.
+        Only attention's own factor is included; multiply the result by `pace(tokens)`.
         """
         compute_s, weights_s = self.shape.token_s * tokens, self.shape.weights_s
         return (
@@ -250,18 +260,20 @@ class SpeedBelief:
         )
 
     def beside_s(self, batch: int, context: float) -> float:
-        """Return the seconds that decoding sequences with this total context add to a step with
-        prompts.
+        """Return the seconds that `batch` decoding sequences add to a step with prompts.
+
+        `context` is the total number of tokens in their contexts.
         """
         return self.context_s * context + (self.sequence_s + self.flop_s) * batch
 
     def observe_prefill(
         self, ratio: float, fills: Sequence[float], pairs_s: float, noise_var: float
     ) -> None:
-        """Learn that prefill took `ratio` times as long as predicted.
+        """Update the factors: prefill took `ratio` times as long as predicted.
 
-        fills    its prior seconds, distributed over the ends of FILLS as `pace` interpolates
-        pairs_s  the part of them that is attention
+        fills      its estimated seconds, distributed over the ends of FILLS as `pace` interpolates
+        pairs_s    the part of them that is attention
+        noise_var  variance of the ratio's logarithm
         """
         raw_s = sum(fills)
         parts_s = [*map(mul, fills, self.paces)]
@@ -275,16 +287,19 @@ class SpeedBelief:
         self._settle_prompts()
 
     def observe_step_overhead(self, ratio: float, noise_var: float) -> None:
-        """Learn that the fixed part of prefill steps took `ratio` times as long as predicted."""
+        """Update the factor of the fixed part of prefill steps, which took `ratio` times the
+        prediction.
+        """
         self.layers.observe(ratio, (1.0,), noise_var)
         self._settle_layers()
 
     def observe_decode(
         self, seen_s: float, base_s: float, context_s: float, noise_var: float
     ) -> None:
-        """Learn from decode steps that took `seen_s`.
+        """Update the factors: decode steps took `seen_s` seconds.
 
-        Their prior is `base_s`, plus `context_s` to read the context.
+        Their estimate was `base_s`, plus `context_s` to read the context, both in seconds.
+        `noise_var` is the variance of the logarithm of the observed ratio.
         """
         factor, context = self.decodes.factors
         context_s *= context
@@ -294,9 +309,9 @@ class SpeedBelief:
         self._settle_decodes()
 
     def observe_api_latency(self, seen_s: float, weight: float = 1.0) -> None:
-        """Learn the time a request needed to reach the scheduler.
+        """Update `request_s` by the seconds that a request needed to reach the engine's scheduler.
 
-        `weight` (0 to 1) is the evidence of this observation.
+        `weight`, 0 to 1, is how reliable the observation is.
         """
         self._reached += weight
         gain = weight * max(REACH_GAIN, 1.0 / self._reached)

@@ -1,1 +1,1 @@
-"""Whether an endpoint may be used: failures, slow start, speed outliers, and the retry budget."""
+"""Health of endpoints: failures, slow start, speed outliers, stalls and the retry budget."""

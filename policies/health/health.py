@@ -1,12 +1,12 @@
-"""Endpoint health: from events at an endpoint to whether it may be used.
+"""Health of one endpoint: a state machine from events to whether the endpoint may be used.
 
-Contains the state machine of one endpoint, as a table, and the rule for a whole pool. Probes and
-the delivery of events are the gateway's.
+Contains the state machine as a table, and the rule for a whole pool. The gateway sends probes and
+delivers events.
 
     UP         in use. Consecutive failures are counted; a success resets them.
     EJECTED    not in use. A successful probe after `until` ends it. The pool rule may overrule it,
                unless the cause is CONNECT_FAILED: no engine answers at that address.
-    DEAD       the same, reported by the engine itself (/health): nothing overrules it.
+    DEAD       not in use, reported by the engine itself (/health): no rule overrules it.
     RETURNING  a probe succeeded: in use again, and one failure ejects it.
 """
 
@@ -21,7 +21,7 @@ import msgspec
 
 
 class HealthState(StrEnum):
-    """Health of one endpoint; see the module's table."""
+    """Health of one endpoint; the module's docstring describes the states."""
 
     UP = "up"
     EJECTED = "ejected"
@@ -30,12 +30,12 @@ class HealthState(StrEnum):
 
 
 class HealthEvent(StrEnum):
-    """An event at an endpoint.
+    """An event at an endpoint that may change its health.
 
-    IGNORED: a 4xx answer or a client disconnect, which say nothing about its health.
-
+    IGNORED          a 4xx response or a client disconnect, which tell nothing about its health
     CONNECT_FAILED   a connection was refused, timed out, or was reset before any byte of an answer
     PROBE_OK_NEEDED  a probe succeeded, and no endpoint of the pool with this role is available
+    SLOW             a speed review found the endpoint slower than its peers
     """
 
     SUCCEEDED = "succeeded"
@@ -51,17 +51,17 @@ class HealthEvent(StrEnum):
 
 
 class HealthLimits(msgspec.Struct, frozen=True):
-    """When to eject an endpoint and for how long.
+    """Limits for when to eject an endpoint and for how long.
 
     failures_in_a_row    consecutive failures that eject; a refused connection ejects at once
-    first_s, longest_s   length of the first ejection; each further one doubles, up to the longest.
-                         A failed probe doubles it only for a slow endpoint, a failure after a
-                         return always
+    first_s, longest_s   seconds of the first ejection, and the maximum; each further one doubles. A
+                         failed probe doubles it only for a slow endpoint, a failure after a return
+                         always
     jitter               random variation of each length, as a share of it, so that returns do not
                          coincide
     successes_to_return  successful answers after a probe before the endpoint counts as up
-    forgive_s            time in use without an ejection after which the doubling starts over
-    ejected_share        share of a pool that passive evidence may eject (at least one endpoint,
+    forgive_s            seconds in use without an ejection after which the doubling restarts
+    ejected_share        share of a pool that failures of requests may eject (at least one endpoint,
                          never the last)
     """
 
@@ -77,8 +77,10 @@ class HealthLimits(msgspec.Struct, frozen=True):
 class Health(msgspec.Struct, frozen=True):
     """The health of one endpoint.
 
-    since      when the state began; until: when an ejection ends (seconds on the caller's clock)
-    failures   consecutive failures while UP; successes: since the probe while RETURNING
+    since      when the state began, in seconds on the caller's clock
+    until      when an ejection ends, on the same clock
+    failures   consecutive failures while UP
+    successes  successes since the probe while RETURNING
     ejections  ejections not yet forgiven: the exponent of the next length
     cause      the event that ejected it; None after it has fully recovered
     """
@@ -102,9 +104,9 @@ class _Transition(msgspec.Struct, frozen=True):
 def next_health(
     health: Health, event: HealthEvent, now: float, rng: Random, limits: HealthLimits
 ) -> Health:
-    """Return the health after `event` at `now`. Pairs that are not in the table change nothing.
+    """Return the health after `event` at `now`; pairs outside the table change nothing.
 
-    Reports of earlier requests to an ejected endpoint are left out of the table on purpose: twenty
+    Reports of earlier requests to an ejected endpoint are left out of the table on purpose. Twenty
     streams that break together are one event, and must not double the back-off twenty times.
     """
     rule = _TABLE.get((health.state, event))
@@ -112,7 +114,7 @@ def next_health(
 
 
 def is_probe_due(health: Health, now: float) -> bool:
-    """Return whether an ejection has run out, so that a probe may decide about the return."""
+    """Return whether an ejection has run out, so that a probe may end it."""
     return health.state in (HealthState.EJECTED, HealthState.DEAD) and now >= health.until
 
 
@@ -122,18 +124,18 @@ def is_unreachable(health: Health) -> bool:
 
 
 def is_proven(health: Health) -> bool:
-    """Return whether the endpoint has had no failure, or a success since its last one."""
+    """Return whether the endpoint has had no failure, or a success since its last failure."""
     if health.state is HealthState.UP:
         return not health.failures
     return health.state is HealthState.RETURNING and health.successes > 0
 
 
 def available_endpoints(pool: Sequence[Health], limits: HealthLimits) -> list[bool]:
-    """Return which endpoints of a pool may be used, in the order of the argument.
+    """Return, for each endpoint of a pool, whether it may be used.
 
-    Endpoints that are up or returning may; dead and unreachable ones may not. Of those ejected by
-    passive evidence, at most `ejected_share` stay out (at least one, but never all): if half a pool
-    seems to fail, the cause is more likely in front of it than in it. Those whose ejection ends
+    Endpoints that are up or returning may be used; dead and unreachable ones may not. Of those
+    ejected for failed requests, at most `ejected_share` stay out (at least one, but never all). If
+    half a pool seems to fail, the cause is more likely outside the pool. Those whose ejection ends
     first are used again first.
     """
     living = [not (health.state is HealthState.DEAD or is_unreachable(health)) for health in pool]
@@ -174,16 +176,16 @@ def _put_out(health: Health, transition: _Transition, state: HealthState) -> Hea
 
 
 def _mark_unreachable(health: Health, transition: _Transition) -> Health:
-    """Change an ejection's cause to unreachable; its length stays."""
+    """Change the cause of an ejection to unreachable; its length stays the same."""
     if is_unreachable(health):
         return health
     return msgspec.structs.replace(health, cause=HealthEvent.CONNECT_FAILED)
 
 
 def _stay_out(health: Health, transition: _Transition) -> Health:
-    """Keep the endpoint out after a failed probe; a new endpoint gets its first cause.
+    """Keep the endpoint ejected after a failed probe; a new endpoint gets its first cause.
 
-    Only the probe of a slow endpoint costs the engine work, so those become rarer.
+    The ejection of a slow endpoint is extended, because its probe costs the engine work.
     """
     if health.cause is None:
         return msgspec.structs.replace(health, cause=transition.event)
@@ -194,7 +196,9 @@ def _stay_out(health: Health, transition: _Transition) -> Health:
 
 
 def _return(health: Health, transition: _Transition) -> Health:
-    """Return the endpoint after a successful probe, but not before `until`, to damp flapping."""
+    """Return the endpoint to use after a successful probe, but not before `until`, to damp
+    flapping.
+    """
     if transition.now < health.until:
         return health
     return Health(
@@ -203,8 +207,9 @@ def _return(health: Health, transition: _Transition) -> Health:
 
 
 def _return_needed(health: Health, transition: _Transition) -> Health:
-    """Return the only endpoint of a pool after a successful probe: at once, or after a second if it
-    flaps.
+    """Return a pool's only endpoint to use after a successful probe.
+
+    This happens at once, or after `first_s` seconds if the endpoint flaps.
     """
     if health.ejections > 1 and transition.now < min(
         health.until, health.since + transition.limits.first_s
@@ -222,7 +227,7 @@ def _recover(health: Health, transition: _Transition) -> Health:
 
 
 def _on_success(health: Health, transition: _Transition) -> Health:
-    """Reset consecutive failures after a success, and in time the ejections.
+    """Reset consecutive failures after a success, and the ejections after `forgive_s` seconds.
 
     Usually allocates nothing.
     """

@@ -1,7 +1,7 @@
-"""The retry budget: retries help single requests, but overload the fleet when everything fails.
+"""The retry budget: a limit on concurrent retries, which would overload a fleet that fails.
 
-Decides whether one more retry may run now. Which endpoint it uses is in filters.py; whether a
-request may be retried at all is the gateway's decision.
+RetryBudget decides whether one more retry may run now. filters.py chooses its endpoint. The gateway
+decides whether a request may be retried at all.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import msgspec
 
 
 class RetryLimits(msgspec.Struct, frozen=True):
-    """Allowed concurrent retries: `share` of the active requests plus `floor`, so that an idle
-    fleet can retry.
+    """Limit of concurrent retries: `share` of the active requests, plus `floor` for an idle
+    fleet.
     """
 
     share: float = 0.2
@@ -19,9 +19,9 @@ class RetryLimits(msgspec.Struct, frozen=True):
 
 
 class RetryBudget:
-    """Counts running retries (after Envoy's retry budget: 20 % of active requests, at least 3).
+    """Counter of running retries (after Envoy's retry budget: 20 % of active requests, at least 3).
 
-    One per gateway, which may change its `limits`. Every successful `try_take` needs one
+    There is one per gateway, which may change its `limits`. Every successful `try_take` needs one
     `release` when the attempt ends.
     """
 
@@ -32,8 +32,8 @@ class RetryBudget:
         self.running = 0
 
     def try_take(self, active: int) -> bool:
-        """Return whether a retry may start while `active` requests are in the gateway, and count it
-        if so.
+        """Count a retry and return True if it may start while `active` requests run; False if
+        not.
         """
         if self.running >= self.limits.floor + self.limits.share * active:
             return False
@@ -41,7 +41,7 @@ class RetryBudget:
         return True
 
     def release(self) -> None:
-        """Count a finished retry. Raises RuntimeError if none was running."""
+        """Count a retry as finished. Raises RuntimeError if none was running."""
         if not self.running:
             raise RuntimeError("give_back() without a running retry")
         self.running -= 1

@@ -1,8 +1,8 @@
-"""Slow start: how many concurrent requests a new or returning endpoint gets at first.
+"""Slow start: the number of concurrent requests that a new or returning endpoint gets at first.
 
-Contains the ramp only. No request waits or is refused because of it: below_cap (filters.py) merely
-prefers other endpoints while they have room. Envoy's slow start is similar, for weights: linear
-over the window, never below a tenth.
+No request waits or is refused because of it: the filter below_cap (filters.py) prefers other
+endpoints while these have capacity. Envoy's slow start does the same with weights: linear over the
+window, never below a tenth.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ LEAST = 0.1
 
 
 def soft_cap(max_concurrency: int, warm_s: float, ramp_s: float) -> int:
-    """Return the soft cap of an endpoint in rotation for `warm_s` seconds.
+    """Return the most requests to send at once to an endpoint that has been in use for `warm_s`
+    seconds.
 
-    NO_SOFT_CAP once the ramp is over.
-
-    It grows linearly from a tenth of the cap, and is at least 1.
+    The cap grows linearly from a tenth of `max_concurrency`, and is at least 1. After `ramp_s`
+    seconds it is NO_SOFT_CAP.
     """
     if warm_s >= ramp_s:
         return NO_SOFT_CAP

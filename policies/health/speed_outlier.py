@@ -1,8 +1,7 @@
 """Speed outliers: endpoints that take much longer than their peers for the same work.
 
-Contains the comparison of an endpoint with the peers of its pool (review). Evidence and verdict
-with hysteresis are in policies/health/speed_record.py; the gateway acts on verdicts. What is
-compared:
+The function `review` compares each endpoint with the peers of its pool. speed_record.py holds the
+samples and the verdict with its hysteresis; the gateway acts on verdicts. These times are compared:
 
     TTFT    seconds of one prefill step, binned by its prompt tokens. Waiting behind other prompts
             is excluded: a step begins at the previous first token, so a long queue does not count
@@ -42,14 +41,14 @@ LEAST_ONGOING_S = 0.1
 
 
 class SlowLimits(msgspec.Struct, frozen=True):
-    """When an endpoint counts as slow.
+    """Limits from which on an endpoint counts as slow.
 
-    factor     ratio to the peers from which on it is slow; 0: never
+    factor     ratio to the peers' time from which on it is slow; 0: never
     clear      ratio below which a suspect is normal again
-    reviews    consecutive reviews, each with fresh evidence, before a suspect is slow
-    usual_margin  how far above its own usual ratio an endpoint must be as well
-    least_s    seconds by which a sample must exceed the peers', by measure; smaller differences are
-               irrelevant to clients
+    reviews    consecutive reviews, each with new samples, before a suspect is slow
+    usual_margin  factor by which it must also exceed its own usual ratio
+    least_s    seconds by which a sample must exceed the peers', by measure (TTFT, TPOT, ANSWER);
+               smaller differences are irrelevant to clients
     """
 
     factor: float = 2.5
@@ -62,7 +61,10 @@ class SlowLimits(msgspec.Struct, frozen=True):
 class ReviewedEndpoint(msgspec.Struct, frozen=True, eq=False):
     """One endpoint of a pool under review.
 
-    `kind`: equal for peers. `step_tokens`: most tokens in its prefill step.
+    record       its speed samples and verdict
+    kind         key that is equal for peers
+    shape        its step costs, to scale times between sizes of work
+    step_tokens  most prompt tokens that its current prefill step may have to compute
     """
 
     record: SpeedRecord
@@ -72,9 +74,9 @@ class ReviewedEndpoint(msgspec.Struct, frozen=True, eq=False):
 
 
 def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) -> Yardsticks:
-    """Compare the endpoints of a pool, once a second, and set the verdicts in their records.
+    """Compare the endpoints of a pool, set the verdicts in their records, and return peer times.
 
-    Returns the times that each kind of endpoint takes for its work.
+    Call it once a second. The result is the time that each kind of endpoint takes, by measure.
     """
     for member in members:
         member.record.prepare(now)
@@ -92,8 +94,8 @@ def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) 
 
 
 def yardsticks(members: Sequence[ReviewedEndpoint], now: float) -> Yardsticks:
-    """What each kind of endpoint takes for its work, as far as that is known now. Judges no
-    endpoint.
+    """Return the times that each kind of endpoint takes for its work, by measure, without
+    verdicts.
     """
     for member in members:
         member.record.prepare(now)
@@ -108,7 +110,9 @@ def yardsticks(members: Sequence[ReviewedEndpoint], now: float) -> Yardsticks:
 
 
 class _Finding:
-    """The result of all measures for one endpoint."""
+    """The result of all measures for one endpoint: the worst slowness, and whether all were
+    clear.
+    """
 
     __slots__ = ("change", "clear", "worst")
 
@@ -118,7 +122,7 @@ class _Finding:
 
 
 class PeerTimes:
-    """The mean times of one measure at several endpoints, by bin, sorted."""
+    """Mean times of one measure at several endpoints, sorted, in bins by size of work."""
 
     __slots__ = ("_means", "_measure", "count")
 
@@ -135,9 +139,10 @@ class PeerTimes:
         ]
 
     def expected_s(self, recent: SpeedSamples, own: SpeedSamples, shape: StepCosts) -> float:
-        """Return the time the others would have taken for the samples; 0 if unknown.
+        """Return the total seconds that the other endpoints would take for the samples; 0 if
+        unknown.
 
-        `own` is one of the references.
+        `own` are the endpoint's samples among the references, which are left out.
         """
         total = 0.0
         for bin_, count in enumerate(recent.counts):
@@ -149,16 +154,20 @@ class PeerTimes:
         return total
 
     def usual_s(self, work: int, shape: StepCosts) -> float:
-        """Return the time for this much work; 0 if unknown."""
+        """Return the median seconds of all endpoints for work of this size; 0 if unknown."""
         return self.other_s(work, None, shape)
 
     def other_s(self, work: int, own: SpeedSamples | None, shape: StepCosts) -> float:
-        """Return the time the other endpoints take for this much work; 0 if unknown."""
+        """Return the median seconds of the endpoints other than `own` for this work; 0 if
+        unknown.
+        """
         bin_ = min(BINS - 1, work.bit_length())
         return self._without(bin_, own) or self._scaled(bin_, own, shape)
 
     def _without(self, bin_: int, own: SpeedSamples | None) -> float:
-        """Return the median of the others in a bin; 0 if there is none."""
+        """Return the median of the endpoints other than `own` in a bin, in seconds; 0 if there is
+        none.
+        """
         means = self._means[bin_]
         if own is None or not own.counts[bin_]:
             return median_without(means, -1) if means else 0.0
@@ -166,7 +175,9 @@ class PeerTimes:
         return median_without(means, own_index) if len(means) > 1 else 0.0
 
     def _scaled(self, bin_: int, own: SpeedSamples | None, shape: StepCosts) -> float:
-        """Return the time of the nearest bin with others, scaled by the roofline."""
+        """Return the time in the nearest bin with other endpoints, scaled by the roofline; 0 if
+        none.
+        """
         for distance in range(1, BINS):
             for near in (bin_ - distance, bin_ + distance):
                 if 0 <= near < BINS and (near_s := self._without(near, own)):
@@ -179,9 +190,9 @@ class PeerTimes:
 
 
 def median_without(ordered: Sequence[float], left_out: int) -> float:
-    """Return the median of sorted values without the one at `left_out`.
+    """Return the median of sorted values without the one at index `left_out`.
 
-    Of all if there is no such index.
+    Return the median of all values if there is no such index.
     """
     others = len(ordered) - (0 <= left_out < len(ordered))
     skip = left_out if left_out >= 0 else len(ordered)
@@ -200,7 +211,7 @@ def _compare(
     limits: SlowLimits,
     yardsticks: dict[tuple[Hashable, Measure], PeerTimes],
 ) -> None:
-    """Add one measure to the findings, and its times to the yardsticks."""
+    """Compare all endpoints by one measure; update `findings` and `yardsticks`."""
     index_of_measure = _MEASURES.index(measure)
     tracks = [member.record.tracks[index_of_measure] for member in members]
     pool = PeerTimes(measure, [track.reference for track in tracks])
@@ -248,9 +259,7 @@ def _compare(
 def _samples_with_running_step(
     member: ReviewedEndpoint, track: SampleTrack, yardstick: PeerTimes, now: float, factor: float
 ) -> SpeedSamples:
-    """Return the recent samples, plus the current prefill step if peers would have finished it long
-    ago.
-    """
+    """Return the recent samples, plus the running prefill step if peers would have finished it."""
     record, tokens = member.record, member.step_tokens
     seconds = now - record.since
     if not record.waiting or not tokens or not factor or seconds < LEAST_ONGOING_S:
@@ -264,7 +273,9 @@ def _samples_with_running_step(
 
 
 def _is_busier(members: Sequence[ReviewedEndpoint], index: int, peers: Sequence[int]) -> bool:
-    """Return whether it generates more tokens than its peers, so that its answers take longer."""
+    """Return whether the endpoint generates more tokens than its peers, which makes answers
+    slower.
+    """
     outputs = sorted(members[peer].record.output for peer in peers if peer != index)
     return bool(outputs) and members[index].record.output > BUSIER * outputs[len(outputs) // 2]
 
@@ -277,7 +288,10 @@ def _ratio(
     limits: SlowLimits,
     has_peers: bool,
 ) -> Slowness | None:
-    """Return the ratio to the peers, or without peers to what is usual; None if unknown."""
+    """Return the ratio of its time to the peers' time, as Slowness; None if unknown.
+
+    Without peers, the ratio is compared with its usual one.
+    """
     spent_s, total = sum(samples.seconds), samples.total
     if expected_s <= 0.0 or spent_s <= 0.0:
         return None
@@ -306,7 +320,9 @@ def _is_slow(
 
 
 def _work_s(measure: Measure, shape: StepCosts, bin_: int) -> float:
-    """Return the prior seconds of work in the middle of a bin. Only ratios of these are used."""
+    """Return the estimated seconds of work of the middle size of a bin; only ratios are
+    meaningful.
+    """
     work = 0.75 * (1 << bin_)
     if measure is Measure.ANSWER:
         return work

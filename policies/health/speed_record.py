@@ -1,8 +1,8 @@
-"""Speed evidence of one endpoint: samples by size of work, and the verdict of the last comparison.
+"""Speed samples of one endpoint by size of work, and the verdict of the last comparison.
 
-It is gathered on every pool, whatever its policy reads, so a request costs one append; samples are
-aggregated at the next review. The comparison with peers is in policies/health/speed_outlier.py;
-samples are taken by the gateway.
+Samples are gathered in every pool, whatever its policy reads. A sample therefore costs one append,
+and is aggregated at the next review. speed_outlier.py compares endpoints with their peers; the
+gateway takes the samples.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FIRST_PROBE_GAP_S, MOST_PROBE_GAP_S = 0.5, 30.0
 
 
 class Measure(StrEnum):
-    """What an endpoint is slow at."""
+    """The time that is compared: to the first token, per output token, or of a whole answer."""
 
     TTFT = "ttft"
     TPOT = "tpot"
@@ -62,7 +62,11 @@ class Measure(StrEnum):
 
 
 class SpeedVerdict(StrEnum):
-    """SUSPECT: gets few requests while others have room. SLOW: should be ejected."""
+    """Verdict on an endpoint's speed.
+
+    SUSPECT  it gets few requests while other endpoints have capacity
+    SLOW     it should be ejected
+    """
 
     NORMAL = "normal"
     SUSPECT = "suspect"
@@ -70,8 +74,11 @@ class SpeedVerdict(StrEnum):
 
 
 class Slowness(msgspec.Struct, frozen=True):
-    """How slow an endpoint is: `seconds` per sample where its peers take `peers_s` for the same
-    work.
+    """How slow an endpoint is in one measure.
+
+    ratio    its time divided by its peers' time for the same work
+    seconds  its mean seconds per sample
+    peers_s  seconds that its peers take for the same work
     """
 
     measure: Measure
@@ -81,9 +88,9 @@ class Slowness(msgspec.Struct, frozen=True):
 
 
 class SpeedSamples:
-    """Seconds and counts by bin of work.
+    """Sums of seconds and counts of samples, in bins by size of work.
 
-    `total` is the sum of counts; the last `least` of them never expire.
+    `total` is the sum of the counts; the last `least` of them never expire.
     """
 
     __slots__ = ("counts", "least", "seconds", "total")
@@ -100,7 +107,7 @@ class SpeedSamples:
         self.total += 1.0
 
     def mean_s(self, work: int) -> float:
-        """The mean of the samples of such work; 0 if there are none."""
+        """Return the mean seconds of samples in the bin of `work`; 0 if there are none."""
         place = min(BINS - 1, work.bit_length())
         return self.seconds[place] / self.counts[place] if self.counts[place] > 1e-9 else 0.0
 
@@ -108,7 +115,7 @@ class SpeedSamples:
         return self.minus(SpeedSamples(self.least))
 
     def minus(self, other: SpeedSamples) -> SpeedSamples:
-        """Return the difference to older samples."""
+        """Return these samples minus the older samples `other`."""
         difference = SpeedSamples(self.least)
         difference.seconds = [*map(sub, self.seconds, other.seconds)]
         difference.counts = [*map(sub, self.counts, other.counts)]
@@ -116,7 +123,7 @@ class SpeedSamples:
         return difference
 
     def decay(self, factor: float) -> None:
-        """Expire a share of the samples, but never all of the last few."""
+        """Multiply all samples by `factor`, but keep a total of at least `least`."""
         if self.total <= self.least:
             return
         factor = max(factor, self.least / self.total)
@@ -126,12 +133,12 @@ class SpeedSamples:
 
 
 class SampleTrack:
-    """One measure of one endpoint.
+    """The samples of one measure at one endpoint.
 
-    recent, reference  the same samples with fast and slow decay: evidence about it, and reference
-                       for its peers
-    fresh_count        samples since the last review
-    log_usual_ratio    logarithm of its usual ratio, over `review_count` reviews
+    recent, reference  the same samples with fast and slow decay: `recent` to judge the endpoint,
+                       `reference` to judge its peers
+    fresh_count        number of samples since the last review
+    log_usual_ratio    logarithm of its usual ratio to its peers, over `review_count` reviews
     """
 
     __slots__ = (
@@ -152,15 +159,15 @@ class SampleTrack:
         self.log_usual_ratio = 0.0
 
     def add(self, work: int, seconds: float) -> None:
-        """Record a sample: `work` in prompt tokens, streams or output tokens.
+        """Record a sample of `seconds`; the next review aggregates it.
 
-        It is aggregated at the next review.
+        `work` is its size in prompt tokens, streams or output tokens, depending on the measure.
         """
         if len(self._uncounted) < MOST_UNCOUNTED:
             self._uncounted.append((work, seconds))
 
     def aggregate(self) -> None:
-        """Aggregate the samples since the last review."""
+        """Add the samples recorded since the last review to both sets of samples."""
         samples, self._uncounted = self._uncounted, []
         self.fresh_count += len(samples)
         for work, seconds in samples:
@@ -169,7 +176,7 @@ class SampleTrack:
             self.reference.add(bin_, seconds)
 
     def decay(self) -> None:
-        """Let the samples of one second decay."""
+        """Let the samples decay by one second; called at the end of each review."""
         self.recent.decay(RECENT)
         self.reference.decay(REFERENCE)
         if self.fresh_count:
@@ -177,11 +184,11 @@ class SampleTrack:
         self.fresh_count = 0
 
     def since_last_review(self, judged: SpeedSamples) -> SpeedSamples:
-        """Return the part of these samples that came since the last review."""
+        """Return the part of the given samples that came since the last review."""
         return judged.minus(self._reviewed)
 
     def restart(self) -> None:
-        """Discard the evidence; the usual ratio is kept."""
+        """Discard all samples; the usual ratio is kept."""
         least = self.recent.least
         self.recent, self.reference, self.fresh_count = SpeedSamples(least), SpeedSamples(least), 0
         self._reviewed = SpeedSamples(least)
@@ -189,11 +196,11 @@ class SampleTrack:
 
     @property
     def usual_ratio(self) -> float:
-        """Its usual ratio to its peers; 0 until known."""
+        """Usual ratio of the endpoint's time to its peers' time; 0 until it is known."""
         return exp(self.log_usual_ratio) if self.review_count >= LEAST_USUAL else 0.0
 
     def update_usual_ratio(self, ratio: float) -> None:
-        """Update the usual ratio by one that indicates no fault."""
+        """Update the usual ratio by a ratio that indicates no fault."""
         self.review_count += 1
         self.log_usual_ratio += max(USUAL_GAIN, 1.0 / self.review_count) * (
             log(ratio) - self.log_usual_ratio
@@ -201,15 +208,14 @@ class SampleTrack:
 
 
 class SpeedRecord:
-    """Speed evidence of one endpoint, and the verdict of the last review.
+    """Speed samples of one endpoint, and the verdict of the last review.
 
     since      begin of the current prefill step: the previous first token, or the sending of the
                first waiting prompt
-    has_kept_pace  since the last restart(), a review has found completed prompts there as fast as
-               its peers'
+    has_kept_pace  whether a review has found it as fast as its peers since the last restart()
     prefill_s  total seconds in which a prompt was waiting, up to `since`
     output     tokens of recent whole answers
-    slowness   why it is suspect or slow; kept while it is ejected
+    slowness   why it is suspect or slow; kept while it is ejected; None otherwise
     """
 
     __slots__ = (
@@ -241,11 +247,13 @@ class SpeedRecord:
 
     @property
     def waiting(self) -> int:
-        """Prompts sent there whose first token is observable and has not come."""
+        """Number of prompts sent whose first token is observable and has not come."""
         return len(self._queue)
 
     def on_sent(self, tokens: int, now: float) -> None:
-        """Record a sent prompt with an observable first token; `tokens` of it are not cached."""
+        """Record that a prompt with an observable first token was sent; `tokens` of it are not
+        cached.
+        """
         if not self._queue:
             self.since = now
             self._begun = 1
@@ -259,11 +267,11 @@ class SpeedRecord:
             self._queue.remove(tokens)
 
     def overtaken(self, tokens: int, work: int, now: float, *, is_doubted: bool) -> None:
-        """Take a prompt back because another endpoint answered first, or because it was late.
+        """Remove a prompt because another endpoint answered first, or because it was late.
 
-        The prompt whose turn it was is evidence of how long its step takes at least. At an endpoint
-        in doubt the step is expected to last as long again. `work` is what the step had to compute
-        at most.
+        If it is the next prompt to be computed, its waiting time is a sample: its step takes at
+        least that long. At an endpoint in doubt (`is_doubted`), the step is expected to last as
+        long again. `work` is the most prompt tokens that the step had to compute.
         """
         if not self._queue or self._queue[0] != tokens:
             self.on_dropped(tokens)
@@ -279,7 +287,7 @@ class SpeedRecord:
             self.tracks[0].add(work, 2.0 * seconds if is_doubted else seconds)
 
     def on_first_token(self, tokens: int, now: float) -> None:
-        """Record a first token; `tokens` of its prompt were not cached."""
+        """Record the first token of a prompt of which `tokens` were not cached."""
         seconds = now - self.since
         self.since = now
         queue = self._queue
@@ -306,14 +314,13 @@ class SpeedRecord:
             self.tracks[1].add(streams, clear_s * streams / max(tokens, streams * 0.5))
 
     def record_answer(self, tokens: int, seconds: float) -> None:
-        """Record a whole answer."""
+        """Record that a whole answer of `tokens` output tokens took `seconds`."""
         self.output += tokens
         self.tracks[2].add(tokens, seconds)
 
     def take_probe(self, now: float) -> bool:
-        """Return whether an ejected endpoint may get a timed probe now.
-
-        The interval doubles each time.
+        """Return whether an ejected endpoint may get a timed probe now, and double the next
+        interval.
         """
         if now < self._probe_at:
             return False
@@ -322,12 +329,12 @@ class SpeedRecord:
         return True
 
     def accept(self) -> None:
-        """Discard all evidence, because the endpoint is in rotation again."""
+        """Discard all evidence and the slowness, because the endpoint is in use again."""
         self.restart()
         self.slowness, self._probe_gap_s = None, FIRST_PROBE_GAP_S
 
     def restart(self) -> None:
-        """Discard the measurements, because the endpoint was ejected or returns."""
+        """Discard the samples and the verdict, because the endpoint was ejected or returns."""
         for track in self.tracks:
             track.restart()
         self._step_s, self._step_tokens = 0.0, 0
@@ -336,7 +343,7 @@ class SpeedRecord:
         self.verdict = SpeedVerdict.NORMAL
 
     def prepare(self, now: float) -> None:
-        """Aggregate the samples before a review; the last step counts as ended."""
+        """Aggregate the samples before a review; the last prefill step counts as ended."""
         if not self.waiting or now - self.since > SAME_STEP_S:
             if self._step_tokens:
                 self.tracks[0].add(self._step_tokens, self._step_s)
@@ -345,20 +352,21 @@ class SpeedRecord:
             track.aggregate()
 
     def step_tokens(self, waiting_tokens: int, budget_tokens: int, others: int) -> int:
-        """Return the most prompt tokens that the current step may have to compute before its first
-        token.
+        """Return the most prompt tokens that the current step may compute before its first token.
 
         Engines take `budget_tokens` of the `waiting_tokens` at a time, in order of arrival.
-        `others` are prompts among them without an observable first token; any number of these may
-        come first.
+        `others` is the number of waiting prompts without an observable first token, which may come
+        first.
         """
         if others or not self._queue:
             return waiting_tokens
         return min(waiting_tokens, ceil(self._queue[0] / budget_tokens) * budget_tokens)
 
     def begun_tokens(self, step_tokens: int) -> int:
-        """Of `step_tokens`, those of prompts that were there when the step under way began: its
-        likely size.
+        """Return the likely size of the current step: tokens of prompts that were there when it
+        began.
+
+        The result is at most `step_tokens`.
         """
         queue = self._queue
         return (
@@ -372,8 +380,10 @@ class SpeedRecord:
     ) -> SpeedVerdict:
         """Set and return the verdict of a review.
 
-        change  1 if the latest samples were slow too, -1 if they were not, 0 without any
-        clear   no measure is near the limit
+        found    the slowness that the review found; None if there is none
+        change   1 if the latest samples were slow too, -1 if they were not, 0 without any
+        clear    whether no measure is near the limit
+        reviews  consecutive slow reviews from which on the endpoint is slow
         """
         if found is not None:
             self.slowness = found

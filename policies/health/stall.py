@@ -1,11 +1,9 @@
-"""Stalls: prefill steps under way that already take longer than the peers of their endpoint would
-need.
+"""Stalls: prefill steps that run longer than the endpoint's peers would need for them.
 
-A review (policies/health/speed_outlier.py) compares completed work once a second. A stall is
-visible earlier, in the age of one step. It is weak evidence: requests that wait there are hedged,
-and an endpoint in doubt gets no new ones until the next review. Not here: the age of a step
-(policies/health/speed_record.py), and the ejection of an endpoint
-(policies/health/speed_outlier.py, policies/health/health.py).
+A review (speed_outlier.py) compares completed work once a second. A stall is visible earlier, in
+the age of one running step. It is weak evidence: requests that wait there are hedged, and an
+endpoint in doubt gets no new ones until the next review. speed_record.py measures the age of a
+step; speed_outlier.py and health.py eject endpoints.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ LEAST_PEERS = 2
 
 
 class Expectations:
-    """What work takes at the endpoints of one pool. A review replaces `yardsticks`."""
+    """Expected times of work at the endpoints of one pool; a review replaces `yardsticks`."""
 
     __slots__ = ("yardsticks",)
 
@@ -53,11 +51,11 @@ class Expectations:
         self.yardsticks: Yardsticks = {}
 
     def stalled(self, members: Sequence[ReviewedEndpoint], now: float) -> list[tuple[float, int]]:
-        """Ratio and index of the members whose prefill step under way takes much longer than at
-        their peers.
+        """Return (ratio, index) of the members whose running prefill step is much slower than at
+        peers.
 
-        The worst comes first. While little is known, expectations are built from what has been
-        completed since the last review.
+        The highest ratio comes first. While little is known, expectations are built from what has
+        been completed since the last review.
         """
         measured = sum(member.record.tracks[0].reference.total > 0.0 for member in members)
         if measured < min(LEAST_PEERS, len(members)):
@@ -68,8 +66,9 @@ class Expectations:
     def left_s(
         self, member: ReviewedEndpoint, measure: Measure, work: int, waited_s: float, now: float
     ) -> float | None:
-        """Seconds that a request without a first byte is expected to wait yet; None while it is not
-        late.
+        """Return the seconds that a request will probably still wait for its first byte.
+
+        Return None while the request is not late. `waited_s` is how long it has waited.
         """
         yardstick = self.yardsticks.get((member.kind, measure))
         if yardstick is None:
@@ -79,8 +78,8 @@ class Expectations:
         return left_s(member.record, expected_s, waited_s, ratio)
 
     def first_byte_s(self, member: ReviewedEndpoint, measure: Measure, work: int) -> float | None:
-        """Seconds to the first byte of an answer that waits for so much work; None while that is
-        not known.
+        """Return the expected seconds to the first byte of an answer after this work; None if
+        unknown.
         """
         yardstick, record = self.yardsticks.get((member.kind, measure)), member.record
         if yardstick is None:
@@ -92,7 +91,9 @@ class Expectations:
         )
 
     def _step_ratio(self, member: ReviewedEndpoint, now: float) -> float:
-        """Age of the prefill step under way over what peers need for it; 0 if it is no stall."""
+        """Return the running prefill step's age divided by its peers' time; 0 if it is not a
+        stall.
+        """
         record = member.record
         age_s, yardstick = now - record.since, self.yardsticks.get((member.kind, Measure.TTFT))
         if not record.waiting or age_s < LEAST_LATE_S or yardstick is None:
@@ -103,9 +104,10 @@ class Expectations:
 
 
 def choose_doubted(stalled: Sequence[tuple[float, int]], doubted: Sequence[bool]) -> list[int]:
-    """The indices of stalled members to doubt now: at least half of all members stay free of doubt.
+    """Return the indices of stalled members to doubt now, so that half of all stay free of doubt.
 
-    `doubted`: for every member, whether it is doubted already.
+    stalled  (ratio, index) of stalled members, the highest ratio first
+    doubted  for every member, whether it is doubted already
     """
     free, result = len(doubted) - sum(doubted), list[int]()
     for ratio, index in stalled:
@@ -120,34 +122,39 @@ def choose_doubted(stalled: Sequence[tuple[float, int]], doubted: Sequence[bool]
 
 
 def is_doubted(load: EndpointLoad) -> bool:
-    """Whether the endpoint is in doubt or suspect: it gets one request at a time, or none."""
+    """Return whether the endpoint is in doubt or suspect, and so gets at most one request at a
+    time.
+    """
     return load.soft_cap <= SUSPECT_CEILING
 
 
 def raised_ceiling(ceiling: int) -> int:
-    """The next ceiling after a doubt: requests at once while others have room."""
+    """Return the next higher limit of concurrent requests for an endpoint that was in doubt.
+
+    The result is NO_SOFT_CAP once the limit would reach the end of the ramp.
+    """
     return max(1, 2 * ceiling) if ceiling < RAMP_END else NO_SOFT_CAP
 
 
 def is_proven(record: SpeedRecord) -> bool:
-    """Whether the endpoint has completed prompts at its peers' speed and no review suspects it
-    now.
-    """
+    """Return whether the endpoint was as fast as its peers and no review suspects it now."""
     return record.has_kept_pace and record.verdict is SpeedVerdict.NORMAL
 
 
 def left_s(
     record: SpeedRecord, expected_s: float, waited_s: float, step_ratio: float
 ) -> float | None:
-    """Seconds that a request without a first byte is expected to wait yet; None while it is not
-    late.
+    """Return the seconds that a request will probably still wait for its first byte.
 
-    expected_s   what its endpoint would usually need for it and for the prompts before it
-    step_ratio   age of the step under way there over what peers need for it; 0 if it is no stall
+    Return None while the request is not late.
 
-    The estimate is that a delay lasts as long again as it has lasted. An endpoint that has not kept
-    pace yet may as well be broken: there the whole time counts as delay, and any gain is worth a
-    hedge.
+    expected_s   seconds that its endpoint would usually need for it and for the prompts before it
+    waited_s     seconds it has waited
+    step_ratio   age of the running step divided by its peers' time; 0 if it is not a stall
+
+    A delay is estimated to last as long again as it has lasted. An endpoint that has not been as
+    fast as its peers yet may be broken: there the whole time counts as delay, and any gain
+    justifies a hedge.
     """
     is_late = waited_s >= LATE_FACTOR * expected_s or step_ratio > 0.0
     if expected_s <= 0.0 or waited_s < LEAST_LATE_S or not is_late:
@@ -160,8 +167,9 @@ def left_s(
 
 
 def _usual_s(member: ReviewedEndpoint, yardstick: PeerTimes, measure: Measure, work: int) -> float:
-    """What the endpoint usually needs for the work, by its peers' times; by its own where it has no
-    peers.
+    """Return the seconds the endpoint usually needs for the work.
+
+    They are derived from its peers' times, or without peers from its own.
     """
     track = member.record.tracks[_PLACES[measure]]
     peers_s = yardstick.other_s(work, track.reference, member.shape)

@@ -1,1 +1,1 @@
-"""Predictions of TTFT and TPOT from the model of an engine."""
+"""Predictions of TTFT and TPOT from the engine model of an endpoint."""

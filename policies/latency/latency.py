@@ -1,7 +1,6 @@
-"""Expected TTFT and TPOT of one request at an endpoint, from the endpoint's forecast.
+"""Expected TTFT and TPOT of one request at an endpoint, computed from the endpoint's forecast.
 
-Plain functions of EngineLoad. Step times and what is learned about them are in
-policies/engine/step_time.py.
+All are plain functions of EngineLoad. step_time.py learns the step times.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def backlog_s(load: EngineLoad, now: float) -> float:
-    """Return the seconds until the prompts booked so far are computed."""
+    """Return the seconds until the prompts booked so far will be computed."""
     if (
         now > load.next_first_token_at
     ):  # A late first token was mispredicted: expect it to take as long again.
@@ -28,16 +27,15 @@ def backlog_s(load: EngineLoad, now: float) -> float:
 
 
 def room_s(load: EngineLoad, prompt_tokens: float) -> float:
-    """Return the seconds until ending requests have freed KV for a prompt of this length.
-
-    0 if it is free.
+    """Return the seconds until ending requests have freed KV for `prompt_tokens`; 0 if KV is
+    free.
     """
     missing = prompt_tokens - load.free_kv_tokens
     return missing * load.s_per_freed_kv_token if missing > 0.0 else 0.0
 
 
 def prefill_s(load: EngineLoad, uncached: float, cached: float) -> float:
-    """Return the seconds to compute `uncached` tokens behind `cached` ones."""
+    """Return the seconds to compute `uncached` prompt tokens that follow `cached` ones."""
     return (
         uncached * load.prefill_s_per_token
         + uncached * (cached + 0.5 * uncached) * load.attention_s_per_pair
@@ -47,7 +45,7 @@ def prefill_s(load: EngineLoad, uncached: float, cached: float) -> float:
 def ttft_s(load: EngineLoad, uncached: float, cached: float, now: float) -> float:
     """Return the expected seconds from arrival at the endpoint to the first token.
 
-    These are the queue or the wait for KV, whichever is longer, plus the request's own prefill.
+    This is the prefill of the request plus the wait for the queue or for KV, whichever is longer.
     """
     wait_s = backlog_s(load, now)
     if uncached + cached > load.free_kv_tokens:
@@ -61,7 +59,7 @@ def ttft_s(load: EngineLoad, uncached: float, cached: float, now: float) -> floa
 
 
 def tpot_s(load: EngineLoad, context_tokens: float) -> float:
-    """Return the expected seconds per output token of a new request with this much context."""
+    """Return the expected seconds per output token of a new request with `context_tokens`."""
     return (
         load.decode_s_per_token
         + load.decode_s_per_sequence
@@ -72,9 +70,9 @@ def tpot_s(load: EngineLoad, context_tokens: float) -> float:
 def ttfts(
     candidates: Sequence[Candidate], held: Sequence[int], prompt_tokens: int, now: float
 ) -> list[float]:
-    """Return `ttft_s` for every candidate, in order.
+    """Return the expected seconds to the first token, `ttft_s`, for every candidate in order.
 
-    `held` is how many prompt tokens each has cached.
+    `held` is the number of prompt tokens that each candidate has cached.
     """
     return [
         ttft_s(candidate.load, prompt_tokens - cached, cached, now)

@@ -1,7 +1,7 @@
-"""Prediction of one prompt's first token: simulates the engine model from now on, step by step.
+"""Prediction of one prompt's first token, by simulating the engine model step by step.
 
-The simulation runs on copies of a few numbers. It is used once per booking; candidates are compared
-by the cheaper latency.ttft_s, whose error is larger.
+The simulation runs on copies of a few numbers, once per booked request. Candidates are compared
+with the cheaper latency.ttft_s, which is less accurate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ GOLDEN = 0.618034  # golden ratio: fractions of its multiples are evenly spread 
 class QueuedWork:
     """The uncomputed rest of a prompt in the simulation.
 
-    `needs`: KV that must be free before it begins.
+    at      prompt tokens computed so far
+    left    prompt tokens not computed yet
+    enters  when the engine's scheduler receives the prompt
+    needs   KV tokens that must be free before it begins
     """
 
     __slots__ = ("at", "enters", "left", "needs", "prompt")
@@ -41,11 +44,12 @@ class QueuedWork:
 
 
 class EngineSimulation:
-    """Simulation of one engine.
+    """Simulation of the future steps of one engine.
 
     clock, steps    begin of the next step on the policy clock; steps simulated so far
-    batch, context  decoding sequences and their context; kv_free: KV tokens not in use
-    waited          a prompt that had entered has waited for KV
+    batch, context  number of decoding sequences, and their total context in tokens
+    kv_free         KV tokens not in use
+    waited          whether a prompt in the engine's queue has waited for KV
     ends            running answers, the next to end last: (step, KV freed, context, sequences).
                     None until a prompt must wait for KV; until then no answer is assumed to end
     """
@@ -84,7 +88,7 @@ class EngineSimulation:
             self._start_decoding(timeline.completing)
 
     def first_token(self) -> tuple[float, float]:
-        """Return when the step that completes the last queued prompt begins, and how long it takes.
+        """Return when the step that completes the last queued prompt begins, and its seconds.
 
         Prompts that arrive until then are computed in the same step.
         """
@@ -107,12 +111,13 @@ class EngineSimulation:
                 return self.clock, self._step_s(tokens, pairs)
 
     def _prompt_room(self) -> int:
-        """Return the prompt tokens that fit into one step."""
+        """Return the number of prompt tokens that fit into one step."""
         return max(1, self.load.belief.room - self.batch)
 
     def _plan(self) -> tuple[float, float, list[QueuedPrompt]]:
-        """Plan the next step like the engine: return its prompt tokens, query-key pairs, and the
-        prompts it completes.
+        """Plan the next step as the engine would.
+
+        Return its prompt tokens, its query-key pairs, and the prompts it completes.
         """
         queue, room, clock = self.queue, self._prompt_room(), self.clock
         completed: list[QueuedPrompt] = []
@@ -130,14 +135,14 @@ class EngineSimulation:
         return tokens, pairs, completed
 
     def _step_s(self, tokens: float, pairs: float) -> float:
-        """Return the seconds a step with prompts takes."""
+        """Return the seconds of a step with `tokens` prompt tokens and `pairs` query-key pairs."""
         belief = self.load.belief
         prompts_s = belief.prompts_s(tokens, pairs)
         beside_s = belief.beside_s(self.batch, self.context)
         return prompts_s * belief.pace(tokens) + beside_s + belief.layers_s
 
     def _decode_s(self) -> float:
-        """Return the seconds a step without prompts takes."""
+        """Return the seconds of a step without prompts."""
         belief = self.load.belief
         compute_s = max(belief.floor_s, belief.flop_s * self.batch)
         return (
@@ -148,7 +153,7 @@ class EngineSimulation:
         )
 
     def _skip_idle(self) -> None:
-        """Skip to the moment when the next prompt enters or gets its KV, because none can begin
+        """Advance to the time when the next prompt arrives or gets KV, because none can begin
         now.
         """
         head = self.queue[0]
@@ -163,14 +168,16 @@ class EngineSimulation:
             self.clock = head.enters
 
     def _run_decode_steps(self, seconds: float) -> None:
-        """Run whole decode steps for at least this long."""
+        """Simulate whole decode steps for at least `seconds`."""
         step_s = self._decode_s()
         steps = max(1, ceil(seconds / step_s - 1e-9))
         self.clock += steps * step_s
         self._count_steps(steps)
 
     def _free_kv(self, needs: float) -> None:
-        """Decode until ending answers have freed this much KV, or all have ended."""
+        """Simulate decoding until answers that end have freed `needs` KV tokens, or all have
+        ended.
+        """
         if self.ends is None:
             self.ends = self._predict_ends()
         while self.kv_free < needs and self.ends:
@@ -179,7 +186,7 @@ class EngineSimulation:
             self._count_steps(steps)
 
     def _count_steps(self, steps: int) -> None:
-        """Count finished steps: every sequence has grown, and some answers have ended."""
+        """Count `steps` finished steps: every sequence grows, and some answers end."""
         self.steps += steps
         self.context += steps * self.batch
         self.kv_free -= steps * self.batch
@@ -191,15 +198,16 @@ class EngineSimulation:
             self.batch -= sequences
 
     def _start_decoding(self, prompts: Iterable[QueuedPrompt]) -> None:
-        """Move prompts past their first token into the batch."""
+        """Add prompts whose first token has come to the decoding batch."""
         for prompt in prompts:
             self.batch += prompt.sequences
             self.context += prompt.sequences * prompt.prompt_tokens
 
     def _predict_ends(self) -> list[tuple[float, float, float, int]]:
-        """Predict when the running answers end, from the lengths of earlier answers.
+        """Predict at which step each running answer ends, from the lengths of earlier answers.
 
-        Each takes a different quantile of these, so that as many end early and late as before.
+        Each answer gets a different quantile of these lengths, so that short and long ones occur as
+        often as before.
         """
         timeline, ends, quantile = self.timeline, [], 0.0
         alone = timeline.prefixes.exclusive_share()
@@ -220,7 +228,7 @@ class EngineSimulation:
 def simulate_ttft_s(
     timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt, now: float
 ) -> float:
-    """Return the expected seconds until the first token of a prompt that is sent now and not queued
+    """Return the expected seconds until the first token of a prompt that is sent now, not queued
     yet.
     """
     timeline.advance(load, now)
