@@ -1,7 +1,8 @@
-"""Measure routing decisions in microseconds: `python bench/bench_policies.py`.
+"""Measure how long routing decisions take, in microseconds: `python bench/bench_policies.py`.
 
-Each figure is the lowest of several rounds' medians. The first table shows the parts of a
-decide, the second the ledger, the third the pick alone for every registered policy.
+Each figure is the lowest of several rounds' medians. The first table shows the parts of a routing
+decision. The second shows the ledger, which keeps the capacity reserved at each endpoint. The third
+shows only the choice of an endpoint, for every registered policy.
 
 Prompts have 4 bytes per token and start with a system prompt that every endpoint has cached. A
 "known" prompt is the next turn of a conversation that one endpoint has cached. A "new" prompt is
@@ -34,10 +35,10 @@ PROMPTS, ROUNDS = 100, 5
 
 
 def median_us(action: Callable[[int], object], texts: Sequence[bytes] = (b"",) * PROMPTS) -> float:
-    """Return the median microseconds of action(0), action(1), ...
+    """Return the median duration of action(0), action(1), ... in microseconds.
 
-    Each text is read once before its measurement, because in a gateway the parser of the body has
-    already brought the prompt into the processor's caches.
+    Each text is read once before its measurement, because in a gateway the parser has already
+    brought the prompt into the processor's caches.
     """
     spent = []
     for number, text in enumerate(texts):
@@ -49,7 +50,7 @@ def median_us(action: Callable[[int], object], texts: Sequence[bytes] = (b"",) *
 
 
 class Bench:
-    """The parts of a decide for one prompt length and one fleet size."""
+    """Measures the parts of a routing decision for one prompt length and one fleet size."""
 
     def __init__(self, tokens: int, endpoints: int) -> None:
         self.tokens, self.rng = tokens, Random(1)
@@ -122,10 +123,10 @@ class Bench:
 
 
 def print_picks(endpoints: int) -> None:
-    """Print the time of the pick alone for every registered policy and a prompt of 8,000 tokens.
+    """Print how long each registered policy takes to choose an endpoint for 8,000 prompt tokens.
 
-    The first column is for a prompt that no endpoint has cached. In the second, a tenth of the
-    endpoints have most of it cached.
+    In the first column no endpoint has the prompt cached. In the second, a tenth of the endpoints
+    have most of it cached.
     """
     bench, slo = Bench(8_000, endpoints), Slo("chat", 2.0, 0.05)
     prints = [bench.prints.fingerprint(b"salt", text) for text in bench.texts()]
@@ -159,15 +160,19 @@ def decide(
 
 
 class LedgerBench:
-    """The ledger's cost per request, and the cost of predicting the TTFT of all endpoints.
+    """Measures the cost of reserving capacity per request (ledger), and of predicting TTFTs.
 
-    About 0.1 us of each figure is the clock's own cost.
+    About 0.1 us of each figure is the cost of reading the clock.
     """
 
     BATCH = 20
 
     def __init__(self, endpoints: int, gap_s: float, prompt_tokens: int, believed: bool) -> None:
-        """Prepare one endpoint that receives a request every `gap_s` seconds."""
+        """Prepare an endpoint that receives a request every `gap_s` seconds.
+
+        prompt_tokens  length of the prompts
+        believed       whether the endpoint's speed has been learned
+        """
         self.load = EndpointLoad(0)
         self.load.kv_tokens = 600_000
         ledger.set_modelled(self.load, believed, 0.0)
@@ -198,7 +203,7 @@ class LedgerBench:
         self.decoding.pop(0).finish(self.now, 100)
 
     def measure_round(self) -> list[float]:
-        """Time `book`, `first_token` and `finished` in turn, and then all TTFT predictions."""
+        """Return the microseconds of `book`, `first_token`, `finished`, and all predictions."""
         spent: list[list[float]] = [[], [], []]
         for _ in range(PROMPTS):
             for number, step in enumerate((self.book, self.first_token, self.finished)):

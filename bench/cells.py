@@ -1,7 +1,7 @@
-"""The measurements of `make bench`: each cell is one kind of traffic for a set of systems.
+"""The measurements of `make bench`. A cell is one kind of traffic, measured on several systems.
 
-CPU cells read the processor time of the gateway's processes at both ends of a window and divide it
-by the requests or events delivered in the window.
+CPU cells read the processor time of a gateway's processes before and after a period, and divide the
+difference by the requests or events delivered in it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class Pace:
-    """The lengths of a measurement's warm-up and window."""
+    """The durations of a measurement in milliseconds: warm-up and measured period (window)."""
 
     window_ms: int = 2500
     warmup_ms: int = 500
@@ -53,10 +53,11 @@ Measure = Callable[[Running, Pace, Path], Numbers]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table: a metric of a cell, and its goals.
+    """One row of the result table: a metric of a cell, and its goals.
 
-    goals  by system, the highest allowed ratio to its value; with `added`, the highest difference
-    limit  the highest allowed value of our own
+    goals  by system: the highest allowed ratio to its value; with `added`, the highest allowed
+           difference
+    limit  the highest allowed value of Penstock itself
     """
 
     name: str
@@ -69,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Cell:
-    """One kind of traffic, the policy that each system uses for it, and the rows of its results.
+    """One kind of traffic, the policy that each system uses for it, and its result rows.
 
     With `fresh`, each measurement starts a new process, because a process that has already served
     streams keeps some of their memory.
@@ -95,7 +96,7 @@ PREFIX = {
 
 
 def chat_body(content: str, stream: bool) -> bytes:
-    """Build the body of a chat completion request as an SDK does."""
+    """Build the JSON body of a chat completion request, as an SDK sends it."""
     body: dict[str, Any] = {
         "model": MODEL,
         "messages": [{"role": "user", "content": content}],
@@ -107,7 +108,13 @@ def chat_body(content: str, stream: bool) -> bytes:
 
 
 def paced(chunks: int, every_us: int, first_us: int, burst: int = 1, join: int = 0) -> bytes:
-    """Build a streaming request whose prompt sets the pace of the backend's answer."""
+    """Build the body of a streaming request whose prompt sets the backend's timing.
+
+    chunks  number of chunks
+    every_us, first_us  microseconds between two bursts, and before the first one
+    burst   chunks sent at a time
+    join    1: all chunks of a burst in one write; 0: one write for each
+    """
     note = (
         f"@bench chunks={chunks} every_us={every_us} first_us={first_us} burst={burst} join={join}@"
     )
@@ -115,10 +122,10 @@ def paced(chunks: int, every_us: int, first_us: int, burst: int = 1, join: int =
 
 
 def prompt_tree(tokens: int, rng: random.Random) -> list[bytes]:
-    """Build sixteen prompts of one size whose shared prefixes form a tree.
+    """Build sixteen prompts of `tokens` tokens whose shared prefixes form a tree.
 
-    Four trunks have half of the size; each has four branches that end at nine tenths. The load
-    generator then writes the request's number, so that no two requests share the tail.
+    Four trunks have half the length. Each has four branches, which end at nine tenths. The load
+    generator then appends the request's number, so that no two requests share the end.
     """
     size = tokens * BYTES_PER_TOKEN
     trunks = [_text(size // 2, rng) for _ in range(4)]
@@ -132,7 +139,10 @@ def prompt_tree(tokens: int, rng: random.Random) -> list[bytes]:
 
 
 def _text(size: int, rng: random.Random) -> str:
-    """Build text in lines of about 80 bytes: real prompts have line ends, which JSON escapes."""
+    """Build random text in lines of about 80 bytes.
+
+    Real prompts have line ends too, which JSON escapes.
+    """
     words = [
         "".join(rng.choices("abcdefghijklmnoprstuvw", k=rng.randint(2, 9))) for _ in range(997)
     ]
@@ -145,7 +155,10 @@ def _text(size: int, rng: random.Random) -> str:
 
 
 def write_bodies(path: Path, bodies: list[bytes]) -> Path:
-    """Write bodies in the load generator's format: <u32 length><bytes>, repeated."""
+    """Write request bodies to a file in the load generator's format; return the file's path.
+
+    Each body is preceded by its length as u32.
+    """
     path.write_bytes(b"".join(struct.pack("<I", len(body)) + body for body in bodies))
     return path
 
@@ -156,7 +169,7 @@ def write_bodies(path: Path, bodies: list[bytes]) -> Path:
 def drive(running: Running, pace: Pace, bodies: Path, **options: object) -> dict[str, Any]:
     """Run the load generator once and return its report.
 
-    Raises NotMeasurable when any request was refused, cut or lost.
+    Raises NotMeasurable if a request was refused, cut off or lost.
     """
     command = [str(BIN / "load"), "--port", str(running.system.port), "--bodies", str(bodies)]
     settings = {"warmup_ms": pace.warmup_ms, "window_ms": pace.window_ms, **options}
@@ -180,7 +193,7 @@ def drive(running: Running, pace: Pace, bodies: Path, **options: object) -> dict
 
 
 def cpu_per_request(running: Running, pace: Pace, work: Path) -> Numbers:
-    """Measure the gateway's CPU in µs per small request, with 32 closed-loop connections."""
+    """Measure the gateway's CPU time in µs per small request, with 32 closed-loop connections."""
     bodies = write_bodies(
         work / "small", [chat_body("How does a water wheel work? ################", stream=False)]
     )
@@ -189,7 +202,7 @@ def cpu_per_request(running: Running, pace: Pace, work: Path) -> Numbers:
 
 
 def streams(count: int, body: bytes, events: int) -> Measure:
-    """Return a measurement of the gateway's CPU in µs per event of `count` open streams."""
+    """Return a measurement of CPU time in µs per event of `count` concurrent streams."""
 
     def measure(running: Running, pace: Pace, work: Path) -> Numbers:
         path = write_bodies(work / "streams", [body])
@@ -208,7 +221,7 @@ def streams(count: int, body: bytes, events: int) -> Measure:
 
 
 def long_prompts(tokens: int) -> Measure:
-    """Return a measurement of the gateway's CPU in µs per request with prompts of a prefix tree."""
+    """Return a measurement of CPU time in µs per request, with prompts from `prompt_tree()`."""
 
     def measure(running: Running, pace: Pace, work: Path) -> Numbers:
         path = work / f"prompts-{tokens}"
@@ -225,9 +238,10 @@ SHORT_EVENTS = 8 + 4  # role, eight tokens, finish, usage, [DONE]
 
 
 def ttft_ms(rate: float) -> Measure:
-    """Return a measurement of the TTFT in ms of short streams that arrive at an open-loop rate.
+    """Return a measurement of TTFT in ms, for short streams that arrive at a fixed rate.
 
-    Connections are reused. Time counts from the intended send time, so a late send adds to it.
+    `rate` is in streams per second. Connections are reused. TTFT counts from the scheduled send
+    time, so that a late send adds to it.
     """
 
     def measure(running: Running, pace: Pace, work: Path) -> Numbers:
@@ -289,7 +303,7 @@ def rss_per_stream_kib(running: Running, pace: Pace, work: Path, count: int = 20
 
 
 def all_cells(rate: float) -> list[Cell]:
-    """Return all cells; `rate` is the rate of the half-load rows, in streams per second."""
+    """Return all cells; `rate` is the rate of the half-load cells, in streams per second."""
     with_direct = {**ROUND_ROBIN, "direct": "none"}
     low, high = (
         "TTFT on reused connections, 50 streams/s",

@@ -1,10 +1,11 @@
-"""Measure the goodput of every policy on a virtual clock: `make goodput`.
+"""Measure the goodput of every policy in simulated time: `make goodput`.
 
     python bench/goodput.py --data TRACES [--quick] [--jobs 2]
 
-Each cell's result is a line of JSON in build/goodput/. Cells that are already there are not
-measured again, so that an interrupted run can continue. A change of the policies or the simulator
-invalidates them, unless --any-code is given. The page is docs/goodput.md.
+A cell is one policy on one workload. Its result is a line of JSON in build/goodput/. Cells with a
+result there are not measured again, so that an interrupted run can continue. A change of the
+policies or the simulator invalidates results, unless --any-code is given. docs/goodput.md shows the
+tables.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ DECODERS = ("F5:6p2d@50", "F5:4p4d@50")
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line of the results: the digest of the measured code, and the measurement."""
+    """One line of the results file: a digest of the measured code, and the measurement."""
 
     code: str
     reading: Measurement
@@ -56,7 +57,10 @@ class Line(msgspec.Struct, frozen=True):
 def capacity_cells(
     workloads: Iterable[str], policies: Iterable[str], seeds: Iterable[int], quick: bool
 ) -> Iterator[Cell]:
-    """Yield the cells of capacity at 90 % and 99 % attainment."""
+    """Yield the cells that find the capacity at 90 % and 99 % attainment.
+
+    Attainment is the share of requests within their latency budgets.
+    """
     for seed in seeds:
         for workload in workloads:
             for policy in policies:
@@ -72,7 +76,7 @@ def capacity_cells(
 
 
 def agent_cells(policies: Iterable[str], seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the cells of agent sessions by number of users, with and without admission."""
+    """Yield the cells of agent sessions by number of users, with and without admission control."""
     for seed in seeds:
         for policy in policies:
             for users in USERS[1:] if quick else USERS:
@@ -88,10 +92,10 @@ def agent_cells(policies: Iterable[str], seeds: Iterable[int], quick: bool) -> I
 def overload_cells(
     measurements: Iterable[Measurement], workloads: Iterable[str], seeds: Iterable[int], quick: bool
 ) -> Iterator[Cell]:
-    """Yield the cells of our policy at 1, 2 and 3 times its capacity with every admission.
+    """Yield the cells of `priced` at 1, 2 and 3 times its capacity, with each admission rule.
 
-    `measurements` must include the capacities. Slices always have their full length, because a
-    third of one ends before the queues are full.
+    `measurements` must include the capacities. Trace slices always have their full length, because
+    a third of one ends before the queues are full.
     """
     known = {
         (item.cell.workload, item.cell.seed): item.capacities["0.9"]
@@ -111,7 +115,7 @@ def overload_cells(
 
 
 def trouble_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the cells of our policy's capacity with stale metrics or lost cache events."""
+    """Yield the cells of our policy's capacity with outdated metrics or lost cache events."""
     for seed in seeds:
         for workload in ("conversation", "b2b"):
             for trouble in ("", "stale", "lost"):
@@ -127,7 +131,7 @@ def trouble_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
 
 
 def tenant_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the cells of a tenant next to one with the same or ten times the load."""
+    """Yield the cells of a tenant next to another one with the same or ten times its load."""
     for seed in seeds:
         for policy, admission in (
             (OURS, "priced"),
@@ -144,7 +148,7 @@ def tenant_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
 
 
 def split_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the cells of capacity by TPOT budget, with and without splitting requests."""
+    """Yield the cells of capacity by TPOT budget, with and without splitting prefill and decode."""
     rivals = [("F1", "priced"), ("F1", "llmd_blend"), ("F1:pairs", "priced")]
     rivals += [(fleet, "prefix_aware") for fleet in DECODERS]
     for seed in seeds:
@@ -162,7 +166,7 @@ def split_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
 
 
 class Results:
-    """The results in build/goodput/results.jsonl, and the only writer of that file."""
+    """The results stored in build/goodput/results.jsonl. It is the only writer of that file."""
 
     def __init__(self, folder: Path, any_code: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -175,14 +179,14 @@ class Results:
                     self.known[line.reading.cell] = line.reading
 
     def add(self, reading: Measurement) -> None:
-        """Add a measurement and append it to the file."""
+        """Add a measurement and append it to the results file."""
         self.known[reading.cell] = reading
         with self.path.open("ab") as file:
             file.write(msgspec.json.encode(Line(self.code, reading)) + b"\n")
 
 
 def code_digest() -> str:
-    """Return a digest of the policies, the simulator and the mock engines."""
+    """Return a digest of the source code of policies, simulator and mock engines."""
     digest = hashlib.blake2b(digest_size=8)
     for folder in ("policies", "planner/replay", "planner/traces", "mockgpu"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -197,7 +201,7 @@ def run(
     jobs: int,
     log: Callable[[str], None],
 ) -> None:
-    """Measure the cells without a result in `jobs` processes."""
+    """Measure all cells that have no result yet, in `jobs` processes."""
     missing = [cell for cell in dict.fromkeys(cells) if cell not in results.known]
     with ProcessPoolExecutor(jobs, initializer=os.nice, initargs=(10,)) as pool:
         futures = [pool.submit(measure, cell, traces) for cell in missing]
@@ -208,7 +212,7 @@ def run(
 
 
 def describe(reading: Measurement) -> str:
-    """Describe a measurement in one line."""
+    """Return a one-line description of a measurement."""
     cell, figures = reading.cell, reading.figures
     name = " ".join(
         filter(None, (cell.workload, cell.fleet, cell.policy, cell.admission, f"seed {cell.seed}"))
@@ -224,7 +228,7 @@ def describe(reading: Measurement) -> str:
 
 
 def handwritten_part(path: Path) -> str:
-    """Return the handwritten part of the page, which follows the tables."""
+    """Return the handwritten part of docs/goodput.md, which follows the generated tables."""
     text = path.read_text() if path.exists() else ""
     _, heading, remainder = text.partition(HANDWRITTEN)
     return heading + remainder
@@ -235,17 +239,19 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with the recorded traces")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
-        "--quick", action="store_true", help="one seed, shorter slices, fewer loads"
+        "--quick", action="store_true", help="use one seed, shorter slices and fewer loads"
     )
     parser.add_argument("--seeds", type=int, help="number of seeds (default: 3, or 1 with --quick)")
     parser.add_argument("--tables", default="capacity,agents,overload,split,trouble,tenants")
     parser.add_argument(
-        "--gated", default="priced,llmd_blend,llmd_predictor", help="policies of the agents table"
+        "--gated",
+        default="priced,llmd_blend,llmd_predictor",
+        help="policies of the agents table, comma-separated",
     )
     parser.add_argument("--workloads", default="conversation,b2b,azure,mix")
     parser.add_argument("--policies", default=",".join(registry.names()))
     parser.add_argument(
-        "--any-code", action="store_true", help="use results of other versions of the code"
+        "--any-code", action="store_true", help="keep results of other versions of the code"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "goodput")
     parser.add_argument("--page", type=Path, help="write the tables to this Markdown file")

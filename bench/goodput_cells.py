@@ -1,8 +1,8 @@
-"""The workloads and cells of the goodput benchmark; a cell is one policy on one workload.
+"""The workloads and cells of the goodput benchmark. A cell is one policy on one workload.
 
-A cell is self-contained, so that any process can measure it. bench/goodput.py runs the cells,
-bench/goodput_table.py prints the results. The slices of recorded traffic differ from those that the
-weights were chosen on (docs/goodput.md).
+A cell holds all its parameters, so that any process can measure it. bench/goodput.py runs the
+cells, bench/goodput_table.py prints the results. The slices of recorded traffic differ from those
+that the policy's weights were tuned on (docs/goodput.md).
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ TENANT_RATE = 0.8
 class Cell(msgspec.Struct, frozen=True):
     """One measurement to make.
 
-    kind       capacity: find the loads at which attainment crosses the targets; point: measure
-               one load
-    load       a rate or a number of users; the first load to try with `targets`
-    targets    shares of requests within their budgets. 0.99 is relative to an idle fleet, because
-               some prompts are too long for any
-    tpot_s     replaces the TPOT budget of the class
-    trouble    stale: metrics are read every 5 s and are 5 s old; lost: a third of the cache
-               events is lost
-    quick      use a third of the slice
+    kind       capacity: find the loads at which attainment crosses the targets; point: measure one
+               load
+    load       a request rate or a number of users; with `targets`, the first load to try
+    targets    shares of requests within their budgets; 0.99 is relative to an idle fleet, because
+               some prompts are too long for any fleet
+    tpot_s     replaces the TPOT budget of the service class, in seconds
+    trouble    stale: metrics are read every 5 s and are 5 s old; lost: a third of the cache events
+               is lost
+    quick      whether to use a third of the trace slice
     """
 
     kind: str
@@ -95,13 +95,13 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 class TraceFolder(msgspec.Struct, frozen=True):
-    """The folder with the recorded traces."""
+    """The folder that contains the recorded traces."""
 
     folder: str
 
 
 def measure(cell: Cell, traces: TraceFolder) -> Measurement:
-    """Measure a cell. The result is deterministic except for wall times."""
+    """Measure a cell and return its result, which is deterministic except for wall times."""
     started, by_load = perf_counter(), dict[float, ReplayFigures]()
 
     def attainment(load: float) -> float:
@@ -125,7 +125,7 @@ def measure(cell: Cell, traces: TraceFolder) -> Measurement:
 
 
 def simulate(cell: Cell, load: float, traces: TraceFolder) -> ReplayFigures:
-    """Run one replay and return its figures."""
+    """Replay a cell's traffic once at this load and return the figures."""
     run, from_s, to_s = run_replay(cell, load, traces)
     return figures(run, from_s, to_s)
 
@@ -133,7 +133,10 @@ def simulate(cell: Cell, load: float, traces: TraceFolder) -> ReplayFigures:
 def run_replay(
     cell: Cell, load: float, traces: TraceFolder
 ) -> tuple[ReplayRun, float, float | None]:
-    """Run one replay; return it with the start and end of the period whose requests count."""
+    """Replay a cell's traffic once at this load.
+
+    Returns the run, and the start and end (None: to the end) of the period whose requests count.
+    """
     requests, span_s, horizon_s = build_traffic(cell, load, traces)
     standard = AGENT if cell.workload == "agents" else STANDARD
     if cell.tpot_s is not None:
@@ -151,7 +154,10 @@ def run_replay(
 
 
 def build_fleet(name: str) -> FleetSpec:
-    """Build a preset fleet; with the suffix `:pairs` any two groups may split a request."""
+    """Build the preset fleet with this name.
+
+    With the suffix `:pairs`, any two engines may share a request as prefill and decode engine.
+    """
     plain, _, _ = name.partition(":pairs")
     return (
         preset(name)
@@ -163,10 +169,10 @@ def build_fleet(name: str) -> FleetSpec:
 def build_traffic(
     cell: Cell, load: float, traces: TraceFolder
 ) -> tuple[Traffic, float, float | None]:
-    """Build the traffic of a load.
+    """Build a cell's traffic at this load.
 
-    Returns the traffic, its duration in seconds, and the time at which a closed loop ends (None
-    for an open loop).
+    Returns the traffic, its duration in seconds, and the time at which a closed loop ends (None for
+    an open loop).
     """
     share = 1 / 3 if cell.quick else 1.0
     if cell.workload == "agents":
@@ -195,7 +201,7 @@ def build_traffic(
 
 
 def sessions(folder: str) -> tuple[TraceRequest, ...]:
-    """Return recorded agent sessions, for a closed loop."""
+    """Return recorded agent sessions, in which each request follows the response before it."""
     return _trace(folder, "claude_code_sessions_a.jsonl.gz")
 
 
@@ -218,7 +224,7 @@ def recorded_slice(
 ) -> tuple[list[TraceRequest], float]:
     """Return a slice of a recorded trace and its length in seconds.
 
-    Arrivals are moved by up to half the resolution of the timestamps.
+    Arrival times are shifted by up to half the resolution of the recorded timestamps.
     """
     file, from_s, to_s, grid_s = SLICES[name]
     to_s = from_s + (to_s - from_s) * share
@@ -234,7 +240,10 @@ def recorded_slice(
 
 
 def mix(folder: str, seed: int, share: float) -> list[TraceRequest]:
-    """Mix conversation, B2B and Azure's chat: three service classes, two tenants."""
+    """Return a mix of three recorded traces: conversation, B2B and Azure's chat.
+
+    They have three service classes and two tenants.
+    """
     chat, _ = recorded_slice("azure", folder, seed, share)
     conversation, _ = recorded_slice("conversation", folder, seed, 0.75 * share)
     return mix_parts(
@@ -247,9 +256,9 @@ def mix(folder: str, seed: int, share: float) -> list[TraceRequest]:
 
 
 def tenants(folder: str, seed: int, share: float, greed: float) -> list[TraceRequest]:
-    """Mix the conversations of two tenants; the second has `greed` times the load.
+    """Return the mixed conversations of two tenants; the second has `greed` times the load.
 
-    The second ends early if the trace is too short.
+    The second tenant ends early if the trace is too short.
     """
     mine, span_s = recorded_slice("conversation", folder, seed, share)
     other = slice_span(_trace(folder, SLICES["conversation"][0]), 0.0, span_s * greed)
@@ -262,7 +271,7 @@ def tenants(folder: str, seed: int, share: float, greed: float) -> list[TraceReq
 
 
 def summarize(figures: ReplayFigures, load: float) -> dict[str, Any]:
-    """Return the figures of a run that the results include."""
+    """Return the figures of a run that are stored in the results."""
     return {
         "load": load,
         "attainment": figures.attainment,

@@ -1,6 +1,6 @@
-"""The tables of docs/goodput.md: means over seeds, spreads, and ratios to the best published rule.
+"""Formats the tables of docs/goodput.md: means over seeds, their spread, and ratios.
 
-Measuring is in bench/goodput_cells.py.
+Ratios are to the best published routing rule. Measuring is in bench/goodput_cells.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OURS = ("round_robin", "least_loaded", "prefix_aware", "priced")
 
 
 def page(measurements: Sequence[Measurement]) -> str:
-    """Return the generated part of docs/goodput.md."""
+    """Return the generated part of docs/goodput.md as Markdown."""
     parts = [INTRODUCTION, *capacities(measurements, "0.9"), *capacities(measurements, "0.99")]
     parts += [*agents(measurements), *overload(measurements), *split(measurements)]
     parts += [*trouble(measurements), *tenants(measurements), *errors(measurements)]
@@ -42,7 +42,10 @@ def grouped(
     key: Callable[[Measurement], tuple[str, str]],
     value: Callable[[Measurement], float],
 ) -> dict[str, dict[str, list[float]]]:
-    """Return the values of a table by row and column, one for each seed."""
+    """Return a table's values by row and column, with one value for each seed.
+
+    `key` returns a measurement's row and column.
+    """
     values_of: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for item in measurements:
         if item.cell.table == table:
@@ -52,7 +55,7 @@ def grouped(
 
 
 def format_values(values: Sequence[float], digits: int = 2) -> str:
-    """Format the mean and half the range of values."""
+    """Return text with the mean of values and half their range."""
     if not values:
         return "-"
     half = (max(values) - min(values)) / 2
@@ -72,7 +75,7 @@ RELATIVE_NOTES = {
 
 
 def capacities(measurements: Sequence[Measurement], target: str) -> list[str]:
-    """Return the table of capacities by policy and workload.
+    """Return the table of capacities by policy and workload, as Markdown lines.
 
     Ratios are to the best published rule with the same seed.
     """
@@ -123,7 +126,10 @@ def capacities(measurements: Sequence[Measurement], target: str) -> list[str]:
 
 
 def format_geomean(row: dict[str, list[float]], names: Sequence[str]) -> str:
-    """Format the geometric mean, and the number of workloads if some were not measured."""
+    """Return text with the geometric mean of a row.
+
+    If some workloads were not measured, it says how many were.
+    """
     mean = f"{geomean(row):.3f}"
     return mean if len(row) == len(names) else f"{mean} ({len(row)} of {len(names)})"
 
@@ -134,7 +140,7 @@ def geomean(row: dict[str, list[float]]) -> float:
 
 
 def agents(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of good requests per second by number of users."""
+    """Return the table of good requests per second by number of users, as Markdown lines."""
     values_of = grouped(
         measurements,
         "agents",
@@ -159,7 +165,10 @@ def agents(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def overload(measurements: Sequence[Measurement]) -> list[str]:
-    """Return tables of token goodput by admission, relative to the best one at capacity."""
+    """Return the tables of token goodput by admission rule, as Markdown lines.
+
+    Values are relative to the best rule at capacity.
+    """
     base: dict[tuple[str, int], float] = defaultdict(float)
     for item in measurements:
         if item.cell.table == "overload x1":
@@ -207,7 +216,7 @@ def overload(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def trouble(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of our policy's capacity with stale metrics or lost cache events."""
+    """Return the table of our policy's capacity with outdated metrics or lost cache events."""
     values_of = grouped(
         measurements,
         "trouble",
@@ -232,7 +241,7 @@ def trouble(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def tenants(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of a tenant's results next to one with a higher load."""
+    """Return the table of a tenant's results next to another tenant with a higher load."""
     rows = []
     groups: dict[tuple[str, str, float], list[Measurement]] = defaultdict(list)
     for item in measurements:
@@ -267,7 +276,7 @@ def tenants(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def errors(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of TTFT prediction errors of `priced` at capacity, over served requests."""
+    """Return the table of TTFT prediction errors of the policy `priced` at capacity."""
     names = ("ttft_error", "ttft_error_p50")
     groups: dict[str, list[list[float]]] = defaultdict(list)
     for item in measurements:
@@ -290,7 +299,7 @@ def errors(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def split(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of capacity by TPOT budget for unsplit and split fleets."""
+    """Return the table of capacity by TPOT budget, for fleets with and without P/D splitting."""
     values_of = grouped(
         measurements,
         "split",

@@ -1,4 +1,4 @@
-"""Confidence intervals for benchmarks."""
+"""Confidence intervals for the medians that benchmarks report."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ CONFIDENCE = 0.95
 
 
 def median_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """(low, median, high): the median and its exact 95 % interval from order statistics.
+    """Return (low, median, high): the median and its exact 95 % confidence interval.
 
-    The interval [x(k), x(n+1-k)] covers the median with probability 1 - 2 P(Binomial(n, 1/2) < k).
-    With fewer than six values it is the whole range, which then covers less than 95 %.
+    By order statistics, the interval [x(k), x(n+1-k)] covers the median with probability 1 - 2
+    P(Binomial(n, 1/2) < k). With fewer than six values the whole range is returned, which then
+    covers less than 95 %.
     """
     ordered = sorted(ratios)
     count = len(ordered)

@@ -1,11 +1,11 @@
-"""Count the interpreter's instructions per request; other load on the machine does not change them.
+"""Count the Python instructions per request, which other load on the machine does not change.
 
     python bench/opcodes.py                            # totals
     python bench/opcodes.py --kinds plain --functions  # by function, as a tree of calls
 
-The gateway runs in this process on the backend of the other benchmarks and serves one request at a
-time. Only the callbacks of a request count: those of the client's and the engine's connection, the
-write queue's flush and the accounting. Health checks and scrapes do not count.
+The gateway runs in this process, on the backend of the other benchmarks, and serves one request at
+a time. Only the callbacks of a request count: those of the client's and the engine's connection,
+the write queue's flush and the accounting. Health checks and metric scrapes do not count.
 """
 
 from __future__ import annotations
@@ -68,9 +68,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of request: the policy that routes it, the bodies to send in turn, and the number of
-    endpoints.
-    """
+    """One kind of request: its routing policy, the bodies to send, and the number of endpoints."""
 
     name: str
     policy: str
@@ -79,7 +77,10 @@ class Kind:
 
 
 def kinds() -> list[Kind]:
-    """Return the kinds of requests. Chunks come 10 ms apart, so that each is read on its own."""
+    """Return the kinds of requests to count.
+
+    Chunks of streams come 10 ms apart, so that each is read on its own.
+    """
     stream = {chunks: [paced(chunks, 10_000, 10_000)] for chunks in (SHORT, LONG)}
     plain, long_prompts = (
         [chat_body(QUESTION, stream=False)],
@@ -111,18 +112,18 @@ class Call:
 
     @property
     def total(self) -> int:
-        """The instructions of this function and of all functions below it."""
+        """The number of instructions of this function and of all functions below it."""
         return self.own + sum(call.total for call in self.calls.values())
 
     def lines(self, depth: int = 0) -> Iterator[str]:
-        """Yield the tree as lines: total, own, and the name, in the order of the first calls."""
+        """Yield the tree as lines with total, own instructions and name, in order of first call."""
         yield f"{self.total:6} {self.own:6}  {'  ' * depth}{self.name}"
         for call in self.calls.values():
             yield from call.lines(depth + 1)
 
 
 class CallCounter:
-    """A context manager that counts instructions parent the block; `root` is the tree of calls."""
+    """A context manager that counts the instructions of its block; `root` is the call tree."""
 
     def __init__(self) -> None:
         self.root = Call("request")
@@ -155,14 +156,17 @@ class CallCounter:
 
 
 async def count_kind(kind: Kind, base: int, work: Path) -> Call:
-    """Return the call tree of the kind's median request, by total instructions."""
+    """Return the call tree of the median request of this kind, by total instructions."""
     port = base + kind.endpoints + 100
     command = penstock_command(kind.policy, backend_urls(base, kind.endpoints))
     return await median_call(Path(command(work, port)[-1]), port, kind.bodies)
 
 
 async def median_call(config: Path, port: int, bodies: list[bytes]) -> Call:
-    """Send these bodies in turn to a gateway in this process; return the median request's calls."""
+    """Send these bodies in turn to a gateway in this process.
+
+    Returns the call tree of the median request.
+    """
     app = App(load_config(config, {}))
     await app.start()
     try:
@@ -184,7 +188,7 @@ async def median_call(config: Path, port: int, bodies: list[bytes]) -> Call:
 
 
 async def read_answer(reader: asyncio.StreamReader) -> None:
-    """Read one answer, streamed or not, to its end."""
+    """Read one response, streamed or not, to its end."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     assert " 200 " in head.partition("\r\n")[0], head
     if "transfer-encoding: chunked" in head:
@@ -194,13 +198,18 @@ async def read_answer(reader: asyncio.StreamReader) -> None:
 
 
 def main() -> None:
-    """Print the total of each kind, and the cost of a chunk if both streams were counted."""
+    """Print the instructions of each kind of request, and the cost of one stream chunk.
+
+    The chunk's cost is printed if both streams were counted.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kinds", default="", help="count only kinds whose name begins with this")
     parser.add_argument(
-        "--functions", action="store_true", help="print the tree of calls, total and own counts"
+        "--functions",
+        action="store_true",
+        help="print the call tree with total and own instructions",
     )
     options = parser.parse_args()
     build_tools()

@@ -1,12 +1,12 @@
-"""Compare the CPU per request and chunk of two versions of the gateway in paired windows.
+"""Compare the CPU per request and chunk of two versions of the gateway in paired periods.
 
     make bench-paired BASE=main~20
     python bench/paired.py BASE [--head REVISION] [--pairs N] [--window-ms D] [--compiled]
 
 BASE and HEAD are git revisions; without --head the working tree is measured. Both gateways run at
 the same time with the same configuration, core and backend (bench/backend.c). Each pair is one
-window of each version, in random order. The figure is the median of the paired ratios with its
-95 % interval by order statistics, which assumes no distribution. Instruction counts
+measured period of each version, in random order. The figure is the median of the paired ratios with
+its 95 % interval by order statistics, which assumes no distribution. Instruction counts
 (bench/opcodes.py) follow; other load on the machine does not change them.
 
 Exit status: 0 if the upper end of every interval is at most --limit (1.02), else 1.
@@ -42,7 +42,7 @@ from systems import (
 
 @dataclass(frozen=True)
 class PairedCell:
-    """One kind of traffic: its name, its policy, and the measurement of its CPU per unit."""
+    """One kind of traffic: its name, its policy, and the function that measures its CPU."""
 
     name: str
     policy: str
@@ -77,7 +77,7 @@ def main() -> int:
 def _compare(
     old: Path, new: Path, options: argparse.Namespace, base: int, work: Path, order: random.Random
 ) -> float:
-    """Print the ratios of all cells and return the highest upper end of their intervals."""
+    """Print the ratios of all cells; return the highest upper end of their intervals."""
     pace, highest = Pace(options.window_ms, 300), 0.0
     for policy in dict.fromkeys(cell.policy for cell in CELLS):
         with ExitStack() as stack:
@@ -100,7 +100,7 @@ def _compare(
 def _measure_pair(
     cell: PairedCell, pair: list[Running], pace: Pace, work: Path, order: random.Random
 ) -> tuple[float, float]:
-    """Return the CPU in us per unit of the old and the new version, measured in random order."""
+    """Return the CPU in µs per unit of the old and the new version, measured in random order."""
     turns = [0, 1]
     order.shuffle(turns)
     cpu_us = {turn: cell.measure(pair[turn], pace, work)["cpu"] for turn in turns}
@@ -120,7 +120,10 @@ def _print_cell(cell: PairedCell, figures: list[tuple[float, float]]) -> float:
 
 @contextmanager
 def _tree(revision: str | None, place: Path, *, compiled: bool) -> Iterator[Path]:
-    """Yield the folder of a revision's sources (None: the working tree), compiled on request."""
+    """Yield the folder of a revision's sources, compiled on request.
+
+    None means the working tree.
+    """
     home = ROOT
     if revision is not None:
         home = place
@@ -160,11 +163,16 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("base", help="git revision to compare with")
     parser.add_argument("--head", help="git revision to measure (default: the working tree)")
-    parser.add_argument("--pairs", type=int, default=24, help="windows of each version per cell")
-    parser.add_argument("--window-ms", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1, help="seed of the order within pairs")
     parser.add_argument(
-        "--limit", type=float, default=1.02, help="highest allowed upper end of an interval"
+        "--pairs", type=int, default=24, help="number of measured periods of each version"
+    )
+    parser.add_argument("--window-ms", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1, help="random seed of the measuring order")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=1.02,
+        help="highest allowed ratio new / old (upper end of the 95 %% interval)",
     )
     parser.add_argument("--compiled", action="store_true", help="compile both versions first")
     return parser.parse_args()

@@ -1,9 +1,9 @@
 """`make bench`: compare penstock with sglang-router, vllm-router and nginx under the same load.
 
 Penstock is measured compiled and from its sources. Systems alternate in a new random order for
-every round and cell, so that other load on the machine affects all of them equally. The gateway
-has one core to itself; the load generator and the backend share another. docs/performance.md
-explains the numbers.
+every round and cell, so that other load on the machine affects all of them equally. The gateway has
+one core to itself; the load generator and the backend share another. docs/performance.md explains
+the numbers.
 
     python bench/peers.py [--quick] [--rounds N] [--systems a,b] [--cells TEXT] [--rate R]
                           [--seed S] [--sources-only] [--json] [--out FILE] [--write-docs] [--check]
@@ -44,7 +44,7 @@ from table import Results, as_json, markdown, verdicts, write_docs
 
 
 def main() -> int:
-    """Install and start the systems, measure them and print the table."""
+    """Install and start the systems, measure them, print the table; return the exit status."""
     options = _options()
     build_tools()
     install_nginx()
@@ -115,9 +115,9 @@ def _measure_all(
 
 
 def _choose_rate(fleet: dict[str, Running], work: Path) -> float:
-    """Return the half-load rate of our gateway, or of a peer if ours is not measured.
+    """Return the request rate at which our gateway's core is half busy.
 
-    Every system then gets this same rate.
+    If ours is not measured, a peer's rate is used. All systems get the same rate.
     """
     for key in (
         f"{OURS}/round_robin",
@@ -170,15 +170,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--sources-only", action="store_true", help="do not compile; measure the sources only"
     )
-    parser.add_argument("--seed", type=int, default=1, help="seed of the order of measurements")
+    parser.add_argument("--seed", type=int, default=1, help="random seed of the measuring order")
     parser.add_argument(
         "--systems",
         type=lambda text: text.split(","),
-        help="systems, comma-separated (default: all)",
+        help="systems to measure, comma-separated (default: all)",
     )
     parser.add_argument("--cells", default="", help="measure only rows whose name contains this")
     parser.add_argument(
-        "--rate", type=float, help="streams/s of the half-load rows (default: measured)"
+        "--rate", type=float, help="streams per second of the half-load rows (default: measured)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--out", help="also write the JSON to this file")

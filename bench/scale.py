@@ -5,9 +5,9 @@
 
 All endpoints are one process (bench/backend.c) that listens on many ports. Parts:
 
-requests     CPU per request by the number of endpoints. Windows of all sizes alternate; a ratio is
-             the median of those to the smallest size within a round, with a 95 % interval. The
-             gateway's background, measured before, is subtracted.
+requests     CPU per request by the number of endpoints. Measured periods of all sizes alternate. A
+             ratio is the median, over rounds, of a size's value to the smallest size's, with a 95 %
+             interval. The gateway's CPU when idle, measured before, is subtracted.
 background   CPU of an idle gateway: probes, scrapes and sweeps
 stalls       longest time in the event loop without a turn, while a page or a new configuration is
              built (processor time, so that other load does not count)
@@ -82,7 +82,7 @@ def system_of(policy: str, base: int, port: int, endpoints: int) -> System:
 
 
 def measure_requests(sizes: list[int], policy: str, rounds: int, window_ms: int) -> None:
-    """Print CPU per request at each size, and its ratio to that at the first size."""
+    """Print the CPU per request for each number of endpoints, and its ratio to the first."""
     base = free_base(max(sizes))
     bodies_of = prompt_tree(2_000, random.Random(2_000)) if policy in POLICIES[1:] else [QUESTION]
     with ExitStack() as stack:
@@ -118,14 +118,14 @@ def _window(running: Running, pace: Pace, bodies: Path) -> dict[str, Any]:
 
 
 def background(pids: list[int], seconds: float = BACKGROUND_S) -> float:
-    """Return the share of a core that these processes use."""
+    """Measure and return the share of a core that these processes use."""
     began, at = cpu_s(pids), time.monotonic()
     time.sleep(seconds)
     return (cpu_s(pids) - began) / (time.monotonic() - at)
 
 
 def measure_background(sizes: list[int]) -> None:
-    """Print the CPU of a gateway without requests."""
+    """Print the CPU use of a gateway without requests, for each number of endpoints."""
     for size in sizes:
         base = free_base(size)
         with tempfile.TemporaryDirectory(prefix="penstock-scale-") as work, backend(base, size):
@@ -141,7 +141,7 @@ def measure_background(sizes: list[int]) -> None:
 
 
 class LoopTurns:
-    """Measures the longest processor time between two turns of the event loop."""
+    """Measures how long the event loop was blocked at most, in processor time."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -155,7 +155,7 @@ class LoopTurns:
         self._loop.call_later(0.001, self._turn)
 
     async def during(self, action: Callable[[], Awaitable[None]]) -> float:
-        """Run the action; return the longest turn meanwhile, in milliseconds."""
+        """Run an action; return the longest blocked time during it, in milliseconds."""
         await asyncio.sleep(0.05)
         self.longest_s = 0.0
         await action()
@@ -174,7 +174,7 @@ async def _get(port: int, path: str) -> None:
 
 
 async def measure_stalls(size: int, base: int, work: Path) -> None:
-    """Print the longest turns of the loop while a gateway of this process builds pages."""
+    """Print how long a gateway in this process blocks its event loop while it builds pages."""
     port = base + size
     text = Path(penstock_command("prefix_aware", backend_urls(base, size))(work, port)[-1])
     app = App(load_config(text, {}))
@@ -194,12 +194,12 @@ async def measure_stalls(size: int, base: int, work: Path) -> None:
 
 
 async def _discover(app: App) -> None:
-    """Apply the endpoints again, as after a report of discovery or a reload."""
+    """Apply the endpoints again, as after a discovery update or a configuration reload."""
     app._on_discovered()
 
 
 async def _open(port: int, count: int) -> list[asyncio.StreamWriter]:
-    """Open client connections, each of which has had one answer."""
+    """Open `count` client connections, each of which has received one response."""
     body, writers = QUESTION, list[asyncio.StreamWriter]()
 
     async def one() -> None:
@@ -233,7 +233,7 @@ async def _hold(port: int, pids: list[int], count: int) -> None:
 
 
 def measure_connections(count: int, base: int, work: Path) -> None:
-    """Print what idle client connections cost."""
+    """Print the memory and CPU that idle client connections need."""
     running = start(system_of("prefix_aware", base, base + 100, 4), work)
     try:
         asyncio.run(_hold(base + 100, running.pids, count))
@@ -242,7 +242,7 @@ def measure_connections(count: int, base: int, work: Path) -> None:
 
 
 def measure_streams(counts: list[int], base: int, work: Path) -> None:
-    """Print the memory that each open stream adds, in a new process for each number."""
+    """Print the memory per open stream, measured with a new process for each number."""
     for count in counts:
         running = start(system_of("prefix_aware", base, base + 100, 4), work)
         try:
@@ -257,12 +257,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--endpoints", default="4,64,256,1024", help="sizes; the first is the base")
+    parser.add_argument(
+        "--endpoints", default="4,64,256,1024", help="numbers of endpoints; ratios are to the first"
+    )
     parser.add_argument("--policies", default=",".join((*POLICIES, NGINX)))
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--window-ms", type=int, default=1500)
-    parser.add_argument("--idle", type=int, default=9_000, help="idle client connections")
+    parser.add_argument("--idle", type=int, default=9_000, help="number of idle client connections")
     parser.add_argument("--streams", default="500,1000,2000", help="numbers of open streams")
     options = parser.parse_args()
     sizes = [int(size) for size in options.endpoints.split(",")]

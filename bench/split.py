@@ -3,13 +3,13 @@
     make bench-split
     python bench/split.py --rounds 3 --window-ms 800
 
-One gateway process serves two models on the same static engines (bench/backend.c), which answer a
-prefill as vLLM's NIXL connector does. One model is split, the other is not. Windows of both
-alternate, and the figure is the median of the ratios within a round.
+A split request is prefilled by one engine and decoded by another. One gateway process serves two
+models on the same static engines (bench/backend.c), which answer a prefill as vLLM's NIXL connector
+does. One model is split, the other is not. Measured periods of both alternate, and the figure is
+the median of the ratios within a round.
 
-The interpreter's instructions (bench/opcodes.py) are counted first. They are exact, but include
-neither the kernel nor C code. Streams are not counted, because the number of chunks per read
-varies.
+The Python instructions (bench/opcodes.py) are counted first. They are exact, but include neither
+the kernel nor C code. Streams are not counted, because the number of chunks per read varies.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ KINDS = (
 def main() -> None:
     """Print instructions and CPU by kind of request: whole, split and their ratio.
 
-    The goal applies to plain answers only.
+    The goal applies to non-streaming answers only.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -138,12 +138,12 @@ def _command(urls: list[str]) -> Command:
 
 
 async def _instructions(command: Command, work: Path, port: int, body: bytes) -> float:
-    """Return the instructions of the median request with this body."""
+    """Return the number of Python instructions of the median request with this body."""
     return float((await median_call(Path(command(work, port)[-1]), port, [body])).total)
 
 
 def _cpu_us(running: Running, pace: Pace, bodies: Path) -> float:
-    """Return the gateway's CPU in µs per request with these bodies."""
+    """Measure and return the gateway's CPU in µs per request with these bodies."""
     report = drive(running, pace, bodies, mode="closed", connections=16)
     if not report["requests"]:
         raise NotMeasurable("no request was answered in a whole window")

@@ -1,4 +1,4 @@
-"""The systems under comparison: how to install, configure, start and pin them, and read /proc.
+"""The gateways under comparison: how to install, configure, start and pin them to cores.
 
 Measurements are in bench/cells.py, tables in bench/table.py. All processes listen on 127.0.0.1.
 """
@@ -39,7 +39,7 @@ MODEL = "bench-model"
 
 
 class NotMeasurable(Exception):
-    """A system cannot be installed, started or measured; the report omits it with the reason."""
+    """A system cannot be installed, started or measured. The report gives the reason."""
 
 
 _ANY_CERTIFICATE = ssl.create_default_context()
@@ -49,9 +49,9 @@ _ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
 
 @dataclass(frozen=True)
 class System:
-    """One gateway with one policy.
+    """One gateway with one routing policy.
 
-    command  builds the command line from a folder for temporary files and a port
+    command  function that builds the command line from a folder for temporary files and a port
     home     working directory of the process
     """
 
@@ -68,7 +68,7 @@ class System:
 
 
 def free_base(ports: int = BACKENDS) -> int:
-    """Return a round port number from which the backend's ports are free.
+    """Return a round port number from which `ports` backend ports are free.
 
     The ports of the systems begin 100 above those of BACKENDS backends.
     """
@@ -85,7 +85,7 @@ def free_base(ports: int = BACKENDS) -> int:
 
 
 def backend_urls(base: int, ports: int = BACKENDS) -> list[str]:
-    """Return the URLs of the static TP groups that every system serves."""
+    """Return the URLs of the static engines that every system serves."""
     return [f"http://127.0.0.1:{base + i}" for i in range(ports)]
 
 
@@ -225,7 +225,10 @@ def all_systems(base: int) -> list[System]:
 
 
 def compile_penstock() -> dict[str, str]:
-    """Compile penstock as for the image; on failure, return the reason by the system's name."""
+    """Compile penstock as for the image.
+
+    Returns an empty dict, or the reason of a failure by the system's name.
+    """
     command = [sys.executable, "-m", "tools.compile.compile", str(COMPILED)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return (
@@ -234,7 +237,7 @@ def compile_penstock() -> dict[str, str]:
 
 
 def describe_build(*, compiled: bool) -> str:
-    """Describe in a sentence how the penstock columns of the table were built."""
+    """Return a sentence on how the penstock columns of the table were built."""
     if not compiled:
         return f"{SOURCES} is not compiled"
     compiler = subprocess.run(
@@ -261,7 +264,7 @@ def build_tools() -> None:
 
 
 def install_peers() -> dict[str, str]:
-    """Install the routers into their own venv; return the reasons of failures by name."""
+    """Install the other routers into a venv; return the reasons of failures by name."""
     python = PEERS_VENV / "bin" / "python"
     if not python.exists():
         subprocess.run(
@@ -296,7 +299,7 @@ def nginx_binary() -> str:
 
 
 def install_nginx() -> None:
-    """Install nginx by apt-get if it is missing and this process runs as root."""
+    """Install nginx with apt-get if it is missing and this process runs as root."""
     if shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin") or os.geteuid() != 0:
         return
     if shutil.which("apt-get"):
@@ -329,13 +332,13 @@ def process_tree(pid: int) -> list[int]:
 
 
 def cpu_s(pids: list[int]) -> float:
-    """Return the total processor time of processes, including their ended threads."""
+    """Return the total processor time of processes in seconds, including ended threads."""
     # The clock id is CPUCLOCK_SCHED of a process (see clock_getcpuclockid).
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
 
 def core_busy_s(core: int) -> float:
-    """Return the processor time used on a core since boot (/proc/stat without idle and iowait)."""
+    """Return the seconds that a core was busy since boot (/proc/stat without idle and iowait)."""
     for line in Path("/proc/stat").read_text().splitlines():
         if line.startswith(f"cpu{core} "):
             ticks = [int(field) for field in line.split()[1:9]]
@@ -344,14 +347,14 @@ def core_busy_s(core: int) -> float:
 
 
 def rss_bytes(pids: list[int]) -> int:
-    """Return the total resident memory of processes."""
+    """Return the total resident memory of processes in bytes."""
     pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass
 class Running:
-    """A started system and its processes."""
+    """A running system and its processes."""
 
     system: System
     process: subprocess.Popen[bytes] | None
@@ -361,7 +364,7 @@ class Running:
         return process_tree(self.process.pid) if self.process else []
 
     def stop(self) -> None:
-        """Send SIGTERM, and SIGKILL after 5 s."""
+        """Send SIGTERM, and SIGKILL after 5 s if it has not ended."""
         if self.process is None or self.process.poll() is not None:
             return
         self.process.send_signal(signal.SIGTERM)
@@ -411,7 +414,10 @@ def start_second(system: System, work: Path) -> Running:
 
 
 def _await_service(running: Running, deadline: float) -> None:
-    """Wait for twenty answers in a row: a router may start before it knows all its endpoints."""
+    """Wait for twenty successful responses in a row.
+
+    A router may start before it knows all its endpoints.
+    """
     in_a_row = 0
     while in_a_row < 20:
         if running.process is not None and running.process.poll() is not None:
@@ -442,7 +448,7 @@ def _is_serving(system: System) -> bool:
 
 @contextmanager
 def backend(base: int, ports: int = BACKENDS) -> Iterator[None]:
-    """Run the static TP groups on the load generator's core while the block runs."""
+    """Run the static engines on the load generator's core during a `with` block."""
     command = [str(BIN / "backend"), "--port", str(base), "--ports", str(ports)]
     process = subprocess.Popen(pinned(LOAD_CORE, command), stdout=subprocess.PIPE)
     try:

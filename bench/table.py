@@ -1,4 +1,4 @@
-"""The table of `make bench`: medians, ratios to the peers, and which goals are met.
+"""The table of `make bench`: medians, ratios to the other systems, and which goals are met.
 
 Measuring is in bench/cells.py.
 """
@@ -21,7 +21,7 @@ MAX_OTHERS = 0.05
 
 @dataclass
 class Results:
-    """Samples by row and system in the order of measurement, and reasons for missing samples."""
+    """Samples by row and system in order of measurement, and reasons for missing samples."""
 
     rows: list[Row]
     samples: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Results:
         return SOURCES if SOURCES in measured and OURS not in measured else OURS
 
     def median(self, row: Row, system: str) -> float | None:
-        """Return the median of the rounds; None if the system was not measured."""
+        """Return the median over rounds, or None if the system was not measured."""
         values = self.samples.get(row.name, {}).get(system)
         return median(values) if values else None
 
@@ -55,7 +55,10 @@ class Verdict:
 
 
 def compare(results: Results, row: Row, other: str) -> float | None:
-    """Return our value's ratio to another system's, or the difference if the row is `added`."""
+    """Return the ratio of our value to another system's, or the difference if the row is `added`.
+
+    Returns None if either was not measured.
+    """
     ours, theirs = results.median(row, results.ours), results.median(row, other)
     if ours is None or theirs is None:
         return None
@@ -63,7 +66,7 @@ def compare(results: Results, row: Row, other: str) -> float | None:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Return a verdict for every goal with the needed measurements."""
+    """Return a verdict for every goal whose values were measured."""
     checked: list[Verdict] = []
     for row in results.rows:
         ours = results.median(row, results.ours)
@@ -157,7 +160,7 @@ def as_json(results: Results) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Return the kernel's name of the processor.
+    """Return the processor's name, as the kernel reports it.
 
     CPU times of different processors cannot be compared, but ratios can.
     """
@@ -168,7 +171,7 @@ def cpu_name() -> str:
 
 
 def write_docs(page: Path, results: Results) -> None:
-    """Replace the text between the markers of a page by the table."""
+    """Write the table between the markers of a documentation page."""
     begin, end = "<!-- bench:begin -->", "<!-- bench:end -->"
     before, has_begin, remainder = page.read_text().partition(begin)
     _, has_end, after = remainder.partition(end)

@@ -4,9 +4,9 @@
     python bench/tls_cost.py [--rounds N] [--window-ms D] [--compiled]
 
 All four systems serve the same backend (bench/backend.c) from the same core with the same
-certificate. Each round has a window of each, in random order. The load generator speaks plain HTTP.
-A second nginx on the load generator's core forwards its requests to the system under test, with or
-without TLS. CPU is that of the processes of the system under test.
+certificate. Each round measures each system for one period, in random order. The load generator
+speaks plain HTTP. A second nginx on the load generator's core forwards its requests to the system
+under test, with or without TLS. CPU is that of the processes of the system under test.
 
 "added" is the median difference between TLS and plain in the same round, with its 95 % interval by
 order statistics.
@@ -120,7 +120,10 @@ def _certificate(work: Path) -> Certificate:
 
 @contextmanager
 def _second_nginx(systems: Sequence[System], work: Path) -> Iterator[None]:
-    """Run an nginx that forwards requests from the ports KEPT and NEW above each system's own."""
+    """Run an nginx that forwards requests to the systems under test.
+
+    For each system it listens on two ports: KEPT and NEW above the system's own.
+    """
     folder = work / "second"
     folder.mkdir()
     config = folder / "nginx.conf"
@@ -173,7 +176,7 @@ def _await_port(port: int, deadline: float) -> None:
 
 
 def _servers(system: System) -> str:
-    """Return the configuration of the second nginx's two servers for one system."""
+    """Return the part of the second nginx's configuration that is for one system."""
     servers = []
     for offset, keep in ((KEPT, "keepalive 1024; keepalive_requests 1000000000;"), (NEW, "")):
         name = f"to_{system.port + offset}"
@@ -196,7 +199,7 @@ server {{
 def _measure_round(
     cell: TlsCell, running: Mapping[str, Running], pace: Pace, work: Path, order: random.Random
 ) -> dict[str, float]:
-    """Measure each system once in random order; return us of CPU per unit by name."""
+    """Measure each system once in random order; return µs of CPU per unit by name."""
     names = list(running)
     order.shuffle(names)
     cpu_us = {}
@@ -222,7 +225,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--window-ms", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1, help="seed of the order within rounds")
+    parser.add_argument("--seed", type=int, default=1, help="random seed of the measuring order")
     parser.add_argument(
         "--compiled", action="store_true", help="compile the gateway first, as for the image"
     )

@@ -1,10 +1,10 @@
 """Measure the gain of a second worker: `python bench/workers.py [--rounds 5]`, on two cores.
 
-One gateway on its own core alternates with two workers and their supervisor on both cores. Both
-get a saturating closed-loop load. The load generator and the static engines run on the second core,
-and so share it with a worker in the second case. The CPU that they and other processes use is
+One gateway on its own core alternates with two workers and their supervisor on both cores. Both get
+a saturating closed-loop load. The load generator and the static engines run on the second core, and
+so share it with a worker in the second case. The CPU that they and other processes use is
 subtracted: the result is requests per second per remaining core. Remaining but unused CPU counts
-against two workers, as does what the workers cost each other.
+against two workers, as does the interference between them.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _command(urls: list[str], workers: int) -> Callable[[Path, int], list[str]]:
 
 
 class Window(NamedTuple):
-    """One measurement.
+    """One measured period.
 
     rate  requests per second
     left  cores that no other process used

@@ -1,7 +1,7 @@
-"""What one endless cache that all endpoints share would have given recorded requests.
+"""Computes how many prompt tokens a single unlimited KV cache would have had cached.
 
-The prompts are rendered as the mock renders them, so cached tokens are counted in the same unit as
-in the usage that the mock reports.
+Recorded requests are rendered as the mock engine renders them, so that cached tokens are counted in
+the same unit as in the mock's usage.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ READERS: Mapping[str, Callable[[dict[str, Any]], RequestBody]] = {
 
 
 class EndlessCache:
-    """The blocks of every prompt and answer so far."""
+    """An unlimited KV cache with the blocks of all prompts and answers so far."""
 
     def __init__(self) -> None:
         self._keys: set[int] = set()
 
     def add(self, body: RequestBody) -> int:
-        """Return the prompt tokens that are cached, and add the prompt and its answer."""
+        """Add a prompt and its answer; return how many prompt tokens were cached before."""
         model = body.model or ""
         ask = parse_request(body, {}, True, model, CONTEXT, "", may_end_from=MAY_END_FROM)
         prompt = ask.prompts[0]
@@ -51,7 +51,7 @@ class EndlessCache:
 
 
 def endless_hits(exchanges: Sequence[Exchange]) -> int:
-    """Return the cached tokens of all generations, as one endless cache would have had them."""
+    """Return the cached prompt tokens of all recorded requests, with one unlimited cache."""
     cache, total = EndlessCache(), 0
     for exchange in exchanges:
         reader = READERS.get(exchange.path)
@@ -64,7 +64,7 @@ def endless_hits(exchanges: Sequence[Exchange]) -> int:
 
 
 def response_of(exchange: Exchange) -> dict[str, Any]:
-    """Return the response object of an answer, streamed or not."""
+    """Return the response object of a recorded exchange, streamed or not."""
     assert exchange.response is not None
     whole: dict[str, Any] | None = exchange.response.json()
     if whole is not None:

@@ -1,6 +1,6 @@
-"""The clients of `make clients`: how each is run, and which API it speaks.
+"""The clients of `make clients`: how each is run, and which API it uses.
 
-Each gets nothing but a base URL, a key and a model's name, as the client documents them.
+Each client gets only a base URL, a key and a model name, as its documentation says.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 
 
 class ClientSpec(NamedTuple):
-    """One client in one way of use.
+    """One client in one configuration.
 
     name      as users know it
-    api       the path that it calls
-    runtime   the folder of its environment in build/clients, `node` for npm packages
-    program   the file in bench/clients/programs
-    packages  the packages whose versions are reported
+    api       path of the API that it calls
+    runtime   folder of its environment in build/clients; `node` for npm packages
+    program   file in bench/clients/programs
+    packages  packages whose versions are reported
     variant   tells the program which API or provider to use
-    model     the model's name, where the client accepts only names that it knows
-    session   what names its sessions in the access log
+    model     name of the model, if the client accepts only names that it knows
+    session   how the access log identifies its sessions
     """
 
     name: str

@@ -2,8 +2,8 @@
 
     python -m bench.clients.recorder PORT GATEWAY_PORT FILE
 
-It changes nothing on the way, so a client behaves as it does without the proxy. The recorded bytes
-are parsed only when exchanges() is called. Everything listens on 127.0.0.1.
+It changes nothing, so that a client behaves as it does without the proxy. The recorded bytes are
+parsed only when exchanges() is called. It listens on 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ END = b"\r\n\r\n"
 
 
 class Message(NamedTuple):
-    """One HTTP request or response: the first line, the headers as sent, and the decoded body."""
+    """One HTTP request or response: its first line, headers as sent, and decoded body."""
 
     line: str
     headers: list[tuple[str, str]]
     body: bytes
 
     def header(self, name: str) -> str:
-        """Return the value of a header by its lower-case name; an empty string without one."""
+        """Return the value of a header by its lower-case name, or "" if it is absent."""
         return next((value for key, value in self.headers if key.lower() == name), "")
 
     def json(self) -> Any:
-        """Return the body as JSON; None for any other body."""
+        """Return the body parsed as JSON, or None if it is not JSON."""
         try:
             return json.loads(self.body)
         except ValueError:
@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A request with its response, and the time of its first byte (seconds, monotonic)."""
+    """A request with its response, and when its first byte arrived (monotonic seconds)."""
 
     request: Message
     response: Message | None
@@ -50,22 +50,22 @@ class Exchange(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The path without its query."""
+        """The request's path without the query."""
         return self.request.line.split(" ")[1].partition("?")[0]
 
     @property
     def method(self) -> str:
-        """The method of the request."""
+        """The request's HTTP method."""
         return self.request.line.partition(" ")[0]
 
     @property
     def status(self) -> int:
-        """The status of the response; 0 without one."""
+        """The response's HTTP status; 0 without a response."""
         return int(self.response.line.split(" ")[1]) if self.response is not None else 0
 
 
 class Connection:
-    """The bytes of one connection in both directions."""
+    """The recorded bytes of one connection in both directions."""
 
     def __init__(self) -> None:
         self.sent = bytearray()
@@ -73,7 +73,7 @@ class Connection:
         self.times: list[tuple[int, float]] = []
 
     def add_sent(self, data: bytes) -> None:
-        """Add bytes of the client, with the time at which they arrived."""
+        """Add bytes that the client sent, with the time of their arrival."""
         self.times.append((len(self.sent), time.monotonic()))
         self.sent += data
 
@@ -97,7 +97,7 @@ class Connection:
 def read_message(
     data: bytes, offset: int, *, is_request: bool = False, has_body: bool = True
 ) -> tuple[Message, int] | None:
-    """Return the message at an offset, and the offset after it; None if it is incomplete."""
+    """Parse the message at an offset; return it and the offset after it, or None if incomplete."""
     end = data.find(END, offset)
     if end < 0:
         return None
@@ -118,7 +118,7 @@ def read_message(
 
 
 def _read_chunks(data: bytes, offset: int) -> tuple[bytes, int] | None:
-    """Return a chunked body and the offset after it; None if it is incomplete."""
+    """Decode a chunked body; return it and the offset after it, or None if incomplete."""
     pieces: list[bytes] = []
     while (end := data.find(b"\r\n", offset)) >= 0:
         size = int(data[offset:end].partition(b";")[0], 16)
@@ -132,7 +132,7 @@ def _read_chunks(data: bytes, offset: int) -> tuple[bytes, int] | None:
 
 
 class Recorder:
-    """A running proxy: its port and what it has recorded."""
+    """A running proxy: its port, and the exchanges that it has recorded."""
 
     def __init__(self, gateway_port: int) -> None:
         self.port = 0
@@ -141,16 +141,16 @@ class Recorder:
 
     @property
     def url(self) -> str:
-        """The URL that clients use in place of the gateway's."""
+        """The URL that clients use in place of the gateway's URL."""
         return f"http://{HOST}:{self.port}"
 
     def exchanges(self) -> list[Exchange]:
-        """Return everything recorded so far, in the order of arrival."""
+        """Return all exchanges recorded so far, in order of arrival."""
         found = [each for connection in self._connections for each in connection.exchanges()]
         return sorted(found, key=lambda exchange: exchange.started)
 
     def clear(self) -> None:
-        """Forget what was recorded; call it only while no request is in flight."""
+        """Delete what was recorded. Call it only while no request is in flight."""
         self._connections = [Connection() for _ in ()]
 
     async def serve_connection(
@@ -186,7 +186,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reco
 
 @contextmanager
 def recorder(gateway_port: int, port: int = 0) -> Iterator[Recorder]:
-    """Run a proxy in a thread; it ends with the block."""
+    """Run a recording proxy in a thread during a `with` block."""
     proxy = Recorder(gateway_port)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -212,7 +212,7 @@ async def _end(server: asyncio.Server) -> None:
 
 
 def to_line(exchange: Exchange) -> str:
-    """Return an exchange as a line of JSON; bodies that are no text are replaced."""
+    """Return an exchange as a line of JSON, in which bodies that are no text are replaced."""
     request, response = exchange.request, exchange.response
     return json.dumps(
         {
@@ -226,7 +226,7 @@ def to_line(exchange: Exchange) -> str:
 
 
 def main() -> None:
-    """Record until standard input ends, then write one exchange a line to the file."""
+    """Record until standard input ends, then write one exchange per line to the file."""
     port, gateway_port, file = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     with recorder(gateway_port, port) as proxy:
         sys.stdin.read()

@@ -1,10 +1,10 @@
-"""`make clients`: real clients converse with `penstock demo`, and a table says how it went.
+"""`make clients`: real clients converse with `penstock demo`; a table shows the results.
 
     python -m bench.clients.run FOLDER [--only codex ...] [--turns 20] [--sessions 4]
         [--record FOLDER] [--policy NAME]
 
-FOLDER is what install.sh filled. Each client runs its sessions at once, with streams and one tool
-call in each, through a recording proxy. All processes listen on 127.0.0.1.
+FOLDER contains what install.sh installed. Each client runs its sessions concurrently, with streams
+and one tool call in each, through a recording proxy. All processes listen on 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ WANTED_SHARE = 0.95
 
 
 class Result(NamedTuple):
-    """What one client did.
+    """The result of one client.
 
-    problem   why it does not work; an empty string if it does
-    sources   what named the sessions of its generations, with their number
-    share     cached tokens as a share of those of an endless shared cache
+    problem   why it does not work; "" if it does
+    sources   how its requests' sessions were identified, with the number of requests
+    share     cached tokens relative to those of a single unlimited cache
     """
 
     spec: ClientSpec
@@ -56,7 +56,7 @@ class Result(NamedTuple):
     share: float
 
     def row(self) -> str:
-        """Return the result as a row of a table in Markdown."""
+        """Return the result as a row of a Markdown table."""
         spec, named = self.spec, ", ".join(f"{name} {n}" for name, n in self.sources.most_common())
         state = f"fails: {self.problem}" if self.problem else "works"
         cells = (spec.name, self.version, spec.api, state, self.turns, self.calls, self.streams)
@@ -70,7 +70,7 @@ HEAD = """\
 
 @contextmanager
 def demo(folder: Path, policy: str) -> Iterator[int]:
-    """Run `penstock demo` in a folder; yield the port of its API."""
+    """Run `penstock demo` in a folder during a `with` block; yield the port of its API."""
     process, port = started_demo(folder, policy)
     try:
         yield port
@@ -80,9 +80,9 @@ def demo(folder: Path, policy: str) -> Iterator[int]:
 
 
 def started_demo(folder: Path, policy: str) -> tuple[subprocess.Popen[bytes], int]:
-    """Return a demo that is ready, and the port of its API. Raises RuntimeError.
+    """Start a demo; return its process and the port of its API once it is ready.
 
-    Demos of other checkouts look for free ports at the same time, so it is tried three times.
+    Raises RuntimeError after three failed attempts, because other processes may take the ports.
     """
     for _ in range(3):
         port, admin = free_port(), free_port()
@@ -102,13 +102,13 @@ def started_demo(folder: Path, policy: str) -> tuple[subprocess.Popen[bytes], in
 
 
 def access_lines(folder: Path) -> dict[str, Any]:
-    """Return the lines of the access log by request id."""
+    """Return the entries of the access log by request id."""
     lines = (folder / "penstock-demo" / "access.log").read_text().splitlines()
     return {line["id"]: line for line in map(json.loads, lines)}
 
 
 def counted_hits(folder: Path) -> int:
-    """Return the cached prompt tokens that all engines of a demo have counted."""
+    """Return the number of cached prompt tokens that all engines of a demo have counted."""
     config = (folder / "penstock-demo" / "gateway.yaml").read_text()
     pages = [
         urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
@@ -121,7 +121,7 @@ def counted_hits(folder: Path) -> int:
 
 
 def interpreter(spec: ClientSpec, installed: Path) -> Path | None:
-    """Return the program that runs a client's program; None if it is not installed."""
+    """Return the program that runs a client's script, or None if it is not installed."""
     if spec.runtime == "node":
         if spec.program.endswith(".mjs"):
             return Path(shutil.which("node") or "node")
@@ -131,7 +131,7 @@ def interpreter(spec: ClientSpec, installed: Path) -> Path | None:
 
 
 def version_of(spec: ClientSpec, installed: Path) -> str:
-    """Return the installed version of a client's last package."""
+    """Return the installed version of the last of a client's packages."""
     name = spec.packages[-1]
     if spec.runtime == "node":
         page = installed / "node" / "node_modules" / name / "package.json"
@@ -143,7 +143,7 @@ def version_of(spec: ClientSpec, installed: Path) -> str:
 
 
 def converse(spec: ClientSpec, installed: Path, url: str, turns: int, sessions: int) -> Any:
-    """Run a client's program; return what it counted."""
+    """Run a client's script and return the counts that it printed."""
     program = interpreter(spec, installed)
     if program is None:
         return {"errors": ["not installed"]}
@@ -182,9 +182,10 @@ def judge(
     lines: Any,
     engine_hits: int,
 ) -> Result:
-    """Return the result of a client from what it counted and what was recorded.
+    """Return the result of a client, computed from its counts and the recorded exchanges.
 
-    `engine_hits`: the cached tokens that the engines counted, for streams without usage.
+    `engine_hits` is the number of cached tokens that the engines counted, for streams without
+    usage.
     """
     asked = [each for each in exchanges if each.path in READERS]
     logged = [lines.get(_request_id(each), {}) for each in asked]
@@ -222,7 +223,7 @@ def _is_stream(exchange: Exchange) -> bool:
 def run_client(
     spec: ClientSpec, installed: Path, proxy: Recorder, folder: Path, options: argparse.Namespace
 ) -> Result:
-    """Run one client and return its result. The demo has fresh caches."""
+    """Run one client against a demo with empty caches, and return its result."""
     proxy.clear()
     counted = converse(spec, installed, proxy.url, options.turns, options.sessions)
     time.sleep(0.5)  # the access log is written in batches
@@ -238,10 +239,12 @@ def run_client(
 
 
 def parse() -> argparse.Namespace:
-    """Return the options of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("installed", type=Path)
-    parser.add_argument("--only", nargs="*", default=[], help="parts of names, such as codex")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="run only clients whose name contains one of these"
+    )
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--sessions", type=int, default=4)
     parser.add_argument("--policy", default="prefix_aware")

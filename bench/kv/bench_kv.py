@@ -1,7 +1,7 @@
 """`make bench-kv`: compare our KV transports with NIXL, Mooncake, raw TCP and memcpy.
 
 All contestants move the same scattered blocks. Each consists of two processes that run during the
-whole benchmark. In every round each contestant takes every measurement, in a new random order, so
+whole benchmark. In every round each contestant does every measurement, in a new random order, so
 that other load on the machine affects all of them equally. docs/performance.md explains the table.
 
     python bench/kv/bench_kv.py [--quick] [--rounds N] [--only text,text] [--seed S]
@@ -32,7 +32,7 @@ Task = tuple[str, int | None, Callable[[Pair, random.Random], dict[str, float]]]
 
 
 def main() -> int:
-    """Install and start the contestants, measure them and print the table."""
+    """Install and start the contestants, measure them, print the table; return the exit status."""
     options = _options()
     missing = install_peers()
     results = Results(options.rounds)
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _memory_folder() -> str | None:
-    """Return a folder in memory for the reference blocks; None if there is no such folder."""
+    """Return a memory-backed folder for the reference blocks, or None if there is none."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
@@ -126,7 +126,10 @@ def _take(
     retakes: int,
     results: Results,
 ) -> None:
-    """Take one measurement; a contestant that fails is removed, as its state is unknown."""
+    """Do one measurement and return its results.
+
+    A contestant that fails is removed from `pairs`, because its state is then unknown.
+    """
     try:
         share, numbers = least_disturbed(
             pairs[contestant], lambda: task(pairs[contestant], rng), retakes
@@ -163,7 +166,7 @@ def _report(results: Results, options: argparse.Namespace) -> int:
 
 
 def _write_docs(table: str, rounds: int) -> None:
-    """Replace the text between the markers of docs/performance.md by the table."""
+    """Write the table between the markers of docs/performance.md."""
     page = ROOT / "docs" / "performance.md"
     begin, end = "<!-- bench-kv:begin -->", "<!-- bench-kv:end -->"
     before, has_begin, remainder = page.read_text().partition(begin)
@@ -186,7 +189,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench_kv.py", description="Compare KV transfers on this machine."
     )
-    parser.add_argument("--quick", action="store_true", help="two rounds")
+    parser.add_argument("--quick", action="store_true", help="measure two rounds instead of five")
     parser.add_argument(
         "--rounds", type=int, help="rounds of every measurement (5; 2 with --quick)"
     )
@@ -196,18 +199,20 @@ def _options() -> argparse.Namespace:
         default=[],
         help="only contestants whose name contains one of these, comma-separated",
     )
-    parser.add_argument("--seed", type=int, default=1, help="seed of contents, slots and order")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="random seed of contents, blocks and order"
+    )
     parser.add_argument(
         "--retakes",
         type=int,
         default=1,
-        help="repetitions of a measurement while other processes use a tenth of the machine",
+        help="how often to repeat a measurement while other processes use a tenth of the machine",
     )
     parser.add_argument(
         "--pool-mib",
         type=int,
         default=256,
-        help="size in MiB of the memory that the blocks are drawn from, per process",
+        help="MiB of memory per process from which blocks are chosen",
     )
     parser.add_argument("--json", help="also write every sample to this file")
     parser.add_argument(

@@ -1,6 +1,6 @@
-"""The contestants: how to install each, start it as two processes, and send them commands.
+"""The transports under comparison (contestants): how to install, start and command them.
 
-Measurements are in bench/kv/measure.py, goals in bench/kv/goals.py.
+Each runs as two processes. Measurements are in bench/kv/measure.py, goals in bench/kv/goals.py.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ PATIENCE_S = 60.0
 
 
 class NotMeasurable(Exception):
-    """A contestant cannot be installed or started, or fails; the report omits it and says why."""
+    """A contestant cannot be installed or started, or fails. The report gives the reason."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A contestant's name, its module of this folder, and the setup of its processes.
+    """A transport to measure: its name, its module in this folder, and its settings.
 
-    initiator  the side that starts transfers
+    initiator  the side (source or sink) that starts transfers
     settings   passed to the module's open_side
-    sizes      block sizes that it is measured with; empty for the layer-wise measurement only
+    sizes      block sizes to measure; empty for the layer-wise measurement only
     """
 
     name: str
@@ -57,14 +57,14 @@ class Contestant:
 
     @property
     def by_layers(self) -> bool:
-        """Whether it takes the layer-wise measurement only."""
+        """Whether only the layer-wise measurement applies to it."""
         return not self.sizes
 
 
 def all_contestants() -> list[Contestant]:
     """Return all contestants.
 
-    NIXL runs without its progress thread, which slows down all sizes and uses more CPU here.
+    NIXL runs without its progress thread, which makes all sizes slower and uses more CPU here.
     """
     return [
         Contestant("memcpy", "side_memcpy", "sink"),
@@ -118,7 +118,10 @@ def _mooncake(name: str, op: str) -> Contestant:
 
 
 def install_peers() -> dict[str, str]:
-    """Install the peers into a venv without CUDA; return the reasons of failures by module."""
+    """Install the other projects' transports into a venv, without CUDA.
+
+    Returns the reasons of failed installations by module.
+    """
     if not PEERS_PYTHON.exists():
         subprocess.run(
             ["sh", str(ROOT / "deploy" / "venv.sh"), sys.executable, str(PEERS / "venv")],
@@ -175,7 +178,7 @@ def _can_import_mooncake() -> bool:
 def _apt(*packages: str) -> None:
     """Install Debian packages if this process runs as root.
 
-    Otherwise Mooncake is omitted, and its import error names the missing library.
+    Otherwise Mooncake is left out, and its import error names the missing library.
     """
     if os.geteuid() == 0:
         command = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *packages]
@@ -187,7 +190,7 @@ def _apt(*packages: str) -> None:
 
 
 class Process:
-    """One worker of a pair. Commands and replies are lines of JSON."""
+    """One worker process of a contestant. Commands and replies are lines of JSON."""
 
     def __init__(self, contestant: Contestant, role: str, expected: Path) -> None:
         command = [
@@ -221,7 +224,7 @@ class Process:
     def receive(self) -> Any:
         """Return the reply to the last command.
 
-        Raises NotMeasurable when the command failed or there is no reply within a minute.
+        Raises NotMeasurable if the command failed or no reply came within a minute.
         """
         assert self.popen.stdout is not None
         deadline = time.monotonic() + PATIENCE_S
@@ -246,7 +249,7 @@ class Process:
         return self.receive()
 
     def end(self) -> None:
-        """Close the worker's stdin, which ends it; kill it if it is stuck in a library."""
+        """End the worker by closing its stdin; kill it if it does not end."""
         assert self.popen.stdin is not None
         self.popen.stdin.close()
         try:
@@ -258,7 +261,7 @@ class Process:
 
 
 class Pair:
-    """The connected source and sink of one contestant."""
+    """The two connected worker processes of one contestant: source and sink."""
 
     def __init__(self, contestant: Contestant, expected: Path) -> None:
         self.contestant = contestant
@@ -281,7 +284,7 @@ class Pair:
         return self.source if self.contestant.initiator == "source" else self.sink
 
     def call_both(self, do: str, **arguments: Any) -> list[Any]:
-        """Send a command to both sides, then return both replies."""
+        """Send a command to both processes, then return both replies."""
         for side in self.sides:
             side.send(do, **arguments)
         return [side.receive() for side in self.sides]

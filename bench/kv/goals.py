@@ -1,7 +1,8 @@
-"""The goals of the KV transfer, their verdicts, and the table of results.
+"""The goals of KV transfers, whether they are met, and the table of results.
 
-A goal applies to the median over rounds of the ratio within a round. A goal against a peer uses its
-better operation (WRITE or READ) of the same round. Measuring is in bench/kv/measure.py.
+A goal applies to the median over rounds of the ratio within a round. A goal against another project
+uses the better of its operations (WRITE or READ) in the same round. Measuring is in
+bench/kv/measure.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ NIXL_TCP, MOONCAKE_TCP = (
 
 @dataclass
 class Results:
-    """Samples by (contestant, quantity) and round; a round in which it failed has no sample."""
+    """Measured samples by (contestant, quantity) and round. Failed rounds have no sample."""
 
     rounds: int
     samples: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound on the median over rounds of `value(results, round)`."""
+    """A bound on the median over all rounds of `value(results, round)`."""
 
     name: str
     limit: float
@@ -55,7 +56,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A goal with its measured median, and the lowest and highest round."""
+    """A goal with its measured median, and the values of the lowest and the highest round."""
 
     goal: Goal
     value: float
@@ -82,7 +83,7 @@ def wait(block_bytes: int, cut: str) -> str:
 
 
 def ratio(ours: str, peers: Iterable[str], quantity: str) -> Callable[[Results, int], float | None]:
-    """Return a function for the ratio of ours to the best peer in the same round."""
+    """Return a function for the ratio of our value to the best peer's in the same round."""
 
     def value(results: Results, round_number: int) -> float | None:
         mine = results.at(round_number, ours, quantity)
@@ -141,7 +142,7 @@ def all_goals() -> list[Goal]:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Return a verdict for every goal with samples of at least one round."""
+    """Return a verdict for every goal that has samples of at least one round."""
     checked = []
     for goal in all_goals():
         values = [
@@ -193,7 +194,7 @@ def markdown(results: Results) -> str:
 
 
 def _sort_key(contestant: str) -> tuple[int, str]:
-    """Return the sort key of a row: ours first, then memcpy and raw TCP, then the peers."""
+    """Return a contestant's sort key: ours first, then memcpy and raw TCP, then the others."""
     order = ("ours", "memcpy", "raw", "nixl", "mooncake")
     return next(
         (i for i, word in enumerate(order) if contestant.startswith(word)), len(order)

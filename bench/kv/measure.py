@@ -1,6 +1,6 @@
-"""The measurements of a pair: passes over scattered blocks, and single blocks in sequence.
+"""Measures a pair of processes: bandwidth, latency and layer-wise transfers of blocks.
 
-Every block is verified.
+Every transferred block is verified.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Latency:
-    """Time from the start of a block's transfer until the initiator knows of its completion."""
+    """Time from the start of a block's transfer until the initiator sees it completed, in µs."""
 
     p50_us: float
     p99_us: float
 
 
 def bandwidth(pair: Pair, block_bytes: int, pool_bytes: int, rng: random.Random) -> Throughput:
-    """Measure passes with new slots until they have taken ENOUGH_S.
+    """Measure repeated transfers of scattered blocks, for at least ENOUGH_S seconds.
 
-    Drawing slots and verifying blocks are not timed.
+    Choosing and verifying blocks is not timed.
     """
     n_bytes, seconds, cpu_s = 0, 0.0, 0.0
     size = min(PASS_BYTES[block_bytes], pool_bytes)
@@ -68,7 +68,7 @@ def bandwidth(pair: Pair, block_bytes: int, pool_bytes: int, rng: random.Random)
 
 
 def latency(pair: Pair, block_bytes: int, pool_bytes: int, rng: random.Random) -> Latency:
-    """Measure one block at a time, each to a different slot."""
+    """Measure transfers of single blocks, one after another, each to a different position."""
     count = min(POSTS, pool_bytes // block_bytes)
     pair.call_both(
         "prepare", block_bytes=block_bytes, count=count, seed=rng.getrandbits(32), each=True
@@ -86,7 +86,7 @@ PREFILL_SHARE = 1.5
 
 
 def exposed_share(pair: Pair, pool_bytes: int, rng: random.Random) -> float:
-    """Measure the part of a layer-wise transfer that a prefill does not hide.
+    """Measure the part of a layer-wise transfer that does not overlap with the prefill.
 
     Returns the time from the last layer to the end of the transfer, relative to the time of the
     same transfer without a prefill.
@@ -96,9 +96,9 @@ def exposed_share(pair: Pair, pool_bytes: int, rng: random.Random) -> float:
 
 
 def _request(pair: Pair, pool_bytes: int, rng: random.Random, prefill_s: float) -> float:
-    """Transfer one request by layers and return the seconds after its last layer.
+    """Transfer one request layer by layer and return the seconds after its last layer.
 
-    The sink fetches before the source offers, as a reserved decode group does.
+    The sink fetches before the source offers, as a decode engine with reserved blocks does.
     """
     count = pool_bytes // LAYERED_BLOCK_BYTES
     pair.call_both(
@@ -116,7 +116,7 @@ def _request(pair: Pair, pool_bytes: int, rng: random.Random, prefill_s: float) 
 
 
 def _verify(pair: Pair) -> None:
-    """Check the sink's blocks, except for raw TCP, which moves no blocks."""
+    """Raise an error unless the sink has the right blocks (raw TCP, without blocks, is exempt)."""
     if pair.contestant.name != "raw tcp" and (wrong := pair.sink.call("verify")):
         raise NotMeasurable(f"{pair.contestant.name} delivered {wrong} wrong blocks")
 
@@ -124,10 +124,10 @@ def _verify(pair: Pair) -> None:
 def least_disturbed(
     pair: Pair, task: Callable[[], dict[str, float]], retakes: int
 ) -> tuple[float, dict[str, float]]:
-    """Return the share of the machine that other processes used during a task, and its results.
+    """Run a measurement, and repeat it if other processes disturbed it too much.
 
-    Repeats the task up to `retakes` times while the share is above MAX_OTHERS, and returns the
-    repetition with the lowest share.
+    Returns the share of the machine that other processes used, and the results. It repeats up to
+    `retakes` times while the share is above MAX_OTHERS, and returns the run with the lowest share.
     """
     best = _run_watched(pair, task)
     for _ in range(retakes):
@@ -147,7 +147,7 @@ def _run_watched(
 
 
 def _machine_cpu_s() -> float:
-    """Return the processor time that all processes of the machine have used since boot."""
+    """Return the processor time in seconds that all processes have used since boot."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 

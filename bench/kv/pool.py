@@ -1,8 +1,8 @@
-"""The memory to move: a pool per process, the drawn blocks, and their verification.
+"""The memory to transfer: one pool per process, the chosen blocks, and their verification.
 
 Block contents come from one seeded reference that every worker maps, so that wrong bytes and
-misplaced blocks are detected. This module also runs in the peers' venv: it imports only numpy and
-the standard library.
+misplaced blocks are detected. This module also runs in the venv of the other projects, so it
+imports only numpy and the standard library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Slots = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Draw:
-    """The blocks of one pass: slot src[i] of the source goes to slot dst[i] of the sink."""
+    """The blocks of one transfer: source block src[i] is copied to sink block dst[i]."""
 
     block_bytes: int
     src: Slots
@@ -30,9 +30,9 @@ class Draw:
 
 
 def draw(pool_bytes: int, block_bytes: int, count: int, seed: int) -> Draw:
-    """Draw `count` different slots of each side in random order.
+    """Choose `count` different blocks on each side in random order.
 
-    The same seed draws the same slots in both processes.
+    The same seed chooses the same blocks in both processes.
     """
     rng = np.random.default_rng(seed)
     slots = pool_bytes // block_bytes
@@ -40,7 +40,7 @@ def draw(pool_bytes: int, block_bytes: int, count: int, seed: int) -> Draw:
 
 
 def reference(pool_bytes: int, seed: int) -> Bytes:
-    """Return the contents of every source's pool."""
+    """Return the reference contents of every source's pool, as bytes."""
     return (
         np.random.default_rng(seed)
         .integers(0, 2**64, pool_bytes // 8, dtype=np.uint64)
@@ -49,12 +49,12 @@ def reference(pool_bytes: int, seed: int) -> Bytes:
 
 
 def wipe(pool: Bytes, drawn: Draw) -> None:
-    """Clear the target blocks, so that blocks of an earlier pass cannot count as delivered."""
+    """Clear the target blocks, so that blocks of an earlier transfer cannot count as delivered."""
     pool.reshape(-1, drawn.block_bytes)[drawn.dst] = 0
 
 
 def wrong_blocks(pool: Bytes, expected: Bytes, drawn: Draw) -> int:
-    """Return the number of target blocks that differ from the source's."""
+    """Return the number of target blocks that differ from the source's blocks."""
     actual = pool.reshape(-1, drawn.block_bytes).view(np.uint64)
     wanted = expected.reshape(-1, drawn.block_bytes).view(np.uint64)
     step = max(1, (4 << 20) // drawn.block_bytes)  # a few MiB at a time

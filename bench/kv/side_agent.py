@@ -1,7 +1,7 @@
-"""Complete transfers between two of our agents, from the ticket to the confirmation.
+"""Contestant: complete transfers between two of our KV agents, from ticket to confirmation.
 
-side_ours measures a link alone; this module measures it with everything that makes a transfer safe.
-Settings: transport (tcp or shm), layers (True for a request that is computed layer by layer).
+side_ours measures a connection alone. This module also includes everything that makes a transfer
+safe. Settings: transport (tcp or shm), layers (True: the request is computed layer by layer).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATIENCE_S = 50.0
 
 
 class Agents:
-    """A source that offers in `prepare`, which is not timed, or a sink that fetches.
+    """One of two agents: a source that offers in `prepare` (not timed), or a sink that fetches.
 
     Blocks have 64 KiB of one layer.
     """
@@ -112,7 +112,7 @@ class Agents:
 
 
 class Layers(Agents):
-    """Agents of one request with 32 layers that are computed in sequence.
+    """Agents that transfer one request with 32 layers, computed one after another.
 
     A block has 8 KiB of each layer.
     """
@@ -120,9 +120,9 @@ class Layers(Agents):
     LAYOUT = KvLayout(32, 1, 128, KvDtype.BF16, 16)
 
     def custom(self, what: str, prefill_s: float = 0.0) -> float:
-        """Run one side of a layer-wise transfer and return its seconds.
+        """Run one side of a layer-wise transfer and return its duration in seconds.
 
-        what       "fetch": receive the drawn blocks; "offer": send them, and measure from the last
+        what       "fetch": receive the chosen blocks; "offer": send them, and measure from the last
                    layer until the source knows that all blocks have arrived
         prefill_s  duration of the simulated prefill, which uses no CPU; 0: the prefill ends before
                    the offer

@@ -1,6 +1,6 @@
-"""The reference contestant: numpy copies the blocks within the sink; the source does nothing.
+"""Contestant: a memory copy with numpy, as a reference. The sink copies, the source is idle.
 
-Settings: files (True to use memory files instead of numpy's memory, which has huge pages).
+Settings: files (True: use memory files instead of numpy's memory, which has huge pages).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pool import Bytes, Draw
 
 
 class Memcpy:
-    """A side; the sink copies from a private pool with the source's contents."""
+    """One process; the sink copies from a private pool that has the source's contents."""
 
     def __init__(self, role: str, pool_bytes: int, make: Callable[[int], Bytes]) -> None:
         self.role = role
@@ -60,7 +60,7 @@ def open_side(role: str, pool_bytes: int, settings: dict[str, Any]) -> Memcpy:
 
 
 def _huge(n_bytes: int) -> Bytes:
-    """Allocate by numpy, which requests huge pages."""
+    """Allocate `n_bytes` bytes with numpy, which requests huge pages."""
     return np.zeros(n_bytes, np.uint8)
 
 

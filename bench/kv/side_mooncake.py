@@ -1,6 +1,6 @@
-"""Mooncake's transfer engine over TCP. Settings: op (READ or WRITE).
+"""Contestant: Mooncake's transfer engine over TCP. Settings: op (READ or WRITE).
 
-The environment sets its queue limits.
+Environment variables set its queue limits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pool import Bytes, Draw
 
 
 class Mooncake:
-    """A side. The passive one only registers memory, which Mooncake's own threads serve."""
+    """One process. The passive one only registers memory, which Mooncake's own threads serve."""
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:
         from mooncake.engine import TransferEngine

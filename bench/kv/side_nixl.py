@@ -1,7 +1,7 @@
-"""NIXL 1.5.1 with its UCX backend and prepared descriptor lists, as vLLM uses it.
+"""Contestant: NIXL 1.5.1 with UCX and prepared descriptor lists, as vLLM uses it.
 
-Without a progress thread the passive side must poll for notifications, as an engine does between
-its steps. Here it polls without a pause, which is fastest. Settings: op (READ or WRITE), progress
+Without a progress thread the passive process must poll for notifications, as an engine does between
+its steps. Here it polls continuously, which is fastest. Settings: op (READ or WRITE), progress
 (bool). The environment sets UCX_TLS and UCX_NET_DEVICES.
 """
 
@@ -16,7 +16,7 @@ from pool import Bytes, Draw
 
 
 class Nixl:
-    """A side; the initiator has one transfer handle for a pass, or one for each block."""
+    """One process; the initiator has one transfer handle for all blocks, or one for each block."""
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:
         from nixl._api import nixl_agent, nixl_agent_config

@@ -1,8 +1,8 @@
-"""Our transports at the level of a link, with windows of runs as an agent sends them.
+"""Contestant: our transports without agents, in batches of blocks (windows) as agents send.
 
-The link checks generations and verifies bytes. The sink dials. The source puts the windows of a
-pass, drives the link on its own thread, and waits for the confirmation of all. Settings: transport
-(tcp or shm), checked (xxh3), sealed (AES-GCM), lanes (number of parallel connections).
+Block generations and bytes are verified. The sink connects to the source. The source sends the
+windows, drives the link on its own thread, and waits for all confirmations. Settings: transport
+(tcp or shm), checked (xxh3 digests), sealed (AES-GCM), lanes (number of parallel connections).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GRANT = b"grant"
 
 
 class LinkSide:
-    """A side and the owner of its link; the link calls it on its own thread or the driving one."""
+    """One process with its link, which calls it back on its own thread or on the driving one."""
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:
         self.role = role
@@ -74,7 +74,10 @@ class LinkSide:
                 _laned(self.link).add_lane(lane)
 
     def prepare(self, drawn: Draw, each: bool) -> None:
-        """Build the windows; the sink grants write access to its blocks, the source awaits that."""
+        """Build the windows (batches of blocks) of one transfer.
+
+        The sink permits writes to its blocks; the source waits for that permission.
+        """
         self.transfer += 1
         self.each, self.replies = each, 0
         assert self.role == "sink" or self.joined.wait(PATIENCE_S)
@@ -108,7 +111,7 @@ class LinkSide:
         return windows
 
     def _generation_check(self, src: np.ndarray, size: int) -> Any:
-        """Return a check that the source's blocks still have their present generation."""
+        """Return a function that checks that the source's blocks have not been reused."""
         if self.role == "sink":
             return None
         blocks = _blocks(src, size)
@@ -145,7 +148,7 @@ class LinkSide:
     # ---- callbacks of the link (LinkOwner) ----
 
     def on_linked(self, link: Link) -> None:
-        """Use the first connection as the link and further ones as its lanes."""
+        """Use the first connection as the link, and further ones as its parallel lanes."""
         link.secure(SECRET)
         if self.link is None:
             self.link = link
@@ -186,7 +189,7 @@ class LinkSide:
 
 
 def _region(role: str, pool_bytes: int, transport: str) -> Region:
-    """Create the region: numpy's memory with huge pages for TCP, memory files for shm."""
+    """Create the memory region: numpy's memory with huge pages for TCP, memory files for shm."""
     if transport == "tcp":
         return Region.over(np.zeros(pool_bytes, np.uint8), BLOCK_BYTES, name=role)
     return MemoryFileRegion.create(pool_bytes // BLOCK_BYTES, BLOCK_BYTES, name=role, populate=True)
@@ -211,7 +214,7 @@ def _transport(
 
 
 def _blocks(slots: np.ndarray, size: int) -> np.ndarray:
-    """Return the region's blocks that contain slots of this size."""
+    """Return the numbers of the region's blocks that contain these slots of `size` bytes."""
     return np.unique(slots[:, None] * size // BLOCK_BYTES + np.arange(max(1, size // BLOCK_BYTES)))
 
 

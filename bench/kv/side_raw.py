@@ -1,7 +1,7 @@
-"""Upper limits: what a loopback TCP connection can carry.
+"""Contestants that set upper limits: what a loopback TCP connection can carry.
 
-`Raw` sends one cached buffer of 1 MiB again and again, without blocks. `Scattered` sends the blocks
-by a minimal loop, without frames, generations or write permissions.
+`Raw` repeatedly sends one cached buffer of 1 MiB, without blocks. `Scattered` sends the blocks in a
+minimal loop, without frames, generations or write permissions.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Raw:
             self.thread.join()
 
     def _accept(self) -> socket.socket:
-        """Return the sink's socket."""
+        """Wait for the source's connection and return the sink's socket."""
         assert self.listener is not None
         if self.sock is None:
             self.sock, _ = self.listener.accept()
@@ -98,9 +98,9 @@ class Raw:
 
 
 class Scattered(Raw):
-    """Raw TCP between the slots of both pools.
+    """Raw TCP between the blocks of both pools.
 
-    checked  send an xxh3-64 digest with every few blocks and verify it in the sink's memory
+    checked  whether an xxh3-64 digest follows every few blocks and is verified in the sink's memory
     """
 
     def __init__(self, role: str, pool_bytes: int, *, checked: bool) -> None:
@@ -154,7 +154,7 @@ def _digest(blocks: list[memoryview]) -> bytes:
 
 
 def _transfer_all(call: Any, sock: socket.socket, parts: list[memoryview]) -> None:
-    """Call readv or writev until all parts are transferred."""
+    """Call readv or writev (`call`) until all parts are transferred."""
     while parts:
         count = call(sock.fileno(), parts)
         if not count:

@@ -1,7 +1,7 @@
 """One process of a contestant: python bench/kv/worker.py MODULE ROLE SETTINGS REFERENCE.
 
 It executes commands from stdin and writes replies to stdout, both as lines of JSON. It ends by
-os._exit, because some peers crash in their libraries' destructors.
+os._exit, because some libraries crash in their destructors.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from pool import Bytes, Draw, draw, wipe, wrong_blocks
 
 
 class Side(Protocol):
-    """One end of a contestant.
+    """One end of a transfer, source or sink, which each contestant's module implements.
 
-    prepare  build descriptors for the drawn blocks, for one pass or for `each` block
+    prepare  build descriptors for the chosen blocks: for all at once, or with `each` for every
+             block
     run      move all blocks
     post     move one block
 
@@ -39,7 +40,7 @@ class Side(Protocol):
 
 
 class Worker:
-    """Executes commands on a side, and measures time and CPU."""
+    """Executes commands on one side, and measures time and CPU."""
 
     def __init__(self, side: Side, role: str, expected: Bytes) -> None:
         self.side, self.role, self.expected = side, role, expected
@@ -55,7 +56,7 @@ class Worker:
         self.side.connect(peer)
 
     def prepare(self, block_bytes: int, count: int, seed: int, each: bool) -> None:
-        """Draw blocks and let the side build its descriptors, which is not timed."""
+        """Choose blocks and let the side build its descriptors, which is not timed."""
         self.drawn = draw(len(self.side.pool), block_bytes, count, seed)
         if self.role == "sink":
             wipe(self.side.pool, self.drawn)
@@ -66,18 +67,18 @@ class Worker:
         self.side.begin()
 
     def finish(self) -> float:
-        """Return the CPU seconds of all threads since `begin`."""
+        """Return the CPU seconds that all threads used since `begin`."""
         self.side.finish()
         return time.process_time() - self.since
 
     def run(self) -> float:
-        """Move all drawn blocks and return the seconds."""
+        """Move all chosen blocks and return the duration in seconds."""
         started = time.perf_counter()
         self.side.run()
         return time.perf_counter() - started
 
     def posts(self) -> list[float]:
-        """Move the drawn blocks one after another and return the microseconds of each."""
+        """Move the chosen blocks one after another; return the duration of each in microseconds."""
         assert self.drawn is not None
         times = []
         for index in range(len(self.drawn.src)):
@@ -87,12 +88,12 @@ class Worker:
         return times
 
     def verify(self) -> int:
-        """Return the number of wrong blocks."""
+        """Return the number of target blocks with wrong contents."""
         assert self.drawn is not None
         return wrong_blocks(self.side.pool, self.expected, self.drawn)
 
     def custom(self, **arguments: Any) -> Any:
-        """Run a measurement that is specific to the side (layer-wise)."""
+        """Run a measurement that only this side has (layer-wise) and return its result."""
         return self.side.custom(**arguments)  # type: ignore[attr-defined]
 
 
@@ -108,7 +109,7 @@ def serve(worker: Worker, replies: TextIO) -> None:
 
 
 def main() -> None:
-    """Serve one side; libraries' output on stdout goes to stderr."""
+    """Serve one side. Output of libraries to stdout is redirected to stderr."""
     module, role, settings, expected_path = (
         sys.argv[1],
         sys.argv[2],

@@ -1,4 +1,7 @@
-"""Connections to a KV agent: members that prove the fleet's key, and idle sockets that do not."""
+"""Measures how fast fleet members connect to a KV transfer agent while idle sockets occupy it.
+
+Members prove that they know the fleet's key; idle sockets send nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ TRANSPORT, MISSES = "tcp", 20
 
 
 class Source(NamedTuple):
-    """An agent in its own process."""
+    """An agent that runs in its own process."""
 
     address: str
     port: int
@@ -34,7 +37,7 @@ class Source(NamedTuple):
 
 @asynccontextmanager
 async def agent() -> AsyncIterator[Source]:
-    """Run an agent that offers KV."""
+    """Run an agent process that offers KV, inside an `async with` block."""
     command = [sys.executable, "-m", "tests.chaos.kv_peer", TRANSPORT, str(MISSES), "source"]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=ENV)
@@ -49,7 +52,7 @@ async def agent() -> AsyncIterator[Source]:
 
 
 async def link_times(source: Source, links: int) -> list[float]:
-    """Return the seconds from dialling to the agent's welcome, for this many members in turn."""
+    """Connect `links` members one after another; return the seconds until each is accepted."""
     members, times = group("d", SMALL, [make(TRANSPORT, InprocWire(ThreadClock()))]), []
     try:
         for _ in range(links):
@@ -67,7 +70,7 @@ async def link_times(source: Source, links: int) -> list[float]:
 
 @contextmanager
 def idle_sockets(port: int, number: int) -> Iterator[None]:
-    """Hold this many connections that send nothing; one that the agent closes is replaced."""
+    """Keep `number` connections open that send nothing. One that the agent closes is replaced."""
     over = threading.Event()
 
     def hold() -> None:

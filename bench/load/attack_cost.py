@@ -1,22 +1,22 @@
-"""The cost of each attack in tests/e2e/attackers.py to regular clients, in wall time and memory.
+"""Measures how much each attack of tests/e2e/attackers.py harms regular clients.
 
     make attacks                       # every attack, about fifteen minutes
     python -m bench.load.attack_cost [--only TEXT] [--pairs N] [--window-ms D] [--rate R]
 
-A steady load of regular clients runs through the gateway in windows, alternately without and with
-the attack. The gateway has one core; clients, engines and the attacker share the other. The results
-are medians over windows. An attack passes if
+A steady load of regular clients runs through the gateway in short periods (windows), alternately
+without and with the attack. The gateway has one core; clients, engines and the attacker share the
+other. The results are medians over windows. An attack passes if
 
 - the clients' p99 latency is at most twice the p99 without it, or at most 5 ms higher,
 - none of their requests fails,
 - memory (RSS plus kernel memory of the gateway's sockets) grows by at most 32 MiB, plus the
   configured budget that the attack may fill.
 
-The growth of all socket memory on the machine (/proc/net/sockstat) is printed beside it.
+The growth of all socket memory on the machine (/proc/net/sockstat) is printed as well.
 
-Other work on the machine disturbs windows. So the lowest p99 of three windows before the attack
-defines calm, and a pair counts only if the p99 of its window without the attack is at most CALM
-times as high. No result of a window with the attack can exclude it. If no pair counts, the attack
+Other work on the machine disturbs windows. The lowest p99 of three windows before the attack is the
+reference. A pair of windows counts only if the p99 without the attack is at most CALM times the
+reference. No result of a window with the attack can exclude it. If no pair counts, the attack
 fails.
 """
 
@@ -64,7 +64,7 @@ AGENT_ATTACK = "idle keyless sockets on a KV port"
 
 
 class Window(NamedTuple):
-    """Latencies of the clients in one window, in seconds, and the number of failed requests."""
+    """The clients' latencies in one measured period, in seconds, and their failed requests."""
 
     p50: float
     p99: float
@@ -72,7 +72,10 @@ class Window(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The results of one attack. Memory in bytes; `pairs` is the number of pairs that counted."""
+    """The results of one attack.
+
+    Memory is in bytes; `pairs` is the number of pairs that counted.
+    """
 
     name: str
     without: Window
@@ -108,7 +111,7 @@ class Result(NamedTuple):
 
 
 class Clients:
-    """Regular clients: an open loop of requests at a fixed rate on persistent connections."""
+    """Regular clients, which send requests at a fixed rate on persistent connections."""
 
     def __init__(self, port: int, folder: Path, rate: float, window_ms: int) -> None:
         bodies = write_bodies(
@@ -128,13 +131,13 @@ class Clients:
 
 
 def pinned(core: int, priority: int) -> list[str]:
-    """Return a command prefix that sets the core and, as root only, the priority."""
+    """Return a command prefix that sets the core, and the priority if running as root."""
     nice = ["nice", "-n", str(priority)] if os.geteuid() == 0 else []
     return ["taskset", "-c", str(core), *nice]
 
 
 def measure(attack: CostlyAttack, home: Attacked, clients: Clients, pairs: int) -> Result:
-    """Measure windows without and with the attack, in alternation."""
+    """Measure periods without and with the attack, in alternation."""
     calm_s = min(clients.window().p99 for _ in range(WINDOWS_TO_KNOW))
     counted: list[tuple[Window, Window]] = []
     longest_s, resident, sockets, machine = 0.0, 0, 0, 0
@@ -181,7 +184,7 @@ def prepared(base: int) -> Iterator[tuple[Attacked, Path]]:
 
 
 async def measure_agent(pairs: int, links: int) -> Result:
-    """Measure how fast members link with an agent while idle sockets occupy its KV port."""
+    """Measure how fast members connect to an agent while idle sockets occupy its KV port."""
     counted = []
     async with agent() as source:
         resident = source.cost.resident_bytes
@@ -208,7 +211,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="run only attacks whose name contains this text")
-    parser.add_argument("--pairs", type=int, default=3, help="pairs of windows per attack")
+    parser.add_argument(
+        "--pairs", type=int, default=3, help="measured periods with and without each attack"
+    )
     parser.add_argument("--window-ms", type=int, default=1500)
     parser.add_argument(
         "--rate", type=float, default=150.0, help="requests per second of the regular clients"

@@ -1,9 +1,9 @@
-"""Locust users that stream chat completions and report TTFT and TPOT in addition to request times.
+"""Locust users that stream chat completions, and report TTFT and TPOT as well.
 
     make load                                                          # headless, with mock groups
-    locust -f tests/load/locustfile.py --host http://127.0.0.1:8080    # with a web page
+    locust -f bench/load/locustfile.py --host http://127.0.0.1:8080    # with a web page
 
-Rows: `POST chat` is the complete answer, `TTFT chat` the first event with generated content, and
+Rows: `POST chat` is the complete response, `TTFT chat` the first event with generated content, and
 `TPOT chat` the time per token after it. Prompts have the shapes of `penstock bench`
 (planner/bench/workloads.py).
 """
@@ -25,13 +25,13 @@ SHAPES = ("chat", "shared-prefix")
 
 @events.init.add_listener
 def make_sessions(environment: Environment, **_: Any) -> None:
-    """Create a stream of sessions per shape for all users, so that they share prefixes."""
+    """Create one source of sessions per traffic shape, so that all users share prefixes."""
     sessions = {name: shapes()[name].sessions(0) for name in SHAPES}
     environment.sessions = sessions  # type: ignore[attr-defined]
 
 
 class StreamingUser(HttpUser):
-    """A user that sends a request, reads the stream to its end, and pauses."""
+    """A user that repeatedly sends a request, reads the stream to its end, and pauses."""
 
     abstract = True
     wait_time = between(0.1, 0.5)
@@ -88,7 +88,7 @@ class StreamingUser(HttpUser):
             )
 
     def _event(self, kind: str, seconds: float, tokens: int) -> None:
-        """Add a measurement to locust's table; the response length is the number of tokens."""
+        """Report a measurement to locust; the response length is the number of tokens."""
         self.environment.events.request.fire(
             request_type=kind,
             name=self.shape,
@@ -100,14 +100,14 @@ class StreamingUser(HttpUser):
 
 
 class ChatUser(StreamingUser):
-    """Users with conversations that share a short system prompt."""
+    """Users whose conversations share a short system prompt."""
 
     shape = "chat"
     weight = 3
 
 
 class SharedPrefixUser(StreamingUser):
-    """Users with questions about one of 150 long prompts whose prefixes form a tree."""
+    """Users that ask questions about one of 150 long prompts whose prefixes form a tree."""
 
     shape = "shared-prefix"
     weight = 1

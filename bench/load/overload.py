@@ -1,14 +1,14 @@
-"""`make overload`: load a gateway with twice its fleet's capacity while 600 streams are open.
+"""`make overload`: send a gateway twice its fleet's capacity while 600 streams are open.
 
     python -m bench.load.overload [--runs 1] [--ahead] [--admission priced] [--policy NAME]
                                   [--seed 1] [--json FILE]
 
-Eight mock groups, a gateway and a load generator of two processes run on 127.0.0.1. A run of four
+Eight mock engines, a gateway and a load generator of two processes run on 127.0.0.1. A run of four
 minutes on two cores has these phases: round trips on the idle machine; half of capacity while 600
-long streams are opened; 30 s at twice capacity with clients that obey Retry-After; 60 s at half;
-20 s at twice capacity with clients that ignore Retry-After; 40 s at half. The capacity is measured
-on the virtual clock. Other load on the machine shows in the round trips to a server that only
-refuses. Exit status: 1 when a median over the runs misses its bound.
+long streams are opened; 30 s at twice capacity with clients that obey Retry-After (spike); 60 s at
+half; 20 s at twice capacity with clients that ignore Retry-After (storm); 40 s at half. The
+capacity is found by simulation. A server that only refuses requests shows how much other load the
+machine has. Exit status: 1 if a median over the runs misses its bound.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _median(bounds: Sequence[Bound]) -> Bound:
 
 
 def _take_priority() -> None:
-    """Give this process and its children real-time priority, which needs root.
+    """Give this process and its children real-time priority. Requires root.
 
     A nice value would not suffice, because it has no effect between scheduling groups.
     """
@@ -81,7 +81,7 @@ def _take_priority() -> None:
 
 
 def _print_figures(run: Figures) -> None:
-    """Print the figures that the bounds are derived from."""
+    """Print the measured figures from which the bounds are computed."""
     for name in ("idle", "busy", "shed", "shed_inside", "unread", "waited"):
         times = getattr(run, name)
         print(
@@ -115,10 +115,12 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--runs", type=int, default=1, choices=range(1, MAX_RUNS + 1))
     parser.add_argument(
-        "--admission", default="priced", help="admission to measure, for example cap"
+        "--admission", default="priced", help="admission rule to measure, for example cap"
     )
     parser.add_argument("--policy", default=POLICY)
-    parser.add_argument("--capacity", type=float, help="requests/s (default: measured)")
+    parser.add_argument(
+        "--capacity", type=float, help="capacity in requests per second (default: measured)"
+    )
     parser.add_argument(
         "--ahead", action="store_true", help="run with real-time priority (needs root)"
     )

@@ -1,7 +1,7 @@
-"""A minimal HTTP client that records when a request was sent and when its answer arrived.
+"""A minimal HTTP client that records when a request was sent and when its response arrived.
 
-The arrival is the kernel's timestamp, since this process may read the answer late. aiohttp's client
-would add more delay than is measured here. The requests are in bench/load/overload_load.py.
+The arrival is the kernel's timestamp, because this process may read the response late. aiohttp's
+client would add more delay than is to be measured. bench/load/overload_load.py sends the requests.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ STAMP = struct.Struct("@qq")  # a timespec of the wall clock
 
 
 class TimedRequest:
-    """One request and its answer. Times are of time.monotonic; None if the event did not happen.
+    """One request and its response. Times are of time.monotonic; None if the event did not occur.
 
-    sent_s         the request was passed to the kernel
-    answered_s     the first bytes of the answer reached the socket
+    sent_s         when the request was passed to the kernel
+    answered_s     when the first bytes of the response reached the socket
     unread_s       seconds from then until this process read them
-    retry_after_s  value of the retry-after-ms header
-    ended          done when the answer is complete or the connection has ended
+    retry_after_s  the retry-after-ms header, in seconds
+    ended          resolves when the response is complete or the connection has ended
     """
 
     __slots__ = (
@@ -68,7 +68,7 @@ class TimedRequest:
 
 
 class TimedConnection:
-    """A connection for one request at a time. It owns a non-blocking socket."""
+    """An HTTP connection for one request at a time, on a non-blocking socket."""
 
     def __init__(self, pool: ConnectionPool, sock: socket.socket) -> None:
         self._pool, self._sock = pool, sock
@@ -81,7 +81,7 @@ class TimedConnection:
         self._loop.add_reader(sock, self._readable)
 
     async def send(self, request: bytes, timed: TimedRequest) -> None:
-        """Send a request and read its answer to the end."""
+        """Send a request and read its response to the end."""
         self._asked, self._head, self._body = timed, b"", None
         timed.sent_s = monotonic()
         try:
@@ -112,7 +112,7 @@ class TimedConnection:
             self.close()
 
     def _read(self, data: bytes, unread_s: float) -> None:
-        """Handle bytes that lay in the socket for `unread_s` seconds."""
+        """Process bytes that were in the socket for `unread_s` seconds before being read."""
         now, timed = monotonic() - unread_s, self._asked
         if timed is None:
             return
@@ -139,10 +139,10 @@ class TimedConnection:
 
 
 def age_s(ancillary: list[tuple[int, int, bytes]], now_s: float) -> float:
-    """Return the seconds from the arrival of data until `now_s`, a time of the wall clock.
+    """Return how many seconds before `now_s` (wall clock) the received data arrived.
 
-    about  ancillary data of recvmsg. Without a timestamp, which the kernel omits for a moment after
-           the option is set, the result is 0.
+    `ancillary` is the ancillary data of recvmsg. Without a timestamp in it, which the kernel omits
+    for a moment after the option is set, the result is 0.
     """
     if not ancillary:
         return 0.0
@@ -151,7 +151,7 @@ def age_s(ancillary: list[tuple[int, int, bytes]], now_s: float) -> float:
 
 
 class ConnectionPool:
-    """A pool of keep-alive connections to one server; the last used is reused first."""
+    """A pool of keep-alive connections to one server. The last used one is reused first."""
 
     def __init__(self, url: str) -> None:
         split = urlsplit(url)
@@ -160,7 +160,7 @@ class ConnectionPool:
         self.idle: list[TimedConnection] = []
 
     async def send(self, request: bytes, timed: TimedRequest) -> None:
-        """Send a request on an idle or new connection and read its answer to the end."""
+        """Send a request on an idle or new connection, and read its response to the end."""
         connection = None
         while self.idle and connection is None:
             connection = self.idle.pop()
@@ -185,7 +185,7 @@ class ConnectionPool:
 
 
 def request(prompt_tokens: int, output_tokens: int, *key: object) -> bytes:
-    """Build a streaming chat completion as an SDK sends it; `key` makes its prompt unique."""
+    """Build a streaming chat request as an SDK sends it; `key` makes its prompt unique."""
     body = msgspec.json.encode(
         {
             "model": "llama-3.1-70b-fp8",

@@ -1,6 +1,6 @@
-"""The figures of an overload run, computed from the record of every request, and their bounds.
+"""Computes the figures of an overload run from the records of all requests, and checks bounds.
 
-This module does no I/O.
+This module does no I/O. bench/load/overload.py explains the phases (spike, storm).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WAITED = frozenset(("ttft", "waited_too_long"))
 
 
 class Times(msgspec.Struct, frozen=True):
-    """Count and percentiles of durations."""
+    """The number of durations, and their percentiles in seconds."""
 
     count: int
     p50_ms: float
@@ -29,7 +29,7 @@ class Times(msgspec.Struct, frozen=True):
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """One required bound: with `least` the limit is a minimum, otherwise a maximum."""
+    """A required bound on a figure: a minimum with `least`, otherwise a maximum."""
 
     name: str
     value: float
@@ -53,7 +53,7 @@ class Figures(msgspec.Struct, frozen=True):
     unread            time until the client's process read these 429s
     waited            time to a refusal of requests that waited in the queue first
     refused           number of refusals by reason
-    streams_open      long streams that flowed from the spike to the storm
+    streams_open      long streams that made progress from the spike to the storm
     streams_good      share of the streams within the TPOT budget during the spike
     offered           clients that arrived in the spike
     accepted          requests admitted during the spike
@@ -90,7 +90,7 @@ class Figures(msgspec.Struct, frozen=True):
     amplification: float
 
     def bounds(self) -> Iterator[Bound]:
-        """Yield the required bounds with their values."""
+        """Yield all required bounds with the measured values."""
         idle_ms = self.idle.p50_ms
         yield Bound("open streams", self.streams_open, 600, least=True)
         yield Bound("429 above the idle loopback, p50", self.shed.p50_ms - idle_ms, 2.0, unit=" ms")
@@ -115,7 +115,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A refusal from the gateway's access log."""
+    """A refused request, from the gateway's access log."""
 
     reason: str
     inside_s: float
@@ -130,7 +130,7 @@ def figures(
 ) -> Figures:
     """Compute the figures of a run.
 
-    refusals  by request id
+    refusals  from the access log, by request id
     sent      number of requests that reached the engines since the start of the storm
     """
     spike, storm = plan.window("spike"), plan.window("storm")
@@ -186,7 +186,10 @@ def figures(
 
 
 def is_good(client: ClientRecord) -> bool:
-    """Whether the admitted try kept both budgets and its answer was complete or cut by the end."""
+    """Return whether the admitted try kept both latency budgets, and its answer is intact.
+
+    An answer may be cut by the end of the run.
+    """
     if not (client.whole or client.cut) or client.first_s is None or client.last_s is None:
         return False
     tpot_s = (client.last_s - client.first_s) / max(1, client.tokens - 1)
@@ -198,7 +201,7 @@ def is_good_at_once(client: ClientRecord) -> bool:
 
 
 def times(seconds: Iterable[float]) -> Times:
-    """Return the count and percentiles of durations; all zero without any."""
+    """Return the number and percentiles of durations; all are zero if there are none."""
     ordered = sorted(seconds)
     if not ordered:
         return Times(0, 0.0, 0.0)
@@ -228,14 +231,14 @@ def _by_reason(tries: Sequence[Try], refusals: Mapping[str, Refusal]) -> dict[st
 
 
 def _flowed_throughout(plan: Plan, item: Stream) -> bool:
-    """Whether the stream flowed from the start of the spike to the end of the storm."""
+    """Return whether a stream made progress from the start of the spike to the end of the storm."""
     names = [phase.name for phase in plan.phases]
     first, last = names.index("spike"), names.index("storm")
     return all(item.tokens[phase] > 1 for phase in range(first, last + 1))
 
 
 def _kept_budget(plan: Plan, item: Stream) -> bool:
-    """Whether the stream kept its TPOT budget during the spike."""
+    """Return whether a stream kept its TPOT budget during the spike."""
     spike = [phase.name for phase in plan.phases].index("spike")
     return item.tokens[spike] > 1 and item.lasted_s[spike] / (item.tokens[spike] - 1) <= SLO.tpot_s
 
@@ -243,12 +246,12 @@ def _kept_budget(plan: Plan, item: Stream) -> bool:
 def _new_clients(
     clients: Sequence[ClientRecord], window: tuple[float, float]
 ) -> Iterator[ClientRecord]:
-    """Yield the clients that arrived within the window."""
+    """Yield the clients that arrived within a period (start, end)."""
     return (item for item in clients if _within(item.tries[0].due_s, window))
 
 
 def _good_in(clients: Sequence[ClientRecord], window: tuple[float, float]) -> int:
-    """Return the number of good answers to tries admitted within the window."""
+    """Return the number of good answers to requests admitted within a period."""
     return sum(is_good(item) for item in clients if _within(item.tries[-1].due_s, window))
 
 
@@ -265,7 +268,7 @@ Item = ClientRecord | Stream | Try
 
 
 def _share(items: Sequence[Item], holds: Callable[..., bool]) -> float:
-    """Return the share of items for which the condition holds; 0 without items."""
+    """Return the share of items for which `holds` is true; 0 if there are no items."""
     return sum(map(holds, items)) / len(items) if items else 0.0
 
 

@@ -1,7 +1,7 @@
-"""The processes of an overload run: mock groups, gateway, null server and load generators.
+"""Starts the processes of an overload run: mock engines, gateway, null server, load generators.
 
-All run on 127.0.0.1. The gateway has a core to itself if the machine has another, as it would on
-its own machine. The plan is in bench/load/overload_plan.py, the figures in overload_figures.py.
+All run on 127.0.0.1. The gateway has a core to itself if the machine has more than one, as it would
+on its own machine. The plan is in bench/load/overload_plan.py, the figures in overload_figures.py.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ BEHIND = ("nice", "-n", "10")
 
 
 class CpuTimes(NamedTuple):
-    """Seconds in which a process ran on a core, and in which it waited for one."""
+    """The seconds in which a process ran on a core, and those in which it waited for one."""
 
     core_s: float
     runnable_s: float
 
 
 class OverloadFleet:
-    """The running processes; `pids` has the process ids by name."""
+    """The running processes of an overload run; `pids` has the process ids by name."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class OverloadFleet:
         return int(count)
 
     def refusals(self) -> dict[str, Refusal]:
-        """Return the refusals of the access log by request id."""
+        """Return the refused requests of the gateway's access log by request id."""
         lines = (json.loads(line) for line in self._log.read_text().splitlines())
         return {
             line["id"]: Refusal(line["reason"], line["done_us"] / 1e6)
@@ -94,7 +94,7 @@ class OverloadFleet:
 
 @contextmanager
 def run_fleet(admission: str, policy: str, longest_s: float) -> Iterator[OverloadFleet]:
-    """Run everything but the load generator; `longest_s` is the limit of its duration."""
+    """Run all processes except the load generator, for at most `longest_s` seconds."""
     processes.AT_MOST_S = longest_s
     with ExitStack() as stack:
         stack.enter_context(_off_the_gateways_core())
@@ -187,7 +187,7 @@ def _gateway_config(admission: str, policy: str, engines: list[str], log: Path) 
 
 @contextmanager
 def _off_the_gateways_core() -> Iterator[None]:
-    """Keep processes started in the block off the gateway's core, unless it is the only one."""
+    """Keep processes started in this block off the gateway's core, unless it is the only one."""
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, allowed - {OWN_CORE} or allowed)
     try:
@@ -206,7 +206,7 @@ def _piped(*arguments: str, core: int | None = None) -> Iterator[subprocess.Pope
 
 @contextmanager
 def _generator(plan: Plan, *command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process of the load generator while the block runs."""
+    """Run one process of the load generator during a `with` block."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV)
     try:
         assert process.stdin is not None
@@ -231,7 +231,7 @@ def _sleep_until(moment_s: float) -> None:
 
 
 def _cpu_times(pid: int) -> CpuTimes:
-    """Return the scheduler's times of all threads of a process."""
+    """Return the seconds in which all threads of a process ran and waited, by /proc."""
     tasks = [
         (task / "schedstat").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()
     ]
@@ -241,7 +241,7 @@ def _cpu_times(pid: int) -> CpuTimes:
 
 
 def _share(before: CpuTimes, after: CpuTimes, seconds: float) -> CpuTimes:
-    """Return the difference of two times relative to a duration."""
+    """Return the differences of two CpuTimes divided by a duration."""
     return CpuTimes(
         (after.core_s - before.core_s) / seconds, (after.runnable_s - before.runnable_s) / seconds
     )

@@ -42,9 +42,9 @@ GRACE_S = 10.0
 
 
 class Try(msgspec.Struct):
-    """One try of a request. Times are relative to `Plan.begin_s`.
+    """One attempt of a client's request. Times are in seconds after `Plan.begin_s`.
 
-    unread_s  time from the arrival of the answer until the client read it
+    unread_s  time from the arrival of the response until the client read it
     """
 
     due_s: float
@@ -57,10 +57,10 @@ class Try(msgspec.Struct):
 
 
 class ClientRecord(msgspec.Struct):
-    """One client's request with all its tries, and its answer.
+    """One client's request with all its attempts, and its answer.
 
-    whole  the answer is complete
-    cut    the end of the run interrupted the answer
+    whole  whether the answer is complete
+    cut    whether the end of the run interrupted the answer
     """
 
     number: int
@@ -74,7 +74,7 @@ class ClientRecord(msgspec.Struct):
 
 
 class Stream(msgspec.Struct):
-    """One long stream.
+    """The progress of one long stream.
 
     tokens    number of tokens by phase
     lasted_s  time between the first and the last token by phase
@@ -87,10 +87,10 @@ class Stream(msgspec.Struct):
 
 
 class ClientRecords(msgspec.Struct):
-    """The records of the `clients` process.
+    """The output of the `clients` process.
 
-    idle_s  round trips to the null server before the plan
-    busy_s  (time, round trip) to the null server during the plan
+    idle_s  round-trip times to the null server before the plan
+    busy_s  (time, round-trip time) to the null server during the plan
     """
 
     idle_s: list[float]
@@ -99,7 +99,7 @@ class ClientRecords(msgspec.Struct):
 
 
 async def streams(plan: Plan) -> list[Stream]:
-    """Open the long streams one after the other and read them until the end of the plan."""
+    """Open the long streams one after another and read them until the end of the plan."""
     connections, loop = ConnectionPool(plan.url), asyncio.get_running_loop()
     tasks, requests = [], []
     for number in range(STREAMS):
@@ -115,7 +115,7 @@ async def streams(plan: Plan) -> list[Stream]:
 
 
 def _stream(plan: Plan, timed: TimedRequest) -> Stream:
-    """Return the stream's tokens and durations by phase."""
+    """Convert a finished request to a Stream with its tokens and durations by phase."""
     timeline, bounds = (
         timed.timeline,
         list(accumulate((phase.seconds for phase in plan.phases), initial=0.0)),
@@ -138,7 +138,7 @@ class ClientLoad:
         self.clients: list[ClientRecord] = []
 
     async def measure_idle(self) -> list[float]:
-        """Measure round trips to the null server on the idle machine."""
+        """Measure round trips to the null server on the idle machine, in seconds."""
         for _ in range(20):  # warm up code and connections
             await self._round_trip()
         round_trips = []
@@ -148,7 +148,10 @@ class ClientLoad:
         return round_trips
 
     async def measure_busy(self) -> list[tuple[float, float]]:
-        """Measure round trips to the null server during the plan."""
+        """Measure round trips to the null server during the plan.
+
+        Returns (seconds since the plan began, round trip in seconds).
+        """
         round_trips = []
         await _sleep_until(self._plan.begin_s)
         while (now := monotonic()) < self._plan.ends_s:
@@ -157,7 +160,7 @@ class ClientLoad:
         return round_trips
 
     async def run_clients(self) -> None:
-        """Run every client of the plan when it is due."""
+        """Start every client of the plan at its time, and wait for all of them."""
         plan, tasks = self._plan, []
         for arrival in arrivals(plan.phases, plan.capacity_per_s, plan.seed):
             await _sleep_until(plan.begin_s + arrival.due_s)
@@ -215,7 +218,7 @@ class ClientLoad:
 
 
 async def clients(plan: Plan) -> ClientRecords:
-    """Measure the idle machine, then run all clients of the plan."""
+    """Measure the idle machine, run all clients of the plan, and return the records."""
     load = ClientLoad(plan)
     idle_s = await load.measure_idle()
     task = asyncio.create_task(load.measure_busy())
@@ -226,7 +229,7 @@ async def clients(plan: Plan) -> ClientRecords:
 
 
 async def _sleep_until(moment_s: float) -> None:
-    """Sleep until a time of time.monotonic."""
+    """Sleep until this time of time.monotonic."""
     left_s = moment_s - monotonic()
     if left_s > 0:
         await asyncio.sleep(left_s)

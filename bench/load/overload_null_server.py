@@ -1,7 +1,7 @@
-"""A null server: it reads each request and answers 429, to measure round trips on this machine.
+"""A null server: it answers each request with 429, to measure round trips on this machine.
 
-It uses uvloop and sockets as the gateway does, and its answer is as long as the gateway's refusals.
-It prints its URL.
+It uses uvloop and sockets as the gateway does, and its response is as long as the gateway's
+refusals. It prints its URL.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ANSWER = f"{_HEAD}content-length: {len(_BODY)}\r\n\r\n".encode() + _BODY
 
 
 class NullConnection(asyncio.Protocol):
-    """One connection of a client."""
+    """One client connection of the null server."""
 
     def __init__(self) -> None:
         self._data = b""

@@ -1,7 +1,7 @@
 """The plan of an overload run: phases, request lengths, arrivals, and the fleet's capacity.
 
 The same requests are sent over HTTP (bench/load/overload_load.py) and, to find the capacity,
-replayed on the virtual clock. Processes and figures are in other modules.
+replayed in simulated time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BASE = 0.5
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """A phase at a load relative to capacity; with `obey`, clients obey Retry-After."""
+    """A phase with a load relative to capacity; `obey`: clients obey Retry-After."""
 
     name: str
     seconds: float
@@ -56,7 +56,7 @@ PHASES = (
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """One client's request, due `due_s` after the plan begins; equal seeds give equal requests."""
+    """One client's request, due `due_s` after the plan begins. Equal seeds give equal requests."""
 
     number: int
     phase: int
@@ -66,7 +66,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The input of the load generator. `begin_s` is of time.monotonic; other times follow it."""
+    """The input of the load generator. `begin_s` is of time.monotonic; other times are relative."""
 
     url: str
     null_url: str
@@ -77,11 +77,11 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def ends_s(self) -> float:
-        """The end of the plan, of time.monotonic."""
+        """The end of the plan, as a time of time.monotonic."""
         return self.begin_s + sum(phase.seconds for phase in self.phases)
 
     def window(self, name: str) -> tuple[float, float]:
-        """Return the start and end of a phase."""
+        """Return the start and the end of the phase with this name."""
         start_s = 0.0
         for phase in self.phases:
             if phase.name == name:
@@ -91,7 +91,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def arrivals(phases: tuple[Phase, ...], capacity_per_s: float, seed: int) -> Iterator[Arrival]:
-    """Yield the independent clients of all phases in order of arrival."""
+    """Yield the requests of all independent clients in order of arrival."""
     rng, numbers, start_s = Random(f"overload {seed}"), count(), 0.0
     for index, phase in enumerate(phases):
         for due_s in poisson(phase.load * capacity_per_s, seed * 100 + index):
@@ -105,7 +105,7 @@ def arrivals(phases: tuple[Phase, ...], capacity_per_s: float, seed: int) -> Ite
 def find_capacity_per_s() -> float:
     """Find the fleet's capacity in requests per second, in addition to the open streams.
 
-    At capacity 90 % of the requests keep both budgets without an admission.
+    At capacity, 90 % of the requests keep both latency budgets without admission control.
     """
     return capacity(_attainment, ATTAINMENT, start=30.0, tolerance=0.05).load
 
@@ -116,7 +116,7 @@ def _attainment(rate: float) -> float:
 
 
 def _replay(rate: float, seed: int) -> Iterator[bool]:
-    """Yield for each request after the settling phase whether it kept its budgets."""
+    """Yield for each request after the warm-up phase whether it kept its latency budgets."""
     phases = (
         Phase("settling", SETTLED_S, 1.0),
         Phase("judged", JUDGED_S, 1.0),
@@ -145,6 +145,6 @@ def _replay(rate: float, seed: int) -> Iterator[bool]:
 def trace_request(
     prompt_tokens: int, output_tokens: int, arrival_s: float, names: Iterator[int]
 ) -> TraceRequest:
-    """Build a request with a unique prompt."""
+    """Build a request with a unique prompt for the simulation."""
     blocks = tuple(next(names) for _ in range(-(-prompt_tokens // BLOCK_TOKENS)))
     return TraceRequest(arrival_s, prompt_tokens, output_tokens, blocks)

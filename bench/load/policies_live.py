@@ -2,10 +2,10 @@
 
     python -m bench.load.policies_live [--runs 3] [--speed 8] [--requests 1500] [--policy NAME]...
 
-Each run starts four mock groups (Llama 3.1 70B FP8 on 4 x H200) in one process, a gateway and a
-client. prefix_aware must reach 0.9 of the hit ratio of one LRU cache with the memory of all four
-groups, and the lowest mean TTFT. Exit status: 1 when it does not. A run takes 512 s / speed, so it
-is not part of `make test`.
+Each run starts four mock engines (Llama 3.1 70B FP8 on 4 x H200) in one process, a gateway and a
+client. prefix_aware must reach 0.9 of the cache hit ratio of a single LRU cache with the memory of
+all four engines, and the lowest mean TTFT. Exit status: 1 if it does not. A run takes 512 s /
+speed, so it is not part of `make test`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def _meets_requirements(hits: list[float], ttfts: dict[str, list[float]], ideal: float) -> bool:
-    """Print and return whether prefix_aware meets both requirements."""
+    """Print whether prefix_aware meets both requirements (hit ratio and TTFT), and return it."""
     means = {name: fmean(values) for name, values in ttfts.items()}
     reached, lowest = median(hits) / ideal, min(means, key=lambda name: means[name])
     print(
@@ -86,7 +86,7 @@ def _format_run(report: BenchReport, ideal: float, speed: float) -> str:
 
 @contextmanager
 def fleet(policy: str, speed: float, access_log: str = "off") -> Iterator[str]:
-    """Run four groups with empty caches and a gateway; yield the gateway's URL."""
+    """Run four mock engines with empty caches and a gateway; yield the gateway's URL."""
     first, (port, admin_port) = _free_run(GROUPS), _free_ports(2)
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         mock = ["-m", "mockgpu", "--port", str(first), "--speed", str(speed), *MODEL]
@@ -123,7 +123,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument(
-        "--speed", type=float, default=8.0, help="speed of the trace and the engines"
+        "--speed", type=float, default=8.0, help="speed-up of the trace and the engines"
     )
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument(

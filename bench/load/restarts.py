@@ -1,4 +1,4 @@
-"""Restart a gateway ten times under load; no request may be refused and no stream cut.
+"""Restart a gateway ten times under load. No request may be refused and no stream cut.
 
     python -m bench.load.restarts [--restarts 10] [--streams 40] [--shorts 4]
                                   [--only sigusr2|socket|workers]
@@ -64,7 +64,7 @@ GOOD = {"streams answered", "requests answered"}
 
 @contextmanager
 def activated(folder: Path, config: str, patience: str) -> Iterator[GatewayProcess]:
-    """Run a gateway on sockets of systemd-socket-activate, which starts it on a connection."""
+    """Run a gateway on sockets of systemd-socket-activate, which starts it at a connection."""
     file, ports = folder / "gateway.yaml", (free_port(), free_port())
     file.write_text(complete_config(config) + patience)
     listen = [word for port in ports for word in ("-l", f"127.0.0.1:{port}")]
@@ -89,7 +89,10 @@ def _connect(port: int) -> None:
 async def restart_by_successors(
     running_gateway: GatewayProcess, restarts: int, streams: int, shorts: int
 ) -> Counter[str]:
-    """Restart by SIGUSR2: each process hands its sockets over to its successor."""
+    """Restart a gateway by SIGUSR2, so that each process hands its sockets to its successor.
+
+    Returns the number of requests by outcome.
+    """
     pids = [running_gateway.pid]
     async with traffic(running_gateway.url, streams, shorts, tokens=200) as load:
         await asyncio.sleep(3.0)
@@ -111,7 +114,10 @@ async def restart_by_successors(
 async def restart_workers(
     running_gateway: GatewayProcess, restarts: int, streams: int, shorts: int
 ) -> Counter[str]:
-    """Restart by SIGUSR2 to a supervisor, which replaces its workers."""
+    """Restart by SIGUSR2 to a supervisor, which replaces its worker processes.
+
+    Returns the number of requests by outcome.
+    """
     async with traffic(running_gateway.url, streams, shorts, tokens=200) as load:
         await asyncio.sleep(3.0)
         for number in range(restarts):
@@ -149,7 +155,7 @@ def _print_restart(
 
 
 def run_mode(mode: str, options: argparse.Namespace) -> bool:
-    """Run one mode and return whether no request was refused or cut."""
+    """Run one mode and return True if no request was refused or cut off."""
     if mode == "socket" and shutil.which(ACTIVATE) is None:
         print(f"{mode}: {ACTIVATE} is missing; install the Debian package systemd", flush=True)
         return False

@@ -1,9 +1,9 @@
-"""`make load`: run locust against a gateway and mock TP groups on 127.0.0.1 for a limited time.
+"""`make load`: run locust against a gateway and mock engines on 127.0.0.1 for a limited time.
 
     python -m bench.load.run [--users 20] [--time 20s] [--groups 4] [--speed 4] [--policy NAME]
     python -m bench.load.run --host http://127.0.0.1:8080        # use a running gateway
 
-The exit status is locust's: 0 when no request failed.
+The exit status is locust's: 0 if no request failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ READY_WITHIN_S = 30.0
 
 
 def main() -> int:
-    """Start the fleet, unless --host names a gateway, and run locust."""
+    """Start the fleet, unless --host names a gateway, and run locust; return its exit status."""
     options = _options()
     with ExitStack() as stack:
         host = options.host or stack.enter_context(
@@ -55,7 +55,7 @@ def main() -> int:
 
 @contextmanager
 def fleet(groups: int, speed: float, policy: str) -> Iterator[str]:
-    """Run mock TP groups and a gateway; yield the gateway's URL."""
+    """Run mock engines and a gateway; yield the gateway's URL."""
     first, (port, admin_port) = _free_run(groups), _free_ports(2)
     mock = ["-m", "mockgpu", "--port", str(first), "--groups", str(groups), "--speed", str(speed)]
     serve = [
@@ -77,7 +77,7 @@ def fleet(groups: int, speed: float, policy: str) -> Iterator[str]:
 
 @contextmanager
 def _running(arguments: list[str], url: str) -> Iterator[None]:
-    """Run a Python process that serves models at `url` while the block runs."""
+    """Run a Python process that serves models at `url` during a `with` block."""
     process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         _await_models(process, url)
@@ -107,7 +107,7 @@ def _await_models(process: subprocess.Popen[bytes], url: str) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return unused ports; all are bound at the same time, so that they differ."""
+    """Return `count` different unused ports."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in sockets:
@@ -132,11 +132,11 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench.load.run", description="Locust against a gateway and mock TP groups."
     )
-    parser.add_argument("--host", help="load this gateway instead of starting one")
+    parser.add_argument("--host", help="URL of a gateway to use instead of a new one")
     parser.add_argument("--users", type=int, default=20)
-    parser.add_argument("--time", default="20s", help="duration of new requests")
+    parser.add_argument("--time", default="20s", help="how long to send requests, such as 20s")
     parser.add_argument("--groups", type=int, default=4)
-    parser.add_argument("--speed", type=float, default=4.0, help="speed of the mock TP groups")
+    parser.add_argument("--speed", type=float, default=4.0, help="speed-up of the mock engines")
     parser.add_argument("--policy", default="prefix_aware")
     return parser.parse_args()
 

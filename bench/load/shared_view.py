@@ -1,16 +1,16 @@
-"""Measure the hit ratio of two gateways that share state by Redis, and an outage of Redis.
+"""Measure the cache hit ratio of two gateways that share state by Redis, and an outage of Redis.
 
     python -m bench.load.shared_view [--requests 1500] [--speed 3] [--outage 600]
 
 The recorded conversation is replayed through one gateway, two with shared state, and two without.
 Shared state must reach 0.97 of the hit ratio of one gateway. With --outage, Redis is then stopped
-for so many seconds under load: there may be no errors, memory must stay bounded, and both gateways
-must be in sync within 5 s of its return.
+for that many seconds under load: there may be no errors, memory must stay bounded, and both
+gateways must be in sync within 5 s of its return.
 
-Engines run faster at a higher speed, but messages do not. Delays of up to seconds do not matter
-(tests/sim); however, on an overloaded machine load instead of caches decides the picks. With few
-requests the hit ratio is low and means nothing. Exit status: 1 when a requirement is missed. A part
-takes requests / 2.9 / speed seconds, so it is not part of `make test`.
+Engines run faster at a higher speed, but messages between gateways do not. Delays of up to seconds
+do not matter (tests/sim). On an overloaded machine, however, load instead of caches decides the
+routing. With few requests the hit ratio is low and means nothing. Exit status: 1 if a requirement
+is missed. A part takes requests / 2.9 / speed seconds, so it is not part of `make test`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def main() -> int:
         prog="bench.load.shared_view", description="Two gateways with one view."
     )
     parser.add_argument("--requests", type=int, default=1500)
-    parser.add_argument("--speed", type=float, default=3.0, help="speed of engines and clients")
+    parser.add_argument("--speed", type=float, default=3.0, help="speed-up of engines and clients")
     parser.add_argument(
-        "--outage", type=float, default=0.0, help="seconds without Redis; 0 omits the outage"
+        "--outage", type=float, default=0.0, help="seconds to stop Redis for; 0: no outage"
     )
     options = parser.parse_args()
     processes.AT_MOST_S = 4 * (options.outage + options.requests / options.speed)

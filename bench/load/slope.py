@@ -1,4 +1,4 @@
-"""The robust slope of noisy samples over time, with its confidence interval.
+"""The slope (growth per second) of noisy samples over time, with its confidence interval.
 
 This module does no I/O.
 """
@@ -23,7 +23,7 @@ Values = npt.NDArray[np.float64]
 
 
 class Slope(msgspec.Struct, frozen=True):
-    """Growth per second, and the central 95 % of slopes with resampled noise.
+    """Growth per second, and its 95 % interval by resampling the noise.
 
     The interval contains the true slope in 9 of 10 cases if the noise is independent, and in 7 of
     10 if it is correlated over a minute.
@@ -35,7 +35,7 @@ class Slope(msgspec.Struct, frozen=True):
 
 
 def slope(samples: Sequence[Point]) -> Slope:
-    """Estimate the slope of (seconds, value) samples in order of time.
+    """Estimate the slope of (seconds, value) samples, which must be in order of time.
 
     The estimate is the median slope of all pairs of points (Theil-Sen), which is robust against
     outliers and an early or late step. Its interval is from a moving block bootstrap with a fixed
@@ -52,7 +52,7 @@ def slope(samples: Sequence[Point]) -> Slope:
 
 
 def lows(samples: Sequence[Point]) -> list[Point]:
-    """Return the lowest sample of every BIN_S."""
+    """Return the lowest sample of each period of BIN_S seconds."""
     bins: dict[int, Point] = {}
     for times, value in samples:
         number = int((times - samples[0][0]) // BIN_S)
@@ -71,7 +71,10 @@ def _theil_sen(times: Values, rows: Values) -> Values:
 
 
 def _resample(values: Values) -> Values:
-    """Return DRAWS rows of resampled values, in blocks of neighbours that wrap around the end."""
+    """Return DRAWS rows of values resampled in blocks of neighbours.
+
+    Blocks may wrap around the end.
+    """
     count = len(values)
     starts = np.random.default_rng(0).integers(count, size=(DRAWS, -(-count // BLOCK), 1))
     indices = (starts + np.arange(BLOCK)) % count

@@ -1,19 +1,19 @@
-"""`make slow`: compare four mock groups, one of them slow, with the three healthy ones over HTTP.
+"""`make slow`: compare four mock engines, one of them slow, with the three healthy ones over HTTP.
 
     python -m bench.load.slow_engine [--policy NAME]... [--case NAME]... [--seconds 30]
 
-All runs have the same load, half of what three healthy groups serve. The slow group is slow from
+All runs have the same load, half of what three healthy engines serve. The slow engine is slow from
 the start, or from `--at` on. The cases:
 
     10x         ten times slower
     3x          three times slower
     3x-decode   three times slower per token, with normal prefills
-    unequal     two groups are twice as slow and have a different label `gpu`
+    unequal     two engines are twice as slow and have a different label `gpu`
 
-Printed for each case: the slow group's share of the requests sent later than 10 s after it became
-slow, the p99 TTFT of all requests and that of the three groups alone, hedges, and when endpoints
-were ejected. Exit status: 1 when a share is above 1 %, a p99 above twice that of the three groups,
-hedges are above 5 %, or an endpoint of `unequal` was ejected.
+Printed for each case: the slow engine's share of the requests sent later than 10 s after it became
+slow, the p99 TTFT of all requests and that of the three engines alone, hedged requests, and when
+endpoints were ejected. Exit status: 1 if a share is above 1 %, a p99 above twice that of the three
+engines, hedged requests are above 5 %, or an endpoint of `unequal` was ejected.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SETTLE_S = 10.0
 
 
 class Case(NamedTuple):
-    """The first `slow` groups take `factor` times as long; with `declared` they have a label."""
+    """A case: `slow` engines take `factor` times as long; `declared`: their label says so."""
 
     factor: float
     only: str = ""
@@ -94,7 +94,7 @@ def _format_result(slow: dict[str, Any], three: dict[str, Any]) -> str:
 
 
 def run_case(policy: str, options: argparse.Namespace, groups: int, case: Case) -> dict[str, Any]:
-    """Run one case with its own gateway and mock groups, and return its figures."""
+    """Run one case with its own gateway and mock engines, and return its figures."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         first, (port, admin_port) = _free_run(groups), _free_ports(2)
@@ -178,7 +178,7 @@ def _figures(
 
 
 def _ejected(folder: Path, slow_at: float) -> list[float]:
-    """Return the times of ejections in seconds after a group became slow."""
+    """Return when endpoints were ejected, in seconds after an engine became slow."""
     lines = [
         line for line in (folder / "stderr.log").read_text().splitlines() if "-> ejected" in line
     ]
@@ -213,19 +213,24 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench.load.slow_engine", description="One slow group of four."
     )
-    parser.add_argument("--policy", action="append", help="may be repeated (default: all)")
     parser.add_argument(
-        "--case", action="append", choices=CASES, help="may be repeated (default: all)"
+        "--policy", action="append", help="policy to measure; may be repeated (default: all)"
+    )
+    parser.add_argument(
+        "--case",
+        action="append",
+        choices=CASES,
+        help="case to measure; may be repeated (default: all)",
     )
     parser.add_argument(
         "--at",
         type=float,
         default=0.0,
-        help="seconds from the first request until a group is slow; 0: from the start",
+        help="seconds after the first request at which an engine becomes slow; 0: at the start",
     )
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--rate", type=float, default=RATE, help="requests per second")
-    parser.add_argument("--speed", type=float, default=1.0, help="speed of the mock groups")
+    parser.add_argument("--speed", type=float, default=1.0, help="speed-up of the mock engines")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

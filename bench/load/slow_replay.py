@@ -1,11 +1,11 @@
-"""`make slow`: replay four groups, one of them slow, and the three healthy ones on a virtual clock.
+"""`make slow`: simulate four engines, one of them slow, and the three healthy ones alone.
 
     python -m bench.load.slow_replay [--seconds 300] [--seed 11]...
 
-The load is half of what three groups serve. Printed for each policy: the slow group's share of the
-requests after 10 s, the p99 TTFT of both runs, hedges, and when groups were ejected. Exit status: 1
-when a share is above 1 %, a p99 above twice that of the three groups, hedges are above 5 %, or a
-healthy group was ejected.
+The load is half of what three engines serve. Printed for each policy: the slow engine's share of
+the requests after 10 s, the p99 TTFT of both runs, hedged requests, and when engines were ejected.
+Exit status: 1 if a share is above 1 %, a p99 above twice that of the three engines, hedged requests
+are above 5 %, or a healthy engine was ejected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument(
-        "--seed", type=int, action="append", help="may be repeated (default: 11 and 12)"
+        "--seed",
+        type=int,
+        action="append",
+        help="random seed; may be repeated (default: 11 and 12)",
     )
     options = parser.parse_args()
     failed = 0

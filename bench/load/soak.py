@@ -3,11 +3,11 @@
     python -m bench.load.soak [--minutes 10] [--warm-up 10] [--users 12] [--speed 2] [--seed 1]
                               [--json FILE]
 
-Mock groups, a gateway and clients run on 127.0.0.1. Clients stream, disconnect, and send long
-prompts and invalid requests, while groups are killed, frozen, drained, added and removed.
-Requirements: every answer is correct, except streams whose group failed; at the end no resources
+Mock engines, a gateway and clients run on 127.0.0.1. Clients stream, disconnect, and send long
+prompts and invalid requests, while engines are killed, frozen, drained, added and removed.
+Requirements: every answer is correct, except streams whose engine failed; at the end no resources
 are in use, and tasks and file descriptors are as before; after the warm-up, in which bounded caches
-fill, resident memory grows by at most 0.5 MB per hour. Exit status: 1 when a requirement is missed.
+fill, resident memory grows by at most 0.5 MB per hour. Exit status: 1 if a requirement is missed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ MAX_MISSES_SHOWN = 20
 
 
 class SoakResult(msgspec.Struct, frozen=True):
-    """The results of a soak.
+    """The results of a soak test.
 
-    fates          number of requests by kind and fate
+    fates          number of requests by kind and outcome
     churn          number of disturbances by name
     unexpected     descriptions of wrong answers
     in_use         resources still in use at the end, by name
@@ -60,7 +60,7 @@ class SoakResult(msgspec.Struct, frozen=True):
 
     @property
     def misses(self) -> list[str]:
-        """Descriptions of the missed requirements."""
+        """Descriptions of the requirements that were missed."""
         misses = [f"unexpected: {answer}" for answer in self.unexpected]
         misses += [
             f"still in use: {name} {count:g}" for name, count in self.in_use.items() if count
@@ -112,7 +112,7 @@ async def _soak(options: argparse.Namespace) -> SoakResult:
 async def _run_load(
     running: SoakFleet, churn: Churn, clients: Clients, users: int, rng: Random, length_s: float
 ) -> list[Point]:
-    """Run load and faults for `length_s`, and return the samples of the gateway's memory."""
+    """Run load and faults for `length_s` seconds; return samples of the gateway's memory."""
     stop, rss = asyncio.Event(), list[Point]()
     async with asyncio.TaskGroup() as group:
         asyncio.get_running_loop().call_later(length_s, stop.set)
@@ -126,7 +126,10 @@ async def _run_load(
 
 
 async def _await_rest(running: SoakFleet) -> dict[str, float]:
-    """Wait until no resources are in use, at most until leases have expired; return the rest."""
+    """Wait until no resources are in use, at most until KV leases have expired.
+
+    Returns the resources that are still in use, by name.
+    """
     ends = monotonic() + REST_WITHIN_S
     while any((in_use := await running.in_use()).values()) and monotonic() < ends:
         await asyncio.sleep(0.5)
@@ -141,7 +144,7 @@ def _by_kind(fates: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
 
 
 def _format_result(result: SoakResult) -> Iterator[str]:
-    """Yield the printed report."""
+    """Yield the lines of the printed report."""
     for kind, fates in result.fates.items():
         yield f"{kind:28} " + ", ".join(f"{count} {fate}" for fate, count in fates.items())
     yield "churn: " + ", ".join(f"{count} {name}" for name, count in sorted(result.churn.items()))
@@ -166,10 +169,13 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="after the warm-up")
     parser.add_argument(
-        "--warm-up", type=float, default=10.0, help="minutes in which bounded caches fill"
+        "--warm-up",
+        type=float,
+        default=10.0,
+        help="minutes before the measurement, in which caches fill",
     )
     parser.add_argument("--users", type=int, default=12)
-    parser.add_argument("--speed", type=float, default=2.0, help="speed of the mock groups")
+    parser.add_argument("--speed", type=float, default=2.0, help="speed-up of the mock engines")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write all results to this file"

@@ -1,4 +1,4 @@
-"""The disturbances of a soak: groups die, freeze, drain, join and leave; the configuration changes.
+"""The disturbances of a soak test: engines die, freeze, drain, join and leave, and reloads.
 
 Each disturbance ends when the gateway reports the normal state again.
 """
@@ -25,7 +25,7 @@ def is_available(status: dict[str, Any] | None) -> bool:
 
 
 class Churn:
-    """Runs all disturbances in random order, again and again; `done` counts them by name."""
+    """Runs all disturbances repeatedly in random order; `done` counts them by name."""
 
     def __init__(self, fleet: SoakFleet, speed: float, rng: Random) -> None:
         self.done: Counter[str] = Counter()
@@ -36,14 +36,17 @@ class Churn:
         self._added = 0
 
     def excuses(self, name: str, started: float, ended: float) -> bool:
-        """Whether a group failed within or shortly before a period of time.monotonic."""
+        """Return whether an engine failed during or shortly before a period of time.monotonic.
+
+        Wrong answers in such a period are excused.
+        """
         return any(
             broken == name and started - NOTICED_S < time_s < ended
             for broken, time_s in self._failures
         )
 
     async def work(self, stop: asyncio.Event) -> None:
-        """Run disturbances until `stop` is set; the last one is completed."""
+        """Run disturbances until `stop` is set. The last one is completed."""
         disturbances: list[Callable[[], Awaitable[None]]] = [
             *(
                 self._kill_whole,
@@ -77,7 +80,7 @@ class Churn:
         await self._kill(self._pick_group("decode"))
 
     async def _kill(self, group: Group) -> None:
-        """Kill a group and start another process on its port."""
+        """Kill an engine and start another process on its port."""
         self._failures.append((group.name, time.monotonic()))
         await asyncio.to_thread(group.mock.kill)
         await self._fleet.wait_until(group, lambda status: not is_available(status))
@@ -92,7 +95,7 @@ class Churn:
         await self._suspend(self._pick_group("prefill", "decode"))
 
     async def _suspend(self, group: Group) -> None:
-        """Suspend a group for longer than the gateway's timeouts, and resume it."""
+        """Suspend an engine for longer than the gateway's timeouts, then resume it."""
         self._failures.append((group.name, time.monotonic()))
         group.mock.freeze()
         try:
@@ -102,7 +105,7 @@ class Churn:
         await self._fleet.wait_until(group, is_available)
 
     async def _drain(self) -> None:
-        """Drain a group by the admin API and put it back into rotation."""
+        """Drain an engine through the admin API, then put it back into rotation."""
         group = self._pick_group("both", "prefill", "decode")
         await self._fleet.drain(group, "drain")
         await self._fleet.wait_until(
@@ -112,7 +115,7 @@ class Churn:
         await self._fleet.wait_until(group, is_available)
 
     async def _add_and_remove(self) -> None:
-        """Add a new group by a reload, and remove it by another."""
+        """Add a new engine by a configuration reload, and remove it by another."""
         self._added += 1
         role = self._rng.choice(("both", "prefill", "decode"))
         group = start_group(f"added-{self._added}", role, self._speed)
@@ -129,7 +132,7 @@ class Churn:
             await asyncio.to_thread(group.mock.end)
 
     async def _change_policy(self) -> None:
-        """Change the policy by a reload."""
+        """Change the routing policy by a configuration reload."""
         self._fleet.policy = (
             "least_loaded" if self._fleet.policy == "prefix_aware" else "prefix_aware"
         )

@@ -1,6 +1,6 @@
-"""The clients of a soak: they send all kinds of requests and compare every answer.
+"""The clients of a soak test: they send all kinds of requests and check every answer.
 
-A stream may fail only if its group fails; faults are in bench/load/soak_churn.py.
+A stream may fail only if its engine fails. The faults are in bench/load/soak_churn.py.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SERVED_BY = ("x-penstock-endpoint", "x-penstock-prefill")
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """A kind of request.
+    """A kind of request that the clients send.
 
     weight   relative frequency
     words    range of the prompt's words
     tokens   range of max_tokens
     leaves   share of the tokens after which the client disconnects; 0: before the answer
-    status   expected status
+    status   expected HTTP status
     changed  invalid members of the body
     """
 
@@ -66,12 +66,12 @@ KINDS: Mapping[str, Kind] = {
 
 
 class Clients:
-    """Users with one request at a time each.
+    """Simulated users with one request at a time each.
 
-    fates       number of requests by kind and fate: ok, left, refused (as expected), lost with its
-                group, unexpected
+    fates       number of requests by kind and outcome: ok, left (by the client), refused (as
+                expected), lost with its engine, unexpected
     unexpected  descriptions of wrong answers
-    excuses     function that returns whether a group failed in a period
+    excuses     function that returns whether an engine failed in a period
     """
 
     def __init__(
@@ -166,6 +166,9 @@ class Clients:
 
 
 def _verdict(body: Mapping[str, Any], text: str) -> str:
-    """Compare an answer with the mock groups' deterministic text."""
+    """Compare an answer with the expected text; return "ok" or a description of the error.
+
+    Mock engines generate deterministic text.
+    """
     wanted = expected_text(body, body["max_tokens"])
     return "ok" if text == wanted else f"answered {text[-60:]!r} in place of {wanted[-60:]!r}"

@@ -1,4 +1,4 @@
-"""The processes of a soak: mock groups, a gateway, and its configuration file.
+"""The processes of a soak test: mock engines, a gateway, and its configuration file.
 
 Clients are in bench/load/soak_clients.py, faults in bench/load/soak_churn.py.
 """
@@ -46,7 +46,7 @@ STABLE_GAUGES = ("penstock_tasks", "process_open_fds")
 
 @dataclass(frozen=True)
 class Group:
-    """A mock TP group with its name and role in the configuration."""
+    """A mock engine (TP group) with its name and role in the gateway's configuration."""
 
     name: str
     role: str
@@ -58,7 +58,7 @@ class Group:
 
     @property
     def line(self) -> str:
-        """The group's entry in the configuration."""
+        """The engine's entry in the gateway's configuration."""
         fields = (
             f"name: {self.name}, role: {self.role}, served_model: {SERVED}, max_concurrency: 16"
         )
@@ -66,7 +66,7 @@ class Group:
 
 
 class SoakFleet:
-    """The running gateway, the groups of its configuration file, and the owner of that file."""
+    """The running gateway and its engines. It writes the gateway's configuration file."""
 
     def __init__(
         self, groups: list[Group], running: GatewayProcess, file: Path, http: aiohttp.ClientSession
@@ -78,7 +78,7 @@ class SoakFleet:
         self._file = file
 
     async def reload(self, *, bad: bool = False) -> None:
-        """Replace the file and wait until it is in force; with `bad`, until it is rejected."""
+        """Rewrite the configuration and wait until it is in force; with `bad`, until rejected."""
         before = (await self.config())["version"]
         text = configuration(self.groups, self.policy) + (
             "timeouts: {stall: 2secs}\n" if bad else ""
@@ -97,14 +97,14 @@ class SoakFleet:
         return await self._json(f"{self.gateway.admin_url}/config")
 
     async def endpoint(self, group: Group) -> dict[str, Any] | None:
-        """Return the gateway's status of a group; None if the gateway does not know it."""
+        """Return the gateway's status of an engine, or None if the gateway does not know it."""
         reply = await self._json(f"{self.gateway.admin_url}/endpoints")
         return next((item for item in reply["endpoints"] if item["name"] == group.name), None)
 
     async def wait_until(
         self, group: Group, holds: Callable[[dict[str, Any] | None], bool]
     ) -> None:
-        """Wait until a condition holds for the gateway's status of a group."""
+        """Wait until a condition holds for the gateway's status of an engine."""
 
         async def is_reached() -> bool:
             return holds(await self.endpoint(group))
@@ -118,7 +118,10 @@ class SoakFleet:
             assert answer.status == 200, await answer.text()
 
     async def stable_gauges(self) -> dict[str, float]:
-        """Return tasks and file descriptors, the lowest within 5 s: probes use some for moments."""
+        """Return the number of tasks and file descriptors: the lowest within 5 s.
+
+        Health probes use some for moments.
+        """
         pages = []
         for _ in range(10):
             pages.append(await self._page())
@@ -126,7 +129,7 @@ class SoakFleet:
         return {name: min(total(page, name) for page in pages) for name in STABLE_GAUGES}
 
     async def in_use(self) -> dict[str, float]:
-        """Return the resources that the gateway and the groups use for requests, by name."""
+        """Return the resources that the gateway and the engines use for requests, by name."""
         page = await self._page()
         resources = {name: total(page, name) for name in TRANSIENT_GAUGES}
         for group in self.groups:
@@ -179,14 +182,14 @@ def configuration(groups: list[Group], policy: str) -> str:
 
 
 def start_group(name: str, role: str, speed: float) -> Group:
-    """Start a group. The caller must await its readiness and end it."""
+    """Start an engine process. The caller must wait for its readiness and end it."""
     options = next(options for known, _, options in ROLES if known == role)
     return Group(name, role, MockProcess(speed, *options, "--role", role))
 
 
 @asynccontextmanager
 async def run_fleet(speed: float, longest_s: float) -> AsyncIterator[SoakFleet]:
-    """Run groups and a gateway while the block runs, at most `longest_s`."""
+    """Run engines and a gateway during an `async with` block, at most `longest_s` seconds."""
     processes.AT_MOST_S = longest_s
     timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
     with ExitStack() as stack:

@@ -3,15 +3,15 @@
     python -m bench.load.tenant_isolation [--real | --engine URL ...] [--model NAME]
                                           [--probes 1000] [--json FILE]
 
-A gateway with two tenants serves a mock TP group, a real vLLM (`make real` installs it), or the
-given engines. In each trial the victim sends a prompt, then the prober sends one: in half of the
-trials the same prompt, otherwise one that no tenant has sent, in random order. The prober's scores
-are the cached tokens in `usage` and the time to the first token. The report has the area under the
-ROC curve (AUC) of each score with DeLong's 95 % interval; 0.5 means a guess. A second measurement
+A gateway with two tenants serves a mock engine, a real vLLM (`make real` installs it), or the given
+engines. In each trial the victim sends a prompt, then the prober sends one: in half of the trials
+the same prompt, otherwise one that no tenant has sent, in random order. The prober's scores are the
+cached tokens in `usage` and the time to the first token. The report has the area under the ROC
+curve (AUC) of each score with DeLong's 95 % interval; 0.5 means a guess. A second measurement
 without isolation shows that the probe works.
 
 The cost is the difference in cache hits within a tenant, of prompts that it repeats and extends.
-Exit status: 1 when an interval excludes 0.5 or ends above 0.55, or hits differ by more than 3 %.
+Exit status: 1 if an interval excludes 0.5 or ends above 0.55, or hits differ by more than 3 %.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WARM_UP = 8
 
 
 class Area(msgspec.Struct, frozen=True):
-    """An area under the ROC curve (AUC) and its 95 % interval."""
+    """An area under the ROC curve (AUC) and its 95 % confidence interval."""
 
     auc: float
     low: float
@@ -56,7 +56,7 @@ class Area(msgspec.Struct, frozen=True):
 
 
 class AnswerFacts(msgspec.Struct, frozen=True):
-    """The measurements of one answer."""
+    """The measurements of one answer: TTFT and token numbers."""
 
     ttft_s: float
     cached_tokens: int
@@ -64,7 +64,7 @@ class AnswerFacts(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """The results of one mode: both AUCs, and the cached share of prompt tokens within a tenant."""
+    """The results with or without isolation: both AUCs, and the cached share of prompt tokens."""
 
     isolate: str
     run_probes: int
@@ -74,7 +74,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 def area(sent: Sequence[float], unsent: Sequence[float]) -> Area:
-    """Compute the AUC of scores of sent against unsent prompts, with DeLong's interval."""
+    """Return the AUC of scores of sent against unsent prompts, with DeLong's interval."""
     above = np.greater.outer(np.array(sent), np.array(unsent)) + 0.5 * np.equal.outer(
         np.array(sent), np.array(unsent)
     )
@@ -85,7 +85,7 @@ def area(sent: Sequence[float], unsent: Sequence[float]) -> Area:
 
 
 class TenantClient:
-    """A client that sends prompts as either tenant."""
+    """A client that sends prompts as either of the two tenants."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, model: str) -> None:
         self._http, self._url, self._model = http, url, model
@@ -125,7 +125,7 @@ class TenantClient:
 async def run_probes(
     client: TenantClient, count: int, words: int, rng: random.Random
 ) -> tuple[Area, Area]:
-    """Run `count` probes per side in random order; return the AUCs by usage and by TTFT."""
+    """Send `count` probes of each kind in random order; return the AUCs by usage and by TTFT."""
     sides = [True, False] * count
     rng.shuffle(sides)
     for _ in range(WARM_UP):
@@ -160,14 +160,14 @@ async def measure_hits(client: TenantClient, count: int, words: int, rng: random
 
 
 def text(rng: random.Random, words: int) -> str:
-    """Return a prompt whose first word is unique."""
+    """Return a random prompt whose first word is unique."""
     return f"{rng.getrandbits(64):x} " + " ".join(rng.choices(WORDS, k=words))
 
 
 async def measure_mode(
     engines: Sequence[str], options: argparse.Namespace, isolate: str, probes_a_side: int
 ) -> Figures:
-    """Measure one mode with its own gateway."""
+    """Measure with or without isolation (`isolate`), with a new gateway."""
     rng = random.Random(f"{options.seed} {isolate}")
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -193,14 +193,14 @@ def config(engines: Sequence[str], isolate: str) -> str:
 
 @contextmanager
 def mocks(options: argparse.Namespace) -> Iterator[list[str]]:
-    """Run a mock group and yield its URL."""
+    """Run a mock engine and yield a list with its URL."""
     with mock_fleet("--speed", str(options.speed), "--model", options.model) as urls:
         yield urls[:1]
 
 
 @asynccontextmanager
 async def real_engine() -> AsyncIterator[list[str]]:
-    """Run the vLLM that `make real` installs and yield its URL."""
+    """Run the vLLM that `make real` installs, and yield a list with its URL."""
     from tests.real.engines import REAL, Engine, free_ports
 
     if not (REAL / "installed").exists():
@@ -257,9 +257,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--documents", type=int, default=100, help="number of prompts to repeat and extend"
     )
-    parser.add_argument("--words", type=int, default=300, help="words of a prompt")
+    parser.add_argument("--words", type=int, default=300, help="number of words in a prompt")
     parser.add_argument(
-        "--speed", type=float, default=1.0, help="speed of the mock; 10 is ten times as fast"
+        "--speed", type=float, default=1.0, help="speed-up of the mock engine, such as 10"
     )
     parser.add_argument("--seed", default="1")
     parser.add_argument("--json", help="write the results to this file")

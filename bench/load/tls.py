@@ -1,4 +1,4 @@
-"""`make tls`: common TLS clients send requests while the gateway's certificate rotates.
+"""`make tls`: common TLS clients send requests while the gateway's certificate is replaced.
 
     python -m bench.load.tls [--requests 1000] [--only curl ...]
 
@@ -57,7 +57,7 @@ REQUEST = {
 
 
 class Client(NamedTuple):
-    """A client's command, the program that it needs, and the Debian package of that program."""
+    """A TLS client: its command, the program that it needs, and that program's Debian package."""
 
     command: Sequence[str]
     program: str
@@ -79,7 +79,7 @@ CLIENTS: Mapping[str, Client] = {
 
 
 class Rotation:
-    """A thread that replaces the certificate each time the gateway has begun to use the last one.
+    """A thread that replaces the certificate whenever the gateway uses the last one.
 
     count    number of replacements
     problem  why the rotation stopped, or None
@@ -128,7 +128,7 @@ def _first(pem: str) -> str:
 
 
 def missing_programs(clients: Mapping[str, Client]) -> list[str]:
-    """Return a message for everything that has to be installed for the clients."""
+    """Return a message for each program that the clients need and that is not installed."""
     messages = [
         f"{name} needs {client.program}: install the Debian package {client.package}"
         for name, client in clients.items()
@@ -151,7 +151,10 @@ def missing_programs(clients: Mapping[str, Client]) -> list[str]:
 def run_client(
     client: Client, env: Mapping[str, str], requests: int
 ) -> tuple[Counter[str], list[str]]:
-    """Send requests by consecutive processes; return counts by outcome and the first errors."""
+    """Send requests with consecutive client processes.
+
+    Returns the number of requests by outcome, and the first errors.
+    """
     counts: Counter[str] = Counter()
     errors: list[str] = []
     for _ in range(requests // PER_PROCESS):
@@ -172,7 +175,7 @@ def run_client(
 
 
 def read_expected_text(url: str, trust: ssl.SSLContext) -> str:
-    """Return the expected text, from the mock's answer to the SDK."""
+    """Return the text that every client must receive, from one request by the openai SDK."""
     http = openai.DefaultHttpxClient(verify=trust)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http) as client:
         answer: Any = client.chat.completions.create(**REQUEST)  # type: ignore[call-overload]
@@ -182,7 +185,7 @@ def read_expected_text(url: str, trust: ssl.SSLContext) -> str:
 def run(
     server: GatewayProcess, authority: Authority, clients: Mapping[str, Client], requests: int
 ) -> bool:
-    """Run all clients, print a row for each, and return whether no request failed."""
+    """Run all clients, print a row for each, and return True if no request failed."""
     text = read_expected_text(server.url, ssl.create_default_context(cafile=str(authority.ca)))
     env = (
         os.environ
@@ -241,7 +244,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=1000, help="per client; a multiple of 100")
+    parser.add_argument(
+        "--requests", type=int, default=1000, help="requests per client; a multiple of 100"
+    )
     parser.add_argument("--only", action="append", choices=CLIENTS)
     options = parser.parse_args()
     clients = {

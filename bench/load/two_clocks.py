@@ -1,15 +1,15 @@
-"""`make clocks`: compare a live run of the conversation trace with its replay on the virtual clock.
+"""`make clocks`: compare a live run of the conversation trace with its simulation (replay).
 
     python -m bench.load.two_clocks [--seconds 300] [--speed 1] [--policy prefix_aware]
                                     [--within 0.05]
 
-The live side runs four mock groups, a gateway and a client on 127.0.0.1; model time runs `speed`
-times as fast as the wall clock. The virtual side is planner.replay with the same groups and
-requests. Routing amplifies small delays, because a request on another endpoint attracts its
-successors. Therefore the virtual side is the mean of several replays with arrivals that jitter as
-in a live run.
+The live side runs four mock engines, a gateway and a client on 127.0.0.1; simulated time runs
+`speed` times as fast as the wall clock. The other side is planner.replay with the same engines and
+requests, in virtual time. Routing amplifies small delays, because a request on another endpoint
+attracts its successors. Therefore the virtual side is the mean of several replays, with arrivals
+that jitter as in a live run.
 
-Exit status: 1 when mean TTFT, mean TPOT or hit ratio differ by more than `within`. Errors of TTFT
+Exit status: 1 if mean TTFT, mean TPOT or hit ratio differ by more than `within`. Errors of TTFT
 predictions are printed for both sides and have no bound. A run takes seconds / speed, so it is not
 part of `make test`.
 """
@@ -42,7 +42,7 @@ JITTER_S = 0.01
 
 
 class ClockResult(NamedTuple):
-    """The results of one clock in model time."""
+    """The results of the live run or the replay, in simulated time."""
 
     ttft_s: float
     tpot_s: float
@@ -50,7 +50,7 @@ class ClockResult(NamedTuple):
 
 
 class PredictionErrors(NamedTuple):
-    """Relative errors of the predicted times from pick to first token."""
+    """Relative errors of the predicted times from routing to first token."""
 
     mape: float
     median: float
@@ -59,7 +59,7 @@ class PredictionErrors(NamedTuple):
 def run_live(
     policy: str, requests: int, speed: float
 ) -> tuple[ClockResult, PredictionErrors | None]:
-    """Run the trace over HTTP. Raises SystemExit when a request fails."""
+    """Run the trace over HTTP and return its results. Raises SystemExit if a request fails."""
     with TemporaryDirectory() as folder:
         log = Path(folder, "access.jsonl")
         with fleet(policy, speed, str(log)) as url:
@@ -74,9 +74,9 @@ def run_live(
 
 
 def prediction_errors(log: str) -> PredictionErrors | None:
-    """Compute prediction errors from an access log, as the metric and a replay do.
+    """Return the prediction errors in an access log, computed as the metric and a replay do.
 
-    Returns None without predictions; only some policies make them.
+    Returns None if there are no predictions; only some policies make them.
     """
     lines = [json.loads(line) for line in log.splitlines()]
     keys = {"predicted_ttft_us", "first_token_us", "picked_us"}
@@ -91,7 +91,7 @@ def prediction_errors(log: str) -> PredictionErrors | None:
 def run_virtual(
     policy: str, requests: list[TraceRequest], speed: float
 ) -> tuple[ClockResult, PredictionErrors]:
-    """Replay the trace on the virtual clock, with the block size and max_tokens of the live run."""
+    """Replay the trace in virtual time, with the block size and max_tokens of the live run."""
     spec = FleetSpec(
         "live's twin", (msgspec.structs.replace(GROUP, max_concurrency=256),), block_tokens=16
     )
@@ -107,7 +107,7 @@ def run_virtual(
 
 
 def jitter(requests: list[TraceRequest], seed: int) -> list[TraceRequest]:
-    """Delay every arrival by a random time, as a live client does."""
+    """Return the requests with every arrival delayed by a random time, as by a live client."""
     rng = Random(seed)
     return [
         msgspec.structs.replace(record, arrival_s=record.arrival_s + rng.expovariate(1 / JITTER_S))
@@ -156,12 +156,14 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench.load.two_clocks", description="Live and virtual time compared."
     )
-    parser.add_argument("--seconds", type=float, default=300.0, help="length of the trace to use")
+    parser.add_argument("--seconds", type=float, default=300.0, help="seconds of the trace to use")
     parser.add_argument(
-        "--speed", type=float, default=1.0, help="live model time relative to the wall clock"
+        "--speed", type=float, default=1.0, help="speed-up of the mock engines and the trace"
     )
     parser.add_argument("--policy", default="prefix_aware")
-    parser.add_argument("--within", type=float, default=0.05, help="highest relative difference")
+    parser.add_argument(
+        "--within", type=float, default=0.05, help="highest allowed relative difference"
+    )
     return parser.parse_args()
 
 

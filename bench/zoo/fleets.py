@@ -1,4 +1,4 @@
-"""The fleet of a drawn workload, the budgets that it can keep when idle, and its rate."""
+"""Builds the fleet of a drawn workload, the latency budgets it can keep, and its request rate."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BATCH = 48
 
 
 def build_fleet(workload: Workload) -> FleetSpec:
-    """Return the fleet of a workload."""
+    """Build the simulated fleet of a workload."""
     gpu, tp = KINDS[workload.model][0]
     usual = GroupKind(
         workload.model,
@@ -62,7 +62,7 @@ def build_fleet(workload: Workload) -> FleetSpec:
 
 
 def _with_condition(usual: GroupKind, workload: Workload) -> list[GroupKind]:
-    """Return the kinds of a fleet whose groups are unequal, wrongly labelled or slow."""
+    """Return the engine kinds of a fleet, with those that are unequal, mislabelled or slow."""
     draw, count = workload.condition_draw, workload.groups
     change = msgspec.structs.replace
     if workload.condition == "unequal":
@@ -87,7 +87,7 @@ def _with_condition(usual: GroupKind, workload: Workload) -> list[GroupKind]:
 
 
 def _in_pools(kinds: Sequence[GroupKind], workload: Workload) -> list[GroupKind]:
-    """Divide the groups into prefill and decode groups, the kinds alternating between both."""
+    """Divide the engines into prefill and decode engines, with all kinds in both pools."""
     groups = [msgspec.structs.replace(kind, count=1) for kind in kinds for _ in range(kind.count)]
     count = len(groups)
     prefills = max(1, min(count - 1, round(count * workload.prefill_share)))
@@ -103,7 +103,10 @@ def _in_pools(kinds: Sequence[GroupKind], workload: Workload) -> list[GroupKind]
 
 
 def most_prompt_tokens(workload: Workload, spec: FleetSpec) -> int:
-    """Return the longest prompt: at most a quarter of the least KV, and LONGEST_PREFILL_S."""
+    """Return the longest prompt in tokens that a workload may have.
+
+    It is at most a quarter of the smallest KV cache, and takes at most LONGEST_PREFILL_S.
+    """
     most = min(kind.capacity_tokens for kind in spec.kinds) // 4
     for kind in spec.kinds:
         most = min(most, kind.capacity_tokens // 4)
@@ -116,7 +119,7 @@ def most_prompt_tokens(workload: Workload, spec: FleetSpec) -> int:
 
 
 def prefill_s(kind: GroupKind, tokens: int) -> float:
-    """Return the seconds in which an idle group computes a prompt."""
+    """Return the seconds that an idle engine of this kind takes to compute a prompt."""
     roofline, chunk, total = kind.roofline(), kind.max_num_batched_tokens, 0.0
     for start in range(0, tokens, chunk):
         part = min(chunk, tokens - start)
@@ -127,9 +130,9 @@ def prefill_s(kind: GroupKind, tokens: int) -> float:
 def budgets(
     workload: Workload, spec: FleetSpec, requests: Sequence[TraceRequest], rate_s: float
 ) -> Slo:
-    """Return the drawn budgets, raised to what the slowest idle group can keep.
+    """Return the drawn latency budgets, raised to what the slowest idle engine can keep.
 
-    The drawn TTFT budget is lowered first if the arrivals would last less than SPANS of it.
+    First the drawn TTFT budget is lowered, so that the arrivals last at least SPANS budgets.
     """
     drawn_s = min(workload.ttft_s, len(requests) / (SPANS * rate_s))
     lengths = sorted(request.input_tokens + request.output_tokens for request in requests)
@@ -146,7 +149,10 @@ def budgets(
 
 
 def idle_ttft_s(workload: Workload, spec: FleetSpec, requests: Sequence[TraceRequest]) -> float:
-    """Return the seconds that the longest prompt takes where it is slowest, transfer included."""
+    """Return the TTFT in seconds of the longest prompt on the slowest idle engine.
+
+    It includes the KV transfer if prefill and decode engines are separate.
+    """
     longest = max(request.input_tokens for request in requests)
     slowest_s = 0.0
     for kind in spec.kinds:

@@ -1,7 +1,8 @@
 """Measure one policy on one drawn workload: attainment at a load, and capacity by a search.
 
-Loads are steps of a geometric grid, so that all policies are compared at the same loads with the
-same arrivals, and a load is replayed only once.
+Attainment is the share of requests within both latency budgets. Loads are steps of a geometric
+grid, so that all policies are compared at the same loads with the same arrivals, and a load is
+replayed only once.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ SECONDS_PER_TOKEN, FIXED_S = 0.03, 1.0
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A workload with one seed of its arrivals, ready to be replayed.
+    """A workload with one random seed of its arrivals, ready to be replayed.
 
     rate_s   requests per second at load 1
-    users    sessions at a time at load 1; 0: requests do not wait for answers
-    pause_s  median pause in a session
+    users    concurrent sessions at load 1; 0: requests do not wait for earlier answers
+    pause_s  median pause within a session, in seconds
     """
 
     workload: Workload
@@ -71,11 +72,11 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def horizon_s(self) -> float | None:
-        """When sessions end; None if there are none."""
+        """The time at which sessions end, in seconds, or None if there are no sessions."""
         return self.workload.requests / self.rate_s if self.users else None
 
     def at(self, load: float) -> Traffic:
-        """Return the traffic at a load: that many times the rate, or the number of sessions."""
+        """Return the traffic at a load: a multiple of the rate, or of the number of sessions."""
         change = msgspec.structs.replace
         if self.users:
             assert self.horizon_s is not None
@@ -98,7 +99,7 @@ class Case(msgspec.Struct, frozen=True):
 
 @lru_cache(4)
 def build_case(seed: str, number: int, arrivals: int) -> Case:
-    """Return workload `number` of `seed` with one seed of its arrivals."""
+    """Build workload `number` of the sequence `seed`, with the seed `arrivals` for arrivals."""
     workload = draw(seed, number)
     fleet = build_fleet(workload)
     generated, rate_s = _fit_prompts(workload, fleet, arrivals)
@@ -118,7 +119,7 @@ def build_case(seed: str, number: int, arrivals: int) -> Case:
 def _fit_prompts(workload: Workload, fleet: FleetSpec, arrivals: int) -> tuple[Requests, float]:
     """Return requests and their rate, with prompts so short that the arrivals last long enough.
 
-    The TTFT budget follows from the longest prompt, and the arrivals must last SPANS of it.
+    The TTFT budget follows from the longest prompt, and the arrivals must last SPANS budgets.
     """
     most = most_prompt_tokens(workload, fleet)
     while True:
@@ -131,7 +132,7 @@ def _fit_prompts(workload: Workload, fleet: FleetSpec, arrivals: int) -> tuple[R
 
 
 class Attainments:
-    """Attainment of one policy on one case by grid step, replayed when first needed."""
+    """Attainment of one policy on one case by load step, replayed when first needed."""
 
     def __init__(
         self, case: Case, policy: str, parameters: Mapping[str, object] | None = None
@@ -141,7 +142,7 @@ class Attainments:
         self.cpu_s = 0.0
 
     def at(self, step: int) -> float:
-        """Return the share of requests within both budgets at load STEP**step."""
+        """Return the share of requests within both latency budgets at load STEP**step."""
         if step not in self.by_step:
             began = process_time()
             self.by_step[step] = self._replay(STEP**step)
@@ -169,7 +170,7 @@ class Attainments:
 def find_capacity(at: Callable[[int], float], target: float, start: int) -> float:
     """Return the load at which `at(step)` crosses `target`, searched from grid step `start`.
 
-    0.0 if even the lowest step is below; the highest load if no step is.
+    Returns 0.0 if even the lowest step is below, and the highest load if no step is.
     """
     low, high = _bracket(at, target, start)
     if low is None:
@@ -189,7 +190,10 @@ def find_capacity(at: Callable[[int], float], target: float, start: int) -> floa
 def _bracket(
     at: Callable[[int], float], target: float, start: int
 ) -> tuple[int | None, int | None]:
-    """Return grid steps with attainment at or above, and below the target; None: there is none."""
+    """Return two grid steps between which attainment falls below the target.
+
+    The first is None if attainment is below at all steps, the second if it is below at none.
+    """
     stride = STRIDE
     if at(start) >= target:
         low = start

@@ -1,6 +1,6 @@
-"""The requests of a drawn workload: arrivals, lengths and shared prefixes, from one seed.
+"""Generates the requests of a drawn workload from one seed: arrivals, lengths, shared prefixes.
 
-Arrivals are in units of the mean gap, so that a replay sets its own rate.
+Arrival times are in units of the mean gap, so that a replay can set the rate.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TREE_BRANCHES = 6
 
 
 class Requests(msgspec.Struct, frozen=True):
-    """Requests in order of arrival, in units of the mean gap; or of sessions, one after another.
+    """Requests in order of arrival, in units of the mean gap, or session by session.
 
-    `uncached`: the share of prompt tokens that one cache without evictions would not have had.
+    `uncached` is the share of prompt tokens that a single unlimited cache would not have had.
     """
 
     requests: tuple[TraceRequest, ...]
@@ -37,9 +37,9 @@ class Requests(msgspec.Struct, frozen=True):
 
 
 def generate(workload: Workload, arrivals: int, most_tokens: int) -> Requests:
-    """Return the requests of a workload for one seed of its arrivals.
+    """Generate the requests of a workload, with the seed `arrivals`.
 
-    most_tokens  the longest prompt
+    most_tokens  longest allowed prompt
     """
     rng = Random(f"zoo {workload.seed} {workload.number} {arrivals}")
     prompts = _Prompts(workload, rng, most_tokens)
@@ -54,7 +54,7 @@ def generate(workload: Workload, arrivals: int, most_tokens: int) -> Requests:
 
 
 def _arrival_times(workload: Workload, rng: Random) -> list[float]:
-    """Return arrival times with a mean gap of 1."""
+    """Return random arrival times with a mean gap of 1."""
     count, kind, spread = workload.requests, workload.arrivals, workload.spread
     if kind == "gamma":
         shape = 1.0 / spread**2
@@ -77,7 +77,7 @@ def _arrival_times(workload: Workload, rng: Random) -> list[float]:
 
 
 def _warp(even: Sequence[float], count: int, density: Callable[[float], float]) -> list[float]:
-    """Move times of a constant rate so that their rate follows `density` over 0 to 1."""
+    """Move uniformly distributed arrivals so that their rate follows `density` over [0, 1]."""
     cells = 400
     mass = [0.0, *accumulate(density((cell + 0.5) / cells) for cell in range(cells))]
     warped = []
@@ -90,7 +90,7 @@ def _warp(even: Sequence[float], count: int, density: Callable[[float], float]) 
 
 
 def _answer(workload: Workload, rng: Random) -> int:
-    """Return the length of one answer."""
+    """Return the random length of one answer in tokens."""
     mean, sigma = workload.answer_tokens, workload.answer_sigma
     if workload.answers == "tail" and rng.random() > LONG_SHARE:
         mean, sigma = 20.0, 0.6
@@ -99,7 +99,7 @@ def _answer(workload: Workload, rng: Random) -> int:
 
 
 class _Prompts:
-    """Draws prompts; blocks that may be shared get the same ids each time."""
+    """Generates random prompts. Blocks that prompts share have the same ids each time."""
 
     def __init__(self, workload: Workload, rng: Random, most_tokens: int) -> None:
         self._workload, self._rng = workload, rng
@@ -111,12 +111,12 @@ class _Prompts:
         self._lengths: dict[tuple[int, ...], int] = {}
 
     def draw(self) -> tuple[int, tuple[int, ...]]:
-        """Return the tokens and block ids of a new prompt."""
+        """Return the length in tokens and the block ids of a new prompt."""
         shared = self.shared_blocks()
         return self.extend(shared, self.own_tokens(), len(shared) * BLOCK_TOKENS)
 
     def own_tokens(self) -> int:
-        """Return the length of a prompt's own part."""
+        """Return the random length of the part that no other prompt shares, in tokens."""
         workload = self._workload
         length = self._rng.lognormvariate(log(workload.prompt_median), workload.prompt_sigma)
         return max(SHORTEST_PROMPT, round(length))
@@ -124,7 +124,10 @@ class _Prompts:
     def extend(
         self, blocks: tuple[int, ...], more: int, tokens: int
     ) -> tuple[int, tuple[int, ...]]:
-        """Return a prompt of `tokens` tokens in these blocks, extended by `more` own tokens."""
+        """Extend a prompt of `tokens` tokens in `blocks` by `more` tokens in unshared blocks.
+
+        Returns its new length and block ids, limited to the longest allowed prompt.
+        """
         total = min(self._most, tokens + more)
         kept = blocks[: min(tokens, total) // BLOCK_TOKENS]
         added = max(0, -(-total // BLOCK_TOKENS) - len(kept))
@@ -133,7 +136,7 @@ class _Prompts:
         return total, (*kept, *range(first, first + added))
 
     def shared_blocks(self) -> tuple[int, ...]:
-        """Return the ids of a prompt's shared part."""
+        """Return the block ids of a random shared prefix; empty if the workload shares none."""
         sharing, rng = self._workload.sharing, self._rng
         if sharing == "none":
             return ()
@@ -152,7 +155,10 @@ class _Prompts:
         return blocks
 
     def _node(self, path: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the ids of one node's whole blocks; its length is drawn once."""
+        """Return the block ids of one node of the prefix tree.
+
+        Its length is chosen at the first call.
+        """
         length = self._lengths.get(path)
         if length is None:
             mean = self._workload.shared_tokens / (BLOCK_TOKENS * (2 if len(path) > 1 else 1))
@@ -172,10 +178,10 @@ def _zipf(count: int, skew: float) -> list[float]:
 
 
 def _sessions(workload: Workload, rng: Random, prompts: _Prompts) -> Iterator[TraceRequest]:
-    """Yield sessions: prompts that grow by the answer and a tool's result at every turn.
+    """Yield the requests of sessions: prompts that grow by answer and tool result each turn.
 
-    Pauses are relative to their median. Twice the requests of a replay, because not all sessions
-    end in it.
+    Pauses are relative to their median. It yields twice the requests of a replay, because some
+    sessions do not end within it.
     """
     made = number = 0
     while made < 2 * workload.requests:
@@ -192,7 +198,7 @@ def _sessions(workload: Workload, rng: Random, prompts: _Prompts) -> Iterator[Tr
 
 
 def _uncached_share(requests: Sequence[TraceRequest]) -> float:
-    """Return the share of prompt tokens in blocks that were not seen before."""
+    """Return the share of prompt tokens in blocks that no earlier request had."""
     known: set[int] = set()
     total = fresh = 0
     for request in requests:

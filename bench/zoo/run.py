@@ -2,11 +2,11 @@
 
     python -m bench.zoo.run --seed SEED [--count 30] [--minutes 20] [--out FILE]
 
-The seed of a report is the hash of the commit in which the space of workloads (space.py) was last
-changed, so that nothing can have been tuned on its workloads.
+The seed of a report is the hash of the commit that last changed the space of workloads (space.py).
+So no policy can have been tuned on its workloads.
 
-Every result is a line of JSON in the file. Results that are there already are not measured again,
-so that an interrupted run continues. Of each workload two seeds of arrivals are measured, the same
+Every result is a line of JSON in the file. Results that it has already are not measured again, so
+that an interrupted run continues. Of each workload, two seeds of arrivals are measured, the same
 for all policies. All policies get a capacity at 90 % attainment; only the best few rules and
 `priced` get the other figures. docs/policies.md describes the result.
 """
@@ -55,7 +55,7 @@ SLOW_S = 60.0
 
 
 class ResultFile:
-    """The file of results, and the only writer of it."""
+    """The file of results, which no other object writes."""
 
     def __init__(self, path: Path, code: str, any_code: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ class ResultFile:
                     self.known[result.key] = result
 
     def add(self, result: Result) -> None:
-        """Append a result; it replaces an earlier one of the same cell."""
+        """Append a result. It replaces an earlier one of the same policy and workload."""
         result = msgspec.structs.replace(result, code=self._code)
         self.known[result.key] = result
         with self._path.open("ab") as file:
@@ -83,7 +83,7 @@ class Comparison:
         self._file = file
 
     def run(self, policies: Sequence[str], quick: bool = False) -> None:
-        """Measure what is missing: capacities first, then, unless quick, the other figures."""
+        """Measure missing results: first capacities, then, unless `quick`, the other figures."""
         start = 0
         for policy in policies:
             result = self._measure(policy, start, TARGETS[:1])
@@ -107,7 +107,7 @@ class Comparison:
     def _measure(
         self, policy: str, start: int, targets: Iterable[float], steps: Iterable[int] = ()
     ) -> Result:
-        """Return the policy's result, with these targets and grid steps measured."""
+        """Return the policy's result; measure those targets and load steps that it lacks."""
         known = self._file.known.get((*self._place, policy))
         if known is not None and known.covers(targets, steps):
             return known
@@ -132,14 +132,22 @@ class Comparison:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", default="development", help="determines all workloads")
-    parser.add_argument("--arrivals", default="0,1", help="seeds of the arrivals")
+    parser.add_argument("--seed", default="development", help="seed that determines all workloads")
+    parser.add_argument(
+        "--arrivals", default="0,1", help="random seeds of the arrivals, comma-separated"
+    )
     parser.add_argument("--first", type=int, default=0, help="number of the first workload")
     parser.add_argument("--count", type=int, default=30)
-    parser.add_argument("--quick", action="store_true", help="only capacity at 90 %% attainment")
-    parser.add_argument("--minutes", type=float, default=1e9, help="start no workload after these")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure only the capacity at 90 %% attainment"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="minutes after which no workload is started"
+    )
     parser.add_argument("--policies", default=",".join((*RULES, OURS)))
-    parser.add_argument("--any-code", action="store_true", help="use results of other versions")
+    parser.add_argument(
+        "--any-code", action="store_true", help="keep results of other versions of the code"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "zoo" / "results.jsonl")
     parser.add_argument("--page", type=Path, help="write the tables to this Markdown file")
     args = parser.parse_args()

@@ -1,8 +1,9 @@
-"""The space of workloads that policies are compared on, and how one is drawn from it.
+"""The space of workloads on which policies are compared, and random sampling from it.
 
-Each axis has fixed weights. Within every block of 20 consecutive numbers, the main axes are drawn
-by stratified sampling, so that a block has nearly the shares that the weights say. A drawn workload
-is only numbers; its fleet is built in fleets.py and its requests in requests.py.
+Each axis (such as model or kind of arrivals) has weights. Within every block of 20 consecutive
+numbers, the main axes are drawn by stratified sampling, so that a block nearly has the shares that
+the weights say. A drawn workload is only numbers; its fleet is built in fleets.py and its requests
+in requests.py.
 """
 
 from __future__ import annotations
@@ -60,20 +61,20 @@ SPANS = 6.0
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """One drawn workload. Lengths in tokens, times in seconds.
+    """One drawn workload. Lengths are in tokens, times in seconds.
 
     number, seed     its place in the sequence that the seed determines
-    requests         requests of one replay
+    requests         number of requests of one replay
     spread           coefficient of variation of the gaps, or height of the wave or spikes
-    prompt_median, prompt_sigma   log-normal length of a prompt's own part
+    prompt_median, prompt_sigma   log-normal length of the part of a prompt that is not shared
     answer_tokens, answer_sigma   mean and spread of answers (requests.py)
     shared_tokens    length of the shared part: system prompt, tree node or document
     shared_count     number of system prompts, roots or documents; turns of a session
     skew             exponent of Zipf's law
     think_s          median pause in a session
-    condition_draw   0 to 1, chooses details of the condition
-    prefill_share    share of prefill groups in separate pools
-    link_gb_s        GB/s of each group's link
+    condition_draw   random number from 0 to 1 that chooses details of the condition
+    prefill_share    share of prefill engines in separate pools
+    link_gb_s        speed of each engine's network link in GB/s
     """
 
     number: int
@@ -104,12 +105,12 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """A short unique name."""
+        """A short unique name of the workload."""
         return f"{self.seed[:8]}-{self.number}"
 
     @property
     def is_long(self) -> bool:
-        """Whether its answers have at least 1,500 tokens in the mean."""
+        """Whether the mean answer has at least 1,500 tokens."""
         return self.answers == "reasoning"
 
 
@@ -163,7 +164,7 @@ def draw(seed: str, number: int) -> Workload:
 
 
 def _stratum(seed: str, number: int, axis: str) -> float:
-    """Return a number from 0 to 1 so that a block covers that range evenly."""
+    """Return a random number from 0 to 1; the numbers of a block cover that range evenly."""
     block, place = divmod(number, BLOCK)
     rng = Random(f"zoo {seed} {block} {axis}")
     order = list(range(BLOCK))

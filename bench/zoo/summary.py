@@ -1,7 +1,7 @@
-"""Statistics over the drawn workloads, and the page with them.
+"""Computes statistics over the drawn workloads, and formats them as a Markdown page.
 
-A ratio is our figure over a rule's on the same workload with the same arrivals. Where a rule is
-chosen because it was best, it is chosen with one seed of arrivals and compared with the other.
+A ratio is the capacity of our policy over a rule's, on the same workload with the same arrivals.
+Where the best rule is meant, it is chosen with one seed of arrivals and compared with the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ByPolicy = Mapping[str, Mapping[int, Result]]
 
 
 def page(workloads: Mapping[int, Workload], results: Iterable[Result], ours: str) -> str:
-    """Return the tables as Markdown."""
+    """Return the tables of all results as Markdown."""
     tables = _by_workload(results)
     used, dropped = _split_dropped(tables, ours)
     if not used:
@@ -59,7 +59,7 @@ def _by_workload(results: Iterable[Result]) -> dict[int, dict[str, dict[int, Res
 def _split_dropped(
     tables: Mapping[int, ByPolicy], ours: str
 ) -> tuple[dict[int, ByPolicy], dict[int, str]]:
-    """Return the workloads that count, and the reasons for the others."""
+    """Return the workloads that count, and the reason why each other one does not."""
     used, dropped = {}, {}
     for number, by in sorted(tables.items()):
         cells = [result for results in by.values() for result in results.values()]
@@ -81,7 +81,7 @@ def _split_dropped(
 
 
 def ratio(by: ByPolicy, rule: str, ours: str, target: str = "0.9") -> float:
-    """Return our capacity over a rule's: the geometric mean over the seeds of arrivals."""
+    """Return our capacity over a rule's, as the geometric mean over the seeds of arrivals."""
     logs = [
         log(by[ours][arrivals].load(target) / result.load(target))
         for arrivals, result in by[rule].items()
@@ -91,7 +91,10 @@ def ratio(by: ByPolicy, rule: str, ours: str, target: str = "0.9") -> float:
 
 
 def best_rule_ratio(by: ByPolicy, rules: Sequence[str], ours: str, target: str = "0.9") -> float:
-    """Return our capacity over that of the best rule, chosen with the other seed of arrivals."""
+    """Return our capacity over the best rule's.
+
+    The best rule is chosen with the other seed of arrivals.
+    """
     logs = []
     seeds = sorted(by[ours])
     for arrivals in seeds:
@@ -110,7 +113,7 @@ def best_rule_ratio(by: ByPolicy, rules: Sequence[str], ours: str, target: str =
 
 
 def geometric_mean(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Return (low, mean, high): the geometric mean and its 95 % interval over workloads."""
+    """Return (low, mean, high): the geometric mean and its 95 % confidence interval."""
     logs = [log(value) for value in ratios if value == value]
     if not logs:
         return (float("nan"),) * 3
@@ -167,7 +170,7 @@ def _targets_table(used: Mapping[int, ByPolicy], rules: Sequence[str], ours: str
 def attainment_gap(by: ByPolicy, rules: Sequence[str], ours: str, share: float) -> float:
     """Return the best rule's attainment minus ours, at a share of the best rule's capacity.
 
-    The rule is the best one with the other seed of arrivals, of those that were measured there.
+    The best rule is chosen with the other seed of arrivals, among those measured there.
     """
     gaps = []
     seeds = sorted(by[ours])

@@ -1,4 +1,4 @@
-"""Runs agents of the command line, which write one JSON object a line."""
+"""Runs command-line agents that write one JSON object per line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOME = Path(tempfile.mkdtemp(prefix="client-home-"))
 
 
 async def start(*command: str, folder: Path = HOME, **env: str) -> Process:
-    """Start an agent with a home of its own, so that no user's settings count."""
+    """Start an agent with its own home directory, so that no user settings apply."""
     return await asyncio.create_subprocess_exec(
         *command,
         stdin=PIPE,
@@ -28,7 +28,7 @@ async def start(*command: str, folder: Path = HOME, **env: str) -> Process:
 
 
 async def lines(process: Process) -> AsyncIterator[Any]:
-    """Yield the objects that an agent writes; other lines are skipped."""
+    """Yield the JSON objects that an agent writes; other lines are skipped."""
     assert process.stdout is not None
     while line := await process.stdout.readline():
         if line.startswith(b"{"):
@@ -36,9 +36,9 @@ async def lines(process: Process) -> AsyncIterator[Any]:
 
 
 async def run_once(*command: str, text: str, folder: Path = HOME, **env: str) -> list[Any]:
-    """Run an agent to its end, with the user's message at its standard input.
+    """Run an agent to its end, with the user's message on its standard input.
 
-    Returns what it wrote. Raises RuntimeError if it fails.
+    Returns the JSON objects that it wrote. Raises RuntimeError if it fails.
     """
     process = await start(*command, folder=folder, **env)
     assert process.stdin is not None

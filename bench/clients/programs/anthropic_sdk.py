@@ -1,4 +1,4 @@
-"""Anthropic's SDK: messages."""
+"""Conversations with Anthropic's SDK over the Messages API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claude Code: one process for each session."""
+"""Conversations with Claude Code, one process per session."""
 
 from __future__ import annotations
 

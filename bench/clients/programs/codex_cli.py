@@ -1,4 +1,4 @@
-"""Codex: one process for each turn, which resumes the session."""
+"""Conversations with Codex, one process per turn, which resumes the session."""
 
 from __future__ import annotations
 

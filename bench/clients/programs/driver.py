@@ -1,7 +1,8 @@
-"""Runs the conversations of one client program and prints what came of them as a line of JSON.
+"""Runs the conversations of one client program and prints their counts as a line of JSON.
 
-A program defines a session with a method `ask`, and calls run(). All sessions run at once. In the
-middle turn the user asks for a call of the tool `measure`, whose result the client sends back.
+A program defines a session class with a method `ask`, and calls run(). All sessions run
+concurrently. In the middle turn the user requests a call of the tool `measure`, whose result the
+client sends back.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ TOOL_SCHEMA: dict[str, Any] = {
 
 @dataclass
 class Turn:
-    """The answer of one turn: its text, the pieces of its stream, and the pumps measured."""
+    """The answer of one turn: its text, its number of stream chunks, and the pumps measured."""
 
     text: str = ""
     pieces: int = 0
@@ -49,12 +50,12 @@ class Session(Protocol):
     """One conversation of a client."""
 
     async def ask(self, text: str) -> Turn:
-        """Send the user's next message, run the tools that are called, return the answer."""
+        """Send the user's next message, run the tools that the model calls, return the answer."""
         ...
 
 
 def measure(pump: int) -> str:
-    """Return the result of the tool."""
+    """Return the result of the tool `measure` for a pump number."""
     return f"The depth at pump {pump} is {pump + 3} m."
 
 
@@ -63,22 +64,30 @@ Call = Callable[[int], tuple[str, dict[str, Any]]]
 
 
 def measure_call(pump: int) -> tuple[str, dict[str, Any]]:
-    """Return the call of the program's own tool."""
+    """Return the name and arguments for calling the program's own tool `measure`."""
     return TOOL_NAME, {"pump": pump}
 
 
 def shell_call(name: str, member: str, **others: str) -> Call:
-    """Return the calls of an agent's shell; `member` is the argument with the command."""
+    """Return a function that builds the call of an agent's shell tool.
+
+    name    name of the tool
+    member  the argument that holds the command
+    others  further arguments
+    """
     return lambda pump: (name, {member: f"echo pump {pump} is {pump + 3} m deep", **others})
 
 
 def measured_pump(command: str) -> int:
-    """Return the pump that a command of shell_call() measures."""
+    """Return the pump number in a command that shell_call() built."""
     return int(command.partition("echo pump ")[2].partition(" ")[0])
 
 
 def question(session: int, turn: int, call: Call) -> str:
-    """Return the user's message of a turn."""
+    """Return the user's message of a turn.
+
+    In the middle turn it requests a tool call.
+    """
     if turn == TURNS // 2:
         name, arguments = call(turn)
         return f"Please call the tool {name} with {json.dumps(arguments)} and report."
@@ -110,5 +119,8 @@ async def _run(start: Callable[[int], Session], call: Call) -> dict[str, Any]:
 
 
 def run(start: Callable[[int], Session], call: Call = measure_call) -> None:
-    """Run all sessions; `start` begins one by its number, and `call` makes the tool call."""
+    """Run all sessions and print their counts as JSON.
+
+    `start` creates the session with this number; `call` builds the tool call to request.
+    """
     print(json.dumps(asyncio.run(_run(start, call))))

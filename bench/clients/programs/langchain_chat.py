@@ -1,4 +1,7 @@
-"""LangChain: ChatOpenAI, with VARIANT=responses by the Responses API, or ChatAnthropic."""
+"""Conversations with LangChain: ChatOpenAI, or ChatAnthropic with VARIANT=anthropic.
+
+With VARIANT=responses, ChatOpenAI uses the Responses API.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""litellm: chat of `openai/NAME`, of `anthropic/NAME` with VARIANT=anthropic, or responses."""
+"""Conversations with litellm: chat completions, or the API that VARIANT names.
+
+VARIANT=anthropic uses the model `anthropic/NAME`, and VARIANT=responses the Responses API;
+otherwise the model is `openai/NAME`.
+"""
 
 from __future__ import annotations
 

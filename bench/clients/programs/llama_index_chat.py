@@ -1,4 +1,4 @@
-"""LlamaIndex: OpenAILike, or with VARIANT OpenAIResponses or Anthropic."""
+"""Conversations with LlamaIndex: OpenAILike, or as VARIANT says OpenAIResponses or Anthropic."""
 
 from __future__ import annotations
 

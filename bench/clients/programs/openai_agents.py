@@ -1,4 +1,4 @@
-"""OpenAI's Agents SDK: responses, or chat completions with VARIANT=chat."""
+"""Conversations with OpenAI's Agents SDK: responses, or chat completions with VARIANT=chat."""
 
 from __future__ import annotations
 

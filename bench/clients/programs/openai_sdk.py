@@ -1,4 +1,7 @@
-"""OpenAI's SDK: chat completions; responses with VARIANT=responses, or stored ones."""
+"""Conversations with OpenAI's SDK: chat completions, or responses as VARIANT says.
+
+Responses may also be stored and continued by id.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenCode: one process for each turn, which continues the session."""
+"""Conversations with OpenCode, one process per turn, which continues the session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenHands: the SDK of its agent, with litellm inside."""
+"""Conversations with OpenHands, by the SDK of its agent, which uses litellm."""
 
 from __future__ import annotations
 

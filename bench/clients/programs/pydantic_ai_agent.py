@@ -1,4 +1,4 @@
-"""pydantic-ai: VARIANT is the provider in its model name."""
+"""Conversations with pydantic-ai; VARIANT is the provider in its model name."""
 
 from __future__ import annotations
 

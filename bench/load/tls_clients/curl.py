@@ -1,4 +1,4 @@
-"""Send requests by curl, half of them streamed, and print counts by outcome as a line of JSON.
+"""Send requests with curl, half of them streamed, and print the number by outcome as JSON.
 
 Each curl process sends several requests on one connection.
 """
@@ -18,7 +18,7 @@ END = "\n--- %{http_code}\n"
 
 
 def run_curl(stream: bool) -> tuple[Counter[str], list[str]]:
-    """Run one curl process; return counts by outcome and errors."""
+    """Run one curl process; return the number of requests by outcome, and errors."""
     url = f"{os.environ['URL']}/v1/chat/completions"
     command = ["curl", "-sS", "-N", "--max-time", "60", "--cacert", os.environ["CA"], "-w", END]
     command += [

@@ -1,4 +1,4 @@
-"""Send requests by the openai SDK, half of them streamed; print counts by outcome as JSON."""
+"""Send requests with the openai SDK, half of them streamed; print counts by outcome as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def send(client: openai.OpenAI, request: dict[str, Any]) -> str:
 
 
 def send_many(count: int, trust: ssl.SSLContext, counts: Counter[str], errors: list[str]) -> None:
-    """Send `count` requests one after the other."""
+    """Send `count` requests one after another, and record outcomes and errors."""
     kinds = [json.loads(os.environ[kind]) for kind in ("WHOLE", "STREAMED")]
     for begin in range(0, count, REQUESTS_PER_CLIENT):
         http = openai.DefaultHttpxClient(verify=trust)
