@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import dropwhile
 from typing import Any
 
 import msgspec
 
 from mockgpu.choice import Choice
-from mockgpu.named_events import chat_body, flat_text, named_event
+from mockgpu.named_events import chat_body, named_event
 from mockgpu.openai_format import http_chunk
 from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
 from mockgpu.tool_turns import chat_tool, chat_turns
@@ -125,10 +126,63 @@ def count_body(members: Mapping[str, Any]) -> RequestBody:
 
 
 def _chat_messages(system: object, messages: list[Any]) -> list[Any]:
-    first = [] if system is None else [{"role": "system", "content": flat_text(system, ("text",))}]
+    """Return the messages of a chat. System messages within join the message beside them."""
     if not all(isinstance(message, dict) for message in messages):
         raise ApiError(400, "1 validation error: messages: each must be an object", "messages")
-    return first + [turn for message in messages for turn in chat_turns(message)]
+    rest = list(dropwhile(_is_system, messages))
+    leading = [message.get("content") for message in messages[: len(messages) - len(rest)]]
+    texts = [_system_text(each) for each in (system, *leading) if each is not None]
+    chat: list[dict[str, Any]] = [{"role": "system", "content": "".join(texts)}] if texts else []
+    waiting: list[str] = []
+    for message in rest:
+        if not _is_system(message):
+            chat += _with_waiting(chat_turns(message), waiting)
+        elif chat[-1]["role"] == "assistant" or waiting:
+            waiting.append(_system_text(message.get("content")))
+        else:
+            chat[-1]["content"] = _joined([chat[-1]["content"], _system_text(message["content"])])
+    return [*chat, *_with_waiting([], waiting)]
+
+
+def _is_system(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "system"
+
+
+def _system_text(content: object) -> str:
+    """Return the text of a system prompt, without Claude Code's line about billing."""
+    blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [str(block.get("text", "")) for block in blocks if isinstance(block, dict)]
+    return "".join(text for text in texts if not text.startswith("x-anthropic-billing-header"))
+
+
+def _with_waiting(turns: list[dict[str, Any]], waiting: list[str]) -> list[dict[str, Any]]:
+    """Return the messages of a turn with system text that follows an answer; empties `waiting`."""
+    texts = [text for text in waiting if text]
+    waiting.clear()
+    if not texts:
+        return turns
+    if not turns or turns[-1]["role"] == "assistant":
+        return [{"role": "user", "content": _joined(texts)}, *turns]
+    last, is_tool = turns[-1], turns[-1]["role"] == "tool"
+    pieces = [last["content"], *texts] if is_tool else [*texts, last["content"]]
+    return [*turns[:-1], last | {"content": _joined(pieces)}]
+
+
+def _joined(contents: list[Any]) -> Any:
+    """Return contents as one: a text, or a list of parts if one of them is a list.
+
+    Texts that meet become one, because some chat templates write parts without a separator.
+    """
+    if all(isinstance(content, str) for content in contents):
+        return "\n\n".join(filter(None, contents))
+    parts: list[dict[str, Any]] = []
+    for content in filter(None, contents):
+        added = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        if parts and added and parts[-1].get("type") == added[0].get("type") == "text":
+            first = added.pop(0)
+            parts[-1] = parts[-1] | {"text": f"{parts[-1]['text']}\n\n{first['text']}"}
+        parts += added
+    return parts
 
 
 def _response_format(members: Mapping[str, Any]) -> dict[str, Any] | None:

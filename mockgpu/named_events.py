@@ -86,7 +86,7 @@ def chat_of(text: str, model: object, **members: Any) -> RequestBody:
 
 
 def flat_text(content: object, kinds: Sequence[str]) -> object:
-    """Return the joined text of content parts, or `content` itself if a part is not text.
+    """Return the text of content parts, one a line, or `content` itself if a part is not text.
 
     Parts with a type in `kinds` are text.
     """
@@ -94,7 +94,7 @@ def flat_text(content: object, kinds: Sequence[str]) -> object:
         return content
     if not all(isinstance(part, dict) and part.get("type") in kinds for part in content):
         return content
-    return "".join(str(part.get("text", "")) for part in content)
+    return "\n".join(str(part.get("text", "")) for part in content)
 
 
 def named_event(name: str, data: Mapping[str, Any]) -> bytes:

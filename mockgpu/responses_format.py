@@ -33,7 +33,7 @@ class ResponsesFormat:
         chat["messages"] = system + messages
         chat["max_completion_tokens"] = members.get("max_output_tokens")
         chat["response_format"] = _response_format(members)
-        functions = [tool for tool in members.get("tools") or () if tool.get("type") == "function"]
+        functions = functions_of(members)
         if functions:
             chat["tools"] = [chat_tool(tool, "parameters") for tool in functions]
             chat["tool_choice"] = _tool_choice(members.get("tool_choice"))
@@ -178,11 +178,16 @@ def _message(item: object) -> dict[str, Any]:
         call_id, output = item.get("call_id"), flat_text(item.get("output"), _TEXTS)
         return {"role": "tool", "tool_call_id": call_id, "content": output}
     if kind == "function_call":
-        call = chat_call(item.get("call_id"), item.get("name"), item.get("arguments"))
+        name = "__".join(filter(None, (item.get("namespace"), item.get("name"))))
+        call = chat_call(item.get("call_id"), name, item.get("arguments"))
         return {"role": "assistant", "content": None, "tool_calls": [call]}
+    if kind == "item_reference":
+        raise ApiError(400, "1 validation error: input: no item is kept under this id", "input")
     if kind != "message":
         return {"role": "assistant", "content": [item]}
-    return {"role": item.get("role"), "content": flat_text(item.get("content"), _TEXTS)}
+    # Chat templates of open models do not know the role developer.
+    role = "system" if item.get("role") == "developer" else item.get("role")
+    return {"role": role, "content": flat_text(item.get("content"), _TEXTS)}
 
 
 def _answer(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,6 +208,19 @@ def _tool_choice(choice: object) -> Any:
     if isinstance(choice, dict) and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice
+
+
+def functions_of(members: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the functions of a body; those of a namespace have it before their names."""
+    functions: list[dict[str, Any]] = []
+    for tool in members.get("tools") or ():
+        if tool.get("type") == "function":
+            functions.append(tool)
+        elif tool.get("type") == "namespace":
+            functions += [
+                inner | {"name": f"{tool['name']}__{inner['name']}"} for inner in tool["tools"]
+            ]
+    return functions
 
 
 def item_id(ask: ParsedRequest) -> str:

@@ -78,14 +78,20 @@ def render_chat(body: Mapping[str, Any]) -> bytes:
 
 
 def _content(content: object) -> bytes:
-    """Return text content unchanged, and other content (parts, images) as JSON."""
+    """Return text unchanged, text parts one a line, and other content (images) as JSON."""
     if content is None:
         return b""
+    if isinstance(content, list) and all(_is_text(part) for part in content):
+        content = "\n".join(str(part["text"]) for part in content)
     return (
         content.encode("utf-8", "surrogatepass")
         if isinstance(content, str)
         else msgspec.json.encode(content)
     )
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and "text" in part
 
 
 def token_bytes(prompt: str | Sequence[int]) -> bytes:

@@ -23,7 +23,7 @@ echo "Installing the clients into $folder (2.5 GB, once)"
 environment python "$python" openai anthropic openai-agents "pydantic-ai-slim[openai,anthropic]" \
     langchain-openai langchain-anthropic litellm
 environment llama-index "$python" "llama-index-core>=0.14" "llama-index-llms-openai>=0.8" \
-    "llama-index-llms-openai-like>=0.8" llama-index-llms-anthropic
+    "llama-index-llms-openai-like>=0.8" llama-index-llms-anthropic "anthropic<1"
 newer=$(for each in python3.13 python3.12; do
     command -v $each >/dev/null && $each -c '' 2>/dev/null && echo $each && break
 done || true)

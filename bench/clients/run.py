@@ -154,6 +154,7 @@ def converse(spec: ClientSpec, installed: Path, url: str, turns: int, sessions: 
         "VARIANT": spec.variant,
         "TURNS": str(turns),
         "SESSIONS": str(sessions),
+        "FIRST_SITE": str(10 * CATALOGUE.index(spec)),
         "MODULES": str(installed / "node"),
         "PATH": f"{installed / 'node' / 'node_modules' / '.bin'}:{os.environ['PATH']}",
         "OPENAI_BASE_URL": f"{url}/v1",
@@ -220,6 +221,11 @@ def _is_stream(exchange: Exchange) -> bool:
     return answer is not None and answer.header("content-type").startswith("text/event-stream")
 
 
+def recording_name(spec: ClientSpec) -> str:
+    """Return the name of the file with a client's exchanges."""
+    return f"{spec.program.partition('.')[0]}-{spec.variant or spec.api.rpartition('/')[2]}"
+
+
 def run_client(
     spec: ClientSpec, installed: Path, proxy: Recorder, folder: Path, options: argparse.Namespace
 ) -> Result:
@@ -230,10 +236,8 @@ def run_client(
     exchanges, hits = proxy.exchanges(), counted_hits(folder)
     if options.record:
         options.record.mkdir(parents=True, exist_ok=True)
-        name = (
-            f"{spec.program.partition('.')[0]}-{spec.variant or spec.api.rpartition('/')[2]}.jsonl"
-        )
-        (options.record / name).write_text("".join(to_line(each) + "\n" for each in exchanges))
+        page = "".join(to_line(each) + "\n" for each in exchanges)
+        (options.record / f"{recording_name(spec)}.jsonl").write_text(page)
     version = version_of(spec, installed)
     return judge(spec, version, counted, exchanges, access_lines(folder), hits)
 

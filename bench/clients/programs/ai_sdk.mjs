@@ -30,6 +30,8 @@ await run(() => {
     const tools = { measure: tool({ description: TOOL_TEXT, inputSchema: jsonSchema(TOOL_SCHEMA), execute }) };
     let failure = null;
     const result = streamText({
+      // Otherwise it sends ids in place of the model's messages, which no engine keeps.
+      providerOptions: { openai: { store: false } },
       model: chosen, system: INSTRUCTIONS, messages, tools, stopWhen: stepCountIs(3), onError: ({ error }) => { failure = error; },
     });
     for await (const piece of result.textStream) {

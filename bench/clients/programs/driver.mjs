@@ -3,7 +3,7 @@
 import { createRequire } from 'node:module';
 import { pathToFileURL } from 'node:url';
 
-const { GATEWAY_URL, GATEWAY_KEY, GATEWAY_MODEL, MODULES, SESSIONS = '4', TURNS = '20', VARIANT = '' } = process.env;
+const { GATEWAY_URL, GATEWAY_KEY, GATEWAY_MODEL, MODULES, SESSIONS = '4', TURNS = '20', FIRST_SITE = '0', VARIANT = '' } = process.env;
 export const [URL_, KEY, MODEL, KIND] = [GATEWAY_URL, GATEWAY_KEY, GATEWAY_MODEL, VARIANT];
 const turns = Number(TURNS);
 const resolver = createRequire(`${MODULES}/`);
@@ -44,7 +44,7 @@ async function converse(ask, session, found) {
 
 export async function run(start) {
   const found = { turns: 0, streamed: 0, calls: 0, errors: [] };
-  const numbers = Array.from({ length: Number(SESSIONS) }, (_, number) => number);
+  const numbers = Array.from({ length: Number(SESSIONS) }, (_, number) => number + Number(FIRST_SITE));
   const outcomes = await Promise.allSettled(numbers.map((number) => converse(start(number), number, found)));
   for (const outcome of outcomes) {
     if (outcome.status === 'rejected') {

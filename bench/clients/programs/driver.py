@@ -21,6 +21,7 @@ KEY = os.environ["GATEWAY_KEY"]
 MODEL = os.environ["GATEWAY_MODEL"]
 SESSIONS = int(os.environ.get("SESSIONS", "4"))
 TURNS = int(os.environ.get("TURNS", "20"))
+FIRST_SITE = int(os.environ.get("FIRST_SITE", "0"))
 VARIANT = os.environ.get("VARIANT", "")
 
 INSTRUCTIONS = (
@@ -110,7 +111,10 @@ async def _converse(session: Session, number: int, call: Call, found: dict[str, 
 
 async def _run(start: Callable[[int], Session], call: Call) -> dict[str, Any]:
     found: dict[str, Any] = {"turns": 0, "streamed": 0, "calls": 0, "errors": []}
-    running = (_converse(start(number), number, call, found) for number in range(SESSIONS))
+    running = (
+        _converse(start(site), site, call, found)
+        for site in range(FIRST_SITE, FIRST_SITE + SESSIONS)
+    )
     for outcome in await asyncio.gather(*running, return_exceptions=True):
         if isinstance(outcome, BaseException):
             traceback.print_exception(outcome, file=sys.stderr)

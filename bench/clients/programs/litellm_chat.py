@@ -44,6 +44,7 @@ class Chat:
                 messages=self.messages,
                 tools=[{"type": "function", "function": FUNCTION}],
                 stream=True,
+                max_tokens=4096,  # for Anthropic's API it asks for 128,000 where it knows no limit
             )
             chunks = []
             async for chunk in stream:

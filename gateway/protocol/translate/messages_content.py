@@ -20,15 +20,20 @@ BILLING_LINE = "x-anthropic-billing-header"
 
 
 def system_text(system: Any, messages: Sequence[Any]) -> str:
-    """Return the text of `system`, followed by that of system messages in the conversation.
+    """Return the text of `system`, followed by that of system messages before any other message.
 
     Chat templates allow one system message, at the beginning.
     """
-    parts = _texts(system, "system") if system is not None else []
+    texts = [_system_text(system, "system")] if system is not None else []
     for index, message in enumerate(messages):
-        if isinstance(message, dict) and message.get("role") == "system":
-            parts += _texts(message.get("content"), f"messages[{index}].content")
-    return "".join(part for part in parts if not part.startswith(BILLING_LINE))
+        if not isinstance(message, dict) or message.get("role") != "system":
+            break
+        texts.append(_system_text(message.get("content"), f"messages[{index}].content"))
+    return "".join(texts)
+
+
+def _system_text(content: Any, path: str) -> str:
+    return "".join(text for text in _texts(content, path) if not text.startswith(BILLING_LINE))
 
 
 def _texts(content: Any, path: str) -> list[str]:
@@ -53,17 +58,88 @@ def chat_messages(messages: Any) -> list[dict[str, Any]]:
     One message may become several: each tool result is a message of its own. Raises GatewayError
     that names what cannot be translated.
     """
-    chat: list[dict[str, Any]] = []
+    conversation = _Conversation()
     for index, message in enumerate(list_of(messages, "messages")):
         path = f"messages[{index}]"
         role = mapping_of(message, path).get("role")
+        content, path = message.get("content"), f"{path}.content"
         if role == "user":
-            chat += _user(message.get("content"), f"{path}.content")
+            conversation.add_user(_user(content, path))
         elif role == "assistant":
-            chat.append(_assistant(message.get("content"), f"{path}.content"))
-        elif role != "system":
-            raise mistyped(f"{path}.role", "user or assistant")
-    return chat
+            conversation.add_assistant(_assistant(content, path))
+        elif role == "system":
+            conversation.add_system(_system_text(content, path))
+        else:
+            raise mistyped(f"messages[{index}].role", "user or assistant")
+    return conversation.finish()
+
+
+class _Conversation:
+    """Builds the list of chat messages.
+
+    Agents append system messages with almost every turn. At the beginning they would change the
+    start of the prompt each time, and nothing of it would be cached. So their text is added to the
+    message beside them, and the prompt of a turn begins with the prompt of the turn before.
+    """
+
+    def __init__(self) -> None:
+        self._chat: list[dict[str, Any]] = []
+        self._waiting: list[str] = []  # system text that belongs to the next message
+        self._is_leading = True
+
+    def add_user(self, messages: list[dict[str, Any]]) -> None:
+        """Append the tool results and the user message of one turn."""
+        if self._waiting and messages:
+            last = messages[-1]
+            texts = (*self._waiting, last["content"])
+            is_user = last["role"] == "user"
+            last["content"] = _joined(*(texts if is_user else (texts[-1], *texts[:-1])))
+            self._waiting = []
+        self._chat += messages
+        self._is_leading = False
+
+    def add_assistant(self, message: dict[str, Any]) -> None:
+        """Append a message of the model."""
+        self._end_user_turn()
+        self._chat.append(message)
+        self._is_leading = False
+
+    def add_system(self, text: str) -> None:
+        """Add the text of a system message; one that leads is part of the system prompt."""
+        if self._is_leading or not text:
+            return
+        last = self._chat[-1] if self._chat else {}
+        if last.get("role") in ("user", "tool") and not self._waiting:
+            last["content"] = _joined(last["content"], text)
+        else:
+            self._waiting.append(text)
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Return the messages."""
+        self._end_user_turn()
+        return self._chat
+
+    def _end_user_turn(self) -> None:
+        if self._waiting:
+            self._chat.append({"role": "user", "content": _joined(*self._waiting)})
+            self._waiting = []
+
+
+def _joined(*contents: Any) -> Any:
+    """Return contents as one: a text, or a list of parts if one of them is a list.
+
+    Texts that meet become one, because some chat templates write parts without a separator.
+    """
+    if all(isinstance(content, str) for content in contents):
+        return "\n\n".join(filter(None, contents))
+    parts: list[dict[str, Any]] = []
+    for content in filter(None, contents):
+        added = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        if parts and added and parts[-1].get("type") == added[0].get("type") == "text":
+            first = added.pop(0)
+            parts[-1] = parts[-1] | {"text": f"{parts[-1]['text']}\n\n{first['text']}"}
+        parts += added
+    return parts
 
 
 def _blocks(content: Any, path: str) -> list[dict[str, Any]]:

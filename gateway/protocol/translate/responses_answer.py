@@ -12,6 +12,7 @@ from gateway.protocol.translate.chat_answers import (
     read_answer,
 )
 from gateway.protocol.translate.request_reader import encode, read_object
+from gateway.protocol.translate.responses_input import flat_name
 
 _ECHOED: Mapping[str, Any] = {
     "instructions": None,
@@ -68,8 +69,9 @@ def from_chat(body: bytes, model: str, echoed: Mapping[str, Any]) -> bytes:
     if text := message.content or message.refusal:
         part = refusal_part(text) if not message.content else text_part(text)
         output.append(message_item(f"msg_{key}_{len(output)}", part, "completed"))
+    names = function_names(echoed)
     for call in message.tool_calls or ():
-        output.append(call_item(f"fc_{key}_{len(output)}", call, "completed"))
+        output.append(call_item(f"fc_{key}_{len(output)}", call, "completed", names))
     head = response_head(key, model, answer.created, echoed)
     return encode(
         head
@@ -152,13 +154,32 @@ def reasoning_item(item_id: str, text: str | None) -> dict[str, Any]:
     return {"id": item_id, "type": "reasoning", "summary": [], "content": content}
 
 
-def call_item(item_id: str, call: ChatToolCall, status: str) -> dict[str, Any]:
-    """Return a function call as an output item, with the arguments received so far."""
+def function_names(echoed: Mapping[str, Any]) -> Mapping[str, Mapping[str, str]]:
+    """Return name and namespace, as members of an item, of each function that is in a namespace.
+
+    The keys are the names that engines have for them. `echoed` is what echo() returned.
+    """
+    groups = [tool for tool in echoed["tools"] if tool.get("type") == "namespace"]
+    return {
+        flat_name(group["name"], tool["name"]): {"name": tool["name"], "namespace": group["name"]}
+        for group in groups
+        for tool in group["tools"]
+    }
+
+
+def call_item(
+    item_id: str, call: ChatToolCall, status: str, names: Mapping[str, Mapping[str, str]]
+) -> dict[str, Any]:
+    """Return a function call as an output item, with the arguments received so far.
+
+    `names` is what function_names() returned.
+    """
+    name = call.function.name or ""
     return {
         "id": item_id,
         "type": "function_call",
         "status": status,
         "call_id": call.id or "",
-        "name": call.function.name or "",
+        **names.get(name, {"name": name}),
         "arguments": call.function.arguments or "",
     }

@@ -19,6 +19,11 @@ _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develop
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 
 
+def flat_name(namespace: str, name: str) -> str:
+    """Return the name of a function in a chat, which has no namespaces."""
+    return f"{namespace}__{name}" if namespace else name
+
+
 class _Conversation:
     """Builds the list of chat messages from items: one message per turn of the conversation.
 
@@ -128,7 +133,8 @@ def _compact(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
 
 
 def _call(item: Mapping[str, Any], path: str) -> dict[str, Any]:
-    name = text_of(item.get("name"), f"{path}.name")
+    namespace = text_of(item.get("namespace") or "", f"{path}.namespace")
+    name = flat_name(namespace, text_of(item.get("name"), f"{path}.name"))
     arguments = text_of(item.get("arguments"), f"{path}.arguments")
     return {
         "id": text_of(item.get("call_id"), f"{path}.call_id"),

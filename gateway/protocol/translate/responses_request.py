@@ -24,11 +24,14 @@ from gateway.protocol.translate.request_reader import (
     translate_members,
     untranslatable,
 )
-from gateway.protocol.translate.responses_input import input_messages
+from gateway.protocol.translate.responses_input import flat_name, input_messages
 
 _TOOL_MEMBERS = frozenset(
     {"type", "name", "description", "parameters", "strict", "defer_loading", "allowed_callers"}
 )
+_NAMESPACE_MEMBERS = frozenset({"type", "name", "description", "tools"})
+_LEFT_OUT = frozenset({"web_search", "web_search_preview"})
+"""Tools that a service runs by itself and that agents offer with every request."""
 _FORMAT_MEMBERS = ("name", "description", "schema", "strict")
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -53,21 +56,40 @@ def _input(value: Any, name: str, chat: dict[str, Any]) -> None:
 
 
 def _tools(value: Any, name: str, chat: dict[str, Any]) -> None:
-    tools = []
+    tools: list[dict[str, Any]] = []
     for index, tool in enumerate(list_of(value, name)):
         path = f"{name}[{index}]"
         kind = mapping_of(tool, path).get("type")
-        if kind != "function":
+        if kind == "namespace":
+            tools += _namespace(tool, path)
+        elif kind == "function":
+            tools.append(_function(tool, path))
+        elif kind not in _LEFT_OUT:
             raise untranslatable(f"{path}.type", str(kind))
-        only(tool, _TOOL_MEMBERS, path)
-        function = {"name": text_of(tool.get("name"), f"{path}.name")} | {
-            key: tool[key]
-            for key in ("description", "parameters", "strict")
-            if tool.get(key) is not None
-        }
-        tools.append({"type": "function", "function": function})
     if tools:
         chat["tools"] = tools
+
+
+def _namespace(group: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+    """Return the functions of a namespace, under names with the namespace before them."""
+    only(group, _NAMESPACE_MEMBERS, path)
+    namespace, functions = text_of(group.get("name"), f"{path}.name"), list[dict[str, Any]]()
+    for index, tool in enumerate(list_of(group.get("tools"), f"{path}.tools")):
+        where = f"{path}.tools[{index}]"
+        if mapping_of(tool, where).get("type") != "function":
+            raise untranslatable(f"{where}.type", str(tool.get("type")))
+        functions.append(_function(tool, where, namespace))
+    return functions
+
+
+def _function(tool: Mapping[str, Any], path: str, namespace: str = "") -> dict[str, Any]:
+    only(tool, _TOOL_MEMBERS, path)
+    function = {"name": flat_name(namespace, text_of(tool.get("name"), f"{path}.name"))} | {
+        key: tool[key]
+        for key in ("description", "parameters", "strict")
+        if tool.get(key) is not None
+    }
+    return {"type": "function", "function": function}
 
 
 def _tool_choice(value: Any, name: str, chat: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from gateway.protocol.translate.event_stream import format_event
 from gateway.protocol.translate.responses_answer import (
     call_item,
     ended,
+    function_names,
     message_item,
     reasoning_item,
     refusal_part,
@@ -52,12 +53,16 @@ class ResponsesStream(StreamTranslator):
     The events are numbered from 0.
     """
 
-    __slots__ = ("_echoed", "_head", "_item", "_key", "_model", "_output", "_sequence", "_size")
+    __slots__ = (
+        *("_echoed", "_head", "_item", "_key", "_model", "_names", "_output", "_sequence"),
+        "_size",
+    )
 
     def __init__(self, model: str, echoed: Mapping[str, Any]) -> None:
         super().__init__()
         self._model = model
         self._echoed = echoed
+        self._names = function_names(echoed)
         self._head: dict[str, Any] = {}
         self._item: OpenItem | None = None
         self._output: list[dict[str, Any]] = []
@@ -113,8 +118,8 @@ class ResponsesStream(StreamTranslator):
         text = item.text
         if item.kind == "call":
             place = {"item_id": item.item_id, "output_index": len(self._output)}
-            name = item.call.function.name if item.call is not None else ""
-            done = {**place, "name": name or "", "arguments": text}
+            name = self._item_now("completed", text)["name"]
+            done = {**place, "name": name, "arguments": text}
             yield self._emit("response.function_call_arguments.done", done)
         else:
             yield self._emit(*self._text_done(item.kind, text))
@@ -144,7 +149,8 @@ class ResponsesStream(StreamTranslator):
             return reasoning_item(item.item_id, text)
         if item.call is not None:
             function = ChatFunction(item.call.function.name, text)
-            return call_item(item.item_id, ChatToolCall(item.call.id, function), status)
+            call = ChatToolCall(item.call.id, function)
+            return call_item(item.item_id, call, status, self._names)
         part = None if text is None else self._part(text)
         return message_item(item.item_id, part, status)
 

@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.protocol.errors import GatewayError
 from gateway.protocol.translate import messages_answer, messages_request
@@ -127,6 +129,48 @@ def test_system_prompts_are_one_message_without_the_billing_line() -> None:
         {"role": "system", "content": "You code. Be brief."},
         {"role": "user", "content": "x"},
     ]
+
+
+def turns(*messages: tuple[str, Any]) -> list[dict[str, Any]]:
+    """Return the chat messages of a conversation whose system prompt is "Code."."""
+    conversation = [{"role": role, "content": content} for role, content in messages]
+    first, *others = chat(system="Code.", messages=conversation)["messages"]
+    assert first == {"role": "system", "content": "Code."}
+    return others
+
+
+def test_system_messages_within_a_conversation_join_the_message_beside_them() -> None:
+    result = [{"type": "tool_result", "tool_use_id": "t", "content": "a.py"}]
+    call = [{"type": "tool_use", "id": "t", "name": "run", "input": {}}]
+    said = turns(
+        *(("user", "x"), ("system", "One."), ("system", "Two."), ("assistant", "y")),
+        *(("system", "Three."), ("user", "z"), ("assistant", call), ("system", "Four.")),
+        *(("user", result), ("system", "Five."), ("assistant", "w"), ("system", "Six.")),
+    )
+    assert [message["content"] for message in said] == [
+        *("x\n\nOne.\n\nTwo.", "y", "Three.\n\nz", None, "a.py\n\nFour.\n\nFive.", "w", "Six."),
+    ]
+    assert said[-1]["role"] == "user"
+
+
+def test_texts_that_meet_are_one_part() -> None:
+    image = {"type": "image", "source": {"type": "url", "url": "https://x/i.png"}}
+    words = {"type": "text", "text": "x"}
+    said = turns(("user", [image, words]), ("system", [{"type": "text", "text": "One."}]))
+    assert [part.get("text") for part in said[0]["content"]] == [None, "x\n\nOne."]
+    said = turns(("user", [words, image]), ("system", "One."))
+    assert [part.get("text") for part in said[0]["content"]] == ["x", None, "One."]
+
+
+@given(st.lists(st.sampled_from(["user", "assistant", "system"]), max_size=8))
+def test_each_turn_begins_with_the_messages_of_the_turn_before(roles: list[str]) -> None:
+    """Engines find the earlier turns in their caches only if a later turn leaves them alone."""
+    before = [("user", "0"), *((role, str(at)) for at, role in enumerate(roles, 1))]
+    ended = [*before, ("assistant", "answer")]
+    assert turns(*ended, ("system", "note"), ("user", "next"))[: len(turns(*ended))] == turns(
+        *ended
+    )
+    assert turns(*ended)[:-1] == turns(*before)
 
 
 def test_a_schema_and_an_effort_are_translated() -> None:

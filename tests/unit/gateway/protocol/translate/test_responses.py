@@ -88,6 +88,29 @@ def test_a_turn_of_an_agent_becomes_chat_messages() -> None:
     ]
 
 
+def test_functions_of_a_namespace_have_it_in_their_names_and_get_it_back() -> None:
+    group = {"type": "namespace", "name": "team", "description": "Agents.", "tools": [TOOL]}
+    items = [
+        {"type": "function_call", "call_id": "c1", "name": "run", "namespace": "team",
+         "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "ok"},
+    ]  # fmt: skip
+    request = chat(tools=[group, TOOL, {"type": "web_search"}], input=items)
+    assert [tool["function"]["name"] for tool in request["tools"]] == ["team__run", "run"]
+    assert request["messages"][0]["tool_calls"][0]["function"]["name"] == "team__run"
+
+    known = responses_answer.echo(json.dumps(REQUEST | {"tools": [group, TOOL]}).encode())
+    pieces: list[Piece] = [("call", ("team__run", '{"a":1}')), ("call", ("run", "{}"))]
+    whole = json.loads(responses_answer.from_chat(answer(pieces, "tool_calls"), "m", known))
+    translator = ResponsesStream("m", known)
+    streamed = translator.feed(stream(pieces, "tool_calls")) + translator.finish()
+    for response in (whole, response_of(streamed)):
+        calls = [(item["name"], item.get("namespace")) for item in response["output"]]
+        assert calls == [("run", "team"), ("run", None)]
+    names = [e["name"] for e in events(streamed) if e["type"].endswith("arguments.done")]
+    assert names == ["run", "run"]
+
+
 def test_members_keep_their_meaning() -> None:
     request = chat(
         stream=True,
@@ -120,7 +143,13 @@ def test_members_keep_their_meaning() -> None:
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "file_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "n", "odd": 1}]}, "tools[0].odd"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]},
+            "tools[0].tools[0].type",
+        ),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": 1}]}, "tools[0].tools"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"include": ["message.output_text.logprobs"]}, "include[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
