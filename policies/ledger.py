@@ -1,8 +1,9 @@
-"""Bookings at an endpoint: the only code that changes the booked numbers of EndpointLoad.
+"""Bookings: the load that each accepted request adds to its endpoint until it ends.
 
-Takes a place, and gives back exactly what was taken in whatever order events arrive. Where a policy
-reads the forecast, each event also moves the endpoint's timeline, and with it the learned speed and
-the forecast. Health, the prefix index and sockets are the gateway's.
+This is the only code that changes the booked numbers of EndpointLoad. A LoadBooking adds a
+request's load, and subtracts exactly what it added, in whatever order events arrive. Where a policy
+reads the forecast, each event also advances the endpoint's timeline, and with it the learned speed
+and the forecast. The gateway itself handles health, the prefix index and sockets.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ FREE_KV = 0.9
 
 
 class LoadBooking(QueuedPrompt):
-    """A place taken at an endpoint, by `book` or (if prefilled elsewhere) `reserve`.
+    """The load of one request at an endpoint, made by `book` or, if prefilled elsewhere, `reserve`.
 
     Every method may be called at any time, in any order and repeatedly; after the end none has an
     effect.
 
-    sees_first_token False: the first token is not observable (the answer comes whole), so it is
-    assumed to come when the timeline predicts it, and teaches nothing. is_handoff: another endpoint
-    computes the prompt.
-
+    sees_first_token   False if the first token is not observable, because the answer comes whole.
+                       It is then assumed to come when the timeline predicts it, and nothing is
+                       learned
+    is_handoff         whether another endpoint computes the prompt
     cached_tokens      prompt tokens that were believed to be cached there
     predicted_ttft_s   expected seconds from booking to the first token; None in a reservation
     predicted_tpot_s   expected seconds per output token after it
@@ -91,7 +92,7 @@ class LoadBooking(QueuedPrompt):
         return None if self._booked_at is None else self._token_s
 
     def rejoin_timeline(self, now: float) -> None:
-        """Add it to its endpoint's restarted timeline, at its present progress."""
+        """Add the request to its endpoint's restarted timeline, with its current progress."""
         self._begin(now, self._context > 0 and not self._uncached)
 
     def _begin(self, now: float, handed: bool) -> None:
@@ -130,13 +131,13 @@ class LoadBooking(QueuedPrompt):
         self.computed_tokens = self.prompt_tokens - left if self.prompt_tokens > left else 0
 
     def _compute(self, now: float) -> None:
-        """Queue the prompt for computation at this endpoint."""
+        """Queue the prompt in the timeline for computation at this endpoint."""
         load = self._load
         self.enters_at = now + load.belief.request_s
         load.timeline.on_sent(load, self, now)
 
     def recompute_prompt(self, now: float) -> None:
-        """Compute a reservation's prompt here after all, because no usable KV arrived."""
+        """Compute the prompt of a reservation at this endpoint, because no usable KV arrived."""
         load = self._load
         if self._open and self._context and not self.is_decoding and not self._uncached:
             self._uncached = max(1, self._context - self.cached_tokens)
@@ -149,7 +150,9 @@ class LoadBooking(QueuedPrompt):
             load.mark_changed()
 
     def on_kv_arrived(self, now: float) -> None:
-        """Start decoding a reservation whose KV has arrived; no first token will be reported."""
+        """Start decoding a reserved request whose KV has arrived; no first token will be
+        reported.
+        """
         if self._open and self._context and not self.is_decoding and not self._uncached:
             load = self._load
             self.mark_decoding()
@@ -167,7 +170,7 @@ class LoadBooking(QueuedPrompt):
             load.timeline.on_first_token(load, self, now)
 
     def mark_decoding(self) -> None:
-        """Change the counters only.
+        """Count the request as decoding, without an event for the timeline.
 
         The timeline calls it for a prompt whose first token will not be reported.
         """
@@ -180,9 +183,9 @@ class LoadBooking(QueuedPrompt):
             load.changes.record(load.slot)
 
     def finish(self, now: float, output_tokens: int | None = None) -> None:
-        """End the booking and give back what it still holds.
+        """End the booking and subtract the rest of its load from the endpoint.
 
-        `output_tokens` is the length of a complete answer, if known.
+        `output_tokens` is the length of a complete answer; None if incomplete or unknown.
         """
         if not self._open:
             return
@@ -206,7 +209,7 @@ class LoadBooking(QueuedPrompt):
         load.mark_changed()
 
     def drop(self, now: float) -> None:
-        """End the booking of a request without a complete answer."""
+        """End the booking of a request that failed or was cancelled, without a complete answer."""
         self.finish(now)
 
 
@@ -224,17 +227,15 @@ def reserve(
     now: float,
     sees_first_token: bool = True,
 ) -> LoadBooking:
-    """Take a decode place for a split request: KV for all of its prompt from the start, and nothing
-    to prefill.
-    """
+    """Book a split request at its decode endpoint: all of its KV from the start, and no prefill."""
     return LoadBooking(load, request, cached_tokens, now, sees_first_token, True)
 
 
 def set_modelled(load: EndpointLoad, modelled: bool, now: float) -> None:
     """Set whether any policy reads the forecast of this endpoint from now on.
 
-    The timeline restarts with the present bookings; the progress of prompts in prefill is unknown
-    then. The learned speed is kept.
+    The timeline restarts with the current bookings, without the progress of prompts in prefill. The
+    learned speed is kept.
     """
     if load.is_modelled == modelled:
         return
@@ -257,12 +258,11 @@ def record_scrape(
     kv_tokens: int | None,
     now: float,
 ) -> None:
-    """Record the engine's own metrics; None where it did not report one.
+    """Record the engine's own metrics, and derive the number of requests from outside the gateways.
 
-    They also count requests from outside the fleet.
-
-    A request that another gateway has not announced yet, or that ended while the metrics were on
-    their way, is not external. Only requests in excess at two scrapes in a row therefore count.
+    A metric is None if the engine did not report it. A request that another gateway has not
+    announced yet, or that ended while the metrics were being read, is not external. Only requests
+    in excess at two scrapes in a row therefore count.
     """
     if waiting and running and kv_usage is not None:
         _learn_slots(load, running, kv_usage)
@@ -279,10 +279,11 @@ def record_scrape(
 
 
 def _learn_slots(load: EndpointLoad, running: int, kv_usage: float) -> None:
-    """Learn how many sequences the engine runs, from prompts that wait although KV is free.
+    """Learn how many sequences the engine runs at a time, from prompts that wait although KV is
+    free.
 
-    They must have waited at the scrape before as well, beside as many running sequences, all of
-    them decoding: a prompt may also wait for the end of a step or for the prompt before it.
+    They must have waited at the previous scrape as well, with as many running sequences, all of
+    them decoding. A prompt may also wait for the end of a step or for the prompt before it.
     """
     if running > load.slots or (
         load.waiting and load.running == running and load.decoding >= running and kv_usage < FREE_KV
@@ -291,11 +292,9 @@ def _learn_slots(load: EndpointLoad, running: int, kv_usage: float) -> None:
 
 
 def set_peer_load(load: EndpointLoad, source: bytes, share: PeerShare | None, now: float) -> bool:
-    """Replace what `source` has booked at the endpoint.
+    """Replace the load that the gateway `source` has booked at the endpoint.
 
-    None or NOTHING: it has nothing booked any more.
-
-    Returns False if that changes nothing.
+    None or NOTHING means that it has no load there any more. Return False if that changes nothing.
     """
     others = load.peer_load
     before = others.shares.get(source, NOTHING)
@@ -318,7 +317,7 @@ def set_peer_load(load: EndpointLoad, source: bytes, share: PeerShare | None, no
 
 
 def own_load(load: EndpointLoad) -> PeerShare:
-    """Return what this gateway itself has booked at the endpoint."""
+    """Return the load that this gateway itself has booked at the endpoint."""
     others = load.peer_load
     return PeerShare(
         load.in_flight - others.in_flight,

@@ -1,7 +1,7 @@
-"""The live load of one endpoint: booked and scraped numbers, flags, learned speed and forecast.
+"""Live load of one endpoint: booked and scraped numbers, flags, learned speed and forecast.
 
-Mutable state only. Bookings are written by ledger.py, availability by the gateway's health checks
-and drains.
+Contains mutable state only. ledger.py changes the booked numbers; the gateway's health checks and
+drains change the availability.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ CHANGES = 4096
 
 
 class LoadChanges:
-    """The slots whose loads changed lately, oldest overwritten, for any number of readers.
+    """A ring buffer of the slots whose loads have changed, for any number of readers.
 
-    A reader keeps the count up to which it has read. One that is more than CHANGES behind has
+    A reader stores the count up to which it has read. A reader that is more than CHANGES behind has
     missed changes and must read every load.
 
     count  changes so far; change n is in slots[n % CHANGES]
@@ -38,7 +38,9 @@ class LoadChanges:
         self.count = count + 1
 
     def since(self, count: int) -> list[int] | None:
-        """Return the slots changed after the first `count` changes; None if some were lost."""
+        """Return the slots changed after the first `count` changes; None if some were
+        overwritten.
+        """
         behind = self.count - count
         if behind > CHANGES:
             return None
@@ -49,14 +51,14 @@ class LoadChanges:
 
 
 class EndpointLoad(EngineLoad):
-    """Everything that changes about an endpoint, as read by policies.
+    """Everything that changes about an endpoint and that policies read.
 
     slot                small stable integer: the endpoint's index in RoutingQuery.cached_by_slot
                         and in the prefix index
     in_flight           booked requests that have not ended
-    decoding            booked requests past their first token
-    prefill_tokens      uncached prompt tokens of booked requests that are before their first token
-    decode_tokens       prompt tokens of booked requests past their first token
+    decoding            booked requests whose first token has come
+    prefill_tokens      uncached prompt tokens of booked requests whose first token has not come
+    decode_tokens       prompt tokens of booked requests whose first token has come
     prefix_cache_tokens prompt tokens that its prefix cache is believed to hold, over all requests
     eviction_regret     share of evicted prefix blocks that were requested again while no endpoint
                         had them, 0 to 1
@@ -65,10 +67,10 @@ class EndpointLoad(EngineLoad):
     is_available        False while ejected by health checks or draining: never a candidate then
     is_proven           no failure yet, or a success after the last one; retries prefer such
                         endpoints
-    soft_cap            concurrent requests while other endpoints have room; below the cap during
-                        slow start (slow_start.py)
-    running, waiting, kv_usage, scraped_at   the engine's own metrics at the last scrape; None
-    before the first
+    soft_cap            most concurrent requests while other endpoints have capacity; below the cap
+                        during slow start (slow_start.py)
+    running, waiting, kv_usage, scraped_at
+                        the engine's own metrics at the last scrape; None before the first
     unexplained_requests  requests in those metrics in excess of in_flight at that moment
     is_modelled         whether any policy reads the forecast; if none does, the timeline does not
                         advance
@@ -121,7 +123,9 @@ class EndpointLoad(EngineLoad):
         self.timeline.refresh_forecast(self, 0.0)
 
     def mark_changed(self) -> None:
-        """Record that anything has changed by which candidates are filtered or scored."""
+        """Record in `changes` that a value has changed by which candidates are filtered or
+        scored.
+        """
         if self.changes is not None:
             self.changes.record(self.slot)
 

@@ -1,6 +1,6 @@
 """Value types of routing: endpoints, requests, candidates, queries and picks.
 
-All are frozen. Live numbers of an endpoint are in load.py; parsing from HTTP is in the gateway.
+All are immutable. load.py has the live numbers of an endpoint; the gateway parses HTTP requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from policies.sizing.layout import Layout
 
 
 class Role(StrEnum):
-    """What a TP group may serve; only BOTH may serve whole requests."""
+    """The phases that an endpoint may serve; only BOTH may serve whole requests."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -25,7 +25,7 @@ class Role(StrEnum):
 
 
 class EngineKind(StrEnum):
-    """The inference engine, and with it the wire dialect, of an endpoint."""
+    """The inference engine of an endpoint, which determines its HTTP dialect."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -33,13 +33,15 @@ class EngineKind(StrEnum):
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """One TP group behind one URL, as configured.
+    """One engine instance (TP group) at one URL, as configured.
 
-    bootstrap       host:port of its bootstrap server, for dialects whose decoder needs it; None
-                    otherwise
-    context_tokens  longest prompt plus answer it accepts; None: the model's own limit
-    salt_member     request member that carries the cache salt; empty: the engine takes no salt
-    tenants         tenants it serves; empty: all
+    bootstrap        host:port of its bootstrap server, for dialects whose decoder needs it; None
+                     otherwise
+    max_concurrency  most requests to send to it at a time
+    context_tokens   longest prompt plus answer it accepts; None: the model's own limit
+    salt_member      JSON member of a request that carries the cache salt; empty: the engine takes
+                     none
+    tenants          tenants it serves; empty: all
     """
 
     name: str
@@ -58,17 +60,18 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, eq=False):
-    """An endpoint with its live load: what filters keep, scorers rate and pickers choose."""
+    """An endpoint with its live load, which filters keep, scorers rate and pickers choose."""
 
     endpoint: Endpoint
     load: EndpointLoad
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """A service class: its latency budgets, and what one request served within them is worth.
+    """A service class: its latency budgets, and the value of a request served within them.
 
-    ttft_s  budget from arrival to the first token; tpot_s  from then on per output token; weight
-            value of one request
+    ttft_s  budget in seconds from arrival to the first token
+    tpot_s  budget in seconds per further output token
+    weight  value of one request
     """
 
     name: str = "standard"
@@ -84,10 +87,10 @@ INFERRED_SESSION = "prefix"
 
 
 class SessionHints(msgspec.Struct, frozen=True):
-    """What a client has said about the future of a session.
+    """A client's statements about the future of its session.
 
-    is_last  no request of the session follows this one
-    keep_s   how long its context should be kept after the answer; None: not said
+    is_last  whether no request of the session follows this one
+    keep_s   seconds to keep its context after the answer; None if not stated
     """
 
     is_last: bool = False
@@ -95,19 +98,20 @@ class SessionHints(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What a policy may know about a request.
+    """The properties of a request that a policy may read.
 
     Token counts are estimates unless the client sent token ids.
 
     output_tokens  expected output tokens, summed over all choices
-    choices     answers to generate, summed over all prompts; prompts  number of prompts
-    priority    higher is served first among waiting requests; the default is 0
-    arrived_s   policy clock at arrival at the gateway
-    deadline_s  policy clock at which the client gives up; None if it sent no deadline
-    session     key of the conversation or agent session it belongs to; "" if unknown
-    session_source  the header or member that names the session, or "prefix" if its growing prompt
-                was recognised
-    session_hints  what the client has said about the session's future; None: nothing
+    choices        answers to generate, summed over all prompts
+    prompts        number of prompts
+    priority       higher is served first among waiting requests; the default is 0
+    arrived_s      policy clock at arrival at the gateway
+    deadline_s     policy clock at which the client gives up; None if it sent no deadline
+    session        key of the conversation or agent session it belongs to; "" if unknown
+    session_source  header or JSON member that names the session, or "prefix" if its growing prompt
+                   was recognised
+    session_hints  the client's statements about the session's future; None without any
     """
 
     id: str
@@ -128,18 +132,19 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def is_session_inferred(self) -> bool:
-        """Whether no header or member names the session, so that it began an unknown time ago."""
+        """Whether the session was recognised by its prompt, so that it began an unknown time
+        ago.
+        """
         return self.session_source == INFERRED_SESSION
 
 
 class RoutingQuery(msgspec.Struct, frozen=True):
-    """One routing question: which of the candidates should serve this request now.
+    """The question that a policy answers: which candidate should serve this request now.
 
     cached_by_slot    prompt tokens that the endpoint in each slot is believed to have cached; empty
                       if the policy does not read prefixes
     failed_endpoints  names of endpoints on which this request has failed already
-    fingerprint       the prompt's chain of block keys, for rules that hash a prefix; None if no
-                      policy reads prefixes
+    fingerprint       hashes of the prompt's prefixes, one per block; None if no policy reads them
     can_return        False if a client would not retry this pool after a refusal, because the
                       request only falls back to it
     """
@@ -154,11 +159,13 @@ class RoutingQuery(msgspec.Struct, frozen=True):
 
 
 class Pick(msgspec.Struct, frozen=True):
-    """The routing decision and its reasons. Higher scores are better; the unit is the policy's own.
+    """The chosen candidate and the reasons for the choice.
 
-    `candidates` are those that passed the filters and were scored, `scores` their scores in the
-    same order; of a large pool they are a shortlist (policies/candidate_order.py). Both are
-    references, kept to explain the pick. `candidate_count` is how many passed the filters.
+    score            its score: higher is better; the unit depends on the policy
+    candidate_count  number of candidates that passed the filters
+    candidates       those that passed the filters and were scored; of a large pool, a shortlist
+                     (policies/candidate_order.py)
+    scores           their scores in the same order
     """
 
     candidate: Candidate

@@ -1,4 +1,4 @@
-"""Numeric types of parameters: values outside their range are refused with the parameter's name.
+"""Numeric types for parameters; a value outside its range is refused with the parameter's name.
 
 NaN and infinity are outside every range.
 """

@@ -1,4 +1,8 @@
-"""Pickers: from scores to one candidate. Only pickers may be random, through `query.rng`."""
+"""Pickers of a routing policy: each chooses one candidate by the scores.
+
+A picker returns the index of the chosen candidate. Only pickers may choose at random, by
+`query.rng`.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ from policies.model import Candidate, RoutingQuery
 
 
 def best(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
-    """Choose the highest score.
+    """Return the index of the highest score.
 
-    Ties at random, so that gateways with equal views do not all choose the first.
+    Ties are broken at random, so that gateways with equal views do not all choose the first one.
     """
     top = max(scores)
     ties = [index for index, score in enumerate(scores) if score == top]
@@ -21,7 +25,10 @@ def best(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[
 
 
 def best_with_tie_breakers(*costs: Callable[[EndpointLoad], float]) -> Picker:
-    """Choose the highest score; break ties by the lowest of each cost in turn, then at random."""
+    """Return a picker of the highest score that breaks ties by the lowest of each cost in turn.
+
+    Remaining ties are broken at random.
+    """
 
     def pick(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
         top = max(scores)
@@ -44,7 +51,7 @@ def best_with_tie_breakers(*costs: Callable[[EndpointLoad], float]) -> Picker:
 def better_of_two(
     query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]
 ) -> int:
-    """Choose the better of two random candidates (Mitzenmacher 2001); the first on a tie."""
+    """Return the index of the better of two random candidates (Mitzenmacher 2001)."""
     first = int(query.rng.random() * len(scores))
     if len(scores) == 1:
         return first
@@ -54,11 +61,10 @@ def better_of_two(
 
 
 def softmax(temperature: float) -> Picker:
-    """Draw a candidate with probability proportional to exp(score / temperature).
+    """Return a picker that draws a candidate in proportion to exp(score / temperature).
 
-    0 chooses the best.
-
-    Scores are scaled to a range of 1 first. Raises ValueError for a negative temperature.
+    A temperature of 0 chooses the best. Scores are scaled to a range of 1 first. Raises ValueError
+    for a negative temperature.
     """
     if temperature < 0:
         raise ValueError(f"a temperature is 0 or more, not {temperature}")
@@ -80,12 +86,12 @@ def softmax(temperature: float) -> Picker:
 
 
 class Rotation:
-    """Round robin: of the candidates with the best score, choose the one whose last turn is longest
-    ago.
+    """Round robin: of the candidates with the best score, choose the one whose last turn is oldest.
 
-    Unlike a counter modulo the number of candidates this stays fair when candidates come and go. It
-    is the only picker with state and belongs to the policy it was built for. Slots without a turn
-    come first, in random order, so that gateways started together do not move in step.
+    Unlike a counter modulo the number of candidates, this stays fair when candidates are added or
+    removed. It is the only picker with state, and belongs to the policy it was built for. Slots
+    without a turn come first, in random order, so that gateways started together do not choose in
+    step.
     """
 
     __slots__ = ("_last_turn", "_turn")
@@ -114,7 +120,7 @@ class Rotation:
         return chosen
 
     def last_turn(self, candidate: Candidate, now: float) -> float:
-        """Return the number of the candidate's last turn; 0 if it had none."""
+        """Return the number of the candidate's last turn, counted from 1; 0 if it had none."""
         return max(0.0, self._last_turn.get(candidate.load.slot, 0.0))
 
     def _add_new_slots(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> None:

@@ -1,6 +1,6 @@
-"""Three built-in policies, each a parameter struct that builds a Policy.
+"""Three built-in routing policies, and one for decode endpoints, as parameter structs.
 
-registry.py finds them by name for the configuration.
+Each `build()` returns a Policy. registry.py maps names in the configuration to them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ DEFAULT_FILTERS: tuple[Filter, ...] = (
 
 
 class PolicyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of a policy, all with defaults. Each `build()` returns an independent policy."""
+    """Base class for the parameters of a routing policy; every parameter has a default.
+
+    Each `build()` returns a new, independent Policy.
+    """
 
     def build(self) -> Policy:
         raise NotImplementedError(f"{type(self).__name__} has no build()")
 
 
 class RoundRobin(PolicyParams, frozen=True):
-    """Choose endpoints in turn. No parameters."""
+    """Policy without parameters that chooses endpoints in turn."""
 
     def build(self) -> Policy:
         rotation = pickers.Rotation()
@@ -43,11 +46,13 @@ class RoundRobin(PolicyParams, frozen=True):
 
 
 class LeastLoaded(PolicyParams, frozen=True):
-    """Choose the endpoint with the least outstanding work: bookings first, then scraped load.
+    """Policy that chooses the endpoint with the least outstanding work.
+
+    Booked requests are compared first, then scraped load.
 
     output_weight   prompt tokens that one expected output token counts for
     request_tokens  tokens that a request counts for in addition to its own
-    fresh_s         maximum age of a scrape in seconds
+    fresh_s         maximum age of scraped metrics in seconds
     """
 
     output_weight: NonNegative = 1.0
@@ -72,14 +77,16 @@ class LeastLoaded(PolicyParams, frozen=True):
 
 
 class PrefixAware(PolicyParams, frozen=True):
-    """Choose the least prefill work before the first token, counting cached prefixes as done and
-    redundant work as harm.
+    """Policy that chooses the endpoint with the least prefill work before the first token.
 
-    harm_weight      weight of a redundant prefill, per request in flight that it slows down
+    Cached prefixes need no work. Prefill that another endpoint has cached counts additionally as
+    harm.
+
+    harm_weight      weight of such a redundant prefill, per request in flight that it slows down
     patience_tokens  how much longer a queue may be for the sake of a cached prefix, in prompt
                      tokens
     decode_weight    prompt tokens that one token of context or output in decoding counts for
-    fresh_s          maximum age of a scrape in seconds
+    fresh_s          maximum age of scraped metrics in seconds
     """
 
     harm_weight: NonNegative = 2.0
@@ -108,13 +115,13 @@ class PrefixAware(PolicyParams, frozen=True):
 
 
 class DecodeLoad(PolicyParams, frozen=True):
-    """Choose the decode endpoint of a split request: least decode work and little KV to transfer.
+    """Policy for the decode endpoint of a split request: little decode work and KV to transfer.
 
-    Not configurable by name.
+    It cannot be configured by name.
 
     request_tokens   tokens that a request counts for in addition to its own
     transfer_weight  decode tokens that one token of KV to be transferred counts for
-    fresh_s          maximum age of a scrape in seconds
+    fresh_s          maximum age of scraped metrics in seconds
     """
 
     request_tokens: NonNegative = 64.0

@@ -1,6 +1,7 @@
-"""Policies by name, with their typed parameters.
+"""Registry of the routing policies by name, with the types of their parameters.
 
-A new policy is a struct with `build()` in presets.py (or its own module) and one line here.
+To add a policy, write a parameter struct with `build()` in presets.py or its own module, and one
+line here.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class PolicyConfigError(ValueError):
-    """A policy's name or parameters are invalid.
+    """An error in a policy's name or parameters.
 
-    `param` is the parameter; None if the name itself is unknown.
+    param  name of the invalid parameter; None if the policy's name is unknown
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -65,12 +66,12 @@ _POLICIES: Mapping[str, type[PolicyParams]] = MappingProxyType(
 
 
 def names() -> tuple[str, ...]:
-    """Return every policy name a configuration may use."""
+    """Return the names of all routing policies that a configuration may use."""
     return tuple(_POLICIES)
 
 
 def params_type(name: str) -> type[PolicyParams]:
-    """Return the struct of a policy's parameters. Raises PolicyConfigError for an unknown name."""
+    """Return the type of a policy's parameters. Raises PolicyConfigError for an unknown name."""
     if name not in _POLICIES:
         raise PolicyConfigError(
             f"unknown policy {name!r}{did_you_mean(name, names())}; known: {', '.join(names())}"
@@ -79,15 +80,15 @@ def params_type(name: str) -> type[PolicyParams]:
 
 
 def build(name: str, params: Mapping[str, object]) -> Policy:
-    """Build a policy from plain parameters.
+    """Build a policy from its name and a mapping of parameters.
 
-    Raises PolicyConfigError that names the problem and a close match.
+    Raises PolicyConfigError for an unknown name or an invalid parameter, with a close match.
     """
     return parse_params(name, params_type(name), params).build()
 
 
 def parse_params(name: str, kind: type[T], params: Mapping[str, object]) -> T:
-    """Convert plain parameters to `kind`. Raises PolicyConfigError."""
+    """Convert a mapping of parameters to the struct `kind`. Raises PolicyConfigError if invalid."""
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
     for param, value in params.items():
         if param not in fields:

@@ -1,9 +1,8 @@
-"""The routing loop: filters keep, scorers rate, the picker chooses.
+"""The routing algorithm: filters keep candidates, scorers rate them, the picker chooses one.
 
     pick(policy, query, candidates)
 
-There are no rules here. A new rule is a function in filters.py, scorers.py or pickers.py and a line
-in presets.py.
+The rules themselves are functions in filters.py, scorers.py and pickers.py, combined in presets.py.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from policies.model import Candidate, Pick, RoutingQuery
 def pick(
     policy: Policy, query: RoutingQuery, candidates: Sequence[Candidate], considered: int = 0
 ) -> Pick | None:
-    """Choose the endpoint for a request.
+    """Choose the endpoint for a request; return None if the filters keep no candidate.
 
-    None if the filters keep none (`rejecting_filter` names the filter).
-
-    considered  how many candidates a shortlist stands for; 0 if `candidates` are all there are
+    `rejecting_filter` then names the filter. `considered` is the number of candidates that a
+    shortlist stands for; 0 if `candidates` are all.
     """
     remaining = candidates
     for filter_ in policy.filters if query.failed_endpoints else policy.first_attempt_filters:
@@ -38,7 +36,7 @@ def pick(
 
 
 def repick(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
-    """Return the same decision for another one of its candidates."""
+    """Return the pick changed to another one of its candidates; the reasons stay the same."""
     slot = candidate.load.slot
     score = next(
         (
@@ -62,9 +60,7 @@ def repick(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
 def rejecting_filter(policy: Policy, query: RoutingQuery, candidates: Sequence[Candidate]) -> str:
     """Return the name of the filter that removed the last candidate.
 
-    "no_candidates" if there were none at all.
-
-    Raises ValueError if the filters do keep a candidate.
+    Return "no_candidates" if there were none at all. Raises ValueError if the filters keep one.
     """
     remaining = candidates
     if not remaining:

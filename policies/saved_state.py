@@ -1,7 +1,7 @@
-"""Learned state of policies as plain values, for a process that replaces another.
+"""Learned state of policies as plain values, to move it to a process that replaces this one.
 
-Contains the values and their conversion from and to live objects. Which objects there are is in the
-gateway. Slots differ between processes, so per-slot state is restored through a map.
+Contains the value types and their conversion from and to live objects. The gateway chooses which
+objects to save. Slots differ between processes, so state per slot is restored through a map.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ _STAMP_BYTES = 8
 
 
 class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
-    """Some blocks of a prefix index, oldest first: keys (u64), number of stamps of each (u16), all
-    stamps (u64).
+    """Some blocks of a prefix index, oldest first, as packed arrays.
+
+    keys    key of each block, u64
+    counts  number of stamps of each block, u16
+    stamps  all stamps, u64
     """
 
     keys: bytes
@@ -45,7 +48,7 @@ class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
 
 
 class HolderState(msgspec.Struct, frozen=True, array_like=True):
-    """State of one slot of a prefix index (prefix_index._Holder), without its blocks."""
+    """Saved state of one slot of a prefix index (prefix_index._Holder), without its blocks."""
 
     slot: int
     stamp: int
@@ -66,7 +69,7 @@ class KalmanState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BeliefState(msgspec.Struct, frozen=True, array_like=True):
-    """How fast an endpoint is relative to the prior `shape`."""
+    """Saved learned speed of an endpoint (SpeedBelief), relative to the estimate `shape`."""
 
     shape: StepCosts
     prompts: KalmanState
@@ -85,10 +88,8 @@ class SessionState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdmissionState(msgspec.Struct, frozen=True, array_like=True):
-    """Running means of a priced admission and its active sessions, least recently used first.
-
-    The fifth mean is of an earlier version, and None. `full_rate` is the work per second of an
-    endpoint of the full pool; None before an overload.
+    """Saved running means of a priced admission and its active sessions, least recently used
+    first.
     """
 
     means: tuple[float | None, float | None, float | None, float | None, float | None]
@@ -99,7 +100,7 @@ class AdmissionState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuotaState(msgspec.Struct, frozen=True, array_like=True):
-    """(level, at) of each bucket; `at` is on the machine's monotonic clock."""
+    """Saved (level, at) of each token bucket; `at` is on the machine's monotonic clock."""
 
     limits: QuotaLimits
     requests: tuple[float, float] | None
@@ -116,9 +117,9 @@ class LengthState(msgspec.Struct, frozen=True, array_like=True):
 
 
 def index_blocks(index: PrefixIndex) -> Iterator[Blocks]:
-    """Yield all blocks.
+    """Yield all blocks of an index, in parts.
 
-    The index may change between two values; what it learns meanwhile may be missing.
+    The index may change between two parts; prompts inserted meanwhile may be missing.
     """
     for shard in tuple(index._shards):
         rows = iter(tuple(shard.items()))
@@ -134,9 +135,9 @@ def index_blocks(index: PrefixIndex) -> Iterator[Blocks]:
 
 
 def index_holders(index: PrefixIndex) -> list[HolderState]:
-    """Return the state of all slots.
+    """Return the saved state of all slots of an index.
 
-    Call it after all blocks, so that every stamp of a block is known.
+    Call it after `index_blocks`, so that every stamp of a block is known.
     """
     return [
         HolderState(
@@ -155,7 +156,11 @@ def index_holders(index: PrefixIndex) -> list[HolderState]:
 
 
 def restore_blocks(index: PrefixIndex, blocks: Blocks, slots: Mapping[int, int]) -> int:
-    """Add the blocks of `slots` and return how many. Raises ValueError if they do not match."""
+    """Add saved blocks to an index and return how many were added.
+
+    `slots` maps saved slots to those of this process; others are left out. Raises ValueError if the
+    arrays do not match.
+    """
     keys = array("Q", blocks.keys)
     counts = array("H", blocks.counts)
     stamps = array("Q", blocks.stamps)
@@ -193,7 +198,7 @@ def _with_slot(stamp: int, slot: int) -> int:
 
 
 def restore_holder(index: PrefixIndex, state: HolderState, slot: int) -> None:
-    """Restore one slot. Its capacity is kept as its endpoint reported it."""
+    """Restore the state of one slot of an index; its capacity stays as its endpoint reported it."""
     holder = index._holder(slot)
     holder.stamp, holder.reborn = _with_slot(state.stamp, slot), _with_slot(state.reborn, slot)
     holder.tokens = {_with_slot(stamp, slot): tokens for stamp, tokens in state.tokens.items()}
@@ -220,9 +225,9 @@ def belief_state(belief: SpeedBelief) -> BeliefState:
 
 
 def restore_belief(belief: SpeedBelief, state: BeliefState) -> bool:
-    """Restore the learned speed.
+    """Restore the learned speed, and return whether it was restored.
 
-    Returns False, without changes, if the prior differs or numbers are invalid.
+    It is not if the saved estimate `shape` differs or numbers are invalid.
     """
     filters = (
         (belief.prompts, state.prompts),
@@ -295,7 +300,7 @@ def quota_state(live: Quota) -> QuotaState:
 
 
 def restore_quota(live: Quota, state: QuotaState) -> bool:
-    """Restore the levels. Returns False, without changes, if the limits differ."""
+    """Restore the levels of a quota; return False, without changes, if the limits differ."""
     if state.limits != live.limits:
         return False
     for bucket, saved in ((live._requests, state.requests), (live._tokens, state.tokens)):

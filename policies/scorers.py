@@ -1,8 +1,7 @@
-"""Scorers: how good each candidate would be.
+"""Scorers of a routing policy: each rates how well a candidate would serve a request.
 
-Scores are negative costs in tokens of work; an idle endpoint scores 0.
-
-Each factory takes its parameters once and returns a function without side effects.
+Scores are negative costs in tokens of work; an idle endpoint scores 0. Each factory takes its
+parameters once and returns a scorer without side effects.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _TYPICAL_PROMPT = 1000.0
 
 
 def constant() -> Scorer:
-    """Score every candidate 0, so that the picker alone decides."""
+    """Return a scorer that rates every candidate 0, so that the picker alone decides."""
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [0.0] * len(candidates)
@@ -27,15 +26,14 @@ def constant() -> Scorer:
 
 
 def outstanding_work(output_weight: float, request_tokens: float, fresh_s: float) -> Scorer:
-    """Prefer the least outstanding work: tokens and requests booked here, then requests from
-    outside.
+    """Return a scorer that prefers the least outstanding work.
 
     cost = prefill_tokens + output_weight * expected_tokens + request_tokens * in_flight + external
     requests' work
 
-    Own bookings are exact and immediate, but a scrape is seconds old. It is therefore only used for
-    external requests: those that the engine reports beyond the bookings. Each is assumed to be as
-    large as this request.
+    Booked requests are exact and immediate, but scraped metrics are seconds old. These are
+    therefore only used for external requests: those that the engine reports beyond the booked ones.
+    Each is assumed to be as large as this request.
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
@@ -58,7 +56,7 @@ def outstanding_work(output_weight: float, request_tokens: float, fresh_s: float
 
 
 def booked_work(output_weight: float, request_tokens: float) -> Callable[[Candidate, float], float]:
-    """Return the key by which `outstanding_work` ranks candidates with equally many external
+    """Return the sort key of `outstanding_work` for candidates with equally many external
     requests.
     """
 
@@ -74,12 +72,12 @@ def booked_work(output_weight: float, request_tokens: float) -> Callable[[Candid
 
 
 def requests_from_outside(load: EndpointLoad) -> int:
-    """Return the external requests at the last scrape, however old it is."""
+    """Return the number of external requests at the last scrape, however old it is."""
     return load.external_requests
 
 
 def fewest_requests(fresh_s: float) -> Scorer:
-    """Prefer the fewest requests: those in flight from here plus external requests of a recent
+    """Return a scorer that prefers the fewest requests, including external ones of a recent
     scrape.
     """
 
@@ -96,7 +94,9 @@ def fewest_requests(fresh_s: float) -> Scorer:
 def uncached_work(
     harm_weight: float, patience_tokens: float, decode_weight: float, fresh_s: float
 ) -> Scorer:
-    """Prefer the least prefill work before the first token, plus harm to other requests.
+    """Return a scorer that prefers the least prefill work before the first token.
+
+    Redundant work, which another endpoint has cached, counts additionally as harm to others.
 
     cost = Q + u + min(patience_tokens, harm_weight * n * w) + decode_weight * D, plus external
     requests
@@ -153,10 +153,9 @@ def uncached_work(
 
 
 def external_requests(load: EndpointLoad, now: float, fresh_s: float) -> int:
-    """Return the number of external requests at the last scrape, or 0 if that is older than
-    `fresh_s`.
+    """Return the number of external requests at the last scrape; 0 if older than `fresh_s` seconds.
 
-    The number was taken when the scrape arrived. A comparison with the present in_flight would
+    The number was computed when the metrics arrived. A comparison with the present in_flight would
     count own requests that have ended since.
     """
     if load.scraped_at is None or now - load.scraped_at > fresh_s:
@@ -165,22 +164,22 @@ def external_requests(load: EndpointLoad, now: float, fresh_s: float) -> int:
 
 
 def _pressure(load: EndpointLoad) -> float:
-    """Return 0 up to 90 % of KV in use at the last scrape, rising to 1 at 100 %."""
+    """Return how full the KV was at the last scrape: 0 up to 90 % in use, rising to 1 at 100 %."""
     return 0.0 if load.kv_usage is None or load.kv_usage < 0.9 else (load.kv_usage - 0.9) * 10.0
 
 
 def has_room_and_own_requests_only(load: EndpointLoad) -> bool:
-    """Whether the last scrape showed neither external requests nor nearly full KV memory."""
+    """Return whether the last scrape showed neither external requests nor nearly full KV memory."""
     return not load.external_requests and not _pressure(load)
 
 
 def requests_in_flight(load: EndpointLoad) -> int:
-    """Return the requests that a redundant prefill would slow down."""
+    """Return the number of requests that a redundant prefill at this endpoint would slow down."""
     return load.in_flight
 
 
 def queued_work(decode_weight: float) -> Callable[[Candidate, float], float]:
-    """Return the key by which `uncached_work` ranks candidates with equally many requests."""
+    """Return the sort key of `uncached_work` for candidates with equally many requests."""
 
     def key(candidate: Candidate, now: float) -> float:
         load = candidate.load
@@ -194,7 +193,7 @@ def queued_work(decode_weight: float) -> Callable[[Candidate, float], float]:
 
 
 def decode_load(request_tokens: float, transfer_weight: float, fresh_s: float) -> Scorer:
-    """Prefer the least decode work, and little KV to transfer there.
+    """Return a scorer that prefers little decode work and little KV to transfer.
 
     cost = decode_tokens + expected_tokens + prefill_tokens + request_tokens * in_flight +
     transfer_weight * u, plus external requests as large as this one. u is the part of the prompt

@@ -48,9 +48,11 @@ class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReturnSchedule:
-    """Reservations by request. Requests that look equal have one each. One owner.
+    """Reservations of capacity for retries of refused requests.
 
-    scheduled_until_s  end of the reserved share of capacity, with reservations one after another
+    Requests with an equal key have one reservation each.
+
+    scheduled_until_s  moment up to which the reserved share of the capacity is used
     """
 
     __slots__ = ("_count", "_due", "_order", "_times", "scheduled_until_s")

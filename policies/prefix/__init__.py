@@ -1,1 +1,1 @@
-"""Prompts as chains of block keys, and the index of what endpoints hold of them."""
+"""Prompts as chains of block hashes, and an index of the prefixes that endpoints have cached."""

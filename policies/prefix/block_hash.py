@@ -1,10 +1,9 @@
 # cython: boundscheck=False, wraparound=False
-"""The arithmetic of fingerprints, from bytes to block keys, word by word.
+"""Hashing of prompt bytes to block keys, word by word.
 
-Compiled, this short loop is faster than numpy, whose calls run through much code that is cold in
-the processor's caches for most requests. Python that is not compiled uses
-policies/prefix/numpy_hash.py, which gives the same keys. Secrets are explained in
-policies/prefix/fingerprint.py.
+Compiled, this short loop is faster than numpy, whose calls run much code that is usually not in the
+processor's caches. Python that is not compiled uses numpy_hash.py, which gives the same keys.
+fingerprint.py explains the secret numbers.
 """
 
 from __future__ import annotations
@@ -19,17 +18,27 @@ MASK = 0xFFFFFFFFFFFFFFFF
 
 
 class KeyArithmetic(Protocol):
-    """Computes chained keys; its secrets are per word, per block, for folding and mixing."""
+    """Protocol of a class that computes chained block keys from bytes.
+
+    word_keys   one secret odd number for each word of a block
+    places      one secret number for each block position
+    fold, mix   secret numbers for the first and last step of the hash
+    """
 
     def __init__(self, word_keys: Keys, places: Keys, fold: int, mix: int) -> None: ...
 
     def chain_keys(self, seed: int, data: bytes | memoryview, blocks: int) -> Keys:
-        """Return the keys ("Q") of the first `blocks` blocks of the data."""
+        """Return the 64-bit keys of the first `blocks` blocks of the data, as an array of type "Q".
+
+        `seed` is the number with which the chain begins.
+        """
         ...
 
 
 class ScalarArithmetic:
-    """One word after the other: fast when compiled, 100 times slower in Python."""
+    """KeyArithmetic that hashes one word after another: fast when compiled, 100 times slower if
+    not.
+    """
 
     __slots__ = ("_fold", "_mix", "_places", "_word_keys")
 
@@ -47,7 +56,7 @@ class ScalarArithmetic:
 def chain_words(  # type: ignore[no-untyped-def]
     words, word_keys, places, fold, mix, key, keys
 ) -> None:
-    """Fold, sum, mix and chain (policies/prefix/fingerprint.py) into `keys`, modulo 2**64."""
+    """Compute the chained key of every block into `keys`, modulo 2**64, as in fingerprint.py."""
     index = 0
     for block in range(len(keys)):
         total = 0
@@ -61,5 +70,5 @@ def chain_words(  # type: ignore[no-untyped-def]
 
 
 def is_loop_compiled() -> bool:
-    """Whether `chain_words` is a C function."""
+    """Return whether `chain_words` is a compiled C function."""
     return not isinstance(chain_words, FunctionType)

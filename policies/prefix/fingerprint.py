@@ -1,8 +1,8 @@
-"""Fingerprints: a prompt as a chain of block keys, so that equal prefixes have equal keys.
+"""Fingerprints: a prompt as a chain of block hashes (keys), so that equal prefixes have equal keys.
 
-Contains the keyed hashing from bytes to keys. Which endpoint holds a block is in
-policies/prefix/prefix_index.py. What belongs to the prompt and what to the salt is the gateway's
-choice: tools, template arguments and messages are parts; tenant, model and LoRA are salt.
+Contains the keyed hashing from bytes to keys. prefix_index.py stores which endpoint holds which
+block. The gateway chooses what is hashed: tools, template arguments and messages are parts of the
+prompt; tenant, model and LoRA adapter are the salt.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _MAX_SEEDS = 1024
 class Fingerprint:
     """The block keys of one prompt.
 
-    keys          uint64, one per whole block; keys[i] stands for everything from the first byte to
-                  the end of block i
+    keys          uint64 array, one per whole block; keys[i] is a hash of everything from the first
+                  byte to the end of block i
     sampled_keys  the keys that an index has entries for (sampled_keys.py)
     block_bytes   bytes per block
     n_bytes       bytes of the prompt, including the last partial block, which has no key
@@ -40,28 +40,27 @@ class Fingerprint:
 
 
 class Fingerprinter:
-    """Computes fingerprints under one secret. One per process; not thread-safe.
+    """Computes fingerprints with one secret; there is one per process, and it is not thread-safe.
 
-    The arithmetic, from the inside out (all modulo 2**64, all over whole arrays):
+    The hash is computed in four steps (all modulo 2**64, all over whole arrays):
 
     1. Fold. Every 8-byte word is multiplied by a secret odd number, and its upper half is xored
     into its lower half. Both steps are invertible, so different words stay different. Afterwards a
     difference in the top bits only (the case of a letter) has reached the lower half. Step 2 needs
     that: a product modulo 2**64 loses as many bits of the key as its other factor has trailing
-    zeros.
-    2. Sum. A block's hash is the sum of its words, each times its own secret odd number
+    zeros. 2. Sum. A block's hash is the sum of its words, each times its own secret odd number
     (multilinear hashing, Carter & Wegman 1979; Lemire & Kaser 2014). Over the choice of the secret,
     two different given blocks agree with a probability near 2**-63, and for any pattern below about
-    2**-31.
-    3. Mix. A secret number for the block's position is added (reordered blocks are another prompt),
-    then the halves are xored and multiplied once more, so that hashes no longer add up like words.
-    4. Chain. keys[i] is the sum of the mixed hashes 0..i plus a number derived from the salt. Two
-    prompts equal up to block i therefore have equal keys up to i, and from the first different
-    block on all keys differ. numpy computes all sums at once.
+    2**-31. 3. Mix. A secret number for the block's position is added (reordered blocks are another
+    prompt), then the halves are xored and multiplied once more, so that hashes no longer add up
+    like words. 4. Chain. keys[i] is the sum of the mixed hashes 0..i plus a number derived from the
+    salt. Two prompts equal up to block i therefore have equal keys up to i, and from the first
+    different block on all keys differ. numpy computes all sums at once.
 
-    Why keyed: a client who could predict keys could craft two prompts with one key, and make the
-    router believe that an endpoint has cached what it has not ("index poisoning"). The index is
-    only a hint in any case: a wrong one costs a slower first token, never a wrong answer.
+    The hash is keyed because a client who could predict keys could craft two prompts with one key,
+    and make the router believe that an endpoint has cached a prompt which it has not ("index
+    poisoning"). The index is only a hint in any case: a wrong one costs a slower first token, never
+    a wrong answer.
 
     `secret` has at least 16 random bytes; every process that does not share its index draws its
     own. Raises ValueError for a shorter secret or an invalid block size.
@@ -85,14 +84,15 @@ class Fingerprinter:
         self._seeds: dict[bytes, int] = {}
 
     def fingerprint(self, salt: bytes, *parts: bytes | memoryview) -> Fingerprint:
-        """Return the fingerprint of the concatenated parts; where one part ends does not matter.
+        """Return the fingerprint of the concatenated parts under a salt.
 
-        A single contiguous part is read in place; several are joined once.
+        The boundaries between parts do not matter. A single contiguous part is read in place;
+        several are joined once.
         """
         return self._chain(self._seed(salt), parts[0] if len(parts) == 1 else b"".join(parts))
 
     def _seed(self, salt: bytes) -> int:
-        """Return the number a chain begins with, from a cache: tenants and models are few."""
+        """Return the number with which the chains of this salt begin, from a cache if possible."""
         seed = self._seeds.get(salt)
         if seed is None:
             digest = hashlib.blake2b(
@@ -110,7 +110,7 @@ class Fingerprinter:
 
 
 def default_arithmetic() -> type[block_hash.KeyArithmetic]:
-    """Return the fastest arithmetic here: compiled, then numpy's, then Python's."""
+    """Return the fastest available implementation: compiled, then numpy, then plain Python."""
     if block_hash.is_loop_compiled():
         return block_hash.ScalarArithmetic
     try:
@@ -129,10 +129,11 @@ def _secret_numbers(secret: bytes, count: int) -> Keys:
 
 
 def block_ids(fingerprint: Fingerprint, bytes_each: int = 2048) -> list[int]:
-    """Return the upper 48 bits of the keys of blocks of `bytes_each`, for a log.
+    """Return identifiers of a prompt's prefixes for a log: the upper 48 bits of block keys.
 
-    Blocks are at least as large as the fingerprint's own. The ids show which prompts of one process
-    share a prefix, and nothing else, because the keys depend on its secret.
+    Each is for a block of `bytes_each` bytes, or of the fingerprint's block size if that is larger.
+    The identifiers show which prompts of one process share a prefix, and nothing else, because the
+    keys depend on its secret.
     """
     step = max(1, bytes_each // fingerprint.block_bytes)
     return [key >> 16 for key in fingerprint.keys[step - 1 :: step]]

@@ -1,8 +1,8 @@
-"""Recognises a conversation that no header or member names by its growing prompt.
+"""Recognition of conversations by their growing prompts, where the client names no session.
 
 A client that sends the whole conversation each time repeats the prompt of the previous turn and
-appends the answer and a new message. Contains only which prompts continue which; who counts the
-sessions is in policies/admission/.
+appends the answer and a new message. GrowingPrefixes finds which prompt continues which.
+policies/admission/ counts the sessions.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from a user's words.
 
 
 class GrowingPrefixes:
-    """The ends of recent prompts, by which their continuations are recognised. One owner.
+    """The ends of recent prompts, by which later prompts of the same conversation are recognised.
 
-    An end is the whole blocks of a prompt, as the key of the last one, and the bytes after them up
-    to the end of the last message. A name is given at the second turn: a prompt that is never
-    continued belongs to no session.
+    An end is the key of the prompt's last whole block, plus the bytes after it up to the end of the
+    last message. A session gets its name at the second turn: a prompt that is never continued
+    belongs to no session.
     """
 
     __slots__ = ("_blocks", "_ends", "_remembered")
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
-        """`remembered`: how many ends are stored, the most recently used ones."""
+        """Initialize without prompts; `remembered` is the number of ends to store, the most recent
+        ones.
+        """
         self._remembered = remembered
         self._ends: dict[int, tuple[int, str]] = {}  # block key and session name by end
         self._blocks: dict[int, int] = {}  # number of stored ends by block key
@@ -51,7 +53,7 @@ class GrowingPrefixes:
     ) -> str:
         """Return the name of the session that a prompt continues; "" if it begins one.
 
-        scope           prompts of different scopes are never compared: the tenant
+        scope           tenant; prompts of different scopes are never compared
         preamble_bytes  bytes of the prompt before its messages
         messages        the JSON array at the end of the prompt
         """
@@ -75,7 +77,9 @@ class GrowingPrefixes:
     def _continued(
         self, scope: str, fingerprint: Fingerprint, preamble_bytes: int, messages: memoryview
     ) -> str:
-        """Return the session of the longest stored prompt that this one continues."""
+        """Return the session of the longest stored prompt that this prompt continues; "" if there
+        is none.
+        """
         keys, size = fingerprint.keys, fingerprint.block_bytes
         if self._blocks.keys().isdisjoint(keys):
             return ""
@@ -95,7 +99,9 @@ class GrowingPrefixes:
     def _end_in_block(
         self, scope: str, key: int, begin: int, stop: int, messages: memoryview
     ) -> int | None:
-        """Return the last stored end in a block of the messages, if a model's answer follows it."""
+        """Return the last stored end in a block of the messages that a model's answer follows, or
+        None.
+        """
         start = max(0, begin)
         window = bytes(messages[start : max(0, stop) + _MAX_BLANKS + 1])
         # 0: the message may have ended with the block before.
@@ -109,14 +115,16 @@ class GrowingPrefixes:
         return None
 
     def _named(self, end: int) -> str:
-        """Return the session that the prompt with this end belongs to, which begins here if new."""
+        """Return the session name of the prompt with this end, and create the name if there is
+        none.
+        """
         key, name = self._ends[end]
         name = name or f"{end & 0xFFFFFFFFFFFFFFFF:016x}"
         self._store(end, key, name)
         return name
 
     def _store(self, end: int, key: int, name: str) -> None:
-        """Store an end as the most recently used one, and drop the oldest beyond the limit."""
+        """Store an end as the most recently used one, and drop the oldest one above the limit."""
         if self._ends.pop(end, None) is None:
             self._blocks[key] = self._blocks.get(key, 0) + 1
         self._ends[end] = (key, name)
@@ -129,6 +137,8 @@ class GrowingPrefixes:
 
 
 def _messages_length(messages: memoryview) -> int:
-    """Return the length of an array of messages without its closing bracket; 0 for other values."""
+    """Return the bytes of a JSON array of messages without its closing bracket; 0 for other
+    values.
+    """
     closing = _CLOSED.search(bytes(messages[-2 * _MAX_BLANKS - 2 :]))
     return 0 if closing is None else len(messages) - (closing.end() - closing.start()) + 1

@@ -1,6 +1,6 @@
-"""The arithmetic of fingerprints with numpy, for Python that is not compiled.
+"""Hashing of prompt bytes to block keys with numpy, for Python that is not compiled.
 
-It gives the keys of policies/prefix/block_hash.py, many words at a time.
+The keys are equal to those of block_hash.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HALF = np.array(32, np.uint64)  # zero-dimensional arrays are faster for numpy 
 
 
 class NumpyArithmetic:
-    """Each step runs over all words or all blocks at once."""
+    """KeyArithmetic with numpy: each step of the hash runs over all words of the prompt at once."""
 
     __slots__ = ("_fold", "_folded", "_mix", "_places", "_upper", "_word_keys")
 
@@ -43,7 +43,9 @@ class NumpyArithmetic:
         return array("Q", keys.tobytes())
 
     def _block_hashes(self, words: Numbers) -> Numbers:
-        """Fold and sum in slabs, so that intermediate arrays stay in the processor's cache."""
+        """Return the hash of each block of words, computed in slices that fit the processor's
+        cache.
+        """
         if len(words) <= _SLAB_BLOCKS:
             return self._slab(words)
         return np.concatenate(

@@ -1,7 +1,8 @@
-"""PrefixIndex: what each endpoint is believed to have in its prefix cache.
+"""Index of the prompt prefixes that each endpoint is believed to have in its prefix cache.
 
-Maps block keys to the slots that hold them, with ageing like the engines' own LRU and a memory cap.
-Keys are computed in policies/prefix/fingerprint.py; the use of matches is in scorers.py.
+PrefixIndex maps block keys to the slots (small endpoint numbers) that hold them. Entries age like
+those of the engines' own LRU caches, and memory is bounded. fingerprint.py computes the keys;
+scorers.py uses the matches.
 """
 
 from __future__ import annotations
@@ -51,9 +52,12 @@ _Run = tuple[int, int, int, int]
 
 
 class IndexStats(msgspec.Struct, frozen=True):
-    """bytes: memory in use.
+    """Size and activity of an index.
 
-    Blocks: entries; evictions: entries dropped at the cap; cached_tokens: per slot.
+    bytes          memory in use
+    blocks         number of entries
+    evictions      entries dropped because of the memory limit
+    cached_tokens  tokens that each slot is believed to hold
     """
 
     bytes: int
@@ -63,11 +67,13 @@ class IndexStats(msgspec.Struct, frozen=True):
 
 
 class _Holder:
-    """What one slot is believed to hold, by generation. A generation is named by its stamp.
+    """The tokens that one slot is believed to hold, by generation; `stamp` names the newest one.
 
-    `evicted` are tokens that aged out, `missed` those of them that were requested again while no
-    slot held them; both decay over as many evictions as the slot has room for. Whatever expired
-    before stamp `reborn` does not count as evicted.
+    evicted  tokens that expired
+    missed   those of them that were requested again while no slot held them; both decay over as
+             many evictions as the slot has room for
+    reborn   what expired before this stamp does not count as evicted
+    trust    factor on `capacity_tokens`, below 1 while the engine caches less than assumed
     """
 
     __slots__ = (
@@ -106,9 +112,9 @@ class _Holder:
         self.held += tokens
 
     def lose(self, stamp: int, tokens: float) -> None:
-        """Subtract tokens from a generation.
+        """Subtract tokens from a generation, and delete it when empty.
 
-        Delete it when empty, unless it is the newest or the oldest one.
+        The newest and the oldest generation are not deleted.
         """
         known = self.tokens.get(stamp, 0.0)
         if known - tokens > _NOTHING:
@@ -122,8 +128,8 @@ class _Holder:
                 del self.tokens[stamp]
 
     def oldest_alive(self) -> int:
-        """Return the oldest live stamp, after starting a new generation if due and expiring those
-        beyond the capacity.
+        """Return the oldest valid stamp, after starting a generation if due and expiring old
+        ones.
         """
         if self.capacity_tokens is not None:
             room = self.capacity_tokens * self.trust
@@ -140,9 +146,9 @@ class _Holder:
         self.missed *= fading
 
     def regret(self) -> float:
-        """Return the share of evictions that were requested again, 0 to 1.
+        """Return the share, 0 to 1, of evicted tokens that were requested again.
 
-        Few evictions count as harmless.
+        A small number of evictions counts as harmless.
         """
         if not self.missed or self.capacity_tokens is None:
             return 0.0
@@ -150,18 +156,18 @@ class _Holder:
 
 
 class PrefixIndex:
-    """Block key -> stamps of the slots believed to hold the block.
+    """A map from block keys to the slots that are believed to hold the block, with their age.
 
-    Owned by one event loop; survives reloads.
+    Used by one event loop; survives reloads of the configuration.
 
-    A stamp is `generation << 16 | slot`. Each slot counts its own generations: one ends when 1/32
-    of the engine's capacity has been stamped with it. A block met again gets a new stamp, which is
-    what a hit does in an engine's LRU. When a slot's live stamps exceed its capacity, its oldest
-    generation expires by moving one number (`_oldest_alive[slot]`) past it. Nothing is traversed:
-    dead stamps are recognized when read.
+    The age is a stamp, `generation << 16 | slot`. Each slot counts its own generations: one ends
+    when 1/32 of the engine's capacity has been stamped with it. A block that is used again gets a
+    new stamp, as a hit does in an engine's LRU. When a slot's valid stamps exceed its capacity, its
+    oldest generation expires by moving one number (`_oldest_alive[slot]`) past it. No entry is
+    visited for that: expired stamps are recognized when read.
 
-    The stamps of all holders of a block are packed into one Python int (64 bits each): an int is
-    invisible to the garbage collector, and a run of blocks shares one object. Along a chain, stamps
+    The stamps of all holders of a block are packed into one Python int (64 bits each). The garbage
+    collector does not visit an int, and consecutive blocks share one object. Along a chain, stamps
     only get older and holders fewer, because a hit on a block is a hit on all before it. The end of
     a slot's match is therefore found by bisection.
 
@@ -208,9 +214,7 @@ class PrefixIndex:
     # -- reading
 
     def match(self, fingerprint: Fingerprint, prompt_tokens: int) -> list[int]:
-        """Return how many tokens of the prompt each slot is believed to hold.
-
-        The index is the slot.
+        """Return a list with the prompt tokens that each slot is believed to hold.
 
         Bytes are converted to tokens by `prompt_tokens / fingerprint.n_bytes`. Slots never used are
         beyond the end of the list.
@@ -221,7 +225,7 @@ class PrefixIndex:
         return tokens
 
     def match_holders(self, fingerprint: Fingerprint, prompt_tokens: int) -> PrefixMatch:
-        """Return the same as `match`, without a list of all slots."""
+        """Return the same as `match` as a PrefixMatch, without a list of all slots."""
         keys = fingerprint.sampled_keys
         known = self._count_known(keys)
         if not known:
@@ -239,7 +243,9 @@ class PrefixIndex:
         )
 
     def _measure_levels(self, keys: Keys, last: int) -> tuple[dict[int, int], dict[int, int]]:
-        """Return blocks by slot of short lists of holders, and blocks by list of the long ones."""
+        """Return held blocks in two dicts: by slot where holders are few, by holders int where
+        many.
+        """
         narrow: dict[int, int] = {}
         wide: dict[int, int] = {}
 
@@ -266,7 +272,7 @@ class PrefixIndex:
         return narrow, wide
 
     def _stamps_by_slot(self, holders: int) -> dict[int, int]:
-        """Return a long list of holders as a dict: the newest few of these are kept.
+        """Return the stamps of a long list of holders, by slot, from a cache of the newest few.
 
         The list of a common prompt changes once per generation of a slot, not with every request.
         """
@@ -284,7 +290,7 @@ class PrefixIndex:
         return holders == stamp or (holders > _LANE and stamp in _stamps(holders))
 
     def _tokens_by_holder(self, fingerprint: Fingerprint, prompt_tokens: int) -> dict[int, int]:
-        """Return the tokens of the prompt that each holder of any has."""
+        """Return, by slot, the prompt tokens that it holds; slots that hold none are left out."""
         known = self._count_known(fingerprint.sampled_keys)
         if not known:
             return {}
@@ -293,7 +299,9 @@ class PrefixIndex:
         return {slot: int(blocks * scale) for slot, blocks in reach.items()}
 
     def cached_tokens(self, slot: int) -> float:
-        """Return the tokens the endpoint in this slot is believed to hold, over all prompts."""
+        """Return the tokens that the endpoint in this slot is believed to hold, over all
+        prompts.
+        """
         return self._holders[slot].held if slot < len(self._holders) else 0.0
 
     def eviction_regret(self, slot: int) -> float:
@@ -306,7 +314,7 @@ class PrefixIndex:
         return self._holders[slot].regret() if slot < len(self._holders) else 0.0
 
     def _measure_reach(self, keys: Keys, last: int) -> dict[int, int]:
-        """Return how many blocks each holder holds. Bisects only where holders change."""
+        """Return, by slot, how many blocks it holds; bisects only where holders change."""
         first_holders, last_holders = self._holders_of(keys[0]), self._holders_of(keys[last])
         alive = {first_holders: self._alive(first_holders), last_holders: self._alive(last_holders)}
         reach = dict.fromkeys(alive[last_holders], SAMPLE_LENGTHS[last])
@@ -339,10 +347,7 @@ class PrefixIndex:
         return [stamp & _SLOT for stamp in _stamps(holders) if stamp >= oldest[stamp & _SLOT]]
 
     def _count_known(self, keys: Keys) -> int:
-        """Return the first index without an entry, by bisection.
-
-        The length if all are known, which is checked first.
-        """
+        """Return how many of the keys, from the first on, have an entry; found by bisection."""
         shards, mask = self._shards, self._shard_mask
         low, high = 0, len(keys)
         if high:
@@ -364,16 +369,14 @@ class PrefixIndex:
     def insert(self, fingerprint: Fingerprint, slot: int, prompt_tokens: int) -> None:
         """Record that the slot was sent this prompt and will hold all of it.
 
-        Costs only new or long untouched blocks.
+        The cost depends only on blocks that are new or were not used for long.
         """
         if fingerprint.sampled_keys:
             tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
             self.insert_keys(fingerprint.sampled_keys, slot, tokens_per_block)
 
     def insert_keys(self, keys: Keys, slot: int, tokens_per_block: float) -> None:
-        """Like `insert`, from the sampled keys only (sampled_keys.py), of which there must be at
-        least one.
-        """
+        """Record a prompt like `insert`, given its sampled keys (sampled_keys.py), at least one."""
         holder = self._holder(slot)
         if len(keys) > self._most_blocks:
             keys = keys[: self._most_blocks]
@@ -385,11 +388,10 @@ class PrefixIndex:
             self._oldest_alive[slot] = holder.oldest_alive()
 
     def _stamp(self, keys: Keys, stamp: int) -> tuple[int, list[_Run]]:
-        """Stamp blocks and move them to the young end of their dict, last block first, until one
-        has the stamp already.
+        """Stamp blocks from the last to the first, until one has the stamp already.
 
-        All blocks before that one have it too. Returns their number, and the runs of blocks that
-        had equal holders.
+        All blocks before that one have it too. Stamped blocks move to the young end of their dict.
+        Return the number of blocks before them, and the runs of blocks that had equal holders.
         """
         shards, mask = self._shards, self._shard_mask
         runs: list[_Run] = []
@@ -412,8 +414,9 @@ class PrefixIndex:
     def _record_runs(
         self, fresh: int, runs: list[_Run], holder: _Holder, tokens_per_block: float
     ) -> None:
-        """Count these runs as young for the holder and no longer as old, and as missed by slots
-        that evicted them.
+        """Move these runs of blocks to the holder's newest generation.
+
+        Blocks that no slot held any more also count as missed by the slots that evicted them.
         """
         lengths, oldest = SAMPLE_LENGTHS, self._oldest_alive[holder.stamp & _SLOT]
         low, covered = fresh, lengths[fresh - 1] if fresh else 0
@@ -433,14 +436,14 @@ class PrefixIndex:
             low, covered = end, lengths[end - 1]
 
     def _regret(self, holders: int, tokens: float) -> None:
-        """Count the blocks as missed at every slot that has evicted them."""
+        """Count these tokens as missed at every slot that has evicted them."""
         for stamp in _stamps(holders):
             holder = self._holders[stamp & _SLOT]
             if stamp >= holder.reborn:
                 holder.missed += tokens
 
     def _without(self, holders: int, slot: int) -> tuple[int, int]:
-        """Return the live holders other than `slot`, and the stamp that slot had (0: none)."""
+        """Return the valid holders other than `slot`, and the stamp that slot had (0: none)."""
         others = previous = 0
         for stamp in _stamps(holders):
             if stamp & _SLOT == slot:
@@ -455,15 +458,13 @@ class PrefixIndex:
     def trim(
         self, fingerprint: Fingerprint, slot: int, kept_tokens: int, prompt_tokens: int
     ) -> None:
-        """Record that the slot holds at most `kept_tokens` of this prompt: it failed before its
-        first token.
-        """
+        """Record that a slot failed in prefill and so holds at most `kept_tokens` of the prompt."""
         if fingerprint.sampled_keys:
             tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
             self.trim_keys(fingerprint.sampled_keys, slot, kept_tokens, tokens_per_block)
 
     def trim_keys(self, keys: Keys, slot: int, kept_tokens: int, tokens_per_block: float) -> None:
-        """Like `trim`, from the sampled keys only."""
+        """Record a failed prompt like `trim`, given only its sampled keys."""
         if slot >= len(self._holders):
             return
         first = bisect_right(
@@ -486,10 +487,10 @@ class PrefixIndex:
         """Compare an answer's cached share of the prompt (0 to 1) with the share believed at the
         pick.
 
-        An engine's LRU evicts the oldest first, so finding less than believed means that its cache
-        is smaller than assumed (running requests use the same memory). The slot's assumed capacity
-        then shrinks by 5 %, and regrows by 2 % with every match that was right. A slot without a
-        known capacity gets its present content as a first estimate.
+        An engine's LRU evicts the oldest blocks first. Finding less than believed therefore means
+        that its cache is smaller than assumed (running requests use the same memory). The slot's
+        assumed capacity then shrinks by 5 %, and regrows by 2 % with every match that was right. A
+        slot without a known capacity gets its present content as a first estimate.
         """
         if slot >= len(self._holders) or believed_share <= _TOLERANCE:
             return
@@ -503,22 +504,20 @@ class PrefixIndex:
         self._oldest_alive[slot] = holder.oldest_alive()
 
     def set_capacity(self, slot: int, tokens: int | None) -> None:
-        """Set how many tokens of KV the endpoint in this slot can hold.
+        """Set how many tokens of KV the endpoint in this slot can hold; None if unknown.
 
-        Matches beyond it expire, oldest first.
-
-        None: unknown, as for an endpoint not scraped yet.
+        Blocks beyond the capacity expire, oldest first.
         """
         holder = self._holder(slot)
         holder.capacity_tokens = None if tokens is None else float(tokens)
         self._oldest_alive[slot] = holder.oldest_alive()
 
     def forget(self, slot: int) -> None:
-        """Drop everything about the slot (restarted, removed, or reused for another endpoint).
-
+        """Drop all entries of a slot that was restarted, removed, or reused for another endpoint;
         O(1).
 
-        Its capacity stays until `set_capacity` changes it; the shrinking of it is reset.
+        Its capacity stays until `set_capacity` changes it, without the reductions made by
+        `confirm`.
         """
         if slot < len(self._holders):
             self._holders[slot].empty()
@@ -527,9 +526,9 @@ class PrefixIndex:
     # -- memory
 
     def stats(self) -> IndexStats:
-        """Return counts and measured memory.
+        """Return the size and activity of the index.
 
-        Walks the dicts' headers, so for scrapes, not for requests.
+        Reads the size of every dict, so it is for scrapes, not for requests.
         """
         key_bytes = sys.getsizeof(_LANE) + 12
         used = (
@@ -574,7 +573,7 @@ def _count_extra(holders: int) -> int:
 
 
 def _stamps(holders: int) -> list[int]:
-    """Return the stamps packed into a holders int, at most one per slot."""
+    """Return the list of stamps packed into a holders int, at most one per slot."""
     if holders <= _LANE:
         return [holders] if holders else []
     lanes = (holders.bit_length() + _LANE_BITS - 1) // _LANE_BITS

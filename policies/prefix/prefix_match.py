@@ -1,4 +1,4 @@
-"""What a prefix index knows about one prompt in a large pool: the few endpoints that hold it.
+"""The result of a prefix lookup in a large pool: the few endpoints that hold part of the prompt.
 
 A list of tokens by slot would be as long as the pool, for each request.
 """
@@ -12,13 +12,17 @@ from itertools import islice
 class WideMatch:
     """A prefix of the prompt that many endpoints hold, such as a common system prompt.
 
-    tokens  length of the prefix
+    tokens  length of the prefix in tokens
     """
 
     __slots__ = ("_oldest_alive", "_stamps", "tokens")
 
     def __init__(self, tokens: int, stamps: Mapping[int, int], oldest_alive: Sequence[int]) -> None:
-        """`stamps` are the holders' stamps by slot, `oldest_alive` the oldest valid ones."""
+        """Initialize a prefix of `tokens` tokens.
+
+        stamps        the holders' stamps (ages) by slot
+        oldest_alive  by slot, the oldest stamp that is still valid
+        """
         self.tokens = tokens
         self._stamps, self._oldest_alive = stamps, oldest_alive
 
@@ -28,14 +32,14 @@ class WideMatch:
         return stamp is not None and stamp >= self._oldest_alive[slot]
 
     def some_holders(self, limit: int) -> list[int]:
-        """Return some of the slots that hold the prefix, of `limit` that are looked at."""
+        """Return the slots that hold the prefix, among the first `limit` possible ones."""
         return [slot for slot in islice(self._stamps, limit) if self.holds(slot)]
 
 
 class PrefixMatch(Sequence[int]):
     """The prompt tokens that each slot is believed to hold, without a list of all slots.
 
-    narrow   tokens by slot, of prefixes that few endpoints hold
+    narrow   tokens by slot, for prefixes that few endpoints hold
     wide     shorter prefixes that many endpoints hold, longest first; they change with the index
     longest  the most tokens that any slot holds
     """
@@ -45,7 +49,7 @@ class PrefixMatch(Sequence[int]):
     def __init__(
         self, slots: int, narrow: dict[int, int], wide: Sequence[WideMatch], longest: int
     ) -> None:
-        """`longest` is the most tokens in `narrow`."""
+        """Initialize for `slots` slots; `longest` is the most tokens in `narrow`."""
         self._slots = slots
         self.narrow, self.wide, self.longest = narrow, wide, longest
         for prefix in wide:
@@ -65,13 +69,13 @@ class PrefixMatch(Sequence[int]):
         return next((layer.tokens for layer in self.wide if layer.holds(slot)), 0)
 
     def settle(self, slots: Iterable[int]) -> None:
-        """Keep what these slots hold now and forget the others, before the index learns a pick."""
+        """Store the present values of these slots and drop all others, before the index changes."""
         self.narrow |= {slot: self[slot] for slot in slots if slot < self._slots}
         self.wide = ()
 
 
 def longest_match(cached_by_slot: Sequence[int]) -> int:
-    """Return the most tokens that any slot holds; 0 if there is none."""
+    """Return the most prompt tokens that any slot holds; 0 if none holds any."""
     if isinstance(cached_by_slot, PrefixMatch):
         return cached_by_slot.longest
     return max(cached_by_slot, default=0)

@@ -1,9 +1,9 @@
 """The keys of a chain that a prefix index stores, and that gateways exchange.
 
-Keys are cumulative, so any subset of a chain is a chain. Each of the first 256 blocks has an entry,
-every second up to 512, every fourth up to 1024, and so on. A matched length is therefore too short
-by less than 1/128, and long prompts take about half of the entries. Keys are computed in
-policies/prefix/fingerprint.py.
+Each key covers everything before it, so any subset of a chain's keys is a chain. Each of the first
+256 blocks has an entry, every second up to 512, every fourth up to 1024, and so on. A matched
+length is therefore too short by less than 1/128, and long prompts take about half of the entries.
+fingerprint.py computes the keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FINE_BLOCKS = 256
 
 
 def sample_keys(chain: Keys) -> Keys:
-    """Return the keys of the chain that have an entry, shortest prefix first."""
+    """Return the keys of the chain that have an entry in an index, shortest prefix first."""
     if len(chain) <= _FINE_BLOCKS:
         return chain
     sampled, covered, stride = chain[:_FINE_BLOCKS], _FINE_BLOCKS, 2
@@ -41,12 +41,14 @@ SAMPLE_LENGTHS = sample_keys(array("Q", range(1, MAX_BLOCKS + 1))).tolist()
 
 
 def pack(keys: Keys) -> bytes:
-    """Serialize a fingerprint's sampled keys: 8 bytes each, little-endian."""
+    """Serialize sampled keys as 8 little-endian bytes each."""
     return _little(keys).tobytes()
 
 
 def unpack(keys: bytes, blocks: int, block_bytes: int, n_bytes: int) -> Keys:
     """Parse serialized sampled keys for `PrefixIndex.insert_keys`.
+
+    blocks  blocks of the whole chain; block_bytes: bytes of each; n_bytes: bytes of the prompt
 
     Raises ValueError if the numbers are inconsistent, so that no corrupt entry gets into an index.
     """
@@ -61,7 +63,7 @@ def unpack(keys: bytes, blocks: int, block_bytes: int, n_bytes: int) -> Keys:
 
 
 def _little(keys: Keys) -> Keys:
-    """Convert from this machine's byte order to little-endian, or back."""
+    """Return the keys converted from this machine's byte order to little-endian, or back."""
     if sys.byteorder == "big":
         keys = keys[:]
         keys.byteswap()

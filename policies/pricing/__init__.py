@@ -1,1 +1,1 @@
-"""What serving a request costs, split or whole, here or on a smaller model."""
+"""Prices: the expected cost of serving a request, whole, split, or with a smaller model."""

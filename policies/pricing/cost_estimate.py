@@ -1,7 +1,7 @@
-"""Cost of a request and its earliest first token, from one pass over the candidates.
+"""Estimate of a request's cost and its earliest first token, from one pass over the candidates.
 
-Reads the forecast of EndpointLoad. Which endpoint is picked and whether the request may enter is
-decided elsewhere.
+Reads the forecast of EndpointLoad. The estimate is used by admission; it neither picks an endpoint
+nor decides whether the request may enter.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from policies.model import Candidate, RoutingQuery
 
 
 class CostEstimate(msgspec.Struct, frozen=True):
-    """Estimate for one request over the current candidates, times in seconds.
+    """Estimated cost of one request over the available candidates, with times in seconds.
 
     ttft_s         from now to the first token where that is earliest, queue included; inf if none
                    is available
-    queue_s        mean queue over all candidates; count: their number
-    prefill_s      time to compute the prompt where the least of it is missing, without any queue
+    queue_s        mean queue over all available candidates
+    prefill_s      time to compute the prompt where most of it is cached, without any queue
     decode_s       engine time of its decoding: share of KV memory times residence, or share of the
                    steps if more
     cached_tokens  the most prompt tokens that any candidate is believed to have cached
+    count          number of available candidates
     """
 
     ttft_s: float
@@ -36,7 +37,7 @@ class CostEstimate(msgspec.Struct, frozen=True):
 
     @property
     def work_s(self) -> float:
-        """Seconds of one TP group that serving the request should take."""
+        """Seconds of one endpoint's (TP group's) time that serving the request should take."""
         return self.prefill_s + self.decode_s
 
 
@@ -46,7 +47,7 @@ def remaining_ttft_s(query: RoutingQuery) -> float:
 
 
 def estimate_cost(query: RoutingQuery, candidates: Sequence[Candidate]) -> CostEstimate:
-    """Estimate the request's cost over the available candidates. O(candidates)."""
+    """Estimate the request's cost over the available candidates, in O(candidates) time."""
     request, cached, now = query.request, query.cached_by_slot, query.now
     prompt, slots = request.prompt_tokens, len(query.cached_by_slot)
     earliest = cheapest = inf

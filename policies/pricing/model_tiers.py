@@ -1,7 +1,7 @@
-"""Alternatives to a refusal: smaller models that may serve a request, in the order of their cost.
+"""Smaller models as alternatives to a refusal, in the order of their cost.
 
-Contains which tier comes next and at which price. Admission is in policies/admission/admission.py;
-how the answer reports its model is the gateway's.
+`alternatives` returns which models could serve a request and at which price. Admission is in
+policies/admission; the gateway reports the used model in the response.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from policies.pricing.cost_estimate import estimate_cost, remaining_ttft_s
 class ModelTier(msgspec.Struct, frozen=True):
     """Another model that may serve a request.
 
-    `penalty`: the share of the request's value lost by using it.
+    name        name of the model
+    candidates  endpoints that serve it
+    penalty     share of the request's value, 0 to 1, lost by using it
     """
 
     name: str
@@ -27,12 +29,11 @@ class ModelTier(msgspec.Struct, frozen=True):
 
 
 def alternatives(query: RoutingQuery, tiers: Sequence[ModelTier]) -> list[tuple[ModelTier, float]]:
-    """Return the tiers that could serve the request, each with its price in lost value, cheapest
-    first.
+    """Return the models that could serve the request, each with its price, cheapest first.
 
-    The price is the penalty plus, of the remaining value, the share of the TTFT budget that queue
-    and prefill would use. Tiers that would miss the budget, have no available endpoint, or accept
-    no prompt of this length are left out.
+    The price is in lost value: the penalty plus, of the remaining value, the share of the TTFT
+    budget that queue and prefill would use. Models that would miss the budget, have no available
+    endpoint, or accept no prompt of this length are left out.
     """
     budget_s, priced = remaining_ttft_s(query), []
     for tier in tiers:

@@ -1,9 +1,8 @@
-"""The price of serving a request at an endpoint: the expected loss in SLO attainment.
+"""Price of serving a request at an endpoint: the expected loss in SLO attainment.
 
 Contains the terms of the price, the policy `priced` that picks the cheapest endpoint, and prices of
-single phases, which splitting adds up (policies/pricing/split.py). Time estimates are in
-policies/latency/latency.py and engine_timeline.py. docs/how-the-price-works.md explains the price
-without code.
+single phases, which splitting adds up (split.py). Time estimates are in latency.py and
+engine_timeline.py. docs/how-the-price-works.md explains the price without code.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ Each in the order of the candidates.
 
 
 class PriceTerms(msgspec.Struct, frozen=True):
-    """The terms of one price, in requests lost."""
+    """The terms of one price, in units of lost requests; PricedPolicy describes them."""
 
     ttft: float
     tpot: float
@@ -125,12 +124,15 @@ class PriceTerms(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> float:
-        """The price."""
+        """The price: the sum of all terms."""
         return self.ttft + self.tpot + self.others + self.work + self.kv
 
 
 class PriceScorer:
-    """The price function for one set of weights. Stateless; `prices` is the hot path."""
+    """The price function for one set of weights, without state.
+
+    `prices` runs on the path of every request.
+    """
 
     __slots__ = ("weights",)
 
@@ -138,7 +140,7 @@ class PriceScorer:
         self.weights = weights
 
     def scores(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-        """Return negative prices of serving the whole request, in the order of the candidates."""
+        """Return the negative price of the whole request at each candidate, in order."""
         return [-price for price in self.prices(query, candidates)]
 
     def terms(
@@ -153,7 +155,7 @@ class PriceScorer:
     def prices(
         self, query: RoutingQuery, candidates: Sequence[Candidate], part: PhaseShare = WHOLE_REQUEST
     ) -> list[float]:
-        """Return the price at each candidate: the totals of `explain`."""
+        """Return the price at each candidate: the totals of what `explain` returns."""
         return _RequestTerms(self.weights, query, part).prices(
             candidates, query.cached_by_slot, self.speeds(candidates)
         )
@@ -165,8 +167,9 @@ class PriceScorer:
         index: int,
         part: PhaseShare = WHOLE_REQUEST,
     ) -> PriceTerms:
-        """Return the terms of the price at candidates[index]: the same arithmetic as `prices`,
-        written to be read.
+        """Return the terms of the price at candidates[index].
+
+        The arithmetic is that of `prices`, written to be read.
         """
         weights, request, load = self.weights, query.request, candidates[index].load
         fast, attention, slow = (factors[index] for factors in self.speeds(candidates))
@@ -213,8 +216,10 @@ class PriceScorer:
         )
 
     def speeds(self, candidates: Sequence[Candidate]) -> SpeedFactors:
-        """Return the factors that make endpoints of similar learned speed equal: prefill,
-        attention, decode steps.
+        """Return lists of correction factors, by candidate, for prefill, attention and decode
+        steps.
+
+        They make endpoints of similar learned speed equal.
         """
         if not candidates:
             return [], [], []
@@ -226,13 +231,13 @@ class PriceScorer:
         )
 
     def _loss(self, share: float) -> float:
-        """Return the loss, in requests, of using up this share of a budget."""
+        """Return the loss, in requests, of using up the share `share` of a budget."""
         capped = min(share, self.weights.late)
         return capped**3 + self.weights.overdue * (share - capped)
 
 
 class _RequestTerms:
-    """The parts of a price that are equal for all candidates, multiplied once per query.
+    """The parts of a price that are equal for all candidates, computed once per query.
 
     All attributes are C doubles in the compiled module, and so are locals annotated as float
     (deploy/).
@@ -280,7 +285,7 @@ class _RequestTerms:
     def prices(
         self, candidates: Sequence[Candidate], cached: Sequence[int], factors: SpeedFactors
     ) -> list[float]:
-        """Return the totals of `explain`, from one unrolled loop because every request runs it."""
+        """Return the price at each candidate; one unrolled loop, because every request runs it."""
         fasts, attentions, slows = factors
         known, prices = len(cached), []
         usual: float = usual_slots(candidates)
@@ -340,8 +345,8 @@ class _RequestTerms:
 
 
 def patience_s(request: Request, now: float) -> float:
-    """Return the rest of the TTFT budget of a request that has waited at the gateway, with a lower
-    bound.
+    """Return the remaining seconds of a request's TTFT budget, or a lower bound if it is nearly
+    used.
     """
     budget_s = request.slo.ttft_s
     waited_s = now - request.arrived_s if request.arrived_s else 0.0
@@ -349,17 +354,16 @@ def patience_s(request: Request, now: float) -> float:
 
 
 def waiting_external_requests(load: EndpointLoad) -> int:
-    """Return the external requests that had not begun at the last scrape.
-
-    Each is assumed to be like this one.
+    """Return the number of requests from outside the gateways that still waited at the last
+    scrape.
     """
     return min(load.external_requests, load.waiting or 0)
 
 
 def usual_slots(candidates: Sequence[Candidate]) -> float:
-    """Return the most slots that any candidate has shown to have; inf if none has.
+    """Return the most slots (sequences at a time) that any candidate has shown; inf if none has.
 
-    An endpoint that has not shown its own is assumed to have as many.
+    An endpoint that has not shown its own number is assumed to have as many.
     """
     most = 0.0
     for candidate in candidates:
@@ -370,9 +374,9 @@ def usual_slots(candidates: Sequence[Candidate]) -> float:
 
 
 def slot_wait_s(load: EndpointLoad, usual: float) -> float:
-    """Return the seconds until a sequence ends for the last request in the queue for a slot.
+    """Return the seconds that one more request would wait at an endpoint until a sequence ends.
 
-    usual  slots of an endpoint that has not shown its own
+    Return 0 if a slot is free. `usual` is the slots of an endpoint that has not shown its own.
     """
     slots = min(load.slots, usual)
     missing = load.in_flight + 1 - slots
@@ -383,27 +387,26 @@ def slot_wait_s(load: EndpointLoad, usual: float) -> float:
 
 
 def slot_loss(load: EndpointLoad, usual: float) -> float:
-    """Return the requests that will lack a slot: the share in use to the power of 4.
+    """Return the number of requests that will lack a slot: the share in use to the power of 4.
 
-    usual  slots of an endpoint that has not shown its own
+    `usual` is the slots of an endpoint that has not shown its own.
     """
     crowd: float = min(FULLEST, (load.in_flight + 1) / min(load.slots, usual))
     return crowd * crowd * crowd * crowd
 
 
 def is_fresh(load: EndpointLoad, oldest: float) -> bool:
-    """Return whether the endpoint's metrics were read at `oldest` or later."""
+    """Return whether the endpoint's metrics were scraped at the time `oldest` or later."""
     return load.scraped_at is not None and load.scraped_at >= oldest
 
 
 def equalize_speeds(speeds: Sequence[SpeedFactor], alike: float) -> list[float]:
-    """Return the factors that bring each speed to the median, limited by `alike` and the speed's
-    uncertainty.
+    """Return factors that bring each speed to the median, within `alike` and its uncertainty.
 
     Learned speeds of equal endpoints differ by noise, and only differences beyond it should count.
     Otherwise the endpoint that seems slightly faster would get all work without another preference.
-    The same would happen to an endpoint without observations where others are slower than their
-    prior, and under so much prefill it could not show its decode speed.
+    The same would happen to an endpoint without observations where others are slower than
+    estimated. Under so much prefill it could not show its decode speed.
     """
     factors = [speed.factor for speed in speeds]
     ordered = sorted(factors)

@@ -1,7 +1,7 @@
-"""Splitting: a pair of prefill and decode endpoints, or one endpoint for the whole request.
+"""Splitting of requests: a pair of prefill and decode endpoints, or one endpoint for both.
 
 Contains which requests cannot be split, the rule by uncached tokens, and the choice of a pair. The
-wire dialects are in kvtransfer.dialects; failure handling of a pair is the gateway's.
+HTTP dialects of handoffs are in kvtransfer.dialects; the gateway handles failures of a pair.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from policies.presets import DecodeLoad
 
 
 class SplitReason(StrEnum):
-    """Why a request was split or not: a metric label and a value in the access log."""
+    """Why a request was split or not, as a metric label and a value in the access log."""
 
     # Enum's own __hash__ is a Python call, and every decision is counted by its reason.
     __hash__ = str.__hash__
@@ -45,14 +45,14 @@ _LONG = SplitReason.LONG
 
 
 class SplitShape(msgspec.Struct, frozen=True):
-    """The properties of a request that decide whether it can be split at all.
+    """The properties of a request that decide whether it can be split.
 
     choices        answers per prompt: the larger of n and best_of
-    prompts        prompts in the request
-    scores_prompt  log probabilities or an echo of the prompt are requested: the decoder would
-                   compute it all again
+    prompts        number of prompts in the request
+    scores_prompt  whether log probabilities or an echo of the prompt are requested, for which the
+                   decoder would compute all of it again
     max_tokens     the client's limit of output tokens; None without one
-    can_hand_over  the request's API lets an engine hand its KV to another one
+    can_hand_over  whether an engine can hand KV to another one in the request's API
     """
 
     choices: int = 1
@@ -63,14 +63,16 @@ class SplitShape(msgspec.Struct, frozen=True):
 
 
 class SplitRule(msgspec.Struct, frozen=True):
-    """When to split: from this many uncached prompt tokens.
+    """Parameters of splitting, such as the least number of uncached prompt tokens.
 
-    hysteresis  half the width of a band around the threshold, as a share of it. Inside the band a
-                request follows the last decision outside of it, so that the mode does not flap
+    threshold_tokens  uncached prompt tokens from which on a request is split
+    hysteresis        half the width of a band around the threshold, as a share of it. Inside the
+                      band a request follows the last decision outside of it, so that the mode does
+                      not flap
     handoff_s, kv_token_s  time of a KV transfer, fixed and per token (320 KiB per token at 50
                            GB/s): for policies that price a split, which need no threshold
-    pair_gain   share of the single endpoint's price that a pair must save, because it stores the
-                prompt's KV twice for a while
+    pair_gain         share of the single endpoint's price that a pair must save, because it stores
+                      the prompt's KV twice for a while
     """
 
     threshold_tokens: int = 2048
@@ -91,7 +93,10 @@ class SplitRule(msgspec.Struct, frozen=True):
 
 
 class PairGroup(msgspec.Struct, frozen=True):
-    """Endpoints with compatible KV caches. One with role BOTH is in both tuples."""
+    """Endpoints with compatible KV caches; an endpoint with the role BOTH is in both tuples.
+
+    compat  key that their KV caches have in common (`kv_compatibility_key`)
+    """
 
     compat: str
     prefills: tuple[Candidate, ...]
@@ -99,9 +104,10 @@ class PairGroup(msgspec.Struct, frozen=True):
 
 
 class SplitPools(msgspec.Struct, frozen=True):
-    """The endpoints a splitting decision may choose from.
+    """The endpoints that a splitting decision may choose from.
 
-    Those in `alone` can serve a whole request.
+    groups  prefill and decode endpoints that can be combined to a pair
+    alone   endpoints that can serve a whole request
     """
 
     groups: tuple[PairGroup, ...]
@@ -109,16 +115,18 @@ class SplitPools(msgspec.Struct, frozen=True):
 
 
 class EndpointPair(msgspec.Struct, frozen=True):
-    """The endpoint that computes the prompt and the one that decodes; never the same one."""
+    """The endpoint that computes the prompt, and a different one that decodes."""
 
     prefill: Pick
     decode: Pick
 
 
 class SplitDecision(msgspec.Struct, frozen=True):
-    """A pair, or None for a single endpoint.
+    """The decision whether to split a request.
 
-    `splitting` is the hysteresis mode for the next decision.
+    pair       the two endpoints; None: one endpoint serves the whole request
+    reason     why it was split or not
+    splitting  the hysteresis mode, to be passed to the next decision
     """
 
     pair: EndpointPair | None
@@ -127,7 +135,7 @@ class SplitDecision(msgspec.Struct, frozen=True):
 
 
 def build_splitter(rule: SplitRule, policy: Policy) -> Splitter:
-    """Return the splitter for a policy: priced if it prices phases, else by threshold."""
+    """Return the splitter for a policy: by price if the policy prices phases, else by threshold."""
     crowded = msgspec.structs.replace(
         policy, filters=tuple(filter_ for filter_ in policy.filters if filter_ is not below_cap)
     )
@@ -144,7 +152,7 @@ def build_splitter(rule: SplitRule, policy: Policy) -> Splitter:
 def cheapest_for_phase(
     name: str, part: PhaseShare, filters: tuple[Filter, ...], prices: PhasePrices
 ) -> Policy:
-    """Return a policy that picks the cheapest endpoint for a phase."""
+    """Return a policy that picks the cheapest endpoint for a phase of a request."""
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [-price for price in prices(query, candidates, part)]
@@ -153,11 +161,11 @@ def cheapest_for_phase(
 
 
 def kv_compatibility_key(engine: str, model: str, labels: Mapping[str, str]) -> str:
-    """Return a key that is equal for compatible KV caches: engine, model, and the labels `version`
-    and `kv_dtype`.
+    """Return a key that is equal for compatible KV caches.
 
-    An engine refuses a peer of another version in its handshake (engines.md B.1), but only after
-    the prefill was computed.
+    It consists of the engine, the model, and the labels `version` and `kv_dtype`. An engine refuses
+    a peer of another version in its handshake (engines.md B.1), but only after the prefill was
+    computed.
     """
     return "/".join((engine, model, labels.get("version", ""), labels.get("kv_dtype", "")))
 
@@ -165,8 +173,8 @@ def kv_compatibility_key(engine: str, model: str, labels: Mapping[str, str]) -> 
 def after_prefill_s(rule: SplitRule, query: RoutingQuery, decode: Pick) -> float:
     """Return the expected seconds from the end of the prefill to the first token.
 
-    The KV is transferred, and then waits behind the prompts that the decoder computes itself, or
-    for free KV.
+    In that time the KV is transferred, and then waits behind the prompts that the decoder computes
+    itself, or for free KV.
     """
     prompt_tokens = query.request.prompt_tokens
     moved_s = rule.handoff_s + (prompt_tokens - decode.cached_tokens) * rule.kv_token_s
@@ -174,7 +182,7 @@ def after_prefill_s(rule: SplitRule, query: RoutingQuery, decode: Pick) -> float
 
 
 def unsplittable_reason(shape: SplitShape) -> SplitReason | None:
-    """Return why this request cannot be handed over, or None.
+    """Return why a request cannot be split, or None if it can.
 
     Sources: engines.md B.1 (not splittable) and 0.9.
     """
@@ -188,10 +196,12 @@ def unsplittable_reason(shape: SplitShape) -> SplitReason | None:
 
 
 class Splitter(msgspec.Struct, frozen=True):
-    """Splits by the rule; `prefill` chooses by prefixes, `decode` by load.
+    """Splits requests by a threshold of uncached tokens.
 
-    `crowded` replaces `prefill` if all endpoints are at their cap and none can serve a request
-    whole: it queues there.
+    prefill  policy that chooses the prefill endpoint, by cached prefixes
+    decode   policy that chooses the decode endpoint, by load
+    crowded  replaces `prefill` if all its endpoints are at their cap and none can serve a request
+             whole; the request then queues there
     """
 
     rule: SplitRule
@@ -202,10 +212,10 @@ class Splitter(msgspec.Struct, frozen=True):
     def decide(
         self, pools: SplitPools, query: RoutingQuery, shape: SplitShape, splitting: bool
     ) -> SplitDecision:
-        """Decide about one request. `splitting` is that of the last decision; False at first.
+        """Decide whether to split one request, and choose the pair.
 
-        A request that no endpoint can serve whole is split even when that does not pay off: slow is
-        better than not at all.
+        `splitting` is the mode in the last decision; False at first. A request that no endpoint can
+        serve whole is split even when that is slower.
         """
         why = unsplittable_reason(shape)
         if why is not None:
@@ -223,8 +233,9 @@ class Splitter(msgspec.Struct, frozen=True):
         return SplitDecision(pair, reason, splitting)
 
     def choose_pair(self, pools: SplitPools, query: RoutingQuery) -> EndpointPair | None:
-        """Return the least loaded decode endpoint that has a prefill partner, and the best such
-        partner.
+        """Return the least loaded decode endpoint that has a prefill partner, and its best partner.
+
+        Return None if there is no such pair.
         """
         groups = [group for group in pools.groups if _has_candidate(group.prefills, query)]
         if not groups:
@@ -249,7 +260,7 @@ class Splitter(msgspec.Struct, frozen=True):
     def _pays_off(
         self, prompt_tokens: int, cached_tokens: int, shape: SplitShape, splitting: bool
     ) -> tuple[SplitReason, bool]:
-        """Return whether splitting pays off: the reason, and the new mode."""
+        """Return why splitting is faster or not, and the new hysteresis mode."""
         if shape.max_tokens is not None and shape.max_tokens <= 1:
             return SplitReason.ONE_TOKEN, splitting
         width = self.rule.threshold_tokens * self.rule.hysteresis
@@ -260,9 +271,9 @@ class Splitter(msgspec.Struct, frozen=True):
 
 
 class PricedSplitter(Splitter, frozen=True):
-    """Splits when a pair costs less than the best single endpoint.
+    """Splits a request when a pair of endpoints costs less than the best single endpoint.
 
-    It needs no threshold and no band. Long prompts cost much where many answers are being
+    It needs no threshold and no hysteresis. Long prompts cost much where many answers are being
     generated, and busy prefill endpoints have long queues, so splitting starts and stops with the
     load. Endpoints that decode remain cheap for decoding and expensive for prefill, so roles form
     and dissolve by themselves.
@@ -271,7 +282,7 @@ class PricedSplitter(Splitter, frozen=True):
     def decide(
         self, pools: SplitPools, query: RoutingQuery, shape: SplitShape, splitting: bool
     ) -> SplitDecision:
-        """Like Splitter.decide, by price. `splitting` is returned unchanged: there is no mode."""
+        """Decide like Splitter.decide, but by price; `splitting` is returned unchanged."""
         why = unsplittable_reason(shape)
         if why is not None:
             return SplitDecision(None, why, splitting)
@@ -290,8 +301,8 @@ class PricedSplitter(Splitter, frozen=True):
         return SplitDecision(None, SplitReason.WHOLE_CHEAPER, splitting)
 
     def choose_pair(self, pools: SplitPools, query: RoutingQuery) -> EndpointPair | None:
-        """Return the cheapest pair: per group the cheapest decoder, then the cheapest prefill
-        endpoint for it.
+        """Return the cheapest pair, or None: per group the cheapest decoder and its cheapest
+        partner.
         """
         pairs = [
             pair
@@ -327,7 +338,7 @@ class PricedSplitter(Splitter, frozen=True):
 
 
 def _has_candidate(candidates: Sequence[Candidate], query: RoutingQuery) -> bool:
-    """Return whether an available endpoint has not failed this request."""
+    """Return whether an available endpoint exists on which this request has not failed."""
     tried = query.failed_endpoints
     # a hot path; any() is slower
     for candidate in candidates:

@@ -1,4 +1,6 @@
-"""Consistent hashing: a session always goes to the same endpoint, while that one can take it."""
+"""Consistent hashing: requests of a session always go to the same endpoint while it accepts
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ _MOST_SALTS = 8192
 
 
 class ConsistentHash(PolicyParams, frozen=True):
-    """Pick the endpoint that a hash of the session names; requests without a session go anywhere.
+    """Policy that picks the endpoint by a hash of the session; requests without one go anywhere.
 
     `consistent_hash` of vLLM's router, `consistent_hashing` and `manual` of SMG, and `session` of
     the vLLM production stack. Rendezvous hashing (Thaler and Ravishankar 1998) replaces their
-    rings: when endpoints come and go, only the sessions of those endpoints move. An endpoint that
-    is ejected or at its cap is passed over for the session's next one.
+    rings: when endpoints are added or removed, only the sessions of those endpoints move. An
+    endpoint that is ejected or at its cap is passed over for the session's next one.
 
     load_factor  an endpoint with more than this multiple of the mean number of requests is passed
                  over too (Mirrokni et al., "Consistent Hashing with Bounded Loads", SODA 2018);
@@ -42,7 +44,10 @@ class ConsistentHash(PolicyParams, frozen=True):
 
 
 class SessionHashPicker:
-    """The picker, with the hashes of endpoints' names. Belongs to the policy it was built for."""
+    """Picker of the endpoint with the highest hash of session and name; caches the names' hashes.
+
+    It belongs to the policy it was built for.
+    """
 
     __slots__ = ("_load_factor", "_salts")
 
@@ -53,7 +58,7 @@ class SessionHashPicker:
     def pick(
         self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]
     ) -> int:
-        """Choose the highest hash among the endpoints that are not overloaded."""
+        """Return the index of the highest hash among the endpoints that are not overloaded."""
         session = query.request.session
         key = _hash(session) if session else int(query.rng.random() * (_WORD + 1))
         factor = self._load_factor
@@ -77,7 +82,10 @@ def _hash(text: str) -> int:
 
 
 def _light(candidates: Sequence[Candidate], factor: float) -> list[int]:
-    """Return the indices of candidates that one more request would not lift above the bound."""
+    """Return the indices of candidates that one more request would not lift above the load bound.
+
+    The bound is `factor` times the mean number of requests.
+    """
     loads = [candidate.load.in_flight for candidate in candidates]
     most = ceil(factor * (sum(loads) + 1) / len(loads))
     return [index for index, load in enumerate(loads) if load < most]

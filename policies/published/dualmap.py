@@ -1,6 +1,6 @@
-"""DualMap: two hashes of the prefix select two endpoints.
+"""DualMap: two hashes of the prefix select two endpoints, of which the better one is used.
 
-The one with more of it cached is used if not too slow.
+The endpoint with more of the prefix cached is preferred unless it is too slow.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _MOST_EXPANDED = 4096
 
 
 class DualMap(PolicyParams, frozen=True):
-    """Of two endpoints selected by hashes of the prefix, pick the one with more of it cached,
-    unless its TTFT is too long.
+    """Policy that picks one of two endpoints selected by hashes of the prompt's prefix.
 
-    DualMap (ICLR'26, arXiv 2602.06502). The hashed prefix is one block, plus one more wherever a
-    prefix is hot (a share of the last requests, as in AIBrix's port, dualmap.go), so that a common
-    system prompt does not send everything to the same two. Rendezvous hashing replaces its rings.
-    Its migration of queued requests is left out.
+    It picks the one with more of the prefix cached, unless its TTFT is too long. Source: DualMap
+    (ICLR'26, arXiv 2602.06502). The hashed prefix is one block, plus one more wherever a prefix is
+    hot (a share of the last requests, as in AIBrix's port, dualmap.go), so that a common system
+    prompt does not send everything to the same two. Rendezvous hashing replaces its rings. Its
+    migration of queued requests is left out.
 
-    ttft_slo_s    TTFT beyond which the less loaded of the two is picked; None: the request's own
-                  budget
+    ttft_slo_s    TTFT in seconds beyond which the less loaded of the two is picked; None: the
+                  request's own budget
     hot_share     share of the window that makes a prefix hot
     hot_window    number of recent requests counted
     hot_at_least  requests in the window before any prefix is hot
@@ -59,7 +59,9 @@ class DualMap(PolicyParams, frozen=True):
 
 
 class TwoHashPicker:
-    """The picker, with its memory of hot prefixes. Belongs to the policy it was built for."""
+    """Picker of DualMap, with its memory of hot prefixes; belongs to the policy it was built
+    for.
+    """
 
     __slots__ = ("_hot", "_salts", "_ttft_slo_s")
 
@@ -71,7 +73,7 @@ class TwoHashPicker:
     def pick(
         self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]
     ) -> int:
-        """Choose one of the pair; `scores` are negative expected TTFTs."""
+        """Return the index of one of the two endpoints; `scores` are negative expected TTFTs."""
         if len(candidates) == 1:
             return 0
         first, second = self._pair(self._key(query), candidates)
@@ -83,13 +85,15 @@ class TwoHashPicker:
         return other if -scores[fuller] > slo_s and scores[other] > scores[fuller] else fuller
 
     def _key(self, query: RoutingQuery) -> int:
-        """Return the hashed prefix; a random key for a prompt shorter than one block."""
+        """Return the hash of the prefix to use; a random key for a prompt shorter than one
+        block.
+        """
         if query.fingerprint is not None and query.fingerprint.keys:
             return self._hot.key(query.fingerprint)
         return int(query.rng.random() * (_WORD + 1))
 
     def _pair(self, key: int, candidates: Sequence[Candidate]) -> tuple[int, int]:
-        """Return the winner of the first hash, and among the others the winner of the second."""
+        """Return the indices of the two endpoints that the two hashes of the key select."""
         salted = [key ^ self._salt(candidate.endpoint.name) for candidate in candidates]
         draws = [word * _MIX[0] & _WORD for word in salted]
         first = draws.index(max(draws))
@@ -107,7 +111,7 @@ class TwoHashPicker:
 
 
 class HotPrefixes:
-    """How long a prefix to hash: one block, plus one for each hot prefix of it.
+    """Chooses how long a prefix to hash: one block, plus one more for each hot prefix of it.
 
     A hot prefix is hashed longer until `_MOST_EXPANDED` newer ones have displaced it.
     """
@@ -123,7 +127,7 @@ class HotPrefixes:
         self._expanded: dict[int, None] = {}
 
     def key(self, fingerprint: Fingerprint) -> int:
-        """Return the key of the prefix to hash, and count it."""
+        """Return the key of the prefix to hash, and count its use."""
         keys, expanded, index = fingerprint.keys, self._expanded, 0
         last, key = len(keys) - 1, keys[0]
         while index < last and key in expanded:
@@ -136,7 +140,7 @@ class HotPrefixes:
         return key
 
     def _count(self, key: int) -> bool:
-        """Count the key; return whether it is hot."""
+        """Count a use of the key; return whether the key is hot."""
         recent, counts = self._recent, self._counts
         recent.append(key)
         counts[key] += 1

@@ -1,4 +1,6 @@
-"""NVIDIA Dynamo's KV router: blocks to prefill minus cached ones, plus blocks in use."""
+"""Routing rule of NVIDIA Dynamo's KV router: blocks to prefill minus cached ones, plus blocks in
+use.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,16 @@ from policies.published.view import cached_tokens
 
 
 class DynamoKv(PolicyParams, frozen=True):
-    """Pick the fewest blocks: those to prefill, minus a credit for cached ones, plus those of
-    active requests.
+    """Policy that picks the endpoint with the fewest blocks to prefill and in use.
 
     cost = prefill_load_scale * max(0, (Q + n) / b - credit) + decode blocks +
     decode_active_request_weight * N
+
     credit = overlap_score_credit * cached / b, divided by 1 + overlap_score_credit_decay * excess
     queue / prompt
 
-    The default selector of Dynamo's KV router (ai-dynamo/dynamo
+    Q is the number of queued prompt tokens, n the tokens of this prompt, b the block size and N the
+    number of active requests. This is the default selector of Dynamo's KV router (ai-dynamo/dynamo
     lib/kv-router/src/scheduling/selector/default.rs). Engines here have no host, disk or shared
     cache to credit. Decode blocks are the prompts in progress; blocks shared by two requests count
     twice here, once there.
@@ -52,7 +55,7 @@ class DynamoKv(PolicyParams, frozen=True):
 
 
 def blocks(rule: DynamoKv) -> Scorer:
-    """Score by the negative cost, in blocks."""
+    """Return a scorer whose score is the negative cost in blocks, as described in DynamoKv."""
     scale, per_request = rule.prefill_load_scale, rule.decode_active_request_weight
     credit = rule.overlap_score_credit
     decay = rule.overlap_score_credit_decay

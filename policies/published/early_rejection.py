@@ -1,4 +1,4 @@
-"""Mooncake's early rejection: refuse requests whose predicted TTFT or TPOT is too long."""
+"""Early rejection of Mooncake: refuse requests whose predicted TTFT or TPOT is too long."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from policies.pricing.cost_estimate import estimate_cost
 
 
 class EarlyRejection(AdmissionParams, frozen=True):
-    """Refuse a new request if the best predicted TTFT or TPOT exceeds its share of the SLO.
+    """Admission that refuses a new request if its best predicted TTFT or TPOT is too long.
 
-    Then apply caps.
-
-    Mooncake (FAST'25, arXiv 2407.00079): at arrival, for prefill and for decode, before any work is
-    spent. Taken literally (margin 1) it admits up to the very limit; smaller margins leave room.
+    Other requests are admitted up to the concurrency caps. Source: Mooncake (FAST'25, arXiv
+    2407.00079), which decides at arrival, for prefill and for decode, before any work is spent.
+    With a margin of 1, as published, it admits up to the very limit.
 
     margin  share of the TTFT and TPOT budgets that the prediction may take
     """
@@ -38,7 +37,7 @@ class EarlyRejection(AdmissionParams, frozen=True):
 
 
 class EarlyRejector(CapAdmission):
-    """The rule, then the cap. Stateless."""
+    """Admission that applies EarlyRejection and then the concurrency caps, without state."""
 
     __slots__ = ("_margin",)
 

@@ -1,5 +1,6 @@
-"""llm-d's blend: scores for prefix, queue, memory and turns of cold prompts, each 0 to 1, weighted
-3:2:2:2.
+"""Routing rule of llm-d's default profile: a weighted sum of four scores between 0 and 1.
+
+The scores are for the cached prefix, the queue, free KV, and turns of prompts without a cache hit.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from policies.published.view import cached_tokens, kv_used, queued_requests
 
 
 class LlmdBlend(PolicyParams, frozen=True):
-    """Weight cached share of the prompt, short queue, free KV, and turns for prompts without any
-    cache hit as 3:2:2:2.
+    """Policy that adds four weighted scores: cached share, short queue, free KV, and turns.
 
-    The default profile of llm-d's inference scheduler until August 2026: prefix-cache-scorer 3,
+    The last score gives prompts that no endpoint has cached to endpoints in turn. Source: the
+    default profile of llm-d's inference scheduler until August 2026: prefix-cache-scorer 3,
     queue-scorer 2, kv-cache-utilization-scorer 2, no-hit-lru-scorer 2, max-score-picker.
 
     prefix_weight, queue_weight, kv_weight, no_hit_weight  weights of the four scores, each 0 to 1
-    fresh_s                                                maximum age of a scrape in seconds
+    fresh_s                                                maximum age of scraped metrics in seconds
     """
 
     prefix_weight: NonNegative = 3.0
@@ -48,13 +49,17 @@ class LlmdBlend(PolicyParams, frozen=True):
 
 
 def cached_share(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Return the cached share of the prompt at each candidate."""
+    """Return the cached share of the prompt, 0 to 1, at each candidate."""
     prompt = max(1, query.request.prompt_tokens)
     return [tokens / prompt for tokens in cached_tokens(query, candidates)]
 
 
 def short_queue(fresh_s: float) -> Scorer:
-    """Score 1 for the shortest queue and 0 for the longest; 1 for all if they are equal."""
+    """Return a scorer: 1 for the shortest queue, 0 for the longest, and 1 for all if they are
+    equal.
+
+    Metrics older than `fresh_s` seconds are ignored.
+    """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         oldest = query.now - fresh_s
@@ -67,7 +72,10 @@ def short_queue(fresh_s: float) -> Scorer:
 
 
 def free_memory(fresh_s: float) -> Scorer:
-    """Score the share of KV memory that is not in use."""
+    """Return a scorer by the share of KV memory, 0 to 1, that is not in use.
+
+    Metrics older than `fresh_s` seconds are ignored.
+    """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         oldest = query.now - fresh_s
@@ -77,11 +85,10 @@ def free_memory(fresh_s: float) -> Scorer:
 
 
 class ColdTurns:
-    """Which endpoint got the last prompts that no endpoint had cached: longest ago scores 1, latest
-    0, never 1.
+    """Scorer and picker that give prompts without any cache hit to endpoints in turn.
 
-    A prompt that some endpoint has cached scores all equally. Belongs to the policy it was built
-    for.
+    The endpoint whose last such prompt is longest ago scores 1, the latest one 0. A prompt that an
+    endpoint has cached scores all equally. The turns belong to the policy they were built for.
     """
 
     __slots__ = ("_last", "_turn")

@@ -1,4 +1,6 @@
-"""llm-d's latency predictor: predicted TTFT and TPOT, after a filter that prefers warm caches."""
+"""Routing rule of llm-d's latency predictor: predicted TTFT and TPOT of endpoints with warm
+caches.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,13 @@ _BOTH_LATE, _TTFT_LATE, _TPOT_LATE, _IN_TIME = 0, 1, 2, 3
 
 
 class LlmdPredictor(PolicyParams, frozen=True):
-    """Pick the least predicted TTFT and TPOT, weighted 0.8 to 0.2, of warm endpoints.
+    """Policy that picks the least predicted TTFT and TPOT, weighted 0.8 to 0.2, of warm endpoints.
 
-    With an SLO the fullest that meets it.
-
-    llm-d / Gateway API Inference Extension, latency-scorer (llm-d blog, 2026-03-13). An analytic
-    model replaces its gradient-boosted trees, one for all engines of a kind as theirs. Left out:
-    its picks of one in a hundred among endpoints that miss the SLO, and its load shedding, which is
-    an admission's task. A request of the standard class has no SLO here.
+    With an SLO, it picks the fullest endpoint that meets it. Source: llm-d / Gateway API Inference
+    Extension, latency-scorer (llm-d blog, 2026-03-13). An analytic model replaces its
+    gradient-boosted trees; as there, one model serves all engines of a kind. Two parts are left
+    out: its picks of one in a hundred among endpoints that miss the SLO, and its load shedding,
+    which is an admission's task. A request of the standard class has no SLO here.
 
     ttft_weight, tpot_weight  weights of the two latencies, scaled to their range among the
                               candidates
@@ -51,9 +52,10 @@ class LlmdPredictor(PolicyParams, frozen=True):
 
 
 def affinity(warm_share: float, break_s: float, explore: float) -> Filter:
-    """Keep warm endpoints, if there are any and their wait is at most `break_s` longer.
+    """Return a filter that keeps endpoints with most of the prompt cached ("warm").
 
-    All for exploring requests.
+    It keeps all if there are none, if their wait is more than `break_s` seconds longer, or for the
+    share `explore` of requests.
     """
     exploring = int(explore * 2**32)
 
@@ -72,11 +74,11 @@ def affinity(warm_share: float, break_s: float, explore: float) -> Filter:
 
 
 def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
-    """Score tier plus fit: an integer for what would be late (3: nothing), plus 0 to 1 for the fit
-    within the tier.
+    """Return a scorer by tier (0 to 3) plus fit within the tier (0 to 1).
 
-    If all is in time, the least headroom fits best; if late, the least delay. Without an SLO
-    everything counts as late.
+    The tier is 3 if both TTFT and TPOT would be in time, 2 if only TPOT would be late, 1 if only
+    TTFT would be late, and 0 if both. If all is in time, the least headroom fits best; if late, the
+    least delay. Without an SLO everything counts as late.
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
@@ -111,8 +113,10 @@ def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
 def _ttfts(
     query: RoutingQuery, candidates: Sequence[Candidate], cached: Sequence[int]
 ) -> list[float]:
-    """Return predicted TTFTs plus the fixed cost at the present load, which the trees learn from
-    running requests and KV use.
+    """Return the predicted TTFT in seconds at each candidate, with the fixed cost at its present
+    load.
+
+    In the original, trees learn that fixed cost from running requests and KV use.
     """
     predicted = ttfts(query, candidates, cached)
     return [
@@ -130,9 +134,9 @@ def _tier(first_s: float, step_s: float) -> int:
 def _blend(
     firsts: Sequence[float], steps: Sequence[float], ttft_weight: float, tpot_weight: float
 ) -> list[float]:
-    """Return the weighted mean of both, each scaled to 0..1 over its range.
+    """Return the weighted mean of both latencies by candidate, each scaled to 0..1 over its range.
 
-    A constant one has no weight.
+    A latency that is equal for all candidates has no weight.
     """
     low_first, low_step = min(firsts), min(steps)
     first_span, step_span = max(firsts) - low_first, max(steps) - low_step

@@ -1,4 +1,6 @@
-"""llm-d's token-aware router: warm endpoints until they are saturated, then the fewest tokens."""
+"""Routing rule of llm-d's token-aware router: warm endpoints up to saturation, then fewest
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from policies.published.view import cached_tokens
 
 
 class LlmdToken(PolicyParams, frozen=True):
-    """Pick the fewest queued and new prefill tokens among warm endpoints, unless their queues are
-    too much longer.
+    """Policy that picks the fewest queued and new prefill tokens among endpoints with a warm cache.
 
-    llm-d's default since August 2026 (llm-d blog, 2026-08-17). An endpoint is warm if it has
-    `warm_share` of the prompt cached. Its R_peak, prompt tokens per second of one calibrated chunk,
-    defaults to the learned speed of each endpoint.
+    If their queues are too much longer, all endpoints are considered. This is llm-d's default since
+    August 2026 (llm-d blog, 2026-08-17). An endpoint is warm if it has `warm_share` of the prompt
+    cached. Its R_peak, prompt tokens per second of one calibrated chunk, defaults to the learned
+    speed of each endpoint.
 
     warm_share         share of the prompt that must be cached to count as warm
     patience_s         seconds by which warm queues may be longer before all endpoints are
@@ -27,7 +29,7 @@ class LlmdToken(PolicyParams, frozen=True):
     peak_tokens_per_s  R_peak of the pool; None: of each endpoint, as learned
     bound              the scarce resource: prefill picks the fewest tokens, decode the fewest
                        requests
-    fresh_s            maximum age of a scrape, for external requests, in seconds
+    fresh_s            maximum age in seconds of scraped metrics, for external requests
     """
 
     warm_share: Fraction = 0.8
@@ -59,8 +61,9 @@ class LlmdToken(PolicyParams, frozen=True):
 def warm_until_saturated(
     warm_share: float, patience_s: float, peak_tokens_per_s: float | None
 ) -> Filter:
-    """Keep endpoints with most of the prompt cached, unless the shortest of their queues is
-    `patience_s` longer.
+    """Return a filter that keeps endpoints with most of the prompt cached, up to saturation.
+
+    It keeps all if the shortest of their queues is `patience_s` seconds longer than elsewhere.
     """
 
     def warm(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -89,7 +92,7 @@ def warm_until_saturated(
 
 
 def queued_and_new(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Score -(Q + u)."""
+    """Score by -(Q + u): Q is the queued prefill tokens, u the uncached tokens of this prompt."""
     prompt = query.request.prompt_tokens
     return [
         float(cached - prompt - candidate.load.prefill_tokens)

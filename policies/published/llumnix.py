@@ -1,4 +1,4 @@
-"""Llumnix: least prefill work before the first token, then least decode work."""
+"""Routing rule of Llumnix: least prefill work before the first token, then least decode work."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from policies.published.view import cached_tokens
 
 
 class Llumnix(PolicyParams, frozen=True):
-    """Pick the fewest queued and new uncached tokens; break ties by the least decode context.
+    """Policy that picks the fewest queued and new uncached tokens, then the least decode context.
 
-    No parameters.
-
-    The cache-aware order of Llumnix (OSDI'24; llumnix-project 2026). There a step model
-    extrapolates the queue between reports of the engine; here the predicted end of the backlog
-    does, converted back to tokens. Its adaptive roles and migrations move running requests between
-    engines, which a gateway cannot do.
+    It has no parameters. Source: the cache-aware order of Llumnix (OSDI'24; llumnix-project 2026).
+    There a step model extrapolates the queue between reports of the engine; here the predicted end
+    of the backlog does, converted back to tokens. Its adaptive roles and migrations move running
+    requests between engines, which a gateway cannot do.
     """
 
     def build(self) -> Policy:
@@ -35,7 +33,9 @@ class Llumnix(PolicyParams, frozen=True):
 
 
 def prefill_ahead(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Score -(Q + u), where Q is the present rest of the booked prefill tokens."""
+    """Score by -(Q + u): Q is the rest of the queued prefill tokens, u this prompt's uncached
+    tokens.
+    """
     now, prompt, scores = query.now, query.request.prompt_tokens, []
     for candidate, cached in zip(candidates, cached_tokens(query, candidates), strict=True):
         load = candidate.load

@@ -1,4 +1,4 @@
-"""LMetric: new prefill tokens times batch size."""
+"""Routing rule LMetric: the least product of new prefill tokens and batch size."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from policies.published.view import cached_tokens
 
 
 class LMetric(PolicyParams, frozen=True):
-    """Pick the least product of prefill tokens before the first token and requests. No parameters.
+    """Policy that picks the least product of prefill tokens before the first token and requests.
 
-    LMetric (OSDI'26, arXiv 2603.15202): the product needs no weight between its factors. The first
-    factor is the queue plus this prompt's uncached tokens; the second includes this request, as in
-    AIBrix's port (l_metric_local.go).
+    It has no parameters. Source: LMetric (OSDI'26, arXiv 2603.15202), where the product needs no
+    weight between its factors. The first factor is the queue plus this prompt's uncached tokens;
+    the second includes this request, as in AIBrix's port (l_metric_local.go).
     """
 
     def build(self) -> Policy:
@@ -30,7 +30,10 @@ class LMetric(PolicyParams, frozen=True):
 
 
 def product(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Score -(Q + u) * (N + 1)."""
+    """Score by -(Q + u) * (N + 1).
+
+    Q is the queued prefill tokens, u the uncached tokens of this prompt, N the requests in flight.
+    """
     prompt = query.request.prompt_tokens
     return [
         -float((load.prefill_tokens + prompt - cached) * (load.in_flight + 1))

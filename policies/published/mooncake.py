@@ -1,4 +1,4 @@
-"""Mooncake's Conductor: least time to the first token."""
+"""Routing rule of Mooncake's Conductor: the least expected time to the first token."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from policies.published.view import cached_tokens, ttfts
 
 
 class Mooncake(PolicyParams, frozen=True):
-    """Pick the least expected time to the first token: queue plus the prefill of uncached tokens.
+    """Policy that picks the least expected time to the first token: queue plus uncached prefill.
 
-    No parameters.
-
-    Mooncake (FAST'25), algorithm 1, with a roofline of the hardware instead of its offline
-    polynomial, and without its transfer branch: engines fetch a prefix only in a handoff from
-    prefill to decode, so a prefix cannot be fetched for a request that is computed elsewhere. Its
-    rejections are the admission `early_rejection`.
+    It has no parameters. Source: Mooncake (FAST'25), algorithm 1, with a roofline of the hardware
+    instead of its offline polynomial. Its transfer branch is left out: engines fetch a prefix only
+    in a handoff from prefill to decode, so a prefix cannot be fetched for a request that is
+    computed elsewhere. Its rejections are the admission `early_rejection`.
     """
 
     def build(self) -> Policy:
@@ -34,5 +32,5 @@ class Mooncake(PolicyParams, frozen=True):
 
 
 def soonest(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Score the negative expected TTFT in seconds."""
+    """Score by the negative expected TTFT in seconds."""
     return [-seconds for seconds in ttfts(query, candidates, cached_tokens(query, candidates))]

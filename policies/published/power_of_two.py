@@ -9,12 +9,12 @@ from policies.presets import DEFAULT_FILTERS, PolicyParams
 
 
 class PowerOfTwo(PolicyParams, frozen=True):
-    """Pick the endpoint with fewer requests of two drawn at random.
+    """Policy that draws two endpoints at random and picks the one with fewer requests.
 
     Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001); `power_of_two` of
     SGLang's router.
 
-    fresh_s  maximum age of a scrape, for external requests, in seconds
+    fresh_s  maximum age in seconds of scraped metrics, for external requests
     """
 
     fresh_s: NonNegative = 5.0

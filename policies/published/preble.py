@@ -1,4 +1,4 @@
-"""Preble's E2: exploit a cached prefix that outweighs the rest, else explore by load."""
+"""Routing rule E2 of Preble: use a long cached prefix, else the endpoint with the least load."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from policies.published.view import cached_tokens, prefill_s
 
 
 class Preble(PolicyParams, frozen=True):
-    """Pick the longest cached prefix if it is most of the prompt, else the least sum of load,
-    prefill and eviction cost.
+    """Policy that picks the longest cached prefix if it is most of the prompt, else the least cost.
 
-    Preble (ICLR'25), algorithm E2: if the longest match is longer than the rest of the prompt,
-    exploit its holders, by load. Otherwise pick the least L + P + M in GPU seconds: L is what the
-    endpoint was sent in the last `window_s` (prefill of misses, and decoding), P this prefill
-    there, M the cost of recomputing evicted prefixes, times their hit rate. The heaviest endpoint
-    gives way to the lightest beyond `rebalance_ratio`, once `rebalance_after` requests are in the
-    window (both as in its code). This also spreads hot subtrees; its order within an engine's queue
-    is the engine's task.
+    Source: Preble (ICLR'25), algorithm E2. If the longest match is longer than the rest of the
+    prompt, its holder with the least load is picked. Otherwise the least L + P + M in GPU seconds
+    is picked. L is the work that the endpoint was sent in the last `window_s` (prefill of misses,
+    and decoding). P is this prefill there, and M the cost of recomputing evicted prefixes, times
+    their hit rate. The heaviest endpoint gives way to the lightest beyond `rebalance_ratio`, once
+    `rebalance_after` requests are in the window (both as in its code). This also spreads hot
+    subtrees. Its order within an engine's queue is the engine's task.
 
     window_s         seconds of history that count as load
     rebalance_ratio  maximum ratio of the heaviest to the lightest load
@@ -49,7 +48,7 @@ class Preble(PolicyParams, frozen=True):
 
 
 class ExploitExplore:
-    """The rule with its window of past picks. Belongs to the policy it was built for."""
+    """Scorer and picker of Preble, with a window of past picks; belongs to one policy."""
 
     __slots__ = ("_lightest", "_rebalance_after", "_rebalance_ratio", "_window")
 
@@ -60,7 +59,9 @@ class ExploitExplore:
         self._lightest = pickers.best_with_tie_breakers(self._load)
 
     def score(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-        """Score cached tokens when exploiting, else negative GPU seconds."""
+        """Score by cached tokens if a cached prefix is most of the prompt, else by negative GPU
+        seconds.
+        """
         window, prompt = self._window, query.request.prompt_tokens
         window.expire(query.now)
         window.forget(query.request.id)  # a repeated request must not compete with itself
@@ -82,7 +83,9 @@ class ExploitExplore:
     def pick(
         self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]
     ) -> int:
-        """Choose the best score and the lightest of these, and record it as load."""
+        """Return the index of the best score, the least loaded one among ties, and record it as
+        load.
+        """
         index = self._lightest(query, candidates, scores)
         load, request = candidates[index].load, query.request
         (cached,) = cached_tokens(query, (candidates[index],))
@@ -98,7 +101,9 @@ class ExploitExplore:
         return self._window.seconds(load.slot)
 
     def _new_s(self, load: EndpointLoad, new: int, cached: int) -> float:
-        """Return P + M."""
+        """Return P + M of Preble's cost: GPU seconds of this prefill and of recomputing evicted
+        prefixes.
+        """
         seconds = prefill_s(load, new, cached)
         if load.kv_tokens is not None and load.prefix_cache_tokens + new > load.kv_tokens:
             evicted = min(new, int(load.prefix_cache_tokens + new - load.kv_tokens))
@@ -112,7 +117,7 @@ class ExploitExplore:
 
 
 class SentWork:
-    """One pick: time, request, slot, GPU seconds, cached and total prompt tokens."""
+    """One past pick: time, request, slot, GPU seconds, cached and total prompt tokens."""
 
     __slots__ = ("at", "cached", "id", "prompt", "seconds", "slot")
 
@@ -128,9 +133,9 @@ class SentWork:
 
 
 class SentWindow:
-    """What each slot was sent in the last `window_s`.
+    """The work that each slot was sent in the last `window_s` seconds.
 
-    A request picked again (a retry, or after a rejected split) moves.
+    A request that is picked again (a retry, or after a rejected split) moves to its new slot.
     """
 
     __slots__ = ("_by_id", "_given", "_sums", "_window_s")
@@ -145,12 +150,12 @@ class SentWindow:
         return len(self._by_id)
 
     def seconds(self, slot: int) -> float:
-        """Return the GPU seconds sent to this slot."""
+        """Return the GPU seconds of the work sent to this slot within the window."""
         sums = self._sums.get(slot)
         return sums[0] if sums else 0.0
 
     def hit_share(self, slot: int) -> float:
-        """Return the cached share of the prompts sent to this slot; 0 before the first."""
+        """Return the cached share, 0 to 1, of the prompts sent to this slot; 0 before the first."""
         sums = self._sums.get(slot)
         return sums[1] / sums[2] if sums and sums[2] > 0.0 else 0.0
 
@@ -161,7 +166,7 @@ class SentWindow:
         self._count(given, 1.0)
 
     def expire(self, now: float) -> None:
-        """Remove what was sent before the window.
+        """Remove the work that is older than the window at `now`.
 
         Entries of moved requests are dropped when they expire.
         """

@@ -1,5 +1,6 @@
-"""Saturation of a pool as llm-d's scheduler measures it, and its two ways of shedding by it: a
-threshold and a ramp.
+"""Saturation of a pool as llm-d's scheduler measures it, and two admissions that refuse by it.
+
+One refuses from a threshold on, the other with a probability that rises with saturation.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ BEYOND = 1e3
 
 
 class GieSaturation(AdmissionParams, frozen=True):
-    """Refuse requests with a negative priority while the pool is saturated; then apply caps.
+    """Admission that refuses requests with a negative priority while the pool is saturated.
 
-    The saturation detector and legacy admission of the Gateway API Inference Extension (llm-d),
-    with its thresholds. There, metrics are milliseconds old, and stale ones count as saturated;
-    here they are those of a scrape, or own bookings.
+    Other requests are admitted up to the concurrency caps. Source: the saturation detector and
+    legacy admission of the Gateway API Inference Extension (llm-d), with its thresholds. There,
+    metrics are milliseconds old, and stale ones count as saturated. Here they are scraped metrics
+    or booked requests.
 
     queue_depth  waiting requests at which an engine counts as saturated
-    kv_usage     share of its KV in use at which it does
-    fresh_s      maximum age of a scrape in seconds
+    kv_usage     share of its KV in use at which it counts as saturated
+    fresh_s      maximum age of scraped metrics in seconds
     """
 
     queue_depth: Positive = 5.0
@@ -47,14 +49,13 @@ class GieSaturation(AdmissionParams, frozen=True):
 
 
 class Probabilistic(AdmissionParams, frozen=True):
-    """Refuse requests with a negative priority with probability k * saturation ** power.
+    """Admission that refuses requests with a negative priority at random, by the saturation.
 
-    Then apply caps.
+    The probability is k * saturation ** power. Other requests are admitted up to the concurrency
+    caps. Source: llm-d's probabilistic admitter, found by search in the BLIS simulator (llm-d blog,
+    2026): 1 in 100 at a saturation of 0.13, all at 0.32.
 
-    llm-d's probabilistic admitter, found by search in the BLIS simulator (llm-d blog, 2026): 1 in
-    100 at a saturation of 0.13, all at 0.32.
-
-    power, k                        shape of the ramp
+    power, k                        exponent and factor of the probability
     queue_depth, kv_usage, fresh_s  as for gie_saturation
     """
 
@@ -76,7 +77,7 @@ def saturation(
 ) -> float:
     """Return the mean over available candidates of max(queue / queue_depth, KV use / kv_usage).
 
-    1 if there are none.
+    Return 1 if none is available.
     """
     oldest, total, count = now - fresh_s, 0.0, 0
     for candidate in candidates:
@@ -93,7 +94,10 @@ def saturation(
 
 
 class SheddingBySaturation(CapAdmission):
-    """The rule, then the cap. `ramp` is (power, k), or None for a threshold at 1. Stateless."""
+    """Admission that refuses by saturation and then applies the concurrency caps, without state.
+
+    `ramp` is (power, k) of the probability, or None for a threshold at 1.
+    """
 
     __slots__ = ("_fresh_s", "_kv_usage", "_queue_depth", "_ramp")
 

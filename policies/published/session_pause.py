@@ -1,5 +1,5 @@
-"""Dynamo's session-aware admission: sessions pause when their contexts outgrow an engine's KV, and
-resume below it.
+"""Admission of Dynamo: sessions pause when their contexts outgrow an engine's KV, and resume
+later.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from policies.param_types import NonNegative, NonNegativeCount, Positive, Positi
 
 
 class SessionPause(AdmissionParams, frozen=True):
-    """Pause sessions while an engine's contexts exceed 0.95 of its KV, down to 0.80.
+    """Admission that pauses sessions while their contexts exceed 0.95 of an engine's KV.
 
-    Admit others where they fit.
-
-    Dynamo's session-aware queue admission
+    Sessions are paused until the contexts take 0.80; other sessions are admitted where they fit.
+    Source: Dynamo's session-aware queue admission
     (lib/kv-router/src/scheduling/queue_admission/session_aware; ThunderAgent). There the request of
-    a paused session is held. A queue that one request could block cannot do that, so here it is
-    refused, with the time of the next decision. Where a session goes is the policy's choice, not
-    this rule's.
+    a paused session is held. A queue that one request could block cannot do that, so here the
+    request is refused, with the time of the next decision. The routing policy decides where a
+    session goes.
 
     pause_threshold, pause_target    share of an engine's KV above which sessions pause, and down to
                                      which
@@ -60,12 +59,12 @@ class SessionPause(AdmissionParams, frozen=True):
 
 
 class Program:
-    """One session.
+    """One session in Dynamo's sense (a running agent program).
 
-    acting_s   since when it is idle
-    paused_s   since when it is paused; None if it is not
+    acting_s   when it became idle; None while a request runs
+    paused_s   when it was paused; None if it is not paused
     asked_s    when its last request came
-    marked     it pauses as soon as its running answer is complete
+    marked     whether it pauses as soon as its running answer is complete
     """
 
     __slots__ = (
@@ -90,7 +89,7 @@ class Program:
 
 
 class SessionPauser(CapAdmission):
-    """The sessions of one pool, in the order of their last requests. One owner."""
+    """Admission with the sessions of one pool, in the order of their last requests."""
 
     __slots__ = ("_kv", "_next_s", "_paused", "_programs", "_rule", "_used")
 
@@ -181,8 +180,10 @@ class SessionPauser(CapAdmission):
             self._pause(program, outcome.now)
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
-        """Every `scheduler_interval_s`: drop idle sessions, resume what fits or is overdue, pause
-        what is too much.
+        """Drop idle sessions, resume those that fit or are overdue, and pause those that do not
+        fit.
+
+        Acts every `scheduler_interval_s`.
         """
         if now < self._next_s:
             return
@@ -208,9 +209,9 @@ class SessionPauser(CapAdmission):
                 self._forget(session)
 
     def _resume(self, now: float) -> None:
-        """Resume waiting sessions first, then new ones, then the rest.
+        """Resume sessions: those with a waiting client first, then new ones, then the rest.
 
-        Small ones first, each where most KV is free.
+        Within each group, sessions with small contexts come first, each where most KV is free.
         """
         rule = self._rule
         ceiling = max(0.0, rule.pause_threshold - rule.resume_hysteresis)
@@ -232,12 +233,10 @@ class SessionPauser(CapAdmission):
                 self._unpause(program, slot, now)
 
     def _pause_until(self, slot: int, target: float, now: float) -> None:
-        """Pause idle sessions, small ones first.
+        """Pause idle sessions of a slot, small ones first, until their tokens are at most `target`.
 
-        If that is not enough, mark the others to pause after their answer.
-
-        One that has just resumed keeps its place until the next decision, because its client does
-        not know yet.
+        If that is not enough, mark the others to pause after their answer. A session that has just
+        resumed is not paused before the next decision, because its client does not know of it yet.
         """
         programs = sorted(
             (program for program in self._programs.values() if program.slot == slot),
@@ -269,7 +268,7 @@ class SessionPauser(CapAdmission):
         self._paused -= program.paused_s is not None
 
     def _count(self, program: Program, sign: int) -> None:
-        """Add an active session's tokens to its engine, or subtract them."""
+        """Add an active session's tokens to its engine (`sign` 1), or subtract them (-1)."""
         if program.slot is None or program.paused_s is not None:
             return
         weight = self._rule.acting_token_weight if not program.in_flight else 1.0
@@ -277,8 +276,9 @@ class SessionPauser(CapAdmission):
         self._used[program.slot] = self._used.get(program.slot, 0.0) + sign * tokens
 
     def _resident(self, program: Program, now: float) -> float:
-        """Return what an active session counts for when others are to resume: halved for every tau
-        of idle time.
+        """Return the tokens that an active session counts for when other sessions are to resume.
+
+        They are halved for every `acting_decay_tau_s` of idle time.
         """
         idle_s = (
             0.0

@@ -1,4 +1,6 @@
-"""SGLang's router: follow the cache while loads are similar, balance them when they are not."""
+"""Routing rule of SGLang: follow cached prefixes while loads are similar, balance loads
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,14 @@ from policies.published.view import cached_tokens
 
 
 class SglangCacheAware(PolicyParams, frozen=True):
-    """Pick the longest cached prefix while loads are similar, the fewest requests if not, else the
-    smallest cache tree.
+    """Policy that picks the longest cached prefix while loads are similar, else the fewest
+    requests.
 
-    `cache_aware` of SGLang's router and of its successor SMG
-    (model_gateway/src/policies/cache_aware.rs), with its command-line defaults. The size of a tree
-    is what the endpoint is believed to hold; here it ages like the engine's cache, there it is cut
-    at `max_tree_size`. KV-usage switches of SMG are off there by default.
+    If no prefix is long enough, it picks the smallest cache tree. Source: `cache_aware` of SGLang's
+    router and of its successor SMG (model_gateway/src/policies/cache_aware.rs), with its
+    command-line defaults. The size of a tree is what the endpoint is believed to hold; here it ages
+    like the engine's cache, there it is cut at `max_tree_size`. KV-usage switches of SMG are off
+    there by default.
 
     cache_threshold        share of the prompt that must be cached at some endpoint to go there
     balance_abs_threshold  loads are unbalanced if the most and the fewest requests differ by more
@@ -49,8 +52,9 @@ class SglangCacheAware(PolicyParams, frozen=True):
 
 
 def cache_aware(cache_threshold: float, most_apart: int, most_times: float) -> Scorer:
-    """Score one of three ways by the state of the fleet: negative requests, cached tokens, or
-    negative tree size.
+    """Return a scorer: negative requests, cached tokens, or negative tree size.
+
+    Which of them is used depends on how loads differ and on the longest cached prefix.
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:

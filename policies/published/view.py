@@ -1,8 +1,8 @@
-"""Inputs of published rules, read from a candidate: cached prefix, queued requests, KV use,
-predicted TTFT.
+"""Inputs of published rules, read from a candidate: cached prefix, queue, KV use, predicted TTFT.
 
-Their routers read the engine's metrics many times per second. Here a scrape is seconds old, but own
-bookings are immediate, so bookings count, and a recent scrape adds external requests.
+The original routers read the engine's metrics many times per second. Here scraped metrics are
+seconds old, but own booked requests are known at once. Therefore booked requests count, and recent
+metrics add external requests.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ def cached_tokens(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[
 
 
 def is_fresh(load: EndpointLoad, oldest: float) -> bool:
-    """Return whether the last scrape came at `oldest` or later."""
+    """Return whether the endpoint's metrics were scraped at the time `oldest` or later."""
     return load.scraped_at is not None and load.scraped_at >= oldest
 
 
 def queued_requests(load: EndpointLoad, oldest: float) -> int:
-    """Return the requests before their first token: own bookings, plus external ones waiting at a
-    recent scrape.
+    """Return the number of requests before their first token.
+
+    These are the gateways' own ones, plus external ones that waited according to recent metrics.
     """
     ours = load.in_flight - load.decoding
     if load.external_requests and load.waiting and is_fresh(load, oldest):
@@ -40,9 +41,9 @@ def queued_requests(load: EndpointLoad, oldest: float) -> int:
 
 
 def kv_used(load: EndpointLoad, oldest: float) -> float:
-    """Return the share of KV in use, 0 to 1: by bookings, or by a recent scrape if more.
+    """Return the share of KV in use, 0 to 1, by booked requests, or by recent metrics if more.
 
-    0 if unknown.
+    Return 0 if unknown.
     """
     booked_share = min(1.0, load.kv_booked / load.kv_tokens) if load.kv_tokens else 0.0
     if load.kv_usage is not None and load.kv_usage > booked_share and is_fresh(load, oldest):
@@ -51,7 +52,7 @@ def kv_used(load: EndpointLoad, oldest: float) -> float:
 
 
 def prefill_s(load: EndpointLoad, new: int, cached: int) -> float:
-    """Return the seconds to compute `new` tokens behind `cached` ones, by the endpoint's hardware
+    """Return the seconds to compute `new` prompt tokens behind `cached` ones, by hardware figures
     alone.
 
     Published predictors are fitted offline, one per kind of engine. The learned speed is left out
@@ -65,9 +66,7 @@ def prefill_s(load: EndpointLoad, new: int, cached: int) -> float:
 def ttfts(
     query: RoutingQuery, candidates: Sequence[Candidate], cached: Sequence[int]
 ) -> list[float]:
-    """Return the predicted seconds to the first token at each candidate: its queue plus `prefill_s`
-    of this prompt.
-    """
+    """Return the predicted seconds to the first token at each candidate: queue plus own prefill."""
     now, prompt, predicted = query.now, query.request.prompt_tokens, []
     for candidate, cached_tokens in zip(candidates, cached, strict=True):
         load = candidate.load

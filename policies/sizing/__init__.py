@@ -1,1 +1,3 @@
-"""Sizing: model shapes, GPUs, the memory check, layout rules, costs. Pure, for every command."""
+"""Sizing of deployments: model shapes, GPUs, the memory check, layout rules and costs, without
+I/O.
+"""

@@ -1,4 +1,4 @@
-"""How many replicas a load needs: Little's law, and the ceiling of one replica."""
+"""Number of replicas for a load: Little's law, the limit of one replica, and waiting times."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ _MAX_STEPS = 1000
 
 
 def concurrency_of(rate_s: float, request_s: float) -> float:
-    """Return the requests in progress at a rate and a time per request (Little's law)."""
+    """Return the mean number of requests in progress (Little's law).
+
+    rate_s     requests per second
+    request_s  seconds per request
+    """
     return rate_s * request_s
 
 
 def replicas_for(concurrency: float, ceiling: int) -> int:
-    """Return the replicas for so many requests at once, when each holds `ceiling` of them.
+    """Return the number of replicas for `concurrency` requests at once, with `ceiling` per replica.
 
-    Raises ValueError for a ceiling below one: a replica that holds no request serves no load.
+    Raises ValueError for a ceiling below one, because such a replica serves no load.
     """
     if ceiling < 1:
         raise ValueError(f"a replica that holds {ceiling} requests serves none")
@@ -26,9 +30,9 @@ def replicas_for(concurrency: float, ceiling: int) -> int:
 
 
 def ceiling_of(kv_requests: int, promise_requests: int, cap: int | None) -> int:
-    """Return the requests that one replica takes at once.
+    """Return how many requests one replica can serve at once: the least of three limits.
 
-    kv_requests       that its KV cache holds
+    kv_requests       requests that its KV cache holds
     promise_requests  the largest batch that keeps the promised time per token
     cap               max_concurrency of the gateway; None: no cap
     """
@@ -36,11 +40,11 @@ def ceiling_of(kv_requests: int, promise_requests: int, cap: int | None) -> int:
 
 
 def wait_quantile_s(load: float, service_s: float, percentile: float) -> float:
-    """Return the wait before a prefill that `percentile` percent of requests do not exceed.
+    """Return the seconds before a prefill that `percentile` percent of requests do not exceed.
 
-    `load` is the busy share of a server with Poisson arrivals and equal service times. The mean
-    wait is Pollaczek-Khinchine's; waits beyond zero are taken as exponential, which is close from
-    the 80th percentile on. Infinite for a load of one and more.
+    `load` is the busy share of a server with Poisson arrivals and equal service times of
+    `service_s` seconds. The mean wait is Pollaczek-Khinchine's; waits beyond zero are taken as
+    exponential, which is close from the 80th percentile on. Infinite for a load of one and more.
     """
     if load >= 1:
         return inf
@@ -52,9 +56,10 @@ def wait_quantile_s(load: float, service_s: float, percentile: float) -> float:
 
 
 def replicas_for_wait(load: float, service_s: float, percentile: float, wait_s: float) -> int:
-    """Return the replicas that keep a percentile of waits within `wait_s`.
+    """Return the number of replicas that keep a percentile of waits within `wait_s` seconds.
 
-    `load` is the busy servers in the mean. Raises ValueError if not even an idle replica keeps it.
+    `load` is the mean number of busy servers. Raises ValueError if not even an idle replica keeps
+    it.
     """
     if wait_s < 0:
         raise ValueError("a wait below zero is kept by no number of replicas")

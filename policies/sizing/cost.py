@@ -1,7 +1,7 @@
-"""What tokens cost: dollars per million by engine seconds, the TP tax, and shares of an engine.
+"""Cost of tokens in dollars: per million tokens, the loss by TP, and each request's share.
 
-Prices are dollars per GPU and hour. All attribution is by seconds of the engine, so that the parts
-add up to what the GPUs cost while they were busy; idle time is a line of its own.
+Prices are dollars per GPU and hour. All costs are divided by seconds of the engine, so that the
+parts add up to what the GPUs cost while they were busy; idle time is counted separately.
 """
 
 from __future__ import annotations
@@ -13,25 +13,29 @@ MILLION = 1e6
 
 
 def usd_of(price_hour: float, gpus: int, seconds: float) -> float:
-    """Return what `gpus` GPUs cost for some seconds."""
+    """Return the dollars that `gpus` GPUs cost for `seconds`, at `price_hour` per GPU and hour."""
     return price_hour * gpus * seconds / HOUR_S
 
 
 def usd_per_million(price_hour: float, gpus: int, tokens_s: float) -> float:
-    """Return dollars per million tokens at a throughput of the whole group."""
+    """Return the dollars per million tokens, at `tokens_s` tokens per second of all GPUs
+    together.
+    """
     return usd_of(price_hour, gpus, 1.0) / tokens_s * MILLION
 
 
 def tp_tax(tokens_s_gpu: float, base_tokens_s_gpu: float) -> float:
-    """Return the change of tokens/s per GPU against a smaller TP size: -0.18 is 18 % lost."""
+    """Return the relative change of tokens/s per GPU against a smaller TP size; -0.18 is 18 %
+    lost.
+    """
     return tokens_s_gpu / base_tokens_s_gpu - 1
 
 
 class RequestSeconds(msgspec.Struct, frozen=True):
-    """Seconds of one engine that one request takes, alone or as its share of a batch.
+    """Engine seconds that one request takes, alone or as its share of a batch.
 
-    prompt_s  to compute its uncached prompt tokens as if nothing stood before them
-    cached_s  more, because these tokens attend to the cached ones
+    prompt_s  to compute its uncached prompt tokens as if no tokens stood before them
+    cached_s  additional seconds because these tokens attend to the cached ones
     answer_s  its share of the decode steps of all its answer tokens
     """
 
@@ -44,12 +48,12 @@ class RequestSeconds(msgspec.Struct, frozen=True):
 
     @property
     def total_s(self) -> float:
-        """Seconds of the whole request."""
+        """Engine seconds of the whole request."""
         return self.prompt_s + self.cached_s + self.answer_s
 
 
 class TokenPrices(msgspec.Struct, frozen=True):
-    """Dollars per million tokens of each kind. None where a request has no such tokens."""
+    """Dollars per million tokens of each kind; None where a request has no such tokens."""
 
     prompt: float | None
     cached: float | None
@@ -57,7 +61,9 @@ class TokenPrices(msgspec.Struct, frozen=True):
 
 
 def token_prices(use: RequestSeconds, price_hour: float, gpus: int) -> TokenPrices:
-    """Return the prices whose sum over a request's tokens is what its seconds cost."""
+    """Return token prices at which a request's tokens together cost what its engine seconds
+    cost.
+    """
 
     def price(seconds: float, tokens: int) -> float | None:
         return usd_of(price_hour, gpus, seconds) / tokens * MILLION if tokens else None
@@ -70,11 +76,13 @@ def token_prices(use: RequestSeconds, price_hour: float, gpus: int) -> TokenPric
 
 
 class EngineShare:
-    """Divides the busy time of one engine among its requests, by weight, as they come and go.
+    """Divides the busy time of one engine among its running requests, in proportion to weights.
 
     Each request has a weight while it is in the engine: 1 while its prompt is computed, less while
-    it decodes in a batch. An interval's seconds are divided in proportion to the weights. One
-    running sum, of seconds per weight, serves all requests, so every event takes constant time.
+    it decodes in a batch. One running sum, of seconds per weight, serves all requests, so every
+    event takes constant time.
+
+    busy_s, idle_s  seconds with and without a running request
     """
 
     __slots__ = ("_now_s", "_per_weight_s", "_weight", "busy_s", "idle_s")
@@ -84,7 +92,7 @@ class EngineShare:
         self.busy_s = self.idle_s = 0.0
 
     def advance(self, now_s: float) -> None:
-        """Account the time up to now."""
+        """Count the time up to `now_s` as busy or idle."""
         elapsed = now_s - self._now_s
         if elapsed <= 0:
             return
@@ -96,7 +104,9 @@ class EngineShare:
             self.idle_s += elapsed
 
     def enter(self, now_s: float, weight: float) -> RequestShare:
-        """Begin a request's share. Raises ValueError for a weight that is not positive."""
+        """Start to count a request's share with this weight. Raises ValueError if it is not
+        positive.
+        """
         if weight <= 0:
             raise ValueError(f"the weight of a request is {weight}: it must be positive")
         self.advance(now_s)
@@ -104,7 +114,7 @@ class EngineShare:
         return RequestShare(weight, self._per_weight_s)
 
     def change(self, now_s: float, share: RequestShare, weight: float) -> float:
-        """Give a request another weight, or 0 to end its share; return its seconds so far."""
+        """Change a request's weight, where 0 ends its share; return its engine seconds so far."""
         self.advance(now_s)
         share.seconds += share.weight * (self._per_weight_s - share.since)
         self._weight += weight - share.weight
@@ -115,7 +125,9 @@ class EngineShare:
 
 
 class RequestShare:
-    """One request's part of an engine: its weight, since when, and its seconds before that."""
+    """One request's share of an engine: its weight, the running sum when it got it, and its
+    seconds.
+    """
 
     __slots__ = ("seconds", "since", "weight")
 
@@ -124,7 +136,7 @@ class RequestShare:
 
 
 def decode_weight(batch: int, context_tokens: float, kv_tokens: float) -> float:
-    """Return the weight of a decoding request: its part of a step's sequences or of the KV held.
+    """Return the weight of a decoding request: its share of the batch or of the KV, if larger.
 
     Prefill has weight 1, because a prompt alone fills a step. A request whose context takes much of
     the KV cache keeps others out, so it pays for that part even if few decode.

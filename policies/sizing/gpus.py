@@ -1,9 +1,9 @@
-"""GPUs as numbers: peak rates, links, and the eight fitted constants of the step-time equation.
+"""GPU types as numbers: peak rates, links, and the eight fitted constants of the step-time
+equation.
 
 Peaks are the vendors' figures; each GPU names its source. The constants are fitted to
 aiconfigurator's silicon tables (mockgpu/data/aic_latencies.json: 70B bf16, 70B fp8 and 8B at TP
-1-8); tests/unit/mockgpu/test_fidelity.py prints the errors. The equation is in
-mockgpu/roofline.py.
+1-8). tests/unit/mockgpu/test_fidelity.py prints the errors. The equation is in mockgpu/roofline.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """What software achieves: efficiencies of four peaks and the link, and overheads in us."""
+    """Fitted constants of a GPU: reached shares of its peaks and its link, and overheads in us."""
 
     weights_eff: float
     kv_eff: float
@@ -29,10 +29,12 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """One GPU. `link_bytes_s` is per direction: NVLink or xGMI if there is one, else PCIe.
+    """One GPU type: memory in bytes, peak rates per second, links and fitted constants.
 
+    link_bytes_s   bytes/s per direction of NVLink or xGMI, or of PCIe if there is neither
+    nic_bytes_s    bytes/s of its network adapter
     domain_gpus    GPUs that these links connect: 8 in an HGX server, 72 in an NVL72 rack
-    has_fast_link  whether collectives of a TP group leave PCIe aside
+    has_fast_link  whether collectives of a TP group use a faster link than PCIe
     fit_of         the GPU whose fitted constants are borrowed; empty if they are this GPU's own
     errors         90th percentile of the equation's relative error for prefill and for decode
     """
@@ -53,7 +55,7 @@ class Gpu(msgspec.Struct, frozen=True):
     source: str = "given by the user"
 
     def flops(self, weight_bytes: float) -> float:
-        """Return the dense peak for this weight size in bytes.
+        """Return the dense peak in FLOP/s for weights of this many bytes per parameter.
 
         A GPU without fp8 units uses bf16.
         """
@@ -118,7 +120,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU of this name, in any case. Raises ValueError, listing the known ones."""
+    """Return the GPU of this name, in any case. Raises ValueError that lists the known names."""
     gpu = GPUS.get(name.lower())
     if gpu is None:
         raise ValueError(f"unknown GPU {name!r}: known are {', '.join(GPUS)}")
@@ -139,11 +141,11 @@ _MEMBERS: Mapping[str, tuple[str, float]] = MappingProxyType(
 
 
 def gpu_from_members(members: Any) -> Gpu:
-    """Return a user's GPU from the members of a JSON object.
+    """Return a user-defined GPU from the members of a JSON object.
 
-    `name` and the six of _MEMBERS are required; `domain_gpus` (8), `fast_link` (true), `source` and
-    `like` (h100: whose fitted constants to borrow) are optional. Raises ValueError, naming what is
-    wrong.
+    `name` and the six of _MEMBERS are required. Optional are `domain_gpus` (8), `fast_link` (true),
+    `source` and `like` (h100: the GPU whose fitted constants to borrow). Raises ValueError that
+    names what is wrong.
     """
     _check_members(members)
     like = gpu_named(str(members.get("like", "h100")))

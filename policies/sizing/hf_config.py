@@ -1,6 +1,6 @@
-"""A model's shape from its Hugging Face config.json, with parameters counted tensor by tensor.
+"""Shape of a model from its Hugging Face config.json, with parameters counted tensor by tensor.
 
-Reads plain data. Knows decoders with MHA, GQA or MLA; dense MLPs and mixtures of experts; full,
+Reads plain data. Known are decoders with MHA, GQA or MLA; dense MLPs and mixtures of experts; full,
 sliding-window and state-space layers. Sources: the modelling code of the `transformers` library and
 of vLLM for the families named here.
 """
@@ -25,7 +25,7 @@ _SANDWICH_NORMS = frozenset({"gemma2", "gemma3", "gemma3_text"})
 
 
 class _Attention(msgspec.Struct, frozen=True):
-    """Parameters of one layer's attention, and what it caches."""
+    """Number of parameters in one layer's attention, and the number of values that it caches."""
 
     params: float
     kv_params: float
@@ -84,7 +84,7 @@ def _norms_per_layer(config: ConfigMembers) -> int:
 
 
 def _split_params(config: ConfigMembers, kinds: LayerKinds, attention: _Attention) -> float:
-    """Return the parameters that TP divides, without embeddings and experts."""
+    """Return the number of parameters that TP divides, without embeddings and experts."""
     dense_mlps = (kinds.mlps - kinds.moe_layers) * _mlp(config, config.intermediate)
     return attention.params * kinds.attention_layers + kinds.state_params + dense_mlps
 
@@ -131,7 +131,7 @@ def _mla(config: ConfigMembers) -> _Attention:
 
 
 class _Experts(msgspec.Struct, frozen=True):
-    """Parameters of all mixtures of experts: routed, shared, and of the routers."""
+    """Numbers of parameters in all mixtures of experts: routed, shared, and of the routers."""
 
     count: int = 0
     per_token: int = 0

@@ -1,4 +1,6 @@
-"""Kinds of layers in a config.json: full or window attention, state space, dense or experts."""
+"""Kinds of a model's layers from its config.json: full, window or no attention; dense or
+experts.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ STATE_BYTES = 2  # vLLM keeps states of state-space layers in the model's type
 
 
 class LayerKinds(msgspec.Struct, frozen=True):
-    """How many layers of a model are of each kind, and the size of state-space layers.
+    """Number of a model's layers of each kind, and the size of its state-space layers.
 
-    `mlps` are layers with an MLP or a mixture of experts; `state_params` and `state_bytes` are of
-    all state-space layers, the latter per sequence.
+    mlps          layers with an MLP or a mixture of experts
+    window        tokens that window attention reaches back
+    state_params  parameters of all state-space layers
+    state_bytes   bytes of their state per sequence
     """
 
     layers: int
@@ -29,7 +33,9 @@ class LayerKinds(msgspec.Struct, frozen=True):
 
 
 def layer_kinds(config: ConfigMembers) -> LayerKinds:
-    """Return the kinds of layers. Raises ConfigError for a pattern that does not fit."""
+    """Return the number of layers of each kind. Raises ConfigError for a pattern that does not
+    fit.
+    """
     layers = config.count("num_hidden_layers")
     pattern = config.get("hybrid_override_pattern")
     if isinstance(pattern, str):
@@ -51,7 +57,11 @@ def layer_kinds(config: ConfigMembers) -> LayerKinds:
 
 
 def _lettered(config: ConfigMembers, pattern: str, layers: int) -> LayerKinds:
-    """Read Nemotron-H's pattern: M is a state-space layer, * attention, - an MLP, E experts."""
+    """Return the layer kinds of Nemotron-H's pattern, one letter per layer.
+
+    M is a state-space layer, * attention, - an MLP, E experts. Raises ConfigError for a wrong
+    length.
+    """
     if len(pattern) != layers:
         raise ConfigError(f"hybrid_override_pattern has {len(pattern)} letters for {layers} layers")
     params, state = _state_space(config)
@@ -63,7 +73,9 @@ def _lettered(config: ConfigMembers, pattern: str, layers: int) -> LayerKinds:
 
 
 def _attention_places(config: ConfigMembers, layers: int) -> list[int]:
-    """Return the layers with attention: all, unless the configuration names state-space ones."""
+    """Return the indices of layers with attention: all, unless others are named state-space
+    layers.
+    """
     types = config.get("layer_types")
     if isinstance(types, list):
         if len(types) != layers:
@@ -83,7 +95,7 @@ def _attention_places(config: ConfigMembers, layers: int) -> list[int]:
 
 
 def _window_places(config: ConfigMembers, attention: Sequence[int]) -> list[int]:
-    """Return the layers whose attention is limited to a window."""
+    """Return the indices of layers whose attention is limited to a window of recent tokens."""
     if not config.optional("sliding_window", 0) or not config.flag("use_sliding_window", True):
         return []
     types = config.get("layer_types")
@@ -112,7 +124,7 @@ def _moe_layers(config: ConfigMembers, layers: int) -> int:
 
 
 def _state_space(config: ConfigMembers) -> tuple[float, float]:
-    """Return parameters of one state-space layer (Mamba 1 or 2), and its state per sequence."""
+    """Return the parameters of one state-space layer (Mamba 1 or 2), and its state per sequence."""
     width = config.count("hidden_size")
     if config.has("mamba_d_state"):
         size, kernel = config.count("mamba_d_state"), config.optional("mamba_d_conv", 4)

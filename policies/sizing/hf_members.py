@@ -1,4 +1,4 @@
-"""Typed reading of the members of a config.json, with errors that say what is valid."""
+"""Typed access to the members of a config.json, with errors that say what is valid."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ MAX_COUNT = 1 << 40
 
 
 class ConfigError(ValueError):
-    """A config.json that does not describe a known kind of decoder."""
+    """Error for a config.json that does not describe a known kind of decoder."""
 
 
 class ConfigMembers:
-    """Members of a config.json. Reading one of a wrong type raises ConfigError."""
+    """The members of a config.json; reading a member of a wrong type raises ConfigError."""
 
     def __init__(self, members: dict[str, Any]) -> None:
         self._members = members
@@ -23,42 +23,42 @@ class ConfigMembers:
         return self._members.get(name) is not None
 
     def get(self, name: str) -> Any:
-        """Return a member as it is; None if absent."""
+        """Return a member's value without conversion; None if absent."""
         return self._members.get(name)
 
     def require(self, *names: str) -> None:
-        """Raise ConfigError, naming all members that are absent."""
+        """Raise ConfigError that names all absent ones of these members."""
         if missing := [name for name in names if not self.has(name)]:
             raise ConfigError(f"config.json lacks {', '.join(missing)}")
 
     def require_one(self, *names: str) -> None:
-        """Raise ConfigError if none of the members is present."""
+        """Raise ConfigError if none of these members is present."""
         if not any(map(self.has, names)):
             raise ConfigError(f"config.json lacks {names[0]} (or {' or '.join(names[1:])})")
 
     def count(self, name: str) -> int:
-        """Return a member that is a positive integer."""
+        """Return a member's value. Raises ConfigError if it is not a positive integer."""
         value = self._members.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MAX_COUNT:
             raise ConfigError(f"{name} of config.json is {value!r}: a positive integer is needed")
         return value
 
     def optional(self, name: str, default: int) -> int:
-        """Return a positive integer, or `default` if the member is absent, null or 0."""
+        """Return a member's positive integer, or `default` if it is absent, null or 0."""
         return self.count(name) if self._members.get(name) else default
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return a boolean, or `default` if the member is absent."""
+        """Return a member's boolean value, or `default` if it is absent."""
         return bool(self._members.get(name, default))
 
     @property
     def is_tied(self) -> bool:
-        """Whether the output head is the input embedding."""
+        """Whether the output head shares its weights with the input embedding."""
         return self.flag("tie_word_embeddings", self.family.startswith("gemma"))
 
     @property
     def intermediate(self) -> int:
-        """Width of a dense MLP."""
+        """Width of a dense MLP (its intermediate size)."""
         names = ("intermediate_size_mlp", "intermediate_size", "ffn_hidden_size")
         return next(
             (self.count(name) for name in names if self.has(name)),
@@ -67,17 +67,20 @@ class ConfigMembers:
 
     @property
     def experts(self) -> int:
-        """Routed experts per layer; 0 for a dense model."""
+        """Number of routed experts per layer; 0 for a dense model."""
         names = ("n_routed_experts", "num_local_experts", "num_experts")
         return next((self.count(name) for name in names if self._members.get(name)), 0)
 
     @property
     def max_context(self) -> int:
-        """Longest prompt plus answer."""
+        """Maximum tokens of prompt plus answer."""
         return self.optional("max_position_embeddings", 131_072)
 
     def weight_bytes(self) -> tuple[float, str]:
-        """Return bytes per quantised parameter, and "experts" if only experts are quantised."""
+        """Return the bytes per quantised parameter, and "experts" if only experts are quantised.
+
+        The second value is "" otherwise.
+        """
         quantised = self._members.get("quantization_config")
         if not isinstance(quantised, dict):
             wide = str(self._members.get("torch_dtype", self._members.get("dtype")))
@@ -95,7 +98,9 @@ class ConfigMembers:
 
 
 def _bits(quantised: Any) -> int | None:
-    """Return the first `bits` or `num_bits` of a quantisation section, in any depth up to 4."""
+    """Return the first `bits` or `num_bits` in a quantisation section, up to 4 levels deep, or
+    None.
+    """
     pending = [(quantised, 0)]
     while pending:
         section, depth = pending.pop(0)

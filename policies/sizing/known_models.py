@@ -1,7 +1,7 @@
 """Heads, layers and experts of well-known models by name, for the rules of layouts.
 
-Source: each model's published config.json. Whole shapes are in model_shapes.py; these few facts are
-enough to judge a layout of a model whose name alone is known.
+Source: each model's published config.json. Whole shapes are in model_shapes.py. These few facts are
+enough to judge a layout if only the model's name is known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from policies.sizing.model_shapes import Llm
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """What limits the layouts of a model. `kv_heads` is None for MLA; `experts` is 0 if dense."""
+    """The properties of a model that limit its layouts.
+
+    heads     attention heads
+    kv_heads  KV heads; None for MLA
+    layers    number of layers; None if unknown
+    experts   routed experts per layer; 0 if dense
+    """
 
     heads: int
     kv_heads: int | None
@@ -24,7 +30,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 def facts_of(model: Llm) -> ModelFacts:
-    """Return the facts of a shape."""
+    """Return the properties of a model shape that limit its layouts."""
     kv_heads = None if model.mla else model.shardable_kv
     return ModelFacts(model.heads, kv_heads, model.layers, model.experts)
 
@@ -65,7 +71,7 @@ _PATTERNS = tuple(
 
 
 def facts_of_name(model: str) -> ModelFacts | None:
-    """Return the facts of a model by its served or repository name; None if unknown.
+    """Return the properties of a model by its served or repository name; None if unknown.
 
     Distilled models are unknown: their shape differs from that of the model in their name.
     """

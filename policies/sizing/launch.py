@@ -1,4 +1,4 @@
-"""Launch commands of engines for a layout: vLLM, SGLang and TensorRT-LLM.
+"""Launch commands of the engines vLLM, SGLang and TensorRT-LLM for a parallel layout.
 
 Flag names are those of vLLM 0.20 to 0.33, SGLang 0.5 and TensorRT-LLM 1.x. Only what differs from
 an engine's default is written.
@@ -14,12 +14,12 @@ from policies.sizing.layout import Layout
 
 
 class EngineLaunch(msgspec.Struct, frozen=True):
-    """What to launch. Members that are None or False are left to the engine.
+    """The settings of an engine to launch; members that are None or False are left to the engine.
 
-    max_num_seqs of the whole engine; vLLM and TensorRT-LLM are given each rank's part
-    all_to_all   SGLang's all-to-all backend
-    has_eplb     whether SGLang balances experts
-    moe_tp       TensorRT-LLM's ranks per expert; with the layout's ep their product is its TP
+    max_num_seqs  sequences of the whole engine; vLLM and TensorRT-LLM get each rank's part
+    all_to_all    SGLang's all-to-all backend
+    has_eplb      whether SGLang balances experts
+    moe_tp        TensorRT-LLM's ranks per expert; its product with the layout's ep is its TP
     """
 
     model: str
@@ -37,13 +37,13 @@ class EngineLaunch(msgspec.Struct, frozen=True):
 
     @property
     def rank_seqs(self) -> int | None:
-        """Sequences of one rank of DP, rounded up."""
+        """Sequences of one data-parallel rank, rounded up; None if not set."""
         seqs = self.max_num_seqs
         return None if seqs is None else -(-seqs // self.layout.dp)
 
 
 def vllm_command(launch: EngineLaunch, is_module: bool = False) -> str:
-    """Return `vllm serve ...`, or the server module's command."""
+    """Return the command line `vllm serve ...`, or the one of its server module if `is_module`."""
     layout = launch.layout
     head = f"vllm serve {launch.model}"
     if is_module:
@@ -66,7 +66,7 @@ def vllm_command(launch: EngineLaunch, is_module: bool = False) -> str:
 
 
 def sglang_command(launch: EngineLaunch) -> str:
-    """Return `python -m sglang.launch_server ...`.
+    """Return the command line `python -m sglang.launch_server ...`.
 
     SGLang's tp-size counts all ranks; attention with DP divides them.
     """

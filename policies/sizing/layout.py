@@ -1,4 +1,4 @@
-"""How one engine process divides a model over GPUs, and how pipeline stages divide its layers."""
+"""Parallel layout of an engine process over GPUs, and the layers of its pipeline stages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import msgspec
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Tensor, pipeline, expert, data and context parallel size of one engine process."""
+    """Tensor, pipeline, expert, data and context parallel size (TP, PP, EP, DP, CP) of one
+    engine.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -16,12 +18,17 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def gpus(self) -> int:
-        """GPUs of the process. Experts are spread over the ranks of TP and DP, not over more."""
+        """Number of GPUs of the engine process.
+
+        Experts take no further GPUs: they are spread over the ranks of TP and DP.
+        """
         return self.tp * self.pp * self.dp * self.cp
 
     @property
     def label(self) -> str:
-        """The sizes above one, for example `TP 8 x PP 2`; `TP 1` for a single GPU."""
+        """The parallel sizes above one as text, for example `TP 8 x PP 2`; `TP 1` for a single
+        GPU.
+        """
         sizes = (("DP", self.dp), ("EP", self.ep), ("CP", self.cp))
         parts = [f"{name} {size}" for name, size in (("PP", self.pp), *sizes) if size > 1]
         return " x ".join([f"TP {self.tp}", *parts])
@@ -30,8 +37,8 @@ class Layout(msgspec.Struct, frozen=True):
 def layers_of_stages(layers: int, pp: int) -> list[int]:
     """Return the number of layers of each pipeline stage.
 
-    Remaining layers go to the stages before the last, one each, because the last one has the output
-    head too. Source: vLLM's get_pp_indices.
+    Remaining layers go to the stages before the last, one each, because the last one also has the
+    output head. Source: vLLM's get_pp_indices.
     """
     stages = [layers // pp] * pp
     for place in range(2, layers % pp + 2):

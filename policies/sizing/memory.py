@@ -1,7 +1,7 @@
-"""The memory check: weights and KV per GPU of a layout, and a verdict in requests of a context.
+"""Memory check of a layout: weights and KV per GPU, and how many requests of a length fit.
 
-Shapes are in model_shapes.py, GPUs in gpus.py. Constants of the reserve name their source and
-error.
+The main function is `check_memory`. Shapes are in model_shapes.py, GPUs in gpus.py. The constants
+of Reserve name their source and error.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ GIB = 1 << 30
 
 
 class Reserve(msgspec.Struct, frozen=True):
-    """GPU memory that is not for weights and KV: the untouched share, and the engine's own use."""
+    """GPU memory that is not available for weights and KV.
+
+    untouched     share of the memory that the engine does not use
+    engine_bytes  bytes for the engine itself
+    nccl_bytes    bytes for NCCL's buffers if there are several ranks
+    """
 
     untouched: float = 0.1
     engine_bytes: float = 3.5 * GIB
     nccl_bytes: float = 0.36 * GIB
 
     def usable(self, gpu: Gpu, ranks: int) -> float:
-        """Return the bytes per GPU for weights and KV. Several ranks need buffers of NCCL."""
+        """Return the bytes per GPU that are available for weights and KV."""
         return (
             gpu.hbm_bytes * (1 - self.untouched)
             - self.engine_bytes
@@ -43,7 +48,7 @@ RESERVE_ERROR_BYTES = 2 * GIB
 
 
 class MemoryVerdict(Enum):
-    """What a layout does with a model."""
+    """Whether the model's weights fit, and whether a request fits as well."""
 
     DOES_NOT_LOAD = "does not load"
     SERVES_NONE = "loads, but serves no request"
@@ -51,7 +56,12 @@ class MemoryVerdict(Enum):
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """Requests that must fit at once, the tokens of each, and the share of KV to keep free."""
+    """The requests that must fit at once.
+
+    context      tokens of each request
+    concurrency  number of requests
+    headroom     share of KV to keep free
+    """
 
     context: int
     concurrency: int = 1
@@ -59,7 +69,7 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class MemoryCheck(msgspec.Struct, frozen=True):
-    """The result of the check. Bytes are of the GPU of the stage with the least room for KV.
+    """Result of the memory check; bytes are those of a GPU in the stage with the least room for KV.
 
     tokens     tokens of KV that the whole engine holds, in requests of the demanded context
     served     requests of that context that fit at once
@@ -84,7 +94,7 @@ class MemoryCheck(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The verdict as a sentence."""
+        """The verdict as text for the user."""
         context, demand = f"{self.demand.context:,} tokens", self.demand
         if self.verdict is MemoryVerdict.DOES_NOT_LOAD:
             return "does not load"
@@ -100,14 +110,14 @@ class MemoryCheck(msgspec.Struct, frozen=True):
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """One pipeline stage: bytes of weights and of KV per token on each of its GPUs."""
+    """One pipeline stage: bytes of weights, and bytes of KV per token, on each of its GPUs."""
 
     weights_bytes: float
     kv_token_bytes: float
 
 
 def stages(model: Llm, layout: Layout) -> Iterator[Stage]:
-    """Yield the pipeline stages, first to last."""
+    """Yield the pipeline stages of a model in a layout, first to last."""
     counts = layers_of_stages(model.layers, layout.pp)
     kv_layer_bytes = model.kv_rank_bytes(layout.tp) / model.layers / layout.cp
     start = 0
@@ -119,7 +129,9 @@ def stages(model: Llm, layout: Layout) -> Iterator[Stage]:
 
 
 def _layer_params(model: Llm, layout: Layout, start: int, layers: int) -> float:
-    """Return the parameters on one GPU of `layers` layers from `start` on, without embeddings."""
+    """Return the parameters that one GPU holds of `layers` layers from `start` on, without
+    embeddings.
+    """
     ends = model.embedding_params * (1 if model.is_tied else 2)
     split_params = (
         model.params - ends - model.expert_params - model.kv_proj_params - model.replicated_params
@@ -139,7 +151,10 @@ def _layer_params(model: Llm, layout: Layout, start: int, layers: int) -> float:
 
 
 def _end_params(model: Llm, layout: Layout, ends: tuple[bool, bool]) -> float:
-    """Return the embedding and output head on one GPU of a stage that is (first, last)."""
+    """Return the embedding and output head parameters on one GPU of a stage.
+
+    `ends` is whether the stage is the first, and whether it is the last.
+    """
     copies = 1 if model.is_tied and all(ends) else sum(ends)
     return copies * model.embedding_params / layout.tp
 
@@ -147,7 +162,7 @@ def _end_params(model: Llm, layout: Layout, ends: tuple[bool, bool]) -> float:
 def check_memory(
     model: Llm, gpu: Gpu, layout: Layout, demand: Demand, reserve: Reserve = ENGINE_RESERVE
 ) -> MemoryCheck:
-    """Return whether the layout holds the weights and the KV of the demanded requests.
+    """Check whether the layout holds the weights and the KV of the demanded requests.
 
     The stage with the least room for KV decides, because each token needs all stages. Attention
     with DP has a cache per rank, so the tokens of all ranks count.
@@ -170,7 +185,9 @@ def check_memory(
 
 
 def _stage_tokens(model: Llm, layout: Layout, stage: Stage, demand: Demand, usable: float) -> int:
-    """Return the tokens of one rank's cache in this stage, in requests of the demanded context."""
+    """Return the tokens of KV that one rank holds in this stage, in requests of the demanded
+    context.
+    """
     kept = model.cached_tokens(demand.context) * stage.kv_token_bytes
     state = model.state_bytes / (layout.tp * layout.pp)
     return max(0, int((usable - stage.weights_bytes) * demand.context / (kept + state)))
@@ -187,5 +204,5 @@ def kv_capacity_tokens(model: Llm, gpu: Gpu, tp: int, reserve: Reserve = ENGINE_
 
 
 def min_gpus(model: Llm, gpu: Gpu) -> int:
-    """Return the fewest GPUs whose raw memory holds the weights: a bound, not a layout."""
+    """Return the fewest GPUs whose raw memory holds the weights; a layout may need more."""
     return -int(-model.weights_bytes // gpu.hbm_bytes)

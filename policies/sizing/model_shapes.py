@@ -1,8 +1,8 @@
 """Model shapes and their sizes: parameters, weights, and KV per token and per request.
 
-The built-in shapes are the models' published configurations with their published totals; a local
-config.json gives a shape counted tensor by tensor (hf_config.py). Not here: what fits a GPU
-(memory.py), times (mockgpu/roofline.py), rates of GPUs (gpus.py).
+The built-in shapes are the models' published configurations with their published totals.
+hf_config.py counts the shape of a local config.json tensor by tensor. memory.py checks what fits a
+GPU; mockgpu/roofline.py computes times.
 """
 
 from __future__ import annotations
@@ -61,23 +61,25 @@ class Llm(msgspec.Struct, frozen=True):
 
     @property
     def param_bytes(self) -> float:
-        """Mean bytes per parameter."""
+        """Mean bytes per parameter, over quantised and other weights."""
         kept = self.bf16_params * max(0.0, 2.0 - self.weight_bytes)
         return self.weight_bytes + kept / self.params
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of one token's hidden state, as all-reduced and passed between stages."""
+        """Bytes of one token's hidden state, which is all-reduced and passed between stages."""
         return 2 * self.width
 
     @property
     def allreduces(self) -> int:
-        """Collectives per step of a TP group: after attention and after the MLP of each layer."""
+        """Number of all-reduces per step of a TP group: after attention and after the MLP of each
+        layer.
+        """
         return 2 * self.layers
 
     @property
     def kv_layers(self) -> int:
-        """Layers that cache keys and values of each token."""
+        """Number of layers that cache keys and values of each token."""
         return self.layers - self.state_layers
 
     @property
@@ -87,22 +89,28 @@ class Llm(msgspec.Struct, frozen=True):
 
     @property
     def mla(self) -> bool:
-        """Whether the cache is one latent per token instead of keys and values per head."""
+        """Whether attention caches one latent vector per token (MLA) instead of keys and values per
+        head.
+        """
         return self.shardable_kv == 1 and self.kv_scalars != 2 * self.head_dim
 
     def kv_share(self, tp: int) -> float:
-        """Return the share of the cache on one rank: whole heads, and at least one."""
+        """Return the share of the KV cache on one rank: whole heads, and at least one."""
         return -(-self.shardable_kv // tp) / self.shardable_kv
 
     def kv_rank_bytes(self, tp: int) -> float:
-        """Return bytes of KV per token on one rank.
+        """Return the bytes of KV per token on one rank of a TP group of `tp` ranks.
 
         Beyond `shardable_kv` ranks, heads are replicated.
         """
         return self.kv_token_bytes * self.kv_share(tp)
 
     def cached_tokens(self, context: int) -> float:
-        """Return the tokens whose KV a request of `context` tokens keeps, in the mean of layers."""
+        """Return the tokens whose KV a request of `context` tokens keeps, as the mean over its
+        layers.
+
+        Layers with window attention keep fewer.
+        """
         if not self.kv_layers:
             return 0.0
         in_windows = self.window_layers * min(context, self.window)
@@ -136,7 +144,9 @@ def gqa(
 
 
 def fp8(model: Llm, name: str, grid_name: str = "") -> Llm:
-    """Return the same model with one-byte weights. The cache stays bf16, as in vLLM's default."""
+    """Return the same model with one-byte weights; the KV cache stays bf16, as in vLLM's
+    default.
+    """
     return msgspec.structs.replace(model, name=name, weight_bytes=1.0, grid_name=grid_name)
 
 
@@ -172,7 +182,9 @@ def _llamas() -> dict[str, Llm]:
 
 
 def _deepseek_v3() -> Llm:
-    """671B parameters, of which 58 layers of 256 experts of 3 x 7168 x 2048 are 653.9B."""
+    """Return the shape of DeepSeek-V3: 671B parameters, 653.9B of them in 58 layers of 256
+    experts.
+    """
     return Llm(
         *("deepseek-ai/DeepSeek-V3", 61, 7168, 128, 192, 576, 1, 671e9, 37e9),
         weight_bytes=1.0,
@@ -198,7 +210,7 @@ MODELS: Mapping[str, Llm] = MappingProxyType(_table())
 
 
 def model_named(name: str) -> Llm:
-    """Return the shape for a short or full model name, in any case. Raises ValueError."""
+    """Return the model shape of a short or full name, in any case. Raises ValueError if unknown."""
     model = MODELS.get(name.lower())
     if model is None:
         short = ", ".join(known for known in MODELS if "/" not in known)

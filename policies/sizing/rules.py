@@ -1,8 +1,8 @@
-"""Rules of layouts, shared by `penstock size`, `check` and `doctor`.
+"""Rules of parallel layouts, shared by the commands `size`, `check` and `doctor`.
 
-Each rule has a code, says what is valid instead, and names its source: a seed (docs/sizing.md
-lists them by number) or an engine's own rule. A rule judges only what is known: members of a Plan
-that are None are not judged.
+Each rule has a code, says what is valid instead, and names its source: a seed (docs/sizing.md lists
+them by number) or an engine's own rule. A rule that needs an unknown (None) member of a
+PlannedGroup finds nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ MAX_SIZE = 1024
 class PlannedGroup(msgspec.Struct, frozen=True):
     """One engine process as configured or proposed, and what is known about its model and GPUs.
 
+    layout           its parallel sizes
+    facts            properties of its model; None if unknown
     engine           vllm, sglang or trtllm; empty if unknown
     domain           GPUs that fast links connect
     has_fast_link    False on GPUs whose only link is PCIe
-    gpus             GPUs that there are for this group
+    gpus             GPUs that are available for this process
     memory           the memory check, for the longest request
     max_concurrency  requests that the gateway sends at once
     min_tp           least TP that holds the weights and one request
-    step_tokens, max_seqs   max_num_batched_tokens and max_num_seqs
+    step_tokens      max_num_batched_tokens: most tokens of one step
+    max_seqs         max_num_seqs: most sequences at a time
     is_chunked       whether long prompts are computed in chunks
     moe_tp, moe_ep   TensorRT-LLM's division of experts
     all_to_all       SGLang's all-to-all backend, lower case
@@ -53,7 +56,15 @@ class PlannedGroup(msgspec.Struct, frozen=True):
 
 
 class LayoutFinding(msgspec.Struct, frozen=True):
-    """A violated rule. `member` is the member of the layout to change."""
+    """A violated rule of a layout.
+
+    code      short name of the rule
+    is_error  whether the engine does not start or does not work; a warning otherwise
+    member    the member of the layout to change
+    message   what is wrong
+    valid     what is valid instead; empty if unknown
+    source    where the rule comes from
+    """
 
     code: str
     is_error: bool
@@ -64,13 +75,16 @@ class LayoutFinding(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The finding in one line."""
+        """The finding as one line of text."""
         valid = f"; valid: {self.valid}" if self.valid else ""
         return f"{self.message}{valid} [{self.code}, {self.source}]"
 
 
 class LayoutRule(msgspec.Struct, frozen=True):
-    """One rule. `find` returns (message, what is valid) if a group violates it, else None."""
+    """One rule of layouts.
+
+    `find` returns (message, what is valid) if a group violates the rule, else None.
+    """
 
     code: str
     member: str
@@ -80,7 +94,7 @@ class LayoutRule(msgspec.Struct, frozen=True):
 
 
 def layout_findings(group: PlannedGroup) -> Iterator[LayoutFinding]:
-    """Yield the violated rules, in the order of RULES."""
+    """Yield a finding for each rule that the group violates, in the order of RULES."""
     for rule in RULES:
         found = rule.find(group)
         if found is not None:
@@ -94,19 +108,19 @@ def valid_tp_sizes(facts: ModelFacts, limit: int) -> list[int]:
 
 
 def valid_ep_sizes(facts: ModelFacts, ranks: int) -> list[int]:
-    """Return the divisors of the ranks over which the experts can be spread evenly."""
+    """Return the divisors of `ranks` over which the model's experts can be spread evenly."""
     return [ep for ep in divisors(ranks) if facts.experts and facts.experts % ep == 0]
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors in ascending order."""
+    """Return the divisors of a positive number in ascending order."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def heads_problem(facts: ModelFacts, tp: int) -> str | None:
-    """Return why an engine with this TP size does not start; None if it does.
+    """Return as text why an engine with this TP size does not start; None if it starts.
 
-    vLLM's rules: TP divides the query heads, and KV heads are divided evenly or replicated evenly.
+    By vLLM's rules TP divides the query heads, and KV heads are divided or replicated evenly.
     """
     if facts.heads % tp:
         return f"{facts.heads} attention heads cannot be divided by tp {tp}"
