@@ -21,7 +21,7 @@ from gateway.http.client import Client
 from gateway.legs.hedge import Hedger
 from gateway.protocol.api_keys import digest_of_headers, wrong_key
 from gateway.protocol.cache_salts import CacheSalts
-from gateway.protocol.openai import Call
+from gateway.protocol.openai import Call, CallShapes
 from gateway.protocol.relay import Relay
 from gateway.protocol.response_ids import ResponseIds
 from gateway.protocol.service_class import ServiceClasses
@@ -139,6 +139,7 @@ class ModelScope(msgspec.Struct, frozen=True):
 
     routes: Mapping[str, Route]
     unlisted: Mapping[str, str]
+    shapes: CallShapes = msgspec.field(default_factory=CallShapes)
 
 
 class Snapshot(msgspec.Struct, frozen=True, weakref=True):
@@ -151,6 +152,7 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     unlisted    why no route has a model name (aliases included): no endpoint of its pool lists it
     scopes      by SHA-256 of the key, for keys that are not valid for all models
     translated  by model, as in Route
+    shapes      of recent chat requests, which refer to its routes
     able        by model, the slots of the endpoints that may serve it, prefill endpoints included
 
     Only requests may hold a snapshot, so that an unreferenced one is known to be out of use.
@@ -169,6 +171,7 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     scopes: Mapping[bytes, ModelScope] = {}
     response_ids: ResponseIds | None = None
     translated: Mapping[str, frozenset[str]] = {}
+    shapes: CallShapes = msgspec.field(default_factory=CallShapes)
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
         """Return the tenant of a request, or "" when no API key is required.

@@ -172,7 +172,9 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
         snapshot.salts,
         tracker.prompt_lengths,
     )
-    call = exchange.call = parse_call(body, exchange.api, models.routes, caller, models.unlisted)
+    call = exchange.call = parse_call(
+        body, exchange.api, models.routes, caller, models.unlisted, models.shapes
+    )
     del body  # the call owns the bytes, and releases them when no retry can need them
     route = models.routes[call.requested_model]
     if not call.api.is_plain and is_translated(call, route.translated):

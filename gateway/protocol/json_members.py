@@ -37,6 +37,16 @@ def read_members(body: bytes) -> dict[str, msgspec.Raw]:
 
     Raises GatewayError (400) that names what is wrong with the body.
     """
+    members = decode_members(body)
+    reject_ambiguous(body, members)
+    return members
+
+
+def decode_members(body: bytes) -> dict[str, msgspec.Raw]:
+    """Decode a request body as read_members() does, but accept ambiguous members.
+
+    Raises GatewayError (400).
+    """
     try:
         members = decode_object(body)
         if not body.isascii():
@@ -54,7 +64,6 @@ def read_members(body: bytes) -> dict[str, msgspec.Raw]:
         raise bad_request(f"Could not parse the JSON body: {error}.") from None
     if len(members) > MAX_MEMBERS:
         raise _too_many_members()
-    _reject_ambiguous(body, members)
     return members
 
 
@@ -102,7 +111,7 @@ def missing_member(name: str) -> GatewayError:
     return bad_request(f"Missing required parameter: '{name}'.", name)
 
 
-def _reject_ambiguous(body: bytes, members: dict[str, msgspec.Raw]) -> None:
+def reject_ambiguous(body: bytes, members: dict[str, msgspec.Raw]) -> None:
     """Raise GatewayError for duplicate members and for numbers with very many digits.
 
     Gateway and engine might read duplicates differently. Joined in compact form, the members are

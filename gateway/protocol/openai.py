@@ -8,24 +8,27 @@ and the body is encoded again only if it changes.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 import msgspec
 
-from gateway.protocol.apis import PREAMBLE, Api
+from gateway.protocol.apis import CHAT, PREAMBLE, Api
 from gateway.protocol.cache_salts import MAX_CLIENT_SALT, CacheSalts
+from gateway.protocol.call_shapes import CONVERSATION, ShapeCache, ShapeKey, shape_key
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.forms import edit_form
 from gateway.protocol.json_members import (
     MAX_MEMBERS,
     TooManyMembersError,
     bad_request,
+    decode_members,
     decode_object,
     join_members,
     member_value,
     missing_member,
+    reject_ambiguous,
     string_member,
 )
 from gateway.protocol.lax_numbers import lax_integer
@@ -204,64 +207,143 @@ class CallContext(msgspec.Struct, frozen=True):
 _ALL_LISTED: Mapping[str, str] = {}
 
 
+class CallShape(msgspec.Struct, frozen=True):
+    """What a body says beside its prompt.
+
+    requested      the model name the client used
+    output_tokens  the client's limit; None if it gave none
+    choices        sequences to generate per prompt
+    prompts        prompts in the body
+    priority       the body's, higher first; None if it has none
+    """
+
+    requested: str
+    model: ModelInfo
+    output_tokens: int | None
+    choices: int
+    prompts: int
+    is_stream: bool
+    priority: int | None
+
+
+CallShapes = ShapeCache[CallShape]
+
+
 def parse_call(
     body: bytes,
     api: Api,
     models: Mapping[str, ModelInfo],
     context: CallContext,
     unlisted: Mapping[str, str] = _ALL_LISTED,
+    shapes: CallShapes | None = None,
 ) -> Call:
     """Parse and check a request body, and return it as a Call.
 
-    `unlisted` has the error message for each configured model that is not among `models`. Raises
+    `unlisted` has the error message for each configured model that is not among `models`. `shapes`
+    has the shapes of earlier chat requests for these models, and gets this one's. Raises
     GatewayError (400 or 404) that names the problem.
     """
-    members = api.read(body)
+    key: ShapeKey | None = None
+    if shapes is not None and api is CHAT:
+        members = decode_members(body)
+        key = shape_key(body, members)
+        shape = None if key is None else shapes.get(key)
+        if shape is not None:
+            prompt, media = _separate_media(body, (members[CONVERSATION],))
+            return _build_call(api, shape, body, members, (prompt, media, None), context)
+        reject_ambiguous(body, members)
+    else:
+        members = api.read(body)
     try:
         requested = string_member(members, "model")
         model = models[requested]  # models.get() would not follow patterns of names
         numbers = _numbers(members)
     except (GatewayError, KeyError, LaxNumberError):
         body, requested, model, numbers = _read_unusual(members, models, unlisted, api.is_form)
-    served = model.served_model
+        key = None
     prompt, media, ids, longest = _read_prompt(body, api, members, numbers, model)
-    limit = numbers.get(api.output_limit) or numbers.get("max_tokens")
-    output_tokens = limit if api.generates else 1  # what computes no text ends at its first token
+    shape = _read_shape(api, requested, model, members, numbers)
     if model.context_tokens is not None:
-        _check_context(longest, output_tokens or 0, model.context_tokens)
-    estimated, ids = _estimate(prompt, context, served, media) if ids is None else (0, ids)
+        _check_context(longest, shape.output_tokens or 0, model.context_tokens)
+    call = _build_call(api, shape, body, members, (prompt, media, ids), context)
+    if not SESSION_MEMBERS.isdisjoint(members):
+        call.request = with_body_session(call.request, members)
+        key = None
+    internal = ENGINE_INTERNAL.intersection(members)
+    if internal and context.cache_salts is not None:
+        call.salt = _salt(context.cache_salts, context.tenant, members)
+    if internal or requested != model.served_model or EXTRA_ARGS in members:
+        call.body, call.members = _outbound(
+            body, members, internal, requested, model.served_model, api.is_form
+        )
+    elif key is not None and shapes is not None and PREAMBLE.isdisjoint(members):
+        shapes.add(key, body, members, shape)
+    return call
+
+
+def _read_shape(
+    api: Api,
+    requested: str,
+    model: ModelInfo,
+    members: Mapping[str, msgspec.Raw],
+    numbers: Mapping[str, int],
+) -> CallShape:
     choices = prompts = 1
     if not SEQUENCE_MEMBERS.isdisjoint(numbers):
         choices, prompts = count_sequences(numbers, model.sequences, generates=api.generates)
-    wish, arrived_s = context.preferences, context.arrived_s
+    limit = numbers.get(api.output_limit) or numbers.get("max_tokens")
+    return CallShape(
+        requested,
+        model,
+        limit if api.generates else 1,  # what computes no text ends at its first token
+        choices,
+        prompts,
+        "stream" in members and bytes(members["stream"]) == b"true",
+        _priority(members, model.is_low_first) if "priority" in members else None,
+    )
+
+
+def _build_call(
+    api: Api,
+    shape: CallShape,
+    body: bytes,
+    members: dict[str, msgspec.Raw],
+    prompt: tuple[tuple[msgspec.Raw, ...], MediaSize, int | None],
+    context: CallContext,
+) -> Call:
+    """Build the Call of a body; `prompt` has its raw values, its media, and its token ids if any.
+
+    The Call has the salt of its tenant, and no session but that of the headers.
+    """
+    parts, media, ids = prompt
+    model, wish, arrived_s = shape.model, context.preferences, context.arrived_s
+    served, output_tokens = model.served_model, shape.output_tokens
+    estimated, ids = _estimate(parts, context, served, media) if ids is None else (0, ids)
     slo = model.slo if wish.is_default else wish.resolve_slo(model.slo)
+    if output_tokens is None:
+        output_tokens = _expected_tokens(context, served, slo)
     request = Request(
         context.request_id,
         served,
         context.tenant,
         ids,
-        min(output_tokens or _expected_tokens(context, served, slo), MAX_EXPECTED_TOKENS) * choices,
-        "stream" in members and bytes(members["stream"]) == b"true",
+        min(output_tokens, MAX_EXPECTED_TOKENS) * shape.choices,
+        shape.is_stream,
         slo,
-        wish.effective_priority(_priority(members, model.is_low_first))
-        if "priority" in members
-        else wish.default_priority,
+        wish.default_priority
+        if shape.priority is None
+        else wish.effective_priority(shape.priority),
         arrived_s,
         None if wish.patience_s is None else arrived_s + wish.patience_s,
         wish.session,
-        choices,
-        prompts,
+        shape.choices,
+        shape.prompts,
         wish.session_source,
         wish.session_hints,
     )
-    if not SESSION_MEMBERS.isdisjoint(members):
-        request = with_body_session(request, members)
-    internal = ENGINE_INTERNAL.intersection(members)
     salts = context.cache_salts
-    salt = b"" if salts is None else _salt(salts, context.tenant, members, internal)
-    if internal or requested != served or EXTRA_ARGS in members:
-        body, members = _outbound(body, members, internal, requested, served, api.is_form)
-    return Call(api, request, requested, body, prompt, members, salt, estimated, media)
+    salt = b"" if salts is None else salts.defaults.get(context.tenant, b"")
+    return Call(api, request, shape.requested, body, parts, members, salt, estimated, media)
 
 
 def _read_prompt(
@@ -286,9 +368,9 @@ def _read_prompt(
         if prompts > 1:
             numbers["prompt"] = prompts
         return prompt, NO_MEDIA, ids, longest
-    if len(body) > MIN_MEDIUM_BYTES and may_contain_media(body):
-        return *_replace_media(prompt), None, 0
-    return prompt, NO_MEDIA, None if api.is_admitted else 0, 0
+    prompt, media = _separate_media(body, prompt)
+    is_text = media is not NO_MEDIA or api.is_admitted
+    return prompt, media, None if is_text else 0, 0
 
 
 def _alternative(api: Api, members: Mapping[str, msgspec.Raw]) -> str:
@@ -315,14 +397,12 @@ def _estimate(
     return estimated, caller.prompt_lengths.correct(served, media.parts > 0, estimated)
 
 
-def _salt(
-    salts: CacheSalts, tenant: str, members: Mapping[str, msgspec.Raw], internal: Set[str]
-) -> bytes:
+def _salt(salts: CacheSalts, tenant: str, members: Mapping[str, msgspec.Raw]) -> bytes:
     """Return the request's cache salt in hex, or b"" if it has none.
 
     If the client sent a salt, the result is derived from it.
     """
-    client_salt = _client_salt(members) if internal else b""
+    client_salt = _client_salt(members)
     return (
         salts.client_salt(tenant, client_salt) if client_salt else salts.defaults.get(tenant, b"")
     )
@@ -344,11 +424,12 @@ def _salt_text(members: Mapping[str, msgspec.Raw], name: str) -> str | None:
     return value
 
 
-def _replace_media(prompt: tuple[msgspec.Raw, ...]) -> tuple[tuple[msgspec.Raw, ...], MediaSize]:
-    """Replace the images, recordings and files in a prompt by placeholders.
-
-    Also return their number and estimated tokens.
-    """
+def _separate_media(
+    body: bytes, prompt: tuple[msgspec.Raw, ...]
+) -> tuple[tuple[msgspec.Raw, ...], MediaSize]:
+    """Return the prompt with a stand-in for each image, recording and file, and what these are."""
+    if len(body) <= MIN_MEDIUM_BYTES or not may_contain_media(body):
+        return prompt, NO_MEDIA
     messages, media = replace_media(bytes(prompt[-1]))
     return ((*prompt[:-1], msgspec.Raw(messages)), media) if media.parts else (prompt, NO_MEDIA)
 

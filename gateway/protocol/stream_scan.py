@@ -12,6 +12,7 @@ import msgspec
 from gateway.protocol.response_framing import LAST_CHUNK
 
 USAGE = b'"usage":'
+_FINISH_NAME = b'"finish_reason":'
 FINISH_REASON = b'"finish_reason":"'
 SPACED_FINISH_REASON = b'"finish_reason": "'
 """The form in which some engines write it, with a blank after each colon."""
@@ -46,12 +47,18 @@ _DECISIVE = re.compile(
 _FIRST_MEMBER = re.compile(rb'"\w+":( ?)[^\s]')
 _CODE = re.compile(rb'"code":\s*(4\d\d)(?!\d)')
 _FINISH = re.compile(rb'"finish_reason": ?"(\w+)"')
+# The order in which vLLM, SGLang and OpenAI write the counts: one match for two searches.
+_COUNTS = re.compile(
+    rb'"usage": ?\{"prompt_tokens": ?(\d{1,15}), ?(?:"total_tokens": ?\d{1,15}, ?)?'
+    rb'"completion_tokens": ?(\d{1,15})(?!\d)'
+).match
 _PROMPT, _COMPLETION, _CACHED = (
     re.compile(rb'"%b_tokens":\s*(\d{1,15})(?!\d)' % kind).search
     for kind in (b"prompt", b"completion", b"cached")
 )
 
 
+_CACHED_NAME = b'"cached_tokens"'
 _UNFINISHED = frozenset((None, "abort", "error"))
 """Finish reasons of a choice that the model has not completed."""
 
@@ -81,21 +88,30 @@ def find_usage(text: bytes) -> TokenUsage:
     start = text.rfind(USAGE)
     if start < 0:
         return TokenUsage()
+    has_cached = text.find(_CACHED_NAME, start) >= 0
+    cached = _CACHED(text, start) if has_cached else None
+    cached_tokens = None if cached is None else int(cached[1])
+    counts = _COUNTS(text, start)
+    if counts is not None:
+        return TokenUsage(int(counts[1]), int(counts[2]), cached_tokens)
     prompt = _PROMPT(text, start)
     completion = _COMPLETION(text, start)
-    cached = _CACHED(text, start)
     return TokenUsage(
         None if prompt is None else int(prompt[1]),
         None if completion is None else int(completion[1]),
-        None if cached is None else int(cached[1]),
+        cached_tokens,
     )
 
 
 def find_finish_reason(text: bytes) -> str | None:
     """Return the last finish reason in `text` as the engine wrote it, or None."""
-    start = max(text.rfind(FINISH_REASON), text.rfind(SPACED_FINISH_REASON))
-    match = _FINISH.match(text, start) if start >= 0 else None
-    return match[1].decode() if match else None
+    start = text.rfind(_FINISH_NAME)
+    while start >= 0:
+        match = _FINISH.match(text, start)
+        if match is not None:
+            return match[1].decode()
+        start = text.rfind(_FINISH_NAME, 0, start)  # that one is null
+    return None
 
 
 def finish_reason_marker(stream: bytes) -> bytes:
