@@ -14,7 +14,11 @@ from policies.model import Candidate, RoutingQuery
 
 def available(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep candidates that are neither ejected nor draining."""
-    return [candidate for candidate in candidates if candidate.load.is_available]
+    # Nearly always all are; finding that out costs less than a new list.
+    for candidate in candidates:
+        if not candidate.load.is_available:
+            return [candidate for candidate in candidates if candidate.load.is_available]
+    return candidates
 
 
 @RetryFilter
@@ -33,6 +37,16 @@ def below_cap(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[
     If all are at their cap, a retry may exceed it, and so may a request whose capacity another
     gateway has just taken: both have been admitted already.
     """
+    for candidate in candidates:
+        load = candidate.load
+        in_flight = load.in_flight
+        if in_flight >= candidate.endpoint.max_concurrency or in_flight >= load.soft_cap:
+            return _with_room(query, candidates)
+    return candidates
+
+
+def _with_room(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Keep what below_cap() keeps, where at least one endpoint has reached a cap."""
     with_room = [
         candidate
         for candidate in candidates

@@ -424,6 +424,17 @@ def _line(
 ) -> AccessLine:
     """Return the access log line of a request; keyword arguments would take twice as long."""
     start, call, pick = exchange.accepted_at, exchange.call, exchange.pick
+    # Stages without a wait between them share one time object, which is converted once.
+    stamp = exchange.parsed_at
+    parsed_us = admitted_us = None if stamp is None else int((stamp - start) * 1e6)
+    if (admitted := exchange.admitted_at) is not stamp:
+        admitted_us = None if admitted is None else int((admitted - start) * 1e6)
+    stamp = relay.first_byte_at
+    first_byte_us = first_token_us = last_us = None if stamp is None else int((stamp - start) * 1e6)
+    if (token := relay.first_token_at) is not stamp:
+        first_token_us = None if token is None else int((token - start) * 1e6)
+    if (last := relay.last_data_at) is not stamp:
+        last_us = None if last is None else int((last - start) * 1e6)
     line = AccessLine(
         unix_offset + start,
         exchange.id,
@@ -438,13 +449,13 @@ def _line(
         "" if pick is None else pick.candidate.endpoint.name,
         call is not None and call.request.stream,
         None if (stamp := exchange.received_at) is None else int((stamp - start) * 1e6),
-        None if (stamp := exchange.parsed_at) is None else int((stamp - start) * 1e6),
-        None if (stamp := exchange.admitted_at) is None else int((stamp - start) * 1e6),
+        parsed_us,
+        admitted_us,
         None if (stamp := exchange.picked_at) is None else int((stamp - start) * 1e6),
         None if (stamp := exchange.sent_at) is None else int((stamp - start) * 1e6),
-        None if (stamp := relay.first_byte_at) is None else int((stamp - start) * 1e6),
-        None if (stamp := relay.first_token_at) is None else int((stamp - start) * 1e6),
-        None if (stamp := relay.last_data_at) is None else int((stamp - start) * 1e6),
+        first_byte_us,
+        first_token_us,
+        last_us,
         exchange.body_bytes,
         relay.bytes_sent,
         relay.event_count,
@@ -461,6 +472,13 @@ def _line(
         exchange.slo_outcome,
         None if (seconds := exchange.predicted_ttft_s) is None else int(seconds * 1e6),
     )
+    _fill_optional_fields(line, exchange, relay)
+    return line
+
+
+def _fill_optional_fields(line: AccessLine, exchange: Exchange, relay: Relay) -> None:
+    """Set the fields that most requests lack."""
+    call = exchange.call
     if exchange.tier and call is not None:
         line.requested_model = call.requested_model
     if call is not None and call.request.session:
@@ -476,8 +494,7 @@ def _line(
     if exchange.hedge is not None:
         line.hedge_loser = exchange.hedge.loser
     if exchange.split is not None:
-        _fill_split_fields(line, exchange.split, relay, start)
-    return line
+        _fill_split_fields(line, exchange.split, relay, exchange.accepted_at)
 
 
 def _fill_split_fields(line: AccessLine, split: SplitRecord, relay: Relay, start: float) -> None:

@@ -14,7 +14,7 @@ from gateway.metrics.metric_types import Counter
 from gateway.protocol.relay import Relay
 from gateway.protocol.stream_scan import TokenUsage
 from policies.admission.admission import RequestOutcome
-from policies.admission.prompt_length import CLOSE_ENOUGH, PromptLengths, is_text
+from policies.admission.prompt_length import PromptLengths, is_text
 from policies.engine.output_length import OutputLengths
 from policies.latency.latency import ttfts
 from policies.model import Pick, RoutingQuery, Slo
@@ -111,17 +111,27 @@ class _Kind:
     """Counters and samples of the requests of one kind (model, tenant, service class, media).
 
     goodput  counters by SLO outcome
-    samples  responses not yet learned from: output tokens per choice, estimated and actual prompt
-             tokens, each 0 if unknown; learned from once there are `batch` of them
+    pending  responses not yet learned from; learned from once there are `batch` of them
+
+    Sums over the pending responses: `outputs` of them have a known natural length, together
+    `output_tokens` per choice; `prompts` have a prompt of estimated and reported length.
     """
 
-    __slots__ = ("batch", "goodput", "key", "learned", "samples")
+    __slots__ = (
+        *("batch", "estimated_tokens", "goodput", "key", "learned", "output_tokens", "outputs"),
+        *("pending", "prompt_tokens", "prompts"),
+    )
 
     def __init__(self, key: KindKey) -> None:
         self.key = key
         self.goodput: dict[str, Counter] = {}
-        self.samples: list[tuple[int, int, int]] = []
         self.batch, self.learned = 1, 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the pending responses."""
+        self.pending = self.outputs = self.prompts = 0
+        self.output_tokens = self.estimated_tokens = self.prompt_tokens = 0
 
 
 class SloTracker:
@@ -180,7 +190,7 @@ class SloTracker:
         first, last, events = relay.first_token_at, relay.last_data_at, relay.event_count
         assert call is not None
         request = call.request
-        slo, output_tokens, whole_tokens = request.slo, usage.completion_tokens or 0, 0
+        slo, output_tokens = request.slo, usage.completion_tokens or 0
         if first is not None and last is not None:
             tokens = output_tokens or events - 2
             ttft_s = exchange.ttft_s = first - received
@@ -190,19 +200,28 @@ class SloTracker:
                 self._observe_error(exchange, first)
             else:
                 exchange.slo_outcome = whole_outcome(slo, ttft_s, tokens)
+        has_media = call.media_size.parts > 0
+        key = request.model, exchange.tenant, slo.name, has_media
+        kind = self._kinds.get(key) or self._add(key)
         if exchange.outcome != "served":
             exchange.slo_outcome = FAILED if exchange.outcome == "interrupted" else ""
         elif output_tokens and relay.finish_reason not in TRUNCATED_REASONS:
-            whole_tokens = output_tokens // request.choices
-        key = request.model, exchange.tenant, slo.name, call.media_size.parts > 0
-        kind = self._kinds.get(key) or self._add(key)
+            kind.outputs += 1
+            kind.output_tokens += output_tokens // request.choices
         if exchange.slo_outcome:
             counter = kind.goodput.get(exchange.slo_outcome) or self._counter(
                 kind, exchange.slo_outcome
             )
             counter.value += 1.0
-        kind.samples.append((whole_tokens, call.estimated_tokens, usage.prompt_tokens or 0))
-        if len(kind.samples) >= kind.batch:
+        prompt_tokens, estimated_tokens = usage.prompt_tokens or 0, call.estimated_tokens
+        # A prompt of text that is longer than text can be refers to an image or file.
+        is_known = prompt_tokens and estimated_tokens
+        if is_known and (has_media or is_text(estimated_tokens, prompt_tokens)):
+            kind.prompts += 1
+            kind.estimated_tokens += estimated_tokens
+            kind.prompt_tokens += prompt_tokens
+        kind.pending += 1
+        if kind.pending >= kind.batch:
             self._learn(kind)
         query = exchange.first_ask
         if query is not None and query.cached_by_slot and exchange.pick is not None:
@@ -215,25 +234,18 @@ class SloTracker:
         return kind
 
     def _learn(self, kind: _Kind) -> None:
-        samples, kind.samples = kind.samples, []
-        kind.learned += len(samples)
+        kind.learned += kind.pending
         if kind.learned >= LEARN_SINGLY:
             kind.batch = LEARN_BATCH
-        outputs = [output for output, _, _ in samples if output]
         model, tenant, slo, has_media = kind.key
-        if outputs:
-            self.output_lengths.record(
-                model, tenant, slo, sum(outputs) / len(outputs), len(outputs)
-            )
-        prompts = [(estimated, actual) for _, estimated, actual in samples if estimated and actual]
-        if prompts:
-            estimated_tokens, prompt_tokens = map(sum, zip(*prompts, strict=True))
-            if prompt_tokens > (1.0 + CLOSE_ENOUGH) * estimated_tokens and not has_media:
-                prompts = [pair for pair in prompts if is_text(*pair)]
-                estimated_tokens, prompt_tokens = map(sum, zip((0, 0), *prompts, strict=True))
+        if kind.outputs:
+            mean = kind.output_tokens / kind.outputs
+            self.output_lengths.record(model, tenant, slo, mean, kind.outputs)
+        if kind.prompts:
             self.prompt_lengths.record(
-                model, has_media, estimated_tokens, prompt_tokens, len(prompts)
+                model, has_media, kind.estimated_tokens, kind.prompt_tokens, kind.prompts
             )
+        kind.clear()
 
     def _observe_error(self, exchange: Exchange, first: float) -> None:
         """Observe the relative error of the predicted TTFT, if there was a prediction.
