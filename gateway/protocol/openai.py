@@ -32,6 +32,7 @@ from gateway.protocol.json_members import (
     string_member,
 )
 from gateway.protocol.lax_numbers import lax_integer
+from gateway.protocol.limited_members import MAX_NUMBERS, LaxNumberError, read_numbers
 from gateway.protocol.media import (
     BYTES_PER_TOKEN,
     MIN_MEDIUM_BYTES,
@@ -79,18 +80,6 @@ EXTRA_ARGS = (
 
 # max_tokens is an upper bound, rarely the expected length: a huge one must not look like much load.
 MAX_EXPECTED_TOKENS = 2048
-MAX_NUMBERS = {
-    "n": 128,
-    "best_of": 128,
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), 2**24),
-}
-MAX_MEMBER_BYTES = {
-    "stop": 16 * 1024,
-    "stop_token_ids": 16 * 1024,
-    "bad_words": 64 * 1024,
-    "logit_bias": 256 * 1024,
-}
-_GUARDED = frozenset((*MAX_NUMBERS, *MAX_MEMBER_BYTES))
 
 
 class ModelInfo(Protocol):
@@ -257,7 +246,7 @@ def parse_call(
     try:
         requested = string_member(members, "model")
         model = models[requested]  # models.get() would not follow patterns of names
-        numbers = _numbers(members)
+        numbers = read_numbers(members)
     except (GatewayError, KeyError, LaxNumberError):
         body, requested, model, numbers = _read_unusual(members, models, unlisted, api.is_form)
         key = None
@@ -500,47 +489,9 @@ def _read_unusual(
         if number is not None:
             members[name] = msgspec.Raw(b"%d" % number)
     try:
-        return join_members(members), requested, model, _numbers(members)
+        return join_members(members), requested, model, read_numbers(members)
     except LaxNumberError:
         raise bad_request("A number in the form is not an integer.") from None
-
-
-class LaxNumberError(Exception):
-    """Raised for an integer in a form that vLLM accepts too, such as the string "3"."""
-
-
-def _numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
-    """Return the integers that have limits, by name.
-
-    Rejects values that could harm an engine. Raises GatewayError for an invalid value, and
-    LaxNumberError for an integer that is not a JSON integer.
-    """
-    numbers: dict[str, int] = {}
-    for name in _GUARDED.intersection(members):
-        if name in MAX_MEMBER_BYTES:
-            if len(members[name]) > MAX_MEMBER_BYTES[name]:
-                raise bad_request(f"'{name}' is larger than {MAX_MEMBER_BYTES[name]} bytes.", name)
-        elif (value := member_value(members, name)) is not None:
-            is_valid = type(value) is int and 1 <= value <= MAX_NUMBERS[name]
-            numbers[name] = value if is_valid else _bounded(name, value, members)
-    return numbers
-
-
-def _bounded(name: str, value: object, members: Mapping[str, msgspec.Raw]) -> int:
-    """Return `value` as a limited integer; raise GatewayError if it is invalid.
-
-    A completion may generate 0 tokens, to have its prompt scored. This returns 1 then, the least
-    that a request may count. Raises LaxNumberError for an integer that is not a JSON integer.
-    """
-    if type(value) is not int:
-        if lax_integer(value) is None:
-            raise bad_request(f"'{name}' must be an integer.", name)
-        raise LaxNumberError
-    if value == 0 and name == "max_tokens" and bytes(members.get("echo", b"")) == b"true":
-        return 1
-    if not 1 <= value <= MAX_NUMBERS[name]:
-        raise bad_request(f"'{name}' must be between 1 and {MAX_NUMBERS[name]}, not {value}.", name)
-    return value
 
 
 def _check_context(prompt_tokens: int, output_tokens: int, context_tokens: int) -> None:

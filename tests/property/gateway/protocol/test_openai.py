@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from gateway.protocol import apis
 from gateway.protocol.errors import GatewayError
+from gateway.protocol.limited_members import MAX_MEMBER_BYTES, MAX_NUMBERS
 from gateway.protocol.openai import (
     BYTES_PER_TOKEN,
     ENGINE_INTERNAL,
     EXTRA_ARGS,
-    MAX_MEMBER_BYTES,
-    MAX_NUMBERS,
     Call,
     CallContext,
     parse_call,

@@ -10,11 +10,10 @@ import pytest
 from gateway.protocol import apis, json_members
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.json_members import MAX_DIGITS, MAX_MEMBERS, MAX_NAME_CHARS, SMALL_BODY_BYTES
+from gateway.protocol.limited_members import MAX_MEMBER_BYTES, MAX_NUMBERS
 from gateway.protocol.openai import (
     DEFAULT_OUTPUT_TOKENS,
     MAX_EXPECTED_TOKENS,
-    MAX_MEMBER_BYTES,
-    MAX_NUMBERS,
     Call,
     CallContext,
     parse_call,
