@@ -321,7 +321,9 @@ def check(
     except ConfigError as error:
         _exit_with_problems(error, as_json=as_json)
     config = loaded.config
-    endpoints = sum(len(pool.endpoints) for pool in config.pools.values())
+    specs = [spec for pool in config.pools.values() for spec in pool.endpoints]
+    endpoints = len(specs)
+    gpus = sum(spec.layout.tp * spec.layout.pp * spec.layout.dp for spec in specs)
     if as_json:
         warnings = [_problem_as_json(problem) for problem in loaded.warnings]
         print_json(
@@ -329,6 +331,7 @@ def check(
                 "ok": True,
                 "file": str(file),
                 "endpoints": endpoints,
+                "gpus": gpus,
                 "problems": [],
                 "warnings": warnings,
             }
@@ -338,7 +341,7 @@ def check(
         print_line(f"{problem} (warning)", style="yellow", err=True)
     print_line(
         f"{file} is valid: {len(config.models)} models, {len(config.pools)} pools, "
-        f"{endpoints} endpoints",
+        f"{endpoints} endpoints, {gpus} GPUs",
         style="green",
     )
 

@@ -16,6 +16,7 @@ from policies.sizing.known_models import ModelFacts, facts_of_name
 from policies.sizing.layout import Layout
 from policies.sizing.memory import Demand, MemoryCheck, check_memory
 from policies.sizing.model_shapes import MODELS
+from policies.sizing.placement import PlacedGroup, placement_problems
 from policies.sizing.rules import PlannedGroup, layout_findings
 
 SIZES = ("tp", "pp", "ep", "dp")
@@ -25,6 +26,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
     """Yield errors for layouts over GPUs with which an engine cannot start."""
     yield from _findings(data, is_error=True)
     yield from _too_many_gpus(data)
+    yield from _misplaced(data)
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
@@ -35,10 +37,13 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
 def _findings(data: Any, is_error: bool) -> Iterator[RuleFinding]:
     domain = get_member(get_member(data, "hardware"), "link_domain_gpus")
     domain = domain if _is_count(domain) else Hardware().link_domain_gpus
+    sizes = _domain_sizes(data)
     for path, names, spec in _endpoints(data):
         layout = _layout(get_member(spec, "layout"))
         if layout is not None:
-            group = _group(spec, names, layout, domain, _context(data, path, spec))
+            own = [sizes[name] for name in _domains(spec) if name in sizes]
+            widest = min(own, default=domain)
+            group = _group(spec, names, layout, widest, _context(data, path, spec))
             for finding in layout_findings(group):
                 if finding.is_error is is_error:
                     yield RuleFinding((*path, "layout", finding.member), finding.text)
@@ -69,6 +74,31 @@ def _memory(names: list[str], gpu: str, layout: Layout, context: int | None) -> 
     if model is None or gpu not in GPUS:
         return None
     return check_memory(model, GPUS[gpu], layout, Demand(context or 1))
+
+
+def _misplaced(data: Any) -> Iterator[RuleFinding]:
+    """Yield errors for endpoints that their link domains cannot hold."""
+    paths, groups = [], []
+    for path, _, spec in _endpoints(data):
+        layout, domains = _layout(get_member(spec, "layout")), _domains(spec)
+        if layout is not None and domains:
+            paths.append((*path, "layout", "domains"))
+            groups.append(PlacedGroup(layout, domains))
+    for place, text in placement_problems(_domain_sizes(data), groups):
+        yield RuleFinding(paths[place], text)
+
+
+def _domains(spec: Any) -> list[str]:
+    names = get_member(get_member(spec, "layout"), "domains")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _domain_sizes(data: Any) -> dict[str, int]:
+    """Return the GPUs of each link domain, without those whose number is invalid."""
+    domains = get_member(get_member(data, "hardware"), "domains")
+    pairs = domains.items() if isinstance(domains, dict) else ()
+    sizes = {str(name): get_member(section, "gpus") for name, section in pairs}
+    return {name: gpus for name, gpus in sizes.items() if _is_count(gpus)}
 
 
 def _too_many_gpus(data: Any) -> Iterator[RuleFinding]:

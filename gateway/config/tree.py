@@ -109,6 +109,11 @@ class LayoutSpec(Section):
         1, "Expert parallel size; must divide tp * dp, the ranks that experts are distributed over."
     )
     dp: Count = setting(1, "Data parallel ranks inside the engine.")
+    domains: tuple[Name, ...] = setting(
+        (),
+        "Link domains of hardware.domains that hold the engine's GPUs, divided evenly among them "
+        "in whole TP groups. By default, any domain of hardware.link_domain_gpus GPUs.",
+    )
 
 
 def _own_host(text: object, check: ValidatorFunctionWrapHandler) -> object:
@@ -473,6 +478,12 @@ class Reload(Section):
     )
 
 
+class LinkDomain(Section):
+    """GPUs that fast links such as NVLink connect: a server, or a rack."""
+
+    gpus: Count = Field(description="GPUs of this domain; each belongs to one endpoint only.")
+
+
 class Hardware(Section):
     """The GPUs behind the endpoints, by which `penstock check` and `doctor` judge layouts."""
 
@@ -482,6 +493,9 @@ class Hardware(Section):
     )
     link_domain_gpus: Count = setting(
         8, "GPUs connected by fast links such as NVLink: 8 in an HGX server, 72 in an NVL72 rack."
+    )
+    domains: Mapping[Name, LinkDomain] = setting(
+        {}, "Link domains by name, for endpoints that name theirs in layout.domains."
     )
 
 

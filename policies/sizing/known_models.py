@@ -63,6 +63,8 @@ _SHAPES: Sequence[tuple[str, ModelFacts]] = (
     (r"gpt-oss-20b", ModelFacts(64, 8, 24, 32)),
     (r"gpt-oss-120b", ModelFacts(64, 8, 36, 128)),
     (r"deepseek-(v3|r1)", ModelFacts(128, None, 61, 256)),
+    # The hybrid of seed 004, which states layers and experts; its heads are taken as 64 and 8.
+    (r"hybrid-64", ModelFacts(64, 8, 60, 64)),
 )
 _PATTERNS = tuple(
     (re.compile(rf"(?:^|[^a-z0-9.])(?:meta-)?{pattern}(?![a-z0-9.])"), shape)

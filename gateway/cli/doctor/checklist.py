@@ -151,12 +151,11 @@ def _as_computed(fleet: CheckedFleet) -> Iterator[CheckFinding]:
 def _links(fleet: CheckedFleet) -> Iterator[CheckFinding]:
     check = "TP within one fast domain"
     multi_gpu = [endpoint.endpoint for endpoint in fleet.members if endpoint.endpoint.layout.tp > 1]
-    hardware = Hardware() if fleet.config is None else fleet.config.hardware
-    domain = hardware.link_domain_gpus
+    domains = _link_domains(fleet)
     too_wide = {
         endpoint.name: finding
         for endpoint in multi_gpu
-        for finding in layout_findings(PlannedGroup(endpoint.layout, domain=domain))
+        for finding in layout_findings(PlannedGroup(endpoint.layout, domain=domains[endpoint.name]))
         if finding.code == "tp-domain"
     }
     if too_wide:
@@ -172,6 +171,20 @@ def _links(fleet: CheckedFleet) -> Iterator[CheckFinding]:
         )
     else:
         yield pass_finding(FLEET_SUBJECT, check, "no group is configured with more than one GPU")
+
+
+def _link_domains(fleet: CheckedFleet) -> Mapping[str, int]:
+    """Return the GPUs of each endpoint's link domain: of the named ones, or the configured size."""
+    hardware = Hardware() if fleet.config is None else fleet.config.hardware
+    pools = () if fleet.config is None else fleet.config.pools.values()
+    named = {
+        spec.display_name: min(hardware.domains[name].gpus for name in spec.layout.domains)
+        for pool in pools
+        for spec in pool.endpoints
+        if spec.layout.domains
+    }
+    names = [member.endpoint.name for member in fleet.members]
+    return {name: named.get(name, hardware.link_domain_gpus) for name in names}
 
 
 def _pace(fleet: CheckedFleet) -> Iterator[CheckFinding]:

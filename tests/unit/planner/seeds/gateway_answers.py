@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from ruamel.yaml import YAML
+from typer.testing import CliRunner
+
 from gateway.cli.doctor.checklist import CheckedEndpoint, CheckedFleet, run_checklist
 from gateway.cli.doctor.findings import CheckFinding
 from gateway.cli.doctor.probe import ProbeResponse, ProbeResult
 from gateway.cli.doctor.seed_checklist import seed_findings
+from gateway.cli.main import app
 from gateway.config import Config, layout_rules, role_rules
 from gateway.metrics.catalogue import Metrics
 from kvtransfer.layout.layout import KvDtype, KvLayout
@@ -185,6 +190,28 @@ def two_sizes() -> dict[str, Any]:
 @answer(78)
 def _(_item: SeedItem) -> Outcome:
     return {"finding": checked(file({"tp": 4}, spec={"labels": {"gpu": "l40s"}}))}
+
+
+@answer(81)
+def _(_item: SeedItem) -> Outcome:
+    data = file({"tp": 4}, {"tp": 8}, hardware={"domains": {"node-a": {"gpus": 8}}})
+    for spec in data["pools"]["main"]["endpoints"]:
+        spec["layout"]["domains"] = ["node-a"]
+    return {"finding": checked(data)}
+
+
+@answer(119)
+def _(item: SeedItem) -> Outcome:
+    preset = ROOT / item.command.removeprefix("penstock check ")
+    data = YAML(typ="safe").load(preset)
+    printed = CliRunner().invoke(app, ["check", str(preset)]).output
+    wrong: dict[str, str] = {}
+    for name, sizes in {"pp_7": {"pp": 7}, "five_groups": {"dp": 10, "ep": 5}}.items():
+        broken = json.loads(json.dumps(data))
+        for spec in broken["pools"]["units"]["endpoints"]:
+            spec["layout"] |= sizes
+        wrong[name] = checked(broken)
+    return {"preset": " ".join(printed.split())} | wrong
 
 
 @answer(98)

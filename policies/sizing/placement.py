@@ -1,0 +1,70 @@
+"""Placement of engine processes (groups) on link domains: sets of GPUs that fast links connect.
+
+A group names the domains that hold it; its GPUs are divided evenly among them, in whole TP groups.
+GPUs of a domain belong to one group only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from policies.sizing.layout import Layout
+
+
+class PlacedGroup(msgspec.Struct, frozen=True):
+    """A group's layout, and the names of the link domains that hold its GPUs."""
+
+    layout: Layout
+    domains: Sequence[str]
+
+    @property
+    def domain_gpus(self) -> int:
+        """GPUs that the group takes in each of its domains, rounded up."""
+        return -(-self.layout.gpus // len(self.domains))
+
+
+def placement_problems(
+    sizes: Mapping[str, int], groups: Sequence[PlacedGroup]
+) -> Iterator[tuple[int, str]]:
+    """Yield (place of the group, problem with the valid values) for groups that cannot be placed.
+
+    `sizes` are the GPUs of each domain. Groups of unknown size must be left out.
+    """
+    used = dict.fromkeys(sizes, 0)
+    for place, group in enumerate(groups):
+        problem = _problem(sizes, group)
+        if problem:
+            yield place, problem
+            continue
+        for name in group.domains:
+            used[name] += group.domain_gpus
+            if used[name] > sizes[name]:
+                yield (
+                    place,
+                    f"the groups of link domain {name} take {used[name]} GPUs, and it has "
+                    f"{sizes[name]}: GPUs would be shared [domain-gpus, seed 003]",
+                )
+
+
+def _problem(sizes: Mapping[str, int], group: PlacedGroup) -> str:
+    """Return why a group alone cannot be placed; empty if it can."""
+    layout, count = group.layout, len(group.domains)
+    unknown = [name for name in group.domains if name not in sizes]
+    if unknown:
+        known = ", ".join(sizes) or "none"
+        return f"unknown link domain {', '.join(unknown)}; valid: {known} [domain-name]"
+    if len(set(group.domains)) < count:
+        return "a link domain is named twice; valid: once each [domain-name]"
+    if layout.gpus % count or layout.gpus // count % layout.tp:
+        counts = [n for n in range(1, layout.gpus // layout.tp + 1) if _is_even(layout, n)]
+        return (
+            f"{layout.label} cannot be divided over {count} link domains in whole TP groups; "
+            f"valid: {', '.join(map(str, counts))} domains [domain-split, seed 004]"
+        )
+    return ""
+
+
+def _is_even(layout: Layout, domains: int) -> bool:
+    return not (layout.gpus % domains or layout.gpus // domains % layout.tp)
