@@ -1,4 +1,4 @@
-"""A certificate authority for tests that writes certificates as files."""
+"""A certificate authority for tests, which issues certificates as files."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import trustme
 
 
 class Files(NamedTuple):
-    """The paths of a certificate and its key."""
+    """The paths of a certificate and of its private key."""
 
     certificate: Path
     key: Path
 
 
 class Authority:
-    """An authority that issues certificates into a folder.
+    """A certificate authority that issues certificates into a folder.
 
     ca       path of the authority's own certificate
-    same_as  use this authority's key instead of a new one
+    same_as  another authority whose key it uses instead of a new one
     """
 
     def __init__(self, folder: Path, same_as: Authority | None = None) -> None:
@@ -31,9 +31,10 @@ class Authority:
         self._ca.cert_pem.write_to_path(self.ca)
 
     def issue(self, file: str, *names: str, expired: bool = False) -> Files:
-        """Write a certificate for these names to file.pem and file.key.
+        """Write a certificate for these host names to file.pem, and its key to file.key.
 
         Each file is replaced by renaming, as certificate managers do. The common name is `file`.
+        `expired` makes the certificate invalid.
         """
         times = {}
         if expired:

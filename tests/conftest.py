@@ -1,4 +1,4 @@
-"""Hypothesis settings of all tests: no limits of time, because test machines may be busy."""
+"""Hypothesis settings of all tests: no time limits, because test machines may be busy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `penstock demo` as it is installed somewhere: start it, ask it once, end it."""
+"""Runs an installed `penstock demo` for tests: start it, send a request, end it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ START_S = 60.0
 
 @dataclass(frozen=True)
 class Demo:
-    """A running demo: its API, what it printed when it was ready, and when it was started."""
+    """A running demo: its API URL, its output when it was ready, and its start time."""
 
     url: str
     output: str
     started: float
 
     def ask(self) -> str:
-        """Return the answer to one chat completion."""
+        """Send one chat completion and return the answer."""
         body = {"model": "demo-8b", "messages": [{"role": "user", "content": "Why gates?"}]}
         request = urllib.request.Request(
             f"{self.url}/v1/chat/completions",
@@ -40,15 +40,15 @@ class Demo:
         return content
 
     def age_s(self) -> float:
-        """Return the seconds since it was started."""
+        """Return the seconds since the demo was started."""
         return time.monotonic() - self.started
 
 
 @contextmanager
 def started_demo(command: Callable[..., list[str]], folder: Path | None = None) -> Iterator[Demo]:
-    """Run a demo while the block runs; `command` makes a command line of a program's arguments.
+    """Run a demo during a `with` block; `command` returns the command line for given arguments.
 
-    The command leads its own process group, all of which is ended afterwards.
+    The command leads its own process group, which is ended afterwards.
     """
     port, admin_port = free_port(), free_port()
     arguments = command("penstock", "demo", "--port", str(port), "--admin-port", str(admin_port))

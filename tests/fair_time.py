@@ -1,10 +1,10 @@
-"""Upper bounds on durations that hold on a busy machine.
+"""Upper limits on durations that hold on a busy machine, for tests.
 
 Within one event loop, a turn of the loop counts as at most TURN_S, so that time in which the
 process had no CPU hardly counts. A wait takes many turns and counts in full. Across processes, time
 in which a process was ready to run without a CPU is subtracted (Linux counts it). Time stolen by
-the host of a virtual machine is unknown, so one of several tries has to meet the bound. For lower
-bounds, use the wall clock.
+the host of a virtual machine is unknown, so one of several tries has to meet the limit. For lower
+limits, use the wall clock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class FairTime:
-    """A clock that counts turns of the event loop; `run` advances `spent_s`."""
+    """A clock that counts turns of the event loop; `run` increases `spent_s`."""
 
     def __init__(self) -> None:
         self.spent_s = 0.0
@@ -41,9 +41,9 @@ class FairTime:
 
 
 class Stopwatch:
-    """Seconds since its creation: by the wall clock, and without time in which processes starved.
+    """Seconds since its creation: by the wall clock, and without time spent waiting for a CPU.
 
-    The processes are those of `pids` and this one.
+    It considers the processes `pids` and this one.
     """
 
     def __init__(self, *pids: int) -> None:
@@ -82,7 +82,7 @@ def pace() -> float:
 
 
 def once_within(seconds: float, took_s: Callable[[], float]) -> None:
-    """Call `took_s` until a try takes less than `seconds`, at most TRIES times.
+    """Call `took_s` until it returns less than `seconds`, at most TRIES times.
 
     Other load delays some tries, but not all. Raises AssertionError if all take longer.
     """
@@ -106,7 +106,7 @@ async def within(seconds: float, what: Coroutine[Any, Any, T]) -> T:
 
 @asynccontextmanager
 async def at_most(seconds: float) -> AsyncIterator[None]:
-    """Raise AssertionError at the end of the block if it took longer."""
+    """Raise AssertionError at the end of an `async with` block that took longer."""
     time = FairTime()
     counting = asyncio.ensure_future(time.run(seconds))
     try:

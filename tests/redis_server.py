@@ -22,7 +22,10 @@ WITHOUT = "PENSTOCK_TESTS_WITHOUT_REDIS"
 
 
 class RedisServer:
-    """A server that can be stopped, suspended and restarted on its port; a stop loses its data."""
+    """A Redis server that can be stopped, suspended and restarted on its port.
+
+    It loses its data when it is stopped.
+    """
 
     def __init__(self, program: str, folder: Path) -> None:
         self._program, self._folder = program, folder
@@ -68,7 +71,7 @@ class RedisServer:
             self._process = None
 
     def hang(self) -> None:
-        """Suspend the server: it keeps its connections and does not answer until `go_on`."""
+        """Suspend the server, which keeps its connections but does not answer until `go_on()`."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 

@@ -1,4 +1,4 @@
-"""Replace methods or instances of classes in a test; skips the test if modules are compiled."""
+"""Replaces methods or instances of classes in tests, and skips the test on compiled modules."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from gateway.util.version import is_compiled
 def replace_method(
     patch: pytest.MonkeyPatch, owner: type, name: str, by: Callable[..., Any]
 ) -> None:
-    """Replace a method for a test.
+    """Replace a method of a class for the duration of a test.
 
-    Skips the test on compiled modules, as methods of C classes are fixed (docs/decisions/0005).
+    Skips the test on compiled modules, because methods of C classes are fixed
+    (docs/decisions/0005).
     """
     if is_compiled():
         pytest.skip(f"{owner.__name__} is a C class: its methods cannot be replaced")
@@ -26,7 +27,7 @@ Owner = TypeVar("Owner")
 
 
 def stand_in(owner: type[Owner], look_alike: object) -> Owner:
-    """Return a fake as an instance of `owner`.
+    """Return a fake object, typed as an instance of `owner`.
 
     Skips the test on compiled modules, which accept only instances of the C class.
     """

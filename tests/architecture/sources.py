@@ -1,6 +1,7 @@
-"""The sources as the architecture tests read them: modules, imports, names and prose, by the AST.
+"""Reads the project's source files for the architecture tests, with the standard `ast` module.
 
-Nothing is imported from the product, so a module that cannot be imported is still judged.
+It finds modules, imports, names and prose without importing the modules, so that modules that
+cannot be imported are tested too.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ PYTHON_FOLDERS = (*SHIPPED, "tools", "bench", "tests", "deploy")
 class Module:
     """One module: its dotted name, its source, and what it imports.
 
-    `imported` has project modules that are imported at run time, `imported_types` those imported
-    under TYPE_CHECKING alone, and `outside` the top-level names of all other packages.
+    imported        project modules that it imports at run time
+    imported_types  project modules that it imports only under TYPE_CHECKING
+    outside         top-level names of all other packages that it imports
     """
 
     name: str
@@ -37,7 +39,7 @@ class Module:
 
 @cache
 def modules(*folders: str) -> Mapping[str, Module]:
-    """The modules of these top-level folders, by dotted name."""
+    """Return the modules of these top-level folders by dotted name."""
     paths = {
         dotted_name(path): path for top in folders for path in sorted((ROOT / top).rglob("*.py"))
     }
@@ -49,7 +51,9 @@ def dotted_name(path: Path) -> str:
 
 
 def package_of(name: str) -> str:
-    """The package whose imports are limited: two levels below a top-level folder, or one module.
+    """Return the package to which import rules apply for this module.
+
+    It is two levels below a top-level folder, or a single module.
 
     >>> package_of("gateway.http.upstream")
     'gateway.http'
@@ -58,7 +62,10 @@ def package_of(name: str) -> str:
 
 
 def cycles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Groups of two or more nodes that reach each other, each sorted (Tarjan's algorithm)."""
+    """Return the groups of two or more nodes that reach each other (Tarjan's algorithm).
+
+    Each group is sorted.
+    """
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -87,7 +94,7 @@ def cycles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 
 def prose(module: Module) -> str:
-    """All docstrings and comments of a module."""
+    """Return all docstrings and comments of a module as one text."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     nodes = (node for node in ast.walk(module.tree) if isinstance(node, documented))
     texts = [ast.get_docstring(node) or "" for node in nodes]
@@ -114,7 +121,7 @@ def _read(name: str, path: Path, paths: Mapping[str, Path]) -> Module:
 
 
 def _imports(node: ast.AST, *, is_for_types: bool) -> Iterator[tuple[str, str, bool]]:
-    """(module, name taken from it or "", whether for types alone) of every import below `node`."""
+    """Yield (module, imported name or "", whether only for types) of every import below `node`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from ((alias.name, "", is_for_types) for alias in child.names)

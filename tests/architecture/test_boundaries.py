@@ -1,4 +1,4 @@
-"""What modules may not do: I/O in pure code, unsafe calls, or tasks that may not exist."""
+"""Forbidden operations: I/O in modules without I/O, unsafe calls, and unmanaged tasks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ OTHER_PACKAGES = (
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
-    """Imported modules with the names taken from them; no names: the module itself."""
+    """Yield each imported module with the names imported from it.
+
+    The set of names is empty if the module itself is imported.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, set()) for alias in node.names)
@@ -109,7 +112,7 @@ def test_nothing_is_unpickled_or_evaluated(name: str) -> None:
 
 
 def asyncio_names(tree: ast.AST) -> set[str]:
-    """Names of asyncio that are used below `tree`, however they are reached."""
+    """Return the names of asyncio that the code below `tree` uses, however they are imported."""
     names = {
         name for module, taken in imports(tree) if module.startswith("asyncio") for name in taken
     }

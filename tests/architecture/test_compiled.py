@@ -1,7 +1,4 @@
-"""The build of compiled modules: existing modules, correct C classes and declarations.
-
-Tests tools/compile.
-"""
+"""Tests of tools/compile: compiled modules exist; their C classes and declarations are right."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def told(module: str) -> list[str]:
 
 
 def slots_of(name: str) -> set[str]:
-    """A C class's attributes."""
+    """Return the attribute names of a C class."""
     module, _, short = name.rpartition(".")
     declared = declarations(module, PROJECT).split("cdef class ")
     (mine,) = [each for each in declared if each.startswith(f"{short}(")]
@@ -34,7 +31,7 @@ def slots_of(name: str) -> set[str]:
 
 
 def _is_field(module: str, line: ast.AnnAssign) -> bool:
-    """Whether it stands in a class, or in the module, and not in a function."""
+    """Return whether an annotated line is in a class or module, and not in a function."""
     tree = PROJECT.trees[module]
     return line in tree.body or any(
         line in each.body for each in ast.walk(tree) if isinstance(each, ast.ClassDef)
@@ -42,7 +39,7 @@ def _is_field(module: str, line: ast.AnnAssign) -> bool:
 
 
 def of(**sources: str) -> classes.Project:
-    """A project of such modules, all of them compiled."""
+    """Return a project that consists of these module sources, all of them compiled."""
     trees = {module: ast.parse(text) for module, text in sources.items()}
     return classes.project(trees, trees)
 

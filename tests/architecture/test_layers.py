@@ -1,7 +1,7 @@
-"""Imports between packages: imports.txt is the table, without pairs and without cycles.
+"""Imports between packages follow the table imports.txt, without mutual imports and cycles.
 
-A package is two levels below a top-level folder (gateway.http), or a module at the folder's root
-(gateway.app). Imports for types alone count.
+A package is two levels below a top-level folder (gateway.http), or a module in the folder itself
+(gateway.app). Imports that are only for types count too.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ LAZY_IMPORTS = {
 
 
 def allowed() -> dict[str, set[str]]:
-    """The table: each package with the packages that it may import."""
+    """Return the table: for each package the packages that it may import."""
     lines = [line for line in TABLE.read_text().splitlines() if line and line[0] != "#"]
     return {name: set(rest.split()) for name, _, rest in (line.partition(":") for line in lines)}
 
 
 def actual() -> dict[str, set[str]]:
-    """What the sources import, by package."""
+    """Return the packages that each package imports, according to the sources."""
     edges: dict[str, set[str]] = defaultdict(set)
     for name, module in MODULES.items():
         package = package_of(name)
@@ -77,7 +77,7 @@ def test_folders_import_only_along_the_arrows(name: str) -> None:
 
 
 def eager_folders(tree: ast.Module) -> set[str]:
-    """The top-level folders imported outside of functions."""
+    """Return the top-level folders that a module imports outside of functions."""
     functions = ast.FunctionDef | ast.AsyncFunctionDef
     inside = {
         node

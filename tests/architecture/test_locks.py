@@ -1,6 +1,4 @@
-"""The locks hold on any machine: every requirement pinned and hashed, no registry and no path
-named.
-"""
+"""Lock files pin and hash every requirement, and contain no registry URL or local path."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ RUNTIME, COMPILE, DEV = "requirements.lock", "requirements-compile.lock", "requi
 
 
 def pins(lock: str) -> dict[str, tuple[str, list[str]]]:
-    """Name -> (version, hashes)."""
+    """Return (version, hashes) by package name from the text of a lock file."""
     text = (ROOT / lock).read_text().replace("\\\n", " ")
     found = {}
     for line in text.splitlines():

@@ -1,7 +1,7 @@
-"""The naming table: names that were replaced do not come back.
+"""Names that were replaced are not used again; renamed.tsv lists them.
 
-renamed.tsv has one line per name: kind, qualified place, old name, new name. A class or module that
-was renamed does not exist under its old name; a function or attribute does not exist at its place.
+Each line has kind, qualified place, old name and new name. A renamed class or module must not exist
+under its old name anywhere. A renamed function or attribute must not exist at its place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODULES = modules(*SHIPPED, "tools")
 
 
 def members(node: ast.ClassDef) -> set[str]:
-    """Methods, class attributes, slots, and attributes assigned to self."""
+    """Return the methods, class attributes, slots, and attributes assigned to `self` of a class."""
     names: set[str] = set()
     for child in ast.walk(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):

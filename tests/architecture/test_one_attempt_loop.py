@@ -1,7 +1,7 @@
-"""One loop picks, books and sends: `attempts` in gateway/proxy/attempts.py. Read from the source.
+"""Only one loop picks endpoints and sends requests: `attempts` in gateway/proxy/attempts.py.
 
-A retry is a decision with a budget, a health check and a list of endpoints that have failed. A
-second loop over picks would need all of that a second time, and would soon differ.
+A retry needs a budget, a health check and a list of failed endpoints. A second loop would have to
+repeat all of that, and would soon differ.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOOPS = (
 
 
 def calls(node: ast.AST) -> set[str]:
-    """Names of CALLS that are called below a node, as functions or as methods."""
+    """Return which of the functions in CALLS are called below a node."""
     functions = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
     names = {function.attr for function in functions if isinstance(function, ast.Attribute)}
     called = {function.id for function in functions if isinstance(function, ast.Name)}
@@ -41,7 +41,7 @@ def calls(node: ast.AST) -> set[str]:
 
 
 def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function without those of the functions and classes inside it."""
+    """Yield the syntax nodes of a function, without nested functions and classes."""
     for node in ast.iter_child_nodes(function):
         yield node
         if not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
@@ -49,7 +49,7 @@ def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
 
 
 def loops(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
-    """Every loop that picks or books: the name of its function, and what it calls."""
+    """Yield every loop that picks an endpoint or reserves capacity: its function, its calls."""
     for function in ast.walk(tree):
         if isinstance(function, FUNCTIONS):
             for node in own_nodes(function):

@@ -1,7 +1,7 @@
-"""Prose of sources and pages: words that hide the subject of a sentence are rare.
+"""Checks the prose of sources and documentation pages for vague words and long sentences.
 
-The limits are per 1,000 words. CONTRIBUTING.md has the rules; this test measures the part of them
-that can be counted.
+Limits are per 1,000 words. CONTRIBUTING.md has all rules; this test measures those that can be
+counted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Sizes, widths, names and the share of I/O-free code of the shipped packages, with their
-limits.
-"""
+"""Limits on the shipped packages: sizes, line widths, names, and the share of I/O-free code."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ MODULES = modules(*SHIPPED)
 
 
 def functions() -> Iterator[tuple[str, int]]:
-    """Every function of the shipped packages, with its number of lines."""
+    """Yield every function of the shipped packages, with its number of lines."""
     for module in MODULES.values():
         for node in ast.walk(module.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -85,7 +83,7 @@ def test_the_root_of_the_gateway_keeps_the_spine_only() -> None:
 
 
 def classes() -> dict[str, set[str]]:
-    """The modules that define each public class name."""
+    """Return the modules that define each public class name."""
     defined: dict[str, set[str]] = defaultdict(set)
     for module in MODULES.values():
         for node in ast.walk(module.tree):
@@ -113,7 +111,7 @@ def test_no_modules_import_each_other_in_a_cycle_not_even_for_types() -> None:
 
 
 def reach(module: Module) -> set[str]:
-    """The modules that `module` imports at run time, directly and indirectly."""
+    """Return the modules that `module` imports at run time, directly or indirectly."""
     reached: set[str] = set()
     pending = [module.name]
     while pending:

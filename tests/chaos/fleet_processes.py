@@ -1,6 +1,6 @@
-"""Mock TP groups and a gateway as processes, and clients that record how their requests end.
+"""Runs mock engines and a gateway as processes, with clients that record how requests end.
 
-This module starts, kills, breaks and loads them. The expectations are in the tests.
+This module starts, kills and loads them, and injects faults. The expectations are in the tests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WITHIN_S = 3 * PATIENCE_S
 
 
 class MockProcess:
-    """One TP group in its own process, on a port that it keeps over restarts."""
+    """A mock engine in its own process, on a port that it keeps over restarts."""
 
     def __init__(self, speed: float, *options: str) -> None:
         self.port = free_port()
@@ -63,11 +63,13 @@ class MockProcess:
 
 
 class Clients:
-    """Closed-loop clients and the results of their requests. `fates` counts words:
+    """Clients that send requests continuously and count how they end, in `fates`:
 
-    ok       a complete answer          error_event   a stream that ended with an error event
-    broken   a visibly broken answer    failed        an error, or nothing before the first byte
-    silent   a stream that ended as if complete, and was not
+    ok           a complete answer
+    broken       a visibly broken answer
+    error_event  a stream that ended with an error event
+    failed       an error, or nothing before the first byte
+    silent       a stream that ended as if complete, although it was not
     """
 
     def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
@@ -82,7 +84,7 @@ class Clients:
 
     @asynccontextmanager
     async def working(self, users: int) -> AsyncIterator[Clients]:
-        """Run this many users until the block is left, then wait for their last answers."""
+        """Run `users` users during an `async with` block, then wait for their last answers."""
         self._tasks = [asyncio.create_task(self._user()) for _ in range(users)]
         try:
             yield self
@@ -143,7 +145,7 @@ class Clients:
 
 @dataclass(frozen=True)
 class FleetProcesses:
-    """The running processes and the gateway's address."""
+    """The running processes, and the gateway's URLs."""
 
     mocks: list[MockProcess]
     url: str
@@ -151,7 +153,7 @@ class FleetProcesses:
 
 
 class FleetClient:
-    """Four mock groups behind a gateway."""
+    """Four mock engines behind a gateway, and the clients of the gateway."""
 
     def __init__(
         self, mocks: list[MockProcess], url: str, admin_url: str, http: aiohttp.ClientSession
@@ -179,14 +181,20 @@ class FleetClient:
     async def until(
         self, mock: MockProcess, *, available: bool, within_s: float = WITHIN_S
     ) -> float:
-        """Return the seconds until the gateway uses the mock again, or stops using it."""
+        """Wait until the gateway uses this engine again, or (`available=False`) stops using it.
+
+        Returns the seconds that this took.
+        """
         return await eventually(lambda: self._is(mock, available), within_s)
 
     async def _is(self, mock: MockProcess, available: bool) -> bool:
         return (await self.endpoint(mock))["available"] is available
 
     async def wait_until_idle(self) -> None:
-        """Wait until nothing is booked in the gateway and the engines. Raises AssertionError."""
+        """Wait until the gateway and the engines have no load.
+
+        Raises AssertionError on a timeout.
+        """
         await eventually(self._is_quiet, PATIENCE_S)
 
     async def _is_quiet(self) -> bool:
@@ -211,7 +219,10 @@ class FleetClient:
 
 
 async def eventually(holds: Callable[[], Any], within_s: float) -> float:
-    """Poll until the condition holds. Returns how long that took."""
+    """Poll until a condition holds, and return the seconds that this took.
+
+    Raises AssertionError after `within_s` seconds.
+    """
     began = time.monotonic()
     while not await holds():
         assert time.monotonic() - began < within_s, f"not within {within_s} s"
@@ -221,7 +232,10 @@ async def eventually(holds: Callable[[], Any], within_s: float) -> float:
 
 @contextmanager
 def fleet_processes(folder: Path, config: str, speed: float = 0.5) -> Iterator[FleetProcesses]:
-    """Start four groups and a gateway; `config` is added to the pool, with its indentation."""
+    """Start four mock engines and a gateway during a `with` block.
+
+    `config` is YAML that is added to the pool, with its indentation.
+    """
     mocks = [MockProcess(speed) for _ in range(4)]
     gateway: subprocess.Popen[bytes] | None = None
     try:
@@ -250,7 +264,7 @@ def fleet_processes(folder: Path, config: str, speed: float = 0.5) -> Iterator[F
 
 
 def _listening(stderr: Path) -> tuple[str, str]:
-    """Return the gateway's two URLs from its output."""
+    """Return the gateway's API and admin URLs from its output."""
     deadline = time.monotonic() + WITHIN_S
     while time.monotonic() < deadline:
         urls = [
@@ -264,7 +278,7 @@ def _listening(stderr: Path) -> tuple[str, str]:
 
 @asynccontextmanager
 async def fleet_client(running: FleetProcesses) -> AsyncIterator[FleetClient]:
-    """Start the processes with clients."""
+    """Create a client for running processes during an `async with` block."""
     timeout = aiohttp.ClientTimeout(total=WITHIN_S)
     async with aiohttp.ClientSession(
         timeout=timeout, connector=aiohttp.TCPConnector(limit=0)

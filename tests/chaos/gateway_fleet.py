@@ -1,4 +1,4 @@
-"""A whole gateway and its mock groups in the test's own event loop, open to inspection."""
+"""A gateway and its mock engines in the test's own event loop, so that a test can inspect them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.patient import patient
 
 
 class GatewayFleet:
-    """The gateway `app`, its groups, and a client."""
+    """A running gateway `app`, its mock engines (`groups`), and an HTTP client."""
 
     def __init__(self, app: App, groups: list[FleetGroup], http: aiohttp.ClientSession) -> None:
         self.app = app
@@ -31,7 +31,7 @@ class GatewayFleet:
         self.http = http
 
     async def ask(self, *, stream: bool = True, tokens: int = 8, prompt: str = "hello") -> Answer:
-        """Send one chat completion and read it to its end."""
+        """Send one chat completion and read the response to its end."""
         body = {
             "model": "demo-8b",
             "stream": stream,
@@ -48,8 +48,9 @@ class GatewayFleet:
             return Answer(answer.status, dict(answer.headers), text, broke)
 
     def loads(self) -> list[int]:
-        """Return everything that is booked, including retry permits and body bytes. All zero at
-        rest.
+        """Return all load counters of gateway and engines, including retry permits and body bytes.
+
+        All are zero when no request is in progress.
         """
         gate = self.app.gateway.gate
         amounts = [
@@ -69,15 +70,15 @@ class GatewayFleet:
         return amounts + [member.group.in_flight for member in self.groups]
 
     async def at_rest(self) -> None:
-        """Wait until nothing is booked. Raises AssertionError on a timeout."""
+        """Wait until all load counters are zero. Raises TimeoutError otherwise."""
         async with asyncio.timeout(PATIENCE_S):
             while any(self.loads()) or any(self.kv_usages()):
                 await asyncio.sleep(0.01)
 
     def lose_patience(self, group: int) -> None:
-        """Let every request that waits for a byte of this group time out now.
+        """Make every request time out now that waits for a byte of this engine.
 
-        This acts like short timeouts for this group only, so that slow tests do not time out
+        It acts like short timeouts for this engine only, so that slow tests do not time out
         elsewhere.
         """
         live = next(
@@ -109,7 +110,11 @@ class GatewayFleet:
 
 
 class Answer:
-    """What a client read. `fate`: ok, error_event, broken, silent, or the status of a refusal."""
+    """A response as the client received it.
+
+    `fate` is ok, error_event, broken, silent (incomplete without an error), or the status of a
+    refusal.
+    """
 
     def __init__(self, status: int, headers: Mapping[str, str], text: bytes, broke: bool) -> None:
         self.status = status
@@ -143,7 +148,13 @@ async def gateway_fleet(
     kv_tokens: int | None = None,
     **sections: Any,
 ) -> AsyncIterator[GatewayFleet]:
-    """Start it. `pool` and `sections` are parts of the configuration file."""
+    """Start a gateway with `groups` mock engines during an `async with` block.
+
+    speed        speed-up of the engines
+    concurrency  concurrent requests per engine
+    pool         further settings of the pool
+    sections     further sections of the configuration
+    """
     spec = GroupSpec(
         "demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed, kv_tokens=kv_tokens
     )

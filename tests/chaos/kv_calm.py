@@ -1,4 +1,4 @@
-"""The duration of the first landing without faults, by which trials are slowed on slow machines."""
+"""Measures a KV transfer without faults, so that trials can be slowed on slow machines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _TOKENS = 96
 
 
 def first_landing_s(transport: str) -> float:
-    """Return the seconds from a fetch to its end over a new link. Raises AssertionError on
-    failure.
+    """Return the seconds that one fetch takes over a new link, without faults.
+
+    Raises AssertionError if it fails.
     """
     clock = ThreadClock("calm")
     wire = InprocWire(clock)

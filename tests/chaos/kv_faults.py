@@ -1,5 +1,6 @@
-"""Faults around any transport: messages and windows altered, repeated, delayed; a breaking
-proxy.
+"""Injects faults into any KV transport: altered, repeated, lost or delayed messages and data.
+
+It also has a TCP proxy that breaks connections. A window is one batch of KV bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from kvtransfer.util.clock import Clock
 
 
 class FaultProbabilities(msgspec.Struct, frozen=True):
-    """Probabilities per message and per window. Delays are up to `late_s`."""
+    """The probabilities of faults per message and per window (batch of KV bytes).
+
+    Delays last up to `late_s` seconds.
+    """
 
     spoil_message: float = 0.0
     repeat_message: float = 0.0
@@ -41,7 +45,7 @@ class FaultProbabilities(msgspec.Struct, frozen=True):
 
 
 class FaultyTransport:
-    """A transport whose own links misbehave with the probabilities of its dice."""
+    """A transport wrapper whose links inject faults with the probabilities `dice`."""
 
     def __init__(
         self, inner: Transport, dice: FaultProbabilities, rng: Random, clock: Clock
@@ -100,7 +104,7 @@ class FaultyTransport:
 
 
 class FaultyLink:
-    """One link with faults."""
+    """A link wrapper that injects faults into what it sends."""
 
     def __init__(self, inner: Link, end: FaultyTransport) -> None:
         self._inner, self._end = inner, end
@@ -181,8 +185,9 @@ class FaultyLink:
 
 
 class Proxy:
-    """A TCP proxy to `target` that can be made to misbehave. Its threads end with the
-    connections.
+    """A TCP proxy to `target` that can be made to misbehave.
+
+    Its threads end with the connections.
     """
 
     def __init__(self, target: str, rng: Random) -> None:
@@ -197,7 +202,7 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True, name="proxy").start()
 
     def spoil(self, bits: int) -> None:
-        """Flip one bit in each of the next `bits` pieces."""
+        """Flip one bit in each of the next `bits` pieces of data."""
         self._spoil += bits
 
     def stall(self) -> None:

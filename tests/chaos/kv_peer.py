@@ -1,9 +1,11 @@
-"""A process with one agent, to be stopped and killed. Commands on stdin, events on stdout, as JSON.
+"""A process with one KV transfer agent, to be suspended and killed by tests.
+
+It reads commands from stdin and writes events to stdout, as JSON.
 
 python -m tests.chaos.kv_peer TRANSPORT MISSES source          offers "r"; `ready` adds layers
 python -m tests.chaos.kv_peer TRANSPORT MISSES sink ADDRESS    fetches "r"
 
-MISSES: beats of silence after which a link is lost.
+MISSES is the number of missed heartbeats after which a link is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ SLOW = PATIENCE_S / 20
 
 
 def options(misses: int) -> AgentOptions:
-    """Return the default options, with the silence scaled to this machine's speed."""
+    """Return agent options with this number of missed heartbeats, scaled to the machine's speed."""
     shipped = AgentOptions()
     return AgentOptions(
         beat_s=shipped.beat_s * SLOW,

@@ -1,9 +1,10 @@
-"""Seeded fault trials of KV transfer: two sources, two sinks, random requests, and one fault.
+"""Randomized KV transfer trials: two sources, two sinks, random requests, and one kind of fault.
 
 python -m tests.chaos.kv_trials --trials 10000 --transport inproc,shm,tcp,lanes [--seed 0]
 
-For every seed: LANDED means exactly the bytes of that offer, returned blocks are never written,
-every offer and landing ends once with a reason, and nothing stays reserved.
+A seed determines a trial. In every trial: a fetch that ends as LANDED has exactly the bytes of its
+offer; blocks are never written after they were returned; every offer and fetch ends once, with a
+reason; and nothing stays reserved.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ STREAM_FAULTS = ("spoil bytes", "truncate", "sever", "stall")  # of a proxy betw
 
 
 def by_block(layout: KvLayout, region: Region) -> NDArray[np.uint8]:
-    """Return the memory as (block, layer, byte), sharing it."""
+    """Return a view of the memory with the axes (block, layer, byte)."""
     if layout.order.is_block_outermost:
         return region.bytes.reshape(BLOCKS, layout.layers, -1)
     return region.bytes.reshape(layout.layers, BLOCKS, -1).swapaxes(0, 1)
@@ -70,7 +71,10 @@ def by_block(layout: KvLayout, region: Region) -> NDArray[np.uint8]:
 def logical(
     layout: KvLayout, regions: Sequence[Region], blocks: Sequence[int], tokens: int
 ) -> NDArray[np.uint8]:
-    """Return the cache of a request as (layer, part, head, token, byte), by plain indexing."""
+    """Return the KV of a request as (layer, part, head, token, byte).
+
+    It uses plain indexing, independently of the tested code.
+    """
     inner = (layout.block_tokens, layout.head_dim * layout.dtype.n_bytes)
     heads_here = layout.kv_heads // layout.tp
     chosen = [by_block(layout, region)[list(blocks)] for region in regions]
@@ -87,7 +91,7 @@ def logical(
 
 @dataclass
 class Request:
-    """The progress of one request."""
+    """The offer or the fetch of one request, and how it ended."""
 
     name: str
     tokens: int
@@ -98,7 +102,10 @@ class Request:
 
 
 class TrialEngine:
-    """An engine with a pool of blocks. It overwrites returned blocks at the moment of the end."""
+    """A simulated engine with a pool of blocks and a KV transfer agent.
+
+    It overwrites blocks as soon as they are returned, so that late writes are detected.
+    """
 
     def __init__(
         self,
@@ -142,7 +149,7 @@ class TrialEngine:
         return [self.free.pop(int(self.rng.integers(len(self.free)))) for _ in range(need)]
 
     def give(self, name: str, tokens: int, ttl_s: float, layered: bool) -> Offer | None:
-        """Prefill and offer."""
+        """Fill blocks with random KV and offer them; None if no blocks are free."""
         blocks = self.allocate(tokens)
         if blocks is None or self.dead:
             return None
@@ -174,7 +181,7 @@ class TrialEngine:
         return landing
 
     def on_change(self, handle: TransferHandle) -> None:
-        """Note that a handle has changed."""
+        """Record that an offer or fetch has ended, verify it, and reuse its blocks."""
         if handle.outcome is None:
             return
         request = (self.offers if isinstance(handle, Offer) else self.landings)[handle.name]
@@ -189,7 +196,7 @@ class TrialEngine:
         self.reuse(request.blocks)
 
     def steal(self) -> None:
-        """Reuse blocks that are still offered. Only their generation shows it."""
+        """Overwrite blocks that are still offered; only their generation number reveals it."""
         for request in list(self.offers.values()):
             with self.robbing:
                 if request.end is None and not self.dead:
@@ -207,7 +214,10 @@ class TrialEngine:
             self.wrong.append(f"{request.name} landed with bytes that are not its own")
 
     def reuse(self, blocks: Sequence[int]) -> None:
-        """Write as the next owner. The bytes stay until the blocks are reserved again."""
+        """Overwrite returned blocks as their next owner would, and free them.
+
+        The new bytes must stay unchanged until the blocks are reserved again.
+        """
         for block in blocks:
             self.stamp[block] = self.stamp[block] % 251 + 1
             for region in self.regions:
@@ -219,8 +229,9 @@ class TrialEngine:
         memory[:] = content.reshape(memory.shape) if isinstance(content, np.ndarray) else content
 
     def check(self) -> None:
-        """Assert that nothing is reserved, every block is back, and returned blocks are
-        unchanged.
+        """Check that nothing is reserved and that returned blocks are free and unchanged.
+
+        Adds errors to `wrong`.
         """
         if self.dead:
             return
@@ -248,7 +259,7 @@ class TrialEngine:
 
 @dataclass
 class Outcome:
-    """The result of a trial. A non-empty `wrong` means a bug."""
+    """The result of a trial. A non-empty `wrong` means that a bug was found."""
 
     seed: int
     transport: str
@@ -258,7 +269,7 @@ class Outcome:
 
 
 class Trial:
-    """The world of one seed. `pace` scales all times on a slow machine."""
+    """The engines, network and events of one trial. `pace` scales all times on a slow machine."""
 
     def __init__(self, seed: int, transport: str, pace: float = 1.0) -> None:
         self.pace = pace
@@ -454,7 +465,7 @@ class Trial:
         return proxy.address
 
     def breakage(self) -> None:
-        """Apply the seed's fault, unless it is in the weather or the dice."""
+        """Inject the trial's fault, unless it consists of the network's or links' probabilities."""
         kind, when, back = self.fault, self.moment(), self.rng.choice([0.03, 0.1, 0.4])
         victims = self.sources if "source" in kind else self.sinks
         victim = self.rng.choice(victims if "source" in kind or "sink" in kind else self.engines)
@@ -488,7 +499,7 @@ class Trial:
             self.at(when, lambda: self.hang_up(victim))
 
     def kill(self, engine: TrialEngine) -> None:
-        """Stop an engine as SIGKILL would: its links break and nothing of it runs any more."""
+        """Stop an engine as SIGKILL would: its links break, and it does nothing any more."""
         engine.dead = True
         if self.virtual:
             self.wire.kill(engine.agent.address)
@@ -503,7 +514,7 @@ class Trial:
             # ---- time
 
     def settled(self, within_s: float, enough: Callable[[], bool]) -> None:
-        """Run until the condition holds, or for this long."""
+        """Run until the condition holds, at most `within_s` seconds."""
         if isinstance(self.clock, VirtualClock):
             self.clock.run(within_s, enough)
             return
@@ -512,11 +523,11 @@ class Trial:
             time.sleep(0.002 * self.pace)
 
     def quiet(self) -> bool:
-        """Return whether everything has ended that was begun."""
+        """Return whether all offers and fetches have ended."""
         return self.all_taken() and all(handle.outcome for handle in self.handles())
 
     def all_taken(self) -> bool:
-        """Return whether every landing has ended that was begun."""
+        """Return whether all fetches have ended."""
         return not self.to_come and all(
             handle.outcome for handle in self.handles() if isinstance(handle, Landing)
         )
@@ -549,7 +560,7 @@ class Trial:
 
 
 def trial(seed: int, transport: str, pace: float = 1.0) -> Outcome:
-    """Run one trial."""
+    """Run one trial and return its outcome."""
     world = Trial(seed, transport, pace)
     outcome = Outcome(seed, transport, world.fault, world.run())
     for engine in world.engines:

@@ -1,4 +1,4 @@
-"""KV transfer between processes that are frozen and killed: peers notice in time and free all."""
+"""KV transfer between processes that are suspended or killed: peers notice, and free everything."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATIENT = 20 * MISSES  # for tests that are not about silence
 
 
 class Peer:
-    """A process with one agent."""
+    """A process with one KV transfer agent (tests/chaos/kv_peer.py)."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -71,7 +71,10 @@ async def agent(transport: str, misses: int = MISSES) -> AsyncIterator[Group]:
 async def under_way(
     transport: str, sink: Group, ready_layers: int
 ) -> AsyncIterator[tuple[Peer, Landing]]:
-    """Yield a source whose KV is being fetched. Retries if a slow machine loses the link before."""
+    """Yield a source process and a fetch of its KV that is in progress.
+
+    Retries if a slow machine loses the link before.
+    """
     ends = []
     for _ in range(TRIES):
         async with peer(transport, "source") as source:
@@ -148,7 +151,7 @@ async def test_a_sink_that_goes_away_gives_the_blocks_back(
 
 
 async def test_a_source_that_was_frozen_for_a_moment_goes_on(transport: str) -> None:
-    """Freeze it for much less than the allowed silence, because a busy machine may wake it late."""
+    """It is frozen much shorter than the allowed silence, as a busy machine may wake it late."""
     async with (
         agent(transport, PATIENT) as sink,
         under_way(transport, sink, 0) as (source, landing),

@@ -1,4 +1,4 @@
-"""Some hundreds of the seeded trials of kv_trials.py, and a check that they find injected bugs."""
+"""Runs several hundred trials of kv_trials.py, and checks that the trials detect injected bugs."""
 
 from __future__ import annotations
 

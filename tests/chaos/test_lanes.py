@@ -1,4 +1,7 @@
-"""Large windows over several connections at once, fenced and dropped at any moment."""
+"""Data transferred over several parallel connections (lanes), and aborted at any moment.
+
+A fence is the message after which no more bytes of a transfer may be written.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ WINDOW_BYTES = 1 << 20
 
 
 class Transfer:
-    """Windows at random places, disjoint at the sink, wanted until the transfer ends."""
+    """Windows (batches of runs) at random places, which do not overlap at the sink."""
 
     def __init__(self, pair: Pair, number: int, rng: Random) -> None:
         size = BLOCKS * BLOCK_BYTES
@@ -67,7 +70,10 @@ class Transfer:
 
 
 def late_writes(pair: Pair, seed: int) -> Iterator[bool]:
-    """Run transfers, half of them fenced in between. Returns whether a fenced one was written."""
+    """Run transfers, half of which are fenced (ended) early.
+
+    Yields whether bytes of a fenced transfer were written after the fence.
+    """
     rng = Random(seed)
     probe = pair.sink_region.bytes.reshape(-1, 4096)[
         :, ::512

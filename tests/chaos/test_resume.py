@@ -1,6 +1,4 @@
-"""Streams continued on another endpoint over real sockets: exact, within budgets, or an error
-event.
-"""
+"""Broken streams are resumed on another endpoint, exactly, or end with an error event."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ def asked(number: int, tokens: int) -> dict[str, Any]:
 
 
 async def read(fleet: GatewayFleet, body: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-    """Return how a stream ended, and its events."""
+    """Send a streaming request; return how the stream ended, and its events."""
     async with fleet.http.post(
         f"{fleet.app.url}/v1/chat/completions", json=body | {"stream": True}
     ) as answer:
@@ -52,7 +50,10 @@ def text_of(events: list[dict[str, Any]]) -> str:
 
 
 async def streams(fleet: GatewayFleet, count: int, tokens: int, **more: Any) -> Counter[str]:
-    """Return the results of this many streams. Complete ones must equal an undisturbed stream."""
+    """Send `count` streaming requests and count their outcomes.
+
+    A complete stream must equal an undisturbed one.
+    """
 
     async def one(number: int) -> str:
         body = asked(number, tokens)
@@ -66,7 +67,7 @@ async def streams(fleet: GatewayFleet, count: int, tokens: int, **more: Any) -> 
 
 
 async def only_silent_ones_left(fleet: GatewayFleet, count: int) -> None:
-    """Wait until this many answers are left, none of them on the other group."""
+    """Wait until `count` requests have ended and only the silent first engine has any left."""
     async with asyncio.timeout(PATIENCE_S):
         while fleet.metric("penstock_requests_total") < count or fleet.groups[1].group.in_flight:
             await asyncio.sleep(0.005)

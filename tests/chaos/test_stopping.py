@@ -1,6 +1,4 @@
-"""A gateway that stops while requests wait for a retry permit: they are answered, also in a
-stream.
-"""
+"""A gateway that stops while requests wait for a retry permit still answers them."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ ONE_TURN: dict[str, Any] = {
 
 
 async def stopped_while_it_waits(fleet: GatewayFleet, fault: str) -> Answer:
-    """Hold the only retry permit, let a failed request wait for it, and stop the gateway."""
+    """Stop a gateway while a failed request waits for the only retry permit; return its answer."""
     for member in fleet.groups:
         member.faults.apply(fault)
     gate = fleet.app.gateway.gate

@@ -1,4 +1,4 @@
-"""Each engine fault and what the client reads: the rows of the error table, on real sockets."""
+"""For each engine fault, what the client receives, as the error table says, on real sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def fates(fleet: GatewayFleet, requests: int, *, stream: bool) -> Counter[
 
 
 async def all_but(count: int, asking: list[asyncio.Task[Answer]]) -> None:
-    """Wait until all requests but `left` are answered: those whose engine is silent."""
+    """Wait until all requests except `count` are answered."""
     async with asyncio.timeout(PATIENCE_S):
         while sum(not task.done() for task in asking) > count:
             await asyncio.sleep(0.005)

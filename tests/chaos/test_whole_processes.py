@@ -1,4 +1,4 @@
-"""Engines die, lose ranks and hang under load: unstarted answers are unaffected, and none hangs."""
+"""Engine processes die, lose ranks and hang under load; requests without output are unaffected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def scene(running: FleetProcesses) -> AsyncIterator[FleetClient]:
 
 
 async def served(clients: Clients, more: int) -> None:
-    """Wait until this many more answers are complete."""
+    """Wait until `more` further answers are complete."""
     goal = clients.fates["ok"] + more
     async with asyncio.timeout(WITHIN_S):
         while clients.fates["ok"] < goal:
@@ -41,7 +41,7 @@ async def served(clients: Clients, more: int) -> None:
 
 
 def assert_unstarted_unaffected(clients: Clients) -> None:
-    """Assert that only started streams broke, visibly; all others are complete."""
+    """Assert that only streams that had begun broke, and visibly. All others are complete."""
     print(dict(clients.fates), f"slowest {clients.slowest_s:.1f} s")
     assert clients.fates["failed"] == 0, clients.problems
     assert clients.fates["silent"] == 0, clients.problems

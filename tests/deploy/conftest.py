@@ -1,5 +1,6 @@
-"""The tools of `make deploy-check`, found behind what the project itself uses: its own versions
-win.
+"""Fixtures for `make deploy-check`: the external tools that check deployment files.
+
+Their Python packages are searched last, so that the project's own versions are used.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ sys.path.append(str(TOOLS))
 
 @pytest.fixture
 def tool():
-    """Runs one of the tools from the repository's root and returns what it said and its exit
-    status.
+    """Return a function that runs one of the tools in the repository's root.
+
+    It returns the tool's exit status and output.
     """
 
     def run(name: str, *arguments: str) -> tuple[int, str]:

@@ -1,7 +1,6 @@
-"""The proxies of deploy/proxies, run as they are written but for addresses, certificate and
-gateways.
+"""Runs the proxies of deploy/proxies with test addresses, certificate and gateways filled in.
 
-Lives here: files with the places changed, and the process. Not here: what is asked through them.
+The requests through the proxies are in the tests.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def free_port() -> int:
 
 
 def certificate(folder: Path) -> None:
-    """folder/cert.pem and folder/key.pem, and both in folder/both.pem as HAProxy wants them."""
+    """Write cert.pem, key.pem, and both.pem (both in one file, for HAProxy) to a folder."""
     command = [
         "openssl",
         "req",
@@ -53,7 +52,7 @@ def certificate(folder: Path) -> None:
 
 
 def changed(name: str, places: dict[str, str]) -> str:
-    """The shipped file with these places changed; each must be there."""
+    """Return a shipped file with these texts replaced. Each text must occur in it."""
     text = (PROXIES / name).read_text()
     for old, new in places.items():
         assert old in text, f"{name} has no {old}"
@@ -103,7 +102,7 @@ def open_to(port: int) -> bool:
 
 @contextmanager
 def proxy(kind: str, folder: Path, api: int, admin: int) -> Iterator[int]:
-    """The port of a proxy in front of the gateway with these two ports, until the block is left."""
+    """Run a proxy in front of a gateway with these API and admin ports; yield the proxy's port."""
     certificate(folder)
     port = free_port()
     command = KINDS[kind](folder, port, api, admin)

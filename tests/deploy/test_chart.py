@@ -1,6 +1,4 @@
-"""The Helm chart, rendered by Helm itself: Kubernetes takes every object, and the gateway every
-gateway.yaml.
-"""
+"""The Helm chart, rendered by Helm: all Kubernetes objects and gateway.yaml files are valid."""
 
 from __future__ import annotations
 
@@ -67,7 +65,10 @@ def one(kind: str, values: dict[str, Any], suffix: str = "") -> dict[str, Any]:
 
 
 def paths(value: Any, at: str = "") -> set[str]:
-    """Every key that stands anywhere in `value`, as a path; lists do not count."""
+    """Return the dotted path of every mapping key anywhere in `value`.
+
+    List indices are not part of a path.
+    """
     if isinstance(value, dict):
         return {f"{at}.{key}" for key in value}.union(
             *(paths(each, f"{at}.{key}") for key, each in value.items())
@@ -76,8 +77,9 @@ def paths(value: Any, at: str = "") -> set[str]:
 
 
 def gateway_yaml(values: dict[str, Any], folder: Path) -> Config:
-    """What the pods would serve by, with the files of its Secrets beside it as the projected volume
-    puts them.
+    """Return the configuration that the pods would use for these chart values.
+
+    The files of its Secrets are written to `folder`, as in the pods' volume.
     """
     (folder / "secrets").mkdir(exist_ok=True)
     for name, text in SECRETS.items():
@@ -357,7 +359,10 @@ def test_the_manifests_without_helm_are_the_charts_defaults() -> None:
 
 
 def rights(values: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The rules of the Role in every namespace that has one, bound to the gateways' account."""
+    """Return the rules of the gateways' Role in each namespace that has one.
+
+    Asserts that it is bound to the gateways' account.
+    """
     made = {(each["kind"], each["metadata"].get("namespace")): each for each in objects(values)}
     roles = {space: each["rules"] for (kind, space), each in made.items() if kind == "Role"}
     for space in roles:
@@ -436,8 +441,9 @@ def test_a_pool_may_say_that_it_discovers_nobody() -> None:
 
 
 def test_what_is_scraped_has_the_name_and_the_labels_that_the_alerts_ask_for() -> None:
-    """Whatever the release is called; and the operator's own label `endpoint` would hide an
-    engine's name.
+    """This holds for any release name.
+
+    The operator's own label `endpoint` would hide the engine's name.
     """
     monitor = one("ServiceMonitor", FULL)["spec"]
     (service,) = [

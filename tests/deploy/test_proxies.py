@@ -1,6 +1,4 @@
-"""nginx and HAProxy with the shipped files, before a real gateway and a mock TP group: streams pass
-as they come.
-"""
+"""nginx and HAProxy with the shipped files, in front of a gateway: streams are not buffered."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ every_http = pytest.mark.parametrize("version", ["--http1.1", "--http2"])
 
 
 class House(NamedTuple):
-    """A gateway before a TP group that takes some 30 ms for each token, and the ports of the
-    proxies before it.
-    """
+    """A gateway with an engine that takes about 30 ms per token, and the ports of the proxies."""
 
     gateway: GatewayProcess
     ports: dict[str, int]
@@ -70,7 +66,10 @@ def curl(url: str, *options: str, tokens: int = TOKENS) -> list[str]:
 
 
 def arrivals(command: list[str]) -> list[float]:
-    """When each event with a token came, in seconds, until the stream's regular end."""
+    """Run a command that reads a stream; return when each token arrived, in seconds.
+
+    Asserts that the stream ends regularly.
+    """
     came, last = [], ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -184,7 +183,7 @@ def test_nothing_but_the_api_is_there(house: House, kind: str, path: str) -> Non
 
 
 class Ear(BaseHTTPRequestHandler):
-    """Says yes to everything and keeps the headers of what it was sent."""
+    """A server that answers 200 to everything and records the request headers."""
 
     protocol_version = "HTTP/1.1"
     heard: list[dict[str, str]]
@@ -197,7 +196,7 @@ class Ear(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Nothing: the test's output is not the place."""
+        """Suppress the log lines of the base class."""
 
 
 @every_proxy

@@ -1,6 +1,4 @@
-"""Linters, schemas and parsers of others over deploy/: each file by the tool that knows its kind
-best.
-"""
+"""Checks each file of deploy/ with the linter, schema or parser of its format."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ def test_gixy_finds_nothing_unsafe_in_nginx(tool: Tool, tmp_path: Path) -> None:
 
 
 def compose() -> Any:
-    """compose.yaml with its merged anchors written out."""
+    """Return the content of compose.yaml, with merged YAML anchors expanded."""
     return yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
 
 
@@ -123,8 +121,9 @@ def envoy_yaml() -> Any:
 
 
 def understood(written: Any) -> Any:
-    """What Envoy's messages make of it. Imported here: thousands of classes that warn while they
-    are made.
+    """Parse an Envoy configuration with Envoy's own messages, and return the result.
+
+    They are imported here, because they are thousands of classes that emit warnings.
     """
     for name in ENVOY_TYPES:
         importlib.import_module(f"envoy_data_plane.{name}")

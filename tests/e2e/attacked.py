@@ -1,4 +1,4 @@
-"""A gateway to be attacked, with one engine for regular clients and one for the attacker."""
+"""A gateway under attack, with one engine for regular clients and one for the attacker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ limits: {{body: 32MiB, body_budget: 64MiB}}
 
 
 class Attacked(NamedTuple):
-    """The gateway under attack and its cost."""
+    """The gateway process under attack, and the measurement of its cost."""
 
     gateway: GatewayProcess
     cost: ProcessCost
@@ -47,7 +47,7 @@ class Attacked(NamedTuple):
         return self.gateway.port, int(self.gateway.admin_url.rpartition(":")[2])
 
     def gaps(self) -> list[float]:
-        """Return the CPU seconds between ticks of the event loop since the last call."""
+        """Return the CPU seconds between consecutive event loop ticks since the last call."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write("\n")
@@ -56,9 +56,10 @@ class Attacked(NamedTuple):
 
 
 def wait_s(gaps: list[float], share: float) -> float:
-    """Return the wait for the event loop that this share of all moments does not exceed.
+    """Return a percentile of how long an event waits for the event loop, in seconds.
 
-    An event at a random moment waits until the end of the interval between ticks that it falls in.
+    At the share `share` of all moments, an event waits no longer than that. It waits until the end
+    of the interval between ticks that it falls in.
     """
     left = (1.0 - share) * sum(max(gap, TICK_S) for gap in gaps)
     longest_first = sorted(gaps, reverse=True)
@@ -73,7 +74,7 @@ def wait_s(gaps: list[float], share: float) -> float:
 
 @contextmanager
 def canned_engine(*options: str) -> Iterator[int]:
-    """Run an engine with canned responses; yields its port."""
+    """Run an engine with canned responses; yield its port."""
     command = [sys.executable, "-m", "tests.e2e.canned_engine", *options]
     with run_process(command, env=ENV, stdout=PIPE) as process:
         assert process.stdout is not None

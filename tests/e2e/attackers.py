@@ -1,4 +1,4 @@
-"""Attacks that aim at a gateway's CPU time or memory, run by a process of its own.
+"""Attacks on a gateway's CPU time or memory, each run by a process of its own.
 
     python -m tests.e2e.attackers NAME API_PORT ADMIN_PORT
 
@@ -41,11 +41,11 @@ READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 class Script:
     """What every connection of an attack does.
 
-    sent    bytes to send, repeatedly or, with `once`, a single time
+    sent    bytes to send: repeatedly, or only one time with `once`
     drip    bytes to send afterwards, 20 times a second per connection
-    piece   maximum bytes of one send()
+    piece   maximum number of bytes per send()
     reads   whether it reads the responses
-    leaves  whether it closes after it has sent everything
+    leaves  whether it closes the connection after it has sent everything
     admin   whether it connects to the admin server
     """
 
@@ -60,7 +60,7 @@ class Script:
 
 
 class Client:
-    """One connection of an attack."""
+    """One connection of an attacker."""
 
     def __init__(self, script: Script, port: int, done: Counter[str]) -> None:
         self._script, self._done, self._offset = script, done, 0
@@ -78,7 +78,7 @@ class Client:
 
     @property
     def wanted(self) -> int:
-        """The epoll events that it waits for."""
+        """The epoll events that the connection waits for."""
         has_more = bool(self._script.sent) and not (
             self._script.once and self._offset == len(self._script.sent)
         )
@@ -89,7 +89,7 @@ class Client:
         return self._script.leaves and self._offset == len(self._script.sent)
 
     def step(self, ready: int) -> None:
-        """Send and receive as far as possible. Raises OSError when the connection has ended."""
+        """Send and receive as much as possible. Raises OSError when the connection has ended."""
         with suppress(BlockingIOError):
             if ready & READ and self._script.reads:
                 received = self.socket.recv(1 << 20)
@@ -115,7 +115,7 @@ class Client:
 
 
 class Crowd:
-    """All connections of an attack, until `over` is set; a connection that ends is replaced."""
+    """All connections of an attack until `over` is set. Connections that end are replaced."""
 
     def __init__(self, script: Script, api: int, admin: int) -> None:
         self.over = threading.Event()
@@ -161,18 +161,18 @@ class Crowd:
 
 
 def call(path: str = CHAT, **changes: Any) -> bytes:
-    """Build a request to the attacker's engine."""
+    """Build a valid chat request to the attacker's engine; `changes` are members of its body."""
     messages = [{"role": "user", "content": "hi"}]
     return post({"model": HOSTILE, "messages": messages, **changes}, path, KEY)
 
 
 def head(*lines: str, start: str = f"POST {CHAT} HTTP/1.1") -> bytes:
-    """Build a request head with these lines."""
+    """Build an HTTP request head with these header lines."""
     return "\r\n".join([start, "Host: 127.0.0.1", KEY, *lines, "", ""]).encode()
 
 
 def body(text: bytes, path: str = CHAT) -> bytes:
-    """Build a request with this body."""
+    """Build a POST request with this body."""
     return post(text, path, KEY)
 
 
@@ -184,7 +184,7 @@ def prompts(one: bytes) -> bytes:
 
 
 def messages(content: bytes, number: int) -> bytes:
-    """Build a chat completion with this many messages."""
+    """Build a chat completion request with this many messages."""
     message = b'{"role":"user","content":"%b"}' % content
     return body(
         b'{"model":"hostile","messages":[' + (message + b",") * (number - 1) + message + b"]}"
@@ -192,20 +192,20 @@ def messages(content: bytes, number: int) -> bytes:
 
 
 def members() -> bytes:
-    """Build a chat completion whose JSON object has a million members."""
+    """Build a chat completion request whose JSON object has a million members."""
     names = b",".join(b'"k%d":1' % number for number in range(1_000_000))
     return body(b'{"model":"hostile","messages":[],' + names + b"}")
 
 
 def unfinished() -> bytes:
-    """Return the first 56 KiB of a request head."""
+    """Return the first 56 KiB of a request head that has no end."""
     return head(f"X-Long: {'a' * 8000}", *(f"X-{number}: {'a' * 7000}" for number in range(7)))[:-4]
 
 
 def many() -> int:
-    """Return a number of connections below `limits.connections_per_address`.
+    """Return a large number of connections below `limits.connections_per_address`.
 
-    Fewer if the process may not open as many files.
+    It is lower if the process may not open as many files.
     """
     return min(4000, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 100)
 
@@ -218,7 +218,10 @@ def dry_run() -> bytes:
 
 @dataclass(frozen=True)
 class CostlyAttack:
-    """An attack. It may fill `budget` bytes of a configured limit, in addition to MOST_GROWTH."""
+    """A named attack.
+
+    It may fill `budget` bytes of a configured limit, in addition to MOST_GROWTH.
+    """
 
     name: str
     script: Callable[[], Script]  # some are megabytes
@@ -363,7 +366,7 @@ CORPUS = {attack.name: attack for attack in (*CLIENT_ATTACKS, *BODY_ATTACKS, *RE
 
 @contextmanager
 def attacking(name: str, api: int, admin: int, *options: str) -> Iterator[Counter[str]]:
-    """Run an attack in a process until the block ends; the yielded counter is filled then."""
+    """Run an attack in a process during a `with` block; its counters are set at the end."""
     command = [sys.executable, "-m", "tests.e2e.attackers", name, str(api), str(admin), *options]
     done: Counter[str] = Counter()
     with run_process(command, env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

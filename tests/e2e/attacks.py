@@ -1,4 +1,4 @@
-"""The table of malicious requests and the responses they must get, for test_attacks.py."""
+"""Malicious requests, and the responses that they must get, for test_attacks.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATH = "/v1/chat/completions"
 
 
 class Attack(NamedTuple):
-    """The bytes to send, or a function that creates them, and the expected error."""
+    """A malicious request (bytes, or a function that creates them), and the expected error."""
 
     name: str
     sent: bytes | Callable[[], bytes]
@@ -36,7 +36,7 @@ def raw(body: bytes, *headers: str) -> bytes:
 def head(
     *lines: str, start: str = f"POST {PATH} HTTP/1.1", host: str | None = "Host: test"
 ) -> bytes:
-    """Return a request head of exactly these lines."""
+    """Return an HTTP request head with exactly these lines."""
     return "\r\n".join([start, *([host] if host else []), *lines, "", ""]).encode("latin-1")
 
 

@@ -2,7 +2,7 @@
 
     python -m tests.e2e.canned_engine [CORE]
 
-The request's `user` selects the response:
+The request's member `user` selects the response:
 
 event:N   a stream with one event of N bytes
 answer:N  a JSON response of N bytes
@@ -63,7 +63,7 @@ _FLOOD = _chunk(_event("x" * 8192))
 
 
 class Connection(asyncio.Protocol):
-    """A connection of the gateway, whose requests are answered one after another."""
+    """A connection from the gateway, whose requests are answered one after another."""
 
     def __init__(self) -> None:
         self._received = b""

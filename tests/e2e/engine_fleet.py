@@ -1,4 +1,4 @@
-"""A gateway in front of engines that answer, refuse connections, or reset them."""
+"""A gateway in front of engines that answer, refuse connections, or reset them, as tests choose."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODELS = {"object": "list", "data": [{"id": MODEL}]}
 
 
 class Mode(Enum):
-    """How an engine treats a connection."""
+    """How an engine treats a connection: answer, refuse or reset."""
 
     ANSWERS = "answers"
     REFUSES = "refuses"
@@ -133,7 +133,7 @@ def _write_json(writer: asyncio.StreamWriter, body: object) -> None:
 
 
 class Fleet:
-    """A gateway in front of its engines, and the clients of the gateway."""
+    """A gateway with its engines, and methods that send requests to the gateway."""
 
     def __init__(self, app: App, engines: Sequence[Engine], http: aiohttp.ClientSession) -> None:
         self.app = app
@@ -150,11 +150,14 @@ class Fleet:
             return answer.status
 
     async def ask_concurrently(self, times: int) -> Counter[int]:
-        """Send this many requests at the same time and count their status codes."""
+        """Send `times` requests concurrently and count their status codes."""
         return Counter(await asyncio.gather(*(self.ask() for _ in range(times))))
 
     async def load(self, clients: int, until: asyncio.Event) -> Counter[int]:
-        """Run closed-loop clients until the event is set, and count the status codes."""
+        """Send requests continuously from `clients` clients until the event is set.
+
+        Returns the number of responses by status code.
+        """
         statuses: Counter[int] = Counter()
 
         async def client() -> None:
@@ -165,7 +168,7 @@ class Fleet:
         return statuses
 
     async def ask_timed(self) -> tuple[int, float]:
-        """Send one request. Returns its status code and the seconds it took."""
+        """Send one request; return its status code and the seconds that it took."""
         began = monotonic()
         return await self.ask(), monotonic() - began
 

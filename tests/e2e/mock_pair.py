@@ -1,7 +1,7 @@
-"""Two mock groups, and a client that splits requests between them as each engine's dialect
-requires.
+"""Two mock engines, and a client that splits requests into prefill and decode for them.
 
-The client does what a gateway would do. The expectations are in the tests.
+The client does what a gateway would do for each engine's protocol. The expectations are in the
+tests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ rooms = itertools.count(1 << 41)
 
 
 class MockPair:
-    """A prefill and a decode group, and a client that splits requests between them."""
+    """A prefill and a decode engine, and a client that splits requests between them."""
 
     def __init__(
         self, prefill: FleetGroup, decode: FleetGroup, http: aiohttp.ClientSession
@@ -54,7 +54,7 @@ class MockPair:
             return response.status, await response.json()
 
     def legs(self, body: dict[str, Any], number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the prefill and the decode body of a dialect that sends both legs at once."""
+        """Return the prefill and the decode body, for protocols that send both at the same time."""
         prefill, decode = self.prefill.pd_role, self.decode.pd_role
         assert prefill is not None
         assert decode is not None
@@ -92,7 +92,7 @@ class MockPair:
     async def split(
         self, body: dict[str, Any], path: str = "/v1/completions"
     ) -> tuple[int, dict[str, Any]]:
-        """Send both legs. Returns the status and the body of the decode group's answer."""
+        """Send the prefill and the decode request; return the decode response's status and body."""
         assert self.prefill.pd_role is not None
         number = next(rooms)
         match self.prefill.pd_role.dialect.name:
@@ -152,7 +152,7 @@ class MockPair:
         return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series))
 
     async def at_rest(self, within_s: float = 5.0) -> None:
-        """Wait until neither group holds KV blocks, transfers or jobs."""
+        """Wait until neither engine has KV blocks, transfers or jobs in use."""
         await within(within_s, self._wait_until_empty())
 
     async def _wait_until_empty(self) -> None:

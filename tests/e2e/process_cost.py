@@ -23,18 +23,21 @@ _MESSAGE = 72  # bytes of struct inet_diag_msg
 
 
 class ProcessCost:
-    """The cost of one process."""
+    """Reads the CPU time and memory of one process."""
 
     def __init__(
         self, pid: int, listens: Collection[int] = (), dials: Collection[int] = ()
     ) -> None:
-        """Its sockets have a local port in `listens` or a remote port in `dials`."""
+        """Measure process `pid`.
+
+        Its sockets are those with a local port in `listens` or a remote port in `dials`.
+        """
         self._pid, self._listens, self._dials = pid, frozenset(listens), frozenset(dials)
         self._status = Path(f"/proc/{pid}/status")
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds of all threads, ended ones included (CPUCLOCK_SCHED of the process)."""
+        """CPU seconds of all threads, including ended ones (CPUCLOCK_SCHED of the process)."""
         return time.clock_gettime((~self._pid << 3) | 2)
 
     @property
@@ -43,14 +46,14 @@ class ProcessCost:
 
     @property
     def peak_resident_bytes(self) -> int:
-        """The highest value since reset_peak()."""
+        """The highest resident memory since reset_peak(), in bytes."""
         return self._size("VmHWM")
 
     def reset_peak(self) -> None:
         Path(f"/proc/{self._pid}/clear_refs").write_text("5")
 
     def socket_bytes(self) -> int:
-        """Return the kernel memory of its TCP sockets: receive and send queues, and reserves."""
+        """Return the kernel memory of its TCP sockets in bytes: queues and reserves."""
         return sum(
             memory
             for local, remote, memory in _tcp_sockets()
@@ -64,7 +67,7 @@ class ProcessCost:
 
 
 def sockstat_bytes() -> int:
-    """Return the kernel memory of all TCP sockets on the machine (/proc/net/sockstat)."""
+    """Return the kernel memory of all TCP sockets on the machine in bytes (/proc/net/sockstat)."""
     match = re.search(r"TCP:.* mem (\d+)", Path("/proc/net/sockstat").read_text())
     assert match is not None
     return int(match[1]) * PAGE
@@ -96,7 +99,10 @@ def _read_dump(netlink: socket.socket) -> list[tuple[int, int, int]]:
 
 
 def _memory_in(attributes: bytes) -> int:
-    """Sum rmem_alloc, fwd_alloc, wmem_queued, optmem and backlog of INET_DIAG_SKMEMINFO."""
+    """Return a socket's memory in bytes from its sock_diag attributes (INET_DIAG_SKMEMINFO).
+
+    It is the sum of rmem_alloc, fwd_alloc, wmem_queued, optmem and backlog.
+    """
     while len(attributes) >= 4:
         length, kind = struct.unpack_from("=HH", attributes)
         if kind == _SKMEMINFO:

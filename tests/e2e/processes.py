@@ -1,4 +1,4 @@
-"""A gateway or a mock fleet as real processes on free ports of 127.0.0.1.
+"""Runs a gateway or mock engines as real processes on free ports of 127.0.0.1.
 
 This module starts a process, waits until it is ready, records its stderr and ends it by pid.
 """
@@ -60,7 +60,7 @@ class GatewayProcess:
         return self._process.poll() is None
 
     def wait(self) -> int:
-        """Wait for the process to end and for its stderr to be read. Returns the exit code."""
+        """Wait until the process has ended and its stderr is read; return the exit code."""
         code = self._process.wait(WITHIN_S)
         if self._reader is not None:
             self._reader.join(WITHIN_S)
@@ -72,7 +72,7 @@ class GatewayProcess:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def read_until_ready(self, stderr: IO[str]) -> None:
-        """Read stderr until the process reports its URLs, then keep reading in a thread."""
+        """Read stderr until the process prints its URLs, then keep reading in a thread."""
         for line in stderr:
             self._lines.append(line)
             match = _READY.search(line)
@@ -87,7 +87,7 @@ class GatewayProcess:
 
 
 def complete_config(config: str, observability: str = "{access_log: 'off'}") -> str:
-    """Return the text of a configuration file with the parts that all these tests share."""
+    """Return a configuration completed with the parts that all these tests share."""
     listeners = "listeners: {api: {port: 0}, admin: {port: 0}}"
     return f"version: 1\n{listeners}\nobservability: {observability}\n{config}"
 
@@ -104,7 +104,7 @@ def gateway_process(
     """Run a gateway with this YAML configuration, written to `folder / FILE`.
 
     complete    whether to add the parts that all these tests share
-    patience    YAML with lenient health and scrape timeouts; empty for the shipped ones
+    patience    YAML with long health and scrape timeouts; "" for the default ones
     env         additional environment variables
     """
     file = folder / FILE
@@ -121,9 +121,9 @@ def gateway_process(
 
 @contextmanager
 def mock_fleet(*options: str) -> Iterator[list[str]]:
-    """Run two mock TP groups without simulated delays, unless `options` override that.
+    """Run two mock engines and yield their URLs.
 
-    Yields URLs.
+    They simulate no delays unless `options` override that.
     """
     command = [
         sys.executable,

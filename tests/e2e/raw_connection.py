@@ -11,7 +11,10 @@ WITHIN_S = 20.0
 
 
 class Answer(NamedTuple):
-    """One response. `body` has no chunk framing; `framing` is "length", "chunked" or "close"."""
+    """One response.
+
+    `body` is without chunk framing; `framing` is "length", "chunked" or "close".
+    """
 
     status: int
     headers: dict[str, str]
@@ -24,7 +27,10 @@ class Answer(NamedTuple):
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error object. Raises AssertionError unless it has exactly OpenAI's shape."""
+        """The error object.
+
+        Raises AssertionError unless it has exactly the shape of OpenAI's errors.
+        """
         body = self.json
         assert set(body) == {"error"}, body
         error = body["error"]
@@ -38,10 +44,14 @@ class Answer(NamedTuple):
 
 
 class RawConnection:
-    """One client connection to 127.0.0.1."""
+    """One raw TCP client connection to 127.0.0.1."""
 
     def __init__(self, port: int, receive_bytes: int | None = None, address: str = "") -> None:
-        """`address`: the local address to connect from, in 127.0.0.0/8."""
+        """Connect to `port` of 127.0.0.1.
+
+        receive_bytes  size of the socket's receive buffer; None: the default
+        address        local address to connect from, in 127.0.0.0/8
+        """
         self.socket = socket.socket()
         if address:
             self.socket.bind((address, 0))
@@ -63,12 +73,12 @@ class RawConnection:
         self.socket.close()
 
     def send(self, data: bytes) -> None:
-        """Send all bytes, or as many as the peer takes before it closes the connection."""
+        """Send all bytes, or as many as the peer accepts before it closes the connection."""
         with suppress(ConnectionError):
             self.socket.sendall(data)
 
     def answer(self) -> Answer:
-        """Read the next response to its end. Raises AssertionError when there is none."""
+        """Read the next response to its end. Raises AssertionError if there is none."""
         first = self._file.readline()
         assert first.startswith(b"HTTP/1."), f"no answer but {first!r}"
         headers: dict[str, str] = {}
@@ -83,7 +93,7 @@ class RawConnection:
         return Answer(status, headers, body, framing)
 
     def is_closed(self) -> bool:
-        """Wait for the next byte or the end. True if the peer closed the connection."""
+        """Wait for the next byte or the end; return True if the peer closed the connection."""
         try:
             return self._file.read(1) == b""
         except ConnectionError:

@@ -64,7 +64,7 @@ class RecordedRequest:
 
 
 class RecordingEngine:
-    """The engine's `url` and the requests it recorded."""
+    """A running engine: its `url` and the requests that it has recorded."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -73,7 +73,10 @@ class RecordingEngine:
         self._changed = threading.Condition()
 
     def wait(self, until: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
-        """Wait until `until()` holds, checking after each recorded event. False on a timeout."""
+        """Wait until a condition holds, and check it after each event.
+
+        Returns False on a timeout.
+        """
         with self._changed:
             return self._changed.wait_for(until, within_s)
 
@@ -191,7 +194,7 @@ def _chunk(payload: bytes) -> bytes:
 
 @contextmanager
 def recording_engine(context: ssl.SSLContext | None = None) -> Iterator[RecordingEngine]:
-    """Run the engine on a free port of 127.0.0.1, with TLS if there is a context."""
+    """Run the engine on a free port of 127.0.0.1, with TLS if `context` is given."""
     engine = RecordingEngine()
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

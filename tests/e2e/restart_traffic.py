@@ -1,7 +1,7 @@
-"""Traffic across a gateway restart, counting refused and truncated requests, and restart helpers.
+"""Sends traffic across a gateway restart, and counts refused and truncated requests.
 
 Streams reuse connections and short requests open new ones, so that a restart meets both idle
-connections and the accept queue.
+connections and the accept queue. The module also has functions that restart a gateway.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ACCEPTS = re.compile(r"the successor \(pid (\d+)\) accepts connections")
 
 
 class Traffic:
-    """Closed-loop streams and short requests until stop(). `counts` has their results."""
+    """Streams and short requests, sent continuously until stop(); `counts` has their outcomes."""
 
     def __init__(self, url: str, model: str = "demo-8b", tokens: int = 40) -> None:
         self.counts: Counter[str] = Counter()
@@ -89,12 +89,12 @@ class Traffic:
             return "requests answered" if answer.status == 200 else self._refusal(answer, body)
 
     def _cut(self, text: bytes) -> str:
-        """Record a stream that ended early, with its last bytes in `problems`."""
+        """Record a stream that ended early, with its last bytes, in `problems`."""
         self.problems.append(f"cut: {text[-300:].decode(errors='replace')}")
         return "cut"
 
     def _refusal(self, answer: aiohttp.ClientResponse, body: bytes) -> str:
-        """Record a refused request, with its response body in `problems`."""
+        """Record a refused request, with its response body, in `problems`."""
         self.problems.append(f"{answer.status}: {body[:500].decode(errors='replace')}")
         return f"status {answer.status}"
 
@@ -109,7 +109,7 @@ class Traffic:
 
 @asynccontextmanager
 async def traffic(url: str, streams: int, shorts: int, tokens: int = 40) -> AsyncIterator[Traffic]:
-    """Run traffic in the background until the block is left, then wait for its last responses."""
+    """Send traffic during an `async with` block, then wait for the last responses."""
     background = Traffic(url, tokens=tokens)
     task = asyncio.create_task(background.run(streams, shorts))
     try:
@@ -138,10 +138,7 @@ def learned_state(gateway: GatewayProcess) -> dict[str, Any]:
 
 
 async def restart(gateway: GatewayProcess, pid: int) -> int:
-    """Send SIGUSR2 to the serving process.
-
-    Returns its successor's pid once that accepts connections.
-    """
+    """Restart a gateway with SIGUSR2; return its successor's pid once that accepts connections."""
     known = len(ACCEPTS.findall(gateway.stderr_text))
     os.kill(pid, signal.SIGUSR2)
     try:
@@ -164,7 +161,10 @@ async def until_gone(pid: int) -> None:
 
 @contextmanager
 def killing_successors(gateway: GatewayProcess) -> Iterator[None]:
-    """Kill all successors when the block is left. They are not children of the test process."""
+    """Kill all successor processes at the end of a `with` block.
+
+    They are not children of the test process.
+    """
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Several gateway processes that share state through Redis, and clients that use them in turn."""
+"""Several gateway processes that share state through Redis, and clients that alternate them."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def shared_gateway(
     more: str = "",
     policy: str = "prefix_aware",
 ) -> Iterator[GatewayProcess]:
-    """Run one gateway, with `more` added to its configuration.
+    """Run one gateway, with the YAML `more` added to its configuration.
 
-    It shares state if `redis` is set.
+    It shares state with the others if `redis` is set.
     """
     directory = folder / name
     directory.mkdir(exist_ok=True)
@@ -57,7 +57,10 @@ def shared_gateway(
 async def replay_conversation(
     urls: Sequence[str], limit: int, speed: float, first: int = 0
 ) -> BenchReport:
-    """Replay the recorded trace from request `first` on, sending to the gateways in turn."""
+    """Replay `limit` requests of the recorded trace, beginning with number `first`.
+
+    The requests go to the gateways in turn.
+    """
     arrivals = list(replay(TRACE, limit, speed))[first:]
     plan = BenchPlan(url=urls[0], trace=TRACE, speed=speed, limit=limit, ignore_eos=True)
     records: list[BenchRecord] = []
@@ -86,7 +89,7 @@ async def replay_conversation(
 
 
 def metrics_page(running: GatewayProcess) -> str:
-    """Return the gateway's /metrics page."""
+    """Return the gateway's /metrics page as text."""
     with urllib.request.urlopen(f"{running.admin_url}/metrics", timeout=PATIENCE_S) as answer:
         text: str = answer.read().decode()
         return text
@@ -98,9 +101,9 @@ def metric(running: GatewayProcess, name: str, **labels: str) -> float:
 
 
 def all_messages_delivered(pair: Sequence[GatewayProcess], kind: str) -> Callable[[], bool]:
-    """Return a check that every message of this kind has been delivered between two gateways.
+    """Return a function that checks that all messages of a kind were delivered between gateways.
 
-    The check holds when as many messages came in as went out and none followed for ten calls. It
+    It returns True when as many messages came in as went out, and none followed for ten calls. It
     also works for two workers behind one admin server.
     """
     looks: deque[tuple[float, float]] = deque(maxlen=10)
@@ -124,7 +127,7 @@ def endpoints(running: GatewayProcess) -> list[dict[str, Any]]:
 
 
 def wait_until(is_met: Callable[[], bool], within_s: float = PATIENCE_S) -> float:
-    """Poll until the condition holds. Returns the seconds that took."""
+    """Poll until a condition holds, and return the seconds that this took."""
     began = time.monotonic()
     while not is_met():
         assert time.monotonic() - began < within_s, "the condition was not met in time"

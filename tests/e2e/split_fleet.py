@@ -1,8 +1,7 @@
-"""A gateway in front of mock prefill and decode groups that transfer real KV bytes, in one event
-loop.
+"""A gateway and mock prefill and decode engines that transfer real KV bytes, in one event loop.
 
-The mock derives its output tokens from the KV a group holds. A split request therefore returns the
-same text as one group alone only if every byte arrived in its place (mockgpu/text.py).
+The mock derives its output tokens from the KV that it has. A split request therefore returns the
+same text as one engine alone only if every byte arrived in its place (mockgpu/text.py).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ NEED_BOOTSTRAP = ("sglang", "mooncake")
 
 
 class SplitFleet:
-    """The gateway `app`, its `prefill` and `decode` groups, and an HTTP client."""
+    """The gateway `app`, its `prefill` and `decode` engines, and an HTTP client."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class SplitFleet:
         self.http = http
 
     async def ask(self, body: Mapping[str, Any], path: str = "/v1/completions") -> tuple[int, str]:
-        """Send one request. Returns its status, and its text or the body of the error."""
+        """Send one request; return its status, and its text or the error body."""
         async with self.http.post(
             self.app.url + path, json={"model": MODEL} | dict(body)
         ) as answer:
@@ -62,7 +61,7 @@ class SplitFleet:
     async def assert_right_answer(
         self, body: Mapping[str, Any], path: str = "/v1/completions"
     ) -> None:
-        """Send one request and assert that its text is what one group alone would return."""
+        """Send one request and assert that its text is what one engine alone would return."""
         status, text = await self.ask(body, path)
         assert status == 200, text
         assert text == expected_text(dict(body), body["max_tokens"])
@@ -77,7 +76,10 @@ class SplitFleet:
             return state
 
     async def used_resources(self) -> list[int]:
-        """Return everything the gateway and the groups hold for requests. All zero at rest."""
+        """Return the counters of all resources that gateway and engines use for requests.
+
+        All are zero when no request is in progress.
+        """
         gate = self.app.gateway.gate
         amounts = [gate.active_requests, gate.body_bytes, gate.retries_running]
         for live in self.app.gateway.endpoints.all():
@@ -94,14 +96,17 @@ class SplitFleet:
         return amounts
 
     async def _used_or_unreachable(self) -> list[int]:
-        """Return used_resources(), or [1] while a group does not listen after a fault."""
+        """Return used_resources(), or [1] while an engine does not listen after a fault."""
         try:
             return await self.used_resources()
         except aiohttp.ClientConnectorError:
             return [1]
 
     async def at_rest(self, within_s: float = 5.0) -> None:
-        """Wait until nothing is held, then assert that no engine got a malformed handoff."""
+        """Wait until no resource is in use.
+
+        Also asserts that no engine received a malformed handoff.
+        """
 
         async def wait_until_empty() -> None:
             while any(await self._used_or_unreachable()):
@@ -148,10 +153,12 @@ async def split_fleet(
     log: str = "off",
     **sections: Any,
 ) -> AsyncIterator[SplitFleet]:
-    """Start the groups and a gateway that splits prompts of 64 uncached tokens or more.
+    """Start engines and a gateway that splits prompts of 64 uncached tokens or more.
 
-    tps       TP size of the prefill and of the decode groups
-    groups    number of prefill and of decode groups
+    dialect   handoff protocol of the engines
+    tps       TP size of the prefill and of the decode engines
+    groups    number of prefill and of decode engines
+    kv        options of KV transfer
     pool      further settings of the pool
     """
     transfer = TransferSpec(**({"dialect": dialect, "transport": "inproc"} | dict(kv or {})))

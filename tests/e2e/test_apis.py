@@ -1,4 +1,4 @@
-"""Each API over raw sockets and the openai SDK, through a gateway in front of mock groups."""
+"""Every HTTP API over raw sockets and the openai SDK, through a gateway with mock engines."""
 
 from __future__ import annotations
 

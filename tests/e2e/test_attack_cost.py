@@ -1,4 +1,4 @@
-"""Bounds what attacks may cost: the wait of other requests, and memory.
+"""Limits on what attacks may cost other clients: waiting time, memory, and failed requests.
 
 Waits are CPU time of the gateway's event loop (timed_gateway.py), so the results do not depend on
 how busy the machine is. bench/load/attack_cost.py measures the same attacks in wall time.
@@ -34,7 +34,7 @@ REQUEST_S = 0.00025
 
 
 class Measurement(NamedTuple):
-    """The effects of an attack: the 99th percentile of the wait, and the growth of memory."""
+    """The effects of an attack: 99th percentile of the wait in seconds, memory growth in bytes."""
 
     wait_s: float
     resident_bytes: int
@@ -42,7 +42,7 @@ class Measurement(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The number of answered requests, and the highest socket memory while they were sent."""
+    """The number of answered requests, and the highest socket memory meanwhile in bytes."""
 
     requests: int
     socket_bytes: int
@@ -68,7 +68,7 @@ def target(
 
 
 def send_requests(target: Attacked, seconds: float) -> Load:
-    """Send requests for this time, at least MIN_REQUESTS; each must be answered."""
+    """Send requests for `seconds`, at least MIN_REQUESTS. Asserts that each is answered."""
     socket_bytes, requests, end = 0, 0, monotonic() + seconds
     with RawConnection(target.gateway.port) as wire:
         while requests < MIN_REQUESTS or monotonic() < end:
@@ -81,7 +81,10 @@ def send_requests(target: Attacked, seconds: float) -> Load:
 
 
 def measure_calm(target: Attacked) -> tuple[float, float]:
-    """Return the 99th percentile of the wait without an attack, and how slow the core is (>= 1)."""
+    """Measure without an attack: the 99th percentile of the wait, and how slow the core is.
+
+    Slowness is a factor of at least 1.
+    """
     target.gaps()
     before = target.cost.cpu_s
     requests = send_requests(target, CALM_S).requests
@@ -90,7 +93,7 @@ def measure_calm(target: Attacked) -> tuple[float, float]:
 
 
 def measure_attack(target: Attacked, name: str) -> Measurement:
-    """Run the attack while a client sends requests."""
+    """Run an attack while a client sends requests, and measure its effects."""
     resident = target.cost.resident_bytes
     target.cost.reset_peak()
     sockets = target.cost.socket_bytes()
@@ -106,9 +109,10 @@ def measure_attack(target: Attacked, name: str) -> Measurement:
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_an_attack_costs_little_time_and_memory_and_no_request(target: Attacked, name: str) -> None:
-    """The bound on memory holds at the first try.
+    """The limit on memory must hold at the first try.
 
-    The wait has several tries, because other processes share caches and hyperthreads.
+    The limit on waits may take several tries, because other processes share caches and
+    hyperthreads.
     """
     waits: list[float] = []
     bound_s = 0.0

@@ -1,4 +1,4 @@
-"""Malicious requests, sent as raw bytes to a real gateway: they are refused and not forwarded.
+"""Malicious requests sent as raw bytes to a real gateway are refused and not forwarded.
 
 Each attack of attacks.py must get its status and an error body in OpenAI's shape. It must cause no
 traceback, and the gateway must keep serving.
@@ -111,9 +111,9 @@ def test_an_attack_is_answered_with_its_error_and_nothing_is_forwarded(
 def test_an_attack_pipelined_behind_a_valid_request_is_refused(
     setup: Setup, attack: Attack
 ) -> None:
-    """The first request is parsed without aiohttp, the second with it.
+    """The gateway parses the first request itself, and the second with aiohttp.
 
-    Neither reads the other's bytes.
+    Neither parser may read bytes of the other's request.
     """
     assert isinstance(attack.sent, bytes)
     forwarded = len(setup.engine.requests)
@@ -336,7 +336,7 @@ def test_an_upgrade_is_ignored_and_the_request_is_answered_over_http_1_1(
 def test_an_upgrade_of_an_unusual_request_is_ignored_and_its_connection_closed(
     setup: Setup, upgrade: str
 ) -> None:
-    """aiohttp's parser drops the bytes behind such a head, so the gateway must not read on."""
+    """aiohttp's parser drops the bytes after such a head, so the gateway must not read further."""
     request = ("Connection: Upgrade", upgrade)
     behind = chat(user="status:418")
     forwarded = len(setup.engine.requests)
@@ -386,9 +386,9 @@ def test_a_stream_for_several_prompts_is_complete_when_every_choice_has_ended(
 
 
 def test_a_client_that_closes_its_sending_side_counts_as_disconnected(setup: Setup) -> None:
-    """A closed client sends only a FIN.
+    """A client that exits sends only a FIN, as one that closes its sending side does.
 
-    Waiting to see whether it reads would keep the engine busy.
+    Waiting to see whether it still reads would keep the engine busy.
     """
     with RawConnection(setup.gateway.port) as connection:
         connection.send(chat(user="hold"))

@@ -15,7 +15,10 @@ DEAD = (Mode.REFUSES, Mode.RESETS)
 
 
 def modes(alive: int, of: int, dead: tuple[Mode, ...] = DEAD) -> list[Mode]:
-    """Return dead modes, cycling through `dead`, followed by `alive` engines that answer."""
+    """Return the modes of `of` engines:
+
+    `alive` that answer, after others that cycle through `dead`.
+    """
     return [dead[index % len(dead)] for index in range(of - alive)] + [Mode.ANSWERS] * alive
 
 

@@ -1,4 +1,4 @@
-"""Slow, silent and disconnecting clients of a real gateway with short limits.
+"""Slow, silent and disconnecting clients of a real gateway with short time limits.
 
 The gateway checks deadlines four times a second, so the tests wait for its reaction and measure
 when it came. Time in which other processes had the CPU does not count where Linux reports it, and
@@ -64,7 +64,7 @@ class Setup(NamedTuple):
         return RawConnection(self.gateway.port, receive_bytes)
 
     def wait_for_request(self, user: str, count: int = 1) -> RecordedRequest:
-        """Wait until `count` requests of this user came. Returns the newest."""
+        """Wait until `count` requests of this user have arrived, and return the latest."""
 
         def requests() -> list[RecordedRequest]:
             return [request for request in self.engine.requests if request.json.get("user") == user]
@@ -83,7 +83,7 @@ class Setup(NamedTuple):
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    """Run a gateway with the limits above."""
+    """Run a gateway with short time limits in front of the recording engine."""
     with recording_engine() as engine:
         limits = "{" + ", ".join(f"{name}: {value}" for name, value in LIMITS.items()) + "}"
         config = CONFIG.format(url=engine.url, places=24, limits=limits)
@@ -102,7 +102,7 @@ def ask(setup: Setup, **changes: Any) -> bytes:
 
 
 def drip(connection: RawConnection, data: bytes, every_s: float) -> None:
-    """Send byte by byte until the gateway answers or closes."""
+    """Send data byte by byte until the gateway answers or closes."""
     connection.socket.settimeout(every_s)
     for index in range(len(data)):
         connection.send(data[index : index + 1])
@@ -205,7 +205,7 @@ def test_a_connection_between_requests_ends_at_the_idle_deadline_not_the_header_
 
 
 def test_waiting_for_the_engine_is_not_limited_by_client_deadlines(setup: Setup) -> None:
-    """Client deadlines bound the time until the request is complete. Here it is complete."""
+    """Client deadlines limit only the time until the request is complete, as it is here."""
     with setup.connect() as connection:
         connection.send(post({**CHAT, "user": "hold"}))
         request = setup.wait_for_request("hold")
@@ -264,7 +264,7 @@ async def test_the_gateway_buffers_at_most_one_engine_read_for_a_stalled_reader(
 
 
 async def _largest_write_buffer(app: App) -> int:
-    """Return the largest write buffer until the client is cut off."""
+    """Return the largest size of a client's write buffer until the client is cut off, in bytes."""
     most_bytes, has_connected = 0, False
     async with asyncio.timeout(PATIENCE_S):
         while not has_connected or app.connections:

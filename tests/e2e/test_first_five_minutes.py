@@ -1,4 +1,4 @@
-"""Run every command of docs/first-five-minutes.md and compare its output with the page.
+"""Runs every command of docs/first-five-minutes.md and compares its output with the page.
 
 A shell runs the blocks in order, with free ports instead of the page's. `...` in a line of the page
 matches any text.
@@ -28,7 +28,7 @@ END = "__over__"
 
 
 class Step(NamedTuple):
-    """A command and the output lines expected of it. None stands for the running demo."""
+    """A command and the output lines expected of it. A command None means the running demo."""
 
     command: str | None
     lines: list[str]
@@ -48,13 +48,19 @@ def steps() -> Iterator[Step]:
 
 
 def pattern(line: str) -> re.Pattern[str]:
-    """Compile a line of the page. Columns may be wider; `...` matches any text, even none."""
+    """Compile a line of the page to a regular expression.
+
+    Columns may be wider; `...` matches any text, even none.
+    """
     parts = [r"\s+".join(map(re.escape, part.split(" "))) for part in line.split("...")]
     return re.compile(".*".join(parts).replace(r"\s+\s+", r"\s+"))
 
 
 def missing(lines: list[str], output: str) -> str | None:
-    """Return the first line of the page that the output lacks, in order; None if it has all."""
+    """Return the first line of the page that is missing in the output, or None.
+
+    The lines must occur in the page's order.
+    """
     rest = iter(output.splitlines())
     for line in lines:
         if not any(pattern(line.strip()).search(output_line) for output_line in rest):
@@ -98,7 +104,7 @@ class Terminal:
         return re.sub("|".join(self._ports), lambda match: self._ports[match[0]], text)
 
     def open_demo(self) -> None:
-        """Run the page's first command with our ports, as a process of its own."""
+        """Start the page's first command with free ports, as a process of its own."""
         ports = ["--port", self._ports["8080"], "--admin-port", self._ports["8081"]]
         process = self._start(
             [sys.executable, "-m", "gateway", "demo", *ports], stdin=subprocess.DEVNULL
@@ -125,7 +131,7 @@ class Terminal:
         return "".join(self.demo_output[self._read_lines :])
 
     def run(self, command: str) -> str:
-        """Run a command in the shell. Returns its output."""
+        """Run a command in the shell and return its output."""
         self._write(f"{self._with_our_ports(command)}\nprintf '\\n{END}\\n'")
         assert self._shell.stdout
         output = ""

@@ -1,6 +1,4 @@
-"""The access log of two workers is moved and rotated under load; the operator log reports it as
-JSON.
-"""
+"""Two workers' access log is moved and rotated under load; the operator log reports it as JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ async def request_ids(gateway: GatewayProcess, count: int) -> list[str]:
 
 
 def logged(folder: Path) -> list[str]:
-    """Return the request ids in all files of the access log. Raises when a line is incomplete."""
+    """Return the request ids in all access log files. Raises an error for an incomplete line."""
     files = sorted(folder.glob("access.jsonl*"))
     return sorted(
         json.loads(line)["id"] for file in files for line in file.read_text().splitlines()
@@ -47,7 +45,10 @@ async def until_exists(file: Path) -> None:
 
 
 async def ask_and_move(gateway: GatewayProcess, file: Path) -> list[str]:
-    """Send requests before and after the log is moved away and reopened by SIGHUP."""
+    """Send requests before and after the log is moved away and reopened by SIGHUP.
+
+    Returns their request ids.
+    """
     ids = await request_ids(gateway, REQUESTS)
     await asyncio.sleep(1.0)  # so that all lines are written before the move
     file.rename(file.with_name("access.jsonl.moved"))

@@ -1,4 +1,4 @@
-"""Limits on what clients can make a gateway hold: bodies, unread responses, connections."""
+"""Limits on what clients can make a gateway store: bodies, unread responses, connections."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def status_of(setup: Setup, sent: bytes) -> int:
     ids=["declared", "in chunks"],
 )
 def test_uploading_bodies_share_one_budget_and_return_it(setup: Setup, begun: bytes) -> None:
-    """Four bodies of 1 MiB use the budget up. The next is refused unread, with Retry-After."""
+    """Four bodies of 1 MiB exhaust the budget. The next is refused unread, with Retry-After."""
     large = post({**CHAT, "padding": "x" * (MIB - 1024)})
     with ExitStack() as open_connections:
         connections = [

@@ -1,4 +1,4 @@
-"""Split mock requests under random faults and disconnects: no response ever has a wrong word."""
+"""Split requests to mock engines under random faults and disconnects: no text is ever wrong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ON_THE_WIRE = (
 
 
 class FaultInjector:
-    """Sets random faults on random groups, one at a time, and clears each after a while."""
+    """Sets random faults on random engines, one at a time, and clears each after a while."""
 
     def __init__(self, groups: MockPair, faults: tuple[str, ...], rng: Random) -> None:
         self._groups, self._faults, self._rng = groups, faults, rng
@@ -53,7 +53,10 @@ class FaultInjector:
 
 
 async def ask(groups: MockPair, body: dict[str, Any], patience_s: float | None) -> str | None:
-    """Return the text of one request; None if it failed or the client disconnected."""
+    """Return the text of one request, or None if it failed or the client disconnected.
+
+    `patience_s` is when the client disconnects; None: never.
+    """
     request = asyncio.create_task(groups.split(body))
     if patience_s is not None:
         await asyncio.sleep(patience_s)

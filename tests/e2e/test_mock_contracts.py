@@ -1,6 +1,4 @@
-"""How the mock of each engine handles the legs of split requests: handoffs, usage, leases,
-refusals.
-"""
+"""How each engine's mock handles split requests: handoffs, usage, leases and refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ ONE = {"max_tokens": 1, "min_tokens": 1}
 
 
 async def prefill_params(groups: MockPair, body: dict[str, Any] = BODY) -> dict[str, Any]:
-    """Send a vLLM prefill leg. Returns the kv_transfer_params of its response."""
+    """Send a vLLM prefill request; return the kv_transfer_params of its response."""
     status, answer = await groups.post(
         groups.prefill, body | ONE | {"kv_transfer_params": GIVE}, "abc"
     )
@@ -283,7 +281,7 @@ async def test_the_prompt_of_a_chat_is_rendered_only_once() -> None:
 
 
 async def test_a_decode_group_reserves_memory_for_the_whole_prompt_before_the_transfer() -> None:
-    """With memory for one prompt, the second waits and its KV stays with prefill."""
+    """With memory for one prompt, the second one waits, and prefill keeps its KV."""
     tokens = len(token_bytes(PROMPT)) // 4
     async with mock_pair("vllm_push", kv_tokens=2 * tokens, speed=1.0) as groups:
         bodies = [{"prompt": f"{name} " + PROMPT, "max_tokens": 60} for name in ("one", "two")]

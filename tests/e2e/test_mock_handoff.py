@@ -1,6 +1,6 @@
-"""Split requests between mock groups in each engine's dialect.
+"""Split requests between mock engines with each engine's handoff protocol.
 
-The text proves the transfer: the mock derives it from the KV that the decode group holds.
+The text proves the transfer: the mock derives it from the KV that the decode engine has.
 """
 
 from __future__ import annotations

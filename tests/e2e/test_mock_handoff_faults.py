@@ -1,4 +1,4 @@
-"""Failing split requests between mock groups: no wrong text is returned and nothing stays held."""
+"""Failing split requests between mock engines: no wrong text is returned, no resource kept."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def fault(groups: MockPair, member: FleetGroup, what: str) -> None:
 
 
 async def attempt(groups: MockPair, body: dict[str, Any] = LONG) -> str | None:
-    """Return the text of a split request; None if either leg failed."""
+    """Return the text of a split request, or None if prefill or decode failed."""
     try:
         status, answer = await groups.split(body)
     except (AssertionError, aiohttp.ClientError):
@@ -44,7 +44,7 @@ async def attempt(groups: MockPair, body: dict[str, Any] = LONG) -> str | None:
 
 @asynccontextmanager
 async def fault_prone_pair(dialect: str = "vllm_nixl", **kv: Any) -> AsyncIterator[MockPair]:
-    """Start two groups joined by a connection on which faults can be injected."""
+    """Start two engines whose KV connection passes a relay that can inject faults."""
     async with mock_pair(
         dialect, kv={"transport": "tcp", "wire_faults": True, "wait_s": 2.0, "lease_s": 2.0} | kv
     ) as groups:
@@ -168,10 +168,10 @@ async def test_connection_faults_are_refused_without_wire_faults_enabled() -> No
 
 
 async def recovers(groups: MockPair) -> bool:
-    """Return whether a right response comes within six attempts.
+    """Return whether one of six attempts gives the right response.
 
-    A pushing decode group may still use the address of the dead engine, and an attempt may time out
-    on a busy machine.
+    A decode engine in push mode may still use the address of the dead engine, and an attempt may
+    time out on a busy machine.
     """
     for _ in range(6):
         if await attempt(groups) == WORDS:
@@ -260,7 +260,7 @@ async def test_many_disconnecting_clients_do_not_affect_the_others() -> None:
 
 
 class Process:
-    """One mock group in its own process."""
+    """One mock engine in its own process."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -271,7 +271,7 @@ class Process:
 
 @asynccontextmanager
 async def processes(*options: str) -> AsyncIterator[tuple[Process, Process]]:
-    """Run a prefill and a decode group as processes."""
+    """Run a prefill and a decode engine as processes."""
     command = [
         sys.executable,
         "-m",

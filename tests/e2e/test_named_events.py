@@ -1,4 +1,4 @@
-"""Messages and Responses over raw sockets and the openai SDK, through a gateway of mock groups."""
+"""The Messages and Responses APIs over raw sockets and SDKs, through a gateway."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def events(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def plain(answer: Any) -> Any:
-    """Return an answer without what differs from request to request."""
+    """Return an answer without the parts that differ between requests."""
     if isinstance(answer, list):
         return [plain(part) for part in answer]
     if not isinstance(answer, dict):

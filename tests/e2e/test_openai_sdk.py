@@ -1,4 +1,4 @@
-"""The official openai SDK and a gateway in front of two mock groups with predictable text."""
+"""The official openai SDK with a gateway in front of two mock engines with predictable text."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def engine() -> Iterator[RecordingEngine]:
 
 @pytest.fixture(scope="module")
 def tenants_url(tmp_path_factory: pytest.TempPathFactory, engine: RecordingEngine) -> Iterator[str]:
-    """Run a gateway with one tenant in front of the recording engine. Yields its URL."""
+    """Run a gateway with one tenant in front of the recording engine; yield its URL."""
     config = TENANTS.format(engine.url)
     with gateway_process(
         tmp_path_factory.mktemp("tenants"), config, ACME_KEY="sk-acme-secret"
@@ -83,7 +83,7 @@ def tenants_url(tmp_path_factory: pytest.TempPathFactory, engine: RecordingEngin
 
 
 def words(n_tokens: int, choice: int = 0, **body: Any) -> str:
-    """Return the text that a mock must generate for the chat of these tests."""
+    """Return the text that a mock engine must generate for the chat of these tests."""
     return expected_text({"messages": MESSAGES, **body}, n_tokens, choice)
 
 

@@ -1,6 +1,4 @@
-"""Configuration changes of a real gateway: edits, diff, rollback, rejected edits, SIGHUP, no
-gateway.
-"""
+"""Configuration changes of a real gateway: edits, diff, rollback, rejected edits and SIGHUP."""
 
 from __future__ import annotations
 
@@ -36,17 +34,17 @@ class Operator:
         self.file = file
 
     def run(self, *words: str) -> tuple[int, str]:
-        """Run a command. Returns its exit code and output."""
+        """Run a penstock command; return its exit code and output."""
         return run_command(*words, "--admin", self.running.admin_url)
 
     def edit(self, old: str, new: str) -> None:
-        """Replace text as `sed -i` does: a new file takes the name of the old one."""
+        """Replace text as `sed -i` does: a new file is renamed over the old one."""
         fresh = self.file.with_suffix(".new")
         fresh.write_text(self.file.read_text().replace(old, new))
         fresh.replace(self.file)
 
     def wait_for_output(self, words: str) -> float:
-        """Wait until the gateway has printed these words. Returns the seconds that took."""
+        """Wait until the gateway has printed these words; return the seconds that this took."""
         took = Stopwatch(self.running.pid)
         while words not in self.running.stderr_text:
             assert took.wall_s < PATIENCE_S, self.running.stderr_text

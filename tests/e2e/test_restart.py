@@ -1,6 +1,4 @@
-"""SIGUSR2 under load: no request is refused or truncated, and the successor keeps the learned
-state.
-"""
+"""Restart by SIGUSR2 under load: no request is lost, and the successor keeps the learned state."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def engines() -> Iterator[list[str]]:
 def send(
     connection: http.client.HTTPConnection, path: str, body: bytes | None = None
 ) -> tuple[int, str | None]:
-    """Send a request on an open connection. Returns the status and the Connection header."""
+    """Send a request on an open connection; return the status and the Connection header."""
     headers = {} if body is None else {"content-type": "application/json"}
     connection.request("GET" if body is None else "POST", path, body, headers)
     answer = connection.getresponse()

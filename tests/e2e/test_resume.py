@@ -1,4 +1,4 @@
-"""kill -9 of a TP group with open streams: the official SDK reads every word exactly once."""
+"""An engine is killed with open streams: the official SDK reads every word exactly once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def mocks() -> Iterator[list[MockProcess]]:
 
 
 async def read_stream(sdk: openai.AsyncOpenAI, number: int, begun: asyncio.Semaphore) -> int:
-    """Read one stream and compare it with an undisturbed one. Returns its completion tokens."""
+    """Read one stream and compare it with an undisturbed one; return its completion tokens.
+
+    `begun` is released at its first token.
+    """
     messages = [
         openai.types.chat.ChatCompletionUserMessageParam(
             role="user", content=f"What is the depth of {number}?"

@@ -1,4 +1,4 @@
-"""Two gateway processes that share state through a real Redis, with failures of each of them."""
+"""Two gateway processes share state through a real Redis, with failures of each of them."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ async def converse(
     turns: int = TURNS,
     agreeing: tuple[GatewayProcess, ...] = (),
 ) -> float:
-    """Hold conversations whose turns go to the gateways in turn.
+    """Simulate conversations whose turns alternate between the gateways.
 
     Returns the share of prompt tokens that the engines had cached. Every request must succeed.
-    Between two turns, wait until the `agreeing` gateways have the same view.
+    Between two turns, it waits until the `agreeing` gateways have the same state.
     """
     rng = Random(seed)
     prompts = [
@@ -106,12 +106,10 @@ async def converse(
 
 
 def wait_for_agreement(gateways: tuple[GatewayProcess, ...]) -> float:
-    """Wait until all gateways report the same held tokens per engine.
+    """Wait until all gateways report the same cached tokens per engine.
 
-    Returns the seconds that took.
-
-    The condition must hold for ten polls in a row. Prompts differ in length, so equal numbers by
-    chance are unlikely.
+    Returns the seconds that this took. The condition must hold for ten polls in a row. Prompts
+    differ in length, so that numbers are unlikely to be equal by chance.
     """
     looks: deque[list[list[int]]] = deque(maxlen=10)
 
@@ -161,7 +159,7 @@ async def test_a_tenant_has_one_quota_across_both_gateways(
 
 
 async def count_served(gateway: GatewayProcess, times: int) -> int:
-    """Send requests of the tenant. Returns how many were served; its quota refused the others."""
+    """Send `times` requests of a tenant; return how many its quota admitted."""
     codes: list[int] = []
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TENANT_KEY}"}) as http:
         model = await model_name(http, [gateway.url])

@@ -1,4 +1,4 @@
-"""SIGTERM with open streams: none is truncated, and after the limit each ends with an error."""
+"""SIGTERM with open streams: they finish, or end with an error event after the time limit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def send_unstreamed(http: aiohttp.ClientSession, url: str, tokens: int) ->
 async def terminate_under_load(
     gateway: GatewayProcess, streams: int, tokens: int, unstreamed: int = 0
 ) -> Counter[str]:
-    """Send SIGTERM while requests are open. Returns how they ended, counted."""
+    """Send SIGTERM while requests are open; return how many ended in which way."""
     begun = asyncio.Semaphore(0)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(

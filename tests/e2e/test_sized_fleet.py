@@ -1,4 +1,4 @@
-"""The files that `penstock size` emits start as they are: mock groups, and a gateway that serves."""
+"""The files that `penstock size` writes can be started unchanged: mock engines and a gateway."""
 
 from __future__ import annotations
 

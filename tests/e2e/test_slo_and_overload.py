@@ -1,6 +1,4 @@
-"""The official SDK and a gateway under load: SLO classes, deadlines, refusals, tenants, overflow
-tiers.
-"""
+"""SDK clients of a gateway under load: SLO classes, deadlines, refusals, tenants, overflow."""
 
 from __future__ import annotations
 
@@ -52,9 +50,9 @@ class GatewayHarness:
 async def running_gateway(
     *pools: Mapping[str, Any], speed: float = 1.0, concurrency: int = 2, **sections: Any
 ) -> AsyncIterator[GatewayHarness]:
-    """Run a gateway with one mock group in each pool.
+    """Run a gateway with one mock engine in each pool.
 
-    pools       configuration of the pools `main`, `pool1`, ...; endpoints are filled in
+    pools       settings of the pools `main`, `pool1`, ...; endpoints are filled in
     sections    further sections of the configuration
     """
     spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed)
@@ -88,7 +86,7 @@ async def running_gateway(
 
 
 async def stream(sdk: AsyncOpenAI, tokens: int = 8, model: str = "demo-8b", **options: Any) -> str:
-    """Read one streamed chat to its end. Returns its request id."""
+    """Read one streamed chat to its end; return its request id."""
     answer = await sdk.chat.completions.with_raw_response.create(
         model=model, stream=True, max_completion_tokens=tokens, **CHAT, **options
     )

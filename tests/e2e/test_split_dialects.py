@@ -1,4 +1,4 @@
-"""Split requests through a gateway and two prefill and two decode groups, for each dialect."""
+"""Split requests through a gateway, with two prefill and two decode engines of each kind."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
 
 
 def mixed_requests(count: int, seed: int) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield random requests: short and long, chat and completion, streamed or not, some with a
-    prefix.
+    """Yield random requests with their paths: short and long, chat and completion.
+
+    Some are streamed, and some share a prefix.
     """
     rng = Random(seed)
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Split requests in the access log, on /endpoints and /live, and in the metrics."""
+"""How split requests appear in the access log, on /endpoints and /live, and in the metrics."""
 
 from __future__ import annotations
 

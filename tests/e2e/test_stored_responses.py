@@ -1,4 +1,4 @@
-"""Responses that engines keep: found by their ids through any gateway, and by their tenant only."""
+"""Stored responses can be read by id through any gateway, but only by their tenant."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ tenants: [{{name: acme, key: '${{ACME}}'}}, {{name: zeta, key: '${{ZETA}}'}}]
 
 
 class Fleet(NamedTuple):
-    """Two gateways of one configuration, and their engines."""
+    """Two gateways with one configuration, and their engines."""
 
     urls: list[str]
     engines: list[str]

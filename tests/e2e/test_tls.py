@@ -298,7 +298,7 @@ def wait_for_another_certificate(setup: TlsSetup, serial: str) -> str:
 
 
 def test_a_replaced_kubernetes_volume_is_detected(setup: TlsSetup, tmp_path: Path) -> None:
-    """Kubernetes replaces files by renaming the link `..data`, through which they are linked."""
+    """Kubernetes replaces the files by renaming the symbolic link `..data`, which they refer to."""
     folder = setup.authority.ca.parent
     before = str(peer_certificate(setup)["serialNumber"])
     for number in (1, 2):

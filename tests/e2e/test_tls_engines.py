@@ -1,4 +1,4 @@
-"""https:// engines behind a path prefix, with certificates verified on both sides."""
+"""Engines with https:// URLs and a path prefix, with certificates verified on both sides."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def engine_context(
     requires_client_certificate: bool = True,
     names: list[str | None] | None = None,
 ) -> ssl.SSLContext:
-    """Return the TLS context of an engine. It appends requested server names to `names`.
+    """Return the TLS context of an engine, which appends requested server names to `names`.
 
     requires_client_certificate    whether to require a client certificate
     """

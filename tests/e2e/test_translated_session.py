@@ -1,4 +1,4 @@
-"""One recorded agent session through engines with and without Messages and Responses."""
+"""One recorded agent session through engines with and without the Messages and Responses APIs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILES = ["pump-1: dry", "pump-2: dry", "pump-3: wet"]
 
 
 def message_requests() -> list[dict[str, Any]]:
-    """Return the requests of a session of Messages: three calls of a tool, then an answer."""
+    """Return the requests of a session of the Messages API: three tool calls, then an answer."""
     tool = {"name": "read_file", "description": "Read a file.", "input_schema": SCHEMA}
     system = [{"type": "text", "text": "You look after pumps.", "cache_control": {}}]
     turns: list[dict[str, Any]] = [{"role": "user", "content": TASK}]
@@ -99,12 +99,15 @@ def post(url: str, path: str, body: dict[str, Any]) -> bytes:
 
 
 def event_order(data: bytes) -> list[str]:
-    """Return the names of the events; deltas in a row count once."""
+    """Return the names of the events in a stream; consecutive deltas count once."""
     return [name for name, _ in groupby(event["type"] for event in events(data))]
 
 
 def essence(answer: dict[str, Any]) -> Any:
-    """Return texts, tool calls, counts and the end of a message or a response."""
+    """Return the parts of a message or response that must agree.
+
+    They are texts, tool calls, token counts and the reason of the end.
+    """
     usage, parts = answer["usage"], answer.get("content") or answer["output"]
     shown = [
         {key: part[key] for key in ("type", "text", "name", "input", "arguments") if key in part}

@@ -1,4 +1,4 @@
-"""Messages and Responses through engines that only have chat completions."""
+"""The Messages and Responses APIs with engines that only support chat completions."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def chat(url: str, messages: list[dict[str, Any]], *, forced: bool) -> dict[str,
 
 
 def turn(url: str, path: str, body: dict[str, Any], *, stream: bool) -> dict[str, Any]:
-    """Return the message or response of a request; of a stream what its events add up to."""
+    """Send a request; return its message or response object, assembled from events if streamed."""
     data = post(f"{url}{path}", body | {"model": "claude-demo", "stream": stream})
     if not stream:
         return dict(json.loads(data))
@@ -212,7 +212,7 @@ pools:
 
 
 def test_isolated_tenants_share_no_cached_messages(tmp_path: Path) -> None:
-    """The engine has the Messages API, which takes no cache salt, so chat completions are used."""
+    """The engine's Messages API takes no cache salt, so chat completions are used instead."""
     body = {
         "model": "demo-8b",
         "max_tokens": 4,

@@ -1,4 +1,4 @@
-"""Two workers behind one port: shared view, admin server, reloads, deaths, shutdown."""
+"""Two workers behind one port: shared view, admin server, reloads, deaths and shutdown."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def two(
 
 
 def worker_pids(running: GatewayProcess) -> list[int]:
-    """Return the pids of the supervisor's children."""
+    """Return the process ids of the supervisor's children."""
     pids = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
     return [int(pid) for pid in pids]
 
@@ -178,7 +178,7 @@ async def test_a_manually_drained_endpoint_gets_no_request_from_any_worker(
 
 
 async def served_by(running: GatewayProcess, requests: int) -> set[str]:
-    """Send requests, each to the worker the kernel chooses.
+    """Send requests on new connections, so that the kernel chooses the worker for each.
 
     Returns the endpoints that served them.
     """

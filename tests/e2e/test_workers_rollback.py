@@ -1,4 +1,4 @@
-"""With workers, a configuration change after which requests fail is rolled back in all of them."""
+"""If requests fail after a configuration change, all workers return to the old configuration."""
 
 from __future__ import annotations
 

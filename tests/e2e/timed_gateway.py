@@ -1,8 +1,8 @@
-"""The gateway's command line with a clock in its event loop.
+"""Runs the gateway's command line while measuring how long its event loop is blocked.
 
     python -m tests.e2e.timed_gateway serve --config FILE
 
-The loop sleeps 1 ms at a time; each sleep is a tick. For each line on standard input, the process
+A task sleeps 1 ms at a time; each wake-up is a tick. For each line on standard input, the process
 prints the CPU seconds of the loop's thread between consecutive ticks since the last line, as JSON.
 A long interval means that something blocked the loop. CPU time excludes the time that other
 processes have the core, so the results are those of an idle machine.
@@ -23,7 +23,7 @@ TICK_S = 0.001
 
 
 class Ticks:
-    """Measures the CPU time between ticks."""
+    """Measures the CPU time between ticks (wake-ups every millisecond) of the event loop."""
 
     def __init__(self) -> None:
         self._gaps: list[float] = []

@@ -1,6 +1,6 @@
 """The OCI image, unpacked and run as a container runtime would: its user, read-only, no privileges.
 
-`make test-image` builds it. Needs root and umoci; no container runtime.
+`make test-image` builds it. Requires root and umoci, but no container runtime.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Image:
     def command(self, *arguments: str) -> list[str]:
         """Return the command that runs a program in the image as its user, without privileges.
 
-        It has its own namespaces of mounts and processes: the root file system is read-only, except
-        for the two places that a deployment mounts for writing.
+        It has its own mount and process namespaces. The root file system is read-only, except for
+        the two places that a deployment mounts for writing.
         """
         uid, gid = self.config["User"].split(":")
         inside = shlex.join(["env", "-i", *self.config["Env"], *arguments])

@@ -1,8 +1,9 @@
-"""Boards and rules before the real Prometheus: does every query return data? `make observe`.
+"""`make observe`: check in a real Prometheus that every dashboard and alert query returns data.
 
-Two gateways with mock groups (one with faults, a full room and a refused configuration; one that
-splits) are scraped every second while a little traffic goes on; then every query of every panel and
-rule is asked. Not part of `make test`: it needs Debian's package and half a minute.
+Two gateways with mock engines (one with faults, a full wait queue and a refused configuration; one
+that splits requests) are scraped every second during some traffic. Then every query of every panel
+and rule is run. It needs Debian's prometheus package and half a minute, so it is not part of `make
+test`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ scrape_configs:
 
 
 async def main(prometheus: str) -> int:
-    """The exit code: 0 when every query that can have data has some."""
+    """Run the check; return 0 if every query that can have data has some."""
     room = {"waiting_room": {"size": 2, "timeout": "10s"}, "policy": "prefix_aware"}
     async with (
         gateway_fleet(2, concurrency=2, pool=room) as fleet,
@@ -71,7 +72,7 @@ async def main(prometheus: str) -> int:
 async def started(
     prometheus: str, folder: str, file: Path, port: int
 ) -> asyncio.subprocess.Process:
-    """The real thing, on a free port of this machine alone."""
+    """Start Prometheus on `port` of 127.0.0.1 with this configuration file."""
     return await asyncio.create_subprocess_exec(
         *(
             prometheus,
@@ -94,8 +95,9 @@ async def ready(http: aiohttp.ClientSession, port: int) -> None:
 
 
 async def traffic(fleet: GatewayFleet, halves: SplitFleet) -> None:
-    """A little of everything, so that its counters exist from the first scrapes on, and then more
-    of the ordinary.
+    """Send a few requests of every kind, so that all counters exist from the first scrapes on.
+
+    Then send more of the ordinary kind.
     """
     await cause_every_event(fleet)
     for member in fleet.groups:
@@ -109,8 +111,9 @@ async def traffic(fleet: GatewayFleet, halves: SplitFleet) -> None:
 
 
 async def judged(fleet: GatewayFleet, halves: SplitFleet, port: int) -> int:
-    """Asks everything. Of a query made from the catalogue, a family that has no series yet excuses
-    it, by name.
+    """Run all queries, print those without data, and return the exit status.
+
+    A query generated from the catalogue may lack data if its metric has no series yet.
     """
     seen: Seen = defaultdict(set)
     for each in (fleet, halves):

@@ -1,6 +1,6 @@
-"""These tests need an RDMA device: `make rdma` runs them on soft-RoCE.
+"""Skips these tests without an RDMA device; `make rdma` runs them on soft-RoCE.
 
-Without a device they are skipped, unless PENSTOCK_RDMA is set; then they fail.
+If PENSTOCK_RDMA is set, they fail instead.
 """
 
 from __future__ import annotations

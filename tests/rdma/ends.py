@@ -1,4 +1,4 @@
-"""Two ends of an RDMA link with an owner that records events, and windows over scattered blocks."""
+"""Both ends of an RDMA link, with an owner that records events, and runs over blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ PATIENCE_S = 20.0
 
 
 class RecordingOwner:
-    """An owner. `heard` has all events in order; `expecting` says where a transfer's windows go."""
+    """A link owner that records all events in order in `heard`.
+
+    `expecting` says where a transfer's data is written.
+    """
 
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
@@ -59,14 +62,14 @@ class RecordingOwner:
         return sum(event[: len(what)] == what for event in self.heard)
 
     def wait(self, *what: Any, times: int = 1) -> None:
-        """Wait for `times` events with this beginning."""
+        """Wait for `times` events that begin with these values."""
         with self._news:
             done = self._news.wait_for(lambda: self.count(*what) >= times, PATIENCE_S)
         assert done, f"waited for {times} of {what}, heard {self.heard}"
 
 
 class LinkedEnds:
-    """A sink that has dialled a source. `near` is the sink's link, `far` the source's."""
+    """A sink connected to a source. `near` is the sink's link, `far` the source's."""
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class LinkedEnds:
             end.secure(bytes(32))
 
     def reserve(self, transfer: int, pieces: ByteRuns, blocks: Sequence[int]) -> None:
-        """Grant blocks to a transfer, and give the keys to the source."""
+        """Grant blocks to a transfer, and give their keys to the source."""
         grant = self.near.grant(transfer, [self.place], blocks)
         self.sink.expecting[transfer] = lambda head: WindowSlice(
             pieces.cut(head.first, head.count), self.place, 0, 0
@@ -125,6 +128,6 @@ class LinkedEnds:
 
 
 def runs(src_blocks: Sequence[int], dst_blocks: Sequence[int], length: int = BLOCK) -> ByteRuns:
-    """Return runs over the beginnings of blocks."""
+    """Return runs of `length` bytes, each from a source block's start to a target block's start."""
     src, dst = (np.asarray(blocks, np.int64) * BLOCK for blocks in (src_blocks, dst_blocks))
     return ByteRuns(src, dst, np.full(src.size, length, np.int64))

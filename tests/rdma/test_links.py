@@ -1,4 +1,4 @@
-"""Links over real queue pairs: what lands, in which order, and what the sink's device refuses."""
+"""Links over real RDMA queue pairs: arrival, order, and accesses that the device refuses."""
 
 from __future__ import annotations
 

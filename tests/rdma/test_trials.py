@@ -1,8 +1,8 @@
-"""The seeded fault trials over real queue pairs: nothing wrong lands, and nothing stays reserved.
+"""The randomized fault trials of KV transfer, over real RDMA queue pairs.
 
-Several trials run at once, each in its own process, because most of a trial is waiting. A crash or
-a hang is a failure with its seed. The guest is slow; its pace is measured first and scales all
-times of the trials.
+Several trials run concurrently, each in its own process, because most of a trial is waiting. A
+crash or a hang is a failure with its seed. The virtual machine is slow; its pace is measured first
+and scales all times of the trials.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def calm(connection: Connection) -> None:
 
 
 def run_process(target: Callable[..., None], *args: object) -> tuple[list[Any], int | None]:
-    """Return what a process of its own sent, and its exit code."""
+    """Run a function in a process; return the objects that it sent, and its exit code."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.chaos.kv_calm", "kvtransfer.transports.rdma.verbs"])
     hears, tells = context.Pipe(duplex=False)
@@ -65,7 +65,7 @@ def run_process(target: Callable[..., None], *args: object) -> tuple[list[Any], 
 
 
 def run_seeds(seeds: range, pace: float, transport: str = "rdma") -> list[Outcome]:
-    """Run these seeds one after the other in a process of their own."""
+    """Run these trials one after another in a process of their own."""
     outcomes, code = run_process(worlds, seeds, pace, transport)
     if code or not outcomes:
         seed = seeds[min(len(outcomes), len(seeds) - 1)]
@@ -74,9 +74,9 @@ def run_seeds(seeds: range, pace: float, transport: str = "rdma") -> list[Outcom
 
 
 def measured_pace(pool: ThreadPoolExecutor) -> float:
-    """Return a pace at which a landing without faults takes half of its least time.
+    """Return a pace at which a transfer without faults takes half of its shortest time limit.
 
-    Measured with as many trials at once as there will be.
+    It is measured with as many concurrent trials as there will be.
     """
     calms = list(pool.map(lambda _: run_process(calm), range(AT_ONCE)))
     assert all(len(messages) == 1 for messages, _ in calms), (
@@ -126,7 +126,7 @@ def has_many_landings(outcomes: list[Outcome]) -> bool:
 
 
 def rerun_seeds(slower: int) -> list[Outcome]:
-    """Run the first seeds again at a slower pace, in case the machine has become busier."""
+    """Run the first seeds again with a slower pace, in case the machine has become busier."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         pace = slower * measured_pace(pool)
         batches = pool.map(

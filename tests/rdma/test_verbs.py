@@ -1,4 +1,4 @@
-"""Accesses that the RDMA device itself refuses. The fence relies on them."""
+"""Memory accesses that the RDMA device itself refuses, on which fences rely."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class VerbsPair:
         return memory
 
     def write(self, at: int, length: int, key: int) -> list[Completion]:
-        """Write the source's beginning to offset `at` at the sink. Returns both completions."""
+        """Write the beginning of the source's memory to offset `at` at the sink.
+
+        Returns the completions of both sides.
+        """
         piece = LocalRange(self.source.address, length, self.near.key_of(self.source))
         self.sink.post_receive()
         self.completions.arm()

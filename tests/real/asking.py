@@ -1,6 +1,4 @@
-"""What clients ask the gateway and the engines: prompts that all differ, answers as tokens with
-logprobs.
-"""
+"""Requests of the tests with real engines: unique prompts, and answers as tokens with logprobs."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ LOGPROB_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back: text, tokens with their logprobs if asked for, the engines' counts, and who
-    served it.
-    """
+    """A response: text, tokens with logprobs if requested, the engine's counts, and the error."""
 
     status: int
     headers: dict[str, str]
@@ -37,8 +33,9 @@ class Answer:
 
 
 def differences(one: Answer, other: Answer) -> list[str]:
-    """Where the tokens differ, or a logprob by more than 4 digits: engines compute them in float32,
-    batched.
+    """Return the tokens that differ, or whose logprobs differ in more than 4 digits.
+
+    Engines compute them in float32 and in batches, which changes the last digits.
     """
     if len(one.tokens) != len(other.tokens):
         return [f"{len(one.tokens)} tokens and {len(other.tokens)}"]
@@ -55,7 +52,7 @@ def is_close(one: float, other: float) -> bool:
 
 
 def prompt(words: int, seed: int) -> str:
-    """Words of the project's own pages in random order; no two seeds share a beginning."""
+    """Return random words of the documentation. No two seeds share a beginning."""
     rng = random.Random(seed)
     text = (ROOT / "docs" / "architecture.md").read_text().split()
     return f"{seed} " + " ".join(rng.choice(text) for _ in range(words))
@@ -64,7 +61,7 @@ def prompt(words: int, seed: int) -> str:
 def body(
     text: str, *, max_tokens: int = 16, stream: bool = False, **members: Any
 ) -> dict[str, Any]:
-    """A greedy chat request with logprobs that does not stop before max_tokens."""
+    """Return a greedy chat request with logprobs that does not stop before max_tokens."""
     asked = {
         "model": MODEL,
         "messages": [{"role": "user", "content": text}],
@@ -84,10 +81,10 @@ Heard = Callable[[str], object]
 async def ask(
     url: str, asked: dict[str, Any], timeout_s: float = 300.0, heard: Heard | None = None
 ) -> Answer:
-    """The whole answer of a gateway or an engine. Status 0 when the connection broke or the stream
-    held an error.
+    """Send a request to a gateway or an engine and return the whole answer.
 
-    `heard`: called with every event of a stream as it comes, and the name of its sender.
+    Its status is 0 if the connection broke or the stream contained an error. `heard` is called with
+    the name of the serving endpoint for every event of a stream.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
@@ -144,9 +141,7 @@ _OFFERS = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 async def introduce(p: Engine, d: Engine) -> None:
-    """One handoff from `p` to `d` without a gateway, whatever comes of it: afterwards they know
-    each other.
-    """
+    """Send one split request to `p` and `d` without a gateway, so that they know each other."""
     asked, handoff = body(prompt(400, seed=1001), max_tokens=1), _OFFERS
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300.0)) as http:
         for engine in (p, d):

@@ -1,5 +1,6 @@
-"""Two engines for the whole run: they take a minute to come up. A test that kills one starts it
-again.
+"""Fixtures with two real engines for the whole test run, because they take a minute to start.
+
+A test that kills one restarts it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.real.tap import Tap, tap
 
 @pytest.fixture(scope="session")
 def engines() -> Iterator[tuple[Engine, Engine]]:
-    """P and D, up and idle."""
+    """Yield the engines P (prefill) and D (decode), ready and idle."""
     if not (REAL / "installed").exists():
         pytest.fail("the real engines are not installed; `make real` does it")
     ports = free_ports(4)
@@ -36,8 +37,9 @@ def engines() -> Iterator[tuple[Engine, Engine]]:
 
 
 async def _all_ready(pair: tuple[Engine, Engine]) -> None:
-    """And they have met: the first handoff of two engines takes as long as a lease where cores are
-    scarce.
+    """Wait until both engines are ready and have made a first handoff.
+
+    Their first handoff is slow if there are few cores.
     """
     for engine in pair:
         await engine.ready()
@@ -46,9 +48,7 @@ async def _all_ready(pair: tuple[Engine, Engine]) -> None:
 
 @pytest.fixture
 async def taps(engines: tuple[Engine, Engine]) -> AsyncIterator[tuple[Tap, Tap]]:
-    """A tap before each engine; the engines are idle before the test and, unless it killed one,
-    after it.
-    """
+    """Yield a relay in front of each engine, once both engines are idle."""
     for engine in engines:
         await engine.idle_within(60.0)
     async with tap(engines[0].port) as before_p, tap(engines[1].port) as before_d:

@@ -1,7 +1,7 @@
-"""Two real vLLM processes on free ports of 127.0.0.1, as `make real` installs them, and what their
-own metrics say.
+"""Two real vLLM processes on free ports of 127.0.0.1, as `make real` installs them.
 
-Lives here: starting, waiting, counting, killing by process group. Not here: what is asked of them.
+This module starts them, waits, reads their metrics and kills them by process group. The requests
+are in other modules.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_d
 
 
 def penstock_connector(key_file: Path) -> dict[str, object]:
-    """Return the configuration of our own connector."""
+    """Return vLLM's configuration for our own KV connector."""
     return {
         "kv_connector": "PenstockConnector",
         "kv_connector_module_path": "kvtransfer.engines.vllm.connector",
@@ -59,8 +59,9 @@ ENV = {
 
 
 class Engine:
-    """One vLLM server with a connector. Killed and started again it has the same ports and a
-    new engine id.
+    """A vLLM server with a KV connector.
+
+    If it is killed and started again, it has the same ports and a new engine id.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Engine:
         self._output: IO[bytes] | None = None
 
     def start(self) -> None:
-        """Returns at once; `ready` waits."""
+        """Start the process and return at once; `ready` waits for it."""
         self._output = self.log.open("wb")
         self._process = subprocess.Popen(
             self._command(),
@@ -116,16 +117,16 @@ class Engine:
         ]
 
     def _cores(self) -> str:
-        """Half of them, none of the other engine's: one that waits for KV spins, and where the
-        other shared a core with it that one stood still until its leases had ended (seen on two
-        cores, Linux 6.18)."""
+        """Return the CPU cores of this engine as a list for taskset: every second one.
+
+        The engines share no core, because one that waits for KV spins and would stop the other one
+        (seen on two cores, Linux 6.18).
+        """
         cores = sorted(os.sched_getaffinity(0))
         return ",".join(map(str, cores[self._place :: 2] or cores))
 
     async def ready(self) -> None:
-        """Until it answers /health. Raises AssertionError with the end of its log when it does not
-        come up.
-        """
+        """Wait until the engine answers /health. Raises AssertionError with the end of its log."""
         deadline = time.monotonic() + READY_WITHIN_S
         async with aiohttp.ClientSession() as http:
             while not await _answers(http, f"{self.url}/health"):
@@ -142,7 +143,7 @@ class Engine:
         return self._process is not None
 
     def kill(self) -> None:
-        """SIGKILL to the server, its core and its worker: a process group of its own."""
+        """Kill the server and all its processes with SIGKILL to their process group."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -152,8 +153,9 @@ class Engine:
             self._output = None
 
     async def numbers(self) -> dict[str, float]:
-        """Its metrics, summed over labels, without histogram buckets and without the prefix
-        `vllm:`.
+        """Return the engine's metrics, summed over labels.
+
+        Names are without the prefix `vllm:`. Histogram buckets are left out.
         """
         async with aiohttp.ClientSession() as http, http.get(f"{self.url}/metrics") as answer:
             text = await answer.text()
@@ -163,18 +165,19 @@ class Engine:
         return found
 
     async def blocks_held(self) -> int:
-        """Blocks that some request or lease holds now."""
+        """Return the number of KV blocks that requests or leases hold now."""
         return round((await self.numbers())["kv_cache_usage_perc"] * BLOCKS)
 
     async def holds_within(self, seconds: float) -> None:
-        """Until it holds a block. Its page of metrics follows its steps."""
+        """Wait until the engine holds a KV block. Raises TimeoutError after `seconds`."""
         async with asyncio.timeout(seconds):
             while not await self.blocks_held():
                 await asyncio.sleep(0.02)
 
     async def idle_within(self, seconds: float) -> float:
-        """Seconds until it holds no block and no request. Raises AssertionError with what it holds
-        after `seconds`.
+        """Wait until the engine holds no block and no request; return the seconds that this took.
+
+        Raises AssertionError with what it still holds after `seconds`.
         """
         started = time.monotonic()
         while True:
@@ -204,20 +207,20 @@ async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
 
 
 async def transfers(engines: Sequence[Engine]) -> float:
-    """KV pulls that ended well, by the engines' own count."""
+    """Return the number of successful KV pulls that the engines have counted."""
     return sum(
         [(await engine.numbers()).get("nixl_xfer_time_seconds_count", 0.0) for engine in engines]
     )
 
 
 async def troubles(engines: Sequence[Engine]) -> dict[str, float]:
-    """Leases expired, transfers failed and notifications failed, by the engines' own count."""
+    """Return the counts of expired leases, failed transfers and failed notifications."""
     pages = [await engine.numbers() for engine in engines]
     return {name: sum(page.get(name, 0.0) for page in pages) for name in TROUBLES}
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that no process listens on now."""
+    """Return `count` ports on which no process listens now."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:

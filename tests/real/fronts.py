@@ -1,6 +1,4 @@
-"""The gateway in front of the two engines, as a process of its own with a configuration per
-test.
-"""
+"""Runs a gateway in front of the two real engines, as a process with its own configuration."""
 
 from __future__ import annotations
 
@@ -18,8 +16,11 @@ SPLIT = f"split: {{dialect: vllm_nixl, threshold_tokens: {THRESHOLD_TOKENS}, hys
 
 
 def config(endpoints: dict[str, tuple[str, str]], *, serving: str = SPLIT, most: int = 24) -> str:
-    """Endpoints by name as (url, role); `serving` has further members of the model.
-    Engines without a GPU are slow, so the health timeouts are long."""
+    """Return a gateway configuration for endpoints given by name as (url, role).
+
+    `serving` has further members of the model, `most` limits concurrent requests. Engines without a
+    GPU are slow, so the health timeouts are long.
+    """
     lines = [
         f"      - {{name: {name}, url: '{url}', role: {role}, max_concurrency: {most}, kv_tokens: 32768}}"
         for name, (url, role) in endpoints.items()
@@ -32,7 +33,7 @@ def config(endpoints: dict[str, tuple[str, str]], *, serving: str = SPLIT, most:
 
 @contextmanager
 def gateway(folder: Path, text: str) -> Iterator[GatewayProcess]:
-    """A gateway until the block is left; its access lines are in `folder`/access.jsonl."""
+    """Run a gateway during a `with` block; its access log is `folder`/access.jsonl."""
     file = folder / "gateway.yaml"
     log = folder / "access.jsonl"
     head = "version: 1\nlisteners: {api: {port: 0}, admin: {port: 0}}\n"

@@ -1,9 +1,7 @@
-"""A TCP relay in front of an engine that tells when a request passes and can hold requests back
-until told to go on.
+"""A TCP relay (tap) in front of an engine that detects requests and can hold them back.
 
-What a cancelled client leaves behind depends on the moment; this is how a test picks the moment. A
-connection closed while its request is held back goes on as the network would have it: first the
-request, then the end.
+A test uses it to choose the moment at which a client disconnects or an engine dies. If a connection
+is closed while its request is held back, the engine first gets the request, then the end.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ PIECE = 1 << 16
 
 
 class Tap:
-    """One listening port before one engine."""
+    """A listening port in front of one engine."""
 
     def __init__(self, engine_port: int) -> None:
         self.engine_port = engine_port
@@ -32,7 +30,7 @@ class Tap:
         return f"http://127.0.0.1:{self.port}"
 
     def watch(self, *, hold: bool = False) -> None:
-        """Reset the recorded events. `hold` keeps completion requests from the engine."""
+        """Reset the recorded events; with `hold`, completion requests are held back from now on."""
         self.asked.clear()
         self.answered.clear()
         if hold:
@@ -42,7 +40,7 @@ class Tap:
         self._go.set()
 
     async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection of the gateway's; an engine that is not there looks like one."""
+        """Relay one connection from the gateway. It is aborted if the engine does not accept it."""
         try:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.engine_port)
         except OSError:
@@ -67,7 +65,7 @@ class Tap:
         engine.close()
 
     async def _held_back(self, reader: asyncio.StreamReader) -> bytes:
-        """What else comes until the test says go, or until the gateway hangs up."""
+        """Read further bytes until the test releases the request or the gateway disconnects."""
         more = b""
         while not self._go.is_set():
             with suppress(TimeoutError):
@@ -90,7 +88,7 @@ class Tap:
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
-    """The next bytes; none at the end, whichever way it came."""
+    """Return the next bytes, or none at the end of the connection, even after a reset."""
     try:
         return await reader.read(PIECE)
     except ConnectionError:
@@ -99,7 +97,7 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 
 @asynccontextmanager
 async def tap(engine_port: int) -> AsyncIterator[Tap]:
-    """A tap that listens until the block is left."""
+    """Run a tap during an `async with` block."""
     made = Tap(engine_port)
     server = await asyncio.start_server(made.relay, "127.0.0.1", 0)
     made.port = server.sockets[0].getsockname()[1]

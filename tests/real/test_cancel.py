@@ -1,5 +1,7 @@
-"""A client that leaves, at every stage of a split request, or is refused by the decoder: no engine
-keeps a block and no lease expires for it."""
+"""Clients that disconnect at every stage of a split request: no engine keeps KV blocks.
+
+No lease may have to expire. The same holds for a request that the decode engine refuses.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ WAIT_S = 30.0
 
 @pytest.fixture
 def front(taps: tuple[Tap, Tap], tmp_path: Path) -> Iterator[GatewayProcess]:
-    """A gateway that reaches the engines through the taps, one request at a time each."""
+    """Run a gateway that reaches the engines through the taps, with one request at a time each."""
     p, d = taps
     with gateway(
         tmp_path, config({"P": (p.url, "prefill"), "D": (d.url, "decode")}, most=1)
@@ -48,7 +50,7 @@ def _asks(front: GatewayProcess, seed: int, **members: object) -> asyncio.Task[A
 
 
 async def _leave(client: asyncio.Task[Answer]) -> None:
-    """Hangs up. The task has not ended by itself, or the stage is over already."""
+    """Disconnect the client. Asserts that its request has not ended before."""
     assert not client.done(), client.result()
     client.cancel()
     await asyncio.wait([client])
@@ -122,7 +124,7 @@ async def test_a_client_that_leaves_during_decode(
 async def test_a_prefill_whose_answer_nobody_waits_for_any_more(
     front: GatewayProcess, taps: tuple[Tap, Tap], engines: tuple[Engine, Engine]
 ) -> None:
-    """Twenty clients that leave at twenty moments around the end of the prefill."""
+    """Twenty clients disconnect at different moments around the end of the prefill."""
     before_p, _ = taps
     for turn in range(20):
         before_p.watch()
@@ -134,6 +136,6 @@ async def test_a_prefill_whose_answer_nobody_waits_for_any_more(
 
 
 async def test_a_request_that_the_decoder_refuses_after_its_prefill(front: GatewayProcess) -> None:
-    """It asks for more than vLLM gives, which the prefiller was not told."""
+    """It requests more logprobs than vLLM allows, which the prefill request leaves out."""
     answer = await ask(front.url, body(prompt(400, 3200), top_logprobs=21))
     assert (answer.status, "logprobs" in answer.error) == (400, True), answer.error

@@ -1,6 +1,4 @@
-"""Prefix-aware routing over real engines: their own caches say whether the gateway's belief was
-true.
-"""
+"""Prefix-aware routing over real engines, checked against the cache hits that they report."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ TRUNKS, TURNS = 4, 4
 async def test_conversations_return_to_the_engine_that_holds_them(
     engines: tuple[Engine, Engine], tmp_path: Path
 ) -> None:
-    """Four conversations over two engines that serve whole requests: they begin at once, and then
-    ask in turn.
-    """
+    """Four conversations on two engines start at the same time, and then continue in turn."""
     p, d = engines
     served: dict[int, set[str]] = {}
     with gateway(

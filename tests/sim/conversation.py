@@ -1,6 +1,4 @@
-"""The excerpt of the Mooncake conversation trace, and the hit ratio of one shared LRU cache on a
-trace.
-"""
+"""The excerpt of the Mooncake conversation trace, and cache hit ratios on a trace."""
 
 from __future__ import annotations
 
@@ -15,12 +13,15 @@ BLOCK_TOKENS = 512
 
 
 def conversation(limit: int | None = None) -> list[TraceRequest]:
-    """Return the excerpt at its recorded rate."""
+    """Return the excerpt with its recorded arrival times, at most `limit` requests."""
     return list(read_mooncake(TRACE, limit))
 
 
 def shared_cache_hit_ratio(requests: Iterable[TraceRequest], capacity_tokens: int) -> float:
-    """Return the hit ratio of one LRU cache with this much memory that sees every request."""
+    """Return the hit ratio of a single LRU cache that sees every request.
+
+    It has room for `capacity_tokens` tokens.
+    """
     cache: dict[int, None] = {}
     hits = total = 0
     for request in requests:

@@ -1,4 +1,7 @@
-"""What gateways may rely on from any bus. Add a new implementation to the `medium` fixture."""
+"""What gateways may rely on from every implementation of the message bus between them.
+
+Add a new implementation to the `medium` fixture.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ ONE, TWO, THREE = (bytes([number]) * 8 for number in (1, 2, 3))
 
 
 class Medium:
-    """What connects buses: a Redis server or a hub. `drops` has the reasons of dropped frames."""
+    """The server (Redis or hub) that connects buses; `drops` lists why frames were dropped."""
 
     def __init__(self) -> None:
         self.drops: list[str] = []
@@ -87,7 +90,7 @@ async def medium(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
 
 class Subscriber:
-    """One gateway's bus, and the frames it received."""
+    """One gateway's bus client, and the frames that it received."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus

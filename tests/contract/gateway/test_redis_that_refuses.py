@@ -1,6 +1,4 @@
-"""A Redis server that refuses writes: the bus stays down, logs it once and retries ever more
-slowly.
-"""
+"""The bus with a Redis server that refuses writes: it logs once and retries with backoff."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""TP groups for the agents' suite: memory filled from one logical cache, and read back.
+"""Mock engines (groups) for tests of KV transfer agents: they fill and verify KV memory.
 
-`cell` is an independent oracle: it computes offsets from the layout's description, not its code.
+`cell` computes offsets independently of the tested code, from the layout's description.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ SMALL = KvLayout(layers=4, kv_heads=8, head_dim=16, dtype=KvDtype.BF16, block_to
 def cell(
     layout: KvLayout, rank: int, layer: int, part: int, head: int, block: int, token: int
 ) -> int | None:
-    """Return the offset of a row of a head and token in a rank's region; None: not on that rank."""
+    """Return the byte offset of one head's and token's row in a rank's region.
+
+    Returns None if the rank does not have that layer or head.
+    """
     stage, tp_rank = divmod(rank, layout.tp)
     first = stage * layout.layers // layout.pp
     last = (stage + 1) * layout.layers // layout.pp
@@ -60,7 +63,7 @@ def cell(
 
 
 class Cache:
-    """The KV of one request without a layout: rows by layer, part, head and token."""
+    """The KV of one request, independent of layouts: rows by layer, part, head and token."""
 
     def __init__(self, layout: KvLayout, tokens: int, seed: int) -> None:
         parts = 1 if layout.mla else 2
@@ -75,7 +78,7 @@ class Cache:
     def differs(
         self, layout: KvLayout, regions: Sequence[Region], blocks: Sequence[int], skip: int = 0
     ) -> int:
-        """Return how many rows from token `skip` on are wrong."""
+        """Return how many rows from token `skip` on have wrong bytes."""
         cells = self._cells(layout, blocks)
         return sum(
             not np.array_equal(regions[rank].bytes[offset : offset + row.size], row)
@@ -84,7 +87,7 @@ class Cache:
         )
 
     def _cells(self, layout: KvLayout, blocks: Sequence[int]):  # type: ignore[no-untyped-def]
-        """Yield (rank, token, offset, row) of every row on every rank that has it."""
+        """Yield (rank, token, offset, row) of every row, on every rank that has it."""
         for index in itertools.product(*(range(size) for size in self.rows.shape[:4])):
             layer, part, head, token = index
             block, inside = blocks[token // layout.block_tokens], token % layout.block_tokens
@@ -96,7 +99,7 @@ class Cache:
 
 @dataclass
 class Group:
-    """A TP group: its memory and its agent."""
+    """An engine (TP group): its KV memory and its transfer agent."""
 
     layout: KvLayout
     regions: list[Region]
@@ -106,13 +109,13 @@ class Group:
         return [region.bytes.copy() for region in self.regions]
 
     def forget(self) -> None:
-        """Close its memory, so that descriptors can be counted."""
+        """Close the KV memory, so that tests can count open file descriptors."""
         for region in self.regions:
             region.close()
 
     @property
     def held(self) -> int:
-        """Return the leases, invitations, reservations and credit in use."""
+        """The number of leases, reservations and bytes in transit in use."""
         figures = self.agent.stats()
         return (
             sum(figures["leases"].values())
@@ -153,7 +156,10 @@ async def groups(
     options: Sequence[AgentOptions | None] = (),
     keys: Sequence[bytes] = (),
 ) -> AsyncIterator[list[Group]]:
-    """Start groups p0, p1, ... over one transport. At the end nothing may be in use."""
+    """Start one engine per layout, named p0, p1, ..., over one transport.
+
+    Asserts at the end that no engine holds any resource.
+    """
     clock = ThreadClock()
     wire = InprocWire(clock)
     created = []
@@ -173,7 +179,7 @@ async def groups(
 
 
 async def until(holds: Callable[[], object], what: str = "it has not come about") -> None:
-    """Wait for a condition in agents while the event loop runs."""
+    """Wait for a condition while the event loop runs; raise AssertionError on a timeout."""
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline, what

@@ -1,8 +1,8 @@
-"""Two ends of one link over any transport, with owners that record events.
+"""Both ends of a link over any KV transport, with owners that record the link's events.
 
 PENSTOCK_KV_TRANSPORTS lists the transports to test (default: inproc,shm,tcp,lanes,tls; rdma needs
-verbs). lanes is tcp with three connections per link, tls is tcp with certificates, and tls-lanes is
-both.
+verbs). lanes is tcp with three parallel connections per link, tls is tcp with certificates, and
+tls-lanes is both.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PATIENCE_S = float(os.environ.get("PENSTOCK_PATIENCE_S", "20"))
 
 @contextmanager
 def transports(name: str, count: int = 2) -> Iterator[list[Transport]]:
-    """Yield `count` unstarted transports of one kind. They are closed afterwards."""
+    """Yield `count` transports of one kind that are not started yet, and close them afterwards."""
     clock = ThreadClock()
     wire = InprocWire(clock)
     created = [make(name, wire) for _ in range(count)]
@@ -62,7 +62,10 @@ def transports(name: str, count: int = 2) -> Iterator[list[Transport]]:
 
 
 def make(name: str, wire: InprocWire, pace: float = 1.0) -> Transport:
-    """Return a transport for a machine that is `pace` times as slow. Imports on demand."""
+    """Return a transport by name, for a machine that is `pace` times as slow.
+
+    Its module is imported only when needed.
+    """
     if name == "inproc":
         return Inproc(wire)
     if name in ("tcp", "lanes", "tls", "tls-lanes"):
@@ -87,14 +90,14 @@ _MAKING = threading.Lock()
 
 
 def _remove(directory: str, owner: int) -> None:
-    """Remove the directory when its process ends, but not in a forked child."""
+    """Remove the directory when process `owner` ends, but not in a forked child."""
     if os.getpid() == owner:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 @cache
 def tls_files() -> TlsFiles:
-    """Return one certificate for all ends, shared with child processes by PENSTOCK_TEST_TLS."""
+    """Return one certificate for all ends, which child processes share by PENSTOCK_TEST_TLS."""
     from kvtransfer.util.tls_files import TlsFiles
     from tests.authority import Authority
 
@@ -110,13 +113,13 @@ def tls_files() -> TlsFiles:
 
 
 def kind_of(name: str) -> str:
-    """Return the transport name that its links report."""
+    """Return the transport name that links of this kind report."""
     return "tcp" if name in ("lanes", "tls", "tls-lanes") else name
 
 
 @dataclass
 class OwnerEvent:
-    """An event of an owner: (kind, link, what)."""
+    """One recorded event: its kind, its link, and its data."""
 
     kind: str
     link: Link
@@ -125,7 +128,7 @@ class OwnerEvent:
 
 @dataclass
 class Owner:
-    """A LinkOwner that records events. `place(head)` returns where a window goes."""
+    """A LinkOwner that records events; `place(head)` returns where received data is written."""
 
     place: Callable[[WindowHead], WindowSlice | None] = lambda head: None
     heard: list[OwnerEvent] = field(default_factory=list)
@@ -159,7 +162,7 @@ class Owner:
         self.note("lost", link, reason)
 
     def all(self, kind: str, link: Link | None = None) -> list[object]:
-        """Return the recorded events of a kind, of one link or of all."""
+        """Return the recorded events of a kind, of one link or of all links."""
         with self.bell:
             return [
                 heard.what
@@ -168,7 +171,7 @@ class Owner:
             ]
 
     def wait(self, kind: str, count: int = 1) -> list[object]:
-        """Return the first `count` events of a kind. Fails if they do not come in time."""
+        """Wait for `count` events of a kind and return them. Raises AssertionError on a timeout."""
         deadline = time.monotonic() + PATIENCE_S
         with self.bell:
             while sum(heard.kind == kind for heard in self.heard) < count:
@@ -181,7 +184,7 @@ class Owner:
 
 
 def until(holds: Callable[[], object]) -> None:
-    """Wait for a condition that other threads fulfil."""
+    """Wait for a condition that other threads fulfil. Raises AssertionError on a timeout."""
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline
@@ -190,7 +193,10 @@ def until(holds: Callable[[], object]) -> None:
 
 @dataclass
 class Pair:
-    """A link with both ends: `sink` has dialled `source`. Each has one region of BLOCKS blocks."""
+    """Both ends of a link:
+
+    `sink` has connected to `source`. Each has one region of BLOCKS blocks.
+    """
 
     name: str
     sink: Link
@@ -203,12 +209,12 @@ class Pair:
     source_transport: Transport
 
     def admit(self, transfer: int) -> None:
-        """Let the source write into all of the sink's blocks."""
+        """Permit the source to write into all of the sink's blocks for this transfer."""
         grant = self.sink.grant(transfer, [self.sink_region], np.arange(BLOCKS))
         self.source.accept(transfer, grant)
 
     def expect(self, windows: dict[WindowHead, ByteRuns]) -> None:
-        """Accept these windows, once each, and no others."""
+        """Accept these windows (batches of runs) once each, and no others."""
         left = dict(windows)
 
         def place(head: WindowHead) -> WindowSlice | None:
@@ -227,7 +233,7 @@ class Pair:
 
 @contextmanager
 def linked_pair(name: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Pair]:
-    """Yield two started transports with a link. The source's memory is random."""
+    """Yield two started transports with a link; the source's memory is random."""
     sink_region = MemoryFileRegion.create(BLOCKS, block_bytes, name="into")
     source_region = MemoryFileRegion.create(BLOCKS, block_bytes, name="out-of")
     source_region.bytes[:] = np.random.default_rng(1).integers(
@@ -263,7 +269,7 @@ def linked_pair(name: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Pair]:
 def _widen(
     link: MultiLaneLink, far: MultiLaneLink, lane: Link, source_owner: Owner, number: int
 ) -> None:
-    """Add a lane as agents do: first at the source."""
+    """Add a lane (parallel connection) to a link as agents do: first at the source."""
     source_owner.wait("linked", number + 1)
     there = [heard.link for heard in source_owner.heard if heard.kind == "linked"][number]
     for end in (lane, there):
@@ -277,7 +283,7 @@ def window(transfer: int, runs: ByteRuns, group: int = 0, first: int = 0) -> Win
 
 
 def scattered(seed: int, count: int, longest: int) -> ByteRuns:
-    """Return runs at random places, disjoint at the sink, of 1 to `longest` bytes."""
+    """Return `count` runs of 1 to `longest` bytes at random places, disjoint at the sink."""
     rng = np.random.default_rng(seed)
     size = BLOCKS * BLOCK_BYTES
     length = rng.integers(1, longest + 1, count)
@@ -286,7 +292,7 @@ def scattered(seed: int, count: int, longest: int) -> ByteRuns:
 
 
 def expected(pair: Pair, *moves: ByteRuns) -> NDArray[np.uint8]:
-    """Return the sink's memory, initially zero, after these runs have landed."""
+    """Return the sink's memory, initially zero, as it must be after these runs have arrived."""
     memory = np.zeros(BLOCKS * BLOCK_BYTES, np.uint8)
     for runs in moves:
         for src, dst, length in zip(runs.src, runs.dst, runs.length, strict=True):

@@ -1,6 +1,4 @@
-"""The contract of two agents over every transport: every byte once, or a named end without
-traces.
-"""
+"""KV transfers between two agents, over every transport: complete, or ended with a reason."""
 
 from __future__ import annotations
 
@@ -92,7 +90,7 @@ LAYERS_FIRST = shaped(order=KvOrder.LBHNC, content=KvContent.HEADS, blocks=32)
 async def test_caches_with_layers_outermost_move_and_their_blocks_are_fenced(
     transport: str, src: KvLayout, dst: KvLayout
 ) -> None:
-    """A window of such a cache depends on every block of its offer."""
+    """With this layout, a window (batch of bytes) depends on every block of its offer."""
     if kind_of(transport) in ("rdma", "shm"):
         pytest.skip("an agent with this transport refuses these layouts")
     tokens = 75
@@ -301,7 +299,7 @@ async def test_waiting_invitations_are_limited(transport: str) -> None:
 
 
 async def test_an_invitation_waits_for_a_limited_time(transport: str) -> None:
-    """No step must happen before the time is over, however slow the machine is."""
+    """No step may happen before the time is over, however slow the machine is."""
     hasty = msgspec.structs.replace(PATIENT, invite_wait_s=0.1)
     async with groups(transport, SMALL, SMALL, options=[hasty]) as (source, sink):
         landing = sink.agent.fetch(source.agent.address, "r", [0], 16, timeout_s=10 * PATIENCE_S)
@@ -408,7 +406,7 @@ async def test_a_landing_repeated_before_there_is_a_link_is_served(transport: st
 
 
 async def seconds_to_cancel(source: Group, sink: Group, name: str) -> float:
-    """Return the least time until both sides have ended, because a machine may stop the process."""
+    """Cancel a transfer in progress; return the seconds until it has ended on both sides."""
     offer = source.agent.offer(name, [0], 16, ready_layers=0, public=True)
     landing = sink.agent.fetch(source.agent.address, name, [5], 16)
     await until(lambda: source.agent.stats()["leases"]["claimed"], "not claimed")

@@ -1,4 +1,4 @@
-"""Groups whose ranks have an agent each: every byte arrives, and a group's offer ends as one."""
+"""Engines with one transfer agent per rank: all bytes arrive, and an offer ends on all ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 class RankGroup:
-    """A TP group with one agent per rank."""
+    """An engine (TP group) with one transfer agent per rank."""
 
     def __init__(self, name: str, layout: KvLayout, ways: Sequence[object]) -> None:
         self.layout, self.regions = layout, memory(layout, 32, name)
@@ -52,7 +52,7 @@ class RankGroup:
         return [agent.offer(name, blocks, TOKENS, nonce=NONCE) for agent in self.agents]
 
     def tickets(self, name: str = "r") -> list[str]:
-        """Return a ticket per rank, minted before any offer."""
+        """Return one ticket per rank, created before any offer."""
         return [
             mint_ahead(KEY, name, agent.name, agent.epoch, NONCE, 1e12) for agent in self.agents
         ]
@@ -60,7 +60,7 @@ class RankGroup:
     def fetch(
         self, source: RankGroup, blocks: Sequence[int], ranks: Sequence[int] | None = None
     ) -> list[Landing]:
-        """Fetch every rank's bytes from each source rank that has some."""
+        """Fetch each rank's bytes from every source rank that has some of them."""
         tickets = source.tickets()
         return [
             self.agents[rank].fetch(

@@ -1,4 +1,4 @@
-"""How two agents choose the best common transport, and what happens if it does not come up."""
+"""How two agents choose the best common transport, and what happens if it cannot connect."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.fair_time import within
 
 
 class RefusingShm(Shm):
-    """Shared memory that refuses to be dialled."""
+    """Shared memory transport that refuses connections."""
 
     def dial(self, address: str) -> Link:
         raise TransportError("permission denied")
 
 
 class SilentShm(Shm):
-    """Shared memory whose listener never answers."""
+    """Shared memory transport whose listener never answers."""
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
         class IgnoringOwner:
@@ -55,7 +55,7 @@ async def two(
 
 
 async def way(source: Group, sink: Group, name: str = "r") -> str:
-    """Return the transport of one request's KV, after checking every byte."""
+    """Transfer one request's KV, verify every byte, and return the transport that was used."""
     cache = Cache(SMALL, 32, seed=4)
     cache.write(SMALL, source.regions, [1, 2])
     offer = source.agent.offer(name, [1, 2], 32)

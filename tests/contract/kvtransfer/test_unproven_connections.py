@@ -1,4 +1,4 @@
-"""Connections without the key over TCP: however many, a member can link, and memory is bounded."""
+"""TCP connections without the fleet's key use bounded memory and cannot keep members out."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ async def fetch(source: Group, sink: Group, name: str) -> None:
 async def besieged(
     count: int, hosts: list[str], said: bytes = b""
 ) -> AsyncIterator[tuple[Group, Group]]:
-    """Yield an unlinked source and sink, and connections to the source that have sent some
-    bytes.
+    """Yield a source and a sink that are not linked yet.
+
+    `count` connections to the source have already sent the bytes `said`.
     """
     async with groups("tcp", SMALL, SMALL, options=[DEFAULTS, PATIENT]) as (source, sink):
         with ExitStack() as stack:
@@ -132,7 +133,10 @@ def ended(sock: socket.socket) -> bool:
 
 
 async def test_links_that_showed_the_key_are_not_dropped_for_others() -> None:
-    """They wait for their proof, as on a slow network, while connections without the key arrive."""
+    """Links wait for their proof, as on a slow network.
+
+    Meanwhile connections without the key arrive.
+    """
     async with groups("tcp", SMALL, options=[DEFAULTS]) as (source,):
         with ExitStack() as stack:
             members = []
@@ -167,7 +171,7 @@ async def test_a_greeting_that_is_replayed_keeps_one_connection_and_not_many() -
 
 @pytest.fixture
 def flood() -> Iterator[list[int]]:
-    """Open up to 3,000 connections one after the other, 200 at a time."""
+    """Open up to 3,000 connections one after another, with 200 open at a time."""
     stop, ports = threading.Event(), [0]
 
     def run() -> None:

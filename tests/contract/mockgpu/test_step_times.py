@@ -1,4 +1,4 @@
-"""The contract of step-time models for any GPU, model, TP and profile: positive and monotone."""
+"""Step-time models are positive and monotone, for any GPU, model, TP size and profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters at the edges of their types: any valid configuration must work."""
+"""Generates parameters at the limits of their types; every valid configuration must work."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 def edges(kind: inspect.Type, rng: Random) -> list[Any]:
-    """Return the minimum and maximum of a numeric type, or all values of another.
+    """Return the minimum and maximum of a numeric type, or all values of another type.
 
-    Every number must have both.
+    Raises AssertionError for a number without both limits.
     """
     match kind:
         case inspect.FloatType() | inspect.IntType():
@@ -39,7 +39,7 @@ def edges(kind: inspect.Type, rng: Random) -> list[Any]:
 
 
 def parameters(kind: type[msgspec.Struct], rng: Random) -> dict[str, Any]:
-    """Draw an edge value or nothing for each parameter."""
+    """Return parameters with a random choice of limit values; some are left at their defaults."""
     result = {
         field.name: edges(inspect.type_info(field.type), rng)
         for field in msgspec.structs.fields(kind)
@@ -50,7 +50,10 @@ def parameters(kind: type[msgspec.Struct], rng: Random) -> dict[str, Any]:
 def builds(
     build: Callable[[str, Mapping[str, object]], T], name: str, kind: type[msgspec.Struct]
 ) -> list[T]:
-    """Build a dozen with accepted edge values; many draws break a rule over several parameters."""
+    """Build about a dozen objects with random limit values.
+
+    Combinations that the builder rejects are skipped, because some rules cover several parameters.
+    """
     built, rng = list[T](), Random(name)
     for _ in range(2000):
         with suppress(PolicyConfigError):

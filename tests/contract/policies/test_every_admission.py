@@ -1,6 +1,6 @@
-"""What a wait queue relies on from every registered admission.
+"""What the wait queue relies on from every registered admission rule.
 
-New names are tested automatically.
+New admission rules are tested automatically.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.parametrize("name", admission_registry.names())
 
 
 def view(rng: Random, candidates: list[Candidate]) -> View:
-    """Return a wait queue view with random numbers."""
+    """Return the wait queue's state with random numbers."""
     busy, waiting = (rng.choice((0, rng.randint(0, 300))) for _ in range(2))
     waiting_s, is_new_arrival = waiting * rng.random(), rng.random() < 0.7
     drain = DrainRate()
@@ -38,7 +38,7 @@ def view(rng: Random, candidates: list[Candidate]) -> View:
 
 
 def verdicts(admission: Admission, seed: int) -> list[tuple[int, object]]:
-    """Yield about a hundred verdicts of one admission, with bookings and ends in between."""
+    """Return about a hundred numbered verdicts of one admission rule on a random history."""
     collected = list[tuple[int, object]]()
     for number, ask, candidates in cases():
         rng = Random(f"{number} {seed}")

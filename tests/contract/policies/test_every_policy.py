@@ -1,4 +1,7 @@
-"""What the gateway relies on from every registered policy. New names are tested automatically."""
+"""What the gateway relies on from every registered routing policy.
+
+New policies are tested automatically.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ pytestmark = pytest.mark.parametrize("name", registry.names())
 
 
 def live(slot: int, rng: Random) -> EndpointLoad:
-    """Return a load with any numbers an endpoint may have, including unknown and extreme ones."""
+    """Return the load of an endpoint with random numbers, including unknown and extreme ones."""
     load = EndpointLoad(slot)
     load.in_flight = rng.randrange(31)
     load.decoding = rng.randint(0, load.in_flight)
@@ -60,7 +63,7 @@ def live(slot: int, rng: Random) -> EndpointLoad:
 
 
 def cases() -> Iterator[tuple[int, RoutingQuery, list[Candidate]]]:
-    """Return 150 queries with candidates, equal in every run, each with a number."""
+    """Yield 150 numbered queries with candidates, which are the same in every run."""
     for number in range(150):
         rng = Random(number)
         slots = rng.sample(range(100), rng.choice((0, 1, 2, 3, 8)))
@@ -95,9 +98,9 @@ def cases() -> Iterator[tuple[int, RoutingQuery, list[Candidate]]]:
 
 
 def able(ask: RoutingQuery, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates that may be picked.
+    """Return the candidates that a policy may pick for this query.
 
-    A retry may exceed a cap if no other endpoint has room.
+    A retry may exceed an endpoint's concurrency limit if no other endpoint has capacity.
     """
     untried = [
         candidate
@@ -201,7 +204,7 @@ def test_equal_idle_endpoints_share_requests_evenly(name: str) -> None:
 
 
 def test_one_of_sixty_four_is_picked_with_any_knowledge(name: str) -> None:
-    """First without scrapes, caches and fingerprint, then with all of them."""
+    """First nothing is known (no scrapes, caches or fingerprint), then everything."""
     policy, rng = registry.build(name, {}), Random(5)
     fleet = [
         Candidate(Endpoint(f"tp{slot}", "u", "p", "m"), EndpointLoad(slot)) for slot in range(64)

@@ -1,4 +1,4 @@
-"""A policy that declares to read no forecast decides independently of it."""
+"""A policy that declares to use no load forecast decides independently of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ READERS = {"priced", "dualmap", "llmd_predictor", "llmd_token", "llumnix", "moon
 
 
 def muddled(candidates: list[Candidate], seed: int) -> None:
-    """Fill the forecast with random numbers, and the timeline with nothing."""
+    """Replace the candidates' forecasts by random numbers."""
     rng = Random(seed)
     for candidate in candidates:
         ledger.set_modelled(candidate.load, False, 1.0)

@@ -1,4 +1,4 @@
-"""Fixtures of the mock server tests: a running mock TP group, and the event loop of the command."""
+"""Fixtures of the mock engine's tests: a running mock engine, and uvloop as event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.e2e.mock_group import MockGroup, mock_group
 
 @pytest.fixture
 def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """Use uvloop, as the command does. Its transports are stricter than asyncio's."""
+    """Use uvloop, as `penstock mock` does; its transports are stricter than asyncio's."""
     return uvloop.EventLoopPolicy()
 
 

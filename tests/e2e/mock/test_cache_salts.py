@@ -1,6 +1,6 @@
-"""Cache salts of the mock: requests with different salts share no cached blocks.
+"""Cache salts of the mock engine: requests with different salts share no cached blocks.
 
-vLLM reads the salt from `cache_salt`, SGLang from `extra_key` too.
+vLLM reads the salt from `cache_salt`, SGLang also from `extra_key`.
 """
 
 from __future__ import annotations

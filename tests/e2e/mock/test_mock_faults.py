@@ -1,4 +1,4 @@
-"""Faults injected into a mock TP group on real sockets, and the command that serves such groups."""
+"""Faults injected into a mock engine on real sockets, and the command that serves such engines."""
 
 from __future__ import annotations
 

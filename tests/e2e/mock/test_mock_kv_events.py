@@ -1,4 +1,4 @@
-"""A mock group publishes KV events on a real ZeroMQ socket, and replays them."""
+"""A mock engine publishes KV events on a real ZeroMQ socket, and replays them on request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def cached(group: MockGroup) -> dict[str, Any]:
 
 
 async def replayed(address: str, start: int) -> list[tuple[int, list[Any]]]:
-    """Have messages replayed the way a DEALER does it."""
+    """Request a replay with a DEALER socket; return the messages as (number, events)."""
     found = []
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0

@@ -13,7 +13,7 @@ TOTAL = 12
 
 
 class Pool(RuleBasedStateMachine):
-    """A scheduler's use of blocks beside a plain model."""
+    """Uses blocks as a scheduler does, and compares the pool with a simple model."""
 
     holders = Bundle("holders")
 
@@ -25,8 +25,9 @@ class Pool(RuleBasedStateMachine):
 
     @rule(target=holders, chain=st.lists(st.integers(0, 3), max_size=6))
     def admit(self, chain: list[int]) -> int:
-        """Share the cached part of a chain of keys, allocate the rest if possible, and register
-        it.
+        """Acquire the cached part of a chain of keys, and allocate and register the rest.
+
+        Nothing is acquired if too few blocks are free.
         """
         keys = [hash(tuple(chain[: i + 1])) for i in range(len(chain))]
         hits = self.pool.count_hits(keys, len(keys))

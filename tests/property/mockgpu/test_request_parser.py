@@ -1,4 +1,4 @@
-"""Any JSON is either a valid request or an ApiError with a client status, never a crash."""
+"""Any JSON is either a valid request or an ApiError with a 4xx status, never a crash."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The scheduler under any load and aborts: every job gets its tokens, blocks return, limits
-hold.
-"""
+"""The scheduler under any load: jobs get all their tokens, blocks are freed, limits hold."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ jobs = st.tuples(st.integers(1, 150), st.integers(1, 60), st.integers(0, 3))
 
 
 def job_of(prompt: int, output: int, family: int) -> Job:
-    """Return a job of a family. Jobs of a family share the beginning of their prompts."""
+    """Return a job; jobs of a family share the beginning of their prompts."""
     full = (prompt + output) // SIZE
     return Job(prompt, output, [family * 1000 + i for i in range(full)] if family else ())
 
@@ -111,7 +109,7 @@ kinds = st.sampled_from(["whole", "give", "take", "parked"])
 
 
 class SplitScheduler:
-    """A scheduler for split requests. The test plays both ends of every transfer."""
+    """A scheduler with split requests, for which the test plays both ends of every KV transfer."""
 
     def __init__(self, blocks: int) -> None:
         self.scheduler = Scheduler(BlockPool(blocks), 6, 64)
@@ -152,7 +150,7 @@ class SplitScheduler:
         assert len(holdings) == scheduler.pool.total - scheduler.pool.free
 
     def act(self, job: Job, how: int) -> None:
-        """Apply an external event: KV lands or fails, a client leaves, or blocks are released."""
+        """Apply an external event: KV arrives or fails, a client leaves, or blocks are released."""
         if (
             job.state is JobState.FETCHING
             and how % 3 == 0

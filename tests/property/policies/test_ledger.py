@@ -1,5 +1,6 @@
-"""The ledger as a state machine: in any order of events all is given back and the forecast stays
-valid.
+"""The ledger (reserved load of endpoints) under any order of events, as a state machine.
+
+All reserved load is released, and the forecast stays valid.
 """
 
 from __future__ import annotations
@@ -39,9 +40,7 @@ PASSING = st.sampled_from([0.0, 0.001, 0.02, 0.3, 4.0, 500.0])
 
 
 class Ledger(RuleBasedStateMachine):
-    """One endpoint with bookings of both kinds in any state, and short and long times between
-    events.
-    """
+    """One endpoint with reservations in any state, and random times between events."""
 
     entries = Bundle("bookings")
 

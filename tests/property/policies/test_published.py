@@ -1,4 +1,4 @@
-"""Arithmetic of the published rules, over any numbers."""
+"""Arithmetic of published routing rules, over any numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health and retries: what holds after any history."""
+"""Invariants of endpoint health and retries, after any history."""
 
 from __future__ import annotations
 

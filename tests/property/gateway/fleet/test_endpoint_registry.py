@@ -1,5 +1,6 @@
-"""The endpoint table as a state machine over configuration changes: slots are unique, bookings
-survive.
+"""Property tests of the endpoint table over configuration changes, as a state machine.
+
+Slots are unique, and reservations of capacity (bookings) survive a change.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def config(pools: dict[str, list[int]], cap: int) -> Config:
 
 
 class Table(RuleBasedStateMachine):
-    """Adopts configurations of up to five endpoints, books, and releases removed ones."""
+    """Applies configurations of up to five endpoints, books requests, and releases removed ones."""
 
     def __init__(self) -> None:
         super().__init__()

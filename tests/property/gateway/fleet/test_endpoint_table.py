@@ -1,5 +1,6 @@
-"""The endpoint table's bookings as a state machine: every booked load is released in any event
-order.
+"""Property tests of reservations in the endpoint table, as a state machine.
+
+All reserved load is released, whatever the order of events.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ KINDS = [
 
 
 class Bookings(RuleBasedStateMachine):
-    """Books on three endpoints, with probes and scrapes between the booking stages."""
+    """Reserves capacity on three endpoints, with health probes and scrapes between the stages."""
 
     bookings = Bundle("bookings")
 

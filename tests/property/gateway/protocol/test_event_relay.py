@@ -1,4 +1,4 @@
-"""Streams with named events, cut anywhere: bytes pass unchanged, and the scan finds the same."""
+"""Streams with named events, split anywhere: bytes are relayed unchanged and parsed equally."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def fed(relay: Relay, data: bytes, cuts: list[int] | None = None) -> bytes:
 
 
 def body_of(out: bytes) -> bytes:
-    """Return the payload of chunked bytes behind a head."""
+    """Return the decoded body of a chunked response."""
     rest, payload = out.partition(b"\r\n\r\n")[2], b""
     while rest:
         size, _, rest = rest.partition(b"\r\n")

@@ -1,4 +1,4 @@
-"""The request parser on any JSON object in any formatting: only what must change changes."""
+"""The request parser with any JSON object in any formatting: it changes only what it must."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ Members = list[tuple[str, Any]]
 
 
 def written(value: object, rng: Random) -> str:
-    """Encode JSON with random blanks and escapes; a tuple of pairs is an object."""
+    """Encode a value as JSON with random blanks and escapes.
+
+    A tuple of pairs is encoded as an object, so that members may repeat.
+    """
     if isinstance(value, str):
         return '"' + "".join(_character(character, rng) for character in value) + '"'
     if isinstance(value, dict):
@@ -98,7 +101,7 @@ def _character(character: str, rng: Random) -> str:
 
 
 def chat(others: dict[str, Any], rng: Random, model: str = "demo") -> Members:
-    """Return the members of a chat request in random order."""
+    """Return the members of a chat request in random order, including the members `others`."""
     members: Members = [
         ("model", model),
         ("messages", [{"role": "user", "content": "hi"}]),

@@ -1,4 +1,7 @@
-"""The relay, fed with responses cut anywhere: output and accounting must not depend on the cuts."""
+"""The response relay, fed with responses split anywhere: the splits must not affect the result.
+
+The result is the client's bytes and the accounting of tokens.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,7 @@ CUTS = st.lists(st.integers(0, 2500), max_size=60)
 
 
 def whole_stream(texts: list[str]) -> str:
-    """Return the payload of a complete stream."""
+    """Return the payload of a complete stream with these texts."""
     return (
         ROLE
         + "".join(delta(text) for text in texts)
@@ -121,7 +124,7 @@ def whole_stream(texts: list[str]) -> str:
 def chunked(
     payload: bytes, sizes: list[int], trailers: bytes = b"", extension: bytes = b""
 ) -> bytes:
-    """Encode the payload in HTTP chunks of these sizes and one for the rest."""
+    """Encode a payload in HTTP chunks of these sizes, and one chunk for the rest."""
     wire, offset = b"", 0
     for size in [*sizes, len(payload)]:
         piece = payload[offset : offset + size]
@@ -132,7 +135,10 @@ def chunked(
 
 
 def read(out: bytes, *, strict: bool = True) -> tuple[bytes, bytes, bool]:
-    """Parse like a strict HTTP client: return head, payload, and whether the body is complete."""
+    """Parse a response as a strict HTTP client does.
+
+    Returns head, payload, and whether the body is complete.
+    """
     head, _, rest = out.partition(b"\r\n\r\n")
     payload = b""
     while rest:
@@ -189,7 +195,7 @@ def test_a_stream_may_arrive_byte_by_byte(texts: list[str], sizes: list[int]) ->
 def test_an_incomplete_stream_without_done_ends_with_an_error_event(
     texts: list[str], sizes: list[int], cuts: list[int], trailers: bool, short: int
 ) -> None:
-    """The body is framed properly, but its last event is missing or cut."""
+    """The body is framed properly, but its last event is missing or incomplete."""
     payload = (ROLE + "".join(delta(text) for text in texts)).encode()
     payload = payload[: len(payload) - short]
     wire = HEAD + chunked(payload, sizes, b"a: b\r\n" if trailers else b"")
@@ -489,7 +495,7 @@ def test_thousands_of_interim_responses_do_not_exhaust_the_stack() -> None:
 
 
 def test_a_long_error_body_is_truncated_and_an_endless_one_is_a_failure() -> None:
-    """Engines may repeat a long bad request in the error about it."""
+    """Engines may repeat a long invalid request in their error message."""
     relay = Relay(OWN_HEADERS)
     relay.feed(b"HTTP/1.1 400 Bad Request\r\ntransfer-encoding: chunked\r\n\r\n", 0.0)
     for _ in range(MAX_ERROR_BYTES >> 20):
@@ -536,7 +542,7 @@ def client_error(message: str, end: str = "\n\n") -> str:
 def test_a_client_error_is_recognised_whatever_its_length_and_cuts(
     patient: bool, before: str, length: int, step: int
 ) -> None:
-    """It is searched before the first token if that is awaited, else only in the first event."""
+    """Errors are searched until the first token if that is awaited, else in the first event."""
     if before and not patient:
         return
     wire = HEAD + chunked(
@@ -553,7 +559,7 @@ def test_a_client_error_is_recognised_whatever_its_length_and_cuts(
 
 @pytest.mark.parametrize("patient", [False, True])
 def test_an_error_after_a_token_is_the_engines_whatever_its_code(patient: bool) -> None:
-    """Nothing was forwarded, so another engine is tried; the request itself is valid."""
+    """The request itself is valid. Nothing was forwarded, so another engine is tried."""
     with pytest.raises(UpstreamError, match="error event") as failure_kind:
         Relay(OWN_HEADERS, hold_until_token=patient).feed(
             HEAD + chunked((delta("a") + client_error("no") + DONE).encode(), []), 0.0
@@ -592,7 +598,7 @@ def test_a_stream_that_breaks_between_two_chunks_ends_with_an_error_event(held: 
 
 
 def test_done_without_its_blank_line_is_not_sent_yet() -> None:
-    """Under an alias, partial events are held back."""
+    """Partial events are held back if a model alias has to be replaced in them."""
     relay = Relay(OWN_HEADERS, None, False, ModelNameRewriter("served", "my-alias"))
     relay.feed(
         HEAD + chunked(delta("a").encode(), [])[:-5] + chunked(b"data: [DONE]\n", [])[:-5], 0.0
@@ -675,7 +681,7 @@ def test_nothing_is_added_within_a_partially_forwarded_chunk() -> None:
 def test_token_counts_are_found_however_much_follows_them(
     cuts: list[int], more: int, between: bool
 ) -> None:
-    """Clients may request log probabilities and ids of the prompt, which come last."""
+    """Clients may request log probabilities and prompt ids, which come after the counts."""
     ids = json.dumps({"prompt_token_ids": [7] * (more // 2)})[1:].encode()
     body = PLAIN[:-1] + b"," + ids
     if between:
@@ -832,7 +838,7 @@ def test_many_interim_responses_are_skipped() -> None:
 
 
 def test_nothing_is_added_within_a_long_event_under_an_alias() -> None:
-    """Part of it has been released, because it is too long to be held."""
+    """Part of the event has been forwarded already, because it is too long to be held back."""
     relay = Relay(OWN_HEADERS, None, False, ModelNameRewriter("served", "my-alias"))
     relay.feed(
         HEAD + chunked(delta("a").encode() + b'data: {"long":"' + b"x" * 100_000, [])[:-5], 0.0

@@ -1,4 +1,4 @@
-"""Heads that the narrow grammar accepts mean the same to aiohttp's parser."""
+"""Request heads that the gateway's own parser accepts mean the same to aiohttp's parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams cut anywhere and continued by other engines: the client reads each token once."""
+"""Streams broken anywhere and continued by other engines: the client reads each token once."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ PROMPT = [7, 8, 9]
 
 
 def token(number: int) -> str:
-    """Return the text of a token.
-
-    Every fifth has no text of its own; it comes with the next one.
-    """
+    """Return the text of token `number`. Every fifth is empty; the next one has its text too."""
     return (
         ""
         if number % 5 == 4
@@ -43,6 +40,7 @@ def events(
 
     ids      ids of the tokens to stream
     total    number of tokens after which the response is complete
+    opening  whether it begins with an event without a token
     """
     members = {
         "id": "cmpl-1" if opening else "cmpl-2",
@@ -91,7 +89,10 @@ def terms(chat: bool, usage: bool, most: int) -> ContinuationTerms:
 
 
 def feed(relay: Relay, answer: bytes, size: int, *, eof: bool = True) -> bytes:
-    """Feed a response in pieces of this size. Returns the bytes for the client until it breaks."""
+    """Feed a response to a relay in pieces of `size` bytes.
+
+    Returns the bytes for the client until the response breaks.
+    """
     out = b""
     try:
         for start in range(0, len(answer), size):
@@ -104,7 +105,7 @@ def feed(relay: Relay, answer: bytes, size: int, *, eof: bool = True) -> bytes:
 
 
 def read(out: bytes) -> list[dict[str, Any]]:
-    """Return the events for the client. Asserts that the stream ends exactly once."""
+    """Return the events that the client received. Asserts that the stream ends exactly once."""
     body = ChunkedBody()
     payload = body.feed(out.partition(b"\r\n\r\n")[2])
     assert body.is_complete
@@ -117,7 +118,7 @@ def read(out: bytes) -> list[dict[str, Any]]:
 def break_stream(parts: Iterator[bytes], share: float, tidily: bool) -> bytes:
     """Return the first `share` of a response.
 
-    tidily    cut between events and end the body properly; otherwise cut anywhere
+    `tidily`: cut between events and end the body properly; otherwise cut anywhere.
     """
     framed = [encode_chunk(part) for part in parts]
     if tidily:

@@ -1,4 +1,4 @@
-"""Translated streams: the cuts between bytes do not matter, and no text, call or count is lost."""
+"""Translated streams split anywhere lose no text, tool call or token count."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Resharding against an oracle: every scalar has a unique name.
+"""Resharding of KV between layouts, compared with a simple model in which each scalar is unique.
 
-After copying the runs, each destination rank must have exactly the right names in the right places,
-and nothing else may have changed.
+After copying the planned runs, each destination rank must have exactly the right scalars in the
+right places, and nothing else may have changed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def layout_pairs(draw: st.DrawFn) -> tuple[KvLayout, KvLayout]:
 
 
 def contents(order: KvOrder) -> list[KvContent]:
-    """Return the places of keys and values that are possible in this order."""
+    """Return the possible arrangements of keys and values for this axis order."""
     heads_first = order.index("h") < order.index("n")
     adjacent = abs(order.index("h") - order.index("n")) == 1 and order.endswith(("hnc", "nhc"))
     return [
@@ -75,8 +75,8 @@ def contents(order: KvOrder) -> list[KvContent]:
 def in_memory(layout: KvLayout, values: Words) -> Words:
     """Return a rank's memory for values [layer, block, head, token, part, word].
 
-    As vLLM describes it: an array [L, B, H, N, C] whose axes are transposed, and a backend that
-    divides (N, C) of a head, or (H, N, C) of a block, between keys and values.
+    vLLM describes it as an array [L, B, H, N, C] whose axes are transposed, and a backend divides
+    (N, C) of a head, or (H, N, C) of a block, between keys and values.
     """
     layers, blocks, heads, tokens, parts, words = values.shape
     if layout.content is KvContent.PLANES:
@@ -91,7 +91,7 @@ def in_memory(layout: KvLayout, values: Words) -> Words:
 
 
 def source(layout: KvLayout, rank: int, blocks: list[int]) -> Words:
-    """Return a rank's memory in which every scalar of the request has a name of its own."""
+    """Return a rank's memory in which every scalar of the request has a unique value."""
     stage, tp_rank = divmod(rank, layout.tp)
     layers, heads = layout.layers_of(stage), layout.heads_of(tp_rank)
     size, words = layout.block_tokens, layout.row_bytes // WORD
@@ -112,7 +112,7 @@ def source(layout: KvLayout, rank: int, blocks: list[int]) -> Words:
 
 
 def expected(layout: KvLayout, rank: int, blocks: list[int], covered: range) -> Words:
-    """Return the memory after the transfer: the names of the covered tokens, else untouched."""
+    """Return the memory after the transfer: values of the covered tokens, otherwise unchanged."""
     whole = source(layout, rank, blocks)
     tokens = (whole - np.uint64(1)) % np.uint64(10**6) // np.uint64(10)
     inside = (whole != FOREIGN) & (tokens >= covered.start) & (tokens < covered.stop)
@@ -126,7 +126,7 @@ def untouched(layout: KvLayout, rank: int) -> Words:
 def carry_out(
     transfer_plan: TransferPlan, sources: list[Words], sinks: list[Words], window_bytes: int
 ) -> int:
-    """Copy window by window, with groups in any order. Returns the bytes written."""
+    """Copy window by window (batch of runs), with groups in any order; return the bytes written."""
     arrivals, written = ReceiveTracker(transfer_plan), 0
     for group in reversed(range(transfer_plan.groups)):
         pairs = transfer_plan.pairs(group)
@@ -189,7 +189,7 @@ def test_every_scalar_arrives_in_its_place_once_and_nothing_else_is_touched(
 
 @st.composite
 def some_blocks(draw: st.DrawFn, count: int) -> list[int]:
-    """Draw consecutive or scattered blocks."""
+    """Draw `count` block numbers, consecutive or scattered."""
     if draw(st.booleans()):
         first = draw(st.integers(0, BLOCKS - count))
         return list(range(first, first + count))
@@ -201,7 +201,7 @@ def some_blocks(draw: st.DrawFn, count: int) -> list[int]:
 def test_source_ranks_with_the_same_heads_send_equal_shares(
     layouts: tuple[KvLayout, KvLayout],
 ) -> None:
-    """Equal if the layers of a stage, one group each, divide evenly; else within one layer."""
+    """They are equal if the layers of a stage divide evenly, else they differ by one layer."""
     src, dst = layouts
     copies = max(1, src.tp // src.kv_heads)
     transfer_plan = plan_transfer(src, dst, range(20), range(20), 4, group_layers=1)
@@ -222,7 +222,7 @@ def test_source_ranks_with_the_same_heads_send_equal_shares(
 def test_plans_between_single_ranks_together_move_every_scalar_once(
     layouts: tuple[KvLayout, KvLayout], tokens: int, data: st.DataObject
 ) -> None:
-    """Each rank's agent plans by itself; `source_ranks` and `sink_ranks` agree on who meets."""
+    """Each rank plans by itself; `source_ranks` and `sink_ranks` agree on which pairs connect."""
     src, dst = layouts
     blocks = [data.draw(some_blocks(-(-tokens // layout.block_tokens))) for layout in layouts]
     sources = [source(src, rank, blocks[0]) for rank in range(src.ranks)]

@@ -1,4 +1,4 @@
-"""Tickets under any text and fields: exactly the minted tickets are accepted."""
+"""Tickets with any text and fields: exactly those that were issued are accepted."""
 
 from __future__ import annotations
 

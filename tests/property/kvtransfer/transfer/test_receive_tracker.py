@@ -1,4 +1,4 @@
-"""ReceiveTracker under any windows in any order, against a model of every single run."""
+"""ReceiveTracker under any windows in any order, compared with a model of every single run."""
 
 from __future__ import annotations
 

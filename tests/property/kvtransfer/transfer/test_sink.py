@@ -1,6 +1,6 @@
-"""TransferSink under any events in any order: every landing ends once, behind its fence.
+"""TransferSink under any order of events: every incoming transfer ends once, after its fence.
 
-It ends as LANDED only if complete.
+The fence guarantees that no more bytes are written. A transfer ends as LANDED only if complete.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ class FakeLink:
 
 
 class World:
-    """A sink, a source that sends anything, and a transport that writes until the fence."""
+    """A sink under test, with a simulated source and a simulated transport.
+
+    The source sends random messages; the transport writes until the fence.
+    """
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
@@ -130,7 +133,7 @@ class World:
                     self.hear(message)
 
     def hear(self, message: Message) -> None:
-        """Handle a command as the source would."""
+        """Check a message that the sink sends to the source."""
         match message:
             case StopTransfer(transfer):
                 assert transfer in self.said
@@ -142,7 +145,7 @@ class World:
                 assert n_bytes == self.whole(transfer)
 
     def say(self, number: int) -> None:
-        """Finish the registration, and send the invitation unless it is late."""
+        """Finish registering memory, and send the invitation unless the transfer is over."""
         if self.book.confirm_invite(self.invited[number], number):  # type: ignore[arg-type]
             assert number not in self.unwanted
             self.said.add(number)
@@ -239,7 +242,7 @@ class World:
                 self.windows[number] = heads
 
     def window(self) -> None:
-        """Send a transfer's next window, sometimes twice."""
+        """Send a transfer's next window (batch of bytes), sometimes twice."""
         for number, heads in self.windows.items():
             if heads and self.rng.random() < 0.5:
                 head = heads[-1] if self.rng.random() < 0.1 else heads.pop()
@@ -250,7 +253,7 @@ class World:
                     self.begun.append((link, head))
 
     def settle(self) -> None:
-        """Complete begun windows in any order. The fence voids those that it meets."""
+        """Complete some windows in any order, with random verdicts."""
         self.rng.shuffle(self.begun)
         for _ in range(min(len(self.begun), 8)):
             link, head = self.begun.pop()
@@ -286,9 +289,7 @@ class World:
             )
 
     def nonsense(self) -> None:
-        """Send messages of a foreign or unknown transfer, an unplanned window, or an unrequested
-        fence.
-        """
+        """Send invalid input: messages of another or unknown transfer, or an unplanned window."""
         link = self.rng.choice([*self.links.values(), FakeLink()])
         number = self.rng.randrange(self.numbers + 3)
         if self.invited.get(number) is not link:
@@ -355,7 +356,7 @@ class World:
 
 @pytest.fixture(autouse=True)
 def some_plans_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute some plans without the lock, although they have few blocks here."""
+    """Make some plans count as long, so that they are computed without the lock."""
     monkeypatch.setattr("kvtransfer.transfer.commands._MAX_INLINE_BLOCKS", 2)
 
 

@@ -1,4 +1,4 @@
-"""TransferSource under any events in any order: every offer ends once, and nothing is kept."""
+"""TransferSource under any order of events: every offer ends once, and nothing is kept."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FakeLink:
 
 
 class World:
-    """A source, its events, and its commands."""
+    """A source under test, random events, and checks of its commands."""
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
@@ -190,7 +190,7 @@ class World:
         self.told(lambda: self.book.on_invite(link, invite, self.now), link)
 
     def next_transfer(self, link: FakeLink) -> int:
-        """Return a transfer number, seldom an old one."""
+        """Return a transfer number for a link: the next one, or rarely an old one."""
         last = self.transfers.get(link, 0)
         self.transfers[link] = last + 1
         return last + 1 if self.rng.random() < 0.97 else last
@@ -258,7 +258,10 @@ class World:
         self.obey(self.book.on_lost(link, EndReason.LINK_LOST, "", self.now))
 
     def taken_is_bounded(self) -> bool:
-        """Assert the limit: a window may exceed its size by one run, as long as a request."""
+        """Return whether the bytes in flight are within their limit.
+
+        A window may exceed its size by one run, which may be as long as a request.
+        """
         return self.book.in_flight_bytes() <= (BUDGET + 6 * self.region.block_bytes) * len(
             self.links
         )
@@ -266,7 +269,7 @@ class World:
 
 @pytest.fixture(autouse=True)
 def some_plans_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute some plans without the lock, although they have few blocks here."""
+    """Make some plans count as long, so that they are computed without the lock."""
     monkeypatch.setattr("kvtransfer.transfer.commands._MAX_INLINE_BLOCKS", 2)
 
 
@@ -290,7 +293,7 @@ def test_every_offer_ends_once_and_keeps_nothing_under_any_events(seed: int, ste
 
 
 def test_any_order_reaches_every_end() -> None:
-    """Shows that the property above is not vacuous."""
+    """Shows that the property test above reaches every kind of end."""
     ends: set[OutcomeKind] = set()
     for seed in range(60):
         world = World(seed)
@@ -301,7 +304,7 @@ def test_any_order_reaches_every_end() -> None:
 
 
 def test_any_order_reaches_ranks_that_share_an_offer() -> None:
-    """Shows that the property above covers ranks that claim, land and fail separately."""
+    """Shows that the property test above covers ranks that claim, finish and fail separately."""
     shared, half_landed = 0, 0
     for seed in range(1, 240, 2):
         world = World(seed)

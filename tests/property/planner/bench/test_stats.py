@@ -1,4 +1,4 @@
-"""Percentiles and summaries against numpy, for any samples."""
+"""Percentiles and summaries of any samples equal those of numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A streamed answer is parsed equally however its bytes are chunked."""
+"""A streamed answer is parsed equally, however its bytes are split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def event(data: object, newline: str) -> bytes:
 
 
 def stream(words: list[str], newline: str) -> bytes:
-    """Return a vLLM stream: role, words, finish, usage, [DONE], with a comment in between."""
+    """Return a stream as vLLM sends it: role, words, finish, usage, [DONE], with a comment."""
     role = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
     tokens = [{"choices": [{"index": 0, "delta": {"content": word}}]} for word in words]
     finish = {"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "stop"}]}

@@ -1,4 +1,4 @@
-"""The inputs of prices: shares of an overloaded pool, scheduled returns, pacing."""
+"""Inputs of the admission price: shares of an overloaded pool, scheduled returns, pacing."""
 
 from __future__ import annotations
 

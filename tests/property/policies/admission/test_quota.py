@@ -1,5 +1,6 @@
-"""Quotas: never more than a minute's worth plus the refill, and clients that return on time are
-admitted.
+"""Quotas never admit more than a minute's worth plus the refill.
+
+Clients that return at the given time are admitted.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def test_a_clock_that_goes_back_refills_nothing() -> None:
 
 
 class House:
-    """Gateways with one quota each that exchange their usage now and then."""
+    """Gateways with one quota each, which exchange their usage from time to time."""
 
     def __init__(self, size: int, limit: int) -> None:
         self.quotas = [Quota(QuotaLimits(None, limit)) for _ in range(size)]

@@ -1,4 +1,4 @@
-"""Working sets of several gateways: after an exchange all count the same contexts."""
+"""Active sessions of several gateways: after an exchange all count the same context tokens."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Shares of requested work: a fair level for any weights, a price share from 0 to 1, and discounted
-chance.
-"""
+"""Tenants' shares of work: a fair level for any weights, a price share from 0 to 1, discounts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The filter of correction factors, under any observations."""
+"""Invariants of the Kalman filter of correction factors, under any observations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariants of a fingerprint, over arbitrary prompts."""
+"""Invariants of prompt fingerprints (chains of block keys), over arbitrary prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ words = st.integers(0, 2**64 - 1)
 
 
 def numbers(count: int) -> st.SearchStrategy[Keys]:
-    """Draw this many secret numbers."""
+    """Return a strategy that draws `count` secret numbers."""
     return st.lists(words, min_size=count, max_size=count).map(lambda values: array("Q", values))
 
 

@@ -1,4 +1,4 @@
-"""The prefix index against a naive model that stores every prefix of every prompt."""
+"""The prefix index, compared with a simple model that stores every prefix of every prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ slots = st.integers(0, SLOTS - 1)
 
 
 class Unbounded(RuleBasedStateMachine):
-    """Without capacities and far below the cap nothing expires by itself."""
+    """The index without capacities and far below its limit: no entry expires by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,9 +49,7 @@ class Unbounded(RuleBasedStateMachine):
 
     @rule(slot=slots, prompt=prompts, kept=st.integers(0, 12))
     def trim(self, slot: int, prompt: bytes, kept: int) -> None:
-        """Everything that continues the kept part is cut as well: a set of prefixes can hold no
-        broken chain.
-        """
+        """Remove all that continues the kept part, as the model of prefixes cannot have gaps."""
         cut = prompt[: (kept + 1) * BLOCK]
         if len(cut) > kept * BLOCK:
             for gone in [known for known in self.naive[slot] if known.startswith(cut)]:
@@ -72,7 +70,7 @@ class Unbounded(RuleBasedStateMachine):
     @precondition(lambda self: self.asked is not None)
     @rule(slot=slots)
     def give_what_was_asked(self, slot: int) -> None:
-        """At once, as the line does, or after others have come and gone."""
+        """Insert the prompt of the last match, immediately or after other operations."""
         assert self.asked is not None
         fingerprint, prompt = self.asked
         self.index.insert(fingerprint, slot, fingerprint.n_bytes)
@@ -80,7 +78,7 @@ class Unbounded(RuleBasedStateMachine):
 
 
 class Bounded(RuleBasedStateMachine):
-    """With a tiny cap and capacities the bounds hold after every step."""
+    """The index with small capacities: its limits hold after every step."""
 
     cap = 64 * BLOCK_COST_BYTES
 

@@ -1,6 +1,4 @@
-"""For any numbers of an endpoint: more waiting is never cheaper, a longer cached prefix never more
-expensive.
-"""
+"""Prices for any load: more waiting is never cheaper, a longer cached prefix never dearer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule of splitting over any sequence of requests."""
+"""Invariants of the rule that splits requests into prefill and decode, over any requests."""
 
 from __future__ import annotations
 
