@@ -129,5 +129,12 @@ CATALOGUE = (
     ClientSpec(
         "OpenCode", CHAT, "node", "opencode_cli.py", ("opencode-ai",), session="x-session-affinity"
     ),
-    ClientSpec("OpenHands", CHAT, "openhands", "openhands_agent.py", ("openhands-sdk",)),
+    ClientSpec(
+        "OpenHands",
+        CHAT,
+        "openhands",
+        "openhands_agent.py",
+        ("openhands-sdk",),
+        session="x-litellm-session-id",
+    ),
 )

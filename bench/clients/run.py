@@ -270,8 +270,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="penstock-clients-") as name:
         for spec in chosen:
             folder = Path(tempfile.mkdtemp(dir=name))
-            with demo(folder, options.policy) as port, recorder(port) as proxy:
-                result = run_client(spec, options.installed, proxy, folder, options)
+            try:
+                with demo(folder, options.policy) as port, recorder(port) as proxy:
+                    result = run_client(spec, options.installed, proxy, folder, options)
+            except (OSError, RuntimeError) as error:
+                result = Result(spec, "", f"{error}", 0, 0, 0, Counter(), 0.0)
             failed += bool(result.problem) or result.share < WANTED_SHARE
             print(result.row(), flush=True)
     return 1 if failed else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.request
 from collections.abc import Iterator
 from itertools import groupby
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests import recorded_clients
 from tests.e2e.processes import gateway_process, mock_fleet
-from tests.unit.gateway.protocol.translate.chats import events, message_of
+from tests.unit.gateway.protocol.translate.chats import events, message_of, response_of
 
 CONFIG = """
 models:
@@ -21,6 +23,12 @@ pools:
   native: {{endpoints: [{{url: '{0}'}}]}}
   translated: {{endpoints: [{{url: '{1}'}}]}}
 """
+TRANSLATED = [
+    name
+    for name in recorded_clients.names()
+    if not name.endswith(("-completions", "-chat", "-compatible", "-stored"))
+]
+"""Recordings of Messages and Responses, but for turns that an engine keeps."""
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
 TASK = "Find the pump that leaks, and say which it is."
 FILES = ["pump-1: dry", "pump-2: dry", "pump-3: wet"]
@@ -78,10 +86,11 @@ def response_requests() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    caps = ("--may-end-from", "1024")  # agents allow 32,000 tokens
     lacking = ("--lacks", "messages", "--lacks", "responses")
     with (
-        mock_fleet() as native,
-        mock_fleet(*lacking) as other,
+        mock_fleet(*caps) as native,
+        mock_fleet(*caps, *lacking) as other,
         gateway_process(
             tmp_path_factory.mktemp("session"), CONFIG.format(native[0], other[0])
         ) as running,
@@ -92,8 +101,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> bytes:
+    return post_text(url, path, json.dumps(body))
+
+
+def post_text(url: str, path: str, body: str) -> bytes:
     headers = {"content-type": "application/json"}
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+    request = urllib.request.Request(url + path, body.encode(), headers)
     with urllib.request.urlopen(request, timeout=20) as response:
         return bytes(response.read())
 
@@ -150,6 +163,30 @@ def test_whole_answers_of_a_session_are_equal_too(url: str, path: str) -> None:
         )
         assert essence(native) == essence(other)
         assert (native["model"], other["model"]) == ("native", "translated")
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_a_recorded_session_of_a_client_is_equal_turn_by_turn(url: str, name: str) -> None:
+    """Send what agents and SDKs sent, as it was: streams, tools, and members of their own."""
+    calls = 0
+    for request in recorded_clients.load(name).requests:
+        read = message_of if request.path == "/v1/messages" else response_of
+        native, other = (
+            post_text(url, request.target, named(request.body, model))
+            for model in ("native", "translated")
+        )
+        assert event_order(native) == event_order(other)
+        first, second = essence(read(native)), essence(read(other))
+        assert first == second
+        calls += any(part["type"] in ("tool_use", "function_call") for part in first[0])
+    assert calls == 1
+
+
+def named(body: str, model: str) -> str:
+    """Return a recorded body for another model."""
+    other, count = re.subn(r'("model": ?")[^"]+', rf"\g<1>{model}", body, count=1)
+    assert count == 1
+    return other
 
 
 def test_counted_tokens_are_equal(url: str) -> None:

@@ -1,0 +1,100 @@
+"""Recorded conversations of clients, as files in tests/data/clients/.
+
+A file holds the requests of one conversation as the client sent them, without keys, paths and
+hosts. A client's own instructions and descriptions are replaced by a mark `⟦LENGTH:NAME⟧`, which
+is expanded to as many bytes of invented words: equal texts have equal names, so what was a common
+prefix is one still. A request repeats most of the one before, so only the difference is stored.
+Made by bench/clients/fixtures.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+FOLDER = Path(__file__).parent / "data" / "clients"
+MARK = re.compile("⟦([0-9]+):([0-9a-z-]+)⟧")
+_WORDS = (
+    *("pump", "valve", "dam", "lake", "river", "gauge", "depth", "level", "flow", "spill", "gate"),
+    *("weir", "canal", "tank", "pipe", "meter", "basin", "flood", "storm", "dry", "wet", "north"),
+)
+
+
+Difference = list[str | list[int]]
+"""A body: texts, and ranges [start, end] of the body before it."""
+
+
+class RecordedRequest(NamedTuple):
+    """One request: its target, its headers and its body with marks expanded."""
+
+    target: str
+    headers: dict[str, str]
+    body: str
+
+    @property
+    def path(self) -> str:
+        return self.target.partition("?")[0]
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class RecordedClient(NamedTuple):
+    """The conversation of one client.
+
+    session  what names it in the access log
+    """
+
+    name: str
+    client: str
+    version: str
+    session: str
+    requests: list[RecordedRequest]
+
+
+def filler(length: int, name: str) -> str:
+    """Return a text of `length` ASCII characters that depends on the name alone."""
+    state, words, size = xxh3_64_intdigest(name.encode()), [], 0
+    while size <= length:  # one more than the spaces between words
+        word = _WORDS[state % len(_WORDS)]
+        words.append(word)
+        size += len(word) + 1
+        state = (state * 6364136223846793005 + 1442695040888963407) % (1 << 64) ^ (state >> 33)
+    return " ".join(words)[:length]
+
+
+def expand(text: str) -> str:
+    """Return a text with its marks replaced by invented words."""
+    return MARK.sub(lambda match: filler(int(match[1]), match[2]), text)
+
+
+def names() -> list[str]:
+    """Return the names of all recordings."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def load(name: str) -> RecordedClient:
+    """Read a recording."""
+    page = json.loads((FOLDER / f"{name}.json").read_text())
+    requests, headers = list[RecordedRequest](), dict[str, str]()
+    for each, body in zip(page["requests"], _bodies(page["requests"]), strict=True):
+        changed = headers | each["headers"]
+        headers = {key: value for key, value in changed.items() if value is not None}
+        requests.append(RecordedRequest(each["target"], headers, expand(body)))
+    return RecordedClient(name, page["client"], page["version"], page["session"], requests)
+
+
+def _bodies(requests: list[dict[str, Any]]) -> Iterator[str]:
+    body = ""
+    for each in requests:
+        pieces: Difference = each["body"]
+        body = "".join(
+            piece if isinstance(piece, str) else body[piece[0] : piece[1]] for piece in pieces
+        )
+        yield body
