@@ -1,4 +1,4 @@
-"""Predicted against actual TTFT, on the conversation trace with simulated TP groups."""
+"""Predicted TTFTs compared with actual ones, on the conversation trace with simulated engines."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def ran(*kinds: GroupKind, speed: float) -> ReplayRun:
 
 
 def errors(run: ReplayRun) -> list[float]:
-    """Return relative errors of predictions after the warm-up, where the cached tokens were as
-    believed.
+    """Return the relative errors of predicted TTFTs after the warm-up.
+
+    Only requests count whose number of cached tokens was predicted correctly.
     """
     return [
         error(record)
@@ -99,7 +100,10 @@ def test_a_shared_prefix_needs_kv_once_not_per_sequence() -> None:
 
 
 def bias(run: ReplayRun) -> float:
-    """Return by which share tokens after the first were expected to take longer than they did."""
+    """Return by how much tokens after the first were expected to take longer than they did.
+
+    It is a share of the actual time.
+    """
     answers = [
         (record.output_tokens, record.predicted_tpot_s or 0.0, record.tpot_s)
         for record in run.records

@@ -1,4 +1,4 @@
-"""The demo's groups have capacity for the load that README.md puts on them."""
+"""The engines of `penstock demo` have enough capacity for the load that README.md suggests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ PROMPT_TOKENS, UNCACHED_TOKENS = 7_200, 2_700  # 63 % of the prompt tokens are c
 
 
 def running_per_group() -> float:
-    """Requests in decode at each group in equilibrium, by Little's law and the mock's own step
-    times.
+    """Return how many requests each engine decodes in equilibrium, by Little's law.
+
+    It uses the mock engine's step times.
     """
     sessions = islice(shapes()["shared-prefix"].sessions(0), 1_000)
     answer_tokens = mean(session.turns[0].output_tokens for session in sessions)

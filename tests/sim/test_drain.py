@@ -1,4 +1,4 @@
-"""A drain moves no KV: the group's prefixes are computed once more elsewhere, and only once."""
+"""Draining an engine: its cached prefixes are computed again elsewhere, and only once."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ DRAINED_S, BLOCK = 150.0, FOUR.block_tokens
 
 
 def families(roots: int, root_blocks: int, talks: int, turns: int) -> list[TraceRequest]:
-    """Return `families` system prompts, each the start of several conversations with turns about 17
-    s apart.
+    """Return conversations with `roots` different system prompts, each shared by `talks` of them.
+
+    A conversation has `turns` requests, about 17 s apart.
     """
     rng, requests_, fresh = Random(1), [], 10**6
     for root in range(roots):
@@ -44,11 +45,10 @@ def families(roots: int, root_blocks: int, talks: int, turns: int) -> list[Trace
 
 
 def found_again(requests: list[TraceRequest], run: ReplayRun) -> float:
-    """Return the share of cached prompt tokens after the drain that were found where the request
-    went.
+    """Return the share of reusable prompt tokens after the drain that were cache hits.
 
-    Counted are tokens that an available group has, or would have if everything the drained group
-    had were computed once more.
+    Reusable tokens are those that the other engines have cached, or would have if everything that
+    the drained engine had were computed again once.
     """
     cached: set[int] = set()
     hits = could_be = 0
@@ -75,9 +75,9 @@ def found_again(requests: list[TraceRequest], run: ReplayRun) -> float:
 def test_the_first_pick_after_a_drain_inherits_the_prefix(
     policy: str, least: float, shape: tuple[int, int, int, int]
 ) -> None:
-    """The booking updates the index, so the next request of its family follows.
+    """The first request with a prefix updates the index, so that the next one follows it.
 
-    Others would compute it again.
+    Otherwise another engine would compute the prefix again.
     """
     requests = families(*shape)
     faults = (GroupFault(DRAINED_S, 0, GroupFaultKind.DRAIN),)

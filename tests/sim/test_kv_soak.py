@@ -1,6 +1,6 @@
-"""One fleet for a long simulated time: waves of requests with a fault in each.
+"""A simulated fleet runs for a long time, with a fault in each wave of requests.
 
-After each wave, no memory may be held.
+After each wave, no KV memory may be held.
 """
 
 from __future__ import annotations

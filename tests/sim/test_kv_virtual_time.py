@@ -1,5 +1,6 @@
-"""Agents in simulated time: effects of bandwidth, latency, priorities, leases and heartbeats, exact
-to the millisecond.
+"""KV transfer agents in simulated time: bandwidth, latency, priorities, leases and heartbeats.
+
+Times are exact to the millisecond.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ BLOCK_BYTES = LAYOUT.rank_block_bytes(0)
 
 
 class World:
-    """A virtual clock, a simulated network, and agents on it."""
+    """A simulated clock and network, and the agents on it."""
 
     def __init__(
         self,
@@ -102,8 +103,9 @@ def test_a_small_urgent_transfer_overtakes_a_large_one() -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_layers_sent_while_prefill_computes_cost_little_time_after_it(share: float) -> None:
-    """The bytes take `share` of prefill's time on the wire: what is left to wait for after prefill
-    is one group.
+    """The transfer takes `share` of the prefill's time.
+
+    After the prefill only one group of layers is left to send.
     """
     blocks, prefill_s = range(BLOCKS // 2), 1.0
     moved_s = share * prefill_s
@@ -243,9 +245,7 @@ def test_equal_seeds_give_equal_runs() -> None:
 
 
 def test_when_most_transfers_abort_the_others_land_sooner_and_nothing_is_held() -> None:
-    """Nine of ten give up while their bytes move: what they had under way and in line is the
-    others' at once.
-    """
+    """Nine of ten are cancelled during the transfer. The others get their bandwidth at once."""
     world = World(WireConditions(latency_s=0.0005, bytes_per_s=40e6))
     source, sink = world.agents
     offers = [

@@ -1,7 +1,6 @@
-"""The live mock group and its twin in a replay are one engine: equal jobs get every token at the
-same moment.
+"""The live mock engine and the simulated one produce every token of equal jobs at the same time.
 
-The live one runs on an event loop whose clock jumps to the next timer; nothing waits.
+The live one runs on an event loop whose clock jumps to the next timer, so that nothing waits.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ KIND = GroupKind("llama-3.1-70b-fp8", "h200", 4, kv_tokens=120_000)
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock stands still while callbacks run and jumps to the next timer
-    otherwise.
-    """
+    """An event loop with a simulated clock, which jumps to the next timer when there is no work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +41,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
 
 class Stamps:
-    """A sink that records when a job's tokens came."""
+    """A token sink that records when each token of a job was made."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -62,7 +59,7 @@ class Stamps:
 
 
 async def run_live(requests: list[TraceRequest]) -> list[tuple[Job, Stamps]]:
-    """Run all jobs through one live group."""
+    """Run all requests on one live mock engine; return the jobs with their recorded times."""
     loop = asyncio.get_running_loop()
     spec = GroupSpec("m", KIND.shape, KIND.hardware, KIND.tp, kv_tokens=KIND.kv_tokens)
     group = TpGroup(spec, loop)
@@ -93,9 +90,7 @@ def replayed(requests: list[TraceRequest], leaping: bool) -> list[ReplayRecord]:
 def test_a_replayed_group_emits_every_token_when_the_live_one_does(
     leaping: bool, within: float
 ) -> None:
-    """Sixty requests of the trace, more than the group's KV holds at once: some wait, some are
-    preempted.
-    """
+    """Sixty requests of the trace exceed the KV cache, so that some wait and some are preempted."""
     requests = [request for request in conversation(120) if request.input_tokens < 40_000][:60]
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         live = runner.run(run_live(requests))

@@ -1,6 +1,6 @@
-"""Policies over real HTTP: results of the virtual clock must hold with sockets.
+"""Routing policies over real HTTP have the results that the simulation predicts.
 
-The full trace is `make policies`.
+`make policies` runs the full trace.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 
 
 async def ask_all(fleet: GatewayFleet, sizes: list[tuple[int, int]], users: int) -> Counter[str]:
-    """Send (prompt words, output tokens) of every request from `users` users.
+    """Send requests of (prompt words, output tokens) from `users` users.
 
-    Return requests per endpoint.
+    Returns the number of requests per endpoint.
     """
     answered: Counter[str] = Counter()
     left = iter(enumerate(sizes))
@@ -64,7 +64,7 @@ async def test_every_other_policy_serves_over_http_and_cache_aware_ones_keep_con
 ) -> None:
     """Eight conversations of six growing turns.
 
-    Policies that read prefixes keep most of them in place.
+    Policies that read prefixes keep most conversations at one endpoint.
     """
     conversations = [
         "".join(Random(f"{talk}").choices("abcdefghij klmnop", k=6000)) for talk in range(8)

@@ -1,4 +1,4 @@
-"""A gateway's log can be replayed: the same requests with the same shared prefixes."""
+"""A gateway's access log can be replayed: the same requests with the same shared prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small `make overload` on the virtual clock: attainment during and after a spike."""
+"""A small `make overload` in simulated time: attainment of latency budgets in and after a spike."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPIKE = 50.0, 80.0
 
 @cache
 def spike() -> ReplayRun:
-    """Run a spike whose clients obey Retry-After once."""
+    """Simulate a spike of load whose clients retry once, as Retry-After says."""
     names = count(PRIVATE)
     streams = [
         trace_request(STREAM_PROMPT, STREAM_OUTPUT, OPENED_S + index * 0.08, names)

@@ -1,7 +1,7 @@
-"""The priced policy with simulated TP groups, against its reference rules, on short slices of
-traffic.
+"""The policy `priced` with simulated engines, compared with other rules on short slices of traffic.
 
-Small runs with bounds wide enough for their noise; published figures come from `make goodput`.
+The runs are small, and the bounds are wide enough for their noise. Published figures come from
+`make goodput`.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ def test_a_slow_group_gets_less_work_without_a_declared_speed() -> None:
 
 
 def test_an_unobserved_endpoint_of_a_slow_fleet_is_not_flooded() -> None:
-    """Decode speed is learned from steps without prompts, and under a flood of prompts there are
-    none.
-    """
+    """Decode speed is learned from steps without prompts, which a flood of prompts prevents."""
     names = count(PRIVATE)
     requests = [
         trace_request(arrival.prompt_tokens, arrival.output_tokens, arrival.due_s, names)

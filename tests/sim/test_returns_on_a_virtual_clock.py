@@ -1,4 +1,4 @@
-"""Refused clients that obey Retry-After, on the virtual clock: are the times that they get true?"""
+"""Refused clients that obey Retry-After, in simulated time: is the promised time right?"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTINGS = {
 
 @cache
 def surge(admission: str) -> ReplayRun:
-    """Run 120 s above capacity, then 0.8 of capacity, with clients that obey Retry-After."""
+    """Simulate 120 s above capacity, then 0.8 of capacity, with clients that obey Retry-After."""
     per_s, load = SETTINGS[admission]
     phases = (
         Phase("before", SURGE[0], 0.8),
@@ -57,7 +57,7 @@ def surge(admission: str) -> ReplayRun:
 
 
 def refused(admission: str) -> list[ReplayRecord]:
-    """Return the requests that were refused and would have returned before the end."""
+    """Return the refused requests whose clients would have retried before the end."""
     return [
         record
         for record in surge(admission).records

@@ -1,8 +1,8 @@
-"""Two gateways with four simulated TP groups: cache hits by the delay of their updates.
+"""Two gateways with four simulated engines: cache hits, depending on the delay of their messages.
 
-Each has its own index and loads, and receives the other's picks and bookings after a delay, through
-the functions that the gateway's peer exchange uses. There is no bus, no clock and no process: `make
-gateways` has those.
+Each gateway has its own prefix index and loads, and receives the other's routing decisions after a
+delay, through the functions that the gateway's peer exchange uses. There is no bus, clock or
+process; `make gateways` tests those.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Routing amplifies who was first: what counts is a mean.
 
 
 class Known:
-    """What one gateway believes, and its unsent updates."""
+    """What one gateway knows about the endpoints, and its unsent messages."""
 
     def __init__(self, name: bytes, groups: list[ReplayGroup]) -> None:
         self.name = name
@@ -61,9 +61,9 @@ class Known:
 
 
 class Gateways(Fleet):
-    """A replay whose requests come to gateways in turn.
+    """A simulation whose requests come to several gateways in turn.
 
-    `late_s`: delay of updates; None: no updates.
+    `late_s` is the delay of messages between them in seconds; None: no messages.
     """
 
     def __init__(self, count: int, late_s: float | None, seed: int) -> None:
@@ -97,7 +97,7 @@ class Gateways(Fleet):
         super().send(now, flight, group, pick, job)
 
     def _turn(self, known: Known) -> None:
-        """From here on this gateway decides and books."""
+        """Make this gateway the one that routes requests from now on."""
         self.gateway.index, self.gateway.candidates = known.index, known.candidates
         for group, candidate in zip(self.groups, known.candidates, strict=True):
             group.load = candidate.load
@@ -118,7 +118,7 @@ class Gateways(Fleet):
 
 @cache
 def hit_ratio(count: int, late_s: float | None = None) -> float:
-    """Return the mean over several runs."""
+    """Return the cache hit ratio with `count` gateways, as the mean over several runs."""
     return sum(figures(Gateways(count, late_s, seed).run()).hit_ratio for seed in SEEDS) / len(
         SEEDS
     )

@@ -1,4 +1,4 @@
-"""Engines whose slots for sequences are all taken, on the virtual clock."""
+"""Engines whose slots for concurrent sequences are all taken, in simulated time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GROUP = GroupKind(kv_tokens=600_000, max_num_seqs=32, count=2)
 
 
 def run(policy: str) -> tuple[Fleet, float]:
-    """Long answers at a load that fills all slots; returns the share of TTFTs within 5 s."""
+    """Simulate long answers that fill all slots; return the share of TTFTs within 5 s."""
     rng, at_s, arrivals = Random(3), 0.0, []
     for _ in range(400):
         at_s += rng.expovariate(1.0 / 0.31)

@@ -1,6 +1,4 @@
-"""A returning group is neither flooded nor starved: half a minute of the conversation trace around
-its return.
-"""
+"""A returning engine is neither flooded nor starved, on half a minute of the conversation trace."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def run(policy: str, slow_start_s: float) -> ReplayRun:
 
 
 def taken(run: ReplayRun, from_s: float, to_s: float) -> float:
-    """Return the returned group's share of the picks at that time."""
+    """Return the returned engine's share of the requests routed between two times."""
     then = [
         record
         for record in run.records
@@ -41,7 +39,7 @@ def taken(run: ReplayRun, from_s: float, to_s: float) -> float:
 
 
 def test_a_group_that_comes_back_is_not_flooded_while_others_have_room() -> None:
-    """A policy that only looks at load would send everything to the empty group."""
+    """A policy that only looks at load would send everything to the empty engine."""
     at_once, slowly = run("least_loaded", 0.0), run("least_loaded", RAMP_S)
     assert taken(at_once, BACK_S, BACK_S + RAMP_S) > 2 / GROUPS
     assert taken(slowly, BACK_S, BACK_S + RAMP_S) < 0.85 * taken(at_once, BACK_S, BACK_S + RAMP_S)

@@ -1,5 +1,6 @@
-"""The live page in a real browser: Debian's Chromium without a screen, driven by playwright (`make
-web`).
+"""Fixtures for the live page in a real browser: headless Chromium, controlled by playwright.
+
+`make web` runs these tests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The live page as an operator sees it: the fleet, a group that dies, draining by hand, and nothing
-from elsewhere.
-"""
+"""The live page in a browser: the fleet, an engine that dies, draining, no external requests."""
 
 from __future__ import annotations
 
@@ -30,8 +28,9 @@ async def opened(
     scheme: Literal["light", "dark"] = "light",
     width: int = 1440,
 ) -> AsyncIterator[Page]:
-    """The page, once it has drawn a frame. Whatever it complains of or asks of others is a
-    failure.
+    """Open the live page and yield it once it has drawn a frame.
+
+    Fails the test if the page logs an error or requests anything from another server.
     """
     context = await browser.new_context(
         viewport={"width": width, "height": 900}, color_scheme=scheme
@@ -154,7 +153,7 @@ async def test_nobody_can_change_anything_before_saying_so_and_a_wrong_key_chang
 
 @asynccontextmanager
 async def opened_with_refusals(browser: Browser, fleet: GatewayFleet) -> AsyncIterator[Page]:
-    """As opened(), but allow the 401 messages that browsers log."""
+    """Open the live page like opened(), but allow the messages that browsers log for status 401."""
     page = await browser.new_page()
     await page.goto(fleet.app.admin_url + "/")
     yield page
@@ -201,7 +200,7 @@ async def test_words_stand_out_from_what_is_behind_them(browser: Browser, scheme
 
 
 def contrast(one: str, other: str) -> float:
-    """WCAG 2's ratio of two colours, #rrggbb."""
+    """Return WCAG 2's contrast ratio of two colours, given as #rrggbb."""
     lighter, darker = sorted(map(luminance, (one, other)), reverse=True)
     return (lighter + 0.05) / (darker + 0.05)
 

@@ -1,6 +1,4 @@
-"""The live page read closely: charts with their values, broken groups first, sorting, recent
-requests, no markup.
-"""
+"""Details of the live page: charts with values, sorting, recent requests, no injected markup."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ class Pool(RuleBasedStateMachine):
 
     @rule(target=holders, chain=st.lists(st.integers(0, 3), max_size=6))
     def admit(self, chain: list[int]) -> int:
-        """Acquire the cached part of a chain of keys, and allocate and register the rest.
+        """Acquire the cached part of a chain of keys, and allocate the rest while blocks are free.
 
-        Nothing is acquired if too few blocks are free.
+        Returns the number under which the blocks are held.
         """
         keys = [hash(tuple(chain[: i + 1])) for i in range(len(chain))]
         hits = self.pool.count_hits(keys, len(keys))

@@ -1,4 +1,4 @@
-"""Drawn workloads: their shares, that they are reproducible, and the search for a capacity."""
+"""Randomly drawn workloads: their shares, reproducibility, and the search for a capacity."""
 
 from __future__ import annotations
 

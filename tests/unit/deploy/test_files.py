@@ -1,8 +1,7 @@
-"""What deploy/ ships hangs together: files that are named exist, commands parse, limits and times
-fit each other.
+"""The files of deploy/ are consistent: named files exist, commands parse, limits and times fit.
 
-Fast and without any tool: rendering, linting and proxies that run are tests/deploy (`make
-deploy-check`).
+These tests are fast and need no tool. tests/deploy (`make deploy-check`) renders, lints and runs
+proxies.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ POD = read_yaml(DEPLOY / "kubernetes" / "deployment.yaml")["spec"]["template"]["
 
 
 def parsed(arguments: list[str]) -> str:
-    """The penstock command in `arguments`, after its options were judged.
+    """Return the name of the penstock command in `arguments`, after its options were checked.
 
-    Raises a usage error for unknown ones.
+    Raises a usage error for unknown options.
     """
     group: Any = typer.main.get_command(app)
     name = arguments[0]

@@ -1,6 +1,6 @@
-"""The values that docs/deploying.md shows are the chart's.
+"""The values that docs/deploying.md shows are those of the Helm chart.
 
-What else it names is tests/unit/docs's.
+Other names in that page are checked by tests/unit/docs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Pages name only what exists: links, files, commands, options, make targets, metrics,
-configuration keys.
+"""Documentation pages name only what exists: links, files, commands, options, metrics, keys.
 
 This covers README.md and docs/. The prose of a page is checked in tests/architecture/test_prose.py.
 """
@@ -67,7 +66,7 @@ each_written_page = pytest.mark.parametrize("name", sorted(WRITTEN))
 
 
 def blocks(text: str, *languages: str) -> list[str]:
-    """Return the fenced blocks of these languages."""
+    """Return the fenced code blocks of these languages in a page."""
     matches = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, re.M | re.S)
     return [body for language, body in matches if language in languages]
 
@@ -78,7 +77,7 @@ def inline(text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors of a page: headings in lower case, with hyphens, without punctuation."""
+    """Return the anchors of a page's headings: lower case, with hyphens, without punctuation."""
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -87,7 +86,8 @@ def anchors(text: str) -> set[str]:
 def tracked_files() -> set[str]:
     """Return the files and folders of a fresh checkout, without build outputs.
 
-    Without git they cannot be distinguished, so all files count."""
+    Without git they cannot be distinguished, so all files count.
+    """
     command_line = (
         "git",
         "-c",
@@ -152,7 +152,7 @@ def test_the_architecture_page_names_every_gateway_module_or_its_folder() -> Non
 
 @cache
 def sources() -> Mapping[str, str]:
-    """Return Python source by module name and by class name."""
+    """Return Python sources by module name and by class name."""
     result: dict[str, str] = {}
     for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
         text = path.read_text()
@@ -162,7 +162,7 @@ def sources() -> Mapping[str, str]:
 
 
 def is_code(word: str) -> bool:
-    """Return whether a name like `serve._enter` or `Relay.feed` exists in its module or class."""
+    """Return whether a name such as `Relay.feed` exists in its module or class."""
     holder, _, name = word.partition(".")
     pattern = rf"\b(?:def|class) {re.escape(name)}\b|^ +(?:self\.)?{re.escape(name)}\b.*[:=]"
     return re.search(pattern, sources().get(holder, ""), re.M) is not None
@@ -185,7 +185,7 @@ def command(name: str) -> Any:
 
 
 def commands_of(text: str) -> Iterator[str]:
-    """Return every `penstock ...` command of a page, from running text and shell blocks."""
+    """Yield every `penstock ...` command of a page, from running text and shell blocks."""
     for word in inline(text):
         if re.match(r"penstock [a-z]+( |$)", word):
             yield re.sub(r"\[([A-Z]+)\]", r"\1", word)
@@ -244,7 +244,7 @@ def test_every_make_target_it_names_exists(name: str) -> None:
 
 @cache
 def series() -> frozenset[str]:
-    """Return all series names of a gateway and of a supervisor."""
+    """Return the names of all series that gateways and supervisors export."""
     return frozenset(
         re.findall(
             r"penstock_\w+",
@@ -320,7 +320,7 @@ def test_every_configuration_key_it_names_exists(name: str) -> None:
 
 
 def completed(part: dict[str, Any]) -> dict[str, Any]:
-    """Complete this part of a configuration with the required sections."""
+    """Return a part of a configuration, completed with the required sections."""
     pools = part.setdefault("pools", {})
     for model in part.get("models", ()):
         pools.setdefault(model.setdefault("pool", "main"), {})

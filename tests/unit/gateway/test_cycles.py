@@ -1,7 +1,7 @@
 """A request leaves no reference cycles behind, however it ends.
 
-A cycle would keep a body, a response and the configuration that the request began with, so that an
-endpoint that a reload removed would stay until the rare next garbage collection.
+A cycle would keep the body, the response and the configuration with which the request began. An
+endpoint that a reload removed would then stay until the next garbage collection, which is rare.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LONG = {
 
 @contextmanager
 def no_garbage(*of: str) -> Iterator[None]:
-    """Assert that no garbage is left of the gateway's objects, or of the given modules."""
+    """Assert that the block leaves no garbage of the gateway's objects, or of these modules."""
     gc.collect()
     gc.disable()
     try:

@@ -1,6 +1,4 @@
-"""Where exchanges begin: their ids, and which of them are looked at between the pieces of their
-stream.
-"""
+"""How exchanges begin: their ids, and which streams are measured between their chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ CLIENT = cast(
 
 
 def begun(patch: pytest.MonkeyPatch, number: int, tracer: Any = None) -> list[Exchange]:
-    """So many exchanges of one process, as the line gets them."""
+    """Return `number` new exchanges of one process."""
     patch.setattr(serve, "serve", lambda gateway, exchange, client, handle: exchange)
     gateway = stand_in(Gateway, SimpleNamespace(accounts=SimpleNamespace(tracer=tracer)))
     beginning = RequestFactory(gateway, Metrics().itl_seconds)

@@ -1,4 +1,4 @@
-"""Prediction errors that `make clocks` reads from an access log."""
+"""TTFT prediction errors that `make clocks` reads from an access log."""
 
 from __future__ import annotations
 

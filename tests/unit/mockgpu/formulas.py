@@ -1,4 +1,4 @@
-"""Textbook formulas over the mock's specifications, for the tests of published figures."""
+"""Textbook formulas for GPUs and models, which tests compare with published figures."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from policies.sizing.model_shapes import Llm
 
 
 def min_tp(model: Llm, gpu: Gpu) -> int:
-    """Return the fewest GPUs whose raw memory holds the weights."""
+    """Return the smallest number of GPUs whose raw memory holds the weights."""
     return math.ceil(model.weights_bytes / gpu.hbm_bytes)
 
 
 def kv_transfer_s(model: Llm, tokens: int, bytes_s: float) -> float:
-    """Return the seconds to move the KV of `tokens` tokens at `bytes_s`."""
+    """Return the seconds to transfer the KV of `tokens` tokens at `bytes_s` bytes per second."""
     return tokens * model.kv_token_bytes / bytes_s
 
 
 def weights_load_s(model: Llm, bytes_s: float) -> float:
-    """Return the seconds to read all weights from storage at `bytes_s`."""
+    """Return the seconds to read all weights from storage at `bytes_s` bytes per second."""
     return model.weights_bytes / bytes_s
 
 

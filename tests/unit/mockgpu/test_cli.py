@@ -1,4 +1,4 @@
-"""What `penstock mock` refuses at its start, with an error of one line."""
+"""Invalid options of `penstock mock` are refused at its start, with an error of one line."""
 
 from __future__ import annotations
 

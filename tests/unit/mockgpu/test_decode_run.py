@@ -1,4 +1,4 @@
-"""Advancing many decode steps at once equals stepping: same jobs and ticks, times within 0.1 %."""
+"""Many decode steps at once equal single steps: same jobs and ticks, times within 0.1 %."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ job_shapes = st.lists(
 
 
 def jobs_of(shapes: list[tuple[int, int, int]]) -> list[tuple[int, Job]]:
-    """Return (tick of arrival, job). Some share prefixes."""
+    """Return (tick of arrival, job) for each shape. Some jobs share prefixes."""
     return [
         (
             tick,
@@ -82,7 +82,10 @@ def jobs_of(shapes: list[tuple[int, int, int]]) -> list[tuple[int, Job]]:
 def trail(
     shapes: list[tuple[int, int, int]], blocks: int, leaping: bool
 ) -> list[tuple[int, str, int, int, int]]:
-    """Return what happened at which tick: first tokens, ends, cached tokens and preemptions."""
+    """Run jobs and return their events by tick: first tokens, ends, cached tokens, preemptions.
+
+    `leaping`: run many decode steps at once.
+    """
     scheduler = Scheduler(BlockPool(blocks, 4), max_num_seqs=6, max_num_batched_tokens=24)
     pending = sorted(
         (

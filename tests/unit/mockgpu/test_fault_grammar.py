@@ -1,4 +1,4 @@
-"""The fault grammar, when a fault strikes, and how faults begin and end."""
+"""The syntax of faults, when a fault hits a request, and how faults begin and end."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_fault_strikes_inside_its_window_with_its_chance() -> None:
 
 
 class RecordingDoor:
-    """A listener that only records."""
+    """A fake listener that records whether it is open."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -114,7 +114,7 @@ class RecordingDoor:
 
 
 class RecordingConnection:
-    """A connection that only records its fault."""
+    """A fake connection that records its fault."""
 
     supports_faults = True
 
@@ -126,7 +126,7 @@ class RecordingConnection:
 
 
 class ManualClock:
-    """A clock that makes due calls when the time is moved."""
+    """A clock that runs due calls when the test advances the time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -136,7 +136,7 @@ class ManualClock:
         return self.now
 
     def call_soon(self, act: Callable[..., None], *what: object) -> None:
-        """Ignore the call: nothing is computed here."""
+        """Ignore the call, because nothing is computed here."""
 
     def call_later(
         self, delay_s: float, act: Callable[..., None], *what: object

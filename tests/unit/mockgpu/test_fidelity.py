@@ -1,4 +1,7 @@
-"""Step times against the measured grids (mockgpu/data): errors are printed with -s and bounded."""
+"""Step times compared with the measured grids (mockgpu/data): errors are bounded.
+
+They are printed with -s.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def equation_errors(grids: list[Grid]) -> tuple[list[float], list[float]]:
 
 
 def left_out_errors(grid: Grid) -> tuple[list[float], list[float]]:
-    """Return the error of each point when predicted from all others of its grid."""
+    """Return the relative error of each point, predicted from all other points of its grid."""
     model, gpu = model_and_gpu(grid)
     line, prefill, decode = bare(grid), list(grid.prefill_points()), list(grid.decode_points())
 

@@ -1,4 +1,4 @@
-"""The JSON that a mock writes around its words."""
+"""The JSON that a mock engine writes around its words fits the schema."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ schemas = st.recursive(
 
 
 def fits(schema: Any, value: Any) -> bool:
-    """Return whether a value fits a schema of the few kinds that are drawn."""
+    """Return whether a value fits a schema of the few kinds that these tests draw."""
     if "enum" in schema:
         return value in schema["enum"]
     kind = schema["type"]

@@ -1,4 +1,4 @@
-"""A group that dies while KV moves: no block stays allocated, and it can be restored."""
+"""An engine that dies during a KV transfer: no block stays allocated, and it can be restored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCKS = 64
 
 
 class PendingLanding:
-    """KV that arrives until it is cancelled."""
+    """A fake incoming KV transfer that lasts until it is cancelled."""
 
     def __init__(self) -> None:
         self._over = asyncio.Event()
@@ -42,7 +42,7 @@ class PendingLanding:
 
 
 class BusyAgent:
-    """An agent that is always receiving. Fetches of one token end at once."""
+    """A fake agent that is always receiving. Fetches of a single token end at once."""
 
     address = "here"
 
@@ -65,7 +65,7 @@ class BusyAgent:
 
 
 class StaticDirectory:
-    """A directory that finds every peer and renews nothing."""
+    """A fake directory that finds every peer and renews no lease."""
 
     async def address(self, take: DecodeLeg) -> str:
         return "there"
@@ -78,7 +78,7 @@ class StaticDirectory:
 
 
 class RecordingSink:
-    """Records how one job ended."""
+    """A token sink that records how one job ended."""
 
     def __init__(self) -> None:
         self.tokens, self.failures, self.over = 0, 0, asyncio.Event()
@@ -96,7 +96,10 @@ class RecordingSink:
 
 @pytest.fixture
 async def group() -> AsyncIterator[TpGroup]:
-    """Yield a decode group that can die when it fetches KV. Errors in its loop fail the test."""
+    """Yield a decode engine that can die while it fetches KV.
+
+    Errors in its event loop fail the test.
+    """
     loop, wrong = asyncio.get_running_loop(), list[dict[str, Any]]()
     loop.set_exception_handler(lambda _, context: wrong.append(context))
     model = model_named("demo-8b")

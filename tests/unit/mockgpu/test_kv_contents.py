@@ -1,6 +1,4 @@
-"""The bytes of a mock's KV depend only on the prompt, in any layout, and any wrong byte is
-found.
-"""
+"""The bytes of a mock's KV depend only on the prompt, in any layout; wrong bytes are found."""
 
 from __future__ import annotations
 

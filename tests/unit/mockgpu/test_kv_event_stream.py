@@ -1,4 +1,4 @@
-"""KV events in the forms of vLLM and SGLang, and the faults of their delivery."""
+"""KV events in the formats of vLLM and SGLang, and faults of their delivery."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mockgpu.scheduler import Scheduler
 
 
 class Faults:
-    """Faults that strike the next messages, one set per message."""
+    """Faults that hit the next messages, one set of faults per message."""
 
     def __init__(self, *kinds: FaultKind) -> None:
         self.active = set(kinds)

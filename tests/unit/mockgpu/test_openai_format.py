@@ -1,4 +1,4 @@
-"""Bytes on the wire: templates equal the encoder's output, and streams equal whole responses."""
+"""Response bytes: templates equal the encoder's output, and streams equal whole responses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ask(chat: bool = True, **fields: Any) -> ParsedRequest:
 
 
 def unframed(data: bytes) -> list[dict[str, Any]]:
-    """Return the events inside HTTP chunks, checking their sizes."""
+    """Return the events inside HTTP chunks. Asserts that the chunk sizes are right."""
     events = []
     while data:
         size, _, rest = data.partition(b"\r\n")

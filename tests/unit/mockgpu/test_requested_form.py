@@ -1,4 +1,4 @@
-"""When a mock calls a tool or writes JSON, and with which frame."""
+"""When a mock engine calls a tool or writes JSON, and with which JSON around its words."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Published figures about TP groups (seeds 000-004) beside what the mock computes.
+"""Published performance figures of LLM engines compared with what the mock engine computes.
 
-Consistent figures are one table. Figures that contradict each other, or the hardware, are named
+Figures that agree are one table. Figures that contradict each other, or the hardware, are named
 fixtures with a note.
 """
 
@@ -180,11 +180,12 @@ def test_the_2023_profile_has_splitwises_floor_below_which_more_ranks_gain_littl
 
 
 class TestHarborAnalytics:
-    """Seed 003's worked example contradicts itself, so each figure is checked separately.
+    """A published example contradicts itself, so that each figure is checked separately.
 
-    94 ms at TP 8 is nine times an H100 group and twice a 2023 A100 group: it implies a slow fabric
-    under every all-reduce. 38 ms at TP 4 fp8 matches a 2023 stack on A100. The profile `harbor` has
-    both. But 2,400 tok/s at batch 16 means 6.7 ms per step, which contradicts 38 ms at batch 1.
+    94 ms at TP 8 is nine times an H100 engine and twice a 2023 A100 engine: it implies a slow
+    fabric under every all-reduce. 38 ms at TP 4 fp8 matches a 2023 stack on A100. The profile
+    `harbor` has both. But 2,400 tok/s at batch 16 means 6.7 ms per step, which contradicts 38 ms at
+    batch 1.
     """
 
     def test_94_ms_at_tp8_needs_a_fabric_term(self) -> None:
@@ -219,7 +220,7 @@ class TestHarborAnalytics:
 
 
 class TestWhereTheSeedsAreWrong:
-    """Figures of seed 001 that contradict the arithmetic."""
+    """Published figures that contradict arithmetic."""
 
     def test_a_node_of_eight_holds_two_groups_of_tp4_not_four(self) -> None:
         assert 8 // 4 == 2

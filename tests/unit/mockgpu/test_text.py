@@ -1,4 +1,4 @@
-"""Tokens and text: whole tokens, chained keys, and generation that continues a prefix."""
+"""Tokens and text: whole tokens, chained block keys, and generation that continues a prefix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The relay before an agent: connections that end while their far side is being dialled."""
+"""The relay before a KV agent: connections that end while their other side is being opened."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mockgpu.handoff.faulty_link import FaultyRelay, RelayConnection
 
 
 class Transport:
-    """Records its calls."""
+    """A fake transport that records its calls."""
 
     def __init__(self) -> None:
         self.written, self.aborted = b"", False

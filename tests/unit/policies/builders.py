@@ -1,4 +1,4 @@
-"""Builders of candidates, queries and wait queue views for tests of policies and admissions."""
+"""Builders of candidates, queries and wait queue states for tests of policies and admissions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from policies.model import Candidate, Endpoint, Request, RoutingQuery
 
 
 def candidate(slot: int, cap: int = 1000, **load: object) -> Candidate:
-    """Return endpoint `tp<slot>`; keywords set its live numbers."""
+    """Return a candidate for endpoint `tp<slot>`; keywords set its live load numbers."""
     numbers = EndpointLoad(slot)
     for name, value in load.items():
         setattr(numbers, name, value)
@@ -36,7 +36,7 @@ def ask(
 
 
 class View:
-    """A wait queue view with the numbers a test needs."""
+    """A fake state of the wait queue with the numbers that a test needs."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class View:
 
 
 def draining(per_s: float, seconds: float = 60.0, since: float = 0.0) -> DrainRate:
-    """Return a drain rate of this many requests per second."""
+    """Return a drain rate of `per_s` completed requests per second."""
     drain = DrainRate()
     for number in range(int(seconds * per_s) + 1):
         drain.record(since + number / per_s)
@@ -76,6 +76,6 @@ def draining(per_s: float, seconds: float = 60.0, since: float = 0.0) -> DrainRa
 
 
 def shed(verdict: Verdict) -> Shed:
-    """Return the verdict, which must be a refusal."""
+    """Return the verdict. Asserts that it is a refusal."""
     assert isinstance(verdict, Shed), verdict
     return verdict

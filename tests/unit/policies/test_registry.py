@@ -1,4 +1,4 @@
-"""Policies by name, and the messages for unknown ones."""
+"""Policies are built by name; unknown names give a clear message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated pages match the code."""
+"""The generated documentation pages match the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A metric sample without any activity, except for the given fields."""
+"""Builds metric samples that are zero except for the given fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The diagnosis of the live view: most severe first, each finding about a named subject."""
+"""The diagnosis of the live page: most severe finding first, each about a named subject."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live view of a gateway: page files with security headers, JSON, stream, and draining."""
+"""The HTTP routes of the live page: files with security headers, JSON, stream, and draining."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences between metric samples, and a history of one minute."""
+"""Differences between consecutive metric samples, and their history of one minute."""
 
 from __future__ import annotations
 

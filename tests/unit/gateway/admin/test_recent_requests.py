@@ -1,4 +1,4 @@
-"""GET /requests: the most recently finished requests, without anything that clients wrote."""
+"""GET /requests lists the last finished requests, without any text that clients wrote."""
 
 from __future__ import annotations
 

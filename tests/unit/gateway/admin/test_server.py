@@ -1,4 +1,4 @@
-"""The admin listener and the access log: they expose the state and no secret."""
+"""The admin server and the access log expose the gateway's state, but no secret."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CANARY = "canary-5f2e9c"
 
 
 async def everything(fleet: GatewayFleet) -> str:
-    """All that the admin listener says."""
+    """Return all pages of the admin server as one text."""
     text = ""
     for path in ("/healthz", "/readyz", "/metrics", "/endpoints", "/config"):
         async with fleet.http.get(fleet.app.admin_url + path) as response:

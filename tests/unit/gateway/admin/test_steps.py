@@ -1,4 +1,4 @@
-"""The differences between metric samples, from which the charts are drawn."""
+"""The differences between metric samples from which the charts of the live page are drawn."""
 
 from __future__ import annotations
 

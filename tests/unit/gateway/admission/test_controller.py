@@ -1,4 +1,4 @@
-"""Admission: permits in order, capacity of removed endpoints, body memory, retries."""
+"""The admission controller: order of permits, removed endpoints, body memory and retries."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ async def test_a_request_cancelled_while_waiting_for_a_retry_keeps_none() -> Non
 
 
 async def test_a_shrinking_budget_grants_all_waiting_retries_in_the_end() -> None:
-    """The budget shrinks as requests end: a returned retry may not be available any more."""
+    """The budget shrinks as requests end, so that a returned permit may not be free any more."""
     controller = gate(retries={"floor": 1, "budget": 0.5})
     place = controller.pool_queue("main")
     place.configure(WaitingRoom(), (candidate(0, 24),))

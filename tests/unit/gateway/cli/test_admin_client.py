@@ -1,4 +1,4 @@
-"""Admin commands over TLS: accepted certificates, client authentication, and hints."""
+"""Admin commands over TLS: accepted certificates, client authentication, and hints in errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMMANDS = (
 
 
 class AnyServer(BaseHTTPRequestHandler):
-    """Responds to every request with 404."""
+    """A server that responds to every request with 404."""
 
     def do_GET(self) -> None:
         self.send_response(404)
@@ -42,11 +42,11 @@ class AnyServer(BaseHTTPRequestHandler):
         self.wfile.write(b"{}")
 
     def log_message(self, *_: object) -> None:
-        """Log nothing."""
+        """Suppress the log lines of the base class."""
 
 
 class TlsServer(ThreadingHTTPServer):
-    """Accepts TLS in the thread of word connection; a failed handshake does not stop the server."""
+    """A server that accepts TLS in each connection's thread. Failed handshakes do not stop it."""
 
     context: ssl.SSLContext
 

@@ -19,7 +19,7 @@ from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 
 
 class Broken:
-    """A gateway with two mocks that have a fault server, and a command runner."""
+    """A gateway with two mock engines that have a fault server, and a command runner."""
 
     def __init__(self, fleet: GatewayFleet, fault_port: int) -> None:
         self.fleet = fleet

@@ -1,4 +1,4 @@
-"""Admin commands with a wrong address, server or key: one sentence and no traceback."""
+"""Admin commands with a wrong address, server or key print one sentence and no traceback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stranger(BaseHTTPRequestHandler):
     do_POST = do_GET
 
     def log_message(self, *_: object) -> None:
-        """Log nothing."""
+        """Suppress the log lines of the base class."""
 
 
 @pytest.fixture

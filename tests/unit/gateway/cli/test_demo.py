@@ -48,7 +48,7 @@ def failing_demo(folder: Path, *options: str) -> subprocess.CompletedProcess[str
 def demo(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
     """Run a demo until it has printed its welcome.
 
-    Yields the process, the welcome, and the API port.
+    Yields the process, the welcome text, and the API port.
     """
     port = free_port()
     asked = command("demo", "--port", str(port), "--admin-port", str(free_port()), *options)
@@ -79,7 +79,7 @@ def demo(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], s
 
 @contextmanager
 def watched(pids: list[int]) -> Iterator[list[int]]:
-    """Handles that become readable when the processes end."""
+    """Yield file descriptors that become readable when these processes end."""
     handles = [os.pidfd_open(pid) for pid in pids]
     try:
         yield handles

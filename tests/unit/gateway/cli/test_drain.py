@@ -1,4 +1,4 @@
-"""`penstock drain` and `undrain` against a running gateway."""
+"""The commands `penstock drain` and `penstock undrain` against a running gateway."""
 
 from __future__ import annotations
 

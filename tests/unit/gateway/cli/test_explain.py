@@ -1,4 +1,4 @@
-"""`penstock explain` against a running gateway."""
+"""The command `penstock explain` against a running gateway."""
 
 from __future__ import annotations
 

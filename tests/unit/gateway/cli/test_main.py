@@ -1,4 +1,4 @@
-"""The command line contract: commands, options, output and exit codes that other tools rely on."""
+"""The contract of the command line: commands, options, output and exit codes that tools rely on."""
 
 from __future__ import annotations
 

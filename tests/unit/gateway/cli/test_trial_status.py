@@ -1,4 +1,4 @@
-"""The results of policies on trial, as `penstock status` shows them."""
+"""How `penstock status` shows the results of policies on trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A corpus of invalid files: all mistakes are reported at once, at the places in its header."""
+"""Invalid configuration files: all mistakes are reported, at the places named in their headers."""
 
 from __future__ import annotations
 

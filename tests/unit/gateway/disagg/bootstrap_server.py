@@ -1,4 +1,4 @@
-"""A bootstrap server for a scripted prefill engine."""
+"""A bootstrap server of a scripted prefill engine, from which clients learn its addresses."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class BootstrapRequests(list[str]):
 async def bootstrap_server(
     pages: list[bytes], gate: asyncio.Event | None = None
 ) -> AsyncIterator[tuple[str, BootstrapRequests]]:
-    """Run a bootstrap server. Yields its address and the requests it receives.
+    """Run a bootstrap server; yield its address and the requests that it receives.
 
     pages    response bodies, one per request; the last one repeats, an empty one sends nothing
-    gate     if set, responses wait until it opens
+    gate     if set, responses wait until it is set
     """
     asks, answering = BootstrapRequests(), set[asyncio.Task[None]]()
 

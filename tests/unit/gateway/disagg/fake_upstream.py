@@ -1,6 +1,4 @@
-"""A fake upstream for a leg: connections that a test answers or breaks, and an event loop without
-time.
-"""
+"""Fakes for tests of a leg (one engine request): connections to an engine, and an event loop."""
 
 from __future__ import annotations
 
@@ -17,10 +15,7 @@ from tests.replaced import stand_in
 
 
 class ManualLoop:
-    """The part of an event loop that a leg uses.
-
-    `later` has the scheduled calls with their delays.
-    """
+    """A fake of the event loop methods that a leg uses; `later` has the scheduled calls."""
 
     def __init__(self) -> None:
         self.later: list[tuple[float, Callable[[], object]]] = []
@@ -39,7 +34,7 @@ class ManualLoop:
 
 
 class FakeConnection:
-    """One connection with the bytes of the requests it carried.
+    """A fake connection with the bytes of the requests that it carried.
 
     `done` resolves when a response ends.
     """
@@ -66,7 +61,7 @@ class FakeConnection:
 
 
 class FakeUpstream:
-    """An upstream with `idle` connections. New connections complete when `open` is called."""
+    """A fake pool with `idle` connections. New connections complete when `open` is called."""
 
     def __init__(self, *idle: FakeConnection) -> None:
         self.idle = list(idle)
@@ -95,7 +90,7 @@ class FakeUpstream:
 
 
 class EndRecorder:
-    """Records how a leg ended: None, or the kind of the error."""
+    """Records how a leg (one engine request) ended: None, or the kind of the error."""
 
     def __init__(self) -> None:
         self.ends: list[str | None] = []

@@ -93,10 +93,10 @@ Script = Callable[[EngineRequest], Awaitable[None]]
 
 
 class ScriptedEngine:
-    """One scripted engine with its `url` and the `requests` it received.
+    """One scripted engine with its `url` and the `requests` that it received.
 
     is_dead      whether it accepts connections and closes them at once
-    is_silent    whether it leaves probes unanswered
+    is_silent    whether it leaves health probes unanswered
     """
 
     def __init__(self, script: Script) -> None:
@@ -123,7 +123,7 @@ class ScriptedEngine:
         self._abort()
 
     def die(self) -> None:
-        """Accept and close every connection from now on, like a proxy whose engine is dead."""
+        """Close every connection from now on, as a proxy whose engine is dead does."""
         self.is_dead = True
         self._abort()
 
@@ -191,7 +191,7 @@ class ScriptedEngine:
 
 
 def prefills(handoff: object = OBJECT, **members: Any) -> Script:
-    """Answer with one token and the KV handoff."""
+    """Return a script that answers with one token and the KV handoff object."""
 
     async def script(request: EngineRequest) -> None:
         usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
@@ -209,7 +209,7 @@ def prefills(handoff: object = OBJECT, **members: Any) -> Script:
 
 
 async def decodes(request: EngineRequest) -> None:
-    """Answer with TEXT, as a stream or as one object."""
+    """Script: answer with TEXT, as a stream or as one object."""
     usage = {
         "prompt_tokens": 9,
         "completion_tokens": 3,
@@ -235,19 +235,19 @@ async def decodes(request: EngineRequest) -> None:
 
 
 async def never_answers(request: EngineRequest) -> None:
-    """Send nothing until the gateway closes the connection."""
+    """Script: send nothing until the gateway closes the connection."""
     await request.closed.wait()
 
 
 async def streams_one_token(request: EngineRequest) -> None:
-    """Stream one token, then stall."""
+    """Script: stream one token, then stall."""
     request.open_stream()
     request.event({"model": MODEL, "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
     await request.closed.wait()
 
 
 async def streams_unknown_events(request: EngineRequest) -> None:
-    """Stream events of an unknown kind, then stall."""
+    """Script: stream events of an unknown kind, then stall."""
     request.open_stream()
     for note in range(6):
         request.event({"choices": [{"index": 0, "delta": {"audio": f"note {note}"}}]})
@@ -275,7 +275,7 @@ def refuses(status: int) -> Script:
 
 
 def when_open(gate: asyncio.Event, script: Script) -> Script:
-    """Run the script when the gate opens."""
+    """Return a script that runs `script` when the gate is open."""
 
     async def waiting(request: EngineRequest) -> None:
         await gate.wait()
@@ -285,7 +285,7 @@ def when_open(gate: asyncio.Event, script: Script) -> Script:
 
 
 def in_turn(*scripts: Script) -> Script:
-    """Run one script per request in this order, and the last one for all further requests."""
+    """Return a script that runs one of these per request, and the last one for all further ones."""
     left = list(scripts)
 
     async def script(request: EngineRequest) -> None:
@@ -330,7 +330,7 @@ class SplitGateway:
 
     @asynccontextmanager
     async def listen(self) -> AsyncIterator[aiohttp.StreamReader]:
-        """Send a streamed request with a long prompt. Yields its response as a reader."""
+        """Send a streamed request with a long prompt; yield its response as a reader."""
         body = {
             "model": MODEL,
             "stream": True,
@@ -347,7 +347,10 @@ class SplitGateway:
         await asyncio.gather(leaving, return_exceptions=True)
 
     def loads(self) -> list[int]:
-        """Return all booked load and the number of watched handoffs. All zero at rest."""
+        """Return all load counters, and the number of KV transfers in progress.
+
+        All are zero when no request is in progress.
+        """
         gate, handoffs = self.app.gateway.gate, self.app.gateway.handoffs
         amounts = [
             gate.active_requests,
@@ -367,7 +370,7 @@ class SplitGateway:
         return amounts
 
     def assume_fast_pairs(self) -> None:
-        """Record one fast handoff for every pair."""
+        """Record one fast handoff for every pair of engines, so that requests are split."""
         names = itertools.product(
             (half.name for half in self.prefill), (half.name for half in self.decode)
         )
@@ -389,7 +392,7 @@ class SplitGateway:
 
 
 class Reply:
-    """What a client received. `body` is None if the connection broke."""
+    """A response that a client received. `body` is None if the connection broke."""
 
     def __init__(self, status: int, headers: Mapping[str, str], body: bytes | None) -> None:
         self.status = status
@@ -436,8 +439,9 @@ async def split_gateway(
     policy: str = "prefix_aware",
     **sections: Any,
 ) -> AsyncIterator[SplitGateway]:
-    """Run a gateway that splits prompts of 100 tokens or more between one engine per script.
+    """Run a gateway that splits prompts of 100 tokens or more, with one engine per script.
 
+    dialect      handoff protocol of the engines
     bootstrap    address of the prefill engines' bootstrap server
     contexts     context tokens of the decode engines
     reserved     tenants that the decode engines serve

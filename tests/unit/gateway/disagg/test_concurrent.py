@@ -1,4 +1,4 @@
-"""Dialects that send both legs at once, vLLM push and SGLang, over real sockets."""
+"""Handoff protocols that send both requests at once (vLLM push, SGLang), over real sockets."""
 
 from __future__ import annotations
 
@@ -195,9 +195,9 @@ async def test_a_client_that_disconnects_closes_both_legs(stage: str) -> None:
 
 
 class Connecting:
-    """Connecting to these engines never completes.
+    """Makes connections to these engines hang.
 
-    `begun` returns when a request waits for each.
+    `begun` waits until a request tries to connect to each of them.
     """
 
     def __init__(
@@ -307,7 +307,7 @@ async def test_a_sglang_response_has_the_cached_tokens_of_the_prefill_engine(
 
 
 async def test_the_probe_of_a_silent_sglang_engine_needs_no_other_engine() -> None:
-    """Without a room, its HTTP server answers 400, which does not show that the engine works."""
+    """Without a bootstrap room, its HTTP server answers 400, which proves nothing about it."""
     quickly = {"progress": "100ms", "timeout": "5s"}
     async with sglang(
         [in_turn(never_answers, decodes)], [in_turn(never_answers, decodes)], health=quickly
@@ -335,7 +335,7 @@ async def test_a_stream_that_breaks_in_decode_closes_a_prefill_still_open() -> N
 async def test_a_prefill_failure_after_the_first_token_does_not_affect_the_response(
     fails: Script,
 ) -> None:
-    """This includes a refusal, because the client already has a response."""
+    """This includes a refusal by the prefill engine, because the client already has a response."""
     gate = asyncio.Event()
 
     async def token_then_rest(request: EngineRequest) -> None:
@@ -522,7 +522,7 @@ async def test_an_unconfirmed_push_after_the_decoder_began_blames_no_endpoint() 
 
 
 async def test_an_unconfirmed_push_after_the_first_bytes_ends_the_response() -> None:
-    """A request is not recomputed after the client got tokens."""
+    """A request is not recomputed after the client received tokens."""
     gate = asyncio.Event()
 
     prefill = in_turn(prefills(PUSHED), when_open(gate, prefills(None)))

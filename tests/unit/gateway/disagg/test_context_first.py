@@ -1,6 +1,4 @@
-"""TensorRT-LLM: the gateway passes the context server's handoff and tokens to the generation
-server.
-"""
+"""TensorRT-LLM: the gateway passes the context server's handoff to the generation server."""
 
 from __future__ import annotations
 

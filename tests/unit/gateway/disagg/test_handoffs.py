@@ -1,4 +1,4 @@
-"""State that outlives a split request: numbers, pair figures, overdue transfers, releases."""
+"""State that outlives a split request: ids, figures of pairs, overdue transfers, releases."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_release_requests_end_with_the_gateway() -> None:
 
 
 class Moving:
-    """A transfer. When it is overdue, it removes the transfers in `takes`."""
+    """A fake transfer in progress. When it is overdue, it removes the transfer `takes`."""
 
     def __init__(self, handoffs: Handoffs, takes: Moving | None = None) -> None:
         self.handoffs, self.takes, self.told = handoffs, takes, 0

@@ -1,4 +1,7 @@
-"""Release of prefill KV that the request's own decoder does not fetch, in sequential dialects."""
+"""Release of prefill KV that the request's own decode engine does not fetch.
+
+This concerns protocols that prefill before they send the decode request.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ async def test_kv_handed_to_a_dead_decoder_is_freed_by_another_under_a_salt_of_i
 ) -> None:
     """The blocks may belong to another request by then.
 
-    The salt keeps later requests from using them.
+    The cache salt keeps later requests from using them.
     """
     async with split_gateway(NIXL, [prefills()], [first, decodes]) as f:
         f.assume_fast_pairs()
@@ -63,9 +66,9 @@ async def test_kv_without_another_decoder_is_freed_by_its_lease(
 async def test_a_client_that_disconnects_before_the_decode_request_is_sent_has_its_kv_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The decoder is connecting.
+    """The gateway is still connecting to the decode engine.
 
-    It still gets the handoff for one token, so that prefill frees the KV.
+    It sends the handoff with a limit of one token, so that the prefill engine frees the KV.
     """
     async with split_gateway(NIXL, [prefills()], [decodes]) as f:
         connecting, upstream = asyncio.Event(), f.app.gateway.endpoints.all()[1].upstream

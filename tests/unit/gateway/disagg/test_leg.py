@@ -1,4 +1,4 @@
-"""A leg reports its end once, and reports nothing after it was closed, in whatever state."""
+"""A leg (one engine request) reports its end exactly once, and nothing after it was closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mooncake: both legs at once, after the bootstrap server has identified the prefill engine."""
+"""Mooncake: both requests are sent at once, after the bootstrap server has named the engine."""
 
 from __future__ import annotations
 

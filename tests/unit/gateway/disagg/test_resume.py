@@ -1,4 +1,4 @@
-"""A model with both split and resume: its requests, and what follows a broken decoder."""
+"""Models with both split and resume: their requests, and what happens if the decode engine dies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def pair(
 
 
 def speaks(first: int = 0, last: int | None = None) -> Script:
-    """Streams the words from `first` on with token ids; breaks off before `last`, if given."""
+    """Return a script that streams the words from `first` on with token ids.
+
+    If `last` is given, it breaks the connection before that word.
+    """
 
     async def script(request: EngineRequest) -> None:
         body = request.json
@@ -212,7 +215,7 @@ async def test_a_plain_answer_of_such_a_model_passes_as_it_came() -> None:
 
 
 async def test_a_long_prompt_s_ids_do_not_begin_the_answer_before_its_first_token() -> None:
-    """The decoder sends a role with all ids before it knows that the KV will never come."""
+    """The decode engine sends a role with all ids before it knows that the KV will never arrive."""
     ids = list(range(100_000, 120_000))
 
     async def role_then_error(request: EngineRequest) -> None:

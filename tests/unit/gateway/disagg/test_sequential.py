@@ -311,7 +311,7 @@ async def test_events_of_an_unknown_kind_are_forwarded_eventually() -> None:
 
 
 async def answers_without_tokens(request: EngineRequest) -> None:
-    """Answer without a token."""
+    """Script: send an answer without a token."""
     request.open_stream()
     request.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
     request.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
@@ -528,7 +528,7 @@ async def test_an_exception_at_a_response_ends_the_request_and_leaves_nothing_bo
 async def test_an_exception_at_the_end_of_a_response_leaves_nothing_booked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There was no token, so its transfer is watched until then."""
+    """There was no token, so the KV transfer is still watched at that time."""
 
     def fails(*_: object) -> None:
         raise RuntimeError("as asked")

@@ -1,6 +1,4 @@
-"""The table of gateway/disagg/state_machine.py is complete; every state has an owner and a
-deadline.
-"""
+"""The states of gateway/disagg/state_machine.py are complete: each has an owner and a deadline."""
 
 from __future__ import annotations
 

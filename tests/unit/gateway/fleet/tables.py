@@ -1,4 +1,4 @@
-"""Endpoint tables of engines by URL, without a gateway around them."""
+"""Builds endpoint tables from engine URLs, without a gateway."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway.metrics.catalogue import Metrics
 
 
 def table_of(urls: Sequence[str]) -> tuple[EndpointTable, RegistryPlan, Config]:
-    """Return a table with these engines in it, the plan that added them, and the configuration."""
+    """Return a table with these engines, the plan that added them, and the configuration."""
     config = config_from_engines(list(urls), "round_robin", "127.0.0.1", 0, 0).config
     table = EndpointTable(
         config,

@@ -1,4 +1,4 @@
-"""Clients as they are: Anthropic's headers, patterns of model names, keys for some models."""
+"""What real clients send: Anthropic's headers, patterns of model names, keys for some models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changed lists of models: the first is reported at once, many together."""
+"""Changes of engines' model lists: the first is reported at once, many are reported together."""
 
 from __future__ import annotations
 

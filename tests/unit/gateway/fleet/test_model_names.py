@@ -27,10 +27,10 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class Engine:
-    """An engine that lists `models` and records the requested names.
+    """A fake engine that lists `models` and records the requested names.
 
     models     None: it has no page of models
-    is_strict  it returns 404 for a name that it does not list, as vLLM does; otherwise its base
+    is_strict  True: it returns 404 for a name that it does not list, as vLLM does; False: its base
                model answers, as in SGLang
     """
 
@@ -99,7 +99,10 @@ class Running:
         self.app, self.http = app, http
 
     async def ask(self, model: str, path: str = CHAT, **members: Any) -> tuple[int, str]:
-        """Return the status, and the model in every part of the answer or a refusal's message."""
+        """Send a request; return its status and text.
+
+        The text is the model name in every part of the answer, or a refusal's message.
+        """
         body = {"model": model, "max_tokens": 4, **members}
         body |= (
             {"prompt": "hi"}
@@ -121,13 +124,13 @@ class Running:
             return [card["id"] for card in (await answer.json())["data"]]
 
     async def reread(self, number: int) -> None:
-        """Have the gateway read an engine's list again."""
+        """Make the gateway read an engine's model list again."""
         watching: Any = self.app._health_checker
         watching.relist(self.app.gateway.endpoints.all()[number])
         await self.lists_in_force()
 
     async def lists_in_force(self) -> None:
-        """Wait for the lists that are being read, and for a report that is delayed."""
+        """Wait until lists that are being read, and a delayed report, have taken effect."""
         watching: Any = self.app._health_checker
         await asyncio.gather(*watching._listings.values())
         while watching._model_lists._timer is not None:
@@ -326,7 +329,7 @@ async def test_without_configured_models_requests_use_the_listed_names() -> None
 
 
 async def test_a_full_endpoint_takes_a_request_that_no_other_one_lists() -> None:
-    """Permits are per pool, so the request would otherwise be refused while the pool has room."""
+    """Permits are per pool. The request would otherwise be refused although one is free."""
     first, second = engines = [Engine(BASE, ADAPTER), Engine(BASE)]
     async with running(engines, models(BASE, ADAPTER), {"max_concurrency": 1}) as gateway:
         first.is_held = True

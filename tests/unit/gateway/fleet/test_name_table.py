@@ -1,4 +1,4 @@
-"""Model names and patterns: exact names win, then the longest pattern."""
+"""Lookup of model names and patterns: exact names win, then the longest pattern."""
 
 from __future__ import annotations
 

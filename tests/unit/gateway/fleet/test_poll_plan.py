@@ -1,4 +1,4 @@
-"""What a poll asks an endpoint for: less of busy ones, less often of quiet ones."""
+"""What the health checker polls: less from busy endpoints, less often from quiet ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def fleet() -> tuple[EndpointTable, LiveEndpoint, Config]:
 def asked(
     plan: PollPlan, live: LiveEndpoint, config: Config, seconds: int, endpoints: int = 2
 ) -> list[tuple[bool, bool]]:
-    """Poll once a second; return what each poll asks for: a probe, a scrape."""
+    """Simulate one poll per second; return for each whether it has a probe and a scrape."""
     asks = []
     for second in range(seconds):
         plan.begin(live, config, endpoints, 100.0 + second)

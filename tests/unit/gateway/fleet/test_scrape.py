@@ -1,4 +1,4 @@
-"""The metrics of each engine (engines.md A.2) are parsed to the same values."""
+"""The metrics pages of all engines (engines.md A.2) are parsed to the same values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A returning endpoint gets fewer concurrent requests for a while."""
+"""Slow start: a returning endpoint gets fewer concurrent requests for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A large pool's speeds are reviewed in cohorts, so that no review takes long."""
+"""The speeds of a large pool's endpoints are reviewed in groups, so that no review takes long."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_every_endpoint_is_reviewed_once_a_second_and_one_cohort_at_a_time
 
 
 async def test_a_stalled_prefill_is_found_among_many_endpoints() -> None:
-    """Its peers have shown how long such a prompt takes."""
+    """Other endpoints have shown how long such a prompt takes."""
     table, now = large_table(SIZE), 100.0
     for live in table.all():
         for _ in range(8):

@@ -1,6 +1,7 @@
-"""Client connections without sockets: a fake transport, a harness around it, and sample requests.
+"""Client connections without sockets: a fake transport, a harness around it, sample requests.
 
-For tests that compare the fast connection with aiohttp's: both must read the same from any bytes.
+For tests that compare the gateway's own connection class with aiohttp's: both must parse any bytes
+equally.
 """
 
 from __future__ import annotations
@@ -79,12 +80,12 @@ async def turns() -> None:
 
 
 class Outcome(NamedTuple):
-    """What came of some bytes.
+    """How a connection handled some bytes.
 
-    responses     (status, body) of each
-    is_closed     the connection was closed
+    responses     (status, body) of each response
+    is_closed     whether the connection was closed
     served        (path, body, X-Mark) of each request that was served without aiohttp
-    has_switched  the connection was handed to another protocol
+    has_switched  whether the connection was handed to another protocol
     """
 
     responses: list[tuple[int, bytes]]
@@ -94,7 +95,7 @@ class Outcome(NamedTuple):
 
 
 class FakeBudget:
-    """A memory budget for bodies."""
+    """A fake memory budget for request bodies."""
 
     def __init__(self) -> None:
         self.reserved, self.capacity = 0, 2**40
@@ -111,7 +112,7 @@ class FakeBudget:
 
 
 class Harness:
-    """Creates connections that answer a request with its length, at once or after a loop turn."""
+    """Creates connections that answer a request with its length, at once or one loop turn later."""
 
     def __init__(self, slow: bool = False) -> None:
         self._slow = slow
@@ -137,7 +138,7 @@ class Harness:
     async def deliver(
         self, protocol: FastConnection | AiohttpConnection, parts: Sequence[bytes]
     ) -> Outcome:
-        """Deliver the parts one by one to a new connection and close it."""
+        """Deliver the parts one by one to a new connection, close it, and return the outcome."""
         self.served.clear()
         transport = FakeTransport(protocol)
         protocol.connection_made(transport)

@@ -1,4 +1,4 @@
-"""Limits for clients that have not been authenticated: connections, partial heads, pipelining."""
+"""Limits for clients that are not authenticated: connections, partial heads, pipelining."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.unit.gateway.http.connection_harness import (
 
 
 class FakeConnection:
-    """A connection that counts how often its unread bytes are dropped."""
+    """A fake connection that counts how often its unread bytes are dropped."""
 
     def __init__(self) -> None:
         self.drops = 0
@@ -150,7 +150,7 @@ def test_the_budget_equals_the_unread_bytes_of_all_connections(
 
 
 async def test_reading_resumes_only_when_few_bytes_are_left() -> None:
-    """A long backlog is worked off first; reading does not resume after each response."""
+    """A long backlog is processed first; reading does not resume after each response."""
     harness = Harness(slow=True)
     connection = harness.fast_connection()
     transport = FakeTransport(connection)
@@ -211,7 +211,7 @@ async def test_a_backlog_is_not_copied_for_every_request_in_it() -> None:
 
 
 class CountingBytes(bytes):
-    """FakeBudget that count how many bytes are sliced out of them and of their slices."""
+    """Bytes that count how many bytes are sliced out of them and of their slices."""
 
     counts: list[int]
 
@@ -347,7 +347,7 @@ async def test_a_head_is_limited_to_64_kib() -> None:
 
 
 async def test_aiohttp_parses_one_request_at_a_time() -> None:
-    """Parsed heads take many times their size, so no more than new_connection may be queued."""
+    """Parsed heads take many times their size, so that only one may be queued."""
     harness = Harness(slow=True)
     connection = harness.aiohttp_connection()
     transport = FakeTransport(connection)

@@ -1,4 +1,4 @@
-"""HTTP as clients send it: one test for each rule, over a raw socket."""
+"""HTTP rules that clients rely on: one test for each rule, over a raw socket."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Socket:
         self.port, self.engine = urlsplit(url).port, engine
 
     async def raw(self, *pieces: bytes) -> bytes:
-        """Send the pieces one by one; return what comes until the gateway closes."""
+        """Send the pieces one by one; return all that the gateway sends until it closes."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         for piece in pieces:
             writer.write(piece)

@@ -1,4 +1,4 @@
-"""Deadlines of client connections."""
+"""Deadlines of client connections in each phase of a request."""
 
 from __future__ import annotations
 

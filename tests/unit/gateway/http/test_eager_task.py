@@ -1,4 +1,4 @@
-"""Eager tasks: when they resume, when they become regular tasks, and how they are cancelled."""
+"""Eagerly started tasks: when they resume, become regular tasks, or are cancelled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.http.eager_task import EagerFuture, EagerTask, new_future, timeout_
 
 
 class Log(list[str]):
-    """A log of events, which also runs eager tasks."""
+    """A list of recorded events, which also runs eager tasks."""
 
     def run(self, steps: Coroutine[Any, Any, None]) -> EagerTask:
         task = EagerTask(steps, lambda: self.append("ended"))

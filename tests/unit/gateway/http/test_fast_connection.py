@@ -1,4 +1,4 @@
-"""Client connections on both paths: any bytes in any pieces are read as aiohttp's parser does."""
+"""The gateway's own HTTP parser reads any bytes, in any pieces, as aiohttp's parser does."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def same(one: Outcome, other: Outcome) -> bool:
 
 
 async def via_aiohttp(harness: Harness, requests: list[bytes]) -> Outcome:
-    """Deliver the requests one at a time to aiohttp's parser."""
+    """Deliver the requests one at a time to aiohttp's parser, and return the outcome."""
     return await harness.deliver(harness.aiohttp_connection(), requests)
 
 
@@ -178,7 +178,7 @@ async def test_closing_when_idle_waits_for_the_current_response() -> None:
 
 
 async def test_a_client_that_does_not_read_stays_paused_after_the_switch() -> None:
-    """The transport reports only changes, so the new protocol must inherit the pause.
+    """The transport reports only changes, so the new protocol must inherit the paused state.
 
     Otherwise an engine could fill the memory with a response that is not read.
     """
@@ -198,7 +198,7 @@ async def test_a_client_that_does_not_read_stays_paused_after_the_switch() -> No
 
 
 class SlowTransport(FakeTransport):
-    """A transport that is closing but still has a response that its client has not read."""
+    """A transport that is closing, but still has a response that its client has not read."""
 
     aborts = 0
 

@@ -1,4 +1,4 @@
-"""Large bodies take turns, and a client whose bodies take long to parse waits between them."""
+"""Large bodies are parsed in turn. A client whose bodies take long to parse waits between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gateway.http.large_bodies import PAUSE_FACTOR, QUICK_S, LargeBodies
 
 @pytest.fixture
 def cpu_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """CPU seconds that the thread has spent: one number, which tests increase."""
+    """Replace the thread's CPU time by a list with one number, which tests increase."""
     spent = [0.0]
     monkeypatch.setattr(large_bodies, "thread_time", lambda: spent[0])
     return spent

@@ -1,4 +1,4 @@
-"""Polls of an engine: connections are kept, lost ones replaced, and failures told apart."""
+"""The client that polls engines: connections are kept, replaced when lost, failures reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
 class Engine:
-    """A server that answers each request by `answers`; None closes the connection instead."""
+    """A fake server that answers requests from the list `answers`; None closes the connection."""
 
     def __init__(self, answers: Callable[[int], bytes | None]) -> None:
         self.answers, self.requests = answers, list[bytes]()

@@ -29,7 +29,7 @@ PATIENCE = UpstreamTimeouts(connect_s=1.0, first_byte_s=5.0, stall_s=1.0)
 
 
 class FakeClient:
-    """A Downstream that records what is written to it, and can be slow."""
+    """A fake client (Downstream) that records what is written to it, and can be slow."""
 
     def __init__(self) -> None:
         self.is_writing_paused = False

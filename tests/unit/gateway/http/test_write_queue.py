@@ -1,4 +1,4 @@
-"""What one loop iteration writes and what it defers, without losing or reordering any byte."""
+"""What one event loop iteration writes and what it defers; no byte is lost or reordered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RELAY = Relay(b"")
 
 
 class FakeLoop:
-    """An event loop whose iterations are run by hand."""
+    """A fake event loop whose iterations are run by hand."""
 
     def __init__(self) -> None:
         self._soon: list[Callable[[], None]] = []
@@ -41,7 +41,7 @@ class FakeLoop:
 
 
 class FakeConnection:
-    """An engine connection that passes its bytes on to a client unchanged."""
+    """A fake engine connection that passes its bytes on to a client unchanged."""
 
     def __init__(self, outbox: WriteQueue) -> None:
         self._outbox = outbox
@@ -109,7 +109,7 @@ def test_beyond_the_limit_of_deferred_chunks_they_are_relayed_at_once() -> None:
 
 
 def test_deferred_chunks_are_limited_in_bytes_too() -> None:
-    """With a limit on their number alone, a few fast engines could take hundreds of MiB."""
+    """With a limit only on their number, a few fast engines could take hundreds of MiB."""
     queue, loop = new_queue()
     stream, chunk_bytes = FakeConnection(queue), b"x" * (MAX_DEFERRED_BYTES // 16)
     for _ in range(WRITES_PER_TURN):
@@ -217,7 +217,7 @@ class Request:
 
 @pytest.fixture
 async def pool() -> ConnectionPool:
-    """Connections to one engine."""
+    """Return a pool of connections to one engine."""
     return ConnectionPool(
         "http://engine",
         None,
@@ -227,7 +227,7 @@ async def pool() -> ConnectionPool:
 
 
 def spend_budget(pool: ConnectionPool) -> None:
-    """Spend the budget of this loop iteration."""
+    """Use up the write budget of this loop iteration."""
     for _ in range(WRITES_PER_TURN):
         pool.outbox.enqueue(Mock(), b".")
 

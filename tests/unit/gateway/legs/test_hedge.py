@@ -1,8 +1,7 @@
-"""A request whose first byte is late is sent to a second endpoint as well; the first answer wins,
-counted once.
+"""Hedging: a request without a timely first byte is also sent to a second endpoint.
 
-Both engines share a script: what the endpoint does that is asked first, then what the other one
-does.
+The first answer wins and is counted once. Both engines share a script: what the endpoint does that
+gets the request first, then what the other one does.
 """
 
 from __future__ import annotations
@@ -45,9 +44,7 @@ WHOLE = "".join(TEXT)
 async def pool(
     first: Script, second: Script, saved: float | None = 5.0, **options: Any
 ) -> AsyncIterator[SplitGateway]:
-    """A gateway before two engines of which it knows that they take some milliseconds for
-    anything.
-    """
+    """Run a gateway with two engines that it knows to take some milliseconds for anything."""
     script = in_turn(first, second)
     usual = {
         "models": [{"name": MODEL, "pool": "main"}],
@@ -66,7 +63,7 @@ async def pool(
 
 
 async def asked(running: SplitGateway, times: int) -> tuple[ScriptedEngine, ScriptedEngine]:
-    """The engines in the order in which they were asked, once that many times."""
+    """Wait until `times` requests have arrived; return the engines in the order of arrival."""
     async with asyncio.timeout(PATIENCE_S):
         while sum(len(half.requests) for half in running.decode) < times:
             await asyncio.sleep(0.005)

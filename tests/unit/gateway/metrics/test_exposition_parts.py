@@ -1,4 +1,4 @@
-"""A family rendered in parts is the same page as one rendered at once."""
+"""A metric family rendered in parts gives the same page as one rendered at once."""
 
 from __future__ import annotations
 

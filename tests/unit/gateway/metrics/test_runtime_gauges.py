@@ -1,4 +1,4 @@
-"""An endpoint's gauges show this gateway's part, so their sum over gateways is the fleet's."""
+"""An endpoint's gauges count this gateway's requests, so that their sum is the fleet's."""
 
 from __future__ import annotations
 

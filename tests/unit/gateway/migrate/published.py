@@ -1,4 +1,4 @@
-"""Option names of the routers, as their published references list them."""
+"""Option names of the other routers, as their published references list them."""
 
 from __future__ import annotations
 

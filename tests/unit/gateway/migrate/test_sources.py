@@ -1,4 +1,4 @@
-"""Every source: what becomes of a whole configuration, and that no option vanishes silently."""
+"""Conversion of other routers' configurations: complete results, and no option lost silently."""
 
 from __future__ import annotations
 

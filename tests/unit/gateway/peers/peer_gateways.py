@@ -1,4 +1,4 @@
-"""Several gateways' views without a network, on the test's clock."""
+"""Several gateways that exchange their state without a network, on the test's clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCK_BYTES = 64
 
 
 class Gateway:
-    """One gateway's endpoint table, admission and view."""
+    """One gateway's endpoint table, admission, and shared state."""
 
     def __init__(
         self, me: int, secret: bytes = SECRET, tenants: Sequence[Mapping[str, object]] = ()
@@ -63,7 +63,7 @@ class Gateway:
         return self.hashes.fingerprint(b"salt", prompt)
 
     def book(self, prompt: bytes, slot: int):
-        """Send a request with this prompt to the endpoint in that slot."""
+        """Reserve capacity for a request with this prompt at the endpoint in slot `slot`."""
         candidate = self.candidates[slot]
         tokens = len(prompt) // 4
         request = Request("r", "m", "", tokens, 10, stream=True)
@@ -94,9 +94,9 @@ class Gateway:
 
 
 def turn(gateways: Sequence[Gateway], now: float) -> list[tuple[Gateway, Frame]]:
-    """Flush all gateways, deliver all frames, and warm up new gateways.
+    """Flush all gateways and deliver all frames; return them as (sender, frame).
 
-    Returns (sender, message).
+    New gateways receive the state of the others.
     """
     frames = [
         (gateway, frame)
@@ -122,7 +122,7 @@ def turn(gateways: Sequence[Gateway], now: float) -> list[tuple[Gateway, Frame]]
 
 
 def run(gateways: Sequence[Gateway], start: float, seconds: float) -> float:
-    """Exchange frames ten times a second; return the time at the end."""
+    """Exchange frames ten times a second for `seconds`; return the time at the end."""
     now = start
     while now < start + seconds:
         now += 0.1

@@ -1,4 +1,4 @@
-"""The configuration of the state exchange: what is rejected, and what is shown."""
+"""The configuration of state exchange between gateways: what is rejected, and what is shown."""
 
 from __future__ import annotations
 

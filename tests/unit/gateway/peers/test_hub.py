@@ -1,4 +1,7 @@
-"""The hub between workers: a slow client loses frames, which are counted, and delays no other."""
+"""The message hub between workers: a slow client loses frames, which are counted.
+
+It delays no other client.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Use of quotas and sessions at one gateway is applied by the others."""
+"""The use of quotas and sessions at one gateway is applied by the other gateways."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gateways(count: int = 2) -> list[Gateway]:
 
 
 def asks(gateway: Gateway, times: int = 1) -> int:
-    """Return how many requests of the tenant are admitted."""
+    """Send `times` requests of the tenant; return how many are admitted."""
     admitted = 0
     for _ in range(times):
         try:
@@ -39,7 +39,10 @@ def asks(gateway: Gateway, times: int = 1) -> int:
 
 
 def converse(gateway: Gateway, session: str, tokens: int, now: float) -> Callable[[float], None]:
-    """Book a request of the session; returns a function that ends it with ten output tokens."""
+    """Admit a request of the session.
+
+    Returns a function that ends it, at a given time, with ten output tokens.
+    """
     (room,) = gateway.gate.pool_queues()
     request = msgspec.structs.replace(REQUEST, session=session, prompt_tokens=tokens - 10)
     result = msgspec.structs.replace(gateway.ask(b""), request=request, now=now)

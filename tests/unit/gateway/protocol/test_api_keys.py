@@ -1,4 +1,4 @@
-"""The API key of a request."""
+"""How the API key of a request is found."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ async def test_a_resumed_response_keeps_its_salt() -> None:
     shown, came = asyncio.Event(), list[EngineRequest]()
 
     async def breaks_first(request: EngineRequest) -> None:
-        """On the first request, send one token with its ids, then break; later ones succeed."""
+        """Script: send one token with its ids and break, the first time; succeed later."""
         came.append(request)
         if len(came) > 1:
             await decodes(request)

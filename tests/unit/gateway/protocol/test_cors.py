@@ -1,4 +1,4 @@
-"""Which pages of other origins may call the API."""
+"""Which web pages of other origins may call the API (CORS)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms: their fields, their limits, and forms that gateway and engine could read differently."""
+"""Form bodies: fields, limits, and forms that gateway and engine could interpret differently."""
 
 from __future__ import annotations
 

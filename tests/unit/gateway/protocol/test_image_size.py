@@ -1,4 +1,4 @@
-"""Dimensions of images from their first bytes."""
+"""Image dimensions are read from the first bytes of an image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dialect's edits make of a client's body: every member once, values as they were."""
+"""Edits of a client's JSON body: every member occurs once, and other values are unchanged."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def body_of(result: dict[str, Any]) -> tuple[bytes, Members]:
 
 
 def read_once(body: bytes) -> dict[str, Any]:
-    """Raises ValueError where a member stands twice."""
+    """Parse a JSON object. Raises ValueError if a member occurs twice."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

@@ -1,4 +1,4 @@
-"""Integers in the forms that vLLM accepts."""
+"""Integers are accepted in all the forms that vLLM accepts."""
 
 from __future__ import annotations
 

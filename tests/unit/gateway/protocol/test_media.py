@@ -1,4 +1,4 @@
-"""Each medium in a prompt counts as one, however large; text counts as text, whatever its form."""
+"""Each image, audio or video in a prompt counts as one item, however large; text counts as text."""
 
 from __future__ import annotations
 

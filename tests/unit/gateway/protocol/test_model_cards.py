@@ -1,4 +1,4 @@
-"""Pages of models in Anthropic's shape."""
+"""Lists of models in the format of Anthropic's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids of responses: which gateway and tenant can read them, and what they reveal."""
+"""Ids of stored responses: which gateways and tenants can read them, and what they reveal."""
 
 from __future__ import annotations
 

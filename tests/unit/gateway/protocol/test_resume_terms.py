@@ -1,4 +1,4 @@
-"""What can be continued exactly, and how the rest of it is asked for."""
+"""Which requests can be resumed exactly, and how the rest of an answer is requested."""
 
 from __future__ import annotations
 

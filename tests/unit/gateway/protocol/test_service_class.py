@@ -1,4 +1,4 @@
-"""Preferences from headers, tenants and models, and rejected headers."""
+"""Service classes and priorities from headers, tenants and models; invalid headers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TENANTS = [
 
 
 class Model:
-    """The model info that parse_call() needs."""
+    """The model information that parse_call() needs."""
 
     def __init__(self, slo: Slo, is_low_first: bool = True) -> None:
         self.served_model, self.context_tokens, self.slo, self.is_low_first = (

@@ -1,4 +1,4 @@
-"""Short responses: any split of the bytes gives the same, and malformed ones are refused."""
+"""Short responses: any split of the bytes gives the same result; malformed ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop over attempts, with a plan and endpoints that do as a test says."""
+"""The loop over attempts to serve a request, with a scripted plan and scripted endpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PICKS = {name: Pick(candidate(slot), 0, 0.0, 1, "test") for slot, name in enumer
 
 
 class Endpoints:
-    """The endpoints of a test: what each answers to a health check, well by default."""
+    """Fake endpoints: what each answers to a health check (success by default)."""
 
     def __init__(self, **answers: bool | None) -> None:
         self.answers = answers
@@ -38,7 +38,10 @@ class Endpoints:
 
 
 class Plan:
-    """Picks the first endpoint that is left; attempts fail as listed, and then succeed."""
+    """A fake plan that picks the first remaining endpoint.
+
+    Attempts fail as listed, then succeed.
+    """
 
     def __init__(self, endpoints: Endpoints, *failures: UpstreamError) -> None:
         self.exchange = Exchange("req_1", apis.CHAT, "10.0.0.1", 0.0)

@@ -22,7 +22,7 @@ SHORT, LONG = 64, 4096  # tokens of context
 
 
 def whole(engines: Sequence[Script], **options: Any) -> AbstractAsyncContextManager[SplitGateway]:
-    """A gateway whose engines serve whole requests."""
+    """Run a gateway with scripted engines that serve whole (unsplit) requests."""
     models = [{"name": MODEL, "pool": "main"}]
     return split_gateway(
         "vllm_nixl", [], list(engines), models=models, decode_role="both", **options
@@ -70,7 +70,7 @@ async def test_a_split_request_that_fits_no_engine_is_too_long() -> None:
 
 
 def image(base64_bytes: int) -> dict[str, Any]:
-    """A message with one image."""
+    """Return a chat message with one image of this size."""
     part = {
         "type": "image_url",
         "image_url": {"url": "data:image/png;base64," + "iVBORw0K" * (base64_bytes // 8)},

@@ -1,4 +1,4 @@
-"""Overflow into a smaller model: the question that its room is asked."""
+"""Overflow into a smaller model: the query that its admission receives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.policies.builders import ask, candidate
 
 
 class RecordingCap(CapAdmission):
-    """A cap that records what it was asked."""
+    """An admission with a concurrency limit that records its queries."""
 
     __slots__ = ("asks",)
 

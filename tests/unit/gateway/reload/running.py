@@ -43,7 +43,7 @@ timeouts: {{connect: 10s, stall: 60s}}
 
 
 class Running:
-    """The gateway `app`, the `file` it watches, its mock engines, and its reports."""
+    """The gateway `app`, the `file` that it watches, its mock engines, and its reports."""
 
     def __init__(self, file: Path, members: list[FleetGroup], http: aiohttp.ClientSession) -> None:
         self.file = file
@@ -54,7 +54,7 @@ class Running:
         self.app: App
 
     def text(self, *numbers: int) -> str:
-        """Return the configuration with these mock engines; by default all."""
+        """Return the configuration with these mock engines, by default all."""
         chosen = numbers or range(len(self.members))
         lines = [f"      - {{name: group-{n}, url: {self.members[n].url}}}" for n in chosen]
         return CONFIG.format(endpoints="\n".join(lines))
@@ -101,7 +101,10 @@ class Running:
 
     @asynccontextmanager
     async def load(self, users: int = 8) -> AsyncIterator[None]:
-        """Let this many users send requests one after another; every response must be complete."""
+        """Let `users` users send requests continuously during the block.
+
+        Asserts that every response is complete.
+        """
         over = asyncio.Event()
 
         async def user(number: int) -> None:
@@ -132,7 +135,7 @@ async def running(
 
     more    text appended to the configuration
     poll_s  poll interval of the file watcher
-    late    (old, new) replaced in the file after it was loaded and before the gateway starts
+    late    (old, new): replaced in the file after it was loaded and before the gateway starts
     """
     spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=speed)
     connector, patience = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=3 * PATIENCE_S)

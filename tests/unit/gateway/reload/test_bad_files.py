@@ -1,4 +1,4 @@
-"""Two hundred bad files, each a valid file with one mistake, are rejected at their line."""
+"""Two hundred invalid files, each with one mistake, are rejected with the mistake's line."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Mistake(NamedTuple):
 
 
 def value(of: Callable[[str], bool], wrong: str) -> Callable[[str], str | None]:
-    """Return a changed value for a key whose value matches `of`."""
+    """Return a function that replaces the value of a key by `wrong`, if the value fits `of`."""
 
     def spoil(line: str) -> str | None:
         key, colon, text = line.partition(": ")
@@ -136,7 +136,7 @@ MOST_OF_A_KIND = 11
 
 
 def corpus(good: str) -> Iterator[tuple[str, int, str]]:
-    """Yield (mistake, its line, the text)."""
+    """Yield (mistake, its line number, the text) for every place where a mistake is possible."""
     lines = good.splitlines()
     for mistake in MISTAKES:
         harness = 0

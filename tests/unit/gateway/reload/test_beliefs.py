@@ -1,4 +1,7 @@
-"""Latency models are updated only if read, and start from the bookings when a reload needs them."""
+"""Latency models are updated only if a policy reads them.
+
+If a reload needs one, it starts from the requests in progress.
+"""
 
 from __future__ import annotations
 

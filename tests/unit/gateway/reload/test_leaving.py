@@ -32,7 +32,7 @@ def page(harness: Running) -> str:
 
 
 class Held(NamedTuple):
-    """Start a request at the endpoint `busy`, which continues when it is released."""
+    """A request in progress at the endpoint `busy`, whose engine hangs until `let_go()`."""
 
     answer: asyncio.Task[str]
     busy: LiveEndpoint
@@ -45,7 +45,7 @@ class Held(NamedTuple):
 
 
 async def held(harness: Running) -> Held:
-    """Start a request at the endpoint that does not answer for now."""
+    """Start a request at an endpoint whose engine hangs."""
     for member in harness.members:
         member.group.lose_rank(0, hang=True)
     task = asyncio.create_task(harness.ask())

@@ -1,4 +1,4 @@
-"""The parts of a reload: changes, versions on disk, snapshot collection, auto-rollback."""
+"""The parts of a configuration reload: changes, versions on disk, snapshots, auto-rollback."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ async def test_the_first_worker_continues_the_version_numbers_of_the_folder(tmp_
 
 
 def local(number: int, version: int | None) -> WorkerSettings:
-    """Create a worker that is not started."""
+    """Return the settings of a worker that is not started."""
     return WorkerSettings("hub", b"secret" * 6, number, "admin", version, ())
 
 
@@ -348,7 +348,7 @@ async def test_a_failed_rollback_is_not_counted_as_a_rollback(tmp_path: Path) ->
 
 
 class Touched:
-    """A watched configuration that counts its changes."""
+    """A fake watched configuration that counts its changes."""
 
     def __init__(self, *paths: Path) -> None:
         self.paths = paths

@@ -1,4 +1,4 @@
-"""A successor restores the learned state, although slots differ and endpoints have changed."""
+"""A successor process restores the learned state, even if endpoints and slots have changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def prompt(number: int, blocks: int = 40) -> Fingerprint:
 
 
 def carried(index: PrefixIndex, into: PrefixIndex, slots: dict[int, int]) -> None:
-    """Pass the index's state through the channel."""
+    """Transfer the state of one prefix index to another through the channel used at restarts.
+
+    `slots` maps old slots of endpoints to new ones.
+    """
     for blocks in saved_state.index_blocks(index):
         assert len(pack_message(blocks)) < channel.MAX_MESSAGE_BYTES
         saved_state.restore_blocks(
@@ -40,7 +43,10 @@ def carried(index: PrefixIndex, into: PrefixIndex, slots: dict[int, int]) -> Non
 
 
 def learned(seed: int) -> tuple[PrefixIndex, list[Fingerprint]]:
-    """Return an index with prompts at three slots; the oldest of slot 0 have aged out."""
+    """Return a prefix index with prompts at three slots, and the prompts.
+
+    The oldest prompts of slot 0 have expired.
+    """
     rng, index = Random(seed), PrefixIndex(CAP_BYTES)
     index.set_capacity(0, 20_000)
     prompts = [prompt(number) for number in range(60)]

@@ -1,4 +1,7 @@
-"""No secret leaves the gateway: each one is a canary value, searched for in all output."""
+"""No secret leaves the gateway.
+
+Each secret is a unique value that is searched for in all output.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ WHOSE = {
 
 
 async def said(http: aiohttp.ClientSession, url: str, accept: str) -> str:
-    """Return a page; of an endless one, its beginning."""
+    """Return the text of a page, or the beginning if it is endless."""
     text = ""
     try:
         async with asyncio.timeout(LOOK_S), http.get(url, headers={"Accept": accept}) as answer:

@@ -1,4 +1,4 @@
-"""SLO outcomes, and what is learned from ended requests: outcomes, predictions, explanations."""
+"""SLO outcomes, predictions and explanations, and what is learned from ended requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A canary serves its share, sessions stay in their arm, and both arms are counted."""
+"""A canary policy serves its share, sessions stay with their policy, and both are counted."""
 
 from __future__ import annotations
 

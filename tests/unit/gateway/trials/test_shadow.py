@@ -1,4 +1,4 @@
-"""Shadow policies see the query as it was, later and cheaply, and affect only the metrics."""
+"""Shadow policies see the original query, later and cheaply, and affect only the metrics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHADOWED = (
 
 
 class Table:
-    """The part of an endpoint table that shadows use."""
+    """The part of an endpoint table that shadow policies use."""
 
     def __init__(self) -> None:
         self.rng = Random(1)

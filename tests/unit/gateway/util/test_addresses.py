@@ -1,4 +1,4 @@
-"""Detection of taken ports, and URLs from a host and a port."""
+"""Detection of ports in use, and URLs built from a host and a port."""
 
 from __future__ import annotations
 

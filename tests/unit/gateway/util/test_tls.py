@@ -114,7 +114,7 @@ def test_certificates_are_listed_with_their_expiry_and_problems(
 
 
 def listener(file: Path) -> tuple[TlsListener, Callable[[], None]]:
-    """Return a listener for the configuration, and a function that reloads the file."""
+    """Return a TLS listener for this configuration, and a function that reloads its files."""
 
     def section() -> ListenerTls:
         result = load_with_warnings(file, {}).config.listeners.api.tls

@@ -1,4 +1,4 @@
-"""Configuration changes of all workers: new workers start with what the others run."""
+"""Configuration changes of all workers. New workers start with what the others run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OLD, NEW, BAD = TEXT.format("round_robin"), TEXT.format("least_loaded"), TEXT.fo
 
 
 class Stub:
-    """A worker's admin server: what it runs, its version number, and the requests it received."""
+    """A fake worker's admin server: its configuration, version number, and received requests."""
 
     def __init__(self, number: int, file: Path) -> None:
         self.number = number
@@ -59,7 +59,7 @@ class Stub:
 
 
 class House:
-    """A configuration file, two stub workers that run it, and the rollout that changes them."""
+    """A configuration file, two fake workers that run it, and the rollout that changes them."""
 
     def __init__(self, folder: Path, text: str = OLD) -> None:
         self.file, self.key = folder / "gateway.yaml", folder / "key"
@@ -79,7 +79,7 @@ class House:
         self.configured.set_version_number(1)
 
     def agree(self, text: str) -> bool:
-        """Return whether all workers and a new worker would run this text."""
+        """Return whether all workers and a new worker would run this configuration."""
         return {each.text for each in self.workers} == {
             text.encode()
         } and self.configured.running.text == text.encode()

@@ -17,7 +17,7 @@ OPEN = FamilySpec("open", "gauge", "help")
 
 
 class Stub:
-    """A worker with a counter, or one that does not respond."""
+    """A fake worker with a counter, or one that does not respond."""
 
     def __init__(self, count: int) -> None:
         self.count: int | None = count

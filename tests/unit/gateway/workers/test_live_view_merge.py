@@ -1,4 +1,4 @@
-"""The live view of several workers: sums, merged status, and no total that falls."""
+"""The live page of several workers: sums, merged status, and no total that falls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.gateway.admin.empty import mark
 
 
 class Stub:
-    """A worker with a given metric sample and status."""
+    """A fake worker with a given metric sample and status."""
 
     def __init__(self, noted: MetricSample, standing: FleetStatus) -> None:
         self.noted, self.standing, self.lost = noted, standing, False

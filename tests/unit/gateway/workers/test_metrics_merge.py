@@ -1,4 +1,4 @@
-"""Merging pages of several workers: sums, merge rules of metrics, any label value."""
+"""Metrics pages of several workers are merged: sums, other merge rules, any label value."""
 
 from __future__ import annotations
 

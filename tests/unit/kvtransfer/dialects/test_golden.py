@@ -1,4 +1,4 @@
-"""The exact requests of every dialect, for chat and completions."""
+"""The exact requests that each engine's handoff protocol sends, for chat and completions."""
 
 from __future__ import annotations
 

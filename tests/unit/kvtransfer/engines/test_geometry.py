@@ -1,4 +1,4 @@
-"""vLLM's cache as a layout: known backends are described, anything else is refused."""
+"""vLLM's KV cache described as a layout: known backends are accepted, others refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handoffs: used once, for the prompt that they were made for, and only from a holder of the key."""
+"""Handoffs are usable once, for the prompt they were made for, and require the key."""
 
 from __future__ import annotations
 

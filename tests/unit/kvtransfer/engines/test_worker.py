@@ -1,4 +1,7 @@
-"""A worker's transfers over simulated links: offered, fetched, cancelled, reported once."""
+"""KV transfers of an engine's worker over simulated links: offered, fetched, cancelled.
+
+Each transfer is reported once.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def pair() -> tuple[VirtualClock, Engine, Engine]:
 
 
 def finished(clock: VirtualClock, engine: Engine, what: str) -> Callable[[], bool]:
-    """Return a condition: the engine has reported a transfer of this kind."""
+    """Return a function that tells whether the engine has reported a transfer of this kind."""
     seen = FinishedTransfers()
 
     def done() -> bool:
@@ -77,7 +80,7 @@ def finished(clock: VirtualClock, engine: Engine, what: str) -> Callable[[], boo
 
 
 def handed_over(p: Engine, d: Engine) -> PromptRequest:
-    """Return a request at D that may load the KV which P has just offered."""
+    """Return a request at engine `d` that may load the KV that engine `p` has just offered."""
     params = p.scheduler.finish_prefill(PromptRequest("p1", PROMPT, {}), [1, 2, 3], 11)
     p.step()
     request = PromptRequest("d1", PROMPT, params)
@@ -86,7 +89,7 @@ def handed_over(p: Engine, d: Engine) -> PromptRequest:
 
 
 def without_port(order: LoadOrder) -> LoadOrder:
-    """Return the order with the address of the simulated wire, which has no port."""
+    """Return the order with the simulated network's address, which has no port."""
     return replace(
         order, sources=[replace(item, address=item.address[:-2]) for item in order.sources]
     )

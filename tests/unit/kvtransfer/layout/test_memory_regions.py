@@ -1,4 +1,4 @@
-"""Regions and memory files: real files, real seals, generations."""
+"""Memory regions and memory files: real files, file seals, and block generations."""
 
 from __future__ import annotations
 

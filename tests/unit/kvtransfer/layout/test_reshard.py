@@ -1,4 +1,7 @@
-"""Plans by example: number of runs, joining, refusals. A property test checks every byte."""
+"""Resharding plans by example: number of runs, joining, refusals.
+
+A property test checks every byte.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ BLOCK = SMALL.rank_block_bytes(0)
 
 
 def shape(transfer_plan: TransferPlan, group: int = 0) -> list[tuple[RankPair, list[int]]]:
-    """Return (pair, lengths) of a group."""
+    """Return (pair of ranks, lengths of its runs) for each pair of a group of layers."""
     return [
         (pair, transfer_plan.runs(group, i).length.tolist())
         for i, pair in enumerate(transfer_plan.pairs(group))
@@ -291,7 +294,7 @@ def test_spare_blocks_behind_the_tokens_are_left_alone() -> None:
 
 
 def test_agents_of_one_version_make_the_same_plans() -> None:
-    """Windows name runs by index. If this fails, plans have changed: raise messages.VERSION."""
+    """Agents refer to runs by index. If this fails, plans have changed: raise messages.VERSION."""
     digest = hashlib.sha256()
     at_most = {"group_layers": 3, "max_run_bytes": 3000, "max_runs": 100}
     for change in (
@@ -346,7 +349,7 @@ VLLM_CPU = replace(SMALL, order=KvOrder.LBHNC, content=KvContent.HEADS, blocks=1
 
 
 def copied(src: KvLayout, dst: KvLayout, memory: np.ndarray) -> np.ndarray:
-    """Return the sink's memory [block, bytes] after moving block 0 of the source's two ranks."""
+    """Return the sink's memory [bytes] after copying block 0 of all source ranks by the plan."""
     sink = np.zeros(10 * dst.rank_block_bytes(0), np.uint8)
     plan = plan_transfer(src, dst, [0], [0], 16)
     for number, pair in enumerate(plan.pairs(0)):
@@ -357,7 +360,10 @@ def copied(src: KvLayout, dst: KvLayout, memory: np.ndarray) -> np.ndarray:
 
 
 def test_a_wrong_content_would_put_heads_of_two_ranks_into_wrong_places_without_an_error() -> None:
-    """So the content belongs to the layout: equal sizes prove nothing."""
+    """Equal sizes prove nothing.
+
+    Therefore the arrangement of keys and values is part of the layout.
+    """
     one = VLLM_CPU
     two = replace(one, tp=2)
     shape = (one.layers, 10, one.kv_heads, 2, 16, one.row_bytes)

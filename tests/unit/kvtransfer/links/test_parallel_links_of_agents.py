@@ -1,4 +1,4 @@
-"""Lanes as agents open, maintain and lose them: every request still has exactly one end."""
+"""Lanes (parallel connections of a link) are opened, kept and lost; each request ends once."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.unit.kvtransfer.transports.stream.lane_access import laned, lanes_of,
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the times until failed lanes are retried and used ones end their link."""
+    """Shorten the times until failed lanes are retried and lost ones end their link."""
     later = LinkManager._later
     monkeypatch.setattr(LinkManager, "_later", lambda self, _, call: later(self, 0.05, call))
 
 
 async def moved(source: Group, sink: Group, name: str) -> None:
-    """Transfer one request's KV and check every byte."""
+    """Transfer one request's KV and verify every byte."""
     cache = Cache(SMALL, 64, seed=4)
     cache.write(SMALL, source.regions, [1, 2, 3, 4])
     offer = source.agent.offer(name, [1, 2, 3, 4], 64)
@@ -48,13 +48,13 @@ def lines(group: Group) -> list[PeerLink]:
 
 
 def first_of(group: Group) -> PeerLink:
-    """Return the only link that is no lane."""
+    """Return the group's only link, without its lanes."""
     (open_lines,) = (line for line in lines(group) if line.lane_owner is None)
     return open_lines
 
 
 async def until_lanes(group: Group, count: int) -> None:
-    """Wait until the only link has this many lanes, and nothing is pending."""
+    """Wait until the only link has `count` lanes, and none is being connected."""
     board = group.agent._board
 
     def there() -> bool:
@@ -101,7 +101,7 @@ async def test_agents_open_as_many_as_the_sink_wants_one_after_the_other(
 
 
 async def test_no_lane_is_dialled_before_the_source_has_sent_a_message() -> None:
-    """A lane could overtake the proof on the first link, and belong to an unknown link."""
+    """A lane could otherwise arrive before the proof on the first link, for an unknown link."""
     silent = msgspec.structs.replace(PATIENT, beat_s=60.0)
     async with groups("lanes", SMALL, SMALL, options=(silent, silent)) as (source, sink):
         landing = sink.agent.fetch(source.agent.address, "a", [7], 16)  # not offered yet
@@ -118,7 +118,7 @@ async def test_no_lane_is_dialled_before_the_source_has_sent_a_message() -> None
 
 
 def greets(monkeypatch: pytest.MonkeyPatch, lane_of: Callable[[LinkSession], bytes]) -> None:
-    """Return the owners that the sinks' lanes name."""
+    """Make the sinks' lanes name `lane_of(session)` as the link to which they belong."""
     greeting = LinkManager._greeting
 
     def wrong(self: LinkManager, link: Link, dialling: DialRequest) -> LinkSession:
@@ -135,7 +135,7 @@ def greets(monkeypatch: pytest.MonkeyPatch, lane_of: Callable[[LinkSession], byt
 async def test_a_lane_of_an_unknown_link_is_refused_and_the_link_survives(
     itself: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is retried a few times, each time with a log line at the sink."""
+    """The lane is retried a few times, each time with a log line at the sink."""
     greets(monkeypatch, lambda session: session.greeting if itself else b"x" * 16)
     async with groups("lanes", SMALL, SMALL) as (source, sink):
         await moved(source, sink, "a")
@@ -210,7 +210,7 @@ async def test_a_lane_that_cannot_be_dialled_is_tried_again(
 
 
 async def test_beats_go_by_lanes_as_by_links() -> None:
-    """A device between two hosts may drop an idle connection."""
+    """A network device between two hosts may drop an idle connection."""
     often = msgspec.structs.replace(PATIENT, beat_s=0.02, max_missed_beats=1000)
     async with with_lanes(often) as (source, sink):
         for side in (source, sink):
@@ -256,7 +256,7 @@ async def test_an_unused_lane_that_is_lost_is_redialled_and_the_link_survives(
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("at_source", [True, False])
 async def test_with_a_lane_that_was_used_the_link_is_lost(at_source: bool) -> None:
-    """This holds whatever the other end has received on it."""
+    """This holds whatever the other end has received on the lane."""
     async with with_lanes() as (source, sink):
         offer = source.agent.offer("b", [1], 16, ready_layers=0)
         landing = sink.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)

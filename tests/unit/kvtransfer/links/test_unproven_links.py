@@ -1,4 +1,4 @@
-"""Which link is dropped when too many have not shown the key."""
+"""Which connection is dropped when too many have not yet proved that they have the key."""
 
 from __future__ import annotations
 

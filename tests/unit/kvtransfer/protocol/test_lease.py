@@ -1,4 +1,4 @@
-"""Leases: the normal course, every illegal step, and invariants of any history."""
+"""Leases on KV: the normal course, every illegal step, and invariants of any history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tickets: the content of a valid one, and the refusal of all others."""
+"""Tickets (permissions to fetch KV): the content of a valid one, and refusal of all others."""
 
 from __future__ import annotations
 

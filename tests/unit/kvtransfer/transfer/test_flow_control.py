@@ -1,4 +1,4 @@
-"""Credits, transfer order and bandwidth."""
+"""Flow control of KV transfers: credits, order and bandwidth."""
 
 from __future__ import annotations
 

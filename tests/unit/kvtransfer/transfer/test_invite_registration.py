@@ -1,4 +1,4 @@
-"""Invitations whose memory is registered first: on another thread, in order, only while wanted."""
+"""Invitations whose memory must be registered first: on another thread, in order, if wanted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtransfer.util.clock import ThreadClock
 
 
 class SlowGrantLink:
-    """A link whose grants wait for `go`. Transfer 3 is unknown, and transfer 2 raises."""
+    """A link whose grants wait for `go`. Transfer 3 is unknown, and transfer 2 raises an error."""
 
     peer = "p"
 

@@ -1,4 +1,4 @@
-"""Invitations that wait for their offers: one per name, for a bounded time."""
+"""Invitations to transfer that arrive before their offers: one per name, for a limited time."""
 
 from __future__ import annotations
 

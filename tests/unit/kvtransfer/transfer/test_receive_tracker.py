@@ -1,4 +1,4 @@
-"""ReceiveTracker: any order, each run once, nothing outside the plan."""
+"""ReceiveTracker accepts runs in any order, each once, and nothing outside the plan."""
 
 from __future__ import annotations
 

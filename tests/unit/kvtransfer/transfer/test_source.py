@@ -1,4 +1,4 @@
-"""TransferSource by example: what an offer forbids, whether it or the invitation comes first."""
+"""TransferSource by example: what an offer forbids, and offers before or after invitations."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_ticket_of_a_refused_invitation_is_not_spent() -> None:
 
 
 def ahead(nonce: bytes = b"n" * 16, epoch: bytes | None = None, not_after: float = 30.0) -> str:
-    """Return a ticket for offer r that another process of the engine minted before the offer."""
+    """Return a ticket for offer "r" that another process of the engine issued before the offer."""
     return mint_ahead(b"k" * 32, "r", "p", epoch or b"p" * 16, nonce, not_after)
 
 

@@ -1,4 +1,4 @@
-"""Counters by peer are bounded, because peers choose their names."""
+"""Counters by peer are limited in number, because peers choose their names."""
 
 from __future__ import annotations
 

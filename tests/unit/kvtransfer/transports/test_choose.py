@@ -1,4 +1,4 @@
-"""Which transport two agents agree on."""
+"""Which KV transport two agents choose."""
 
 from __future__ import annotations
 

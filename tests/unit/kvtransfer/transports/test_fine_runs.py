@@ -1,4 +1,4 @@
-"""Many short runs: copied together, verified, and only then copied to their places."""
+"""Many short runs are received together, verified, and only then copied to their places."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ SLOTS = BLOCKS * BLOCK_BYTES // CELL
 
 
 def cells(count: int = 512, seed: int = 5) -> ByteRuns:
-    """Return rows of one size anywhere in both regions, as another order of heads and tokens
-    has.
-    """
+    """Return rows of one size at random places, as another order of heads and tokens needs."""
     rng = np.random.default_rng(seed)
     src, dst = (rng.permutation(SLOTS)[:count] * CELL for _ in range(2))
     return ByteRuns(src, dst, np.full(count, CELL, np.int64))
@@ -110,7 +108,7 @@ def test_of_many_short_runs_read_too_late_not_one_byte_is_sent(answers: list[boo
 
 
 def begun(owner: Owner, region: Region, sock: socket.socket) -> tuple[ByteRuns, WindowHead]:
-    """Yield a window of many short runs of which only the end is missing."""
+    """Send all but the last byte of a window of many short runs; return its runs and its head."""
     moves = cells()
     head = window(1, moves)
     owner.place = lambda head: WindowSlice(moves, region, 0, 0)

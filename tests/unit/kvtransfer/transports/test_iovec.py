@@ -1,5 +1,6 @@
-"""Pieces of memory in calls: in order, complete, and at most a cache-full per call with a
-digest.
+"""System calls with several memory pieces: in order, complete, and limited in size.
+
+With a digest, a call has at most as many bytes as fit the CPU cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shared memory: access, checks before mapping, and staleness that the sink detects itself."""
+"""Shared memory transport: access, checks before mapping, and blocks reused by the source."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEAD = WindowHead(1, 0, 0, 0, 2, 3100)
 
 
 class Source:
-    """A peer played by the test: the socket that a Shm has dialled, and memory to share."""
+    """A source played by the test: the socket to which a Shm has connected, and memory to share."""
 
     def __init__(self, sock: socket.socket, sink_owner: Owner, sink_region: Region) -> None:
         self.sock, self.sink_owner, self.sink_region = sock, sink_owner, sink_region

@@ -1,4 +1,4 @@
-"""Clocks: calls in order of time and scheduling, none early, none after its cancellation."""
+"""Clocks run calls in order of time and scheduling, none early, none after cancellation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Open and closed loop against a stub server: when requests are sent, and how bad answers are
-recorded.
-"""
+"""Open and closed load loops against a stub server: send times, and failed responses."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ Answer = Callable[[dict[str, Any]], Awaitable[bytes | int]]
 
 
 class Stub:
-    """An OpenAI server with scripted answers that records request bodies."""
+    """A stub OpenAI server with scripted answers that records request bodies."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer

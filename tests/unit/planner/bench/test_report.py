@@ -1,4 +1,4 @@
-"""The arithmetic of a report, and its names in other tools' schemes."""
+"""The arithmetic of a benchmark report, and its names in other tools' formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Terminal output: one live line during a run, only the table after it."""
+"""Terminal output of `penstock bench`: one live line during a run, then only the table."""
 
 from __future__ import annotations
 

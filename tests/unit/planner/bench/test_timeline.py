@@ -1,4 +1,4 @@
-"""Time of the first token, and the other results of a stream."""
+"""The time of the first token, and the other results of a stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from planner.bench.timeline import AnswerTimeline
 
 
 def fed(*events: str) -> AnswerTimeline:
-    """Feed one event per second, starting at second 1."""
+    """Return a timeline to which these events were fed, one per second from second 1 on."""
     timeline = AnswerTimeline()
     for second, event in enumerate(events, 1):
         timeline.feed(f"data: {event}\n\n".encode(), float(second))

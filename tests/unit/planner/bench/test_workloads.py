@@ -1,4 +1,4 @@
-"""Workload shapes: equal for equal seeds, with the documented lengths and sharing."""
+"""Workloads of `penstock bench`: equal for equal seeds, with the documented lengths and sharing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock plan`: the effect of another configuration on the end of an access log."""
+"""`penstock plan`: how another configuration would have served the end of an access log."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def write(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def traffic(seconds: int, blocks: bool = True) -> list[dict[str, Any]]:
-    """Return two requests per second, of thirty kinds with shared prefixes."""
+    """Return access log entries of two requests per second, with thirty shared prefixes."""
     rng, lines = Random(1), []
     for number in range(2 * seconds):
         kind = rng.randrange(30)

@@ -1,4 +1,4 @@
-"""Option grammars: classes, faults, fleets, and the messages for invalid ones."""
+"""Option syntax of `penstock replay`: classes, faults and fleets, and errors for invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock replay`: tables, JSON and a page of one comparison, and usage errors."""
+"""`penstock replay`: tables, JSON and HTML page of one comparison, and usage errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The virtual fleet: requests end once, equal seeds give equal runs, leaping changes nothing."""
+"""The simulated fleet: requests end once, equal seeds give equal runs, skipping changes nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TWO = FleetSpec("two", (msgspec.structs.replace(H100, count=2),))
 def some(
     count: int = 40, every_s: float = 0.2, prompt: int = 3000, output: int = 60
 ) -> list[TraceRequest]:
-    """Requests of four customers."""
+    """Return requests of four customers, one every `every_s` seconds."""
     return [
         TraceRequest(
             number * every_s,

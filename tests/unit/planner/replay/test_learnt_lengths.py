@@ -1,4 +1,4 @@
-"""A replay that learns lengths of answers, and groups with wrong labels."""
+"""A simulation that learns the lengths of answers, and engines with wrong labels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from policies.model import Candidate, RoutingQuery
 
 
 def expected_lengths(options: ReplayOptions) -> list[int]:
-    """The lengths that a policy is given for 40 requests, one after another."""
+    """Return the expected answer lengths that a policy is given for 40 consecutive requests."""
     policy = registry.build("least_loaded", {})
     seen: list[int] = []
 

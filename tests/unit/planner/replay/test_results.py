@@ -1,4 +1,4 @@
-"""Figures of a run, from hand-made records."""
+"""Figures of a simulated run, computed from hand-made records."""
 
 from __future__ import annotations
 

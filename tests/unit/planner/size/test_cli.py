@@ -1,4 +1,4 @@
-"""`penstock size` as a command: text, JSON, emitted files, errors and exit statuses."""
+"""`penstock size` as a command: text, JSON, written files, errors and exit statuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front of 16 GPUs against reference points, the TP ladder, and timing of pipelines."""
+"""The Pareto front for 16 GPUs against reference points, the TP ladder, pipeline timing."""
 
 from __future__ import annotations
 

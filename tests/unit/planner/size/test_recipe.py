@@ -1,4 +1,4 @@
-"""The recipe: what each gate decides for published workloads, and what it refuses to buy."""
+"""The sizing recipe: what each step decides for published workloads, and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Every trace format is converted to the common form, detected, and reported with file and line if
-invalid.
-"""
+"""Trace formats are detected and converted; invalid input is reported with file and line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces scaled, sliced, and mixed with classes and tenants."""
+"""Traces are scaled, sliced, and mixed with service classes and tenants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mooncake's format: block ids to text, timestamps off their grid, bad lines by number."""
+"""Mooncake's trace format: block ids to text, rounded timestamps, invalid lines by number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rate of a full pool: learnt in overload only, and remembered."""
+"""The request rate of a full pool: learned only under overload, and remembered."""
 
 from __future__ import annotations
 

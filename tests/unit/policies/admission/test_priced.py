@@ -1,4 +1,4 @@
-"""Priced admission: nothing is refused when calm; otherwise every refusal has its numbers."""
+"""Admission by price: nothing is refused at low load, and every refusal gives its numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOW = 100.0
 
 
 def measured() -> DrainRate:
-    """Record two completions per second over the last half minute."""
+    """Return a rate of two completions per second, recorded over the last half minute."""
     return draining(2.0, 30.0, NOW - 30)
 
 
@@ -62,7 +62,7 @@ def refused(
     tries: int = 400,
     **request: Any,
 ) -> float:
-    """Return the share of equal queries that is refused by price."""
+    """Return the share of `tries` equal queries that the price refuses."""
     verdicts = [
         priced.decide(asking(seed=seed, **request), candidates, view) for seed in range(tries)
     ]
@@ -76,7 +76,7 @@ def overload(
     requests: int = 400,
     prompt_tokens: int = 20_000,
 ) -> None:
-    """Let a tenant request, and get, more than the endpoints can do."""
+    """Make a tenant use more work than the endpoints can do."""
     for number in range(requests):
         question = asking(prompt_tokens, tenant=tenant)
         priced.on_booked(question, Pick(candidates[number % len(candidates)], 0, 0.0, 2, "test"))
@@ -205,7 +205,10 @@ def test_long_prompts_pay_more_and_still_have_their_chance() -> None:
 
 def test_the_less_work_is_bent_the_more_a_long_prompt_pays_beyond_what_a_short_one_does() -> None:
     def shares(bend: float) -> tuple[float, float]:
-        """Of short and long prompts refused, where those before were short."""
+        """Return the refused shares of short and of long prompts after short ones.
+
+        `bend` is the parameter of the admission.
+        """
         priced, fleet = admission(bend=bend), queued(1.8)
         overload(priced, fleet)
         refused(priced, fleet, View(), prompt_tokens=4000)

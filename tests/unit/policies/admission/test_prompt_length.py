@@ -1,4 +1,4 @@
-"""Reported prompt tokens correct estimates: per model, with slow decay, within bounds."""
+"""Estimates of prompt tokens are corrected by reported ones: per model, with slow decay."""
 
 from __future__ import annotations
 

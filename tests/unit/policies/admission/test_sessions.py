@@ -1,4 +1,4 @@
-"""The working-set gate: which sessions count, for how long, and which fill level is too high."""
+"""Admission by active sessions: which count, for how long, and how many are too many."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.unit.policies.builders import candidate
 
 
 def full(now: float = 0.0, sessions: int = 7) -> WorkingSet:
-    """Enter sessions of 100 tokens each, one second apart."""
+    """Return a working set with `sessions` sessions of 100 tokens each, one second apart."""
     inside = WorkingSet()
     for number in range(sessions):
         inside.on_booked(f"s{number}", 90, 0, 0, now + number)

@@ -1,4 +1,4 @@
-"""Edge cases of the wait queue: requests that do not queue, refunds, and renewed queries."""
+"""Special cases of the wait queue: requests that do not queue, refunds, renewed queries."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def room(*caps: int, size: int = 8) -> tuple[WaitQueue[int], list[Candidate]]:
 
 
 class Reserving(CapAdmission):
-    """Lets every request wait as if its client had returned at its time."""
+    """An admission that lets every request wait as if its client had returned at its time."""
 
     def decide(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
@@ -123,7 +123,7 @@ def test_an_unused_permit_does_not_change_the_drain_rate() -> None:
 
 
 class Stumbling(CapAdmission):
-    """An admission that raises once."""
+    """An admission that raises an exception the first time."""
 
     __slots__ = ("stumbled",)
 
@@ -145,7 +145,7 @@ def test_an_exception_in_the_admission_resets_the_new_arrival_flag() -> None:
 
 
 class Warm(CapAdmission):
-    """Admits only prompts with a cached prefix; others wait."""
+    """An admission that admits only prompts with a cached prefix; others wait."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Expected answer lengths: order of the means, blending with few answers, and bounded memory."""
+"""Expected answer lengths: which mean applies, few answers, and bounded memory."""
 
 from __future__ import annotations
 

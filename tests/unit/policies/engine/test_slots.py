@@ -1,4 +1,4 @@
-"""What scrapes teach about the number of sequences that an engine runs at a time."""
+"""What metric scrapes show about how many sequences an engine runs concurrently."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from policies.load import EndpointLoad
 
 
 def scraped(*scrapes: tuple[int, int, float], decoding: int = 64) -> EndpointLoad:
-    """An endpoint after scrapes of (running, waiting, share of KV in use)."""
+    """Return an endpoint's load after scrapes of (running, waiting, share of KV in use)."""
     load = EndpointLoad(0)
     load.is_modelled = False
     load.in_flight, load.decoding = 80, decoding

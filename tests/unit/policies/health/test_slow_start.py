@@ -1,4 +1,4 @@
-"""Slow start: a ramp that only grows, and a preference that never refuses a request."""
+"""Slow start: a limit that only rises, and a preference that never refuses a request."""
 
 from __future__ import annotations
 

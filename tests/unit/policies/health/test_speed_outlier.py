@@ -1,4 +1,4 @@
-"""Speed outliers on simulated engines: which are detected, and how soon."""
+"""Detection of slow endpoints on simulated engines: which are detected, and how soon."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ H100, L40S = shape_for("h100", 4), shape_for("l40s", 2)
 
 @dataclass
 class Engine:
-    """An endpoint that computes one prompt after another.
+    """A simulated endpoint that computes one prompt after another.
 
     `prefill` and `decode` are factors on its times.
     """
@@ -47,7 +47,7 @@ def second(
     per_s: float = 4.0,
     size: Callable[[Random], int] = prompts,
 ) -> None:
-    """Simulate one second of traffic, spread evenly over the engines, then a review."""
+    """Simulate one second of traffic, spread evenly over the engines, and then a review."""
     for engine in engines:
         for now_s in sorted(now + rng.random() for _ in range(round(per_s))):
             tokens = size(rng)
@@ -124,7 +124,7 @@ def test_two_of_four_slow_endpoints_are_both_detected() -> None:
     "kinds", [("h100", "h100", "l40s", "l40s"), ("h100", "h100", "h100", "l40s")]
 )
 def test_endpoints_with_different_declarations_are_no_outliers(kinds: tuple[str, ...]) -> None:
-    """The last one has no peer of its kind, so its usual ratio to the pool is no fault."""
+    """The last one has no other endpoint of its kind, so its ratio to the pool is no fault."""
     engines = [Engine(*((6.0, 6.0) if kind == "l40s" else (1.0, 1.0)), kind) for kind in kinds]
     rng = Random(11)
     for now in range(120):
@@ -182,9 +182,7 @@ def test_a_queue_of_prompts_is_no_slowness() -> None:
 
 
 def test_prompts_in_between_do_not_make_streams_slow() -> None:
-    """The first engine computes prompts for most of each second, and its streams stand still
-    meanwhile.
-    """
+    """The first engine computes prompts for most of each second, in which its streams pause."""
     engines = [Engine(), Engine(), Engine()]
     for now in range(30):
         for number, engine in enumerate(engines):
@@ -221,7 +219,7 @@ def test_an_endpoint_that_has_become_fast_again_is_normal() -> None:
 
 
 def test_a_first_token_that_never_comes_is_evidence_too() -> None:
-    """Prompts that take ten times as long as anything seen before: nothing has ended yet."""
+    """Prompts take ten times as long as any before, and none has ended yet."""
     engines = [Engine(), Engine(), Engine()]
     for now in range(20):
         for number, engine in enumerate(engines):

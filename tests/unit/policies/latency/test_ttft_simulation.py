@@ -1,4 +1,4 @@
-"""Simulated TTFT: whole steps, arrivals meanwhile, waits for KV, and the KV of shared prefixes."""
+"""Simulated TTFT: whole steps, later arrivals, waits for KV, and the KV of shared prefixes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def request(prompt: int, output: int = 100) -> Request:
 
 
 def foreseen(load: EndpointLoad, prompt: int, now: float, cached: int = 0) -> float:
-    """Return the prediction for a request that is removed again at once."""
+    """Return the predicted TTFT of a request that is removed again at once."""
     entry = ledger.book(load, request(prompt), cached, now)
     assert entry.predicted_ttft_s is not None
     entry.drop(now)
@@ -36,7 +36,7 @@ def foreseen(load: EndpointLoad, prompt: int, now: float, cached: int = 0) -> fl
 
 
 def step_s(tokens: int) -> float:
-    """Return the time of one step with this many tokens of one prompt, without a batch."""
+    """Return the seconds of one step with `tokens` prompt tokens and nothing else."""
     work_s = max(SHAPE.token_s * tokens, SHAPE.weights_s) + SHAPE.wire_s * tokens
     return work_s + SHAPE.pair_s * tokens * tokens / 2 + SHAPE.step_s
 

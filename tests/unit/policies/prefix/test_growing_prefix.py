@@ -1,4 +1,4 @@
-"""Conversations that are recognised by their growing prompt."""
+"""Conversations that are recognised by their growing prompts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Sampled keys: an index built from them equals one built from prompts, and invalid ones are
-refused.
-"""
+"""A prefix index built from sampled keys equals one built from prompts; invalid keys fail."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ CAPACITY_TOKENS = 4_000
 
 
 def prompt_of(rng: Random, trunk: bytes) -> Fingerprint:
-    """Return a prompt of up to 300 blocks that shares a prefix with others."""
+    """Return the fingerprint of a prompt of up to 300 blocks that shares a prefix with others."""
     return PRINTS.fingerprint(
         b"salt", trunk[: rng.randrange(len(trunk))] + rng.randbytes(rng.randrange(64 * 100))
     )

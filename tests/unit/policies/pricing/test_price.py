@@ -1,4 +1,4 @@
-"""The price: what each term depends on, and that the terms add up."""
+"""The price of serving a request at an endpoint: what each term depends on, and their sum."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PRICES = PriceScorer(PricedPolicy())
 
 
 def outlook(slot: int, **numbers: object) -> Candidate:
-    """Return an endpoint with about 20 ms per step and 60 us per prompt token.
+    """Return a candidate with about 20 ms per step and 60 us per prompt token.
 
-    Keywords set more.
+    Keywords set more of its numbers.
     """
     usual: dict[str, object] = {
         "prefill_done_at": 0.0,
@@ -44,7 +44,10 @@ def term(question: RoutingQuery, one: Candidate, name: str) -> float:
 
 
 def levelled(factors: Sequence[float], unknown: Sequence[int] = ()) -> list[float]:
-    """Return the factors as the price sees them; unknown ones belong to unobserved endpoints."""
+    """Return the speed factors that the price uses.
+
+    The indices `unknown` are of endpoints whose speed has not been observed.
+    """
     speeds = [SpeedFactor(PRIOR_VAR if place in unknown else 0.0) for place in range(len(factors))]
     for speed, factor in zip(speeds, factors, strict=True):
         speed.factor = factor
@@ -297,8 +300,9 @@ def test_the_cheapest_price_is_that_of_the_pick() -> None:
 
 
 def test_an_interactive_request_goes_where_a_batch_request_need_not() -> None:
-    """Cached behind a queue of three seconds: worth waiting for with a minute's budget, not with
-    two seconds.
+    """The prefix is cached behind a queue of three seconds.
+
+    Waiting is worthwhile with a budget of a minute, but not of two seconds.
     """
     fleet = [outlook(0, prefill_done_at=103.0), outlook(1)]
     usual = ask(30_000, 300, cached=[28_672])
@@ -327,10 +331,10 @@ def test_weights_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None
 def test_equal_endpoints_price_a_long_prompt_equally_after_learning_from_different_prompts() -> (
     None
 ):
-    """One learned from short prompts that all its work is slower, others from long ones that
-    attention is.
+    """One learned from short prompts that all its work is slower.
 
-    Both are right about what they observed, and equalizing one factor alone would separate them.
+    Others learned from long prompts that attention is slower. Both are right about what they
+    observed, and equalizing one factor alone would separate them.
     """
     fleet = [outlook(slot) for slot in range(3)]
     for item, (prefill, pairs) in zip(

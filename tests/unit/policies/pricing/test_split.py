@@ -1,4 +1,4 @@
-"""The splitting decision and the choice of the pair."""
+"""The decision to split a request, and the choice of its prefill and decode endpoints."""
 
 from __future__ import annotations
 
@@ -169,9 +169,9 @@ def test_a_rule_that_makes_no_sense_is_refused(rule: dict[str, float]) -> None:
 
 
 def busy(slot: int, **load: object) -> Candidate:
-    """Return an endpoint with about 15 ms per step and 60 us per prompt token.
+    """Return a candidate with about 15 ms per step and 60 us per prompt token.
 
-    Keywords set more.
+    Keywords set more of its numbers.
     """
     usual: dict[str, object] = {
         "prefill_done_at": 0.0,
@@ -291,8 +291,9 @@ def test_what_cannot_or_need_not_be_split_is_not_priced(
 
 
 def test_endpoints_that_answer_go_on_answering_and_the_others_go_on_prefilling() -> None:
-    """Roles form by themselves: among four endpoints of both roles the next pair follows the
-    present use.
+    """Four endpoints may do both, and the next pair follows their present use.
+
+    Roles thus form by themselves.
     """
     fleet = [busy(0, **ANSWERING), busy(1, **ANSWERING), busy(2), busy(3)]
     tight = msgspec.structs.replace(ask(20_000, 300).request, slo=Slo("tight", 5.0, 0.03))

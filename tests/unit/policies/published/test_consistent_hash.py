@@ -1,4 +1,4 @@
-"""consistent_hash: where sessions go, and which of them move."""
+"""The rule consistent_hash: where sessions go, and which move when the fleet changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published admissions, each at its published thresholds, on top of the plain cap."""
+"""Published admission rules at their published thresholds, with a concurrency limit."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_the_probabilistic_admitter_sheds_along_a_ramp_of_the_fifth_power() -> N
 
 
 class Agents:
-    """Sessions on a pool of engines with a SessionPause admission."""
+    """Simulated agent sessions on a pool of engines with the admission `session_pause`."""
 
     def __init__(self, engines: int = 1, **params: object) -> None:
         self.admission = build_admission("session_pause", params)

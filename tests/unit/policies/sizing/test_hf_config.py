@@ -1,4 +1,4 @@
-"""Shapes from config.json files of published models, and errors for incomplete ones."""
+"""Model shapes from config.json files of published models, and errors for incomplete ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch commands: the published ones word for word, and all members of a plan."""
+"""Launch commands of engines: the published ones literally, and all members of a plan."""
 
 from __future__ import annotations
 

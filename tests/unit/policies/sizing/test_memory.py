@@ -1,4 +1,4 @@
-"""The memory check: worked examples of published guides, and properties over layouts."""
+"""The GPU memory check: worked examples of published guides, and properties over layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of layouts: each is violated by one layout, says what is valid, and accepts that."""
+"""Rules of parallel layouts: each refuses one layout, says what is valid, and accepts that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dashboards, rules and runbooks match the catalogue and are complete."""
+"""Dashboards, alert rules and runbooks match the metric catalogue and are complete."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_the_selectors_of_a_query_are_parsed(name: str, matchers: dict[str, str]
 
 
 def variables(query: str) -> dict[str, set[str]]:
-    """Return the variables by which each series of the query is filtered."""
+    """Return the dashboard variables by which each series of a query is filtered."""
     result = {}
     for name, matchers in re.findall(r"\b((?:penstock|process)[_:]\w[\w:]*)\{([^}]*)\}", query):
         result[name] = set(re.findall(r'(\w+)=~"\$\1"', matchers))
@@ -267,7 +267,7 @@ def test_labels_of_the_catalogue_do_not_clash_with_those_that_prometheus_adds() 
 
 
 def test_the_retry_budget_alert_needs_requests() -> None:
-    """An idle gateway with a floor of 0 has no retries left, and no need for them."""
+    """An idle gateway with a minimum budget of 0 has no retries left, and needs none."""
     (alert,) = [each for each in ALERTS if each.name == "PenstockRetryBudgetExhausted"]
     assert alert.rule.endswith(
         " == 0 and sum by (job, namespace, instance) (penstock_open_streams) > 0"

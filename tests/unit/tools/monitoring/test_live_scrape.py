@@ -1,6 +1,6 @@
-"""Every metric and label of a dashboard or rule is in the scrape of a gateway with mixed traffic.
+"""Every metric and label of a dashboard or rule exists in the metrics of a live gateway.
 
-Generated panels are exempt.
+Generated panels are exempt. The gateway has had mixed traffic.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ Seen = dict[str, set[str]]
 
 
 def record_series(page: str, seen: Seen) -> None:
-    """Add the names and labels of a scrape to `seen`; a family without children has no labels."""
+    """Add the names and labels of a metrics page to `seen`.
+
+    A metric family without series has no labels.
+    """
     for family in text_string_to_metric_families(page):
         seen[family.name + ("_total" if family.type == "counter" else "")] |= set()
         for sample in family.samples:
@@ -45,7 +48,7 @@ async def scrape(fleet: GatewayFleet | SplitFleet, seen: Seen) -> None:
 
 
 async def cause_every_event(fleet: GatewayFleet) -> None:
-    """Cause responses, retries, an ejection, a shed, a disconnect and a rejected configuration."""
+    """Cause responses, retries, an ejection, a refusal, a disconnect and a bad configuration."""
     async with asyncio.timeout(PATIENCE_S):
         while not fleet.metric("penstock_queue_seconds_count"):
             await asyncio.gather(*(fleet.ask(tokens=64) for _ in range(6)))
@@ -114,9 +117,9 @@ async def test_every_series_of_a_query_is_in_a_scrape() -> None:
 
 
 def handwritten_queries() -> set[str]:
-    """Return the handwritten queries.
+    """Return the handwritten queries of dashboards and rules.
 
-    The others are generated from the catalogue, and their events need not have happened yet.
+    The others are generated from the catalogue, and their events need not have occurred yet.
     """
     panels = (panel for board in BOARDS for row in board.rows.values() for panel in row)
     return {*rules.queries().values(), *(query.expr for panel in panels for query in panel.queries)}

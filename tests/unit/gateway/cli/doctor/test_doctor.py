@@ -1,4 +1,4 @@
-"""`penstock doctor`: findings about engines, configurations, and the production checklist."""
+"""`penstock doctor`: findings about engines and configurations, and the production checklist."""
 
 from __future__ import annotations
 

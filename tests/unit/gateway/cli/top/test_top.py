@@ -1,4 +1,4 @@
-"""`penstock top`: its printed view, and its keys."""
+"""The command `penstock top`: its printed view, and its keys."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ async def test_once_and_json_need_no_terminal(monkeypatch: pytest.MonkeyPatch) -
 
 
 class FakeSource:
-    """A gateway that streams the frames of a test and records its requests."""
+    """A fake gateway that streams the frames of a test and records its requests."""
 
     def __init__(self) -> None:
         self.frames: Queue[dict[str, Any] | None] = Queue()

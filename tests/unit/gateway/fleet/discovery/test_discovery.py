@@ -28,7 +28,7 @@ def listing(harness: Running, file: Path, *numbers: int) -> None:
 
 
 async def serving(harness: Running, *names: str) -> None:
-    """Wait until exactly these endpoints are in the pool and available, or removed."""
+    """Wait until exactly the endpoints with these names are in the pool and available."""
     async with asyncio.timeout(PATIENCE_S):
         while sorted(
             live.endpoint.name
@@ -135,7 +135,7 @@ def test_each_discovered_endpoint_has_its_bootstrap_server_on_its_own_host(tmp_p
 
 
 def names(roster: EndpointRegistry, config: Config) -> list[tuple[str, str]]:
-    """Return the names and URLs of the endpoints after the configuration is applied."""
+    """Return names and URLs of the endpoints after this configuration was applied."""
     adoption = roster.plan(config)
     roster.apply(adoption)
     return [(member.endpoint.name, member.endpoint.url) for member in adoption.members]

@@ -1,4 +1,4 @@
-"""A source that raises is started again, and its endpoints stay."""
+"""A discovery source that raises an exception is restarted, and its endpoints stay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRAITS = EndpointTraits()
 
 
 class Failing:
-    """A source that yields one more endpoint at each start, and then raises."""
+    """A discovery source that yields one more endpoint at each start, and then raises."""
 
     begun = 0
 

@@ -1,4 +1,4 @@
-"""The DNS, file and Kubernetes sources: what they yield, and that failures yield nothing."""
+"""The DNS, file and Kubernetes sources of endpoints: what they yield, and that failures do not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAITS = EndpointTraits(max_concurrency=7, labels={"gpu": "h100"})
 
 
 class Naps:
-    """Stands in for asyncio.sleep: the test ends each sleep and sees its duration."""
+    """Replaces asyncio.sleep: the test ends each sleep and sees its duration."""
 
     def __init__(self) -> None:
         self.asked_s: list[float] = []
@@ -40,7 +40,7 @@ def urls(specs: DiscoveredEndpoints) -> list[str]:
 
 
 async def first(source: Source, count: int) -> list[list[str]]:
-    """Return the first results of a source."""
+    """Return the first `count` results of a source."""
     listings = []
     async with asyncio.timeout(PATIENCE_S):
         async for listing in source.watch():
@@ -169,7 +169,7 @@ Script = Callable[[web.StreamResponse], Awaitable[None]]
 
 
 class Server:
-    """A minimal API server for EndpointSlices that plays scripted watches, one after another."""
+    """A minimal Kubernetes API server for EndpointSlices that plays scripted watches in order."""
 
     def __init__(self) -> None:
         self.lists: list[dict[str, Any]] = []
@@ -218,7 +218,7 @@ async def api(folder: Path) -> AsyncIterator[tuple[Server, KubernetesSource, Nap
 
 
 def says(*events: dict[str, Any]) -> Script:
-    """Send these events, then end the watch as the API server does."""
+    """Return a script that sends these events, then ends the watch as the API server does."""
 
     async def play(answer: web.StreamResponse) -> None:
         for event in events:
@@ -228,7 +228,7 @@ def says(*events: dict[str, Any]) -> Script:
 
 
 async def breaks(answer: web.StreamResponse) -> None:
-    """Break the connection in the middle of a line."""
+    """Script: break the connection in the middle of a line."""
     await answer.write(b'{"type": "MODIFIED", "obj')
     assert answer._req is not None
     assert answer._req.transport is not None
@@ -351,7 +351,7 @@ async def test_a_watch_that_fails_after_an_event_is_logged_again(
 async def test_a_version_unknown_to_the_server_leads_to_a_new_list(
     tmp_path: Path, refusal: Script | int
 ) -> None:
-    """A server restored from a backup, whose versions are lower than before."""
+    """A server restored from a backup has lower versions than before."""
     async with api(tmp_path) as (server, source, naps):
         server.lists = [
             {"metadata": {"resourceVersion": "9000"}, "items": [piece("a", 9000, "10.0.0.1")]},

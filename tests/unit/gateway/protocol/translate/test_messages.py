@@ -1,4 +1,4 @@
-"""Anthropic Messages as chat completions: requests, answers, errors, counts of tokens."""
+"""Translation of Anthropic Messages to chat completions: requests, answers, errors, counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI Responses as chat completions: requests, answers, events."""
+"""Translation of OpenAI Responses to chat completions: requests, answers, events."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ CARD = QueuePairAddress(1, 2, "::1", 0, 5)
 
 
 class Completions:
-    """A completion queue that stays empty."""
+    """A fake completion queue that stays empty."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -48,7 +48,7 @@ class Completions:
 
 
 class Pairs:
-    """Queue pairs that connect at once. `stuck`: how often the device fails to release one."""
+    """Fake queue pairs that connect at once. `stuck`: how often the device fails to release one."""
 
     stuck = 0
 
@@ -78,7 +78,7 @@ class Pairs:
 
 
 class Domain(Registry):
-    """A protection domain together with its device."""
+    """A fake protection domain together with its device."""
 
     gather, pairs = 16, 0
 
@@ -100,7 +100,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Door:
-    """A transport that listens, and a peer that dials it."""
+    """A transport that listens, and a peer that connects to it."""
 
     def __init__(self, **options: Any) -> None:
         self.owner, self.end = Owner(), Rdma(options=RdmaOptions(**options))
@@ -131,14 +131,14 @@ def door() -> Iterator[Door]:
 
 
 def say_all(caller: socket.socket, sayings: Iterable[ControlMessage]) -> None:
-    """Send until the other end closes."""
+    """Send these messages until the other end closes."""
     with suppress(OSError):
         for saying in sayings:
             caller.sendall(encode(saying))
 
 
 def hung_up(caller: socket.socket) -> bool:
-    """Return whether the other end closes, whatever it sends before."""
+    """Return whether the other end closes the connection, whatever it sends before."""
     try:
         while caller.recv(1 << 16):
             continue
@@ -228,7 +228,7 @@ def test_a_listener_survives_a_connection_that_is_gone(monkeypatch: pytest.Monke
 
 
 class Dialled:
-    """A dialled, proven and running link with one grant."""
+    """A connected, authenticated and running link with one grant."""
 
     def __init__(self) -> None:
         listener = socket.create_server(("127.0.0.1", 0))

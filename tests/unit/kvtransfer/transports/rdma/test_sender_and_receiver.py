@@ -1,4 +1,4 @@
-"""The halves of an RDMA link without a device: keys, work requests, trailers, control messages."""
+"""Sender and receiver of an RDMA link without a device: keys, work requests, control messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BLOCK, BLOCKS = 64, 32
 
 
 class Key:
-    """A memory key. `stuck`: how often the device fails to release it."""
+    """A fake memory key. `stuck`: how often the device fails to release it."""
 
     def __init__(self, number: int) -> None:
         self.remote_key, self.open, self.stuck = number, True, 0
@@ -49,7 +49,7 @@ class Key:
 
 
 class Registry:
-    """A device that records registrations, and refuses them after `room` keys."""
+    """A fake device that records registrations, and refuses them after `room` keys."""
 
     def __init__(self, room: int = 1 << 30) -> None:
         self.keys: list[Key] = []
@@ -66,7 +66,7 @@ class Registry:
 
 
 class Wire:
-    """A queue pair that writes at once to what the registry's keys cover."""
+    """A fake queue pair that immediately writes to memory that the registry's keys cover."""
 
     def __init__(self) -> None:
         self.posted: list[tuple[int, list[LocalRange], tuple[int, int], bool, int | None]] = []

@@ -1,4 +1,4 @@
-"""Bytes that enter one end of a stream leave the other in place, and errors are detected."""
+"""Bytes sent into one end of a stream arrive in their places, and errors are detected."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def wire(channel: Pipe) -> bytearray:
 
 
 def feed(channel: Pipe, data: bytes | bytearray) -> None:
-    """Let the sink read these bytes and then the end of the stream. Raises what the sink raises."""
+    """Make the sink read these bytes and then the end of the stream.
+
+    Raises what the sink raises.
+    """
     view = memoryview(data)
     while view:
         with contextlib.suppress(BlockingIOError):

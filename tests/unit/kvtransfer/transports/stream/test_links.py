@@ -1,4 +1,4 @@
-"""Links over real sockets: driving, ends, and hostile or stalled peers."""
+"""Links over real sockets: driving by the caller, closing, and hostile or stalled peers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def driven(link: Link) -> StreamLink:
 
 @pytest.fixture
 def stranger() -> Iterator[tuple[socket.socket, Owner, Region]]:
-    """Yield a socket that a Tcp has dialled, so that a test can send anything."""
+    """Yield a raw socket to which a Tcp transport has connected, for sending any bytes."""
     owner, region, end = Owner(), MemoryFileRegion.create(BLOCKS, BLOCK_BYTES, name="sink"), Tcp()
     end.start(owner, [region])
     with socket.create_server(("127.0.0.1", 0)) as listener:

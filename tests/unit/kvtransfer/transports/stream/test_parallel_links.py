@@ -1,4 +1,4 @@
-"""Lanes: windows over several connections at once, without loss of order."""
+"""Lanes: data sent over several parallel connections of a link, without loss of order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pair() -> Iterator[Pair]:
 
 
 def blocks(count: int, first: int = 0) -> dict[WindowHead, ByteRuns]:
-    """Return this many windows of one block each, of transfer 1."""
+    """Return `count` windows (batches of bytes) of one block each, of transfer 1."""
     offsets = np.arange(first, first + count) * BLOCK_BYTES
     runs = [
         ByteRuns(offsets[i : i + 1], offsets[i : i + 1], np.array([BLOCK_BYTES]))
@@ -46,7 +46,7 @@ def blocks(count: int, first: int = 0) -> dict[WindowHead, ByteRuns]:
 
 
 def begun(pair: Pair, more: int) -> dict[WindowHead, ByteRuns]:
-    """Return a transfer whose first window the sink has acknowledged, with more to come."""
+    """Begin a transfer whose first window the sink has acknowledged; return its other windows."""
     windows = blocks(more + 1)
     pair.expect(windows)
     pair.admit(1)
@@ -120,7 +120,7 @@ def test_sleeping_lanes_are_woken_when_windows_may_spread(pair: Pair) -> None:
 
 
 def test_a_lane_is_called_also_while_it_goes_to_sleep(pair: Pair) -> None:
-    """The caller cannot know whether the lane checks its queue once more."""
+    """The caller cannot know whether the lane will check its queue once more."""
     lanes = lanes_of(pair.source)
     with standing(pair.source, *lanes):
         laned(pair.source)._out.allow_lanes(1)
@@ -147,7 +147,7 @@ def test_a_woken_lane_does_not_go_to_sleep(pair: Pair, spins: bool) -> None:
 def test_queueing_a_window_checks_only_the_front_of_the_queue(
     pair: Pair, before: int, found: bool
 ) -> None:
-    """The caller holds the agent's lock meanwhile."""
+    """The caller holds the agent's lock at that time."""
     ((head, runs),) = blocks(1).items()
     out = laned(pair.source)._out
     with standing(pair.source, *lanes_of(pair.source)):
@@ -216,7 +216,7 @@ def test_of_a_dropped_transfer_no_lane_takes_a_window(pair: Pair) -> None:
 
 
 def test_dropping_a_transfer_does_not_search_the_queue(pair: Pair) -> None:
-    """The caller holds the agent's lock, and may drop thousands."""
+    """The caller holds the agent's lock, and may drop thousands of transfers."""
 
     class Waiting(deque[object]):
         def __iter__(self) -> NoReturn:
@@ -285,7 +285,7 @@ def test_a_lane_that_has_ended_keeps_no_fence_waiting_and_needs_no_thread_for_it
 
 
 def test_a_lane_writes_no_more_into_what_is_fenced(pair: Pair) -> None:
-    """Half of its window has arrived when the fence comes."""
+    """Half of the lane's window has arrived when the fence comes."""
     ((head, runs),) = blocks(1).items()
     pair.expect({head: runs})
     data = pair.source_region.bytes[:BLOCK_BYTES].tobytes()
