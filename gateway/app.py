@@ -17,6 +17,8 @@ from aiohttp import web
 
 from gateway.admin import server as admin
 from gateway.admission.controller import AdmissionController
+from gateway.batch.pages import BatchPages
+from gateway.batch.runner import BatchRunner
 from gateway.config import Config, Listener, LoadedConfig
 from gateway.disagg.handoffs import Handoffs
 from gateway.fleet.discovery.discovery import Discovery, create_source
@@ -83,6 +85,9 @@ class App:
     request_end     call it to request the end of the process
     """
 
+    _tick_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+
     def __init__(self, config: Config, origin: StartOptions | None = None) -> None:
         """Build a gateway with `config`; `origin` has what reloads and worker processes need."""
         origin = origin or StartOptions(LoadedConfig(config))
@@ -96,8 +101,9 @@ class App:
         auth = _frame_auth(config, origin.local)
         self._predecessor, self._has_retired = origin.predecessor, False
         self.secret = _fingerprint_secret(auth, origin.predecessor)
-        prefix = config.prefix
-        self._prefixes = PrefixCacheView(self.secret, prefix.index, prefix.block_bytes)
+        self._prefixes = PrefixCacheView(
+            self.secret, config.prefix.index, config.prefix.block_bytes
+        )
         self._admission = AdmissionController(config)
         trusted = Networks(config.listeners.api.trusted_proxies)
         gauges = self.metrics.runtime_gauges
@@ -138,10 +144,9 @@ class App:
         self._tls = TlsListeners(
             gauges, self.connections, lambda: self.gateway.snapshot.config.limits
         )
+        self._batches = self._create_batches(config)
         self._gc_schedule = GcSchedule(monotonic())
         self._sweep_task: asyncio.Task[None] | None = None
-        self._tick_timer: asyncio.TimerHandle | None = None
-        self._stall_timer: asyncio.TimerHandle | None = None
         self._attach_gauges()
 
     def _create_health_checker(self, config: Config) -> HealthChecker:
@@ -150,6 +155,12 @@ class App:
         self._endpoints.probe_health = checker.check
         self._endpoints.on_model_gone = checker.relist
         return checker
+
+    def _create_batches(self, config: Config) -> BatchRunner | None:
+        if config.batch is None:
+            return None
+        serve = self._request_factory.serve_for
+        return BatchRunner(config.batch, self.gateway, serve, self.metrics)
 
     def _create_reload(self, origin: StartOptions, rng: Random) -> None:
         """Create the parts that reload the configuration, among them discovery and file watcher."""
@@ -196,6 +207,8 @@ class App:
             self.url = await self._listen_api(listeners.api)
         with naming_config_key("listeners.admin", listeners.admin.host, listeners.admin.port):
             self.admin_url = await self._listen_admin(listeners.admin)
+        if self._batches is not None:
+            await self._batches.start()
         self._gc_schedule.freeze()
         if self._predecessor is not None:
             await self._predecessor.report_ready(
@@ -260,6 +273,8 @@ class App:
         await self._file_watcher.stop()
         await self._discovery.stop()
         await self._trial.stop()
+        if self._batches is not None:
+            await self._batches.stop()
         for server in self._servers.get(API, ()):
             server.close()
         self._tls.close()
@@ -398,6 +413,10 @@ class App:
     async def _connection_factory(self) -> Callable[[], FastConnection]:
         """Return the function that creates the protocol object of a client connection."""
         server = models_api.api_application(lambda: self.gateway.snapshot, self._cors)
+        if self._batches is not None:
+            assert self.config.batch is not None
+            pages = BatchPages(self._batches, lambda: self.gateway.snapshot, self.config.batch)
+            pages.add_routes(server)
         runner = web.AppRunner(server, handler_cancellation=True, access_log=None)
         await runner.setup()
         self._runners.append(runner)

@@ -91,6 +91,19 @@ class RequestFactory:
             exchange.gaps = self._gaps
         return serve(gateway, exchange, client, _handle if api.conversation else serve_stored)
 
+    def serve_for(
+        self, tenant: str, client: Client, api: Api
+    ) -> tuple[Exchange, Coroutine[Any, Any, None]]:
+        """Return the exchange and the coroutine of a request that was authenticated earlier.
+
+        That is a request of a batch; `tenant` is its owner, "" where the API is open.
+        """
+        self._count = count = self._count + 1
+        request_id = "req_" + xxhash.xxh3_128_hexdigest(self._secret + count.to_bytes(8, "little"))
+        exchange = Exchange(request_id, api, client.address, monotonic())
+        exchange.tenant = tenant
+        return exchange, serve(self._gateway, exchange, client, _handle)
+
 
 class CorsRequestFactory(RequestFactory):
     """A RequestFactory whose responses permit web pages of other origins (CORS)."""
@@ -155,7 +168,7 @@ async def serve(gateway: Gateway, exchange: Exchange, client: Client, handle: Ha
 async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     snapshot, gate = gateway.snapshot, gateway.gate
     if snapshot.tenants:
-        exchange.tenant = snapshot.authenticate(client.headers)
+        exchange.tenant = exchange.tenant or snapshot.authenticate(client.headers)
     wish = snapshot.levels.read_preferences(client.headers, exchange.tenant)
     exchange.client_request_id = wish.client_request_id
     body = client.take_buffered_body() or await _receive_body(gateway, exchange, client)

@@ -196,6 +196,11 @@ class PoolQueue:
         return self._queue.queued_tokens
 
     @property
+    def places(self) -> int:
+        """The number of requests that the pool's available endpoints may run at once."""
+        return self._queue.capacity
+
+    @property
     def permits_in_use(self) -> int:
         """The number of permits of requests at available endpoints, not ejected or leaving ones."""
         return self._queue.busy_permits

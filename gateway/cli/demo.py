@@ -345,6 +345,7 @@ def _write_config(demo: DemoOptions, first: int) -> Path:
             policy=demo.policy if demo.policy.isidentifier() else json.dumps(demo.policy),
             endpoints=endpoints,
             log=json.dumps(str(FOLDER / "access.log")),
+            batch=json.dumps(str(FOLDER / "batch")),
         )
     )
     return file
@@ -398,6 +399,8 @@ pools:
 # tenants:
 #   - {{name: team-a, key: "${{TEAM_A_KEY}}"}}
 #   - {{name: team-b, key: "${{file:/run/secrets/team-b}}"}}
+
+batch: {{dir: {batch}}}   # files and batches of the Batch API: docs/batch.md
 
 observability:
   access_log: {log}   # one JSON line per request: stages, pick and reason

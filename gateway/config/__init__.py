@@ -5,6 +5,7 @@ tree.py and the section modules are the types. gateway/config/cross_checks.py an
 compare values. load.py puts all of it together.
 """
 
+from gateway.config.batch_section import BatchApi
 from gateway.config.isolation_rules import salt_member
 from gateway.config.limits import Limits
 from gateway.config.load import (
@@ -53,6 +54,7 @@ __all__ = [
     "AdminListener",
     "AdmissionSpec",
     "AutoRollback",
+    "BatchApi",
     "Cache",
     "Canary",
     "ClientTls",

@@ -405,6 +405,7 @@ def _classes(data: Any) -> Iterator[RuleFinding]:
 
 
 def _class_uses(data: Any) -> Iterator[tuple[Path, Any]]:
+    yield ("batch", "slo"), get_member(get_member(data, "batch"), "slo")
     for section in ("models", "tenants"):
         for path, item in iter_mappings(get_member(data, section), (section,)):
             yield (*path, "slo"), get_member(item, "slo")

@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from gateway.config.batch_section import BatchApi
 from gateway.config.discovery_sections import Kubernetes
 from gateway.config.limits import Limits
 from gateway.config.model_sections import Model
@@ -525,6 +526,9 @@ class Config(Section):
     observability: Observability = setting({}, "What the gateway reports about itself.")
     admin: Admin = setting({}, "Who may make changes through the admin server.")
     reload: Reload = setting({}, "How changes of this configuration take effect.")
+    batch: BatchApi | None = setting(
+        None, "The Batch API; without this section, its paths are unknown."
+    )
     shared: Shared | None = setting(
         None,
         "State that several gateways share through Redis; by default each gateway has its own.",

@@ -93,6 +93,7 @@ class Metrics:
         self._admission(meters.section(Row.ADMISSION, "admission/controller.py"))
         self._endpoints(meters.section(Row.ENDPOINTS, "fleet/endpoint_table.py"))
         self._tokens(meters.section(Row.CACHE, "telemetry/accounting.py"))
+        self._batches(meters.section(Row.BATCHES, "batch/runner.py"))
         self._split(meters.section(Row.SPLIT, "disagg/handoffs.py"))
         self._shared(meters.section(Row.SHARED, "peers/sync_loop.py"))
         self._process(
@@ -322,6 +323,30 @@ class Metrics:
         ).labels()
         self.prefix_index_bytes: Gauge = meters.gauge(
             "penstock_prefix_index_bytes", "Memory of the prefix index."
+        ).labels()
+
+    def _batches(self, meters: FamilyFactory) -> None:
+        self.batch_requests_total: MetricFamily[Counter] = meters.counter(
+            "penstock_batch_requests_total",
+            "Requests of batches by outcome: completed, failed, expired, cancelled; retried counts "
+            "attempts that are repeated.",
+            OUTCOME,
+        )
+        self.batch_preemptions_total: MetricFamily[Counter] = meters.counter(
+            "penstock_batch_preemptions_total",
+            "Requests of batches that were stopped for other requests: kept (the answer is "
+            "continued from its tokens), restarted (it begins again), waiting (it had no token).",
+            RESULT,
+        )
+        self.batch_kept_tokens_total: Counter = meters.counter(
+            "penstock_batch_kept_tokens_total",
+            "Tokens of answers that were kept when a request of a batch was stopped.",
+        ).labels()
+        self.batch_backlog: Gauge = meters.gauge(
+            "penstock_batch_backlog", "Requests of batches that have no result yet."
+        ).labels()
+        self.batch_running: Gauge = meters.gauge(
+            "penstock_batch_running", "Requests of batches that run now."
         ).labels()
 
     def _split(self, meters: FamilyFactory) -> None:

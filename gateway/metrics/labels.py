@@ -21,6 +21,7 @@ class Row(StrEnum):
     ADMISSION = "Admission"
     ENDPOINTS = "Endpoints"
     CACHE = "Prefix cache"
+    BATCHES = "Batches"
     SPLIT = "Split requests and KV transfer"
     SHARED = "Several gateways"
     CONFIGURATION = "Configuration"

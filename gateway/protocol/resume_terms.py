@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from gateway.protocol.apis import CHAT
+from gateway.protocol.apis import CHAT, Api
 from gateway.protocol.json_splice import Members, edited
 from gateway.protocol.openai import Call
 from kvtransfer.dialects import RequestEdits, encode_members
@@ -117,11 +117,21 @@ class ContinuationTerms(msgspec.Struct, frozen=True):
 
 def continuation_terms(call: Call) -> ContinuationTerms | None:
     """Return the terms for continuing the answer of a request, or None if that would be inexact."""
-    members = call.members
-    chat = call.api is CHAT
     if not call.api.can_resume or not call.request.stream or call.request.choices != 1:
         return None
+    return member_terms(call.members, call.api)
+
+
+def member_terms(members: Members, api: Api) -> ContinuationTerms | None:
+    """Return the terms for continuing the answer to a body with these members.
+
+    `api` is that of chat completions or completions, and the body asks for a stream. Return None if
+    the continuation would be inexact.
+    """
+    chat = api is CHAT
     if not all(_is_continuable(name, raw, chat=chat) for name, raw in members.items()):
+        return None
+    if api.conversation not in members:
         return None
     if _MEDIA.search(members["messages"]) if chat else _SEVERAL_PROMPTS.match(members["prompt"]):
         return None

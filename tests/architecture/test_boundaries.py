@@ -64,7 +64,8 @@ MAY_NEED_TASK = {
 }
 # Not on a request's path.
 OTHER_PACKAGES = (
-    *("gateway.admin", "gateway.app", "gateway.cli", "gateway.config", "gateway.lifecycle"),
+    *("gateway.admin", "gateway.app", "gateway.batch", "gateway.cli", "gateway.config"),
+    "gateway.lifecycle",
     *("gateway.reload", "gateway.restart", "gateway.peers", "gateway.workers"),
     *("gateway.fleet.discovery", "gateway.fleet.health_checks", "gateway.fleet.scrape"),
     *("gateway.http.listener_sockets", "gateway.http.models_api", "gateway.http.poll_client"),

@@ -309,6 +309,12 @@ INTERNALS = Board(
                 _single("sum by (instance) (process_open_fds)", "{{instance}}"),
             ),
         ),
+        Row.BATCHES: (
+            Panel(
+                "Requests of batches without a result",
+                _single("sum by (instance) (penstock_batch_backlog)", "{{instance}}"),
+            ),
+        ),
         Row.CONFIGURATION: (
             Panel(
                 "Configuration in use",

@@ -1,0 +1,235 @@
+"""The answer to one request of a batch: collected as a client would receive it, and kept in part.
+
+LineClient stands in for the connection of a client. An answer that can be continued token for token
+is requested as a stream; StreamedAnswer joins its events to the body of a whole answer. No I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from gateway.batch.journal import KeptAnswer
+from gateway.protocol.apis import CHAT, Api
+from gateway.protocol.error_shapes import OPENAI, ErrorShape
+from gateway.protocol.errors import GatewayError
+from gateway.protocol.json_members import read_members
+from gateway.protocol.response_clock import ResponseClock, ResponseLines
+from gateway.protocol.resume_terms import ContinuationTerms, member_terms
+
+if TYPE_CHECKING:
+    from gateway.http.large_bodies import WaitForTurn
+    from gateway.http.upstream import UpstreamConnection
+
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+_STREAM = {
+    "stream": msgspec.Raw(b"true"),
+    "stream_options": msgspec.Raw(b'{"include_usage":true}'),
+}
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def streamed_body(body: bytes, api: Api) -> tuple[bytes, ContinuationTerms] | None:
+    """Return the body that requests the same answer as a stream, and how to continue it.
+
+    Return None if its answer could not be continued exactly; such a request is sent as it is.
+    """
+    if not api.can_resume:
+        return None
+    members = read_members(body)
+    terms = member_terms(members | _STREAM, api)
+    if terms is None or not isinstance(terms.max_tokens, int | None):
+        return None
+    return _encode({**members, **_STREAM}), terms
+
+
+def rest_body(terms: ContinuationTerms, kept: KeptAnswer, model: str) -> bytes:
+    """Return the body of a completions request that continues a kept answer."""
+    left = None if terms.max_tokens is None else terms.max_tokens - len(kept.tokens)
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": [*kept.prompt, *kept.tokens],
+        "max_tokens": left,
+        **terms.sampling,
+        **_STREAM,
+    }
+    if terms.min_tokens > len(kept.tokens):
+        body["min_tokens"] = terms.min_tokens - len(kept.tokens)
+    return _encode(body)
+
+
+class StreamedAnswer:
+    """The text of a streamed answer so far, and the body of the whole answer once it is complete.
+
+    text          the answer's text, including what was kept of an earlier attempt
+    first         the first chunk of the answer, raw JSON; b"" before it
+    """
+
+    def __init__(self, api: Api, kept: KeptAnswer | None = None) -> None:
+        """Initialize; `kept` is the part of the answer that an earlier attempt has received."""
+        self._is_chat = api is CHAT
+        self._kept = kept
+        self.text = "" if kept is None else kept.text
+        self.first = b"" if kept is None else bytes(kept.first)
+        self._extra: dict[str, str] = {}
+        self._last: dict[str, Any] = {}
+        self._usage: dict[str, Any] = {}
+        self._unread = b""
+
+    def feed(self, data: bytes) -> None:
+        """Read the next bytes of the stream's events."""
+        *events, self._unread = (self._unread + data).split(b"\n\n")
+        for event in events:
+            payload = event.removeprefix(b"data:").strip()
+            if payload and payload[:1] == b"{":
+                self._read(payload)
+
+    def _read(self, payload: bytes) -> None:
+        chunk = _decode(payload)
+        self.first = self.first or payload
+        self._usage = chunk.get("usage") or self._usage
+        for choice in chunk.get("choices") or ():
+            self._last = {name: v for name, v in choice.items() if v is not None} | self._last
+            self._last["finish_reason"] = choice.get("finish_reason")
+            delta = choice.get("delta")
+            if delta is None:
+                self.text += choice.get("text") or ""
+                continue
+            self.text += delta.get("content") or ""
+            for name, value in delta.items():
+                if name not in ("content", "role") and isinstance(value, str):
+                    self._extra[name] = self._extra.get(name, "") + value
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer has its finish reason, so its body can be built."""
+        return self._last.get("finish_reason") is not None
+
+    def body(self) -> bytes:
+        """Return the body of the complete answer, as if it had not been requested as a stream."""
+        envelope = {
+            name: value
+            for name, value in _decode(self.first).items()
+            if name not in ("choices", "usage", "prompt_token_ids")
+        }
+        envelope["object"] = "chat.completion" if self._is_chat else "text_completion"
+        choice: dict[str, Any] = {"index": 0}
+        if self._is_chat:
+            choice["message"] = {"role": "assistant", "content": self.text, "refusal": None}
+            choice["message"] |= self._extra
+        else:
+            choice["text"] = self.text
+        choice |= {"logprobs": None, "finish_reason": self._last["finish_reason"]}
+        if "stop_reason" in self._last:
+            choice["stop_reason"] = self._last["stop_reason"]
+        return _encode({**envelope, "choices": [choice], "usage": self._total_usage()})
+
+    def _total_usage(self) -> dict[str, Any]:
+        usage, kept = self._usage, self._kept
+        if kept is None or not usage:
+            return usage
+        made = usage.get("completion_tokens", 0) + len(kept.tokens)
+        total = {"prompt_tokens": kept.prompt_tokens, "completion_tokens": made}
+        return {**total, "total_tokens": kept.prompt_tokens + made}
+
+    def keep(
+        self, prompt: Sequence[int], shown: Sequence[int], prompt_tokens: int
+    ) -> KeptAnswer | None:
+        """Return what is kept of an answer that is pre-empted now, or None for an empty one.
+
+        `prompt` and `shown` are the token ids of the newest attempt's prompt and answer.
+        """
+        kept = self._kept
+        if not shown:
+            return kept
+        first = msgspec.Raw(self.first)
+        if kept is None:
+            return KeptAnswer(list(prompt), list(shown), self.text, first, prompt_tokens)
+        tokens = [*kept.tokens, *shown]
+        return KeptAnswer(kept.prompt, tokens, self.text, first, kept.prompt_tokens)
+
+
+class LineClient:
+    """The stand-in for a client connection, which collects the response to one request of a batch.
+
+    It implements gateway.http.client.Client. The response arrives as HTTP/1.0 would frame it: a
+    head, then the body up to its end.
+
+    status    the response's HTTP status; 0 before its head
+    body      the body of a response that is no stream
+    answer    collects a stream; None for a request that is no stream
+    overflow  the response was longer than MAX_ANSWER_BYTES
+    """
+
+    address = "batch"
+    target = ""
+    is_http_1_0 = True
+    will_close = False
+    is_writing_paused = False
+
+    def __init__(
+        self,
+        body: bytes,
+        headers: Mapping[str, str],
+        clock: ResponseClock,
+        answer: StreamedAnswer | None,
+    ) -> None:
+        self._request_body = body
+        self.headers = headers
+        self.clock: ResponseClock = clock
+        self.response_lines: ResponseLines = clock
+        self.answer = answer
+        self.status = self._received = 0
+        self.retry_after_s: float | None = None
+        self.is_cut = False
+        self._head = b""
+        self._pieces: list[bytes] = []
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self._pieces)
+
+    @property
+    def overflow(self) -> bool:
+        return self._received > MAX_ANSWER_BYTES
+
+    def take_buffered_body(self) -> bytes:
+        return self._request_body
+
+    async def read_body(
+        self, reserve: Callable[[int], None], wait_for_turn: WaitForTurn | None = None
+    ) -> bytes:
+        reserve(len(self._request_body))
+        return self._request_body
+
+    def set_source(self, source: UpstreamConnection | None) -> None:
+        """Do nothing: this client always reads."""
+
+    def write(self, data: bytes) -> None:
+        self._received += len(data)
+        if self.overflow:
+            return
+        if not self.status:
+            self._head += data
+            head, separator, data = self._head.partition(b"\r\n\r\n")
+            if not separator:
+                return
+            self.status = int(head.split(b" ", 2)[1])
+        if self.answer is not None and self.status == 200:
+            self.answer.feed(data)
+        elif data:
+            self._pieces.append(data)
+
+    def send_error(self, error: GatewayError, request_id: str, shape: ErrorShape = OPENAI) -> None:
+        self.status, self.retry_after_s = error.status, error.retry_after_s
+        self._pieces = [shape.body(error, request_id)]
+
+    def send_response(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
+        self.status, self._pieces = status, [body]
+
+    def close_after_write(self) -> None:
+        """Note that the response ends before it is complete."""
+        self.is_cut = True

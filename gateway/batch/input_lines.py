@@ -1,0 +1,167 @@
+"""Reads and checks the lines of a batch's input file, each of which is one request as JSON.
+
+A line is `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`. No I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.batch.records import LineProblem
+from gateway.protocol.apis import API_PATHS, Api
+from gateway.protocol.errors import GatewayError
+from gateway.protocol.json_members import read_members
+
+MAX_CUSTOM_ID_CHARS = 512
+MAX_PROBLEMS = 20  # problems that are reported of one file
+
+BATCH_APIS: Mapping[str, Api] = {
+    path: api
+    for path, api in API_PATHS.items()
+    if not api.is_form and api.is_admitted and not api.keeps_answers
+}
+"""The APIs whose requests a batch may contain, by path.
+
+Forms do not fit a line of JSON, and an engine may keep a response only for a live client.
+"""
+
+
+class InputLine(msgspec.Struct):
+    """One line of an input file, decoded; `body` is raw JSON."""
+
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+_decode = msgspec.json.Decoder(InputLine).decode
+_decode_text = msgspec.json.Decoder(str).decode
+
+
+def decode_line(raw: bytes) -> InputLine:
+    """Decode a line that InputChecker has accepted."""
+    return _decode(raw)
+
+
+class InputChecker:
+    """Checks the lines of one input file in order, and collects their problems.
+
+    lines     number of requests seen
+    model     the model of all requests; "" before the first one
+    problems  what is wrong, at most MAX_PROBLEMS entries
+    """
+
+    def __init__(self, endpoint: str, max_lines: int, max_body: int) -> None:
+        """Initialize; `endpoint` is the path that every line must have as its url.
+
+        At most `max_lines` lines are accepted, each with a body of at most `max_body` bytes.
+        """
+        self._endpoint, self._max_lines, self._max_body = endpoint, max_lines, max_body
+        self._ids: set[str] = set()
+        self.lines = 0
+        self.model = ""
+        self.problems: list[LineProblem] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether further lines need no check, because the file is refused anyway."""
+        return len(self.problems) >= MAX_PROBLEMS
+
+    def check(self, raw: bytes) -> None:
+        """Check the next line, which must not be blank."""
+        self.lines += 1
+        if self.lines > self._max_lines:
+            message = f"The file has more than {self._max_lines} requests."
+            self.problems = [LineProblem("too_many_tasks", message)] * MAX_PROBLEMS
+            return
+        problem = self._problem(raw)
+        if problem is not None:
+            code, message, param = problem
+            self.problems.append(LineProblem(code, message, self.lines, param))
+
+    def finish(self) -> tuple[LineProblem, ...]:
+        """Return the distinct problems of the file; an empty file is one."""
+        if not self.lines:
+            return (LineProblem("empty_file", "The input file contains no requests."),)
+        return tuple(dict.fromkeys(self.problems))
+
+    def _problem(self, raw: bytes) -> tuple[str, str, str | None] | None:
+        """Return code, message and member of what is wrong with a line, or None."""
+        try:
+            line = _decode(raw)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            return "invalid_json_line", f"This line is no valid request: {error}.", None
+        custom_id = line.custom_id
+        if not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
+            message = f"custom_id must have 1 to {MAX_CUSTOM_ID_CHARS} characters."
+            return "invalid_custom_id", message, "custom_id"
+        if custom_id in self._ids:
+            message = f"The custom_id '{custom_id[:64]}' is used more than once."
+            return "duplicate_custom_id", message, "custom_id"
+        self._ids.add(custom_id)
+        if line.method != "POST":
+            return "invalid_method", "The method must be POST.", "method"
+        if line.url != self._endpoint:
+            message = f"The url must be the batch's endpoint, {self._endpoint}."
+            return "mismatched_endpoint", message, "url"
+        return self._body_problem(bytes(line.body))
+
+    def _body_problem(self, body: bytes) -> tuple[str, str, str | None] | None:
+        if len(body) > self._max_body:
+            return "body_too_large", f"The body is larger than {self._max_body} bytes.", "body"
+        try:
+            members = read_members(body)
+        except GatewayError as error:
+            return "invalid_body", error.message, "body"
+        if bytes(members.get("stream", msgspec.Raw(b"null"))) not in (b"null", b"false"):
+            return "invalid_body", "A request of a batch cannot be a stream.", "body.stream"
+        try:
+            model = _decode_text(members.get("model", b"null"))
+        except msgspec.DecodeError:
+            return "missing_model", "The body's model must be a string.", "body.model"
+        self.model = self.model or model
+        if model != self.model:
+            message = f"All requests of a batch must have the same model, {self.model[:64]!r}."
+            return "mismatched_model", message, "body.model"
+        return None
+
+
+def result_line(
+    number: int,
+    batch_id: str,
+    custom_id: str,
+    response: tuple[int, str, bytes] | None,
+    error: tuple[str, str] | None = None,
+) -> bytes:
+    """Return one line of an output or error file, in OpenAI's format, with its line feed.
+
+    `response` has status, request id and JSON body of the answer; `error` has code and message of
+    a request that was not answered.
+    """
+    shown: dict[str, Any] | None = None
+    if response is not None:
+        status, request_id, body = response
+        shown = {"status_code": status, "request_id": request_id, "body": _json(body)}
+    return (
+        msgspec.json.encode(
+            {
+                "id": f"batch_req_{batch_id.removeprefix('batch_')}{number:08x}",
+                "custom_id": custom_id,
+                "response": shown,
+                "error": None if error is None else {"code": error[0], "message": error[1]},
+            }
+        )
+        + b"\n"
+    )
+
+
+def _json(body: bytes) -> msgspec.Raw | None:
+    """Return a body as raw JSON on one line, or as a string if it is no JSON."""
+    try:
+        return msgspec.Raw(msgspec.json.format(msgspec.Raw(body), indent=-1)) if body else None
+    except (msgspec.DecodeError, RecursionError):
+        return msgspec.Raw(msgspec.json.encode(body.decode("utf-8", "replace")))

@@ -1,0 +1,106 @@
+"""The journal of one batch: which requests have their result, and which answers are half done.
+
+An entry is one line of JSON, appended and synced to disk before the result counts. A process that
+was killed leaves at most one incomplete entry at the end, which the next owner cuts off. No I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+
+class KeptAnswer(msgspec.Struct):
+    """The part of an answer that an engine has generated before the request was pre-empted.
+
+    prompt      token ids of the prompt, as the engine rendered it
+    tokens      ids of the tokens whose text is in `text`
+    text        the answer so far
+    first          the first chunk of the answer, raw JSON, for its id and time of creation
+    prompt_tokens  tokens of the original prompt
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    text: str
+    first: msgspec.Raw
+    prompt_tokens: int
+
+
+class JournalEntry(msgspec.Struct, omit_defaults=True):
+    """One event of a batch: a request has its result, or was pre-empted with a part of its answer.
+
+    number   index of the request in the input file, from 0
+    is_good  the result belongs in the output file, otherwise in the errors file
+    result   the line of that file, without its line feed; "": the request has no result yet
+    kept     what a pre-empted answer has; None without a result: nothing is kept any more
+    """
+
+    number: int
+    is_good: bool = False
+    result: str = ""
+    kept: KeptAnswer | None = None
+
+
+_decode = msgspec.json.Decoder(JournalEntry).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def encode_entry(entry: JournalEntry) -> bytes:
+    """Return the journal's line for an entry, with its line feed."""
+    return _encode(entry) + b"\n"
+
+
+class JournalReader:
+    """Reads a journal line by line and keeps what the owner of a batch needs.
+
+    has_result  one byte for each request: 1 if its result is in the journal
+    kept        parts of answers by the request's index
+    size        bytes of complete entries; what follows them is cut off
+    """
+
+    def __init__(self, total: int) -> None:
+        """Initialize for a batch with `total` requests."""
+        self.has_result = bytearray(total)
+        self.kept: dict[int, KeptAnswer] = {}
+        self.completed = self.failed = self.size = 0
+
+    def feed(self, line: bytes) -> JournalEntry | None:
+        """Read the next line; return its entry if it is the first result of a request.
+
+        Return None for any other line. An incomplete or damaged line ends the journal: the caller
+        must stop at the first line for which `size` has not grown.
+        """
+        if not line.endswith(b"\n"):
+            return None
+        try:
+            entry = _decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        if not 0 <= entry.number < len(self.has_result):
+            return None
+        self.size += len(line)
+        return entry if self._note(entry) else None
+
+    def _note(self, entry: JournalEntry) -> bool:
+        if not entry.result:
+            if entry.kept is None:
+                self.kept.pop(entry.number, None)
+            elif not self.has_result[entry.number]:
+                self.kept[entry.number] = entry.kept
+            return False
+        if self.has_result[entry.number]:  # two owners wrote it: the first one counts
+            return False
+        self.has_result[entry.number] = 1
+        self.kept.pop(entry.number, None)
+        self.completed += entry.is_good
+        self.failed += not entry.is_good
+        return True
+
+    def missing(self) -> Iterator[int]:
+        """Yield the indexes of the requests without a result, in order."""
+        at = self.has_result.find(0)
+        while at >= 0:
+            yield at
+            at = self.has_result.find(0, at + 1)

@@ -1,0 +1,166 @@
+"""One attempt at one request of a batch, from its line of the input file to its result.
+
+It prepares the request and reads the answer; gateway/serve.py serves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from gateway.batch.answers import LineClient, StreamedAnswer, rest_body, streamed_body
+from gateway.batch.input_lines import BATCH_APIS, InputLine
+from gateway.batch.journal import KeptAnswer
+from gateway.protocol.apis import COMPLETIONS, Api
+from gateway.protocol.errors import GatewayError, error_body
+from gateway.protocol.response_clock import ResponseClock
+
+if TYPE_CHECKING:
+    from gateway.exchange import Exchange
+
+ServeLine = Callable[[str, LineClient, Api], "tuple[Exchange, Coroutine[Any, Any, None]]"]
+"""Returns the record and the coroutine of a request; takes its tenant, its client and its API."""
+
+RETRIED_STATUSES = frozenset((408, 429, 500, 502, 503, 504))
+UNLIMITED_STATUSES = frozenset((429, 503))
+"""Statuses that say nothing about the request, so it is tried again until its batch ends."""
+MANY_TOKENS = 1 << 30
+MAX_FAILURES = 5  # attempts with another failure of the engines, after which a request has failed
+
+
+class LineResult(msgspec.Struct, frozen=True):
+    """How an attempt ended.
+
+    status, request_id, body  the response; the body is JSON
+    is_retried      the request is tried again
+    retry_after_s   when, if the gateway named a time
+    """
+
+    status: int
+    request_id: str
+    body: bytes
+    is_retried: bool = False
+    retry_after_s: float | None = None
+
+    @property
+    def is_unlimited(self) -> bool:
+        """Whether the request may be tried again as often as it ends like this."""
+        return self.status in UNLIMITED_STATUSES
+
+
+class LineRun:
+    """One attempt at one request of a batch.
+
+    number     the request's index in the input file
+    exchange   the gateway's record of the attempt
+    serving    the coroutine that serves it
+    failures   earlier attempts that the engines failed
+    """
+
+    def __init__(
+        self,
+        serve: ServeLine,
+        tenant: str,
+        number: int,
+        line: InputLine,
+        headers: Mapping[str, str],
+        kept: KeptAnswer | None = None,
+        failures: int = 0,
+    ) -> None:
+        """Prepare an attempt; `kept` is the part of the answer that earlier attempts received."""
+        self.number, self.line, self.failures = number, line, failures
+        api, body = BATCH_APIS[line.url], bytes(line.body)
+        streamed = streamed_body(body, api)
+        self.kept = kept if streamed is not None else None
+        answer = None
+        if streamed is not None:
+            body, terms = streamed
+            answer = StreamedAnswer(api, self.kept)
+            if self.kept is not None:
+                model = msgspec.json.decode(line.body)["model"]
+                api, body = COMPLETIONS, rest_body(terms, self.kept, model)
+        self._client = LineClient(body, headers, ResponseClock(), answer)
+        self.exchange, self.serving = serve(tenant, self._client, api)
+        self.is_preempted = False
+
+    @property
+    def lost_tokens(self) -> int:
+        """The tokens that a pre-emption would lose; 0 if the answer can be continued.
+
+        MANY_TOKENS for an answer of unknown length that is no stream.
+        """
+        ledger = self.exchange.ledger
+        if self.exchange.sent_at is None or (ledger is not None and not ledger.current_obstacle):
+            return 0
+        return MANY_TOKENS if self._client.answer is None else self.new_tokens
+
+    @property
+    def shown_tokens(self) -> int:
+        """The tokens of the answer that this attempt has received, if it can be continued."""
+        ledger = self.exchange.ledger
+        return 0 if ledger is None else len(ledger.shown_ids)
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether the request waits for its admission."""
+        return self.exchange.parsed_at is not None and self.exchange.admitted_at is None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the answer is complete but for its last events, so pre-emption frees nothing."""
+        ledger = self.exchange.ledger
+        return ledger is not None and ledger.is_complete
+
+    def keep(self) -> KeptAnswer | None:
+        """Return what is kept if the attempt is cancelled now; None if it has to start again."""
+        ledger, answer = self.exchange.ledger, self._client.answer
+        if ledger is None or answer is None or ledger.current_obstacle:
+            return self.kept
+        return answer.keep(ledger.prompt_ids, ledger.shown_ids, ledger.prompt_tokens)
+
+    @property
+    def new_tokens(self) -> int:
+        """Events of the answer received by this attempt, about one per token."""
+        relay = self.exchange.relay
+        return 0 if relay is None else relay.event_count
+
+    def ttft_s(self, now: float) -> float | None:
+        """Return the seconds from sending to the first token, or so far if none has come.
+
+        None: the request was not sent, or its answer is no stream.
+        """
+        relay, sent_at = self.exchange.relay, self.exchange.sent_at
+        if relay is None or sent_at is None or self._client.answer is None:
+            return None
+        return (relay.first_token_at or now) - sent_at
+
+    def refused(self, error: GatewayError) -> LineResult:
+        """Return the result of a request that the gateway refuses without serving it."""
+        self.serving.close()
+        return LineResult(error.status, self.exchange.id, error_body(error))
+
+    def result(self) -> LineResult:
+        """Return how the attempt ended, once its coroutine has."""
+        client, request_id = self._client, self.exchange.id
+        status = client.status
+        if client.overflow:
+            return LineResult(502, request_id, _problem("The answer is too long for a batch."))
+        if status == 200 and self.exchange.outcome == "served" and not client.is_cut:
+            if client.answer is None:
+                return LineResult(200, request_id, client.body)
+            if client.answer.is_complete:
+                return LineResult(200, request_id, client.answer.body())
+        if status == 200 or not status:  # an answer that broke
+            status = 502
+        body = client.body or _problem("The engine's answer broke.")
+        is_retried = status in UNLIMITED_STATUSES or (
+            status in RETRIED_STATUSES and self.failures + 1 < MAX_FAILURES
+        )
+        return LineResult(status, request_id, body, is_retried, client.retry_after_s)
+
+
+def _problem(message: str) -> bytes:
+    error = {"message": message, "type": "upstream_error", "param": None, "code": "upstream_failed"}
+    return msgspec.json.encode({"error": error})

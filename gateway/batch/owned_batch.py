@@ -1,0 +1,271 @@
+"""A batch that this process owns: its input, its journal, and which requests are to run next.
+
+Calls named load, check, flush and finish use the disk, in threads; everything else does not block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from typing import IO
+
+from gateway.batch.input_lines import InputChecker, InputLine, decode_line, result_line
+from gateway.batch.journal import (
+    JournalEntry,
+    JournalReader,
+    KeptAnswer,
+    encode_entry,
+)
+from gateway.batch.line_run import LineResult, LineRun
+from gateway.batch.records import BatchRecord, BatchState, FileRecord, RequestCounts
+from gateway.batch.store import BatchStore, JournalFile, read_line
+
+log = logging.getLogger("penstock")
+
+SLICE_BYTES = 256 * 1024  # read per call in a thread, so that other threads run in between
+REASONS = {
+    BatchState.EXPIRED: (
+        "batch_expired",
+        "This request could not be executed before the completion window expired.",
+    ),
+    BatchState.CANCELLED: ("batch_cancelled", "The batch was cancelled before this request ended."),
+}
+
+
+class OwnedBatch:
+    """One unfinished batch of this process.
+
+    record    the batch as stored
+    folder    its folder
+    running   attempts in progress by the request's index
+    tasks     their tasks
+    is_open   requests may be started
+    """
+
+    def __init__(self, store: BatchStore, record: BatchRecord) -> None:
+        self._store = store
+        self.record = record
+        self.folder = store.batch_folder(record.tenant, record.id)
+        self.running: dict[int, LineRun] = {}
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.progress = JournalReader(0)
+        self.is_blocked = self.is_open = False
+        self._spans = array("Q")  # offset and size of each line
+        self._journal: JournalFile | None = None
+        self._unwritten: list[bytes] = []
+        self._flushing: asyncio.Task[None] | None = None
+        self._cursor = 0
+        self._resumed: frozenset[int] = frozenset()  # in the order of the file, these come first
+        self._ready: deque[int] = deque()
+        self._retries: list[tuple[float, int]] = []
+        self.failures: dict[int, int] = {}
+
+    # Input
+
+    async def check(self, checker: InputChecker, max_line: int) -> None:
+        """Check the whole input file with `checker`, and find its lines."""
+        await self._scan(max_line, checker.check, lambda: checker.is_full)
+
+    async def load(self, max_line: int) -> None:
+        """Find the lines of an input file that was checked, and read the journal."""
+        if not self._spans:
+            await self._scan(max_line, lambda _: None, lambda: False)
+        self.progress = JournalReader(len(self._spans) // 2)
+        await asyncio.to_thread(self._read_journal)
+        self._resumed = frozenset(self.progress.kept)
+        self._ready.extend(self._resumed)
+        self.is_open = True
+
+    async def _scan(
+        self, max_line: int, see: Callable[[bytes], None], is_over: Callable[[], bool]
+    ) -> None:
+        self._spans = array("Q")
+        with (self.folder / "input").open("rb") as file:
+            while not is_over() and await asyncio.to_thread(self._scan_slice, file, max_line, see):
+                pass
+
+    def _scan_slice(self, file: IO[bytes], max_line: int, see: Callable[[bytes], None]) -> bool:
+        """Read some lines; return whether more may follow. An overlong line ends the file."""
+        offset = start = file.tell()
+        while offset - start < SLICE_BYTES:
+            line = file.readline(max_line + 1)
+            if not line:
+                return False
+            if line.strip():
+                self._spans.extend((offset, len(line)))
+                see(line)
+            if len(line) > max_line:
+                return False
+            offset += len(line)
+        return True
+
+    def _read_journal(self) -> None:
+        path = self.folder / "journal"
+        path.touch(mode=0o600)
+        with path.open("rb") as file:
+            for line in file:
+                size = self.progress.size
+                self.progress.feed(line)
+                if self.progress.size == size:
+                    break
+        self._journal = JournalFile(path, self.progress.size)
+
+    async def read(self, number: int) -> InputLine:
+        """Return a request of the input file."""
+        return await asyncio.to_thread(self._read_now, number)
+
+    def _read_now(self, number: int) -> InputLine:
+        offset, size = self._spans[2 * number : 2 * number + 2]
+        return decode_line(read_line(self.folder / "input", offset, size))
+
+    # What is to run
+
+    @property
+    def total(self) -> int:
+        return len(self._spans) // 2
+
+    @property
+    def backlog(self) -> int:
+        """The number of requests without a result."""
+        return self.total - self.progress.completed - self.progress.failed
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every request has its result on the disk."""
+        return not self.tasks and not self._unwritten and not self.backlog
+
+    def take_next(self, now: float) -> int | None:
+        """Return the index of the next request to run at `now` (monotonic seconds), or None.
+
+        Pre-empted requests come first, then those whose next attempt is due.
+        """
+        if self.is_blocked:
+            return None
+        if self._ready:
+            return self._ready.popleft()
+        if self._retries and self._retries[0][0] <= now:
+            return heappop(self._retries)[1]
+        number = self.progress.has_result.find(0, self._cursor)
+        while number in self._resumed:
+            number = self.progress.has_result.find(0, number + 1)
+        if number < 0:
+            return None
+        self._cursor = number + 1
+        return number
+
+    def retry_at(self, number: int, due: float) -> None:
+        """Run a request again, from `due` on (monotonic seconds)."""
+        heappush(self._retries, (due, number))
+
+    def put_back(self, number: int, kept: KeptAnswer | None) -> None:
+        """Run a pre-empted request again as soon as possible, from the answer that is kept."""
+        self._ready.append(number)
+        self.keep(number, kept)
+
+    def keep(self, number: int, kept: KeptAnswer | None) -> None:
+        """Record the part of an answer from which the next attempt continues; None: from none."""
+        if kept is not None:
+            self.progress.kept[number] = kept
+            self._write(JournalEntry(number, kept=kept))
+        elif self.progress.kept.pop(number, None) is not None:
+            self._write(JournalEntry(number))
+
+    # Results
+
+    def add_result(self, run: LineRun, result: LineResult) -> None:
+        """Write the result of a request to the journal."""
+        response = (result.status, result.request_id, result.body)
+        line = result_line(run.number, self.record.id, run.line.custom_id, response)
+        self._write(JournalEntry(run.number, result.status == 200, line[:-1].decode()))
+        self.failures.pop(run.number, None)
+
+    def _write(self, entry: JournalEntry) -> None:
+        self._unwritten.append(encode_entry(entry))
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(self._flush(), name="batch journal")
+
+    async def _flush(self) -> None:
+        while self._unwritten:
+            count = len(self._unwritten)
+            data = b"".join(self._unwritten)
+            assert self._journal is not None
+            try:
+                await asyncio.to_thread(self._journal.append, data)
+                self.is_blocked = False
+            except OSError as error:
+                self.is_blocked = True
+                log.error("batch %s: cannot write its journal: %s", self.record.id, error)
+                await asyncio.sleep(1.0)
+                continue
+            for line in self._unwritten[:count]:
+                self.progress.feed(line)
+            del self._unwritten[:count]
+
+    async def flush(self) -> None:
+        """Wait until everything is in the journal, or until it cannot be written."""
+        while self._unwritten and not self.is_blocked:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        """Write what is left and close the journal."""
+        await self.flush()
+        if self._flushing is not None:
+            self._flushing.cancel()
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    # Records
+
+    async def save(self, record: BatchRecord) -> None:
+        """Store a changed record."""
+        self.record = record
+        await asyncio.to_thread(self._store.save_batch, record)
+
+    @property
+    def counts(self) -> RequestCounts:
+        return RequestCounts(self.total, self.progress.completed, self.progress.failed)
+
+    async def finish(self, state: BatchState, now: float, expires_at: int) -> None:
+        """Write output and errors file, and enter the final state.
+
+        Requests without a result get an error that names `state`. It may be repeated after a
+        restart: the files keep their ids.
+        """
+        reason = REASONS.get(state, REASONS[BatchState.EXPIRED])
+        record = self.record
+        sizes = []
+        for kind, is_good in (("output", True), ("error", False)):
+            digest = hashlib.sha256(f"{record.id} {kind}".encode()).hexdigest()[:32]
+            name = f"{record.id}_{kind}.jsonl"
+            file = FileRecord(f"file-{digest}", name, "batch_output", 0, int(now), expires_at)
+            lines = self._result_lines(reason, is_good=is_good)
+            size = await asyncio.to_thread(
+                self._store.write_result_file, record.tenant, file, lines
+            )
+            sizes.append(file.id if size else None)
+        failed = self.total - self.progress.completed
+        counts = RequestCounts(self.total, self.progress.completed, failed)
+        await self.save(
+            record.enter(state, now, counts=counts, output_file_id=sizes[0], error_file_id=sizes[1])
+        )
+        await asyncio.to_thread(self._store.close_batch, self.record)
+
+    def _result_lines(self, reason: tuple[str, str], *, is_good: bool) -> Iterator[bytes]:
+        """Yield the lines of the output file or, if not `is_good`, those of the errors file."""
+        reader = JournalReader(self.total)
+        with (self.folder / "journal").open("rb") as file:
+            for line in file:
+                entry = reader.feed(line)
+                if entry is not None and entry.is_good is is_good:
+                    yield entry.result.encode() + b"\n"
+        if is_good:
+            return
+        for number in reader.missing():
+            custom_id = self._read_now(number).custom_id
+            yield result_line(number, self.record.id, custom_id, None, reason)

@@ -1,0 +1,99 @@
+"""Leases on batches: each batch is run by one gateway process of a machine at a time.
+
+A lease names its owner and when it expires. An owner holds a lock on a file of its own while it
+runs; the kernel frees that lock when the process dies, so its batches are taken over at once. The
+expiry is for an owner that hangs. All calls block; use them in threads.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import secrets
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from gateway.batch.store import locked
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """The content of a lease file: the owner's name, and when the lease expires (Unix seconds)."""
+
+    owner: str
+    expires_at: float
+
+
+class BatchOwner:
+    """One gateway process as the owner of batches."""
+
+    def __init__(self, folder: Path, lease_s: float) -> None:
+        """Initialize; `folder` has one file for each running owner.
+
+        A lease that is not renewed ends after `lease_s` seconds.
+        """
+        self.name = secrets.token_hex(16)
+        self.lease_s = lease_s
+        self._folder = folder
+        self._lock: IO[bytes] | None = None
+
+    def open(self) -> None:
+        """Lock the owner's file, and delete the files of owners that have ended."""
+        # It gets its name once it is locked, so that no other process takes it for a dead owner's.
+        part = self._folder / f"{self.name}.part"
+        self._lock = part.open("xb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        part.rename(self._folder / self.name)
+        for path in self._folder.iterdir():
+            if path.suffix != ".part" and not _is_locked(path):
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            (self._folder / self.name).unlink(missing_ok=True)
+            self._lock.close()
+
+    def claim(self, batch: Path, now: float) -> bool:
+        """Take or renew the lease on the batch in this folder; return whether it is held.
+
+        It is refused while another owner holds one that has not expired, and runs.
+        """
+        with locked(batch / "owner") as file:
+            lease = _read_lease(file)
+            if lease is not None and lease.owner != self.name and self._is_valid(lease, now):
+                return False
+            file.seek(0)
+            file.truncate()
+            file.write(msgspec.json.encode(Lease(self.name, now + self.lease_s)))
+            file.flush()
+            return True
+
+    def release(self, batch: Path) -> None:
+        """Give up the lease, if it is held, so that another process may take it at once."""
+        with locked(batch / "owner") as file:
+            lease = _read_lease(file)
+            if lease is not None and lease.owner == self.name:
+                file.truncate(0)
+
+    def _is_valid(self, lease: Lease, now: float) -> bool:
+        return lease.expires_at > now and _is_locked(self._folder / lease.owner)
+
+
+def _read_lease(file: IO[bytes]) -> Lease | None:
+    file.seek(0)
+    try:
+        return msgspec.json.decode(file.read(), type=Lease)
+    except msgspec.DecodeError:
+        return None
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a running process holds the lock on an owner's file."""
+    try:
+        with path.open("rb") as file:  # a lock of its own, even in the process that holds the other
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

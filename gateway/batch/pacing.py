@@ -1,0 +1,99 @@
+"""How many requests of batches a pool may run now, so that its other requests notice nothing.
+
+The number follows the pool's load: it grows slowly while nothing waits and other requests keep
+their latency targets, and shrinks at the first sign that they might not. No I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+GROW_EVERY_S = 0.25
+CUT_EVERY_S = 0.25
+HOLD_S = 1.0  # time without growth after a sign of pressure
+CUT = 0.5  # factor of one cut
+CAUTION = 0.7  # share of a latency target from which a measured latency counts as pressure
+FIRST_LIMIT = 4.0
+
+
+class PoolReading(msgspec.Struct, frozen=True):
+    """What is observed of one pool since the last reading.
+
+    places     requests that its available endpoints may run at once
+    busy       requests that run there now, those of batches included
+    waiting    requests of others that wait for a place
+    price      the admission price; 0 without overload
+    missed     requests of others that missed a latency target
+    ttft_s, tpot_s  the latencies of requests of batches, None while none was measured
+    """
+
+    places: int
+    busy: int
+    waiting: int = 0
+    price: float = 0.0
+    missed: int = 0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+class LatencyTargets(msgspec.Struct, frozen=True):
+    """The tightest latency targets of the other requests of a pool, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+class PoolPacer:
+    """Limits the concurrent requests of batches in one pool.
+
+    limit  the present limit, before the pool's free places are considered
+    """
+
+    def __init__(self, share: float, most: int) -> None:
+        """Initialize; batches may fill a pool up to `share` of its places, with `most` requests."""
+        self.share, self.most = share, most
+        self.limit = min(FIRST_LIMIT, float(most))
+        self._cut_at = self._grown_at = float("-inf")
+
+    def allow(self, reading: PoolReading, targets: LatencyTargets, running: int, now: float) -> int:
+        """Return how many requests of batches may run, of which `running` do now.
+
+        If the result is below `running`, the caller pre-empts the difference.
+        """
+        if _is_pressed(reading, targets):
+            if now - self._cut_at >= CUT_EVERY_S:
+                self.limit, self._cut_at = max(1.0, min(self.limit, running) * CUT), now
+        elif running >= int(self.limit) and now - max(self._cut_at + HOLD_S, self._grown_at) >= (
+            GROW_EVERY_S
+        ):
+            self.limit, self._grown_at = min(self.most, self.limit + max(1.0, self.limit / 8)), now
+        free = int(self.share * reading.places) - (reading.busy - running)
+        allowed = min(int(self.limit), free)
+        if reading.waiting:  # these need the places of requests that run now
+            allowed = min(allowed, running - reading.waiting)
+        return max(0, allowed)
+
+
+def _is_pressed(reading: PoolReading, targets: LatencyTargets) -> bool:
+    late = reading.ttft_s is not None and reading.ttft_s > CAUTION * targets.ttft_s
+    slow = reading.tpot_s is not None and reading.tpot_s > CAUTION * targets.tpot_s
+    return bool(reading.waiting or reading.missed or reading.price > 0 or late or slow)
+
+
+def choose_preempted(lost_tokens: Sequence[int], count: int) -> list[int]:
+    """Return the indexes of `count` running requests to pre-empt, those that lose least first.
+
+    `lost_tokens` has the tokens that each of them would have to generate again. Among equal ones
+    the newest is chosen, which has the highest index.
+    """
+    order = sorted(range(len(lost_tokens)), key=lambda index: (lost_tokens[index], -index))
+    return order[:count]
+
+
+def retry_delay_s(attempts: int, retry_after_s: float | None) -> float:
+    """Return after how many seconds a failed request is tried again, for the `attempts`-th time."""
+    if retry_after_s is not None:
+        return min(60.0, max(0.1, retry_after_s))
+    return min(30.0, 0.25 * 2.0 ** min(attempts, 8))

@@ -1,0 +1,157 @@
+"""Reads what clients ask of files and batches: forms, bodies and queries of lists. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.batch.records import BatchRecord, FileRecord, list_object
+from gateway.protocol.errors import Failure, GatewayError
+from gateway.util.units import UnitError, parse_duration
+
+PURPOSES = ("batch", "user_data", "assistants", "evals", "fine-tune", "vision")
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000  # as in OpenAI's API
+MAX_METADATA = 16
+MAX_METADATA_CHARS = 512
+MIN_WINDOW_S = 1.0
+MAX_FILENAME_CHARS = 255
+
+
+class FileForm(msgspec.Struct, frozen=True):
+    """The form of an upload: the file's name, None if it has no file, and the other fields."""
+
+    filename: str | None
+    fields: Mapping[str, str]
+
+    def record(self, file_id: str, now: float, expiry_s: float, size: int) -> FileRecord:
+        """Return the record of the uploaded file. Raises GatewayError for an invalid form."""
+        if self.filename is None:
+            raise _bad("The form has no file.", "file")
+        purpose = self.fields.get("purpose", "")
+        if purpose not in PURPOSES:
+            raise _bad(f"The purpose must be one of {', '.join(PURPOSES)}.", "purpose")
+        name = self.filename.replace("\x00", "")[-MAX_FILENAME_CHARS:]
+        expires_at = int(now + min(self._expiry_s() or expiry_s, expiry_s))
+        return FileRecord(file_id, name, purpose, size, int(now), expires_at)
+
+    def _expiry_s(self) -> int | None:
+        """Return after how many seconds the client wants its file deleted, None for the default."""
+        anchor = self.fields.get("expires_after[anchor]", "created_at")
+        seconds = self.fields.get("expires_after[seconds]")
+        if seconds is None:
+            return None
+        if anchor != "created_at":
+            raise _bad("The anchor must be created_at.", "expires_after[anchor]")
+        if not (seconds.isascii() and seconds.isdigit() and len(seconds) < 9) or not (
+            MIN_EXPIRY_S <= int(seconds) <= MAX_EXPIRY_S
+        ):
+            message = f"The seconds must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}."
+            raise _bad(message, "expires_after[seconds]")
+        return int(seconds)
+
+
+class BatchRequest(msgspec.Struct, frozen=True):
+    """The body of a request to create a batch; `window_s` is its completion window in seconds."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+    window_s: float = 0.0
+
+
+class _Body(msgspec.Struct):
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+
+
+def read_batch_request(raw: bytes, max_window_s: float, endpoints: Container[str]) -> BatchRequest:
+    """Read and check the body of a request to create a batch.
+
+    `max_window_s` is the longest completion window, `endpoints` has the paths that a batch may use.
+    Raises GatewayError that names what is invalid.
+    """
+    try:
+        body = _decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise _bad(f"The body is invalid: {error}.", None) from None
+    if body.endpoint not in endpoints:
+        raise _bad(f"Batches cannot use the endpoint '{body.endpoint[:64]}'.", "endpoint")
+    try:
+        window_s = parse_duration(body.completion_window)
+    except UnitError as error:
+        raise _bad(f"The completion window {error}.", "completion_window") from None
+    if not MIN_WINDOW_S <= window_s <= max_window_s:
+        message = f"The completion window must be from 1s to {max_window_s:g}s."
+        raise _bad(message, "completion_window")
+    _check_metadata(body.metadata)
+    window = body.completion_window
+    return BatchRequest(body.input_file_id, body.endpoint, window, body.metadata, window_s)
+
+
+def _check_metadata(metadata: Mapping[str, str] | None) -> None:
+    if metadata is None:
+        return
+    is_long = any(len(key) > 64 or len(v) > MAX_METADATA_CHARS for key, v in metadata.items())
+    if len(metadata) > MAX_METADATA or is_long:
+        message = (
+            f"Metadata has at most {MAX_METADATA} pairs, with keys of 64 and values of "
+            f"{MAX_METADATA_CHARS} characters."
+        )
+        raise _bad(message, "metadata")
+
+
+def check_purpose(file: FileRecord) -> None:
+    """Raise GatewayError unless the file was uploaded as the input of a batch."""
+    if file.purpose != "batch":
+        message = f"The file's purpose must be 'batch', not '{file.purpose}'."
+        raise _bad(message, "input_file_id")
+
+
+class PageQuery(msgspec.Struct, frozen=True):
+    """Which part of a list is asked for: at most `limit` items, those after the id `after`."""
+
+    limit: int
+    after: str = ""
+    is_oldest_first: bool = False
+
+
+def read_page_query(
+    query: Mapping[str, str], max_limit: int, default: int | None = None
+) -> PageQuery:
+    """Read the query of a list. Raises GatewayError for an invalid value."""
+    text = query.get("limit", str(default or max_limit))
+    if not (text.isascii() and text.isdigit() and len(text) < 7 and 0 < int(text) <= max_limit):
+        raise _bad(f"The limit must be from 1 to {max_limit}.", "limit")
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise _bad("The order must be asc or desc.", "order")
+    return PageQuery(int(text), query.get("after", ""), order == "asc")
+
+
+def page_of(items: Sequence[FileRecord | BatchRecord], query: PageQuery) -> dict[str, Any]:
+    """Return one page of `items`, which are newest first, as a list object.
+
+    Raises GatewayError if `after` names none of them.
+    """
+    ordered = items[::-1] if query.is_oldest_first else items
+    start = 0
+    if query.after:
+        ids = [item.id for item in ordered]
+        if query.after not in ids:
+            raise _bad(f"The list has no '{query.after[:64]}'.", "after")
+        start = ids.index(query.after) + 1
+    page = ordered[start : start + query.limit]
+    has_more = start + query.limit < len(ordered)
+    return list_object([item.as_object() for item in page], has_more=has_more)
+
+
+def _bad(message: str, param: str | None) -> GatewayError:
+    return GatewayError(Failure.BAD_REQUEST, message, param=param)

@@ -1,0 +1,158 @@
+"""What the runner of batches reads of the gateway: pools, latency targets, and permissions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from gateway.admission.controller import PoolQueue
+from gateway.batch.line_run import LineRun
+from gateway.batch.pacing import LatencyTargets, PoolPacer, PoolReading
+from gateway.batch.records import BatchRecord
+from gateway.config import BatchApi, Config
+from gateway.fleet.name_table import find
+from gateway.metrics.catalogue import Metrics
+from gateway.protocol.api_keys import wrong_key
+from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.service_class import (
+    CLASS_HEADER,
+    MAX_PRIORITY,
+    PRIORITY_HEADER,
+    HeaderFields,
+)
+from gateway.route import Gateway, Snapshot
+
+WINDOW_S = 0.5  # period over which token rates and missed targets are measured
+KNOWN_CLASS_S = 600.0  # a service class counts for so long after its last request
+NO_POOL = ""
+
+
+def batch_class(section: BatchApi, config: Config) -> str:
+    """Return the service class of requests of batches."""
+    classes = config.slo.classes
+    return section.slo or min(classes, key=lambda name: (classes[name].weight, name))
+
+
+def line_headers(section: BatchApi, config: Config) -> HeaderFields:
+    """Return the headers with which a request of a batch is served: lowest class and priority."""
+    name = batch_class(section, config)
+    return HeaderFields([(CLASS_HEADER, name), (PRIORITY_HEADER, str(-MAX_PRIORITY))])
+
+
+def find_pool(snapshot: Snapshot, record: BatchRecord) -> str:
+    """Return the pool that serves a batch, or NO_POOL if its model is not served now."""
+    route = find(snapshot.routes, record.model)
+    return NO_POOL if route is None else route.pool
+
+
+def refusal(snapshot: Snapshot, record: BatchRecord) -> GatewayError | None:
+    """Return why the tenant may not run the requests of its batch any more, or None if it may.
+
+    Tenants and their permitted models change with the configuration, the API key is not stored.
+    """
+    if record.tenant and record.tenant not in snapshot.tenants.values():
+        return wrong_key()
+    if not record.scope:
+        return None
+    scope = next(
+        (value for key, value in snapshot.scopes.items() if scope_digest(key) == record.scope), None
+    )
+    if scope is None:
+        return wrong_key()
+    if find(scope.routes, record.model) is None:
+        message = f"The model {record.model[:64]!r} does not exist."
+        return GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
+    return None
+
+
+def scope_digest(key_digest: bytes) -> str:
+    """Return what is stored of an API key that is limited to some models.
+
+    `key_digest` is the SHA-256 of the key, which the result does not reveal.
+    """
+    return hashlib.sha256(b"batch scope:" + key_digest).hexdigest()[:32]
+
+
+class PoolView:
+    """Reads the load of one pool for its pacer.
+
+    _missed    requests of others that missed a latency target in the newest window
+    _targets   the latency targets of the others
+    _answered  answered requests of others by service class, and when the number last changed
+    """
+
+    def __init__(self, pool: str, gateway: Gateway, metrics: Metrics) -> None:
+        self._pool, self._gateway, self._metrics = pool, gateway, metrics
+        self._pacer: PoolPacer | None = None
+        self._targets = LatencyTargets(float("inf"), float("inf"))
+        self._missed = 0
+        self._missed_total: float | None = None
+        self._answered: dict[str, tuple[float, float]] = {}
+        self._window_at = float("-inf")
+        self._tokens: dict[int, int] = {}
+        self._tpot_s: float | None = None
+
+    def allow(self, section: BatchApi, runs: Sequence[LineRun], running: int, now: float) -> int:
+        """Return how many requests of batches the pool may run now, of which `running` do."""
+        queues = self._gateway.gate.pool_queues()
+        queue = next((queue for queue in queues if queue.name == self._pool), None)
+        if queue is None:  # such requests end with an error at once
+            return section.concurrency
+        pacer = self._pacer = self._pacer or PoolPacer(section.share, section.concurrency)
+        pacer.share, pacer.most = section.share, section.concurrency
+        self._measure(section, runs, now)
+        missed, self._missed = self._missed, 0
+        reading = self._read(queue, runs, missed, now)
+        return pacer.allow(reading, self._targets, running, now)
+
+    def _read(
+        self, queue: PoolQueue, runs: Sequence[LineRun], missed: int, now: float
+    ) -> PoolReading:
+        own_waiting = sum(run.is_queued for run in runs)
+        waiting = max(0, queue.queue_length - own_waiting)
+        ttfts = [ttft_s for run in runs if (ttft_s := run.ttft_s(now)) is not None]
+        busy = queue.permits_in_use
+        ttft_s = max(ttfts, default=None)
+        return PoolReading(queue.places, busy, waiting, queue.price, missed, ttft_s, self._tpot_s)
+
+    def _measure(self, section: BatchApi, runs: Sequence[LineRun], now: float) -> None:
+        """Measure token rates and missed targets, once in WINDOW_S."""
+        elapsed = now - self._window_at
+        if elapsed < WINDOW_S:
+            return
+        self._window_at = now
+        self._read_classes(section, now)
+        before, self._tokens = self._tokens, {id(run): run.new_tokens for run in runs}
+        # Only requests that have generated since before the window: others spent it on prefill.
+        made = [
+            tokens - before[run] for run, tokens in self._tokens.items() if before.get(run, 0) > 0
+        ]
+        self._tpot_s = elapsed * len(made) / max(1, sum(made)) if made else None
+
+    def _read_classes(self, section: BatchApi, now: float) -> None:
+        """Read which classes of other requests are in use, and how many missed their targets."""
+        snapshot = self._gateway.snapshot
+        own, missed = batch_class(section, snapshot.config), 0.0
+        models = {route.name for route in snapshot.routes.values() if route.pool == self._pool}
+        answered: dict[str, float] = {}
+        for (name, outcome, _, model), counter in self._metrics.goodput_total.children():
+            if name != own and model in models:
+                answered[name] = answered.get(name, 0.0) + counter.value
+                missed += counter.value if outcome.endswith("missed") else 0.0
+        for name, count in answered.items():
+            if self._answered.get(name, (0.0, 0.0))[0] != count:
+                self._answered[name] = count, now
+        self._missed = 0 if self._missed_total is None else int(missed - self._missed_total)
+        self._missed_total = missed
+        in_use = [name for name, (_, at) in self._answered.items() if now - at < KNOWN_CLASS_S]
+        self._targets = _tightest(snapshot.config, in_use)
+
+
+def _tightest(config: Config, names: Sequence[str]) -> LatencyTargets:
+    """Return the tightest targets of these classes and of the default one."""
+    classes = config.slo.classes
+    known = {config.slo.default, *(name for name in names if name in classes)}
+    sections = [classes[name] for name in known]
+    return LatencyTargets(
+        min(section.ttft for section in sections), min(section.tpot for section in sections)
+    )

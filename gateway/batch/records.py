@@ -1,0 +1,166 @@
+"""Records of files and batches, their states, and the JSON objects that clients receive.
+
+A record is what is stored on disk. Times are Unix seconds. No I/O.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+FILE_ID = re.compile(r"file-[0-9a-f]{32}")
+BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
+
+
+def new_id(prefix: str) -> str:
+    """Return a new id that cannot be guessed, with the prefix of files or of batches."""
+    return prefix + secrets.token_hex(16)
+
+
+class BatchState(StrEnum):
+    """The states of a batch, as in OpenAI's API."""
+
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
+FINAL_STATES = frozenset(
+    (BatchState.FAILED, BatchState.COMPLETED, BatchState.EXPIRED, BatchState.CANCELLED)
+)
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """What is stored about one file, apart from its content.
+
+    size        bytes of the content
+    expires_at  when the file is deleted
+    """
+
+    id: str
+    filename: str
+    purpose: str
+    size: int
+    created_at: int
+    expires_at: int
+
+    def as_object(self) -> dict[str, Any]:
+        """Return the file as a JSON object of OpenAI's API."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.size,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+class LineProblem(msgspec.Struct, frozen=True):
+    """Why an input file is refused; `line` counts from 1, None if the whole file is meant."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class RequestCounts(msgspec.Struct, frozen=True):
+    """How many requests a batch has, and how many of them ended well or badly."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class BatchRecord(msgspec.Struct, frozen=True):
+    """What is stored about one batch.
+
+    tenant       the tenant that owns the batch, "" where the API is open
+    scope        digest of the API key that created it, if that key is limited to some models; else
+                 "". The key itself is never stored.
+    window       the completion window as the client wrote it
+    expires_at   the end of the completion window
+    model        the model of its requests; "" before they were validated
+    state_times  when the batch entered each state, by the state's name
+    """
+
+    id: str
+    tenant: str
+    scope: str
+    endpoint: str
+    input_file_id: str
+    window: str
+    created_at: int
+    expires_at: int
+    metadata: Mapping[str, str] | None = None
+    state: BatchState = BatchState.VALIDATING
+    state_times: Mapping[str, int] = {}
+    counts: RequestCounts = RequestCounts()
+    problems: tuple[LineProblem, ...] = ()
+    model: str = ""
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+
+    @property
+    def is_final(self) -> bool:
+        return self.state in FINAL_STATES
+
+    def enter(self, state: BatchState, now: float, **changes: Any) -> BatchRecord:
+        """Return the record in another state, with the time of its entry and further changes.
+
+        A state that the batch is in already keeps its time of entry.
+        """
+        times = {**self.state_times}
+        times.setdefault(state.value, int(now))
+        return msgspec.structs.replace(self, state=state, state_times=times, **changes)
+
+    def as_object(self) -> dict[str, Any]:
+        """Return the batch as a JSON object of OpenAI's API."""
+        times = self.state_times
+        names = ("in_progress", "finalizing", "completed", "failed", "expired")
+        errors = None
+        if self.problems:
+            errors = {"object": "list", "data": [msgspec.to_builtins(p) for p in self.problems]}
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": errors,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.window,
+            "status": self.state.value,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            **{f"{name}_at": times.get(name) for name in names},
+            "cancelling_at": times.get("cancelling"),
+            "cancelled_at": times.get("cancelled"),
+            "request_counts": msgspec.to_builtins(self.counts),
+            "metadata": self.metadata,
+        }
+
+
+def list_object(items: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """Return one page of a list as a JSON object of OpenAI's API."""
+    return {
+        "object": "list",
+        "data": items,
+        "first_id": items[0]["id"] if items else None,
+        "last_id": items[-1]["id"] if items else None,
+        "has_more": has_more,
+    }

@@ -1,0 +1,323 @@
+"""Runs batches: claims them, runs their requests beside live traffic, and writes their results.
+
+One BatchRunner per gateway process. It looks at all pools many times a second while it has batches:
+PoolPacer says how many requests may run, the runner starts or pre-empts the difference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from time import monotonic, time
+
+from gateway.batch.input_lines import InputChecker
+from gateway.batch.line_run import LineRun, ServeLine
+from gateway.batch.owned_batch import OwnedBatch
+from gateway.batch.ownership import BatchOwner
+from gateway.batch.pacing import choose_preempted, retry_delay_s
+from gateway.batch.pool_view import PoolView, find_pool, line_headers, refusal
+from gateway.batch.records import BatchRecord, BatchState
+from gateway.batch.store import BatchStore
+from gateway.config import BatchApi
+from gateway.metrics.catalogue import Metrics
+from gateway.route import Gateway
+
+log = logging.getLogger("penstock")
+
+CANCELLING = BatchState.CANCELLING
+TICK_S = 0.02
+IDLE_S = 1.0
+SCAN_S = 1.0
+JANITOR_S = 60.0
+MAX_OWNED = 16  # batches that one process runs at once
+LINE_OVERHEAD = 4096  # bytes of an input line beside its body
+
+
+class BatchRunner:
+    """The owner of batches in one process.
+
+    store  the folder of files and batches
+    """
+
+    def __init__(
+        self, section: BatchApi, gateway: Gateway, serve: ServeLine, metrics: Metrics
+    ) -> None:
+        """Initialize; `serve` runs one request of a tenant through the request path."""
+        self.store = BatchStore(Path(section.dir))
+        self._first_section = section
+        self._gateway, self._serve, self._metrics = gateway, serve, metrics
+        self._owner = BatchOwner(self.store.folder / "owners", section.lease)
+        self._views: dict[str, PoolView] = {}
+        self._owned: dict[str, OwnedBatch] = {}
+        self._supervisors: dict[str, asyncio.Task[None]] = {}
+        self._renewed_at: dict[str, float] = {}
+        self._loop_task: asyncio.Task[None] | None = None
+        self._scan_due = self._janitor_due = 0.0
+        self._turn = 0
+        metrics.batch_backlog.set_function(
+            lambda: float(sum(batch.backlog for batch in self._owned.values()))
+        )
+        metrics.batch_running.set_function(lambda: float(self.running))
+
+    @property
+    def running(self) -> int:
+        """The number of requests of batches that run now."""
+        return sum(len(batch.tasks) for batch in self._owned.values())
+
+    @property
+    def _section(self) -> BatchApi:
+        return self._gateway.snapshot.config.batch or self._first_section
+
+    async def start(self) -> None:
+        """Create the folder and begin to run batches. Raises OSError."""
+        await asyncio.to_thread(self.store.create)
+        await asyncio.to_thread(self._owner.open)
+        self._loop_task = asyncio.create_task(self._run(), name="batches")
+
+    async def stop(self) -> None:
+        """Pre-empt all requests, write what is kept of their answers, and give up all batches."""
+        if self._loop_task is None:
+            return
+        self._loop_task.cancel()
+        for batch in self._owned.values():
+            for run in list(batch.running.values()):
+                self._preempt(batch, run)
+        supervisors = list(self._supervisors.values())
+        for task in supervisors:
+            task.cancel()
+        await asyncio.gather(self._loop_task, *supervisors, return_exceptions=True)
+        await asyncio.to_thread(self._owner.close)
+
+    def wake(self) -> None:
+        """Look for new batches and cancellations at the next tick."""
+        self._scan_due = 0.0
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                if monotonic() >= self._scan_due:
+                    self._scan_due = monotonic() + SCAN_S
+                    await self._scan()
+                self._pace_all()
+            except Exception:  # an error in one round must not end all batches
+                log.exception("a round of the batches failed")
+            await asyncio.sleep(TICK_S)
+
+    # Which batches this process owns
+
+    async def _scan(self) -> None:
+        now = time()
+        if monotonic() >= self._janitor_due:
+            self._janitor_due = monotonic() + JANITOR_S
+            await asyncio.to_thread(self.store.delete_expired, now, self._section.expiry)
+        for name, batch in list(self._owned.items()):
+            if now - self._renewed_at[name] > self._owner.lease_s / 3:
+                await self._renew(batch, now)
+        for record in await asyncio.to_thread(self.store.open_batches):
+            if record.id in self._owned or len(self._owned) >= MAX_OWNED:
+                continue
+            folder = self.store.batch_folder(record.tenant, record.id)
+            if await asyncio.to_thread(self._owner.claim, folder, now):
+                await self._adopt(record)
+
+    async def _adopt(self, claimed: BatchRecord) -> None:
+        """Begin to run a batch whose lease was taken; its record may have changed before that."""
+        record = await asyncio.to_thread(self.store.batch, claimed.tenant, claimed.id)
+        if record is None or record.is_final:
+            await asyncio.to_thread(self.store.close_batch, record or claimed)
+            return
+        batch = self._owned[record.id] = OwnedBatch(self.store, record)
+        self._renewed_at[record.id] = time()
+        task = asyncio.create_task(self._supervise(batch), name=f"batch {record.id}")
+        self._supervisors[record.id] = task
+
+    async def _renew(self, batch: OwnedBatch, now: float) -> None:
+        name = batch.record.id
+        if await asyncio.to_thread(self._owner.claim, batch.folder, now):
+            self._renewed_at[name] = now
+        elif name in self._owned:
+            log.error("batch %s: another process has taken it over", name)
+            self._supervisors[name].cancel()
+
+    # One batch from its first state to its last
+
+    async def _supervise(self, batch: OwnedBatch) -> None:
+        name = batch.record.id
+        try:
+            await self._bring_to_end(batch)
+        except OSError as error:
+            log.error("batch %s stopped: %s; it will be tried again", name, error)
+            await asyncio.sleep(IDLE_S)
+        finally:
+            await self._cancel_runs(batch)
+            with suppress(OSError):
+                await batch.close()
+                await asyncio.to_thread(self._owner.release, batch.folder)
+            self._owned.pop(name, None)
+            self._supervisors.pop(name, None)
+
+    async def _bring_to_end(self, batch: OwnedBatch) -> None:
+        if batch.record.state is BatchState.VALIDATING and not await self._validate(batch):
+            return
+        await batch.load(self._max_line)
+        final = await self._until_end(batch)
+        await self._cancel_runs(batch)
+        await batch.flush()
+        now = time()
+        state = BatchState.FINALIZING if final is not BatchState.CANCELLED else CANCELLING
+        await batch.save(batch.record.enter(state, now, counts=batch.counts))
+        missing = batch.backlog
+        await batch.finish(final, time(), int(now + self._section.expiry))
+        if missing:
+            self._metrics.batch_requests_total.labels(final.value).inc(missing)
+        log.info("batch %s: %s", batch.record.id, final.value)
+
+    @property
+    def _max_line(self) -> int:
+        return self._gateway.snapshot.config.limits.body + LINE_OVERHEAD
+
+    async def _validate(self, batch: OwnedBatch) -> bool:
+        """Check the input file; return whether the batch may run."""
+        section, limits = self._section, self._gateway.snapshot.config.limits
+        checker = InputChecker(batch.record.endpoint, section.lines, limits.body)
+        await batch.check(checker, self._max_line)
+        problems = checker.finish()
+        now = time()
+        if problems:
+            await batch.save(batch.record.enter(BatchState.FAILED, now, problems=problems))
+            await asyncio.to_thread(self.store.close_batch, batch.record)
+            return False
+        await batch.save(
+            batch.record.enter(
+                BatchState.IN_PROGRESS, now, model=checker.model, counts=batch.counts
+            )
+        )
+        return True
+
+    async def _until_end(self, batch: OwnedBatch) -> BatchState:
+        """Wait until a batch has ended, was cancelled or has expired; return its final state.
+
+        The paced requests run meanwhile. Counts are stored every second.
+        """
+        saved_at = monotonic()
+        while not batch.has_ended:
+            if time() >= batch.record.expires_at:
+                return BatchState.EXPIRED
+            if await asyncio.to_thread(self.store.cancelled_at, batch.record) is not None:
+                return BatchState.CANCELLED
+            if monotonic() - saved_at > SCAN_S and batch.counts != batch.record.counts:
+                saved_at = monotonic()
+                await batch.save(
+                    batch.record.enter(BatchState.IN_PROGRESS, time(), counts=batch.counts)
+                )
+            await asyncio.sleep(0.1)
+        return BatchState.COMPLETED
+
+    async def _cancel_runs(self, batch: OwnedBatch) -> None:
+        batch.is_open = False
+        tasks = list(batch.tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # Pacing
+
+    def _pace_all(self) -> None:
+        """Start or pre-empt requests of every pool, as its load requires."""
+        by_pool: dict[str, list[OwnedBatch]] = {}
+        for batch in self._owned.values():
+            if batch.is_open:
+                pool = find_pool(self._gateway.snapshot, batch.record)
+                by_pool.setdefault(pool, []).append(batch)
+        for pool, batches in by_pool.items():
+            self._pace(pool, batches)
+
+    def _pace(self, pool: str, batches: list[OwnedBatch]) -> None:
+        now = monotonic()
+        runs = [(batch, run) for batch in batches for run in batch.running.values()]
+        starting = sum(len(batch.tasks) - len(batch.running) for batch in batches)
+        running = len(runs) + starting
+        view = self._views.get(pool)
+        if view is None:
+            view = self._views[pool] = PoolView(pool, self._gateway, self._metrics)
+        allowed = view.allow(self._section, [run for _, run in runs], running, now)
+        if allowed < running:
+            able = [(batch, run) for batch, run in runs if not run.is_ending]
+            lost = [run.lost_tokens for _, run in able]
+            for index in choose_preempted(lost, running - allowed):
+                self._preempt(*able[index])
+            return
+        idle = 0
+        while running < allowed and idle < len(batches):
+            batch = batches[self._turn % len(batches)]
+            self._turn += 1
+            number = batch.take_next(now)
+            if number is None:
+                idle += 1
+                continue
+            idle, running = 0, running + 1
+            task = batch.tasks[number] = asyncio.create_task(self._run_one(batch, number))
+            task.add_done_callback(partial(_forget, batch, number))
+
+    def _preempt(self, batch: OwnedBatch, run: LineRun) -> None:
+        """Stop a request and put it back, with the part of its answer that can be continued."""
+        number, lost = run.number, run.lost_tokens
+        run.is_preempted = True
+        kept = run.keep()
+        batch.put_back(number, kept)
+        del batch.running[number]
+        batch.tasks.pop(number).cancel()
+        result = "restarted" if lost else "waiting" if kept is None else "kept"
+        self._metrics.batch_preemptions_total.labels(result).inc()
+        if kept is not None:
+            self._metrics.batch_kept_tokens_total.inc(run.shown_tokens)
+
+    # One request
+
+    async def _run_one(self, batch: OwnedBatch, number: int) -> None:
+        try:
+            await self._attempt(batch, number)
+        except Exception:
+            log.exception("batch %s: request %d failed inside the gateway", batch.record.id, number)
+            batch.retry_at(number, monotonic() + IDLE_S)
+
+    async def _attempt(self, batch: OwnedBatch, number: int) -> None:
+        line, record, gateway = await batch.read(number), batch.record, self._gateway
+        headers = line_headers(self._section, gateway.snapshot.config)
+        kept, failures = batch.progress.kept.get(number), batch.failures.get(number, 0)
+        run = LineRun(self._serve, record.tenant, number, line, headers, kept, failures)
+        error = refusal(gateway.snapshot, record)
+        if error is not None:
+            batch.add_result(run, run.refused(error))
+            return
+        batch.running[number] = run
+        await run.serving
+        if not run.is_preempted:
+            self._settle(batch, run)
+
+    def _settle(self, batch: OwnedBatch, run: LineRun) -> None:
+        """Write the result of a request that has ended, or plan its next attempt."""
+        result, number, count = run.result(), run.number, self._metrics.batch_requests_total.labels
+        if result.is_retried:
+            failures = run.failures + (not result.is_unlimited)
+            batch.failures[number] = failures
+            batch.keep(number, run.keep())
+            batch.retry_at(number, monotonic() + retry_delay_s(failures, result.retry_after_s))
+            count("retried").inc()
+        elif result.status != 200 and run.kept is not None:  # the engine refused the continuation
+            batch.keep(number, None)
+            batch.retry_at(number, monotonic())
+            count("retried").inc()
+        else:
+            batch.add_result(run, result)
+            count("completed" if result.status == 200 else "failed").inc()
+
+
+def _forget(batch: OwnedBatch, number: int, task: asyncio.Task[None]) -> None:
+    """Free the place of a request whose task has ended, unless it runs again already."""
+    if batch.tasks.get(number) is task:
+        del batch.tasks[number]
+        batch.running.pop(number, None)

@@ -1,0 +1,49 @@
+"""Configuration section of the Batch API: where its files are, and what it may use."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, StringConstraints
+
+from gateway.config.values import Count, Duration, Name, Section, Size, setting
+from gateway.config.yaml_source import number_if_substituted
+
+
+class BatchApi(Section):
+    """Settings of the Batch API: files and batches of requests that run in the background."""
+
+    dir: Annotated[str, StringConstraints(min_length=1, max_length=4096)] = Field(
+        description="Folder for uploaded files, batches and results, on a local disk. It is created"
+        " with access for the gateway's user only. A change takes effect at the next start."
+    )
+    slo: Name | None = setting(
+        None,
+        "Service class of the requests of batches; by default the class with the least weight.",
+    )
+    concurrency: Count = setting(
+        64, "Maximum number of requests of batches that one gateway process runs at once."
+    )
+    share: Annotated[float, Field(gt=0, le=1), BeforeValidator(number_if_substituted)] = setting(
+        0.9,
+        "Share of a pool's places (0 to 1) up to which requests of batches fill it beside others.",
+    )
+    window: Duration = setting(
+        "7d", "Longest completion window of a batch; a longer request for one is refused."
+    )
+    file_size: Size = setting("200MiB", "Maximum size of one uploaded file.")
+    lines: Count = setting(50000, "Maximum number of requests in one batch.")
+    storage: Size = setting(
+        "10GiB", "Maximum size of all files of one tenant, results of batches included."
+    )
+    files: Count = setting(1000, "Maximum number of files of one tenant.")
+    batches: Count = setting(100, "Maximum number of unfinished batches of one tenant.")
+    expiry: Duration = setting(
+        "30d",
+        "Time after which a file or a finished batch is deleted, if its upload sets no other time.",
+    )
+    lease: Duration = setting(
+        "30s",
+        "Time after which another gateway process takes over the batches of one that hangs; those "
+        "of one that ended are taken over within seconds.",
+    )

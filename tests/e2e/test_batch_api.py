@@ -1,0 +1,235 @@
+"""The Batch API with the official OpenAI SDK: files, batches, and what tenants see of each other."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+from openai import OpenAI
+from openai.types import Batch
+
+from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
+
+MODEL = "demo-8b"
+WITHIN_S = 60.0
+CONFIG = """
+models: [{{name: demo-8b, pool: main, resume: {{}}}}]
+pools: {{main: {{endpoints: [{{url: '{0}'}}, {{url: '{1}'}}]}}}}
+batch: {{dir: '{2}', files: 20, file_size: 1MiB, storage: 2MiB}}
+tenants:
+  - {{name: acme, key: '${{ACME_KEY}}'}}
+  - {{name: rival, key: '${{RIVAL_KEY}}'}}
+"""
+KEYS = {"ACME_KEY": "sk-acme", "RIVAL_KEY": "sk-rival"}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+class Setup(NamedTuple):
+    """A gateway with the Batch API, an SDK client of each tenant, and one of an engine."""
+
+    gateway: GatewayProcess
+    sdk: OpenAI
+    rival: OpenAI
+    engine: OpenAI
+
+
+def client(url: str, key: str) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=20)
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    folder = tmp_path_factory.mktemp("batch")
+    with (
+        mock_fleet() as engines,
+        gateway_process(folder, CONFIG.format(*engines, folder / "store"), **KEYS) as running,
+        client(running.url, "sk-acme") as sdk,
+        client(running.url, "sk-rival") as rival,
+        client(engines[0], "none") as engine,
+    ):
+        yield Setup(running, sdk, rival, engine)
+        assert running.is_alive
+        assert "Traceback" not in running.stderr_text, running.stderr_text
+
+
+def chat(custom_id: str, text: str, **members: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 12}
+    url = "/v1/chat/completions"
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body | members}
+
+
+def upload(sdk: OpenAI, lines: list[dict[str, Any]]) -> str:
+    content = "\n".join(map(json.dumps, lines)).encode()
+    return sdk.files.create(file=("input.jsonl", content), purpose="batch").id
+
+
+def create(sdk: OpenAI, file_id: str, endpoint: str = "/v1/chat/completions") -> Batch:
+    options: Any = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h"}
+    return sdk.batches.create(**options, metadata={"job": "test"})
+
+
+def wait(sdk: OpenAI, batch_id: str) -> Batch:
+    """Return the batch once it has ended."""
+    ends = time.monotonic() + WITHIN_S
+    while time.monotonic() < ends:
+        batch = sdk.batches.retrieve(batch_id)
+        if batch.status in ("completed", "failed", "expired", "cancelled"):
+            return batch
+        time.sleep(0.05)
+    raise AssertionError(f"the batch has not ended: {batch}")
+
+
+def results(sdk: OpenAI, file_id: str | None) -> dict[str, Any]:
+    """Return the lines of a file of results by custom_id; each must occur once."""
+    if file_id is None:
+        return {}
+    lines = [json.loads(line) for line in sdk.files.content(file_id).text.splitlines()]
+    found = {line["custom_id"]: line for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def test_a_file_is_uploaded_listed_read_and_deleted(setup: Setup) -> None:
+    file = setup.sdk.files.create(file=("a.jsonl", b'{"a": 1}\n'), purpose="batch")
+    assert (file.filename, file.bytes, file.purpose) == ("a.jsonl", 9, "batch")
+    assert file.id in [listed.id for listed in setup.sdk.files.list(purpose="batch")]
+    assert setup.sdk.files.retrieve(file.id).bytes == 9
+    assert setup.sdk.files.content(file.id).content == b'{"a": 1}\n'
+    assert setup.sdk.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        setup.sdk.files.retrieve(file.id)
+
+
+def test_a_batch_answers_each_line_as_the_engine_does(setup: Setup) -> None:
+    lines = [chat(f"line-{number}", f"Question {number}?") for number in range(20)]
+    lines.append(chat("tools", "Weather?", tools=[TOOL]))
+    lines.append(chat("two", "Twice?", n=2))
+    lines.append(chat("bad", "Too hot?", temperature="hot"))
+    batch = create(setup.sdk, upload(setup.sdk, lines))
+    assert batch.status in ("validating", "in_progress")
+    assert batch.metadata == {"job": "test"}
+    ended = wait(setup.sdk, batch.id)
+    assert ended.status == "completed"
+    assert ended.request_counts is not None
+    counts = ended.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (23, 22, 1)
+    assert None not in (ended.in_progress_at, ended.finalizing_at, ended.completed_at)
+    good = results(setup.sdk, ended.output_file_id)
+    for line in lines[:-1]:
+        answer = good[line["custom_id"]]["response"]
+        assert answer["status_code"] == 200
+        direct = setup.engine.chat.completions.create(**line["body"]).to_dict()
+        body = answer["body"]
+        for choice, expected in zip(body["choices"], direct["choices"], strict=True):
+            assert choice["message"]["content"] == expected["message"]["content"]
+            assert choice["finish_reason"] == expected["finish_reason"]
+        assert body["object"] == direct["object"]
+        assert body["usage"]["completion_tokens"] == direct["usage"]["completion_tokens"]
+    bad = results(setup.sdk, ended.error_file_id)
+    assert list(bad) == ["bad"]
+    assert bad["bad"]["response"]["status_code"] == 400
+    assert bad["bad"]["response"]["body"]["error"]["type"]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/completions", {"prompt": "Once upon", "max_tokens": 7}),
+        ("/v1/embeddings", {"input": "a text"}),
+    ],
+)
+def test_other_apis_run_in_a_batch(setup: Setup, endpoint: str, body: dict[str, Any]) -> None:
+    line = {"custom_id": "one", "method": "POST", "url": endpoint, "body": {"model": MODEL} | body}
+    batch = create(setup.sdk, upload(setup.sdk, [line]), endpoint)
+    ended = wait(setup.sdk, batch.id)
+    answer = results(setup.sdk, ended.output_file_id)["one"]["response"]
+    assert answer["status_code"] == 200
+    assert answer["body"]["usage"]["prompt_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        ([chat("a", "x"), chat("a", "y")], "duplicate_custom_id"),
+        ([chat("a", "x") | {"url": "/v1/completions"}], "mismatched_endpoint"),
+        ([chat("a", "x"), chat("b", "y", model="other")], "mismatched_model"),
+        ([chat("a", "x", stream=True)], "invalid_body"),
+        ([{"custom_id": "a"}], "invalid_json_line"),
+        ([chat("", "x")], "invalid_custom_id"),
+    ],
+)
+def test_an_invalid_input_file_fails_with_code_and_line(
+    setup: Setup, lines: list[dict[str, Any]], code: str
+) -> None:
+    failed = wait(setup.sdk, create(setup.sdk, upload(setup.sdk, lines)).id)
+    assert failed.status == "failed"
+    assert failed.failed_at
+    assert failed.errors is not None
+    assert failed.errors.data
+    assert (failed.errors.data[0].code, failed.errors.data[0].line) == (code, len(lines))
+
+
+def test_another_tenants_ids_are_the_same_404_as_unknown_ones(setup: Setup) -> None:
+    file_id = upload(setup.sdk, [chat("a", "x")])
+    batch_id = create(setup.sdk, file_id).id
+    assert batch_id not in [batch.id for batch in setup.rival.batches.list()]
+    assert file_id not in [file.id for file in setup.rival.files.list()]
+    for call, known, unknown in (
+        (setup.rival.files.retrieve, file_id, "file-" + "0" * 32),
+        (setup.rival.files.content, file_id, "file-" + "0" * 32),
+        (setup.rival.files.delete, file_id, "file-" + "0" * 32),
+        (setup.rival.batches.retrieve, batch_id, "batch_" + "0" * 32),
+        (setup.rival.batches.cancel, batch_id, "batch_" + "0" * 32),
+    ):
+        messages = []
+        for name in (known, unknown):
+            with pytest.raises(openai.NotFoundError) as caught:
+                call(name)
+            messages.append(str(caught.value.body).replace(name, ""))
+        assert messages[0] == messages[1]
+    with pytest.raises(openai.NotFoundError):
+        create(setup.rival, file_id)
+    assert wait(setup.sdk, batch_id).status == "completed"
+
+
+def test_a_wrong_key_and_bad_requests_get_clear_errors(setup: Setup) -> None:
+    with client(setup.gateway.url, "sk-wrong") as stranger:
+        with pytest.raises(openai.AuthenticationError):
+            stranger.files.list()
+        with pytest.raises(openai.AuthenticationError):
+            stranger.files.create(file=b"x", purpose="batch")
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        setup.sdk.files.create(file=b"x", purpose="nonsense")  # type: ignore[arg-type]
+    with pytest.raises(openai.NotFoundError, match="No such File object: \\.\\./x"):
+        create(setup.sdk, "../x")
+    file_id = upload(setup.sdk, [chat("a", "x")])
+    with pytest.raises(openai.BadRequestError, match="endpoint"):
+        create(setup.sdk, file_id, "/v1/audio/transcriptions")
+    other = setup.sdk.files.create(file=b"x", purpose="user_data")
+    with pytest.raises(openai.BadRequestError, match="purpose must be 'batch'"):
+        create(setup.sdk, other.id)
+
+
+def test_quotas_of_one_tenant_do_not_touch_another(setup: Setup) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        setup.rival.files.create(file=b"x" * (1 << 20) + b"x", purpose="batch")
+    assert caught.value.status_code == 413
+    setup.rival.files.create(file=b"x" * 900_000, purpose="batch")
+    setup.rival.files.create(file=b"x" * 900_000, purpose="batch")
+    with pytest.raises(openai.APIStatusError) as caught:
+        setup.rival.files.create(file=b"x" * 900_000, purpose="batch")
+    assert caught.value.code == "storage_quota_exceeded"
+    assert upload(setup.sdk, [chat("a", "x")])
+
+
+def test_the_folder_shows_no_tenant_name_and_no_key(setup: Setup, tmp_path_factory: Any) -> None:
+    root = Path(tmp_path_factory.getbasetemp())
+    paths = [path for path in root.glob("batch*/store/**/*") if path.is_file()]
+    assert paths
+    assert not [path for path in paths if "acme" in str(path.relative_to(root))]
+    assert not [path for path in paths if b"sk-acme" in path.read_bytes()]

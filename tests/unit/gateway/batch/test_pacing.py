@@ -1,0 +1,89 @@
+"""How many requests of batches a pool may run beside its live requests."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.batch.pacing import (
+    LatencyTargets,
+    PoolPacer,
+    PoolReading,
+    choose_preempted,
+    retry_delay_s,
+)
+
+TARGETS = LatencyTargets(1.0, 0.05)
+CALM = PoolReading(places=100, busy=0)
+counts = st.integers(0, 200)
+
+
+def grown(seconds: float, reading: PoolReading = CALM) -> tuple[PoolPacer, int, float]:
+    """Run a pacer for some seconds while it runs all that it may; return it, that, and the time."""
+    pacer, running, now = PoolPacer(0.9, 64), 0, 0.0
+    while now < seconds:
+        now += 0.02
+        running = pacer.allow(msgspec.structs.replace(reading, busy=running), TARGETS, running, now)
+    return pacer, running, now
+
+
+def test_an_idle_pool_is_filled_to_the_limit_within_seconds() -> None:
+    assert grown(0.1)[1] < 8
+    assert grown(20.0)[1] == 64
+
+
+def test_the_share_of_the_places_is_never_exceeded() -> None:
+    assert grown(20.0, PoolReading(places=20, busy=0))[1] == 18
+
+
+@given(counts, counts, counts, st.integers(0, 64), st.booleans())
+def test_the_places_of_others_are_left_to_them(
+    places: int, others: int, waiting: int, running: int, is_missed: bool
+) -> None:
+    reading = PoolReading(places, others + running, waiting, missed=int(is_missed))
+    allowed = PoolPacer(0.9, 64).allow(reading, TARGETS, running, 1.0)
+    assert 0 <= allowed <= 64
+    assert allowed == 0 or allowed + others <= 0.9 * places
+    if waiting:
+        assert allowed <= max(0, running - waiting)
+
+
+@pytest.mark.parametrize(
+    "sign",
+    [
+        {"waiting": 1},
+        {"price": 0.1},
+        {"missed": 1},
+        {"ttft_s": 0.8},
+        {"tpot_s": 0.04},
+    ],
+)
+def test_each_sign_of_pressure_halves_the_limit_and_stops_its_growth(
+    sign: dict[str, float],
+) -> None:
+    pacer, running, now = grown(20.0)
+    reading = PoolReading(places=100, busy=running, **sign)  # type: ignore[arg-type]
+    assert pacer.allow(reading, TARGETS, running, now) <= 32
+    assert pacer.allow(PoolReading(100, 32), TARGETS, 32, now + 0.9) == 32
+    assert pacer.allow(PoolReading(100, 32), TARGETS, 32, now + 1.3) > 32
+
+
+def test_latencies_within_the_targets_are_no_pressure() -> None:
+    pacer, running, now = grown(20.0)
+    reading = PoolReading(100, running, ttft_s=0.5, tpot_s=0.03)
+    assert pacer.allow(reading, TARGETS, running, now) == running
+
+
+def test_requests_that_lose_least_are_preempted_first_and_newer_ones_before_older() -> None:
+    assert choose_preempted([0, 50, 0, 9], 3) == [2, 0, 3]
+    assert choose_preempted([1], 5) == [0]
+
+
+def test_the_named_time_counts_and_other_delays_grow() -> None:
+    assert retry_delay_s(1, 7.0) == 7.0
+    assert retry_delay_s(1, 1e9) == 60.0
+    delays = [retry_delay_s(attempts, None) for attempts in range(20)]
+    assert delays == sorted(delays)
+    assert delays[-1] == 30.0
