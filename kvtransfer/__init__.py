@@ -1,11 +1,13 @@
 """Transfer of KV cache between tensor-parallel groups, and the engines' handoff dialects.
 
 agent                       the object that an engine embeds
-layout, reshard, regions    where KV lies, which bytes go where, and the memory itself
-source, sink, lease, ends   who may fetch what, until when, and how it ends: sans-IO
-session, ticket, messages   proof of identity, permissions, and the protocol
+layout/                     how KV lies in memory, which bytes go where, and the memory itself
+transfer/                   who may fetch what, until when, and how a transfer ends; without I/O
+protocol/                   proof of identity, tickets (permissions) and messages
+links/                      connections to peers
 transports/                 how bytes move
 dialects/                   how the gateway asks each engine for a handoff
+engines/                    connectors for real engines
 
-Nothing of the gateway is here. docs/kvtransfer.md describes the design and its threat model.
+No module here depends on the gateway. docs/kvtransfer.md describes the design and its threat model.
 """

@@ -1,9 +1,9 @@
-"""Agent: the object an engine embeds to offer its KV blocks to peers and to fetch theirs.
+"""Transfer agent that an engine embeds to offer its KV blocks to peers and to fetch theirs.
 
-It connects the source and sink logic, the links, the clock and the event loop under one lock.
-Events come in from any thread; commands are executed in order. Not here: decisions about a transfer
-(kvtransfer/transfer/source.py, kvtransfer/transfer/sink.py) or about the trust of a link
-(kvtransfer/protocol/session.py).
+Agent connects the logic of both sides of a transfer, the links, the clock and the event loop under
+one lock. Events come in from any thread, and the resulting commands are executed in order.
+source.py and sink.py in kvtransfer/transfer decide about a transfer, and
+kvtransfer/protocol/session.py about the trust of a link.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ _FENCES_S = 5.0
 
 
 class Agent:
-    """One tensor-parallel group's end of all its KV transfers, or one rank's of that group.
+    """The end of all KV transfers of one tensor-parallel group, or of one rank of that group.
 
-    layout, regions   the group's KV layout, and one region per rank; the memory outlives the agent
+    layout, regions   the group's KV layout, and the KV memory of each rank; it outlives the agent
     key               the fleet's shared secret, at least 16 bytes; peers without it are refused
     transports        the first one gives `address` and dials peers; a pair of agents then
                       switches to the best transport that both have
@@ -141,7 +141,7 @@ class Agent:
     # ---- API of the engine
 
     async def start(self) -> None:
-        """Start listening, with handles that can be awaited on the running loop.
+        """Start listening; transfer handles can then be awaited on the running event loop.
 
         Raises TransportError if the first transport does not start.
         """
@@ -156,8 +156,8 @@ class Agent:
     def open(self, listener: HandleListener | None = None) -> None:
         """Start listening without an event loop.
 
-        Handles can then be read but not awaited, and `listener` is notified of every change. A
-        transport other than the first that fails to start is logged and dropped. Raises
+        Transfer handles can then be read but not awaited, and `listener` is notified of every
+        change. A transport other than the first that fails to start is logged and dropped. Raises
         TransportError if the first fails; the others are then closed and stay dropped for a later
         call.
         """
@@ -177,7 +177,7 @@ class Agent:
         )
 
     def _start_transports(self, names: Sequence[str]) -> dict[str, str]:
-        """Start the named transports and return their addresses. Drop those that fail to start."""
+        """Start the named transports and return their addresses; drop those that fail to start."""
         addresses: dict[str, str] = {}
         for name in names:
             try:
@@ -188,9 +188,9 @@ class Agent:
         return addresses
 
     async def close(self) -> None:
-        """End every transfer behind its fence, then stop. May be called twice.
+        """End every transfer, wait until no peer can write to this memory, and stop listening.
 
-        When this returns, all blocks belong to the engine again.
+        When this returns, all blocks belong to the engine again. May be called twice.
         """
         self.begin_close()
         ends = [
@@ -213,7 +213,7 @@ class Agent:
             self._do(self._sink.close(now) + self._source.close(now))
 
     def finish_close(self) -> None:
-        """Close all links and stop listening. Call `begin_close` first.
+        """Close all links and stop listening; call `begin_close` first.
 
         Transfers that have not ended yet end with their transports.
         """
@@ -240,10 +240,11 @@ class Agent:
         public: bool = False,
         nonce: bytes | None = None,
     ) -> Offer:
-        """Let one sink fetch the KV of `tokens` tokens in `blocks`, for `ttl_s` seconds.
+        """Let one sink (receiving agent) fetch the KV of `tokens` tokens in `blocks`.
 
-        An active sink renews the lease. The blocks must stay unchanged until the offer has ended.
-        The offer ends at once, as CANCELLED, if its sink waited for it and gave up.
+        The lease lasts `ttl_s` seconds; an active sink renews it. The blocks must stay unchanged
+        until the offer has ended. The offer ends at once, as CANCELLED, if its sink waited for it
+        and gave up.
 
         name           unique among the live offers; best never reused
         ready_layers   layers computed so far; None: all
@@ -278,12 +279,14 @@ class Agent:
         timeout_s: float = 30.0,
         priority: str = "interactive",
     ) -> Landing:
-        """Write tokens [skip_tokens, tokens) of a peer's offer into `blocks`.
+        """Fetch tokens [skip_tokens, tokens) of a peer's offer into `blocks`.
 
-        Returns at once. The blocks belong to the transfer until the landing has ended.
+        Returns at once with the handle of the transfer. The blocks belong to the transfer until it
+        has ended.
 
-        ticket   the offer's ticket; None: match by name an offer that is public or for this
-                 agent, and that may come later
+        ticket     the offer's ticket; None: match by name an offer that is public or for this
+                   agent, and that may come later
+        timeout_s  seconds after which the transfer fails
         priority   interactive, bulk or migration
 
         Raises ValueError for invalid arguments.
@@ -311,10 +314,10 @@ class Agent:
         return landing
 
     def join_group(self, addresses: Sequence[str]) -> None:
-        """Watch the agents of the group's other ranks.
+        """Watch the agents of the group's other ranks at these addresses.
 
-        If one is lost, all offers here end as RANK_LOST, and later ones at once, until the next
-        call: a group's KV is of use only as a whole.
+        If one is lost, all offers here end as RANK_LOST, and so do later ones until the next call.
+        A group's KV is of use only as a whole.
         """
         with self._lock:
             self._source.join_group()
@@ -326,11 +329,13 @@ class Agent:
 
     @property
     def epoch(self) -> bytes:
-        """16 random bytes of this start, which tickets name."""
+        """16 random bytes of this agent's start, which tickets contain."""
         return self._card.epoch
 
     def decline(self, name: str, detail: str = "") -> None:
-        """Tell sinks that no offer of this name will come, now and for some seconds."""
+        """Report to waiting sinks that no offer of this name will come, now and for some
+        seconds.
+        """
         with self._lock:
             self._do(self._source.decline(name, detail, self._clock.now()))
 
@@ -388,7 +393,7 @@ class Agent:
             self._do(self._sink.on_landed(link, head, verdict, self._clock.now()))
 
     def on_sent(self, link: Link, head: WindowHead) -> None:
-        """No-op: send credit is returned by the sink's messages."""
+        """Do nothing: the sink's messages return the send credit."""
 
     def on_fenced(self, link: Link, transfer: int) -> None:
         with self._lock:
@@ -424,7 +429,7 @@ class Agent:
         return next(self._numbers)
 
     def _do(self, commands: list[Command]) -> None:
-        """Execute commands in order, including those that execution adds."""
+        """Execute the commands in order, including those that their execution adds."""
         self._commands.extend(commands)
         if self._is_executing:
             return
@@ -457,10 +462,13 @@ class Agent:
             case ComputePlan(work):
                 self._lock.defer(lambda: self._reckon(work))
             case BumpGenerations() | ReportLayers() | ResolveHandle():
-                self._tell(command)
+                self._notify_engine(command)
 
     def _invite(self, command: SendInvite) -> None:
-        """Grant access before inviting, so that the peer never writes to memory it may not."""
+        """Send an invitation to write, after granting the peer access to the blocks.
+
+        This order ensures that the peer never writes to memory that it may not write to.
+        """
         if command.link.is_one_sided:
             self._inviting.add(command)
             return
@@ -469,9 +477,9 @@ class Agent:
         )
 
     def _granted(self, command: SendInvite, grant: bytes) -> None:
-        """Send the invitation with its grant, unless the landing is over.
+        """Send the invitation with its access grant, unless the transfer has ended meanwhile.
 
-        In that case its fence revokes the grant.
+        In that case the fence of the transfer revokes the grant.
         """
         if self._sink.confirm_invite(command.link, command.invite.transfer):
             self._board.send(command.link, msgspec.structs.replace(command.invite, grant=grant))
@@ -498,8 +506,8 @@ class Agent:
                 )
             )
 
-    def _tell(self, command: BumpGenerations | ReportLayers | ResolveHandle) -> None:
-        """Execute the commands that concern the engine."""
+    def _notify_engine(self, command: BumpGenerations | ReportLayers | ResolveHandle) -> None:
+        """Execute a command that concerns the engine's memory or the handle of a transfer."""
         if isinstance(command, BumpGenerations):
             for region in self._regions:
                 region.bump(command.blocks)
@@ -520,7 +528,7 @@ def _check_regions(
     regions: Sequence[Region],
     transports: Sequence[Transport],
 ) -> None:
-    """Raise ValueError for regions that the layout or a transport cannot describe."""
+    """Raise ValueError for KV memory that does not fit the layout or a transport."""
     sizes = [layout.rank_block_bytes(rank) for rank in ranks]
     if [region.block_bytes for region in regions] != sizes:
         raise ValueError(f"this layout needs blocks of {sizes} bytes per rank")
@@ -535,7 +543,7 @@ def _check_regions(
 
 
 def _all_sealed_or_none(transports: Sequence[Transport]) -> None:
-    """Raise ValueError if some transports seal windows and others would send them in plain text."""
+    """Raise ValueError if some transports encrypt KV and others would send it as plain text."""
     plain = [transport.name for transport in transports if transport.is_sealed is False]
     if plain and any(transport.is_sealed for transport in transports):
         raise ValueError(

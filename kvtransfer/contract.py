@@ -1,7 +1,8 @@
-"""The transport interface: links that carry ordered messages and windows of KV bytes.
+"""The transport interface: links that carry ordered messages and KV bytes between agents.
 
-A transport moves bytes and stops moving them. The owner of a link decides who may move what. Not
-here: any concrete transport.
+KV is sent in windows, pieces of a transfer that are acknowledged one by one. A transport moves
+bytes and stops moving them; LinkOwner, which owns a link, decides who may move what. Concrete
+transports are in kvtransfer/transports.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ MAX_UNPROVEN_BYTES = 24 << 10
 
 
 class TransportError(Exception):
-    """The peer cannot be reached over this transport. The message says why."""
+    """Error: the peer cannot be reached over this transport; the message says why."""
 
 
 class WindowVerdict(StrEnum):
-    """How a window arrived. STALE: the source's blocks changed owner while they were read."""
+    """Whether the bytes of a window arrived unharmed.
+
+    STALE    the source's blocks changed owner while they were read
+    CORRUPT  the bytes differ from those that were sent
+    """
 
     OK = "ok"
     STALE = "stale"
@@ -34,10 +39,16 @@ class WindowVerdict(StrEnum):
 
 
 class WindowHead(msgspec.Struct, frozen=True, array_like=True):
-    """The header of a window: runs [first, first + count) of one rank pair of one layer group.
+    """Header of a window: which runs of bytes of a transfer it carries.
 
-    It has no addresses: both ends have the same plan and look up their own offsets. `n_bytes` must
-    equal the sum of the runs.
+    transfer   number of the transfer
+    group      layer group
+    pair       pair of source and sink rank
+    first      number of the first run in the plan of that group and pair
+    count      number of runs
+    n_bytes    sum of the runs' bytes
+
+    It has no addresses: both ends have the same plan and look up their own offsets.
     """
 
     transfer: int
@@ -49,7 +60,7 @@ class WindowHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WindowSlice(msgspec.Struct, frozen=True):
-    """A window in one end's plan: its runs, and this end's region to read from or write to.
+    """A window in one end's plan: its runs, and this end's memory to read from or write to.
 
     A rank is the index of a region in its agent, which may have only one rank of its group.
     `is_current` returns whether the source's blocks still have the promised generations; None on a
@@ -65,11 +76,11 @@ class WindowSlice(msgspec.Struct, frozen=True):
 
 
 class Link(Protocol):
-    """A connection between two agents. The agent that dialled it is the sink, for its whole life.
+    """A connection between two agents; the agent that dialled it is the sink for its whole life.
 
     All methods may be called from any thread, also with the owner's lock held. They do not block,
-    and never call the owner before they return. On a closed or lost link, all but `fence` are
-    no-ops.
+    and never call the owner before they return. On a closed or lost link, all but `fence` do
+    nothing.
     """
 
     transport: str
@@ -85,56 +96,64 @@ class Link(Protocol):
     """
 
     def send(self, message: bytes) -> None:
-        """Queue a control message. Messages and windows of one side keep their order."""
+        """Queue a control message; messages and windows of one side keep their order."""
         ...
 
     def put(self, head: WindowHead, window: WindowSlice) -> None:
-        """Queue a window of the source.
+        """Queue a window of KV bytes to be sent by the source.
 
         The sink's owner gets `on_landed`, the source's `on_sent`.
         """
         ...
 
     def drop(self, transfer: int) -> None:
-        """Source: drop the transfer's queued windows. One that has been started ends as STALE."""
+        """Drop the transfer's queued windows (source only).
+
+        One that has been started ends as STALE.
+        """
         ...
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
-        """Sink: let the peer write these blocks. Returns data for the invitation (rdma: keys).
+        """Let the peer write to these blocks (sink only), and return data for the invitation.
 
-        Called once per transfer. After the transfer's fence it grants nothing and returns b"".
+        The data is keys for rdma. Called once per transfer. After the transfer's fence it grants
+        nothing and returns b"".
         """
         ...
 
     def accept(self, transfer: int, grant: bytes) -> None:
-        """Source: apply the sink's grant. For shm, also share the source's memory with the sink."""
+        """Apply the sink's grant (source only).
+
+        For shm, also share the source's memory with the sink.
+        """
         ...
 
     def fence(self, transfer: int) -> None:
-        """Sink: stop all writes into the transfer's blocks, whatever the peer does.
+        """Stop all writes into the transfer's blocks, whatever the peer does (sink only).
 
         `on_fenced` always follows, also on a closed or lost link and for a transfer without a
-        grant, because nothing else returns the blocks. `on_landed` does not follow for windows that
-        the fence stopped.
+        grant, because no other event returns the blocks. `on_landed` does not follow for windows
+        that the fence stopped.
         """
         ...
 
     def secure(self, window_key: bytes) -> None:
-        """Set the 32-byte key that both ends share after their proof, before the first window.
+        """Set the 32-byte key that both ends share after their proof of identity, before the first
+        window.
 
-        A transport that seals windows uses it. Control messages are sealed by the agents
+        A transport that encrypts windows uses it. Control messages are encrypted by the agents
         (kvtransfer/protocol/session.py).
         """
         ...
 
     def close(self) -> None:
-        """Close the connection. The owner gets no `on_lost` for it."""
+        """Close the connection; the owner gets no `on_lost` for it."""
         ...
 
 
 @runtime_checkable
 class MultiLaneLink(Protocol):
-    """A link that can share its windows with further links to the same peer (lanes)."""
+    """A link that can share its windows with further connections to the same peer (lanes)."""
 
     lanes: int
     """The number of links wanted, including this one. The dialling end decides."""
@@ -151,32 +170,34 @@ class MultiLaneLink(Protocol):
 
 
 class LinkOwner(Protocol):
-    """Receives the events of links.
+    """Protocol of the object that receives the events of links.
 
     Called on the transport's thread, one call at a time per link and, for windows, per lane. The
     transport must hold no lock then, because an owner calls links with its own lock held.
     """
 
     def on_linked(self, link: Link) -> None:
-        """Handle a link that a peer has just dialled. The peer's identity is not known yet."""
+        """Record a link that a peer has just dialled; the peer's identity is not known yet."""
         ...
 
     def on_message(self, link: Link, data: bytes) -> None: ...
 
     def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
-        """Sink: return where to write a window.
+        """Return where to write a window that arrives (sink only).
 
-        None: the window is not expected, or arrived before. Its bytes are read and discarded, and
-        no further call follows for it.
+        None means that the window is not expected, or arrived before. Its bytes are read and
+        discarded, and no further call follows for it.
         """
         ...
 
     def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
-        """Sink: handle a window whose bytes are in place (OK), or must not be used."""
+        """Record that a window arrived: its bytes are in place if OK, and must not be used
+        otherwise.
+        """
         ...
 
     def on_sent(self, link: Link, head: WindowHead) -> None:
-        """Source: handle a window whose bytes have been read from memory."""
+        """Record that the bytes of a window have been read from the source's memory."""
         ...
 
     def on_fenced(self, link: Link, transfer: int) -> None: ...
@@ -185,7 +206,7 @@ class LinkOwner(Protocol):
 
 
 class Transport(Protocol):
-    """One way to reach peers.
+    """One way to reach peers, such as TCP or shared memory.
 
     `is_sealed` is whether windows leave this host encrypted; None: they do not leave it.
     """
@@ -196,14 +217,14 @@ class Transport(Protocol):
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
         """Listen, if the transport does, and return the address for peers.
 
-        One region per local rank.
+        There is one region of KV memory per local rank.
         """
         ...
 
     def dial(self, address: str) -> Link:
-        """Open a link to the agent at `address`.
+        """Open a link to the agent at `address`; may block for some seconds.
 
-        May block for some seconds. Raises TransportError.
+        Raises TransportError.
         """
         ...
 

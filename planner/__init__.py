@@ -1,3 +1,3 @@
-"""Offline tools: generate load, read traces, replay them on virtual time, and test a changed
-configuration on them.
+"""Offline tools: generate load, read traces, replay them on virtual time, compare
+configurations.
 """

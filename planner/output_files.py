@@ -1,4 +1,4 @@
-"""Validation of output files before a command does its work. Nothing is written here."""
+"""Check of output paths before a command does its work; nothing is written here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 
 def check_writable(path: Path | None) -> Path | None:
-    """Option callback: return the path if it can be written.
+    """Return the path if it can be written, as the callback of a command-line option.
 
     Raises typer.BadParameter otherwise.
     """

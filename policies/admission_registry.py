@@ -18,16 +18,14 @@ from policies.registry import PolicyConfigError, did_you_mean, parse_params
 
 
 class UncappedParams(AdmissionParams, frozen=True):
-    """Parameters of the admission `none`, which admits every request while an endpoint is
-    available.
-    """
+    """Admission of every request while an endpoint is available, without parameters."""
 
     def build(self) -> Admission:
         return UncappedAdmission()
 
 
 class CapParams(AdmissionParams, frozen=True):
-    """Parameters of the admission `cap`, which applies concurrency caps and queues the excess."""
+    """Admission by concurrency caps and a wait queue, without parameters."""
 
     def build(self) -> Admission:
         return CapAdmission()
@@ -55,8 +53,9 @@ def names() -> tuple[str, ...]:
 
 
 def params_type(name: str) -> type[AdmissionParams]:
-    """Return the type of an admission's parameters. Raises PolicyConfigError for an unknown
-    name.
+    """Return the type of an admission's parameters.
+
+    Raises PolicyConfigError for an unknown name.
     """
     if name not in _ADMISSIONS:
         raise PolicyConfigError(

@@ -281,8 +281,9 @@ def _level(slot: int, wide: Sequence[WideMatch]) -> int:
 def create_order(
     policy: Policy, candidates: Sequence[Candidate], changes: LoadChanges
 ) -> CandidateOrder | None:
-    """Return a sorted order of these candidates; None if they are few or the policy has no
-    ranking.
+    """Return a sorted order of these candidates.
+
+    Return None if they are few or the policy has no ranking.
     """
     if policy.ranking is None or len(candidates) < LEAST_CANDIDATES:
         return None

@@ -106,8 +106,9 @@ class WeightedScorer(msgspec.Struct, frozen=True):
 
 
 def weighted_sum(scorers: tuple[WeightedScorer, ...]) -> Scorer:
-    """Return a scorer that adds the weighted scores; a single scorer of weight 1 is returned
-    itself.
+    """Return a scorer that adds the weighted scores.
+
+    A single scorer of weight 1 is returned itself.
     """
     if len(scorers) == 1 and scorers[0].weight == 1.0:
         return scorers[0].scorer

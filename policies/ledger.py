@@ -150,8 +150,9 @@ class LoadBooking(QueuedPrompt):
             load.mark_changed()
 
     def on_kv_arrived(self, now: float) -> None:
-        """Start decoding a reserved request whose KV has arrived; no first token will be
-        reported.
+        """Start decoding a reserved request whose KV has arrived.
+
+        No first token will be reported.
         """
         if self._open and self._context and not self.is_decoding and not self._uncached:
             load = self._load

@@ -38,8 +38,9 @@ class LoadChanges:
         self.count = count + 1
 
     def since(self, count: int) -> list[int] | None:
-        """Return the slots changed after the first `count` changes; None if some were
-        overwritten.
+        """Return the slots changed after the first `count` changes.
+
+        Return None if some were overwritten.
         """
         behind = self.count - count
         if behind > CHANGES:

@@ -1,6 +1,7 @@
-"""Generates the reference pages, the JSON Schema, dashboards and alert rules from the code.
+"""Generator of the reference pages, the JSON Schema, dashboards and alert rules from the code.
 
-Run by `make docs`. A test compares the files with this module's output, so that they stay current.
+Run by `make docs`. A test compares the files with this module's output, so that they stay up to
+date.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def generated_files() -> Mapping[str, str]:
 
 
 def config_page() -> str:
-    """Return the page of every section and key of the configuration file."""
+    """Return the reference page of every section and key of the configuration file, as Markdown."""
     schema = json_schema()
     parts = [
         _GENERATED_NOTE,
@@ -57,7 +58,7 @@ def config_page() -> str:
 
 
 def metrics_page() -> str:
-    """Return the page of every metric with its labels and buckets."""
+    """Return the reference page of every metric with its labels and buckets, as Markdown."""
     catalogue = (*Metrics().catalogue(), *SupervisorMetrics().catalogue())
     table = "\n".join(_row(row, [spec for spec in catalogue if spec.row == row]) for row in Row)
     caps = {label.name: label.max_values for spec in catalogue for label in spec.labels}
@@ -86,7 +87,7 @@ def metrics_page() -> str:
 
 
 def _row(row: Row, specs: Sequence[FamilySpec]) -> str:
-    """Return the metric families of one dashboard row."""
+    """Return the Markdown table of the metric families in one dashboard row."""
     rows = [
         (
             f"`{spec.name}`",
@@ -105,7 +106,7 @@ def _row(row: Row, specs: Sequence[FamilySpec]) -> str:
 
 
 def cli_page() -> str:
-    """Return the page of every command with its arguments and options."""
+    """Return the reference page of every command with its arguments and options, as Markdown."""
     group: Any = typer.main.get_command(cli.app)
     context = group.make_context("penstock", ["version"], resilient_parsing=True)
     parts = [_GENERATED_NOTE, _CLI_INTRO]
@@ -116,7 +117,7 @@ def cli_page() -> str:
 
 
 def states_page() -> str:
-    """Return the state table of a split request, state by state."""
+    """Return the page with the state table of a split request, state by state, as Markdown."""
     parts = [_GENERATED_NOTE, _STATES_INTRO]
     for state, (owner, deadline) in LIVE_STATES.items():
         rows = [
@@ -155,7 +156,7 @@ def seeds_page() -> str:
 
 
 def main() -> None:
-    """Write all files; run it from the project root."""
+    """Write all generated files; run it from the project root."""
     for path, text in generated_files().items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text)
@@ -296,7 +297,8 @@ def _by_name(
     for name in names:
         kind = params_type(name)
         fields = ", ".join(f"`{field}`" for field in kind.__struct_fields__) or "none"
-        rows.append((f"`{name}`", (kind.__doc__ or "").strip().splitlines()[0], fields))
+        first = " ".join((kind.__doc__ or "").strip().split("\n\n")[0].split())
+        rows.append((f"`{name}`", first, fields))
     return rows
 
 

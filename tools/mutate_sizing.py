@@ -1,8 +1,8 @@
-"""Replace each formula of policies/sizing by a constant, and check that a named test fails.
+"""Mutation test of policies/sizing: replace each formula by 1, and check that a test fails.
 
 A formula is arithmetic in a function, or a comparison that it returns. Each one in turn is replaced
-by 1 in a copy of the repository, and the tests of sizing run there until the first failure. Prints
-a line per formula with that test; exits 1 if a formula survives.
+in a copy of the repository, and the tests of sizing run there until the first failure. Prints a
+line per formula with that test; exits with 1 if no test fails for a formula.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TESTS = (
 
 
 def formulas(tree: ast.Module) -> Iterator[ast.expr]:
-    """Yield the outermost arithmetic and returned comparisons of all functions."""
+    """Yield the formulas of all functions: outermost arithmetic, and returned comparisons."""
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     for function in functions:
         pending: list[ast.AST] = list(function.body)
@@ -43,7 +43,7 @@ def formulas(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def _is_formula(value: ast.BinOp) -> bool:
-    """Return whether arithmetic is about numbers that are computed, not about texts or sets."""
+    """Return whether an operation computes with numbers, and not with texts or sets."""
     nodes = list(ast.walk(value))
     texts = (ast.JoinedStr, ast.List, ast.Dict, ast.Set, ast.ListComp)
     return (
@@ -54,7 +54,7 @@ def _is_formula(value: ast.BinOp) -> bool:
 
 
 def mutants(source: str) -> Iterator[tuple[int, str, str]]:
-    """Yield (line, formula, source with the formula replaced by 1)."""
+    """Yield (line, formula, source with the formula replaced by 1) for every formula."""
     lines = source.splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -72,7 +72,7 @@ def mutants(source: str) -> Iterator[tuple[int, str, str]]:
 
 
 def failing_test(tree: Path) -> str | None:
-    """Return the first test that fails against the sources in `tree`; None if all pass."""
+    """Return the first test that fails with the sources in `tree`; None if all pass."""
     return next((test for tests in TESTS if (test := _failing(tree, tests)) is not None), None)
 
 
@@ -94,7 +94,7 @@ def _failing(tree: Path, tests: Sequence[str]) -> str | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run all mutants, or those of the modules named on the command line."""
+    """Test all formulas, or those of the modules named in `arguments`; return the exit status."""
     survivors = tried = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"

@@ -1,7 +1,7 @@
-"""The handoff that each engine expects between prefill and decode, as data and pure functions.
+"""The handoff between prefill and decode requests that each engine expects, as pure functions.
 
-This is the gateway's side. One module per dialect, each with a frozen Dialect; contract.py has the
-common types. Nothing here does I/O or knows the endpoints.
+This is the gateway's side. There is one module per dialect, each with a frozen Dialect; contract.py
+has the common types. No module here does I/O or knows the endpoints.
 """
 
 from kvtransfer.dialects.catalogue import DIALECTS, get_dialect, known_members, standalone_members

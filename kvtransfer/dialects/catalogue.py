@@ -1,4 +1,4 @@
-"""All dialects by name. To add one, add a module and a line here."""
+"""Catalogue of all handoff dialects by name; a new dialect is a module and a line here."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
 
 
 def get_dialect(name: str) -> Dialect:
-    """Return the dialect of this name. Raises KeyError if there is none."""
+    """Return the handoff dialect of this name. Raises KeyError for an unknown name."""
     return DIALECTS[name]
 
 
 def known_members(engine: str, *, chat: bool) -> frozenset[str] | None:
-    """Return the members that a request to this engine may have; None: it ignores unknown ones."""
+    """Return the JSON members that a request to this engine may have.
+
+    Return None if it ignores unknown ones.
+    """
     if engine != TRTLLM.engine:
         return None
     return CHAT if chat else COMPLETIONS
 
 
 def standalone_members(engine: str) -> Mapping[str, str | int]:
-    """Return the members that make an engine answer a request without the other half of a pair."""
+    """Return JSON members with which an engine serves a request that belongs to no handoff."""
     return next(
         (
             dialect.standalone_members

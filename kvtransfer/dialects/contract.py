@@ -1,9 +1,9 @@
-"""The types of a dialect: the terms of one handoff in, the edits of two requests out.
+"""The types of a handoff dialect: from the terms of one handoff to the edits of two requests.
 
-A dialect is data and pure functions. The gateway owns sending, deadlines and blame. A dialect
-defines which members the prefill and the decode request get, and which parts of a prefill response
-are valid. Sources: reference engines.md B, D, E (vLLM 0.11 to 0.33, SGLang 0.5.23, TensorRT-LLM
-mid-2026).
+A handoff sends a prefill request and a decode request, its two legs. A dialect is data and pure
+functions. It defines which JSON members both requests get, and which parts of a prefill response
+are valid. The gateway handles sending, deadlines and blame for failures. Sources: reference
+engines.md B, D, E (vLLM 0.11 to 0.33, SGLang 0.5.23, TensorRT-LLM mid-2026).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ NULL = msgspec.Raw(b"null")
 
 
 class LegOrder(StrEnum):
-    """Whether the legs run one after the other, or both at once."""
+    """Whether the prefill and the decode request are sent one after the other, or both at once."""
 
     SEQUENTIAL = "sequential"
     CONCURRENT = "concurrent"
 
 
 class Prerequisite(StrEnum):
-    """What must be known of a prefill endpoint before both legs can be sent at once."""
+    """What the gateway must know of a prefill endpoint before it can send both requests at once."""
 
     NOTHING = "nothing"
     ADDRESS = "address"  # address of its bootstrap server, from the configuration
@@ -34,7 +34,7 @@ class Prerequisite(StrEnum):
 
 
 class BootstrapAddress(msgspec.Struct, frozen=True):
-    """The bootstrap server of a prefill endpoint, as decode endpoints reach it."""
+    """Address of a prefill endpoint's bootstrap server, as decode endpoints reach it."""
 
     host: str
     port: int
@@ -46,7 +46,7 @@ class BootstrapAddress(msgspec.Struct, frozen=True):
 
 
 class PrefillIdentity(msgspec.Struct, frozen=True):
-    """A prefill engine as its decoders address it: engine id, and side channel if known."""
+    """Identity of a prefill engine for its decoders: engine id, and side channel if known."""
 
     engine_id: str
     host: str | None = None
@@ -57,9 +57,9 @@ class PrefillIdentity(msgspec.Struct, frozen=True):
 
 
 class HandoffTerms(msgspec.Struct, frozen=True):
-    """What the gateway fixes for one handoff before anything is sent.
+    """What the gateway chooses for one handoff before it sends a request.
 
-    request_id     the X-Request-Id of both legs
+    request_id     the X-Request-Id of both requests
     number         63 bits, unique among live handoffs, new in every attempt: SGLang's room and
                    TensorRT-LLM's disaggregated request id
     chat           True for /v1/chat/completions, False for /v1/completions
@@ -77,10 +77,10 @@ class HandoffTerms(msgspec.Struct, frozen=True):
 
 
 class RequestEdits(msgspec.Struct, frozen=True):
-    """Changes to the client's request.
+    """Changes to the client's request before it is sent to an engine.
 
-    put       members to add, as returned by members(); the client's members of these names must
-              be removed first
+    put       JSON members to add, as returned by encode_members(); the client's members of these
+              names must be removed first
     drop      the client's members to remove
     keep      the only members of the client's to send; None: all
     headers   header lines to add
@@ -93,7 +93,7 @@ class RequestEdits(msgspec.Struct, frozen=True):
 
 
 class DecodeRequest(msgspec.Struct, frozen=True):
-    """The decode request, and how to read its usage.
+    """The edits of a decode request, and how to read the usage in its response.
 
     reports_own_cache   the decoder reports the prefill engine's cache hits; False: it reports the
                         transferred KV as a hit
@@ -106,22 +106,24 @@ class DecodeRequest(msgspec.Struct, frozen=True):
 
 
 class UnusableResponse(msgspec.Struct, frozen=True):
-    """The prefill response contains nothing for a decoder, for the reason `reason`.
+    """Result: the prefill response is of no use to a decoder, which must compute the prompt itself.
 
-    The decoder must compute the prompt itself.
+    `reason` is a text for logs.
     """
 
     reason: str
 
 
 class FinishedResponse(msgspec.Struct, frozen=True):
-    """The prefill response is the complete response. `body` is JSON for the client."""
+    """Result: the prefill response already is the complete response, with `body` as JSON for the
+    client.
+    """
 
     body: bytes
 
 
 class PrefillResponse(msgspec.Struct, frozen=True):
-    """A prefill response, parsed as far as any dialect needs. Absent raw members are `null`."""
+    """A prefill response, parsed as far as any dialect needs; absent raw members are `null`."""
 
     body: bytes
     handoff: msgspec.Raw
@@ -133,23 +135,23 @@ class PrefillResponse(msgspec.Struct, frozen=True):
 
 
 class Dialect(msgspec.Struct, frozen=True):
-    """The handoff of one engine.
+    """The handoff of one engine as data and functions.
 
     engine               the engine kind that speaks it, as named in the configuration
-    order                how the two legs follow each other
+    order                whether both requests are sent at once
     needs                what must be known first. Without it the first handoff is sequential
                          (FIRST_ANSWER) or impossible
-    reads_answer         the prefill response is parsed; False: only its end matters
-    can_decode_alone     a decode endpoint can serve a whole request
-    abort_frees          the engine frees the KV when the prefill request is closed; False: only
-                         its decoder can free it
+    reads_answer         whether the prefill response is parsed; False: only its end matters
+    can_decode_alone     whether a decode endpoint can serve a whole request
+    abort_frees          whether the engine frees the KV when the prefill request is closed; False:
+                         only its decoder can free it
     cache_salt_member    the member whose value separates a decode request's cached blocks from
                          those of all other requests. Another decoder may then be asked for KV
                          that may be gone by then; None: it may not
-    standalone_members   members for a request that has no other half, such as a probe
+    standalone_members   members for a request that belongs to no handoff, such as a probe
     prefill              terms -> edits of the prefill request
     decode               terms, prefill response -> decode request; the response is None if both
-                         legs are sent at once
+                         requests are sent at once
     identify             a prefill response, or the bootstrap server's page -> identities by rank
     check                CONCURRENT only: whether a prefill response means that the KV is kept
                          for its decoder
@@ -203,8 +205,8 @@ _NO_USAGE = _Usage()
 def parse_response(body: bytes) -> PrefillResponse | UnusableResponse:
     """Parse a prefill response.
 
-    Anything but a completion with one choice is Unusable. So is invalid UTF-8, because members of
-    the response are copied into the decode request.
+    Anything but a completion with one choice is an UnusableResponse. So is invalid UTF-8, because
+    members of the response are copied into the decode request.
     """
     try:
         if not body.isascii():
@@ -228,12 +230,12 @@ def parse_response(body: bytes) -> PrefillResponse | UnusableResponse:
 
 
 def is_null(value: msgspec.Raw) -> bool:
-    """Return whether a member is absent or null."""
+    """Return whether a raw JSON member is absent or null."""
     return bytes(memoryview(value)[:1]) in (b"", b"n")
 
 
 def encode_members(put: Mapping[str, bytes]) -> bytes:
-    """Encode members to append to a JSON object: each with a comma in front."""
+    """Encode members for appending to a JSON object, each with a comma in front."""
     return b"".join(b',"%b":%b' % (name.encode(), value) for name, value in put.items())
 
 

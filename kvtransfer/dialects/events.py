@@ -1,4 +1,4 @@
-"""A complete response as server-sent events, for a prefill that already finished the request."""
+"""Conversion of a complete response to server-sent events, if a prefill finished the request."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _any = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def as_events(body: bytes, *, usage: bool) -> bytes:
-    """Return the SSE bytes of a response with one choice, including [DONE].
+    """Return a response with one choice as the bytes of server-sent events, including [DONE].
 
-    A chat response has role and content in one delta, then the finish reason. Usage is an event of
-    its own, if the client asked for it (`stream_options.include_usage`). Tool calls get an index,
-    as streams have.
+    A chat response has role and content in one delta, then the finish reason. Usage is a separate
+    event, if the client asked for it (`stream_options.include_usage`). Tool calls get an index, as
+    in streams.
     """
     response = _any(body)
     choice = response["choices"][0]

@@ -1,7 +1,7 @@
-"""vLLM's MooncakeConnector: both legs at once, matched by a transfer id (engines.md B.4).
+"""Handoff dialect of vLLM's MooncakeConnector: both requests at once, matched by a transfer id.
 
-The bootstrap server beside each prefill engine lists its ranks. The page is cached, and read again
-after a leg failed there, because engine ids change with a restart.
+Source: engines.md B.4. The bootstrap server beside each prefill engine lists its ranks. The page is
+cached, and read again after a request failed there, because engine ids change with a restart.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _page = msgspec.json.Decoder(dict[str, _Rank]).decode
 
 
 def prefill(terms: HandoffTerms) -> RequestEdits:
-    """Ask for one token, on the rank that the decoder was given, and name the transfer id."""
+    """Return the edits of a prefill request: one token, a transfer id, and the decoder's prefill
+    rank.
+    """
     params = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -48,7 +50,7 @@ def prefill(terms: HandoffTerms) -> RequestEdits:
 
 
 def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
-    """Send the client's request with the address of the prefill engine's bootstrap server."""
+    """Return the decode request, with the address of the prefill engine's bootstrap server."""
     if terms.bootstrap is None or terms.identity is None:
         return UnusableResponse("nothing is known of the prefill engine's bootstrap server")
     params = {
@@ -75,7 +77,10 @@ def identify(body: bytes) -> tuple[PrefillIdentity, ...]:
 
 
 def check(answer: PrefillResponse) -> UnusableResponse | None:
-    """Require a length-limited prefill: otherwise the engine keeps no blocks and sends nothing."""
+    """Return why a prefill response is unusable, or None if it ended because of its length limit.
+
+    In all other cases the engine keeps no blocks and sends none.
+    """
     if answer.finish_reason == "length":
         return None
     return UnusableResponse(f"prefill ended with {str(answer.finish_reason)[:32]}")

@@ -1,8 +1,8 @@
-"""SGLang: the same body to both legs at once, with a room to meet in (engines.md D).
+"""Handoff dialect of SGLang: the same body to both servers at once, matched by a room number.
 
-The room belongs to the prefill engine's bootstrap server. The prefill engine caps generation
-itself. Its response is discarded; it ends when the KV has been taken, and closing it drops the KV.
-Either kind of server answers 400 without a room, so neither serves requests alone.
+Source: engines.md D. The room belongs to the prefill engine's bootstrap server. The prefill engine
+limits generation itself. Its response is discarded; it ends when the KV has been taken, and closing
+it drops the KV. Both kinds of server answer 400 without a room, so neither serves requests alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STANDALONE: Mapping[str, str | int] = MappingProxyType(
 
 
 def prefill(terms: HandoffTerms) -> RequestEdits:
-    """Name the meeting point.
+    """Return the edits of a prefill request: the bootstrap address and the room number.
 
     Raises ValueError without a bootstrap address; configuration has one.
     """
@@ -45,7 +45,10 @@ def prefill(terms: HandoffTerms) -> RequestEdits:
 
 
 def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
-    """Send the same edits to the decode server, which reports received KV as cached tokens."""
+    """Return the decode request, with the same edits as the prefill request.
+
+    The decode server reports received KV as cached tokens.
+    """
     return DecodeRequest(prefill(terms), reports_own_cache=False)
 
 

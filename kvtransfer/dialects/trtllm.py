@@ -1,4 +1,4 @@
-"""TensorRT-LLM, context first: the context server returns the first token, then decode goes on.
+"""Handoff dialect of TensorRT-LLM: a context server returns the first token, then decoding follows.
 
 Its request models refuse unknown members, so only known ones are sent. If the context server's
 token ends the response, its response is the complete one. Source: engines.md E.
@@ -99,7 +99,7 @@ class _Params(msgspec.Struct, frozen=True):
 
 
 class _Usage(msgspec.Struct, frozen=True):
-    """The raw usage of a context response, which the decode request must contain."""
+    """The raw usage in a context server's response, which the decode request must contain."""
 
     usage: msgspec.Raw = NULL
 
@@ -112,7 +112,7 @@ _any = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def prefill(terms: HandoffTerms) -> RequestEdits:
-    """Send the client's request, as far as TensorRT-LLM knows its members, for context only.
+    """Return the edits of a context-only request, without members that TensorRT-LLM does not know.
 
     max_tokens stays unchanged.
     """
@@ -127,9 +127,9 @@ def prefill(terms: HandoffTerms) -> RequestEdits:
 def decode(
     terms: HandoffTerms, answer: PrefillResponse | None
 ) -> DecodeRequest | UnusableResponse | FinishedResponse:
-    """Send the client's request with the context server's object and prompt tokens.
+    """Return the decode request, with the context server's parameters and prompt tokens.
 
-    Returns Finished if the context response is the complete one.
+    Return a FinishedResponse if the context server's response is the complete one.
     """
     if answer is None:
         return UnusableResponse("there is no context answer")
@@ -165,7 +165,7 @@ def decode(
 
 
 def _finished(answer: PrefillResponse) -> FinishedResponse | UnusableResponse:
-    """Return the response without the object and the tokens that were meant for the gateway."""
+    """Return the context response without the members that were meant for the gateway."""
     try:
         response = _any(answer.body)
     except msgspec.DecodeError as error:

@@ -1,8 +1,9 @@
-"""vLLM's NixlConnector, pull: prefill, then decode with the prefill response's object (B.1).
+"""Handoff dialect of vLLM's NixlConnector: prefill first, then decode, which pulls the KV.
 
-The object is opaque and copied unchanged, with two exceptions. It is validated first: an empty
-block list ends the decoder's process, and a missing name parks the request for ever (engines.md
-B.0). And a loopback address in it is replaced by the host of the prefill URL.
+Source: engines.md B.1. The prefill response's object (kv_transfer_params) is copied to the decode
+request. It is validated first: an empty block list ends the decoder's process, and a missing name
+makes the request wait for ever (engines.md B.0). A loopback address in it is replaced by the host
+of the prefill URL.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Block = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 
 
 class HandoffObject(msgspec.Struct, frozen=True):
-    """The members of the object that a decoder relies on. Further members pass unread.
+    """The members of kv_transfer_params that a decoder relies on; other members are copied unread.
 
     Block ids are one list per KV-cache group since vLLM 0.18, and a flat list before.
     """
@@ -75,12 +76,14 @@ _PREFILL = RequestEdits(ONE_TOKEN + encode_members({"kv_transfer_params": _ASKS}
 
 
 def prefill(terms: HandoffTerms) -> RequestEdits:
-    """Ask for one token. The engine keeps the KV for a decoder that presents its object."""
+    """Return the edits of a prefill request: one token, with the KV kept for a decoder."""
     return _PREFILL
 
 
 def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
-    """Send the client's request with the prefill engine's object, if it is valid for a decoder."""
+    """Return the decode request, with the prefill engine's object if that is valid for a
+    decoder.
+    """
     if answer is None:
         return UnusableResponse("there is no prefill answer")
     raw = bytes(answer.handoff)
@@ -97,7 +100,9 @@ def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest
 
 
 def validate(raw: bytes) -> HandoffObject | UnusableResponse:
-    """Return the object, or Unusable if a required member is missing or implausible."""
+    """Return the parsed object, or an UnusableResponse if a required member is missing or
+    implausible.
+    """
     if raw == b"null":
         return UnusableResponse("the prefill answer has no kv_transfer_params")
     if len(raw) > MOST_OBJECT_BYTES:
@@ -123,7 +128,9 @@ def _blocks(ids: list[int | list[int]]) -> int:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a decoder on another machine would reach itself by this name."""
+    """Return whether this host name is a loopback address, by which a decoder would reach
+    itself.
+    """
     bare = host.strip("[]").lower()
     return bare in ("localhost", "::1") or bare.startswith("127.")
 

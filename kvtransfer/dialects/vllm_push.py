@@ -1,8 +1,8 @@
-"""vLLM's NixlPushConnector: both legs at once, matched by X-Request-Id (engines.md B.3).
+"""Handoff dialect of vLLM's NixlPushConnector: both requests at once, matched by X-Request-Id.
 
-For vLLM 0.24 and later. The decode request must name the engine that will write to it. That is
-learnt from the first response of each prefill endpoint, so its first handoff is sequential. It is
-forgotten when a leg fails there, because engine ids change with a restart.
+Source: engines.md B.3; for vLLM 0.24 and later. The decode request must name the engine that will
+write to it. That is learnt from the first response of each prefill endpoint, so its first handoff
+is sequential. It is forgotten when a request fails there, because engine ids change with a restart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvtransfer.dialects.vllm_nixl import Name, Port, Size
 
 
 class _EngineParams(msgspec.Struct, frozen=True):
-    """The identity of the prefill engine in its response."""
+    """The identity of a prefill engine, as given in its response."""
 
     remote_engine_id: Name
     remote_host: Name
@@ -43,7 +43,9 @@ _decode_params = msgspec.json.Decoder(_EngineParams).decode
 
 
 def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
-    """Send the client's request, with the engine that will write to it and its id there."""
+    """Return the decode request, which names the engine that will write and the request's id
+    there.
+    """
     identity = terms.identity
     if identity is None and answer is not None:
         identity = next(iter(_identities(answer)), None)
@@ -93,7 +95,10 @@ def _identities(answer: PrefillResponse) -> tuple[PrefillIdentity, ...]:
 
 
 def check(answer: PrefillResponse) -> UnusableResponse | None:
-    """Require the object: without it the prefill engine writes nothing."""
+    """Return why a prefill response is unusable: without the object the engine writes nothing.
+
+    Return None if it has the object.
+    """
     return (
         None if _identities(answer) else UnusableResponse("the prefill answer promises no transfer")
     )

@@ -1,1 +1,1 @@
-"""How KV lies in memory, and which bytes of one group go where in another."""
+"""How KV lies in memory, and which bytes of one group are copied where in another group."""

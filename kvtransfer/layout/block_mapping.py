@@ -1,8 +1,8 @@
-"""Block mapping: which bytes of the source's blocks go to which bytes of the sink's.
+"""Mapping of the bytes of the source's KV blocks to the bytes of the sink's blocks.
 
-For some heads of some layers of a token range: the steps of both layouts through a block, and the
-runs in which both advance without a gap. Arithmetic on numpy arrays. Not here: which ranks, layers
-and tokens go together (kvtransfer/layout/reshard.py).
+For some heads of some layers of a token range, it derives the strides of both layouts through a
+block, and the runs in which both advance without a gap. It is arithmetic on numpy arrays.
+reshard.py decides which ranks, layers and tokens go together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MIN_JOINT_SHARE = 0.05
 class ByteRuns(msgspec.Struct, frozen=True):
     """Memory ranges to copy, in order: int64 arrays of equal length.
 
-    Offsets are in bytes, into the regions of the two ranks.
+    Offsets and lengths are in bytes; offsets are relative to the memory of the two ranks.
     """
 
     src: Offsets
@@ -33,16 +33,16 @@ class ByteRuns(msgspec.Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """The number of runs."""
+        """Number of runs."""
         return self.length.size
 
     @property
     def n_bytes(self) -> int:
-        """The bytes of all runs."""
+        """Total bytes of all runs."""
         return int(self.length.sum())
 
     def cut(self, first: int, count: int) -> ByteRuns:
-        """Return runs [first, first + count), sharing memory.
+        """Return runs [first, first + count), sharing memory with these.
 
         Raises IndexError if they do not exist.
         """
@@ -53,14 +53,14 @@ class ByteRuns(msgspec.Struct, frozen=True):
 
 
 class RankPair(NamedTuple):
-    """Two ranks between which bytes of a layer group move."""
+    """A source rank and a sink rank between which bytes of a layer group move."""
 
     src_rank: int
     dst_rank: int
 
 
 class PairShare(NamedTuple):
-    """What one pair of ranks moves in one group: layers and heads, by their number in the model."""
+    """What one pair of ranks moves in one layer group: layers and heads, by number in the model."""
 
     pair: RankPair
     layers: range
@@ -68,7 +68,7 @@ class PairShare(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Token ranges that lie in one block on either side: their starts, and lengths in tokens."""
+    """Token ranges that lie within one block on both sides: their starts, and lengths in tokens."""
 
     src_block: Offsets
     src_token: Offsets
@@ -78,9 +78,9 @@ class Segments(NamedTuple):
 
 
 def sorted_distinct(numbers: Offsets) -> Offsets:
-    """Return the distinct numbers in order.
+    """Return the distinct numbers in ascending order.
 
-    Much faster than np.unique, as callers may hold a lock.
+    It is much faster than np.unique, which matters because callers may hold a lock.
     """
     in_order = np.sort(numbers)
     return in_order[np.flatnonzero(np.diff(in_order, prepend=in_order[:1] - 1))]
@@ -89,7 +89,7 @@ def sorted_distinct(numbers: Offsets) -> Offsets:
 def split_segments(
     src: KvLayout, dst: KvLayout, src_blocks: Offsets, dst_blocks: Offsets, covered: range
 ) -> Segments:
-    """Cut the covered tokens wherever a block ends on either side."""
+    """Return the segments of the covered tokens, cut wherever a block ends on either side."""
     p, d = src.block_tokens, dst.block_tokens
     cuts = [
         np.arange(covered.start // size + 1, -(-covered.stop // size)) * size for size in {p, d}
@@ -104,7 +104,7 @@ def split_segments(
 def max_runs(
     src: KvLayout, dst: KvLayout, share: PairShare, tokens: int, most_run_bytes: int
 ) -> int:
-    """Return an upper bound for the runs of a segment of `tokens` tokens."""
+    """Return an upper bound of the number of runs of a segment of `tokens` tokens."""
     axes, n_bytes = _axes(src, dst, share, tokens)
     return prod(axis.size for axis in axes) * -(-n_bytes // most_run_bytes)
 
@@ -112,10 +112,10 @@ def max_runs(
 def build_runs(
     src: KvLayout, dst: KvLayout, segments: Segments, share: PairShare, most_run_bytes: int
 ) -> ByteRuns:
-    """Return the runs of a share of these segments, joined, none longer than `most_run_bytes`.
+    """Return the runs of a share of these segments, none longer than `most_run_bytes`.
 
-    If blocks are not the outermost axis on either side, runs are in the order of the sink's memory:
-    there the blocks of one layer or head are neighbours, not the layers of one block.
+    Contiguous runs are joined. If blocks are not the outermost axis on either side, runs are in the
+    order of the sink's memory, where the blocks of one layer or head are neighbours.
     """
     pieces = _pieces(src, dst, segments, share)
     if not (src.order.is_block_outermost or dst.order.is_block_outermost):
@@ -125,7 +125,7 @@ def build_runs(
 
 
 def _pieces(src: KvLayout, dst: KvLayout, segments: Segments, share: PairShare) -> ByteRuns:
-    """Return the pieces of all segments. Segments of equal length have the same inner structure."""
+    """Return the pieces of all segments; segments of equal length have the same inner structure."""
     columns, segment_numbers = [], []
     for length in np.unique(segments.tokens):
         (indices,) = np.nonzero(segments.tokens == length)
@@ -159,7 +159,7 @@ def _pieces(src: KvLayout, dst: KvLayout, segments: Segments, share: PairShare) 
 
 
 class _Axis(NamedTuple):
-    """One dimension of a segment: its size, and the bytes of one step on either side."""
+    """One dimension of a segment: its size, and the stride in bytes on either side."""
 
     size: int
     src_step: int
@@ -167,7 +167,7 @@ class _Axis(NamedTuple):
 
 
 def _axes(src: KvLayout, dst: KvLayout, share: PairShare, tokens: int) -> tuple[list[_Axis], int]:
-    """Return the axes along which a segment is in pieces, and the bytes of one piece.
+    """Return the axes along which a segment is divided into pieces, and the bytes of one piece.
 
     A piece starts as one row and absorbs every axis along which both sides are contiguous.
     """
@@ -190,7 +190,9 @@ def _axes(src: KvLayout, dst: KvLayout, share: PairShare, tokens: int) -> tuple[
 def _lattice(
     src: KvLayout, dst: KvLayout, share: PairShare, tokens: int
 ) -> tuple[tuple[Offsets, Offsets], int]:
-    """Return the offsets of a segment's pieces from its origin, and the bytes of a piece."""
+    """Return the source and sink offsets of a segment's pieces from its origin, and a piece's
+    bytes.
+    """
     axes, n_bytes = _axes(src, dst, share, tokens)
     src_at = dst_at = np.zeros(1, np.int64)
     for axis in axes:
@@ -207,7 +209,7 @@ def _steps(layout: KvLayout, rank: int) -> KvSteps:
 def _origin(
     layout: KvLayout, rank: int, share: PairShare, blocks: Offsets, tokens: Offsets
 ) -> Offsets:
-    """Return the offset of the share's first layer and head of these tokens in the region."""
+    """Return the memory offset of the share's first layer and head for each of these tokens."""
     stage, tp_rank = divmod(rank, layout.tp)
     steps = layout.steps(stage)
     inside = (share.layers.start - layout.layers_of(stage).start) * steps.layer
@@ -216,9 +218,9 @@ def _origin(
 
 
 def _join(runs: ByteRuns) -> ByteRuns:
-    """Join neighbouring runs that are contiguous on both sides.
+    """Return the runs, with neighbours joined that are contiguous on both sides.
 
-    If only a few would join, return the runs unchanged: runs of equal length are copied faster.
+    If only a few would join, the runs stay unchanged: runs of equal length are copied faster.
     """
     ends = (runs.src[1:] != runs.src[:-1] + runs.length[:-1]) | (
         runs.dst[1:] != runs.dst[:-1] + runs.length[:-1]
@@ -231,7 +233,7 @@ def _join(runs: ByteRuns) -> ByteRuns:
 
 
 def _split_long(runs: ByteRuns, most: int) -> ByteRuns:
-    """Split runs longer than `most` bytes."""
+    """Return the runs, with those longer than `most` bytes split."""
     if runs.length.max() <= most:
         return runs
     pieces = -(-runs.length // most)

@@ -1,6 +1,6 @@
-"""KvLayout: how a tensor-parallel group lays out the KV cache of one model.
+"""Description of how a tensor-parallel group lays out the KV cache of one model.
 
-Not here: which part goes where (kvtransfer/layout/reshard.py), or any byte of a cache.
+The main class is KvLayout. It contains no KV; reshard.py derives which bytes go where.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_FORMAT_CHARS = 64
 
 
 class KvDtype(StrEnum):
-    """The type of one cached scalar."""
+    """The data type of one cached scalar."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -47,10 +47,10 @@ _SCALAR_BYTES = MappingProxyType({KvDtype.FP32: 4, KvDtype.BF16: 2, KvDtype.FP16
 
 
 class KvOrder(StrEnum):
-    """The order in memory of layers, blocks, heads and tokens, from the outermost in.
+    """The order in memory of layers, blocks, heads and tokens, from the outermost to the innermost.
 
     The letters are those of vLLM 0.32: L layers, B blocks, H heads, N tokens of a block, C the
-    content of one token and head. Where keys and values lie is KvContent's.
+    content of one token and head. KvContent says where keys and values lie.
     """
 
     LBHNC = "lbhnc"
@@ -67,7 +67,7 @@ class KvOrder(StrEnum):
 
 
 class KvContent(StrEnum):
-    """Where the keys and the values lie. The attention backend of an engine decides it.
+    """Where the keys and the values lie, which the engine's attention backend decides.
 
     PLANES   the keys of all heads and tokens of a layer of a block, then the values
     HEADS    for each head the keys of the block's tokens, then the values
@@ -83,7 +83,9 @@ class KvContent(StrEnum):
 
 
 class KvSteps(NamedTuple):
-    """The bytes from one layer, block, part (keys, values), head and token to the next."""
+    """The strides in bytes from one layer, block, part (keys, values), head and token to the
+    next.
+    """
 
     layer: int
     block: int
@@ -163,27 +165,31 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks over all stages."""
+        """Number of ranks over all pipeline stages."""
         return self.pp * self.tp
 
     @property
     def parts(self) -> int:
-        """Rows per layer, head and token: keys and values, or only the latent."""
+        """Number of rows per layer, head and token: 2 for key and value, 1 for the latent of
+        MLA.
+        """
         return 1 if self.mla else 2
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one head of one token's keys in one layer: the smallest unit that moves."""
+        """Bytes of one row: one head of one token's keys in one layer, the smallest unit that
+        moves.
+        """
         return self.head_dim * self.dtype.n_bytes + self.scale_bytes
 
     @property
     def rank_heads(self) -> int:
-        """Heads on one rank."""
+        """Number of key/value heads on one rank."""
         return max(1, self.kv_heads // self.tp)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in the model, with every head counted once."""
+        """Bytes of one token's KV in the whole model, with every head counted once."""
         return self.layers * self.parts * self.kv_heads * self.row_bytes
 
     @property
@@ -192,24 +198,30 @@ class KvLayout(msgspec.Struct, frozen=True):
         return self.parts * self.rank_heads * self.block_tokens * self.row_bytes
 
     def rank_block_bytes(self, rank: int) -> int:
-        """Return the bytes of one block on `rank`."""
+        """Return the bytes of one block on the rank with this number."""
         return len(self.layers_of(rank // self.tp)) * self.rank_layer_bytes
 
     def layers_of(self, stage: int) -> range:
-        """Return the layers that every rank of a pipeline stage holds. Raises IndexError."""
+        """Return the layers that every rank of a pipeline stage holds.
+
+        Raises IndexError for a stage that does not exist.
+        """
         if not 0 <= stage < self.pp:
             raise IndexError(f"stage {stage} of {self.pp}")
         return range(stage * self.layers // self.pp, (stage + 1) * self.layers // self.pp)
 
     def heads_of(self, tp_rank: int) -> range:
-        """Return the heads that a tensor-parallel rank holds, in every stage. Raises IndexError."""
+        """Return the heads that a tensor-parallel rank holds, in every stage.
+
+        Raises IndexError for a rank that does not exist.
+        """
         if not 0 <= tp_rank < self.tp:
             raise IndexError(f"rank {tp_rank} of {self.tp}")
         first = tp_rank * self.kv_heads // self.tp
         return range(first, first + self.rank_heads)
 
     def steps(self, stage: int) -> KvSteps:
-        """Return the steps through the memory of any rank of a pipeline stage."""
+        """Return the strides through the memory of any rank of a pipeline stage."""
         sizes = {
             "l": len(self.layers_of(stage)),
             "b": self.blocks,
@@ -223,7 +235,9 @@ class KvLayout(msgspec.Struct, frozen=True):
         return KvSteps(*(steps[axis] for axis in sizes))
 
     def _axes(self) -> str:
-        """Return the axes from the outermost in, with p for keys and values."""
+        """Return the letters of the axes from the outermost to the innermost, with p for keys and
+        values.
+        """
         axes = self.order.value[:-1]
         if self.content is KvContent.TOKENS or self.mla:
             return axes + "p"
@@ -241,20 +255,20 @@ class KvLayout(msgspec.Struct, frozen=True):
         )
 
     def fingerprint(self) -> str:
-        """Return 16 hex digits that are equal exactly for equal layouts.
+        """Return a hash of 16 hex digits that is equal exactly for equal layouts.
 
-        They are the same in all processes and Python versions.
+        It is the same in all processes and Python versions.
         """
         return hashlib.blake2b(
             msgspec.json.encode(self), digest_size=8, person=b"kv-layout"
         ).hexdigest()
 
     def mismatch(self, other: KvLayout) -> str | None:
-        """Return why a cache of `other` can never become one of this layout; None: it can.
+        """Return why a cache of layout `other` cannot be converted to this layout; None if it can.
 
         Ranks, stages, block size, order and the places of keys and values may differ; resharding
-        converts them. Shape and type may not: bytes of another type would decode as garbage
-        without an error. Nor may anything inside pages.
+        converts them. Shape and type may not: bytes of another type would decode as garbage without
+        an error. Nor may anything inside pages.
         """
         names = ["mla", "layers", "kv_heads", "head_dim", "dtype", "scale_bytes"]
         if KvContent.PAGES in (self.content, other.content):
@@ -267,5 +281,5 @@ class KvLayout(msgspec.Struct, frozen=True):
 
 
 def pair_fingerprint(src: KvLayout, dst: KvLayout) -> str:
-    """Return the fingerprint of the two layouts of a plan. Both ends must have the same."""
+    """Return one fingerprint of both layouts of a transfer, which both ends must agree on."""
     return f"{src.fingerprint()}-{dst.fingerprint()}"

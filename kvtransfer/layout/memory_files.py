@@ -1,6 +1,7 @@
-"""Regions in memory files (memfd) that peers on the same host can map.
+"""KV memory in memory files (memfd) that peers on the same host can map.
 
-A file holds the blocks and then, from the next page on, the generations. A peer sees both change.
+A file holds the blocks and then, from the next page on, their generations (owner counters). A
+mapping by a peer sees changes of both.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUT
 
 
 class MemoryFileRegion(Region):
-    """A region in a sealed memory file.
+    """KV memory of one rank in a sealed memory file.
 
     The seals fix the file's size. No other mapping can write to it, not even through the
     descriptor.
@@ -32,9 +33,9 @@ class MemoryFileRegion(Region):
     def create(
         cls, blocks: int, block_bytes: int, *, name: str, populate: bool = False
     ) -> MemoryFileRegion:
-        """Allocate zeroed memory.
+        """Allocate zeroed memory in a new memory file.
 
-        `populate` faults the pages in now, so that no transfer waits for them.
+        `populate` maps all pages now, so that no transfer waits for page faults.
         """
         size = _file_bytes(blocks, block_bytes)
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -51,7 +52,7 @@ class MemoryFileRegion(Region):
 
     @classmethod
     def attach(cls, fd: int, blocks: int, block_bytes: int, *, name: str) -> MemoryFileRegion:
-        """Map a peer's region read-only, and take ownership of `fd`.
+        """Map a peer's KV memory read-only, and take ownership of `fd`.
 
         Raises RegionError, and closes `fd`, unless the file has this size and all seals.
         """
@@ -65,9 +66,9 @@ class MemoryFileRegion(Region):
         return cls(*_views(memory, blocks, block_bytes), block_bytes, name, fd)
 
     def close(self) -> None:
-        """Close the file.
+        """Close the file; the memory is unmapped once no view of it is left.
 
-        The memory is unmapped once no view of it is left. May be called twice.
+        May be called twice.
         """
         super().close()
         if self.fd is not None:
@@ -94,7 +95,7 @@ def _views(
 
 
 def _check_file(fd: int, size: int) -> None:
-    """Raise RegionError unless the file has this size and cannot shrink.
+    """Raise RegionError unless the memory file has this size and cannot shrink.
 
     Reading past the end of a file that its owner has shrunk would kill this process (SIGBUS).
     """

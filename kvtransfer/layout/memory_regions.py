@@ -1,8 +1,8 @@
-"""Regions: the memory of a rank's KV blocks, with a generation per block.
+"""Regions: the memory of a rank's KV blocks, with a generation number per block.
 
-A generation distinguishes successive owners of a block. Not here: memory files that peers map
-(kvtransfer/layout/memory_files.py), who owns a block (the engine's allocator), and when it may
-change owner (kvtransfer/transfer/source.py, kvtransfer/transfer/sink.py).
+A generation distinguishes successive owners of a block. memory_files.py has regions that peers can
+map. The engine's allocator decides who owns a block; source.py and sink.py in kvtransfer/transfer
+decide when it may change owner.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ def local_rank(rank: int, has_all: bool) -> int:
 
 
 class RegionError(Exception):
-    """The memory is unusable: wrong size, read-only, or a file that can be resized."""
+    """Error: the memory is unusable, because of its size or because it is read-only or can
+    shrink.
+    """
 
 
 class Region:
-    """The KV blocks of one rank and their generations.
+    """The memory of one rank's KV blocks, and the blocks' generations.
 
     bytes        uint8 (blocks * block_bytes,): where a block lies in it is the layout's order
     generations  uint32 (blocks,): incremented when a block changes owner; wraps around
@@ -54,7 +56,7 @@ class Region:
     def over(
         cls, buffer: bytearray | memoryview | NDArray[np.uint8], block_bytes: int, *, name: str
     ) -> Region:
-        """Wrap memory that the engine owns. Peers on this host cannot map it.
+        """Return a region over memory that the engine owns; peers on this host cannot map it.
 
         Raises RegionError unless `buffer` is contiguous, writable and a multiple of `block_bytes`.
         """
@@ -80,11 +82,11 @@ class Region:
         return self.generations[np.asarray(blocks, np.int64)]
 
     def are_current(self, blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bool:
-        """Return whether every block still has its generation."""
+        """Return whether every block still has the generation given for it."""
         return self.generations.take(blocks).tobytes() == generations.tobytes()
 
     def close(self) -> None:
-        """Drop the references to the memory. May be called twice."""
+        """Drop the references to the memory; may be called twice."""
         self.bytes = np.empty(0, np.uint8)
         self.generations = np.empty(0, np.uint32)
         self.address = 0

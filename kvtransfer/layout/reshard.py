@@ -1,8 +1,9 @@
-"""Resharding: which bytes of which source rank go where, as a pure function of two layouts.
+"""Resharding plan: which bytes of which source rank go where, as a pure function of two layouts.
 
-Both ends compute the same plan from the same numbers, so no address is sent: a window names runs by
-their index in the plan. A change of the runs of a plan or of their order must raise
-messages.VERSION; a test pins today's plans. Not here: moving bytes, or deciding when.
+Both ends compute the same TransferPlan from the same numbers, so no address is sent: a window, one
+piece of a transfer, names runs of bytes by their index in the plan. A change of the runs of a plan
+or of their order must raise messages.VERSION; a test pins today's plans. This module does not move
+bytes.
 """
 
 from __future__ import annotations
@@ -36,11 +37,16 @@ _MOST_BLOCK = 1 << 31
 
 
 class LayoutMismatch(Exception):
-    """A cache of one layout can never become one of the other. The message names the field."""
+    """Error: a cache of one layout cannot be converted to the other.
+
+    The message names the field.
+    """
 
 
 class PlannedWindow(NamedTuple):
-    """Runs [first, first + n_runs) of pair number `pair` of a layer group: the unit of sending."""
+    """Runs [first, first + n_runs) of rank pair number `pair` of a layer group: one unit of
+    sending.
+    """
 
     pair: int
     first: int
@@ -49,7 +55,7 @@ class PlannedWindow(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """The ranks whose bytes a plan moves: one of the source or of the sink; None: all of them."""
+    """The rank of the source and of the sink whose bytes a plan moves; None: all ranks."""
 
     src: int | None = None
     dst: int | None = None
@@ -59,14 +65,16 @@ ALL_RANKS = Ranks()
 
 
 class _Limits(NamedTuple):
-    """The longest run, and the number of runs per pair in a group."""
+    """Limits of a plan: bytes of the longest run, and number of runs per rank pair in a group."""
 
     run_bytes: int
     runs: int
 
 
 class TransferPlan:
-    """All runs of one transfer, by group and rank pair. Thread-safe. Created by `plan`.
+    """All byte runs of one transfer, by layer group and rank pair.
+
+    Thread-safe, created by `plan_transfer`.
 
     groups     number of groups. A group is some layers of a chunk of tokens: first the layers
                [0, group_layers) of each chunk, then the next layers. There is one chunk unless a
@@ -99,7 +107,9 @@ class TransferPlan:
         self._bands, self.groups = bands, len(bands) * len(chunks)
 
         def make(group: int, pair: int) -> ByteRuns:
-            """Compute runs from values, not from the plan, to avoid a reference cycle."""
+            """Compute the runs of a pair in a group from local values, which avoids a reference
+            cycle.
+            """
             band, chunk = divmod(group, len(chunks))
             return build_runs(src, dst, chunks[chunk], shares[band][pair], limits.run_bytes)
 
@@ -107,7 +117,7 @@ class TransferPlan:
         self._cached_runs = lru_cache(max(2, 2 * max(map(len, shares))))(make)
 
     def layers(self, group: int) -> range:
-        """Return the layers of a group. Raises IndexError."""
+        """Return the layers of a group. Raises IndexError for a group that does not exist."""
         return self._bands[self._band(group)]
 
     def ready_groups(self, layers: int) -> int:
@@ -117,22 +127,28 @@ class TransferPlan:
         return max(layers, 0) // self.group_layers * len(self._chunk_tokens)
 
     def complete_layers(self, groups: int) -> int:
-        """Return how many layers are complete after the first `groups` groups."""
+        """Return how many layers are complete once the first `groups` groups have arrived."""
         return min(groups // len(self._chunk_tokens) * self.group_layers, self.src.layers)
 
     def pairs(self, group: int) -> tuple[RankPair, ...]:
-        """Return the pairs of a group, sorted. A window's pair number is an index into them."""
+        """Return the rank pairs of a group, sorted.
+
+        A window's pair number is an index into them.
+        """
         return tuple(share.pair for share in self._shares[self._band(group)])
 
     def runs(self, group: int, pair: int) -> ByteRuns:
-        """Return what pair number `pair` of a group copies. Raises IndexError."""
+        """Return the byte runs that pair number `pair` of a group copies.
+
+        Raises IndexError for a pair that does not exist.
+        """
         pairs = len(self._shares[self._band(group)])
         if not 0 <= pair < pairs:
             raise IndexError(f"pair {pair} of {pairs}")
         return self._cached_runs(group, pair)
 
     def group_bytes(self, group: int) -> int:
-        """Return the bytes that a group moves, over all pairs."""
+        """Return the bytes that a group moves, over all rank pairs."""
         rows = sum(
             len(share.layers) * len(share.heads) for share in self._shares[self._band(group)]
         )
@@ -140,16 +156,18 @@ class TransferPlan:
         return rows * tokens * self.src.parts * self.src.row_bytes
 
     def bytes_by_group(self) -> list[int]:
-        """Return `group_bytes` of every group, in order. There may be tens of thousands."""
+        """Return `group_bytes` of every group, in order; there may be tens of thousands."""
         return np.multiply.outer(self._token_bytes(), self._chunk_tokens).ravel().tolist()
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the whole transfer."""
+        """Total bytes of the transfer."""
         return sum(self._token_bytes()) * sum(self._chunk_tokens)
 
     def _token_bytes(self) -> list[int]:
-        """Return the bytes of one token in each band of layers, over all pairs."""
+        """Return the bytes of one token in each band of layers (the layers of a group), over all
+        pairs.
+        """
         row = self.src.parts * self.src.row_bytes
         return [
             row * sum(len(share.layers) * len(share.heads) for share in shares)
@@ -157,9 +175,9 @@ class TransferPlan:
         ]
 
     def windows(self, group: int, window_bytes: int) -> Iterator[PlannedWindow]:
-        """Cut a group into windows of at most `window_bytes`, equal on both sides.
+        """Yield a group's windows of at most `window_bytes`, which are the same on both sides.
 
-        A single longer run is a window of its own.
+        A single longer run is a window by itself.
         """
         for pair in range(len(self._shares[self._band(group)])):
             ends = np.cumsum(self.runs(group, pair).length)
@@ -170,7 +188,10 @@ class TransferPlan:
                 first, begin = end, int(ends[end - 1])
 
     def _band(self, group: int) -> int:
-        """Return the index of the layer band of a group. Raises IndexError."""
+        """Return the index of the band of layers that a group belongs to.
+
+        Raises IndexError for a group that does not exist.
+        """
         if not 0 <= group < self.groups:
             raise IndexError(f"group {group} of {self.groups}")
         return group // len(self._chunk_tokens)
@@ -194,6 +215,7 @@ def plan_transfer(
     src_blocks, dst_blocks   the request's blocks in token order, from token 0 on;
                              the same on every rank
     group_layers             layers per group; None: by `layers_per_group`
+    max_run_bytes            bytes of the longest run
     max_runs                 runs of a pair in a group, exceeded by up to one segment
     ranks                    plan only what these ranks move
 
@@ -235,19 +257,19 @@ def plan_transfer(
 
 
 def source_ranks(src: KvLayout, dst: KvLayout, dst_rank: int) -> list[int]:
-    """Return the ranks of the source from which one rank of the sink fetches, each by itself."""
+    """Return the source ranks from which one sink rank fetches, if ranks fetch separately."""
     return sorted({pair.src_rank for pair in _rank_pairs(src, dst) if pair.dst_rank == dst_rank})
 
 
 def sink_ranks(src: KvLayout, dst: KvLayout, src_rank: int | None) -> list[int]:
-    """Return the ranks of the sink that fetch from one rank of the source; None: from any."""
+    """Return the sink ranks that fetch from one source rank, or from any if `src_rank` is None."""
     return sorted(
         {pair.dst_rank for pair in _rank_pairs(src, dst) if src_rank in (None, pair.src_rank)}
     )
 
 
 def _rank_pairs(src: KvLayout, dst: KvLayout) -> list[RankPair]:
-    """Return all pairs that move bytes if every rank of the source is an agent of its own."""
+    """Return all rank pairs that move bytes if every source rank is an agent of its own."""
     stages = [(a, b) for a, b, _ in _common_layers(src, dst, range(src.layers))]
     heads = [(a, b) for a, b, _ in _common_heads(src, dst, 0)]
     return [
@@ -260,14 +282,14 @@ def _rank_pairs(src: KvLayout, dst: KvLayout) -> list[RankPair]:
 def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYTES) -> int:
     """Return the fewest layers whose cache of `tokens` tokens has `group_bytes`.
 
-    This is enough to keep a link busy.
+    That much data per group keeps a link busy.
     """
     layer_bytes = tokens * layout.bytes_per_token // layout.layers
     return min(layout.layers, max(1, -(-group_bytes // max(1, layer_bytes))))
 
 
 def max_pairs(src: KvLayout, dst: KvLayout, group_layers: int) -> int:
-    """Return an upper bound for the pairs of stages and ranks that a plan examines.
+    """Return an upper bound of the pairs of stages and ranks that a plan examines.
 
     The time to plan grows with it, whatever the number of blocks.
     """
@@ -297,7 +319,7 @@ def _chunks(
     shares: tuple[tuple[PairShare, ...], ...],
     limits: _Limits,
 ) -> list[Segments]:
-    """Cut the segments into chunks, as soon as a pair reaches its limit of runs.
+    """Return the segments cut into chunks, so that no rank pair exceeds its limit of runs.
 
     Runs that will join are counted separately.
     """
@@ -333,7 +355,7 @@ def _chunks(
 def _shares(
     src: KvLayout, dst: KvLayout, band: int, layers: range, ranks: Ranks
 ) -> Iterator[PairShare]:
-    """Return which pairs move which heads of these layers, sorted by pair."""
+    """Return which rank pairs move which heads of these layers, sorted by pair."""
     shares = []
     turn = band if ranks.src is None else 0
     for src_stage, dst_stage, common in _common_layers(src, dst, layers):
@@ -353,7 +375,7 @@ def _common_layers(src: KvLayout, dst: KvLayout, layers: range) -> Iterator[tupl
 
 
 def _common_heads(src: KvLayout, dst: KvLayout, band: int) -> Iterator[tuple[int, int, range]]:
-    """Yield (source tp rank, sink tp rank, heads), every head of each sink rank once."""
+    """Yield (source TP rank, sink TP rank, heads) such that each sink rank gets every head once."""
     copies = max(1, src.tp // src.kv_heads)
     sinks = max(1, dst.tp // dst.kv_heads)
     for dst_tp in range(dst.tp):

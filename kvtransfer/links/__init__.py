@@ -1,1 +1,3 @@
-"""The links of one agent: dialled, proven, kept alive, lost."""
+"""The links (connections to peers) of one agent: how they are dialled, proven, kept alive and
+lost.
+"""

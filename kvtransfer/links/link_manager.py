@@ -1,8 +1,8 @@
-"""LinkManager: the links of one agent, from dialling and proof to heartbeat and loss.
+"""The links of one agent, from dialling and proof of identity to heartbeat and loss.
 
-It also replaces a link by a better one and adds lanes to it. Not here: transfers
-(kvtransfer/transfer/source.py and kvtransfer/transfer/sink.py receive their events), and blocking
-work, which runs on other threads.
+LinkManager also replaces a link by one over a better transport, and adds lanes (parallel
+connections) to it. The events of transfers go to source.py and sink.py in kvtransfer/transfer.
+Blocking work runs on other threads.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ log = logging.getLogger("penstock")
 
 
 class LinkManager:
-    """The links of one agent. Peers are dialled over the first of `transports`.
+    """The links of one agent, which dials peers over the first of `transports`.
 
-    `execute` executes the commands that messages cause; `lock` is the agent's.
+    books    the sink, the source and the counters of the agent
+    lock     the agent's lock
+    execute  executes the commands that messages cause
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class LinkManager:
         self._closed = False
 
     def __len__(self) -> int:
-        """Return the number of links, not counting lanes."""
+        """Return the number of links, not counting lanes (parallel connections)."""
         return sum(not peer_link.session.lane_of for peer_link in self._peer_links.values())
 
     def open(self, card: AgentCard) -> None:
@@ -87,11 +89,11 @@ class LinkManager:
         self._schedule_heartbeat(self._clock.now())
 
     def stop_accepting(self) -> None:
-        """Accept no more links."""
+        """Refuse all further links."""
         self._closed = True
 
     def close(self) -> None:
-        """Close all links without reporting it: the caller has ended all transfers."""
+        """Close all links without an event: the caller has ended all transfers."""
         with self._lock:
             self._closed = True
             if self._heartbeat is not None:
@@ -102,14 +104,14 @@ class LinkManager:
             link.close()
 
     def send(self, link: Link, message: Message) -> None:
-        """Send a message. No-op on a link that has ended."""
+        """Send a message; do nothing on a link that has ended."""
         if (peer_link := self._peer_links.get(link)) is not None:
             peer_link.send(message)
 
     def dial(self, address: str) -> None:
-        """Dial the agent there on another thread.
+        """Dial the agent at `address` on another thread.
 
-        The sink receives `on_linked` or `on_link_failed`.
+        The sink then receives `on_linked` or `on_link_failed`.
         """
         self._start_dial(DialRequest(next(iter(self._transports.values())), address, address))
 
@@ -145,7 +147,7 @@ class LinkManager:
                 if not peer_link.is_proven:
                     self._protect_link(peer_link)
                 if peer_link.session.peer is not None and not peer_link.is_proven:
-                    self._prove(peer_link)
+                    self._on_proven(peer_link)
                 if message is not None:
                     self._execute(self._handle(peer_link, message, self._clock.now()))
         except (ProtocolError, SealError) as error:
@@ -159,7 +161,7 @@ class LinkManager:
             peer_link.is_handling = False
 
     def _protect_link(self, peer_link: PeerLink) -> None:
-        """Protect a link whose greeting shows the key from being dropped.
+        """Exempt a link from eviction if its first message shows knowledge of the key.
 
         Of several links with the same greeting, only the first is protected, because greetings can
         be replayed.
@@ -178,7 +180,7 @@ class LinkManager:
             self._unproven.remove(peer_link.link)
 
     def drop_link(self, link: Link, reason: EndReason, detail: str) -> None:
-        """Drop a link. Every transfer on it ends, behind its own fence."""
+        """Drop a link, and end every transfer on it once no peer can write its blocks."""
         with self._lock:
             peer_link = self._peer_links.pop(link, None)
             self._unproven.remove(link)
@@ -209,8 +211,8 @@ class LinkManager:
                 self._execute(on_failure(peer_link.dial_request, reason, detail))
             link.close()
 
-    def _greeting(self, link: Link, dialling: DialRequest) -> LinkSession:
-        """Return the session of a dialled link.
+    def _dialler_session(self, link: Link, dialling: DialRequest) -> LinkSession:
+        """Return the session of a link that this agent has dialled.
 
         The first link's Hello carries the send budget of all its lanes together.
         """
@@ -228,7 +230,7 @@ class LinkManager:
         )
 
     def _start_dial(self, dialling: DialRequest) -> None:
-        """Dial on another thread. Call it with the lock held."""
+        """Dial a peer on another thread; call it with the lock held."""
         self._dials += 1
         try:
             self._clock.run_in_thread(lambda: self._dial(dialling))
@@ -238,7 +240,7 @@ class LinkManager:
             self._execute(self._on_dial_failed(dialling, EndReason.UNREACHABLE, str(error)))
 
     def _finish_dial(self, link: Link | None) -> str | None:
-        """Account for a finished dial. Returns why its link has already ended, if it has."""
+        """Count a dial attempt as finished; return why its link has already ended, or None."""
         self._dials -= 1
         detail = None if link is None else self._ended_early.pop(link, None)
         if not self._dials:
@@ -246,7 +248,7 @@ class LinkManager:
         return detail
 
     def _dial(self, dialling: DialRequest) -> None:
-        """Dial a peer. Runs on its own thread, because it may block."""
+        """Dial a peer and register the link; runs on its own thread, because it may block."""
         try:
             link = dialling.transport.dial(dialling.where)
         except Exception as error:
@@ -262,7 +264,9 @@ class LinkManager:
                 self._finish_dial(None)
                 self._execute(self._on_dial_failed(dialling, EndReason.UNREACHABLE, str(error)))
             return
-        peer_link = PeerLink(link, self._greeting(link, dialling), dialling, self._clock.now())
+        peer_link = PeerLink(
+            link, self._dialler_session(link, dialling), dialling, self._clock.now()
+        )
         with self._lock:
             ended = self._finish_dial(link)
             if self._closed:
@@ -275,8 +279,8 @@ class LinkManager:
             self._peer_links[link] = peer_link
         link.send(peer_link.session.hello())
 
-    def _prove(self, peer_link: PeerLink) -> None:
-        """Put a link whose peer has proven its identity to use, or drop an incompatible one."""
+    def _on_proven(self, peer_link: PeerLink) -> None:
+        """Start to use a link whose peer has proven its identity, or drop an incompatible one."""
         peer_link.is_proven, peer = True, peer_link.session.peer
         assert peer is not None
         reason = (
@@ -307,9 +311,9 @@ class LinkManager:
             )
 
     def _missing_parent(self, peer_link: PeerLink) -> tuple[EndReason, str] | None:
-        """Return an error if the link that led to this one is gone.
+        """Return an error if the link over which this peer was found is gone; None if not.
 
-        Nothing waits for a better link or a lane of it any more, and another link may have been
+        No transfer waits for a better link or a lane of it any more, and another link may have been
         dialled since.
         """
         parent = None if peer_link.dial_request is None else peer_link.dial_request.parent
@@ -320,7 +324,7 @@ class LinkManager:
     # ---- lanes
 
     def _lane_owner(self, peer_link: PeerLink) -> PeerLink | None:
-        """Return the link whose lane this is, if it is one.
+        """Return the link whose lane (parallel connection) this is; None if it is not a lane.
 
         A source finds it by the greeting, among links of the same peer.
         """
@@ -356,7 +360,7 @@ class LinkManager:
         return (EndReason.PROTOCOL, "too many lanes") if len(first.lanes) >= MAX_LANES - 1 else None
 
     def _add_lane(self, first: PeerLink, peer_link: PeerLink) -> None:
-        """Share the first link's windows with this lane."""
+        """Let a proven lane carry windows of the link `first`."""
         assert isinstance(first.link, MultiLaneLink)
         peer_link.lane_owner = first
         first.lanes.append(peer_link)
@@ -365,10 +369,10 @@ class LinkManager:
             peer_link.send(Beat())  # confirms the lane, so that the sink dials the next
 
     def _dial_lane(self, first: PeerLink) -> None:
-        """Sink: dial the next lane, once the source has sent something over the previous one.
+        """Dial the next lane of a link, once the source has sent a message over the previous one.
 
-        Before that the source may not have received our proof, and would reject a lane of an
-        unknown link.
+        Before that the source may not have received this agent's proof, and would reject a lane of
+        an unknown link.
         """
         link, dialling = first.link, first.dial_request
         if not isinstance(link, MultiLaneLink) or dialling is None or first.is_dialling_lane:
@@ -390,18 +394,16 @@ class LinkManager:
         return []
 
     def _retry_lane(self, first: PeerLink, detail: str) -> None:
-        """Dial another lane after one failed or ended before it was used."""
+        """Dial another lane after one has failed or ended before it was used."""
         if first.link in self._peer_links and first.failed_lanes <= _MAX_FAILED_LANES:
             log.warning("kv %s: a lane to %s failed: %s", self.card.agent, first.peer, detail)
             self._dial_lane(first)
 
     def _lose_lane(self, peer_link: PeerLink, first: PeerLink, detail: str) -> None:
-        """Handle the end of a lane.
+        """Remove a lane that has ended; if it had carried windows, drop its link too.
 
-        If it was used, windows may be missing, so its link is lost too.
-
-        The decision waits: connections end in any order, and the link's own last messages tell
-        more.
+        The link is dropped after a delay, because connections end in any order and the link's own
+        last messages say more about the cause.
         """
         lane = peer_link.link
         assert isinstance(lane, MultiLaneLink)
@@ -432,7 +434,7 @@ class LinkManager:
     # ---- choosing the link
 
     def _use(self, peer_link: PeerLink) -> list[Command]:
-        """Sink: use this link, and close the one that led to it."""
+        """Start to use this link as a sink, and close the link over which its address was found."""
         peer, dialling = peer_link.session.peer, peer_link.dial_request
         assert dialling is not None
         assert peer is not None
@@ -451,7 +453,7 @@ class LinkManager:
         )
 
     def _redial(self, dialling: DialRequest, reason: EndReason, detail: str) -> list[Command]:
-        """Sink: dial again after the connection ended before the peer showed its identity.
+        """Dial again after a connection ended before the peer showed its identity.
 
         A busy peer drops unproven connections.
         """
@@ -470,7 +472,7 @@ class LinkManager:
     def _on_dial_failed(
         self, dialling: DialRequest, reason: EndReason, detail: str
     ) -> list[Command]:
-        """Sink: handle a link that did not come up. Use its fallback, if there is one."""
+        """Use the fallback of a link that could not be set up, or report that there is none."""
         address, fallback = dialling.address, dialling.fallback
         if (lane_owner := dialling.lane_of) is not None:
             lane_owner.is_dialling_lane = False
@@ -488,7 +490,10 @@ class LinkManager:
         return self._use(fallback)
 
     def _handle(self, peer_link: PeerLink, message: Message, now: float) -> list[Command]:
-        """Dispatch a message. Raises ProtocolError for one that this direction does not allow."""
+        """Dispatch a message.
+
+        Raises ProtocolError for a message that this direction does not allow.
+        """
         link = peer_link.link
         if peer_link.lane_owner is not None:
             return self._handle_lane_message(peer_link, peer_link.lane_owner, message)
@@ -518,12 +523,10 @@ class LinkManager:
         raise ProtocolError(f"{type(message).__name__} is not allowed in this direction")
 
     def _beat(self, due: float, send_beat: bool = True) -> None:
-        """Send heartbeats, and drop silent links.
+        """Send heartbeats, and drop links whose peers have been silent for too long.
 
-        Runs on the clock's thread without the agent's lock.
-
-        Silence is checked twice per beat, so a freeze is noticed within the allowed silence plus
-        half a beat.
+        Runs on the clock's thread without the agent's lock. Silence is checked twice per beat, so a
+        freeze is noticed within the allowed silence plus half a beat.
         """
         now, beat_s = self._clock.now(), self.options.beat_s
         late_s = now - due if now - due > beat_s else 0.0

@@ -1,6 +1,6 @@
-"""PeerLink: one link as the agent sees it: its peer, its silence, and its sealed messages.
+"""State of one link in its agent: its peer, its last sign of life, and its sealed messages.
 
-Not here: the meaning of messages, or the links themselves (transports/).
+The main class is PeerLink. link_manager.py gives messages their meaning; transports/ has the links.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ class DialRequest(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def parent(self) -> PeerLink | None:
-        """The link over which this agent learnt of `where`; None: it was dialled first."""
+        """The link over which this agent learnt the address `where`; None if an engine gave it."""
         return self.fallback or self.lane_of
 
 
 class PeerLink:
-    """A link and what the agent knows of it.
+    """A link, and what the agent knows of the peer at its other end.
 
-    is_proven          both ends have proven their identity
-    is_in_use          the sink's logic uses the link
-    is_handling        the link's thread is handling a message, and may be waiting for the lock
-    has_received       the peer has sent a message since the link came into use
+    is_proven          whether both ends have proven their identity
+    is_in_use          whether the sink's logic uses the link
+    is_handling        whether the link's thread is handling a message, and may be waiting for the
+                       lock
+    has_received       whether the peer has sent a message since the link came into use
     dial_request       what the link was dialled for; None: the peer dialled
     lanes              parallel links that share its windows
     lane_owner         for such a lane: the link whose windows it shares
-    is_dialling_lane   a lane is being dialled
+    is_dialling_lane   whether a lane is being dialled
     failed_lanes       number of lanes that failed
     """
 
@@ -91,7 +92,7 @@ class PeerLink:
         return self.link.peer if self.dial_request is None else self.dial_request.address
 
     def has_same_peer(self, other: PeerLink) -> bool:
-        """Return whether both links lead to the same start of the same agent."""
+        """Return whether both links lead to the same agent, not restarted in between."""
         ours, theirs = self.session.peer, other.session.peer
         return (
             ours is not None
@@ -100,15 +101,19 @@ class PeerLink:
         )
 
     def send(self, message: Message) -> None:
-        """Seal and send in one step, because seals are counted. Callable on any thread."""
+        """Sign and send a message as one step, because signatures are counted.
+
+        Callable on any thread.
+        """
         with self._sending:
             self.link.send(self.session.seal(message))
 
     def is_silent(self, now: float, late_s: float, options: AgentOptions) -> bool:
-        """Return whether the peer has been silent for too long. Call it twice per beat.
+        """Return whether the peer has been silent for too long; call it twice per heartbeat.
 
-        A peer is not blamed for `late_s`, by which the caller itself is late, nor for messages that
-        wait to be handled here. Before its proof, received bytes do not extend its time.
+        A peer is not blamed for `late_s`, the seconds by which the caller itself is late, nor for
+        messages that wait to be handled here. Before its proof of identity, received bytes do not
+        extend its time.
         """
         received = self.link.received_bytes
         if self.is_proven and (received != self._received or self.is_handling):
@@ -121,7 +126,7 @@ class PeerLink:
 def incompatibility(
     mine: AgentCard, theirs: AgentCard, version: int
 ) -> tuple[EndReason, str] | None:
-    """Return why these two agents cannot exchange KV; None if they can."""
+    """Return why two agents cannot exchange KV, as reason and text; None if they can."""
     if version != VERSION:
         return EndReason.VERSION, f"version {VERSION} here, {version} there"
     if mine.family != theirs.family:
@@ -131,9 +136,10 @@ def incompatibility(
 
 
 def wrong_peer_error(peer_link: PeerLink) -> tuple[EndReason, str] | None:
-    """Return an error if a link reached another agent than the link that led to it.
+    """Return an error if a link reached another agent than expected; None if not.
 
-    An address that one host reports may mean another agent on this host.
+    The link over which the address was found names the expected agent. An address that one host
+    reports may mean another agent on this host.
     """
     parent = None if peer_link.dial_request is None else peer_link.dial_request.parent
     if parent is None or parent.has_same_peer(peer_link):

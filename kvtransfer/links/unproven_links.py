@@ -1,7 +1,6 @@
-"""UnprovenLinks: links whose peer has not shown the fleet's key, limited in total and per address.
+"""Links whose peer has not shown the fleet's key, limited in total and per client address.
 
-Not here: the proof (kvtransfer/protocol/session.py), and its time limit
-(kvtransfer/links/peer_link.py).
+protocol/session.py checks the proof; peer_link.py limits its time.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from kvtransfer.contract import Link
 
 
 class UnprovenLinks:
-    """A bounded set of unproven links.
-
-    A new link is always added, at the cost of another one if needed.
+    """A bounded set of unproven links, to which a new link can always be added.
 
     If its address has `per_address` links, the oldest of them is dropped. Otherwise, if there are
     `most` links in total, the oldest link of the address with the most links is dropped.
@@ -33,7 +30,7 @@ class UnprovenLinks:
         return link in self._address_of
 
     def admit(self, link: Link) -> Link | None:
-        """Add a link. Returns the link that the caller must close to make room, if any."""
+        """Add a link; return the link that the caller must close to make room, or None."""
         address = client_address(link.peer)
         dropped = self._victim(address)
         if dropped is not None:
@@ -43,10 +40,7 @@ class UnprovenLinks:
         return dropped
 
     def remove(self, link: Link) -> None:
-        """Remove a link that has ended or whose peer has shown the key.
-
-        No-op for an unknown link.
-        """
+        """Remove a link that has ended or whose peer has shown the key; ignore an unknown link."""
         address = self._address_of.pop(link, None)
         if address is None:
             return
@@ -67,9 +61,10 @@ class UnprovenLinks:
 
 
 def client_address(peer: str) -> str:
-    """Return what a client cannot change at will: its IPv4 address, or the /64 of its IPv6 address.
+    """Return the part of a peer's address that a client cannot change at will.
 
-    A name that is not host:port (a link within a host) is returned unchanged.
+    This is its IPv4 address, or the /64 network of its IPv6 address. A name that is not host:port
+    (a link within a host) is returned unchanged.
     """
     host = peer.rpartition(":")[0].strip("[]") or peer
     try:

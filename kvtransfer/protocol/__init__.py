@@ -1,3 +1,3 @@
-"""What two agents send to each other: frames, messages, tickets, sessions, leases, outcomes.
-Sans-IO.
+"""Protocol between two agents: frames, messages, tickets, sessions, leases and outcomes, without
+I/O.
 """

@@ -1,4 +1,4 @@
-"""Frames: the bytes on a connection between two agents. Length-limited, checksummed, sans-IO.
+"""Frames on a connection between two agents: length-limited, with a checksum; without I/O.
 
     magic "KVF2" | xxh3-64 of everything behind it, header included
     kind u8 | proof u8 | 0 u16 | header bytes u32 | payload bytes u64
@@ -6,9 +6,9 @@
     payload, and after it (only for a window) a trailer: verdict u8 | 0 | 16 bytes of proof
 
 A message is a header without a payload. A window's header says which runs of the plan follow; its
-trailer carries what the source learnt while reading its memory. Numbers are little-endian. Not
-here: sockets, where payloads go (kvtransfer/transports/stream/inbound.py), and authenticity (a
-checksum finds broken bytes, not forged ones).
+trailer carries what the source learnt while reading its memory. Numbers are little-endian. A
+checksum finds damaged bytes, not forged ones. transports/stream/inbound.py decides where payloads
+go.
 """
 
 from __future__ import annotations
@@ -38,13 +38,16 @@ PROOF_BYTES = 16
 
 
 class FrameError(Exception):
-    """The bytes are not a valid frame. Their connection must not be trusted any further."""
+    """Error: the bytes are not a valid frame, so their connection must not be trusted any
+    further.
+    """
 
 
 class FrameKind(IntEnum):
     """The kind of a frame.
 
-    WINDOW                   the window's bytes follow
+    MESSAGE                  a control message
+    WINDOW                   a window of KV, whose bytes follow
     SHARED, REGIONS, TAKEN   windows through shared memory (transports/shm.py)
     SPREAD                   the transfer's windows may use any lane from now on
     """
@@ -58,7 +61,7 @@ class FrameKind(IntEnum):
 
 
 class PayloadProof(IntEnum):
-    """What the trailer proves about the payload."""
+    """What the trailer of a frame proves about its payload."""
 
     NONE = 0
     XXH3 = 1  # the payload is undamaged
@@ -74,7 +77,10 @@ MAX_PAYLOAD_BYTES = 64 << 20
 
 
 class FrameLimits(msgspec.Struct, frozen=True):
-    """The largest frame to read or write. A peer can make an agent buffer one header at most."""
+    """Limits in bytes of a frame to read or write.
+
+    A peer can make an agent buffer one header at most.
+    """
 
     header_bytes: int = 16 << 10
     payload_bytes: int = MAX_PAYLOAD_BYTES
@@ -93,12 +99,15 @@ class FrameHeader(NamedTuple):
 def encode_frame(
     kind: FrameKind, header: bytes, payload_bytes: int = 0, proof: PayloadProof = PayloadProof.NONE
 ) -> bytes:
-    """Encode the preamble and header of a frame. The payload follows."""
+    """Encode the preamble and header of a frame; the caller sends the payload after it."""
     return _checked(_FIELDS.pack(kind, proof, 0, len(header), payload_bytes) + header)
 
 
 def encode_window_frame(head: WindowHead, payload_bytes: int, proof: PayloadProof) -> bytes:
-    """Encode the frame ahead of a window's bytes. Raises FrameError for out-of-range numbers."""
+    """Encode the start of the frame that precedes a window's bytes.
+
+    Raises FrameError for out-of-range numbers.
+    """
     try:
         fields = (head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes)
         return _checked(
@@ -109,9 +118,9 @@ def encode_window_frame(head: WindowHead, payload_bytes: int, proof: PayloadProo
 
 
 def decode_header(data: memoryview, limits: FrameLimits) -> FrameHeader:
-    """Decode the first PREAMBLE_BYTES of `data`.
+    """Decode the first PREAMBLE_BYTES of `data` to a FrameHeader.
 
-    Raises FrameError if they are invalid or too large.
+    Raises FrameError if they are invalid or announce more than the limits.
     """
     magic, checksum, kind, proof, zero, header_bytes, payload_bytes = _PREAMBLE.unpack_from(data)
     if magic != _MAGIC or zero:
@@ -136,7 +145,7 @@ def verify_header(data: memoryview, announced: FrameHeader) -> None:
 
 
 def pack_head(head: WindowHead) -> bytes:
-    """Encode a window's head. Raises FrameError for out-of-range numbers."""
+    """Encode a WindowHead. Raises FrameError for out-of-range numbers."""
     try:
         return _HEAD.pack(
             head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes
@@ -146,20 +155,20 @@ def pack_head(head: WindowHead) -> bytes:
 
 
 def unpack_head(header: bytes | memoryview) -> WindowHead:
-    """Decode a window's head. Raises FrameError if it is too short."""
+    """Decode a WindowHead. Raises FrameError if the bytes are too few."""
     if len(header) < _HEAD.size:
         raise FrameError(f"{len(header)} bytes are not a window's header")
     return WindowHead(*_HEAD.unpack_from(header))
 
 
 def encode_trailer(verdict: WindowVerdict, proof: bytes | int = 0) -> bytes:
-    """Encode a window's trailer. `proof`: an xxh3-64 digest or a GCM tag."""
+    """Encode a window's trailer; `proof` is an xxh3-64 digest or a GCM tag."""
     data = proof.to_bytes(PROOF_BYTES, "little") if isinstance(proof, int) else proof
     return _TRAILER.pack(_VERDICTS.index(verdict), data)
 
 
 def decode_trailer(data: memoryview) -> tuple[WindowVerdict, bytes]:
-    """Decode a trailer: the source's verdict and its proof."""
+    """Return the source's verdict and the proof in a trailer. Raises FrameError if invalid."""
     verdict, proof = _TRAILER.unpack_from(data)
     if verdict >= len(_VERDICTS):
         raise FrameError(f"unknown verdict {verdict}")

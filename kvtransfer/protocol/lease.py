@@ -1,11 +1,11 @@
-"""Lease: the promise that prefilled KV stays available until it is fetched or its time is up.
+"""Lease of prefilled KV: the promise to keep it until it is fetched or its time is up.
 
     OFFERED -> CLAIMED -> MOVING -> LANDED -> RELEASED        the normal course
     EXPIRED     the deadline passed in any state before RELEASED
     REVOKED     given up: the client left, a transfer failed, a group died
 
-A table of transitions and a function that applies it. Not here: timers, blocks, messages. The owner
-of a lease feeds it events and acts on the resulting state.
+Contains a table of transitions and the function `advance` that applies it. The owner of a lease
+feeds it events and acts on the resulting state; there are no timers, blocks or messages here.
 """
 
 from __future__ import annotations
@@ -82,13 +82,14 @@ _TIMELESS = frozenset({LeaseEvent.EXPIRE, LeaseEvent.REVOKE, LeaseEvent.RELEASE}
 
 
 class LeaseError(Exception):
-    """The event is illegal: wrong state, after the deadline, or an expiry before it."""
+    """Error: the event is illegal in this state, after the deadline, or as an early expiry."""
 
 
 class Lease(msgspec.Struct, frozen=True):
     """The lease of one request's KV at its source.
 
-    `deadline` is in seconds on the owner's clock; `ended_from` is the state from which it ended.
+    deadline    when it expires, in seconds on the owner's clock
+    ended_from  the state from which it ended; None while it has not ended
     """
 
     id: str
@@ -98,7 +99,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None = None) -> Lease:
-    """Return the lease after `event` at `now`. RENEW takes the new `deadline`.
+    """Return the lease after `event` at `now`; the event RENEW takes the new `deadline`.
 
     Raises LeaseError if the event is illegal. After the deadline most events are, even before a
     timer has fired. Otherwise a slow reader could read blocks that already have a new owner.
@@ -123,7 +124,7 @@ def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None 
 
 
 def end_lease(lease: Lease, reason: EndReason, now: float) -> Lease:
-    """Return the lease in the final state that this reason implies."""
+    """Return the lease in the final state that this reason for the end implies."""
     if reason is EndReason.LANDED:
         try:
             if lease.state is LeaseState.CLAIMED:

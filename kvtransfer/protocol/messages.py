@@ -1,7 +1,7 @@
-"""The messages between two agents: typed, length-limited msgpack.
+"""The messages between two agents, as typed and length-limited msgpack.
 
-The agent that dialled a link is the sink, the other one the source, for the link's whole life. So
-every message has one direction. Not here: proof of identity (kvtransfer/protocol/session.py).
+The agent that dialled a link is the sink (receiver of KV), the other one the source, for the link's
+whole life. So every message has one direction. session.py proves identities.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
 
 class ProtocolError(Exception):
-    """The peer sent an invalid message. Its link must not be trusted any further."""
+    """Error: the peer sent an invalid message, so its link must not be trusted any further."""
 
 
 class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The identity of an agent.
+    """The identity of an agent, as sent to its peers.
 
-    epoch       random, drawn at every start
+    agent       its name
+    epoch       random bytes, drawn at every start
+    layout      KV layout of its group
     family      what else must be equal, like the layout: weights, quantisation
     host        equal exactly on one machine
     addresses   by transport, where else the agent can be dialled
@@ -62,15 +64,15 @@ class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     @property
     def only_rank(self) -> int | None:
-        """The rank that this agent has by itself; None: it has all."""
+        """The only rank that this agent has; None if it has all ranks."""
         return None if self.rank < 0 else self.rank
 
 
 class LinkHello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
-    """Sink: the first message of a link.
+    """The first message of a link, from the sink.
 
-    `budget_bytes` is how much the source may have in flight on the link and its lanes. The format
-    is the same in every version, so that another version can be detected and reported.
+    `budget_bytes` is how many bytes the source may have in flight on the link and its lanes. The
+    format is the same in every version, so that another version can be detected and reported.
     """
 
     version: Id
@@ -80,7 +82,10 @@ class LinkHello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unkn
 
 
 class Lane(msgspec.Struct, frozen=True, array_like=True, tag=11, forbid_unknown_fields=True):
-    """Sink: in place of Hello, for a lane of the link whose Hello had the nonce `lane_of`."""
+    """The first message of a lane (parallel connection), from the sink.
+
+    `lane_of` is the nonce of the LinkHello of the link to which the lane belongs.
+    """
 
     version: Id
     nonce: Nonce
@@ -89,7 +94,7 @@ class Lane(msgspec.Struct, frozen=True, array_like=True, tag=11, forbid_unknown_
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
-    """Source: the answer to Hello or Lane."""
+    """The source's answer to LinkHello or Lane."""
 
     version: Id
     nonce: Nonce
@@ -97,19 +102,22 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknow
 
 
 class LinkReady(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """Sink: the Welcome is genuine. This message's seal proves the sink's identity."""
+    """The sink's last message of the handshake, whose signature proves the sink's identity."""
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
-    """Both: a heartbeat. From the sink it renews every lease that is claimed over the link."""
+    """A heartbeat of either side; from the sink it renews every lease claimed over the link."""
 
 
 class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
-    """Sink: write the offer `name` into these blocks.
+    """The sink's invitation to write the KV of the offer `name` into its blocks.
 
-    wait_s         how long the invitation may wait for its offer
-    slack_s        urgency among transfers of the same priority: time to the deadline
+    skip_tokens    tokens at the start that are not needed
+    wait_s         seconds that the invitation may wait for its offer
+    slack_s        urgency among transfers of the same priority: seconds to the deadline
     window_bytes   the largest window, except for a single longer run
+    ticket         permission to fetch the offer; None: by its name
+    grant          data that lets the source write into the blocks (rdma: keys)
     """
 
     transfer: Id
@@ -126,7 +134,7 @@ class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown
 
 
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
-    """Source: the transfer begins. Both ends can now compute the same plan.
+    """The source's answer that the transfer begins; both ends can now compute the same plan.
 
     `layouts` is the fingerprint of the two layouts that the source plans with.
     """
@@ -139,7 +147,10 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown
 
 
 class StopTransfer(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True):
-    """Either: the transfer is over and has not landed. Also the source's refusal of an Invite."""
+    """Message of either side that the transfer is over without having landed.
+
+    Also refuses an Invite.
+    """
 
     transfer: Id
     reason: EndReason
@@ -147,21 +158,24 @@ class StopTransfer(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_u
 
 
 class Landed(msgspec.Struct, frozen=True, array_like=True, tag=8, forbid_unknown_fields=True):
-    """Sink: every byte has arrived and is verified. The lease can end."""
+    """The sink's message that every byte has arrived and is verified, so the lease can end."""
 
     transfer: Id
     n_bytes: Bytes
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag=9, forbid_unknown_fields=True):
-    """Sink: this many bytes of the transfer have been received, and as many more may be sent."""
+    """The sink's message that it has received `n_bytes`, so as many more may be sent."""
 
     transfer: Id
     n_bytes: Bytes
 
 
 class Unwanted(msgspec.Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):
-    """Sink: it will not invite for `name`. Valid only from a sink that may fetch the offer."""
+    """The sink's message that it will not fetch the offer `name`.
+
+    It is valid only from a sink that may fetch the offer.
+    """
 
     name: Name
     ticket: TicketText | None = None
@@ -191,7 +205,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Message:
-    """Decode a message. Raises ProtocolError for anything else."""
+    """Decode a message. Raises ProtocolError if the bytes are not a valid message."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(
             f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}"
@@ -222,16 +236,13 @@ def check_texts(name: str, ticket: str | None = None) -> None:
 
 
 def check_seconds(what: str, seconds: float) -> None:
-    """Raise ValueError for a negative or unbounded time.
-
-    NaN and infinity would hold blocks for ever.
-    """
+    """Raise ValueError for a negative or infinite time or NaN, which would hold blocks for ever."""
     if not 0.0 <= seconds < inf:
         raise ValueError(f"{what} needs a finite time in seconds, not {seconds}")
 
 
 def make_stop(transfer: int, reason: EndReason, detail: str) -> StopTransfer:
-    """Build a Stop, with the detail truncated to what a message can carry."""
+    """Return a StopTransfer message, with the detail truncated to what a message can carry."""
     return StopTransfer(transfer, reason, detail[:256].encode(errors="replace").decode())
 
 
@@ -241,5 +252,5 @@ def pack_blocks(blocks: Any) -> bytes:
 
 
 def unpack_blocks(data: bytes) -> NDArray[np.int64]:
-    """Decode the block numbers of a message."""
+    """Decode the block numbers of a message to an int64 array."""
     return np.frombuffer(data, dtype="<u4").astype(np.int64)

@@ -1,7 +1,6 @@
-"""How an offer or a landing ended: once, with one reason from a closed list.
+"""The ways in which an offer or a fetch of KV can end: one reason from a closed list.
 
-Both sides and the metrics use the same words. Not here: deciding the end
-(kvtransfer/transfer/source.py, kvtransfer/transfer/sink.py).
+Both sides and the metrics use the same words. source.py and sink.py decide the reason.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import msgspec
 
 
 class OutcomeKind(StrEnum):
-    """The kind of an outcome. Only after LANDED may the KV be decoded."""
+    """The kind of a transfer's outcome; only after LANDED may the KV be decoded."""
 
     LANDED = "landed"
     FAILED = "failed"
@@ -21,7 +20,7 @@ class OutcomeKind(StrEnum):
 
 
 class EndReason(StrEnum):
-    """Why a transfer ended. A closed list, so that it can be a metric label."""
+    """Why a transfer ended; a closed list, so that it can be a metric label."""
 
     LANDED = "landed"
     CANCELLED = "cancelled"  # the sink's engine gave up
@@ -75,11 +74,13 @@ _HOW = {
 
 
 class TransferOutcome(msgspec.Struct, frozen=True):
-    """The outcome of an offer or a landing.
+    """The outcome of an offer or a fetch of KV.
 
-    n_bytes     bytes moved
-    seconds     time since the offer or the landing began
-    transport   "": none was chosen yet
+    is_retriable  whether another attempt may succeed
+    n_bytes       bytes moved
+    seconds       seconds since the offer or fetch began
+    transport     name of the transport; "" if none was chosen yet
+    detail        explanation for logs
     """
 
     kind: OutcomeKind
@@ -103,7 +104,7 @@ def outcome_for(
     transport: str = "",
     detail: str = "",
 ) -> TransferOutcome:
-    """Build the outcome that `reason` implies."""
+    """Return the outcome that follows from `reason`."""
     return TransferOutcome(
         _HOW.get(reason, OutcomeKind.FAILED),
         reason,

@@ -1,4 +1,4 @@
-"""Session: mutual proof of identity under the fleet's key, then a seal on every message. Sans-IO.
+"""Session of a link: mutual proof of identity under the fleet's key, then signed messages; no I/O.
 
     sink                       source
     Hello(nonce, card)   ->                              (or Lane) the only message without a seal
@@ -6,8 +6,8 @@
     Ready + seal         ->                              from here on each side knows the other
 
 A seal is HMAC-SHA256, truncated to 16 bytes, of a counter and the message, under a key of this link
-and direction. It detects forged, altered, repeated, missing and reordered messages. Not here:
-sealing windows of KV (the transport does it, with `window_key`), messages after Ready, and nonces.
+and direction. It detects forged, altered, repeated, missing and reordered messages. The transport
+encrypts windows of KV itself, with `window_key`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RANDOM_BYTES = 8  # random part of a greeting; the other 8 bytes are its tag
 
 
 def greeting_nonce(key: bytes, random: bytes) -> bytes:
-    """Return a nonce for Hello or Lane that shows the key: 8 random bytes and their tag.
+    """Return a nonce for Hello or Lane that shows the key: 8 random bytes and their HMAC tag.
 
     It can be replayed, so it is no proof. It only decides which new links are served first.
     """
@@ -45,16 +45,16 @@ def greeting_nonce(key: bytes, random: bytes) -> bytes:
 
 
 def shows_key(key: bytes, nonce: bytes) -> bool:
-    """Return whether a greeting's nonce was made with this key, now or earlier."""
+    """Return whether a nonce was made by `greeting_nonce` with this key, now or earlier."""
     return hmac.compare_digest(greeting_nonce(key, nonce), nonce)
 
 
 class SealError(Exception):
-    """The seal is invalid: the peer has another key, or the bytes were altered."""
+    """Error: the seal is invalid, because the peer has another key or the bytes were altered."""
 
 
 class LinkSession:
-    """One end of one link.
+    """The session at one end of a link: handshake, keys and message counters.
 
     peer       the other agent's card; None until its identity is proven
     version    the protocol version that the peer speaks
@@ -85,7 +85,7 @@ class LinkSession:
         self._sealed = self._opened = 0
 
     def hello(self) -> bytes:
-        """Return the first message of the dialling end."""
+        """Return the first message of the dialling end, Hello or Lane, as bytes."""
         identity = (VERSION, self._nonce, self._card)
         self._hello = encode(
             Lane(*identity, self.lane_of)
@@ -95,10 +95,10 @@ class LinkSession:
         return self._hello
 
     def handle(self, data: bytes) -> tuple[Message | None, bytes | None]:
-        """Handle the next message.
+        """Handle the next message of the peer.
 
-        Returns the decoded message (None during the handshake) and the bytes to send back, if any.
-        Raises ProtocolError and Unproven; the link must then be closed.
+        Return the decoded message (None during the handshake) and the bytes to send back, or None.
+        Raises ProtocolError or SealError; the link must then be closed.
         """
         if self.peer is not None:
             return self._open(data), None
@@ -112,11 +112,11 @@ class LinkSession:
         return None, None
 
     def seal(self, message: Message) -> bytes:
-        """Return the message as sent on the wire. Call it in the order of sending."""
+        """Return the message as signed bytes; call it in the order of sending."""
         return self._seal(encode(message))
 
     def _answer_hello(self, data: bytes) -> bytes:
-        """Answer the Hello with a Welcome. The peer's identity is not proven yet."""
+        """Return the Welcome that answers a Hello; the peer's identity is not proven yet."""
         if len(data) > MOST_HELLO_BYTES:
             raise ProtocolError(f"a Hello of {len(data)} bytes")
         hello = decode(data)
@@ -133,9 +133,9 @@ class LinkSession:
         return self._seal(welcome)
 
     def _answer_welcome(self, data: bytes) -> bytes:
-        """Answer the Welcome with Ready.
+        """Return the Ready that answers a Welcome.
 
-        Its seal covers our nonce, so it proves the peer's identity.
+        The Welcome's seal covers this end's nonce, so it proves the peer's identity.
         """
         body = bytes(data[:-SEAL_BYTES])
         if len(data) > MOST_HELLO_BYTES:
@@ -148,7 +148,9 @@ class LinkSession:
         return self.seal(LinkReady())
 
     def _derive(self, welcome: bytes) -> None:
-        """Derive the keys of this link. Both nonces enter, so no two links have the same keys."""
+        """Derive the keys of this link from both nonces, so that no two links have the same
+        keys.
+        """
         transcript = hashlib.sha256(
             len(self._hello).to_bytes(4, "big") + self._hello + welcome
         ).digest()

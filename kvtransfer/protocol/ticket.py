@@ -1,10 +1,9 @@
-"""Tickets: a source's permission to fetch one offer, once. Opaque text for gateways and engines.
+"""Tickets: a source's permission to fetch one offer once, as opaque text for gateways and engines.
 
 A ticket names an offer, its agent and that agent's epoch, the sink, the blocks with their
 generations, and an end time. An HMAC proves that a holder of the fleet's key issued it: the agent
-for an offer that exists, or another process of the engine before the offer is made. Not here: the
-offers (kvtransfer/transfer/source.py), or proof of who presents a ticket
-(kvtransfer/protocol/session.py).
+for an offer that exists, or another process of the engine before the offer is made. source.py has
+the offers; session.py proves who presents a ticket.
 """
 
 from __future__ import annotations
@@ -33,7 +32,10 @@ _Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 class TicketRefusal(StrEnum):
-    """Why a ticket is refused. Counted separately: a restart is not an attack, nor is a delay."""
+    """Why a ticket is refused.
+
+    Counted separately, because a restart or a delay is not an attack.
+    """
 
     MALFORMED = "malformed"
     FORGED = "forged"
@@ -45,7 +47,7 @@ class TicketRefusal(StrEnum):
 
 
 class TicketRefused(Exception):
-    """The ticket is refused for `reason`. The message never quotes the ticket."""
+    """Error: the ticket is refused for `reason`; the message never quotes the ticket."""
 
     def __init__(self, reason: TicketRefusal, message: str) -> None:
         super().__init__(message)
@@ -83,20 +85,21 @@ _DECODER = msgspec.msgpack.Decoder(Ticket)
 def mint_ahead(
     key: bytes, offer: str, agent: str, epoch: bytes, nonce: bytes, not_after: float
 ) -> str:
-    """Mint the ticket of an offer that the agent will make with this nonce.
+    """Return the ticket of an offer that the agent will make later with this nonce.
 
-    Any holder of the key on the agent's host may: `not_after` is on that host's monotonic clock.
+    Any holder of the key on the agent's host may call it, since `not_after` is on that host's
+    monotonic clock.
     """
     return mint(key, Ticket(offer, agent, epoch, AHEAD, not_after, nonce))
 
 
 def renewed_nonce(nonce: bytes) -> bytes:
-    """Return the nonce of the next ticket for the same offer. That ticket can be used once, too."""
+    """Return the nonce of the next ticket for the same offer, which can also be used once."""
     return hashlib.blake2b(nonce, digest_size=16, person=b"kv-renewed").digest()
 
 
 def block_digest(blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bytes:
-    """Return 16 bytes that identify these blocks, in this order, at these generations."""
+    """Return a 16-byte hash of these blocks, in this order, with these generations."""
     hashed = hashlib.blake2b(digest_size=16, person=b"kv-blocks")
     hashed.update(len(blocks).to_bytes(8, "little"))
     hashed.update(np.ascontiguousarray(blocks, "<i8").tobytes())
@@ -105,7 +108,7 @@ def block_digest(blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> 
 
 
 def mint(key: bytes, ticket: Ticket) -> str:
-    """Encode a ticket as ASCII text, safe in JSON, headers and URLs.
+    """Encode a ticket as signed ASCII text, safe in JSON, headers and URLs.
 
     Raises ValueError if its names make it too long.
     """
@@ -117,7 +120,7 @@ def mint(key: bytes, ticket: Ticket) -> str:
 
 
 def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None = None) -> Ticket:
-    """Decode a ticket that this agent issued in this epoch, that is in time and valid for `sink`.
+    """Verify and decode a ticket of this agent; it must be of this epoch, in time and for `sink`.
 
     Raises TicketRefused. No field is read before the HMAC is verified.
     """
@@ -143,9 +146,9 @@ def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None =
 
 
 class SpentTickets:
-    """The spent tickets, each remembered until it would be refused as expired.
+    """The tickets that were used, each remembered until it would be refused as expired.
 
-    Every rank of a sink group spends a ticket by itself. Bounded: when full, further tickets are
+    Every rank of a sink group spends a ticket separately. Bounded: when full, further tickets are
     refused. Not thread-safe.
     """
 
@@ -158,9 +161,9 @@ class SpentTickets:
         return len(self._nonces)
 
     def check_unspent(self, ticket: Ticket, now: float, rank: int = -1) -> None:
-        """Raise TicketRefused if this rank has spent the ticket, or if too many are remembered.
+        """Raise TicketRefused if this rank has used the ticket, or if too many are remembered.
 
-        rank   of the sink in its group; -1: it has all ranks
+        rank   rank of the sink in its group; -1: it has all ranks
         """
         while self._by_end and self._by_end[0][0] <= now:
             self._nonces.discard(heappop(self._by_end)[1])
@@ -170,7 +173,7 @@ class SpentTickets:
             raise TicketRefused(TicketRefusal.TOO_MANY, f"{self._most} tickets are in use")
 
     def spend(self, ticket: Ticket, now: float, rank: int = -1) -> None:
-        """Mark the ticket as spent. Raises TicketRefused as `check_unspent` does."""
+        """Mark the ticket as used. Raises TicketRefused as `check_unspent` does."""
         self.check_unspent(ticket, now, rank)
         key = _spent_key(ticket, rank)
         self._nonces.add(key)
@@ -188,7 +191,7 @@ def _mac(key: bytes, body: bytes) -> bytes:
 
 
 def _decode_text(text: str) -> bytes:
-    """Decode base64url text, and refuse any but the canonical encoding."""
+    """Decode base64url text. Raises TicketRefused for any but the canonical encoding."""
     if not _MAC_BYTES < len(text) <= MAX_CHARS:
         raise TicketRefused(
             TicketRefusal.MALFORMED,

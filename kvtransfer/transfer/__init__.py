@@ -1,1 +1,1 @@
-"""The two ends of a transfer: offers at the source, reservations at the sink. Sans-IO."""
+"""The two ends of a KV transfer, without I/O: offers at the source, fetches at the sink."""

@@ -1,8 +1,7 @@
-"""Authorizer: who may fetch an offer. Sans-IO.
+"""Authorization to fetch an offer, by its ticket or by its name.
 
-A sink needs the offer's ticket, unless the offer names that sink or is public. Not here: the ticket
-format (kvtransfer/protocol/ticket.py), or whether the offer still exists
-(kvtransfer/transfer/source.py).
+A sink needs the offer's ticket, unless the offer names that sink or is public. protocol/ticket.py
+has the ticket format; source.py knows whether the offer still exists.
 """
 
 from __future__ import annotations
@@ -34,19 +33,22 @@ _REASON = {
 
 
 def may_fetch_by_name(spec: OfferSpec, agent: str) -> bool:
-    """Return whether this agent may fetch the offer without a ticket."""
+    """Return whether the agent with this name may fetch the offer without a ticket."""
     return spec.public if spec.sink is None else spec.sink == agent
 
 
 class Authorizer:
-    """Issues and checks the tickets of one agent. `key` is the fleet's. Owned by TransferSource."""
+    """Issues and checks the tickets of one agent, under the fleet's `key`.
+
+    Used by TransferSource.
+    """
 
     def __init__(self, key: bytes, card: AgentCard, regions: Sequence[Region]) -> None:
         self._key, self._card, self._regions = key, card, regions
         self._used = SpentTickets()
 
     def issue(self, offer: LeasedOffer) -> str:
-        """Issue a ticket that is valid until the offer's lease ends.
+        """Return a new ticket that is valid until the offer's lease ends.
 
         Raises ValueError if the names make it too long.
         """
@@ -65,10 +67,11 @@ class Authorizer:
     def check(
         self, text: str, offer: LeasedOffer | None, name: str, sink: AgentCard, now: float
     ) -> Ticket | EndReason:
-        """Check a ticket without spending it. Returns the ticket, or the reason for refusing it.
+        """Check a ticket without using it.
 
-        A valid ticket whose offer does not exist any more is refused as GONE. One that was minted
-        ahead is valid before its offer exists; the caller knows whether the offer has ended.
+        Return the decoded ticket, or the reason for refusing it. A valid ticket whose offer does
+        not exist any more is refused as GONE. A ticket that was minted ahead is valid before its
+        offer exists; the caller knows whether the offer has ended.
         """
         try:
             ticket = check(self._key, text, now, epoch=self._card.epoch, sink=sink.agent)
@@ -86,7 +89,10 @@ class Authorizer:
         return ticket
 
     def spend(self, ticket: Ticket, sink: AgentCard, now: float) -> EndReason | None:
-        """Mark the ticket as used by this sink's rank. Returns None, or why it is refused."""
+        """Mark the ticket as used by this sink's rank.
+
+        Return None, or the reason if it is refused.
+        """
         try:
             self._used.spend(ticket, now, sink.rank)
         except TicketRefused as refused:
@@ -94,9 +100,9 @@ class Authorizer:
         return None
 
     def _digest_now(self, offer: LeasedOffer) -> bytes:
-        """Return the digest of the offer's blocks at their current generations.
+        """Return the hash of the offer's blocks with their current generations.
 
-        It differs from the ticket's digest if a block has changed owner since.
+        It differs from the ticket's hash if a block has changed owner since.
         """
         return block_digest(
             offer.spec.blocks,

@@ -1,4 +1,6 @@
-"""Commands of the source and the sink, which the agent executes in order under its lock."""
+"""Commands that source.py and sink.py return, and that the agent executes in order under its
+lock.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,16 @@ from kvtransfer.protocol.outcomes import TransferOutcome
 
 
 class SendMessage(msgspec.Struct, frozen=True):
-    """Send a message over the link."""
+    """Command to send a message over the link."""
 
     link: Link
     message: Message
 
 
 class SendInvite(msgspec.Struct, frozen=True):
-    """Grant the peer access to these blocks, add the grant to the invitation, and send it."""
+    """Command to grant the peer access to these blocks and send it the invitation with the
+    grant.
+    """
 
     link: Link
     invite: Invite
@@ -29,7 +33,7 @@ class SendInvite(msgspec.Struct, frozen=True):
 
 
 class AcceptGrant(msgspec.Struct, frozen=True):
-    """Source: hand the sink's grant to the link."""
+    """Command of the source to pass the sink's access grant to the link."""
 
     link: Link
     transfer: int
@@ -37,7 +41,7 @@ class AcceptGrant(msgspec.Struct, frozen=True):
 
 
 class PutWindow(msgspec.Struct, frozen=True):
-    """Source: queue a window."""
+    """Command of the source to queue a window of KV for sending."""
 
     link: Link
     head: WindowHead
@@ -45,56 +49,56 @@ class PutWindow(msgspec.Struct, frozen=True):
 
 
 class DropWindows(msgspec.Struct, frozen=True):
-    """Source: drop the transfer's queued windows."""
+    """Command of the source to drop the transfer's queued windows."""
 
     link: Link
     transfer: int
 
 
 class FenceTransfer(msgspec.Struct, frozen=True):
-    """Sink: stop all writes of the transfer."""
+    """Command of the sink to stop all writes of the transfer into its blocks."""
 
     link: Link
     transfer: int
 
 
 class BumpGenerations(msgspec.Struct, frozen=True):
-    """Source: increment the generations of blocks that change owner.
+    """Command of the source to increment the generations of blocks that change owner.
 
-    Always before their Resolve.
+    It always precedes their ResolveHandle.
     """
 
     blocks: NDArray[np.int64]
 
 
 class ResolveHandle(msgspec.Struct, frozen=True):
-    """Report the outcome of an offer or a landing to the engine. The last command of each."""
+    """Command to report the outcome of an offer or a fetch to the engine; the last one of each."""
 
     number: int
     end: TransferOutcome
 
 
 class ReportLayers(msgspec.Struct, frozen=True):
-    """Sink: report that the first `layers` layers of a landing are complete."""
+    """Command of the sink to report that the first `layers` layers of a fetch are complete."""
 
     number: int
     layers: int
 
 
 class DialPeer(msgspec.Struct, frozen=True):
-    """Sink: dial the agent at this address."""
+    """Command of the sink to dial the agent at this address."""
 
     address: str
 
 
 class EndGroup(msgspec.Struct, frozen=True):
-    """Source: end all offers, because a rank of the group is lost."""
+    """Command of the source to end all offers, because a rank of the group is lost."""
 
     detail: str
 
 
 class ComputePlan(msgspec.Struct, frozen=True):
-    """Run `work` without the agent's lock, then call its result under the lock.
+    """Command to run `work` without the agent's lock, then call its result under the lock.
 
     The result is called with the current time and returns commands. The state may have changed in
     the meantime.
@@ -126,9 +130,9 @@ _MAX_INLINE_PAIRS = 1024
 def plan_or_defer(
     blocks: int, pairs: int, work: Callable[[], Callable[[float], list[Command]]], now: float
 ) -> list[Command]:
-    """Compute a plan of this many blocks and rank pairs with `work`.
+    """Run `work`, which computes a plan of this many blocks and rank pairs, now or later.
 
-    Returns the commands of a small plan, and a command to compute a large one.
+    Return the commands of a small plan, or a command to compute a large one.
     """
     short = blocks <= _MAX_INLINE_BLOCKS and pairs <= _MAX_INLINE_PAIRS
     return work()(now) if short else [ComputePlan(work)]

@@ -1,7 +1,6 @@
-"""Which window to send next to a peer, how much may be in flight, and the measured bandwidth.
+"""Flow control of sending: order of transfers, bytes in flight to a peer, measured bandwidth.
 
-Pure: the caller passes `now`. Not here: links, plans, or choosing a peer by bandwidth (the
-gateway's policies do that).
+All functions are pure: the caller passes `now`. The gateway's policies choose a peer by bandwidth.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ import msgspec
 class Priority(IntEnum):
     """How urgent a transfer is.
 
-    A token waits for INTERACTIVE; BULK fills caches; MIGRATION empties a group.
+    INTERACTIVE  a client waits for a token
+    BULK         fills caches
+    MIGRATION    empties a group
     """
 
     INTERACTIVE = 0
@@ -23,7 +24,7 @@ class Priority(IntEnum):
 
     @classmethod
     def from_name(cls, word: str) -> Priority:
-        """Return the priority of this name. Raises ValueError if there is none."""
+        """Return the priority of this name, in any case. Raises ValueError for an unknown name."""
         try:
             return cls[word.upper()]
         except KeyError:
@@ -33,10 +34,10 @@ class Priority(IntEnum):
 
 
 class SendCredits:
-    """The number of bytes that may be in flight to one peer.
+    """Limit of the bytes in flight to one peer.
 
-    Taken when a window is queued, and returned when it has landed. A window larger than the budget
-    is sent when nothing else is in flight. Not thread-safe.
+    Credit is taken when a window is queued, and returned when it has landed. A window larger than
+    the budget is sent when nothing else is in flight. Not thread-safe.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -47,7 +48,7 @@ class SendCredits:
         self._by_transfer: dict[int, int] = {}
 
     def take(self, transfer: int, n_bytes: int) -> bool:
-        """Take credit for `n_bytes`, if available. Returns whether it was taken."""
+        """Take credit for `n_bytes` of a transfer if available; return whether it was taken."""
         if self.in_flight_bytes and self.in_flight_bytes + n_bytes > self.budget_bytes:
             return False
         self.in_flight_bytes += n_bytes
@@ -55,7 +56,7 @@ class SendCredits:
         return True
 
     def put_back(self, transfer: int, n_bytes: int) -> None:
-        """Return the credit of `n_bytes` that have landed.
+        """Return the credit of `n_bytes` of a transfer that have landed.
 
         Raises ValueError if fewer bytes of the transfer are in flight.
         """
@@ -68,14 +69,14 @@ class SendCredits:
             self._by_transfer.pop(transfer, None)
 
     def forget(self, transfer: int) -> int:
-        """Return all credit of a finished transfer. Returns its bytes in flight."""
+        """Return all credit of a finished transfer, and give its bytes that were in flight."""
         in_flight = self._by_transfer.pop(transfer, 0)
         self.in_flight_bytes -= in_flight
         return in_flight
 
 
 class QueuedTransfer(msgspec.Struct, frozen=True):
-    """A transfer with windows to send. `deadline` and `since` are seconds on the owner's clock."""
+    """A transfer with windows to send; `deadline` and `since` are seconds on the owner's clock."""
 
     transfer: int
     priority: Priority
@@ -84,9 +85,10 @@ class QueuedTransfer(msgspec.Struct, frozen=True):
 
 
 class TransferOrder:
-    """The order of transfers: by priority, then earliest deadline, then longest wait.
+    """Queue of transfers: by priority, then earliest deadline, then longest wait.
 
-    A transfer gains one priority level for every `promote_s` it waits, so that none starves.
+    A transfer gains one priority level for every `promote_s` seconds it waits, so that none
+    starves.
     """
 
     def __init__(self, promote_s: float = 0.5) -> None:
@@ -97,17 +99,17 @@ class TransferOrder:
         return len(self._turns)
 
     def add(self, transfer: int, klass: Priority, deadline: float, now: float) -> None:
-        """Add a transfer. One that is already queued keeps its place."""
+        """Add a transfer; one that is already queued keeps its place."""
         self._turns.setdefault(transfer, QueuedTransfer(transfer, klass, deadline, now))
 
     def remove(self, transfer: int) -> None:
-        """Remove a transfer. No-op if it is not queued."""
+        """Remove a transfer; do nothing if it is not queued."""
         self._turns.pop(transfer, None)
 
     def next(self, now: float) -> int | None:
         """Return the transfer whose window is sent next; None if none is queued.
 
-        It stays queued: remove it when it has no more windows.
+        It stays queued; the caller removes it when it has no more windows.
         """
         if not self._turns:
             return None
@@ -121,7 +123,7 @@ class TransferOrder:
 
 
 class BandwidthMeter:
-    """Measured bytes per second by (peer, transport), with exponential decay.
+    """Measured bytes per second by (peer, transport), as exponentially decaying means.
 
     Weights halve with every `half_life_s` seconds of sending. Bytes and seconds decay separately,
     so that many small transfers do not outweigh a large one. At most `max_entries` are stored; the
@@ -133,7 +135,7 @@ class BandwidthMeter:
         self._decayed: dict[tuple[str, str], tuple[float, float]] = {}
 
     def record(self, peer: str, transport: str, n_bytes: int, seconds: float) -> None:
-        """Record that `n_bytes` took `seconds`. Transfers too short to be timed are ignored."""
+        """Record that `n_bytes` took `seconds` to send; a time of 0 is ignored."""
         if seconds <= 0:
             return
         old_bytes, old_seconds = self._decayed.pop((peer, transport), (0.0, 0.0))
@@ -143,15 +145,18 @@ class BandwidthMeter:
             del self._decayed[next(iter(self._decayed))]
 
     def bytes_per_s(self, peer: str, transport: str) -> float | None:
-        """Return the measured rate; None if there is none."""
+        """Return the measured bytes per second to a peer over a transport.
+
+        Return None if there are none.
+        """
         decayed = self._decayed.get((peer, transport))
         return None if decayed is None else decayed[0] / decayed[1]
 
     def all(self) -> dict[tuple[str, str], float]:
-        """Return every measured rate."""
+        """Return every measured rate in bytes per second, by (peer, transport)."""
         return {pair: n_bytes / seconds for pair, (n_bytes, seconds) in self._decayed.items()}
 
     def forget(self, peer: str) -> None:
-        """Drop the rates of a peer that is gone for good."""
+        """Drop the rates of a peer that has gone for good."""
         for pair in [pair for pair in self._decayed if pair[0] == peer]:
             del self._decayed[pair]

@@ -1,6 +1,6 @@
-"""Handles of offers and landings, and the wake-up from the agent's threads to the event loop.
+"""Handles of offers and fetches, which an engine awaits on its event loop.
 
-The agent writes a handle; the engine awaits it on the event loop. Nothing is decided here.
+The agent changes a handle on its own threads, and LoopWaker wakes the event loop.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from kvtransfer.protocol.outcomes import TransferOutcome
 
 
 class HandleListener(Protocol):
-    """A listener for changed handles, called on any thread with the agent's lock held."""
+    """Protocol of a listener for changed handles, called on any thread with the agent's lock
+    held.
+    """
 
     def on_change(self, handle: TransferHandle) -> None: ...
 
 
 class LoopWaker:
-    """Wakes the waiters of handles on one event loop, from any thread, through one eventfd."""
+    """Wakes the coroutines that wait for handles on one event loop, from any thread.
+
+    It uses one eventfd.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -35,7 +40,7 @@ class LoopWaker:
     def close(self) -> None:
         """Close the eventfd, and wake all remaining waiters.
 
-        Call it on the loop, after the last change.
+        Call it on the loop after the last change.
         """
         self._loop.remove_reader(self._fd)
         self._wake()
@@ -51,7 +56,7 @@ class LoopWaker:
 
 
 class TransferHandle:
-    """An offer or a landing. `outcome` is None until it has ended, and then never changes."""
+    """Base class of offers and fetches; `outcome` is None until the end, and then never changes."""
 
     def __init__(self, number: int, name: str) -> None:
         self.number, self.name = number, name
@@ -59,20 +64,20 @@ class TransferHandle:
         self._waiters: set[asyncio.Future[None]] = set()
 
     async def wait_ended(self) -> TransferOutcome:
-        """Wait for the end and return the outcome. The blocks then belong to the engine again."""
+        """Wait for the end and return the outcome; the blocks then belong to the engine again."""
         while self.outcome is None:
             await self._changed()
         return self.outcome
 
     def wake(self) -> None:
-        """Wake all waiters, because the handle has changed. Runs on the loop."""
+        """Wake all waiters, because the handle has changed; runs on the event loop."""
         waiters, self._waiters = self._waiters, set()
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
     async def _changed(self) -> None:
-        """Wait for the next change. A cancelled wait removes its future."""
+        """Wait for the next change; a cancelled wait removes its future."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
@@ -82,7 +87,7 @@ class TransferHandle:
 
 
 class OfferOwner(Protocol):
-    """The methods of the agent that an Offer calls."""
+    """Protocol of the agent's methods that an Offer calls."""
 
     def mark_ready(self, number: int, layers: int) -> None: ...
 
@@ -92,13 +97,13 @@ class OfferOwner(Protocol):
 
 
 class LandingOwner(Protocol):
-    """The methods of the agent that a Landing calls."""
+    """Protocol of the agent's methods that a Landing calls."""
 
     def cancel(self, number: int, detail: str) -> None: ...
 
 
 class Offer(TransferHandle):
-    """KV that one sink may fetch once.
+    """Handle of KV that one sink may fetch once.
 
     `ticket` is ASCII text for the sink. Keep it secret: any agent that presents it may fetch.
     """
@@ -115,22 +120,25 @@ class Offer(TransferHandle):
     def renew(self, ttl_s: float) -> bool:
         """Extend the lease to `ttl_s` seconds from now, never shortening it, and renew `ticket`.
 
-        Returns False if it is too late.
+        Return False if the offer has already ended.
         """
         ticket = self._owner.renew(self.number, ttl_s)
         self.ticket = ticket or self.ticket
         return ticket is not None
 
     def revoke(self, detail: str = "") -> None:
-        """Take the blocks back at once, even while a peer reads them. It ends as CANCELLED."""
+        """Take the blocks back at once, even while a peer reads them.
+
+        The offer ends as CANCELLED.
+        """
         self._owner.revoke(self.number, detail)
 
 
 class Landing(TransferHandle):
-    """KV that is being received.
+    """Handle of KV that is being fetched.
 
-    `layers` counts the complete and verified layers, from the first on. All of them are valid once
-    LANDED.
+    `layers` is the number of complete and verified layers, from the first on. All of them are valid
+    once LANDED.
     """
 
     def __init__(self, keeper: LandingOwner, number: int, name: str) -> None:
@@ -139,14 +147,14 @@ class Landing(TransferHandle):
         self._owner = keeper
 
     async def wait_layers(self, layers: int) -> bool:
-        """Wait until `layers` layers are complete. Returns False if the landing ended before."""
+        """Wait until `layers` layers are complete; return False if the fetch ended before that."""
         while self.layers < layers and self.outcome is None:
             await self._changed()
         return self.layers >= layers
 
     def cancel(self, detail: str = "") -> None:
-        """Give up. The landing ends as CANCELLED once nothing can write its blocks any more.
+        """Cancel the fetch; it ends as CANCELLED once no peer can write to its blocks any more.
 
-        No-op if it has ended or its fence is pending.
+        Does nothing if it has ended or is about to end.
         """
         self._owner.cancel(self.number, detail)

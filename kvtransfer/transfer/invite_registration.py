@@ -1,8 +1,7 @@
-"""InviteRegistration: invitations whose memory must be registered with a network card first.
+"""Registration of memory with a network card, before the invitation to write to it is sent.
 
-Registration runs on other threads; invitations are sent in order. Not here: whether a landing is
-still wanted (kvtransfer/transfer/sink.py), and registration itself
-(kvtransfer/transports/rdma/memory_grants.py).
+Registration runs on other threads; invitations are sent in order. sink.py decides whether a fetch
+is still wanted, and transports/rdma/memory_grants.py registers the memory.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ log = logging.getLogger("penstock")
 
 
 class InviteRegistration:
-    """Registers memory on one thread per link, in the order of invitations.
+    """Registers memory on one thread per link, in the order of the invitations.
 
-    Order matters, because a source accepts only growing transfer numbers. `granted` and `failed`
-    are called under the lock.
+    The order matters, because a source accepts only growing transfer numbers. `granted` and
+    `failed` are called under the lock.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class InviteRegistration:
         self._queued: dict[Link, deque[SendInvite]] = {}
 
     def add(self, command: SendInvite) -> None:
-        """Queue an invitation. Call it with the lock held."""
+        """Queue an invitation for registration; call it with the lock held."""
         if command.link in self._queued:
             self._queued[command.link].append(command)
             return

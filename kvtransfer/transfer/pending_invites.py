@@ -1,7 +1,7 @@
 """Invitations that wait for their offers, and names whose offers have ended or are unwanted.
 
-Sans-IO: the caller passes `now`, which never goes back. Not here: who may fetch an offer, and the
-answers to invitations (kvtransfer/transfer/source.py).
+No I/O: the caller passes `now`, which never goes back. source.py decides who may fetch an offer,
+and answers the invitations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvtransfer.util.ttl_map import TtlMap
 
 
 class PendingInvite(msgspec.Struct, frozen=True):
-    """An invitation of one rank that waits for its offer, until `deadline` at most."""
+    """An invitation of one sink rank that waits for its offer, until `deadline` at most."""
 
     link: Link
     invite: Invite
@@ -28,9 +28,9 @@ class PendingInvite(msgspec.Struct, frozen=True):
 
 
 class PendingInvites:
-    """The waiting invitations: one per name and rank of the sink, bounded in total.
+    """The waiting invitations, one per name and rank of the sink, bounded in total.
 
-    Owned by TransferSource.
+    Used by TransferSource.
     """
 
     def __init__(self, options: AgentOptions) -> None:
@@ -45,11 +45,11 @@ class PendingInvites:
         return len(self._names)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the awaited names."""
+        """Iterate over the names of the offers for which invitations wait."""
         return iter(self._waiting)
 
     def next_deadline(self) -> float | None:
-        """Return a time at or before the earliest deadline; None: nothing waits."""
+        """Return a time at or before the earliest deadline; None if no invitation waits."""
         while self._deadlines and self._find(*self._deadlines[0][1:]) is None:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
@@ -58,9 +58,9 @@ class PendingInvites:
         return self._waiting.get(name, {}).get(rank)
 
     def add(self, link: Link, invite: Invite, rank: int, now: float) -> EndReason | None:
-        """Add an invitation of this rank; -1: of an agent that has all ranks.
+        """Add an invitation of this sink rank (-1: all ranks).
 
-        Returns None, or the reason for refusing it.
+        Return None, or why it is refused.
         """
         ended = self._ended.get(invite.name, now)
         if ended is not None:
@@ -79,9 +79,9 @@ class PendingInvites:
         return None
 
     def take_for_offer(self, name: str, now: float) -> tuple[list[PendingInvite], str | None]:
-        """Take the invitations that wait for `name`, now that it is offered.
+        """Remove and return the invitations that wait for `name`, which is offered now.
 
-        Also returns the agent that recently waited for the name and gave up, or None.
+        The second result is the agent that recently waited for the name and gave up, or None.
         """
         self._ended.pop(name, now)
         return self.remove(name), self._unwanted.pop(name, now)
@@ -101,9 +101,9 @@ class PendingInvites:
             del self._waiting[name]
 
     def withdraw(self, link: Link, transfer: int, agent: str | None, now: float) -> bool:
-        """Remove the invitation of this transfer. Returns False if there is none.
+        """Remove the invitation of this transfer; return False if there is none.
 
-        `agent`: the sink that does not want the offer later either; None: it may.
+        `agent` is the sink that does not want the offer later either; None: it may want it.
         """
         waiting = self._names.get((link, transfer))
         if waiting is None:
@@ -117,8 +117,8 @@ class PendingInvites:
     def mark_unwanted(self, name: str, agent: str, now: float) -> None:
         """Remember that `agent` does not want a later offer of this name.
 
-        No-op if an invitation waits for the name. This only saves memory and is not reliable: one
-        agent is remembered per name, for a bounded number of names.
+        Does nothing if an invitation waits for the name. This only saves memory and is not
+        reliable: one agent is remembered per name, for a bounded number of names.
         """
         if name not in self._waiting:
             self._unwanted.put(name, agent, now)
@@ -131,11 +131,11 @@ class PendingInvites:
             self._remove_one(*waiting)
 
     def mark_ended(self, name: str, reason: EndReason, now: float) -> None:
-        """Refuse later invitations for this name with `reason`, for a while."""
+        """Refuse further invitations for this name with `reason`, for some time."""
         self._ended.put(name, reason, now)
 
     def take_expired(self, now: float) -> list[PendingInvite]:
-        """Remove and return the invitations that have expired."""
+        """Remove and return the invitations whose deadline has passed at `now`."""
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, name, rank = heapq.heappop(self._deadlines)

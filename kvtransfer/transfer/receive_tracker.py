@@ -1,6 +1,6 @@
-"""ReceiveTracker: which bytes of one transfer have arrived, per layer group, in any order. Pure.
+"""Tracking of which bytes of one transfer have arrived, per layer group, in any order.
 
-Not here: the bytes, their verification, or what follows when all have arrived.
+ReceiveTracker neither stores nor verifies the bytes.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from kvtransfer.layout.reshard import TransferPlan
 
 
 class WindowError(Exception):
-    """The announced window is not in the plan, has another size, or arrived before."""
+    """Error: the announced window is not in the plan, has another size, or arrived before."""
 
 
 class RepeatedWindowError(WindowError):
-    """Some runs of the window were begun before. They are not written again, so no harm is done."""
+    """Error: some runs of the window have arrived before.
+
+    They are not written again, so no harm is done.
+    """
 
 
 class ReceiveTracker:
-    """Tracks the windows of a plan. Not thread-safe.
+    """Tracks the arrival of a plan's windows; not thread-safe.
 
     A window is begun when its head is read, and landed when its bytes are in place and verified. No
     run is written twice, and only verified bytes count.
@@ -35,7 +38,7 @@ class ReceiveTracker:
         self.n_bytes = 0
 
     def begin(self, group: int, pair: int, first: int, count: int, n_bytes: int) -> ByteRuns:
-        """Begin a window and return the runs to write.
+        """Mark a window as begun, and return the runs to write.
 
         Raises WindowError; the link must then not be trusted any further.
         """
@@ -53,7 +56,7 @@ class ReceiveTracker:
         return runs
 
     def land(self, group: int, pair: int, first: int, count: int) -> bool:
-        """Count a begun window as verified. Returns whether its group is complete.
+        """Count a begun window as verified, and return whether its group is complete.
 
         Raises WindowError if it was not begun.
         """
@@ -77,12 +80,15 @@ class ReceiveTracker:
 
     @property
     def complete_layers(self) -> int:
-        """The number of complete layers, from the first on without a gap."""
+        """Number of complete layers, from the first on without a gap."""
         return self.plan.complete_layers(self._groups_in_order)
 
 
 class _Spans:
-    """Disjoint number ranges. Adjacent ranges are joined, so windows in order make one range."""
+    """A set of disjoint number ranges.
+
+    Adjacent ranges are joined, so windows in order make one range.
+    """
 
     __slots__ = ("_ends", "_starts")
 
@@ -91,7 +97,10 @@ class _Spans:
         self._ends: list[int] = []
 
     def add(self, start: int, end: int) -> bool:
-        """Add [start, end). Returns False, adding nothing, if any part of it is present."""
+        """Add [start, end) and return True.
+
+        Add nothing and return False if any part of it is present.
+        """
         index = bisect_right(self._starts, start)
         if (index and self._ends[index - 1] > start) or (
             index < len(self._starts) and self._starts[index] < end

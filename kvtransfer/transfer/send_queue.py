@@ -1,6 +1,6 @@
-"""SendQueue: one link over which a peer fetches, with the order of its windows and their memory.
+"""The windows of KV that go to one peer over one link, with their order and their memory.
 
-Not here: whether an offer may be fetched at all (kvtransfer/transfer/source.py).
+The main classes are LeasedOffer and SendQueue. source.py decides whether an offer may be fetched.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ _MAX_TICKETS = 8
 
 
 class OfferSpec(msgspec.Struct, frozen=True):
-    """What an engine offers: the KV of `tokens` tokens in `blocks`, with `ready_layers` computed.
+    """An engine's offer: the KV of `tokens` tokens in `blocks`, with `ready_layers` computed.
 
+    ttl_s      seconds until the lease ends
     sink       the only agent that may fetch it, by ticket or by name; None: any agent with a ticket
-    public     any agent may also fetch it by name
+    public     whether any agent may also fetch it by name
     nonce      16 random bytes for the first ticket
     order      the stable sort order of `blocks`, computed here
     distinct   the distinct block numbers, computed here
@@ -55,13 +56,14 @@ class OfferSpec(msgspec.Struct, frozen=True):
 
 
 class LeasedOffer:
-    """One offer and the lease that protects it.
+    """An offer and the lease that protects its blocks.
 
-    generations     of its blocks, per rank, as promised when it was made
+    generations     generations of its blocks, per rank, as promised when it was made
     sorted_blocks   its block numbers in order, for a fast search per window
-    nonces          of its latest tickets
+    nonces          nonces of its latest tickets
     link, transfer  the sink that has taken it; the claim is complete once `plan` is set
-    shares          by rank of the sink's group, once a rank has claimed its share (shared_offers)
+    shares          by rank of the sink's group, once a rank has claimed its share
+                    (shared_offers.py)
     whole, rank     of a share: the offer, and the rank that may claim it
     claimed_by      the group that shares it, and that group's layout
     """
@@ -115,7 +117,7 @@ class LeasedOffer:
 
     @property
     def is_unclaimed(self) -> bool:
-        """Whether no sink has fetched any part of it. False for a share."""
+        """Whether no sink has fetched any part of it; False for a rank's share of an offer."""
         return self.plan is None and self.claimed_by is None and self.whole is None
 
     @property
@@ -123,16 +125,19 @@ class LeasedOffer:
         return self.lease.ended_from is None
 
     def peek(self) -> WindowHead | None:
-        """Return the next window; None: no more is computed yet, or all windows have been sent."""
+        """Return the next window to send.
+
+        Return None if no more is computed yet, or all have been sent.
+        """
         if self.head is None:
             self.head = next(self.windows, None)
         return self.head
 
 
 class ThroughputMeter:
-    """Measures throughput over busy periods.
+    """Measures throughput over busy periods, and passes bytes and seconds to `on_measured`.
 
-    A period ends when no bytes are in flight, or after `most_s`, when the next one starts.
+    A period ends when no bytes are in flight, or after `most_s` seconds, when the next one starts.
     """
 
     def __init__(self, on_measured: Callable[[int, float], None], most_s: float = 0.1) -> None:
@@ -141,12 +146,15 @@ class ThroughputMeter:
         self._bytes = 0
 
     def start(self, now: float) -> None:
-        """Note that bytes are in flight."""
+        """Start a busy period at `now`, unless one is running."""
         if self._since is None:
             self._since = now
 
     def count(self, n_bytes: int, now: float, *, idle: bool) -> None:
-        """Count bytes that the peer has received. `idle`: no other bytes are in flight."""
+        """Count bytes that the peer has received.
+
+        `idle` is whether no other bytes are in flight.
+        """
         self._bytes += n_bytes
         if self._since is None or not (idle or now - self._since > self._most_s):
             return
@@ -158,7 +166,7 @@ class ThroughputMeter:
 class SendQueue:
     """The windows that go to one peer over one link.
 
-    claimed   the taken offers, by transfer number
+    claimed   the offers that the peer has taken, by transfer number
     newest    the latest transfer number. Numbers only grow, so a late message about an
               old transfer is never taken for a new one
     """
@@ -185,24 +193,24 @@ class SendQueue:
         offer.link, offer.transfer = self._link, transfer
 
     def untake(self, offer: LeasedOffer) -> None:
-        """Undo `take`, because the claim failed. The offer is available again."""
+        """Undo `take` because the claim failed, so that the offer is available again."""
         del self.claimed[offer.transfer]
         offer.link, offer.transfer = None, 0
 
     def claim(self, offer: LeasedOffer, plan: TransferPlan, window_bytes: int) -> None:
-        """Set the plan by which the offer moves."""
+        """Set the plan by which the offer is sent, and the size of its windows."""
         offer.plan, offer.window_bytes = plan, window_bytes
         offer.windows = _windows(offer, plan)
 
     def release(self, offer: LeasedOffer, now: float, *, landed: bool) -> None:
-        """Remove an offer that has ended, and return its credit."""
+        """Remove an offer that has ended, and return its send credit."""
         del self.claimed[offer.transfer]
         self._turns.remove(offer.transfer)
         left = self.credits.forget(offer.transfer)
         self._flow.count(left if landed else 0, now, idle=not self.credits.in_flight_bytes)
 
     def put_back(self, transfer: int, n_bytes: int, now: float) -> None:
-        """Return credit for bytes that the peer has received.
+        """Return the send credit of bytes that the peer has received.
 
         Raises ValueError if they were not sent.
         """
@@ -210,15 +218,15 @@ class SendQueue:
         self._flow.count(n_bytes, now, idle=not self.credits.in_flight_bytes)
 
     def enqueue(self, offer: LeasedOffer, now: float) -> None:
-        """Queue the offer, if it has windows to send."""
+        """Queue the offer for sending, if it has windows to send."""
         if offer.peek() is not None:
             self._turns.add(offer.transfer, offer.priority, offer.urgent_at, now)
 
     def next_windows(self, now: float) -> list[PutWindow]:
-        """Return the windows to send now, in order of urgency, as far as the peer's credit allows.
+        """Return the windows to send now, by urgency, as far as the peer's credit allows.
 
-        At most MOST_RUNS runs, because other links wait meanwhile. Returned credit calls this
-        again.
+        Ends after about MAX_RUNS runs, because other links wait meanwhile. It is called again when
+        credit is returned.
         """
         puts: list[PutWindow] = []
         runs = 0
@@ -256,8 +264,8 @@ class SendQueue:
 def blocks_of(runs: ByteRuns, block_bytes: int) -> NDArray[np.int64]:
     """Return the source's blocks that these runs read, in order, without direct repetitions.
 
-    Only where blocks are outermost in memory: otherwise a run's offset does not give its block, and
-    a window depends on all blocks of its offer.
+    Valid only where blocks are outermost in memory. Otherwise a run's offset does not give its
+    block, and a window depends on all blocks of its offer.
     """
     first, last = runs.src // block_bytes, (runs.src + runs.length - 1) // block_bytes
     longest = int((last - first).max())
@@ -279,7 +287,9 @@ def _windows(offer: LeasedOffer, plan: TransferPlan) -> Iterator[WindowHead | No
 def _still_current(
     offer: LeasedOffer, region: Region, rank: int, blocks: NDArray[np.int64]
 ) -> Callable[[], bool]:
-    """Return a check that the blocks are still the offer's: lease alive, generations unchanged."""
+    """Return a function that checks that the lease is alive and the blocks have not changed
+    owner.
+    """
     promised = offer.generations[rank][
         offer.spec.order[np.searchsorted(offer.sorted_blocks, blocks)]
     ]

@@ -1,8 +1,8 @@
-"""OfferSharing: one offer that the ranks of a sink group claim separately. Sans-IO.
+"""Division of one offer among the ranks of a sink group, which claim their shares separately.
 
 The first rank that fetches divides the offer into shares, one for each rank that needs bytes of it.
-Every share is claimed, moved and ended by itself and has a lease of its own; all of them protect
-the offer's blocks. Not here: what follows when a share ends (kvtransfer/transfer/source.py).
+Every share is claimed, sent and ended separately and has its own lease; all of them protect the
+offer's blocks. source.py decides what follows when a share ends.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from kvtransfer.transfer.send_queue import LeasedOffer
 
 
 class OfferSharing:
-    """Divides the offers of one agent. `add` registers a new share and protects its blocks."""
+    """Divides the offers of one agent; `add` registers a new share and protects its blocks."""
 
     def __init__(self, card: AgentCard, add: Callable[[LeasedOffer], None]) -> None:
         self._card, self._add = card, add
         self._numbers = count(1)
 
     def share_for(self, offer: LeasedOffer, sink: AgentCard, now: float) -> LeasedOffer | None:
-        """Return what this sink may claim: the offer, or its rank's share of it.
+        """Return what this sink may claim: the offer, or its rank's share of it; or None.
 
-        None: another group shares the offer, or the lease has ended. The caller checks that the
-        result is not claimed yet.
+        None means that another group shares the offer, or that the lease has ended. The caller
+        checks that the result is not claimed yet.
         """
         if offer.claimed_by is not None:
             is_same = offer.claimed_by == (sink.group, sink.layout)

@@ -1,9 +1,9 @@
-"""The sink's logic: one agent's reservations, from `fetch` to the fence behind the last writer.
+"""Logic of the sink: an agent's fetches (landings), from `fetch` until no peer can write any more.
 
     WAITING -> INVITED -> MOVING -> FENCING -> gone
 
-Sans-IO: events and the time go in, commands come out. All races of the receiving side are decided
-here. Not here: the bytes (transports), the clock, the lock, the engine's handles (agent.py).
+No I/O: events and the time go in, commands come out. All races of the receiving side are decided
+here. Transports move the bytes; agent.py has the clock, the lock and the engine's handles.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from kvtransfer.util.options import AgentOptions
 
 
 class FetchRequest(msgspec.Struct, frozen=True):
-    """What an engine fetches: tokens [skip_tokens, tokens) of an offer, into `blocks`."""
+    """An engine's request to fetch tokens [skip_tokens, tokens) of an offer into `blocks`."""
 
     address: str
     name: str
@@ -69,9 +69,9 @@ class FetchRequest(msgspec.Struct, frozen=True):
 
 
 class SinkState(StrEnum):
-    """The states of a reservation.
+    """The states of a fetch.
 
-    WAITING   for a link
+    WAITING   waits for a link
     INVITED   the peer may write
     MOVING    the peer writes
     FENCING   ended, but writers may still be active
@@ -84,7 +84,7 @@ class SinkState(StrEnum):
 
 
 class BlockReservation:
-    """The blocks and the progress of one landing. Owned by TransferSink."""
+    """The blocks and the progress of one fetch; used by TransferSink only."""
 
     __slots__ = (
         "deadline",
@@ -121,9 +121,7 @@ class BlockReservation:
 
 
 class TransferSink:
-    """The reservations of one agent.
-
-    The caller numbers them; the numbers are also used on the wire.
+    """The fetches of one agent, by the number that the caller gives and that is used on the wire.
 
     rank   the only rank of the layout that `regions` has; None: all
     """
@@ -147,18 +145,18 @@ class TransferSink:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of reservations by state."""
+        """Number of fetches by state."""
         states = [reservation.state for reservation in self._reservations.values()]
         return {state.value: states.count(state) for state in SinkState}
 
     def next_deadline(self) -> float | None:
-        """Return when `tick` is due next; None: no deadline."""
+        """Return the time at which `tick` is due next; None without a deadline."""
         while self._deadlines and self._deadlines[0][1] not in self._reservations:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def fetch(self, number: int, request: FetchRequest, now: float) -> list[Command]:
-        """Begin a landing. Call `check` first."""
+        """Begin a fetch, which must have passed `check`."""
         reservation = BlockReservation(number, request, now)
         self._reservations[number] = reservation
         heapq.heappush(self._deadlines, (reservation.deadline, number))
@@ -193,7 +191,7 @@ class TransferSink:
         now: float,
         rank: int | None = None,
     ) -> list[Command]:
-        """Invite the peer of a new link, for all landings that waited for it.
+        """Invite the peer of a new link to write, for all fetches that waited for the link.
 
         rank   the only rank that the peer has; None: all
         """
@@ -211,7 +209,7 @@ class TransferSink:
     def on_link_failed(
         self, address: str, reason: EndReason, detail: str, now: float
     ) -> list[Command]:
-        """End all landings that waited for a link that did not come up."""
+        """End all fetches that waited for a link that could not be set up."""
         waiters = [
             reservation
             for reservation in self._waiting.pop(address, [])
@@ -225,16 +223,15 @@ class TransferSink:
         return ended + self._lose_member(address, detail or reason)
 
     def retire_link(self, link: Link) -> None:
-        """Stop using a link that will end soon.
-
-        Its transfers may still land; new ones dial again.
-        """
+        """Use a link that will end soon for no new transfers; its current ones may still land."""
         self._links = {
             address: there for address, there in self._links.items() if there[0] is not link
         }
 
     def on_lost(self, link: Link, reason: EndReason, detail: str, now: float) -> list[Command]:
-        """End all landings of a lost link, behind the fence: its writers may still be active."""
+        """End all fetches of a lost link, once no peer can write: its writers may still be
+        active.
+        """
         self.retire_link(link)
         affected = [
             reservation for reservation in self._reservations.values() if reservation.link is link
@@ -247,12 +244,12 @@ class TransferSink:
         return ended + self._lose_member(self._member_links.pop(link, None), detail or reason)
 
     def cancel(self, number: int, reason: EndReason, detail: str, now: float) -> list[Command]:
-        """Give a landing up. No-op if it has already ended."""
+        """End a fetch as failed or cancelled; do nothing if it has already ended."""
         reservation = self._reservations.get(number)
         return [] if reservation is None else self._end(reservation, reason, detail, now)
 
     def close(self, now: float) -> list[Command]:
-        """Give all landings up."""
+        """Cancel all fetches, because the agent closes."""
         return [
             command
             for number in list(self._reservations)
@@ -260,7 +257,7 @@ class TransferSink:
         ]
 
     def tick(self, now: float) -> list[Command]:
-        """End all landings whose deadline has passed."""
+        """End all fetches whose deadline has passed at `now`."""
         commands: list[Command] = []
         while (due := self.next_deadline()) is not None and due <= now:
             _, number = heapq.heappop(self._deadlines)
@@ -268,7 +265,10 @@ class TransferSink:
         return commands
 
     def on_accept(self, link: Link, message: Accept, now: float) -> list[Command]:
-        """Begin to receive. Raises ProtocolError if the source was not invited."""
+        """Begin to receive, because the source accepted.
+
+        Raises ProtocolError if it was not invited.
+        """
         reservation = self._find(link, message.transfer)
         if reservation is None or reservation.state is SinkState.FENCING:
             return []
@@ -290,7 +290,7 @@ class TransferSink:
     def _begin(
         self, reservation: BlockReservation, tracker_or_error: ReceiveTracker | str, now: float
     ) -> list[Command]:
-        """Admit windows after the plan is computed, unless the landing has ended since."""
+        """Admit windows after the plan is computed, unless the fetch has ended since."""
         if reservation.state is not SinkState.INVITED:
             return []
         if isinstance(tracker_or_error, str):
@@ -300,7 +300,7 @@ class TransferSink:
         return []
 
     def on_stop(self, link: Link, message: StopTransfer, now: float) -> list[Command]:
-        """End a landing that the source gave up or refused. Raises ProtocolError for LANDED."""
+        """End a fetch that the source stopped or refused. Raises ProtocolError for LANDED."""
         if message.reason is EndReason.LANDED:
             raise ProtocolError("a source cannot report that bytes have landed")
         reservation = self._find(link, message.transfer)
@@ -309,7 +309,7 @@ class TransferSink:
         return self._end(reservation, message.reason, message.detail, now, tell=False)
 
     def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
-        """Return where to write a window; None: discard it.
+        """Return where to write a window; None means to discard it.
 
         A window is written once, as planned, and only while its transfer is moving. Raises
         WindowError for a window outside the plan; call `on_bad_window` then.
@@ -334,7 +334,7 @@ class TransferSink:
         return WindowSlice(runs, self._regions[dst], src, dst)
 
     def on_bad_window(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
-        """End a landing whose source has another plan: the missing bytes would never come."""
+        """End a fetch whose source has another plan, because the missing bytes would never come."""
         reservation = self._find_moving(link, transfer)
         return (
             [] if reservation is None else self._end(reservation, EndReason.PROTOCOL, detail, now)
@@ -343,7 +343,7 @@ class TransferSink:
     def on_landed(
         self, link: Link, head: WindowHead, verdict: WindowVerdict, now: float
     ) -> list[Command]:
-        """Count a window that is in place, or end the landing if the window must not be used."""
+        """Count a window that is in place, or end the fetch if the window must not be used."""
         reservation = self._find_moving(link, head.transfer)
         if reservation is None or reservation.tracker is None:
             return []
@@ -372,7 +372,9 @@ class TransferSink:
         return self._resolve(reservation, now)
 
     def on_all_fenced(self, now: float) -> list[Command]:
-        """End every fencing landing, because all transports and their threads have ended."""
+        """End every fetch that waits for its fence, because all transports and their threads have
+        ended.
+        """
         fencing = [
             reservation
             for reservation in self._reservations.values()
@@ -381,7 +383,7 @@ class TransferSink:
         return [command for reservation in fencing for command in self._resolve(reservation, now)]
 
     def confirm_invite(self, link: Link, transfer: int) -> bool:
-        """Return whether the invitation is still wanted. If so, the caller must send it."""
+        """Return whether the invitation is still wanted; if so, the caller must send it."""
         reservation = self._find(link, transfer)
         if reservation is None or reservation.state is SinkState.FENCING:
             return False
@@ -389,7 +391,7 @@ class TransferSink:
         return True
 
     def check(self, request: FetchRequest) -> None:
-        """Raise ValueError for an invalid request: bad blocks or tokens. Needs no lock."""
+        """Raise ValueError for a fetch with invalid blocks, tokens or texts; needs no lock."""
         check_texts(request.name, request.ticket)
         check_seconds("a landing", request.timeout_s)
         if not 0 <= request.skip_tokens < request.tokens <= MAX_TOKENS:
@@ -441,7 +443,7 @@ class TransferSink:
         )
 
     def _plan(self, reservation: BlockReservation, message: Accept) -> ReceiveTracker | str:
-        """Compute the same plan as the source, or return why there is none.
+        """Compute the same plan as the source, or return as text why there is none.
 
         This runs without the lock, so the first group's runs are computed as well.
         """
@@ -474,7 +476,9 @@ class TransferSink:
         return ReceiveTracker(transfer_plan)
 
     def _find(self, link: Link, transfer: int) -> BlockReservation | None:
-        """Return the reservation if it uses this link, so that no peer reaches another's."""
+        """Return the fetch if it uses this link, else None, so that no peer reaches another's
+        fetch.
+        """
         reservation = self._reservations.get(transfer)
         return reservation if reservation is not None and reservation.link is link else None
 
@@ -487,7 +491,7 @@ class TransferSink:
         )
 
     def _progress(self, reservation: BlockReservation, *, fenced: bool = False) -> list[Command]:
-        """Report newly readable layers.
+        """Report layers that have become readable.
 
         Over a one-sided link nothing is readable before the fence, because the source can still
         write.
@@ -514,7 +518,7 @@ class TransferSink:
         *,
         tell: bool = True,
     ) -> list[Command]:
-        """End a landing as failed. Its blocks come back behind the fence, if a peer was invited."""
+        """End a fetch as failed; if a peer was invited, its blocks come back after the fence."""
         if reservation.state is SinkState.FENCING:
             return []
         reservation.end = (reason, detail)
@@ -529,9 +533,9 @@ class TransferSink:
         return [SendMessage(reservation.link, make_stop(reservation.number, reason, detail)), fence]
 
     def _unwanted(self, link: Link, reservation: BlockReservation) -> list[Command]:
-        """Tell the source about a landing that was cancelled before its invitation was sent.
+        """Report a fetch to the source that was cancelled before its invitation was sent.
 
-        The source then frees the blocks. Nothing is sent if another landing wants the same offer.
+        The source then frees the blocks. Nothing is sent if another fetch wants the same offer.
         """
         request = reservation.request
         wanted = any(

@@ -1,7 +1,7 @@
-"""The source's logic: one agent's offers and the leases that protect them. Sans-IO.
+"""Logic of the source: an agent's offers of KV, and the leases that protect their blocks; no I/O.
 
-Events and the time go in, commands come out. All races of the sending side are decided here. Not
-here: the bytes (transports), the clock, the lock, the engine's handles (agent.py).
+Events and the time go in, commands come out. All races of the sending side are decided here.
+Transports move the bytes; agent.py has the clock, the lock and the engine's handles.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from kvtransfer.util.options import AgentOptions
 
 
 class TransferSource:
-    """The offers of one agent. `key` is the fleet's; the caller numbers the offers."""
+    """The offers of one agent, numbered by the caller; `key` is the fleet's shared secret."""
 
     def __init__(
         self,
@@ -85,13 +85,13 @@ class TransferSource:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of leases by state, and of waiting invitations."""
+        """Number of leases by state, and number of waiting invitations."""
         states = [offer.lease.state for offer in self._offers.values()]
         counts = {state.value: states.count(state) for state in LeaseState}
         return {**counts, "waiting_invitations": len(self._pending_invites)}
 
     def unclaimed_s(self, now: float) -> float:
-        """Return the total seconds that KV waited here without being fetched, over all offers."""
+        """Return the total seconds that KV waited here before it was fetched, over all offers."""
         offers = self._offers.values()
         waiting = [now - offer.started_at for offer in offers if offer.is_unclaimed]
         return self._tally.unclaimed_s + sum(waiting)
@@ -101,7 +101,7 @@ class TransferSource:
         return sum(outlet.credits.in_flight_bytes for outlet in self._outlets.values())
 
     def next_deadline(self) -> float | None:
-        """Return a time at or before the next `tick` is due; None: no deadline."""
+        """Return a time at or before the next `tick` is due; None without a deadline."""
         while self._deadlines and self._deadlines[0][1] not in self._offers:
             heapq.heappop(self._deadlines)
         dues = [
@@ -111,7 +111,7 @@ class TransferSource:
         return min((due for due in dues if due is not None), default=None)
 
     def offer(self, number: int, spec: OfferSpec, now: float) -> tuple[str, list[Command]]:
-        """Protect blocks until they are fetched. Returns the ticket and the commands.
+        """Protect blocks until they are fetched; return the ticket and the commands.
 
         An offer that its sink has given up waiting for ends at once, because no sink would fetch
         it. Raises ValueError for an invalid offer.
@@ -156,7 +156,7 @@ class TransferSource:
         return self._pump(self._outlets[offer.link], now)
 
     def renew(self, number: int, ttl_s: float, now: float) -> str | None:
-        """Extend the lease and return a new ticket; None if the offer is gone or it is too late.
+        """Extend the lease and return a new ticket; None if the offer has already ended.
 
         Raises ValueError for an invalid time.
         """
@@ -171,12 +171,12 @@ class TransferSource:
         return offer.ticket
 
     def revoke(self, number: int, reason: EndReason, detail: str, now: float) -> list[Command]:
-        """End an offer at once, even while a peer reads it. Readers then find the blocks stale."""
+        """End an offer at once, even while a peer reads it; readers then find the blocks stale."""
         offer = self._offers.get(number)
         return [] if offer is None else self._end(offer, reason, detail, now)
 
     def lose_rank(self, detail: str, now: float) -> list[Command]:
-        """End all offers, now and until `join_group`: a rank of the group is lost."""
+        """End all offers, and refuse more until `join_group`: a rank of the group is lost."""
         self._lost_rank = detail
         return [
             command
@@ -189,7 +189,7 @@ class TransferSource:
         self._lost_rank = None
 
     def decline(self, name: str, detail: str, now: float) -> list[Command]:
-        """Tell waiting and later sinks that no offer of this name will come."""
+        """Report to waiting and later sinks that no offer of this name will come."""
         if name not in self._names:
             self._pending_invites.mark_ended(name, EndReason.DECLINED, now)
         return self._refuse_waiting(name, EndReason.DECLINED, detail)
@@ -218,7 +218,7 @@ class TransferSource:
         self._outlets[link] = SendQueue(link, card, budget_bytes, list(self._regions), on_measured)
 
     def on_lost(self, link: Link, reason: EndReason, detail: str, now: float) -> list[Command]:
-        """End every transfer of a lost link. Its blocks are free at once."""
+        """End every transfer of a lost link; its blocks are free at once."""
         outlet = self._outlets.pop(link, None)
         if outlet is None:
             return []
@@ -231,7 +231,7 @@ class TransferSource:
         ]
 
     def tick(self, now: float) -> list[Command]:
-        """End expired leases, and refuse invitations that waited too long."""
+        """End leases that expired at `now`, and refuse invitations that waited too long."""
         commands: list[Command] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             offer = self._offers.get(heapq.heappop(self._deadlines)[1])
@@ -257,7 +257,7 @@ class TransferSource:
     def _answer_invite(
         self, offer: LeasedOffer | None, link: Link, invite: Invite, now: float
     ) -> list[Command]:
-        """Check an invitation's ticket, then match it with its offer or let it wait for that."""
+        """Check an invitation's ticket, then match the invitation with its offer or let it wait."""
         ticket: Ticket | None = None
         if invite.ticket is not None:
             card = self._outlets[link].card
@@ -272,7 +272,7 @@ class TransferSource:
         return self._match_invite(offer, link, invite, ticket, now)
 
     def on_stop(self, link: Link, message: StopTransfer, now: float) -> list[Command]:
-        """End a transfer that the sink gave up. Raises ProtocolError for an impossible reason."""
+        """End a transfer that the sink stopped. Raises ProtocolError for an impossible reason."""
         if message.reason in (EndReason.LANDED, EndReason.LEASE_EXPIRED):
             raise ProtocolError(f"{message.reason} is not a reason for a sink to stop")
         outlet = self._outlets[link]
@@ -308,7 +308,7 @@ class TransferSource:
         )
 
     def on_landed(self, link: Link, message: Landed, now: float) -> list[Command]:
-        """End a transfer that the sink reports complete. Raises ProtocolError if it cannot be."""
+        """End a transfer that the sink reports complete. Raises ProtocolError if it is not."""
         offer = self._outlets[link].claimed.get(message.transfer)
         if offer is None:
             return []
@@ -317,7 +317,7 @@ class TransferSource:
         return self._end(offer, EndReason.LANDED, "", now, tell=False)
 
     def on_credit(self, link: Link, message: Credit, now: float) -> list[Command]:
-        """Return credit to the sink and send more.
+        """Return send credit to the sink's link and send more.
 
         Raises ProtocolError for credit it did not have.
         """
@@ -331,12 +331,12 @@ class TransferSource:
         return self._pump(outlet, now)
 
     def on_bad_grant(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
-        """End a transfer whose grant the transport cannot use."""
+        """End a transfer whose access grant the transport cannot use."""
         offer = self._outlets[link].claimed.get(transfer)
         return [] if offer is None else self._end(offer, EndReason.PROTOCOL, detail, now)
 
     def on_beat(self, link: Link, now: float) -> None:
-        """Renew the leases that a live sink has claimed."""
+        """Renew the leases that the sink of a link has claimed, because it sent a heartbeat."""
         for offer in self._outlets[link].claimed.values():
             self._renew(offer, now + offer.spec.ttl_s, now)
 
@@ -461,7 +461,7 @@ class TransferSource:
         return commands + self._pump(outlet, now)
 
     def _plan(self, offer: LeasedOffer, card: AgentCard, invite: Invite) -> TransferPlan | str:
-        """Compute the plan, or return why there is none.
+        """Compute the plan of a transfer, or return as text why there is none.
 
         If all layers are computed and runs join across layers, one group holds everything.
         Otherwise groups are sent as they are computed, which also bounds the runs in memory. This
@@ -516,7 +516,7 @@ class TransferSource:
     def _end(
         self, offer: LeasedOffer, reason: EndReason, detail: str, now: float, *, tell: bool = True
     ) -> list[Command]:
-        """End an offer: the only way out.
+        """End an offer with all its shares; every offer ends here.
 
         The blocks change owner at once; readers find them stale.
         """
@@ -541,7 +541,7 @@ class TransferSource:
         *,
         tell: bool,
     ) -> list[Command]:
-        """End a rank's share. Its offer ends with the last share, and with any that fails."""
+        """End a rank's share of an offer; the offer ends with its last share or a failed one."""
         del whole.shares[share.rank]
         commands = self._release(share, reason, detail, now, tell=tell)
         whole.put_bytes += share.put_bytes
@@ -585,7 +585,7 @@ class TransferSource:
         return commands + pumped
 
     def _release_blocks(self, offer: LeasedOffer) -> NDArray[np.int64]:
-        """Return the blocks that no other offer protects.
+        """Stop protecting an offer's blocks; return those that no other offer protects.
 
         Requests share blocks of a common prefix.
         """

@@ -1,4 +1,4 @@
-"""AgentStats: counters of what an agent has done, read for metrics."""
+"""Counters of an agent's transfers, read for metrics."""
 
 from __future__ import annotations
 
@@ -38,20 +38,27 @@ class AgentStats:
         self.landings[end.kind, end.reason] += 1
 
     def count_sent(self, pair: tuple[str, str], n_bytes: int, seconds: float) -> None:
-        """Count bytes that this agent sent as the source, and the seconds with bytes in flight."""
+        """Count bytes that this agent sent as a source, and the seconds with bytes in flight.
+
+        `pair` is (peer, transport).
+        """
         _add(self._sent_bytes, pair, n_bytes)
         _add(self._sent_s, pair, seconds)
 
     def count_received(self, pair: tuple[str, str], n_bytes: int, seconds: float) -> None:
-        """Count bytes that this agent received as the sink, and the seconds since the accept."""
+        """Count bytes that this agent received as a sink, and the seconds since the source
+        accepted.
+
+        `pair` is (peer, transport).
+        """
         _add(self._moved_bytes, pair, n_bytes)
         _add(self._moved_s, pair, seconds)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counters by label; labels of two parts are tuples.
 
-        sent_*    as the source, by (peer, transport): bytes, and seconds with bytes in flight
-        moved_*   as the sink, by (peer, transport): bytes, and seconds from accept to end,
+        sent_*    as a source, by (peer, transport): bytes, and seconds with bytes in flight
+        moved_*   as a sink, by (peer, transport): bytes, and seconds from accept to end,
                   including the wait for layers to be computed
         """
         return {
@@ -69,7 +76,10 @@ class AgentStats:
 
 
 def _add(sums: dict[tuple[str, str], N], pair: tuple[str, str], amount: N) -> None:
-    """Add to the sum of `pair`, and drop the least recently used sum if there are too many."""
+    """Add `amount` to the sum of `pair`.
+
+    If there are too many sums, drop the least recently used.
+    """
     sums[pair] = sums.pop(pair, 0) + amount
     if len(sums) > _MAX_PAIRS:
         del sums[next(iter(sums))]

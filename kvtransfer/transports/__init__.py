@@ -1,1 +1,1 @@
-"""Transports: how bytes get from one agent's memory into another's (inproc, shm, tcp, rdma)."""
+"""Transports, which move bytes from one agent's memory into another's: inproc, shm, tcp, rdma."""

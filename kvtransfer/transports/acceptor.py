@@ -1,6 +1,6 @@
-"""Acceptor: the thread that accepts connections of a stream transport, and its open links.
+"""The thread that accepts connections of a stream transport, and the transport's open links.
 
-Not here: how a socket becomes a link (tcp.py, shm.py).
+tcp.py and shm.py turn a socket into a link.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def accepted_sockets(
 ) -> Iterator[tuple[socket.socket, Any]]:
     """Yield accepted sockets with their addresses, until `closed` is set.
 
-    The listener must then be shut down. Any other error (no descriptor left, the peer is gone, the
-    network is down) is waited out.
+    The caller must then shut the listener down. After any other error (no file descriptor left, the
+    peer has gone, the network is down) it waits and continues.
     """
     while not closed.is_set():
         try:
@@ -42,9 +42,9 @@ def accepted_sockets(
 
 
 class LinkAcceptor(Generic[L]):
-    """Accepts and tracks links. `make` builds a link that is not open yet.
+    """Accepts connections in a thread and keeps the open links.
 
-    It may refuse by raising TransportError or OSError.
+    `make` builds a link that is not open yet. It may refuse by raising TransportError or OSError.
     """
 
     def __init__(self, make: Callable[[socket.socket, LinkOwner, str], L]) -> None:
@@ -64,7 +64,10 @@ class LinkAcceptor(Generic[L]):
         self._thread.start()
 
     def add(self, sock: socket.socket, peer: str, *, dialled: bool) -> L:
-        """Open a link over `sock`. On failure, raises TransportError and closes the socket."""
+        """Open a link over `sock` and return it.
+
+        On failure, closes the socket and raises TransportError.
+        """
         assert self._owner is not None, "call start() first"
         try:
             link = self._make(sock, self._owner, peer)
@@ -83,7 +86,7 @@ class LinkAcceptor(Generic[L]):
             self._links.discard(link)
 
     def close(self) -> None:
-        """Stop accepting, close all links, and wait for their threads."""
+        """Stop accepting, close all links, and wait for their threads to end."""
         self._closed.set()
         if self._listener is not None:
             # Closing alone would leave the thread blocked in accept().

@@ -1,7 +1,7 @@
-"""Choice of a transport for two agents that have just met over another one.
+"""Choice of a better transport for two agents that are connected over another one.
 
-Shared memory on one host, then RDMA if both have it. Not here: dialling, and falling back if the
-better transport does not come up (kvtransfer/links/link_manager.py).
+On one host it is shared memory, otherwise RDMA if both have it. link_manager.py dials, and keeps
+the first transport if the better one fails.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kvtransfer.protocol.messages import AgentCard
 
 
 def host_id() -> str:
-    """Return 16 hex digits, equal for processes that can share memory.
+    """Return 16 hex digits that are equal for processes that can share memory.
 
-    That is one boot of one kernel, one network namespace (which holds the names of shm's sockets)
-    and one user. "", which matches nothing, if /proc is not readable.
+    These have the same boot of a kernel, network namespace (which holds the names of shm's sockets)
+    and user. The result is "", which matches no host, if /proc is not readable.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -31,7 +31,9 @@ def host_id() -> str:
 def better_transport(
     mine: AgentCard, theirs: AgentCard, names: Iterable[str], than: str
 ) -> str | None:
-    """Return a transport that both agents have and that is better than `than`, if any."""
+    """Return the name of a transport that both agents have and that is better than `than`, or
+    None.
+    """
     both = set(names) & theirs.addresses.keys()
     for name in ("shm", "rdma"):
         if name == than:

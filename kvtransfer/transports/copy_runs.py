@@ -1,6 +1,6 @@
-"""Copying runs within one machine's memory, in few interpreter steps per run.
+"""Copying of many runs of bytes within one machine's memory, with few interpreter steps per run.
 
-Not here: whose memory it is, or when to copy (shm.py).
+shm.py decides whose memory is copied, and when.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Bytes = NDArray[np.uint8]
 
 
 def are_within(region: Region, offsets: Offsets, lengths: Offsets) -> bool:
-    """Return whether all runs are valid and lie in the region."""
+    """Return whether all runs have a positive length and lie within the region."""
     if len(lengths) == 1:
         offset, length = offsets.item(), lengths.item()
         return offset >= 0 and length > 0 and offset + length <= region.bytes.size
@@ -37,7 +37,7 @@ def are_within(region: Region, offsets: Offsets, lengths: Offsets) -> bool:
 
 
 def split_by_bytes(runs: ByteRuns, step_bytes: int) -> Iterator[ByteRuns]:
-    """Yield the runs in order, about `step_bytes` at a time."""
+    """Yield the runs in order, in parts of about `step_bytes` bytes."""
     ends = runs.length.cumsum()
     first, count = 0, len(ends)
     while first < count:
@@ -48,7 +48,7 @@ def split_by_bytes(runs: ByteRuns, step_bytes: int) -> Iterator[ByteRuns]:
 
 
 def copy_runs(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: ByteRuns) -> None:
-    """Copy every run. Both buffers must contain all of them (see `are_within`)."""
+    """Copy every run from `source` to `sink`; both must contain all runs (see `are_within`)."""
     length = runs.length.item(0)
     if length < _LARGE and runs.count > 2 and _is_regular(source, sink, runs, length):
         _copy_regular(source, sink, runs, length)
@@ -66,7 +66,7 @@ def copy_runs(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: ByteRuns
 def _is_regular(
     source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: ByteRuns, length: int
 ) -> bool:
-    """Return whether all runs have one length and lie at multiples of it."""
+    """Return whether all runs have the same length and lie at multiples of it."""
     if source.size % length or sink.size % length or np.logical_or.reduce(runs.length != length):
         return False
     return not (np.logical_or.reduce(runs.src % length) or np.logical_or.reduce(runs.dst % length))
@@ -84,7 +84,7 @@ def _copy_regular(
 
 
 def is_fine_grained(runs: ByteRuns, n_bytes: int) -> bool:
-    """Return whether the runs are so many and short that copying them pays off."""
+    """Return whether the runs are so many and short that copying them to one buffer saves time."""
     return runs.count >= _MANY and n_bytes < runs.count * _FINE
 
 
@@ -95,9 +95,9 @@ def gather(
     into: Bytes,
     on_part: Callable[[Bytes], object],
 ) -> None:
-    """Copy these runs of `source` in order to `into`, which has exactly that size.
+    """Copy these runs of `source` in order to `into`, which has exactly their total size.
 
-    `on_part` is called with every part while it is in the cache.
+    `on_part` is called with every part while it is in the processor's cache.
     """
     for cells, rows, begin, end in _in_cells(source, offsets, lengths):
         part = into[begin:end]
@@ -123,8 +123,8 @@ def _in_cells(
 ) -> Iterator[tuple[Offsets | None, Any, int, int]]:
     """Yield (cell indices, memory as cells, first byte, end byte), some cells at a time.
 
-    Cells are the largest units to which all runs are aligned. None: they are too small to pay off,
-    and all runs are meant.
+    Cells are the largest units to which all runs are aligned. Indices of None mean that the cells
+    are too small to save time; the part then covers all runs.
     """
     cell = math.gcd(int(np.gcd.reduce(offsets)), int(np.gcd.reduce(lengths)))
     if cell < _LEAST_CELL:

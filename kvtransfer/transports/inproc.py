@@ -1,9 +1,9 @@
-"""Inproc: agents of one process, connected by a Wire with bandwidth, latency and faults.
+"""In-process transport: agents of one process, connected with simulated bandwidth, latency and
+faults.
 
-On a VirtualClock it is a seeded simulation. On a ThreadClock without latency it is the shortest
-path. Windows copy real bytes between regions, in two steps with time between them, so races are
-possible as over other transports. Not here: reacting to faults (kvtransfer/transfer/source.py,
-kvtransfer/transfer/sink.py).
+The main classes are Inproc and InprocWire. On a VirtualClock it is a seeded simulation; on a
+ThreadClock without latency it is the fastest transport. Windows copy real bytes between regions, in
+two steps with time between them, so races are possible as over other transports.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ _TRICKLE_S = 0.02
 
 
 class WireConditions(msgspec.Struct, frozen=True):
-    """The behaviour of a wire. Probabilities are per window.
+    """The simulated behaviour of a wire; probabilities are per window of KV.
 
-    bytes_per_s   None: as fast as memory
-    corrupt       one byte is altered
-    truncate      the end is missing
-    duplicate     the window arrives twice
-    delay         the window is overtaken by others, by up to `delay_s`
-    sever         the link breaks instead
+    latency_s     seconds that every message takes
+    bytes_per_s   bandwidth; None: as fast as memory
+    corrupt       probability that one byte is altered
+    truncate      probability that the end is missing
+    duplicate     probability that the window arrives twice
+    delay         probability that others overtake the window, by up to `delay_s`
+    sever         probability that the link breaks instead
     fence_s       the longest time for a fence; windows being received are written until then
     """
 
@@ -59,11 +60,11 @@ class WireConditions(msgspec.Struct, frozen=True):
 
 
 class InprocWire:
-    """The connection between the Inproc transports of one process.
+    """The simulated network between the Inproc transports of one process.
 
-    `clock` makes every call; its owner closes it. `freeze` stops an agent as SIGSTOP would, `thaw`
-    resumes it, and `kill` ends it for good. `stall` holds back everything to and from an agent that
-    keeps running; `unstall` delivers it late.
+    All calls run on `clock`, which its owner closes. `freeze` stops an agent as SIGSTOP would,
+    `thaw` resumes it, and `kill` ends it for good. `stall` holds back everything to and from an
+    agent that keeps running; `unstall` delivers it late.
     """
 
     def __init__(
@@ -114,14 +115,16 @@ class InprocWire:
             link.reset()
 
     def run_at(self, address: str, call: Callback, delay_s: float = 0.0) -> Timer:
-        """Schedule a call of the agent at `address`.
+        """Schedule a call of the agent at `address` after `delay_s` seconds.
 
-        It is delayed while the agent is frozen, and dropped if it was killed.
+        It is delayed further while the agent is frozen, and dropped if it was killed.
         """
         return self.clock.call_at(self.clock.now() + delay_s, lambda: self._make(address, call))
 
     def deliver(self, source: str, sink: str, call: Callback, delay_s: float = 0.0) -> None:
-        """Schedule a call at `sink` that `source` sent."""
+        """Schedule a call at `sink` that `source` sent, after the wire's latency and `delay_s`
+        seconds.
+        """
         stalled = self._stalled_calls.get(source, self._stalled_calls.get(sink))
         if stalled is not None:
             stalled.append(lambda: self.deliver(source, sink, call))
@@ -138,7 +141,7 @@ class InprocWire:
 
 
 class WireClock:
-    """The clock of one agent on a wire. It stops with the agent."""
+    """The clock of one agent on a wire, which stops while the agent is frozen or killed."""
 
     def __init__(self, wire: InprocWire, address: Callable[[], str]) -> None:
         self._wire = wire
@@ -155,7 +158,7 @@ class WireClock:
 
 
 class Inproc:
-    """One agent's end of a wire.
+    """The transport of one agent on a wire.
 
     Its agent uses `agent_clock`, so that it can be frozen and killed.
     """
@@ -207,7 +210,7 @@ class _Arrival:
 
 
 class InprocLink:
-    """One end of a link.
+    """One end of a link between two agents of this process.
 
     Except for the queue, only the wire's clock uses it, one call at a time.
     """
@@ -263,14 +266,14 @@ class InprocLink:
             )
 
     def reset(self) -> None:
-        """End this side as if its process had died."""
+        """End this side of the link as if its process had died."""
         self._closed = True
         self._wire.deliver(
             self._end.address, self.peer, lambda: self.far.on_far_closed("connection reset")
         )
 
     def on_far_closed(self, reason: str) -> None:
-        """Report once to the owner that the far end is gone."""
+        """Report to the owner, once, that the far end has gone."""
         self.notify_owner(lambda owner: owner.on_lost(self, reason))
         self._closed = True
         self._leave()
@@ -289,7 +292,10 @@ class InprocLink:
         self._wire.run_at(self._end.address, call)
 
     def _pump(self) -> None:
-        """Send the queue in order. Windows take as long as the bandwidth says."""
+        """Send queued messages and windows in order.
+
+        A window takes the time that the bandwidth gives.
+        """
         while self._queue and self._sending is None and not self._closed:
             item = self._queue.popleft()
             if isinstance(item, bytes):
@@ -309,7 +315,7 @@ class InprocLink:
         self._wire.deliver(self._end.address, self.peer, lambda: call(far), delay_s)
 
     def _begin(self, head: WindowHead, window: WindowSlice) -> None:
-        """Read the first half of a window. The second half follows when the bandwidth allows."""
+        """Read the first half of a window; the second half follows when the bandwidth allows."""
         rng, weather = self._wire.rng, self._wire.weather
         if weather.sever and rng.random() < weather.sever:
             return self._break()
@@ -329,7 +335,10 @@ class InprocLink:
         return None
 
     def _flow(self, seconds: float, finish: Callback) -> None:
-        """Let time pass for a window, and show the far end meanwhile that this end is alive."""
+        """Wait `seconds` for a window to be sent, and then call `finish`.
+
+        Meanwhile, signs of life go to the far end.
+        """
         if seconds > _TRICKLE_S:
             self._carry(lambda far: far.notify_owner(lambda owner: None))
             self._wire.run_at(
@@ -371,7 +380,7 @@ class InprocLink:
         self._carry(lambda far: far.on_far_closed("the link broke"))
 
     def _arrive(self, arrival: _Arrival) -> None:
-        """Ask the owner for a window's destination.
+        """Ask the owner for a window's destination, and start to write it.
 
         It may be written while it is in `_arrivals`.
         """
@@ -423,7 +432,10 @@ def _check(window: WindowSlice, arrival: _Arrival) -> None:
 
 
 def _gather(window: WindowSlice, out: NDArray[np.uint8], offset: int, first: int, last: int) -> int:
-    """Copy runs [first, last) of the source's memory to `out`. Returns the end offset."""
+    """Copy runs [first, last) of the source's memory to `out` at `offset`.
+
+    Return the end offset.
+    """
     memory, runs = window.region.bytes, window.runs
     for start, length in zip(
         runs.src[first:last].tolist(), runs.length[first:last].tolist(), strict=True
@@ -436,7 +448,7 @@ def _gather(window: WindowSlice, out: NDArray[np.uint8], offset: int, first: int
 def _scatter(
     runs: ByteRuns, data: NDArray[np.uint8], region: Region, first: int, last: int
 ) -> None:
-    """Copy the data of runs [first, last) to their places at the sink, as far as it goes."""
+    """Copy the data of runs [first, last) to their places at the sink, as far as the data goes."""
     memory, offset = region.bytes, int(runs.length[:first].sum())
     for start, length in zip(
         runs.dst[first:last].tolist(), runs.length[first:last].tolist(), strict=True

@@ -1,8 +1,8 @@
-"""Scatter/gather I/O: pieces of memory that a stream is written from or read into, without a copy.
+"""Scatter/gather I/O: sockets read into and write from many pieces of memory without a copy.
 
 Iovecs are rows of a numpy array, so a window of a thousand pieces needs no Python object per piece.
 readv and writev of libc take them directly, and release the interpreter lock. Only this module
-handles addresses. Not here: which pieces, and what for.
+handles addresses. The main class is MemoryPieces.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ _PYBUF_WRITE = 0x200
 
 
 def vectors_at(address: int, count: int) -> list[memoryview]:
-    """Return memoryviews for `count` rows at `address`. They do not keep the memory alive."""
+    """Return a memoryview for each of `count` iovecs at `address`.
+
+    They do not keep the memory alive.
+    """
     words = _view(address, 16 * count, _PYBUF_WRITE).cast("q").tolist()
     return [
         _view(start, length, _PYBUF_WRITE)
@@ -59,7 +62,7 @@ def vectors_at(address: int, count: int) -> list[memoryview]:
 
 
 def check_result(count: int) -> int | None:
-    """Interpret the result of readv or writev; None: it would block. Raises OSError."""
+    """Return the bytes moved by readv or writev; None if the call would block. Raises OSError."""
     if count >= 0:
         return count
     number = ctypes.get_errno()
@@ -69,7 +72,7 @@ def check_result(count: int) -> int | None:
 
 
 class Iovecs:
-    """Rows of (address, length), in memory that is reused for every window."""
+    """A table of iovecs, rows of (address, length), in memory that is reused for every window."""
 
     __slots__ = ("_rows", "address", "words")
 
@@ -82,7 +85,7 @@ class Iovecs:
         self.address = int(self._rows.__array_interface__["data"][0])
 
     def lay(self, address: int, offsets: Offsets, lengths: Offsets) -> None:
-        """Fill rows 1 to n with these pieces. Rows 0 and n + 1 are for a prefix and a suffix."""
+        """Fill rows 1 to n with these pieces; rows 0 and n + 1 are for a prefix and a suffix."""
         count = len(lengths)
         if count + 2 > len(self._rows):
             self._allocate(count)
@@ -96,8 +99,8 @@ class MemoryPieces:
     fed_count   number of pieces that a digest has consumed
     was_short   the last call moved less than requested: the socket is empty or full
 
-    It takes over `iovecs`, which serve one body at a time. The code uses few steps, because a
-    window's bytes evict the interpreter's data from the cache.
+    It uses `iovecs`, which serve one object at a time. The code uses few steps, because a window's
+    bytes evict the interpreter's data from the processor's cache.
     """
 
     __slots__ = (
@@ -146,7 +149,8 @@ class MemoryPieces:
     ) -> MemoryPieces:
         """Return a window's pieces of a region. Raises TransportError if one lies outside.
 
-        `fed`: a digest consumes them from the cache, so no call moves more than that holds.
+        `fed` is whether a digest consumes them from the processor's cache; no call then moves more
+        than that holds.
         """
         if not are_within(region, offsets, lengths):
             raise TransportError(
@@ -163,12 +167,12 @@ class MemoryPieces:
 
     @classmethod
     def of_buffer(cls, buffer: bytes | bytearray | memoryview, iovecs: Iovecs) -> MemoryPieces:
-        """Return one piece: all of `buffer`."""
+        """Return all of `buffer` as one piece."""
         return cls.over(np.frombuffer(buffer, np.uint8), len(buffer), iovecs)
 
     @classmethod
     def over(cls, scratch: Bytes, size: int, iovecs: Iovecs) -> MemoryPieces:
-        """Return `size` bytes that all overlap in `scratch`, for bytes that do not matter."""
+        """Return `size` bytes that all overlap in `scratch`, to read and discard bytes."""
         count = -(-size // scratch.size) if size else 0
         lengths = np.full(count, scratch.size, np.int64)
         if count:
@@ -177,25 +181,25 @@ class MemoryPieces:
 
     @classmethod
     def in_order(cls, buffer: Bytes, most: int, iovecs: Iovecs) -> MemoryPieces:
-        """Return all of `buffer`, in pieces of at most `most` bytes for a digest."""
+        """Return all of `buffer` in pieces of at most `most` bytes, for a digest."""
         offsets, lengths = _split_long(np.zeros(1, np.int64), np.array([buffer.size]), most)
         return cls(buffer, address_of(buffer), offsets, lengths, iovecs)
 
     @property
     def remaining(self) -> int:
-        """The bytes that have not been moved yet."""
+        """Number of bytes that have not been moved yet."""
         return self.size - self.done
 
     @property
     def count(self) -> int:
-        """The number of pieces."""
+        """Number of pieces."""
         return len(self._ends)
 
     def call(self, function: Any, fd: int, ahead: Stretch, behind: Stretch) -> int | None:
-        """Call readv or writev for some pieces.
+        """Call readv or writev for as many pieces as possible, and return the bytes moved.
 
-        `ahead` is added before the first piece, `behind` after the last. Returns the bytes moved;
-        None: it would block. Raises OSError.
+        `ahead` is added before the first piece, `behind` after the last. Return None if the call
+        would block. Raises OSError.
         """
         words = self._iovecs.words
         first, last = self._row, min(len(self._ends) + 1, self._row + MOST_IOVECS)
@@ -213,7 +217,7 @@ class MemoryPieces:
         return count
 
     def advance(self, count: int) -> None:
-        """Count bytes as moved."""
+        """Count `count` more bytes as moved."""
         self.done = done = self.done + count
         row = bisect_right(self._ends, done)
         if row < len(self._ends):
@@ -224,7 +228,7 @@ class MemoryPieces:
         self._row = row + 1
 
     def feed(self, update: Callable[[memoryview], object], upto: int) -> None:
-        """Give a digest the unconsumed pieces that end at byte `upto` or before, in order."""
+        """Pass the unconsumed pieces that end at byte `upto` or before to a digest, in order."""
         last = bisect_right(self._ends, upto)
         if last > self.fed_count:
             for part in self.parts(self.fed_count, last):
@@ -233,11 +237,14 @@ class MemoryPieces:
 
     @property
     def unfed_bytes(self) -> int:
-        """Bytes that have been moved but not consumed by a digest."""
+        """Number of bytes that have been moved but not consumed by a digest."""
         return self.done - (self._ends[self.fed_count - 1] if self.fed_count else 0)
 
     def parts(self, first: int = 0, last: int | None = None) -> list[memoryview]:
-        """Return pieces [first, last) in order."""
+        """Return memoryviews of pieces [first, last) in order.
+
+        Of all from `first` on if `last` is None.
+        """
         memory = self._memory.data
         starts, lengths = self._offsets[first:last].tolist(), self._lengths[first:last].tolist()
         return [
@@ -245,7 +252,7 @@ class MemoryPieces:
         ]
 
     def gather(self, into: memoryview) -> None:
-        """Copy all pieces in order to the front of a buffer."""
+        """Copy all pieces in order to the start of the buffer `into`."""
         if len(self._ends) == 1:
             start = self._offsets.item()
             into[: self.size] = self._memory.data[start : start + self.size]
@@ -256,7 +263,7 @@ class MemoryPieces:
             offset += len(part)
 
     def put(self, data: memoryview) -> None:
-        """Copy data into the pieces from byte `done` on, without counting it as moved."""
+        """Copy `data` into the pieces from byte `done` on, without counting it as moved."""
         row, done = self._row - 1, self.done
         memory, taken = self._memory.data, 0
         while taken < len(data):
@@ -269,7 +276,7 @@ class MemoryPieces:
 
 
 def _split_long(offsets: Offsets, lengths: Offsets, most: int) -> tuple[Offsets, Offsets]:
-    """Split pieces longer than `most` into equal parts, except for the last."""
+    """Return the pieces, with those longer than `most` split into nearly equal parts."""
     counts = -(-lengths // most)
     begins = np.repeat(np.cumsum(counts) - counts, counts)
     parts = np.repeat(-(-lengths // counts), counts)

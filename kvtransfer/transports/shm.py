@@ -1,9 +1,9 @@
-"""Shm: the transport between processes of one host and user.
+"""Shared-memory transport between processes of one host and user.
 
-The source shares its regions read-only, and the sink's thread copies. A window is one small frame
-over a unix socket. The sink sees by itself when the source's blocks have changed owner, because the
-generations are in the same memory file. Not here: the thread
-(kvtransfer/transports/stream/link.py), memory files (kvtransfer/layout/memory_files.py).
+The source shares its regions read-only, and the sink's thread copies from them. A window is one
+small frame over a unix socket. The sink itself sees when the source's blocks have changed owner,
+because the generations are in the same memory file. stream/link.py has the thread,
+layout/memory_files.py the memory files.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ _DIAL_S = 3.0
 
 
 class SharedOutbound(Outbound):
-    """Announces windows instead of sending their bytes, each with its generation mark."""
+    """Sending side that announces windows, with the sum of their generations, without their
+    bytes.
+    """
 
     def __init__(self, sock: socket.socket, sent: Callable[[WindowHead], None]) -> None:
         super().__init__(sock.fileno(), sent, checked=False)
@@ -63,7 +65,10 @@ class SharedOutbound(Outbound):
         self._fds: list[int] = []
 
     def hand_over(self, fds: list[int], header: bytes) -> None:
-        """Queue descriptors for the peer, with the frame that describes them. From any thread."""
+        """Queue file descriptors for the peer with the frame that describes them.
+
+        From any thread.
+        """
         self._fds = fds
         self.enqueue(encode_frame(FrameKind.REGIONS, header))
 
@@ -77,7 +82,9 @@ class SharedOutbound(Outbound):
         return self._write_small() if self._fds and self._begin < self._end else super()._write()
 
     def _send(self, data: memoryview) -> int:
-        """Send the descriptors with the first bytes, so that they arrive before their frame."""
+        """Send the file descriptors with the first bytes, so that they arrive before their
+        frame.
+        """
         if not self._fds:
             return super()._send(data)
         count = self._sock.sendmsg(
@@ -112,7 +119,7 @@ class ShmLink(StreamLink):
         self._is_fenced = False
 
     def accept(self, transfer: int, grant: bytes) -> None:
-        """Share our regions read-only with the peer, at its first accepted invitation."""
+        """Share this agent's regions read-only with the peer, at its first accepted invitation."""
         if self._shared:
             return
         self._shared = True
@@ -154,7 +161,7 @@ class ShmLink(StreamLink):
         return count
 
     def _attach(self, header: bytes) -> None:
-        """Map the source's regions, after checking their sizes and seals."""
+        """Map the source's regions. Raises FrameError if their number, sizes or seals are wrong."""
         fds, self._fds = self._fds, []
         sizes = list(_SIZES.iter_unpack(header)) if len(header) % _SIZES.size == 0 else []
         try:
@@ -172,7 +179,7 @@ class ShmLink(StreamLink):
             _close(fds)
 
     def _copy_announced(self, header: bytes) -> None:
-        """Copy an announced window."""
+        """Copy an announced window from the source's memory, and report whether it is valid."""
         if len(header) != WINDOW_HEADER_BYTES + _MARK.size:
             raise FrameError(f"{len(header)} bytes do not announce a window")
         head = unpack_head(header)
@@ -193,7 +200,7 @@ class ShmLink(StreamLink):
         self._out.enqueue(encode_frame(FrameKind.TAKEN, pack_head(head)))
 
     def _copy(self, head: WindowHead, window: WindowSlice) -> bool:
-        """Copy all runs in steps. Returns False if a fence stopped it."""
+        """Copy all runs of a window in steps; return False if a fence stopped it."""
         if window.src_rank >= len(self._peer_regions):
             raise FrameError(f"a window of rank {window.src_rank}, which is not shared")
         runs, peer_region = window.runs, self._peer_regions[window.src_rank]
@@ -225,7 +232,7 @@ class ShmLink(StreamLink):
 
 
 class Shm:
-    """Listens on an abstract unix socket with a random name, for processes of the same user."""
+    """Transport that listens on a random abstract unix socket, for processes of the same user."""
 
     name = "shm"
     is_sealed: bool | None = None
@@ -236,7 +243,7 @@ class Shm:
         self._listening: LinkAcceptor[ShmLink] = LinkAcceptor(self._link)
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
-        """Start listening.
+        """Start listening, and return the address.
 
         Raises TransportError for memory without a file, and on processors other than x86-64. On
         those, loads may be reordered, and a block that changed owner could go unnoticed.
@@ -271,7 +278,10 @@ class Shm:
         self._listening.close()
 
     def _link(self, sock: socket.socket, owner: LinkOwner, peer: str) -> ShmLink:
-        """Build a link. Raises TransportError if the peer belongs to another user."""
+        """Return a link over a socket.
+
+        Raises TransportError if the peer belongs to another user.
+        """
         *_, uid, _ = (
             0,
             *_CREDENTIALS.unpack(
@@ -296,7 +306,7 @@ def generation_mark(region: Region, runs: ByteRuns) -> int:
     """Return the sum of the generations of all blocks that these runs read.
 
     Generations only grow, so an equal sum means equal generations. x86-64 does not reorder loads,
-    so the mark is taken before or after a copy as written; Shm does not start elsewhere.
+    so the sum is read before or after a copy as written; Shm does not start elsewhere.
     """
     size = region.block_bytes
     if runs.count == 1:
@@ -318,7 +328,10 @@ def _all_blocks(runs: ByteRuns, size: int) -> NDArray[np.int64]:
 
 
 def _socket() -> socket.socket:
-    """Create a socket. Raises TransportError if none is available, so that a fallback is used."""
+    """Return a new unix socket.
+
+    Raises TransportError if there is none, so that a fallback is used.
+    """
     try:
         return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:

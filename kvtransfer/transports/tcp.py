@@ -1,8 +1,8 @@
-"""Tcp: the transport between any two machines.
+"""TCP transport between any two machines, with TLS if configured.
 
-Windows go from the source's memory into the socket, and from the socket into the sink's memory,
-without a copy in between. Not here: the thread that moves them
-(kvtransfer/transports/stream/link.py), who may connect (the agents' handshake).
+Without TLS, windows go from the source's memory into the socket, and from the socket into the
+sink's memory, without a copy in between. stream/link.py has the thread that moves them; the agents'
+handshake decides who may connect.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class TcpLink(LanedLink):
 
 
 class Tcp:
-    """Listens on `host`:`port` (0: any free port).
+    """Transport that listens on `host`:`port` (0: any free port) for links over TCP.
 
     advertise   the name or address under which peers reach `host`, if different (0.0.0.0, NAT)
-    tls         both ends show certificates, and all bytes are encrypted; peers must use TLS, too
+    tls         certificate files with which all bytes are encrypted; peers must use TLS, too;
+                None: no TLS
     """
 
     name = "tcp"
@@ -48,7 +49,7 @@ class Tcp:
         advertise: str | None = None,
         tls: TlsFiles | None = None,
     ) -> None:
-        """Raise TransportError for unusable TLS files."""
+        """Initialize without listening. Raises TransportError for unusable TLS files."""
         self._host = host
         self._port = port
         self._manner = manner or LinkOptions()

@@ -1,7 +1,6 @@
 """TLS for links over TCP: certificates at both ends, and files that are reloaded when they change.
 
-Not here: the connections (tcp.py), or the proof of the fleet's key, which follows inside TLS
-(kvtransfer/protocol/session.py).
+tcp.py has the connections. The proof of the fleet's key follows inside TLS (protocol/session.py).
 """
 
 from __future__ import annotations
@@ -34,26 +33,28 @@ Signature = tuple[tuple[int, int, int], ...]
 
 
 class TlsContexts:
-    """The TLS contexts of new connections, reloaded when a file changes.
+    """The TLS settings of new connections, reloaded when a certificate file changes.
 
-    Files that do not load are ignored, and the earlier ones stay in use.
+    Files that cannot be loaded are ignored, and the earlier ones stay in use.
     """
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raise TransportError, with the file names, if the files cannot be used."""
+        """Load the files. Raises TransportError, with the file names, if they cannot be used."""
         self.files = files
         self._lock = threading.Lock()
         self._loaded_signature = self._signature()
         self._client, self._server = self._load()
 
     def client(self, sock: socket.socket, host: str) -> ssl.SSLSocket:
-        """Wrap the dialling end of a connection to `host`, before its handshake."""
+        """Return a TLS socket for the dialling end of a connection to `host`, before its
+        handshake.
+        """
         context, _ = self._current()
         name = self.files.peer_name or host
         return context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
 
     def server(self, sock: socket.socket) -> ssl.SSLSocket:
-        """Wrap the accepting end of a connection, before its handshake."""
+        """Return a TLS socket for the accepting end of a connection, before its handshake."""
         _, context = self._current()
         return context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
@@ -101,7 +102,7 @@ class TlsContexts:
 
 
 class TlsLink(LanedLink):
-    """A link over TLS. Its thread performs the handshake first."""
+    """A link over TLS, whose thread performs the handshake first."""
 
     transport = "tcp"
 
@@ -121,9 +122,9 @@ class TlsLink(LanedLink):
         self._handshake_over = threading.Event()
 
     def wait_for_handshake(self, timeout_s: float) -> None:
-        """Wait for the handshake.
+        """Wait until the TLS handshake is over, at most `timeout_s` seconds.
 
-        Raises TransportError if it fails, or closes the link if it is late.
+        Raises TransportError if it fails or is late; a late link is closed.
         """
         if not self._handshake_over.wait(timeout_s):
             self.close()
@@ -149,7 +150,7 @@ class TlsLink(LanedLink):
     def _step_handshake(self) -> bool:
         """Perform one step of the handshake, and wait for the next.
 
-        Returns True when it is complete.
+        Return True when it is complete.
         """
         self._run_orders()
         if self._closing:
@@ -172,7 +173,10 @@ class TlsLink(LanedLink):
         poll.poll()
 
     def _check_peer(self) -> None:
-        """Check the name of a peer that dialled. OpenSSL has checked the name of a dialled peer."""
+        """Check the certificate's name of a peer that has dialled this end.
+
+        OpenSSL itself checks the name of a peer that this end has dialled.
+        """
         if not self._peer_name or self._dialled:
             return
         certificate: Any = self._tls.getpeercert() or {}
@@ -197,7 +201,7 @@ class TlsLink(LanedLink):
 
 
 class _TlsInbound(Inbound):
-    """Reads through TLS into the vectors."""
+    """Receiving side that reads through TLS into pieces of memory."""
 
     def __init__(
         self, sock: ssl.SSLSocket, receive: Callable[[memoryview], int], hearer: Any, limits: Any
@@ -206,7 +210,7 @@ class _TlsInbound(Inbound):
         self._tls = sock
 
     def _readv(self, fd: int, address: int, count: int) -> int:
-        """Act as readv(2): read until the vectors are full or no complete record is left."""
+        """Read like readv(2), until the pieces are full or no complete TLS record is left."""
         total = 0
         for view in vectors_at(address, count):
             offset = 0
@@ -222,7 +226,7 @@ class _TlsInbound(Inbound):
 
 
 class _TlsOutbound(Outbound):
-    """Writes the vectors through TLS."""
+    """Sending side that writes pieces of memory through TLS."""
 
     def __init__(
         self, sock: ssl.SSLSocket, sent: Callable[[WindowHead], None], *, checked: bool
@@ -232,9 +236,9 @@ class _TlsOutbound(Outbound):
         self._record = memoryview(bytearray(_RECORD_BYTES))
 
     def _writev(self, fd: int, address: int, count: int) -> int:
-        """Act as writev(2), one record at a time.
+        """Write like writev(2), one TLS record at a time.
 
-        After a full socket, retry the same first record.
+        After a full socket, the same first record is sent again.
         """
         total = 0
         for record in self._records(vectors_at(address, count)):
@@ -276,7 +280,7 @@ def _would_block() -> int:
 
 
 def _identity(path: str) -> tuple[int, int, int]:
-    """Return values that change when a file is written or replaced."""
+    """Return a file's time, size and inode, which change when it is written or replaced."""
     try:
         status = os.stat(path)
     except OSError:

@@ -1,1 +1,1 @@
-"""Clocks, locks, options, and other helpers that every part of the transfer layer uses."""
+"""Helpers of all parts of the transfer layer: clocks, locks, options, and a map with expiry."""

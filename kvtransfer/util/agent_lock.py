@@ -1,4 +1,4 @@
-"""AgentLock: the agent's lock, with work that is deferred until it is released."""
+"""The lock of an agent, with work that is deferred until it is released."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable
 class AgentLock:
     """A reentrant lock that runs deferred work after its outermost release.
 
-    Work runs on the releasing thread without the lock, before that thread does anything else. So a
-    link's next event is handled after it.
+    Work runs on the releasing thread without the lock, before that thread continues. So a link's
+    next event is handled after it.
     """
 
     __slots__ = ("_deferred", "_depth", "_lock")
@@ -35,5 +35,5 @@ class AgentLock:
             deferred.popleft()()
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Run `work` after the outermost release. Call it with the lock held."""
+        """Run `work` after the outermost release of the lock; call it with the lock held."""
         self._deferred.append(work)

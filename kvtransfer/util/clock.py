@@ -20,7 +20,7 @@ Callback = Callable[[], None]
 
 
 class Timer:
-    """A scheduled call. `cancel` may be called from any thread, at any time."""
+    """A scheduled call; `cancel` may be called from any thread, at any time."""
 
     __slots__ = ("call", "when")
 
@@ -33,7 +33,7 @@ class Timer:
 
 
 class Clock(Protocol):
-    """A monotonic time in seconds, and scheduled calls.
+    """Protocol of a monotonic clock in seconds, with scheduled calls.
 
     Calls are made one at a time, in order of their time and then of scheduling.
     """
@@ -43,12 +43,12 @@ class Clock(Protocol):
     def call_at(self, when: float, call: Callback) -> Timer: ...
 
     def run_in_thread(self, call: Callback) -> None:
-        """Make a call that may block for seconds, without delaying other calls."""
+        """Run a call that may block for seconds, without delaying other calls."""
         ...
 
 
 class VirtualClock:
-    """Simulated time on one thread. Time passes only in `run`."""
+    """Clock with simulated time on one thread; time passes only in `run`."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -67,9 +67,9 @@ class VirtualClock:
         self.call_at(self._now, call)
 
     def run(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
-        """Let `seconds` pass, or less if `until` becomes true.
+        """Let `seconds` of simulated time pass, or less if `until` becomes true.
 
-        Returns whether `until` became true (True without `until`).
+        Return whether `until` became true; True without `until`.
         """
         end_s = self._now + seconds
         while until is None or not until():
@@ -83,7 +83,9 @@ class VirtualClock:
 
 
 class ThreadClock:
-    """Monotonic time. Its thread starts with the first scheduled call and ends with `close`."""
+    """Clock with real time, whose thread starts with the first scheduled call and ends with
+    `close`.
+    """
 
     def __init__(self, name: str = "kv-clock") -> None:
         self._name = name
@@ -97,7 +99,7 @@ class ThreadClock:
         return time.monotonic()
 
     def call_at(self, when: float, call: Callback) -> Timer:
-        """Schedule a call. After `close` it is never made."""
+        """Schedule a call at the time `when`; after `close` it is never made."""
         timer = Timer(when, call)
         with self._wake:
             heapq.heappush(self._timers, (when, next(self._order), timer))
@@ -112,7 +114,7 @@ class ThreadClock:
         threading.Thread(target=call, name=f"{self._name}-aside", daemon=True).start()
 
     def close(self) -> None:
-        """Drop pending calls and end the thread, unless this is that thread."""
+        """Drop pending calls, and wait for the thread to end unless this is that thread."""
         with self._wake:
             self._closed = True
             self._timers.clear()
@@ -121,7 +123,10 @@ class ThreadClock:
             self._thread.join()
 
     def _run(self) -> None:
-        """Make calls until closed. Log a call that fails, so that later calls are still made."""
+        """Make due calls until closed.
+
+        Log a call that fails, so that later calls are still made.
+        """
         while (call := self._next()) is not None:
             try:
                 call()

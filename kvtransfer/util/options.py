@@ -10,13 +10,13 @@ from kvtransfer.protocol.frame import MAX_PAYLOAD_BYTES
 class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Times and limits of an agent.
 
-    beat_s                     time between heartbeats; equal on both sides
+    beat_s                     seconds between heartbeats; equal on both sides
     max_missed_beats           a link is lost after this many beats of silence; equal on both sides
-    handshake_s                time for both ends of a new link to prove their identity
+    handshake_s                seconds for both ends of a new link to prove their identity
     window_bytes               largest window to send; a link may want less
     budget_bytes               bytes that a source may have in flight to this agent on one link
-    invite_wait_s              longest time that an invitation may wait here for its offer
-    name_memory_s              how long the name of an ended or unwanted offer is remembered
+    invite_wait_s              most seconds that an invitation may wait here for its offer
+    name_memory_s              seconds that the name of an ended or unwanted offer is remembered
     max_waiting_invites        invitations that may wait here, in total
     max_unproven_links         links whose peer has not shown the key; one more drops the oldest
     max_unproven_per_address   such links from one IPv4 address or IPv6 /64
@@ -50,5 +50,5 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def silence_s(self) -> float:
-        """How long a peer may be silent before its link is lost."""
+        """Seconds that a peer may be silent before its link is lost."""
         return self.beat_s * self.max_missed_beats

@@ -1,6 +1,4 @@
-"""TlsFiles: the certificate files of a TLS link. Not here: reading them
-(kvtransfer/transports/tls_links.py).
-"""
+"""Paths of the certificate files of a TLS link; transports/tls_links.py reads the files."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import msgspec
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Paths of PEM files, and the name to require of peers.
+    """Paths of the PEM files of a TLS link, and the name to require of peers.
 
     certificate   this agent's certificate and its chain up to an authority
     key           its private key, not encrypted

@@ -1,4 +1,4 @@
-"""TtlMap: a bounded map whose entries expire. Pure: the caller passes `now`."""
+"""A bounded map whose entries expire; the caller passes the time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class TtlMap(Generic[T]):
-    """A map from names to values that keeps each for `ttl_s`, and at most `max_entries`.
+    """A map from names to values that keeps each for `ttl_s` seconds, and at most `max_entries`.
 
     The oldest entry is dropped first. Not thread-safe.
     """
@@ -37,7 +37,7 @@ class TtlMap(Generic[T]):
         return value if now < expires else None
 
     def pop(self, name: str, now: float) -> T | None:
-        """Remove `name` and return its value, as `get` does."""
+        """Remove `name` and return its value; None if there is none or it has expired."""
         value = self.get(name, now)
         self._entries.pop(name, None)
         return value

@@ -1,4 +1,4 @@
-"""Load on an OpenAI server, and its results: `await run(plan)` returns a Report.
+"""Load generator for an OpenAI-compatible server: `await run(plan)` returns a BenchReport.
 
 Contains workloads, open and closed loop, timing of streamed answers, and JSON for other tools.
 Trace readers are in planner/traces, the comparison with other gateways in bench.

@@ -1,7 +1,7 @@
-"""`penstock bench`: options to a Plan, and a Report to the terminal. The command is registered by
-the gateway's CLI.
+"""The command `penstock bench`: converts its options to a plan, and prints the report.
 
-Exit status: 0 success; 1 no answer, unreachable server or interrupted run; 2 usage.
+The gateway's CLI registers the command. Exit status: 0 success; 1 no answer, unreachable server or
+interrupted run; 2 usage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WARMUP = 8
 
 
 def duration_s(value: str) -> float:
-    """Parse 250ms, 30s, 5m or 1h to seconds. Raises typer.BadParameter."""
+    """Return the seconds of a text such as 250ms, 30s, 5m or 1h. Raises typer.BadParameter."""
     match = _DURATION.fullmatch(value)
     if match is None or float(match[1]) == 0:
         raise typer.BadParameter(f"{value!r} is not a duration; write 250ms, 30s or 5m")
@@ -40,7 +40,7 @@ def duration_s(value: str) -> float:
 
 
 def _time(text: str, name: str) -> Any:
-    """Return an option for a duration."""
+    """Return a command-line option for a duration, with this name and help text."""
     return typer.Option(name, parser=duration_s, metavar="TIME", help=text)
 
 
@@ -131,7 +131,7 @@ def bench(
 
 
 def _run_or_exit(plan: BenchPlan, quiet: bool) -> BenchReport:
-    """Run the plan; exit with a message if there is no report."""
+    """Run the plan and return its report; exit with a message if there is none."""
     try:
         return _run(with_defaults(plan), quiet)
     except PlanError as error:
@@ -153,7 +153,7 @@ def _run(plan: BenchPlan, quiet: bool) -> BenchReport:
 
 
 async def _until_interrupted(plan: BenchPlan, watch: Watch | None) -> BenchReport:
-    """Run until the end or Ctrl-C, which ends the run early with a report."""
+    """Run the plan until its end or Ctrl-C, which ends the run early with a report."""
     task = asyncio.create_task(run(plan, watch))
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
     return await task

@@ -1,4 +1,7 @@
-"""One request to an OpenAI server, and its result. When it is sent is decided in loops.py."""
+"""Client of an OpenAI-compatible server: sends one request and measures its streamed answer.
+
+loops.py decides when a request is sent.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,13 @@ from planner.bench.timeline import AnswerTimeline
 
 
 class BenchError(Exception):
-    """The server cannot be used at all; the message says what it answered."""
+    """Error: the server cannot be used at all; the message says what it answered."""
 
 
 class BenchRecord(msgspec.Struct):
-    """One request; times in seconds of one clock. Written by the client, read by the report.
+    """Measurements of one request; times in seconds of one clock.
+
+    Written by the client, read by the report.
 
     due_s     when it should have been sent. Latencies count from here, so that a server that delays
               the sender is charged for that as well
@@ -47,7 +52,7 @@ class BenchRecord(msgspec.Struct):
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None for fewer than two tokens."""
+        """Mean seconds per output token after the first; None for fewer than two tokens."""
         if self.first_s is None or self.last_s is None or self.output_tokens < 2:
             return None
         return (self.last_s - self.first_s) / (self.output_tokens - 1)
@@ -58,12 +63,12 @@ class BenchRecord(msgspec.Struct):
 
     @property
     def lag_s(self) -> float:
-        """How late this client sent it."""
+        """Seconds by which this client sent the request late."""
         return self.sent_s - self.due_s
 
 
 class BenchClient:
-    """A connection pool to one server, for any number of concurrent requests."""
+    """A client with a pool of connections to one server, for any number of concurrent requests."""
 
     def __init__(self, plan: BenchPlan) -> None:
         self._plan = plan
@@ -84,7 +89,10 @@ class BenchClient:
         await self._http.close()
 
     async def model(self) -> str:
-        """Return the model to request: the plan's, or the first one listed. Raises BenchError."""
+        """Return the model to request: the plan's, or the first one that the server lists.
+
+        Raises BenchError if the server lists none.
+        """
         if self._model is None:
             self._model = await self._first_model()
         return self._model
@@ -107,7 +115,7 @@ class BenchClient:
     async def ask(
         self, record: BenchRecord, messages: Sequence[dict[str, str]], output_tokens: int
     ) -> str:
-        """Send a streaming chat completion, fill in the record and return the text.
+        """Send a streaming chat completion, fill in the record and return the generated text.
 
         Errors are stored in the record.
         """
@@ -151,7 +159,10 @@ class BenchClient:
 
 
 def _stream_error(timeline: AnswerTimeline) -> str | None:
-    """Return the error of a stream, None if complete: a truncated answer is not a fast one."""
+    """Return the kind of error of a stream, or None if it is complete.
+
+    A truncated answer is an error, so that it does not count as a fast one.
+    """
     if timeline.error is not None:
         return "stream_error"
     if not timeline.done or timeline.broken:

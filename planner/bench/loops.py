@@ -1,5 +1,7 @@
-"""The run itself: open loop (requests at given times) or closed loop (users that wait for their
-answers).
+"""The run of a benchmark: open loop (requests at given times) or closed loop (waiting users).
+
+A user of a closed loop sends the next request after the answer to the last one. The main function
+is `run`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _WATCH_EVERY_S = 0.25
 
 
 class RunProgress(msgspec.Struct):
-    """The state of a run, for an observer. One writer: the run."""
+    """The progress of a run, which the run updates for an observer."""
 
     plan: BenchPlan
     started_s: float = 0.0
@@ -35,8 +37,8 @@ class RunProgress(msgspec.Struct):
 async def run(plan: BenchPlan, watch: Watch | None = None) -> BenchReport:
     """Run the plan and return its report.
 
-    Raises PlanError for an invalid plan, BenchError without a usable server. Cancelling it ends the
-    run early; it then still returns a report, marked as `interrupted`.
+    Raises PlanError for an invalid plan, and BenchError without a usable server. When cancelled,
+    the run ends early and returns a report that is marked as `interrupted`.
     """
     plan = with_defaults(plan)
     async with BenchClient(plan) as client:
@@ -59,7 +61,7 @@ async def run(plan: BenchPlan, watch: Watch | None = None) -> BenchReport:
 
 
 class _Run:
-    """The state of one run; owner of its Progress."""
+    """The state of one run, which updates its RunProgress."""
 
     def __init__(self, plan: BenchPlan, client: BenchClient) -> None:
         self._plan = plan
@@ -68,7 +70,7 @@ class _Run:
         self.progress = RunProgress(plan)
 
     async def carry_out(self, watch: Watch | None) -> bool:
-        """Run; return True if it was interrupted."""
+        """Execute the run; return True if it was interrupted."""
         self.progress.started_s = time.perf_counter()
         watching = asyncio.create_task(self._show(watch)) if watch else None
         try:
@@ -118,9 +120,9 @@ class _Run:
         return plan.duration_s is None or due_s - self.progress.started_s < plan.duration_s
 
     async def _converse(self, session: WorkloadSession, due_s: float) -> None:
-        """Run the turns of a session one after another.
+        """Send the turns of a session one after another.
 
-        A failed turn ends it, because the next would lack its answer.
+        A failed turn ends the session, because the next turn would lack its answer.
         """
         messages = _first_messages(session)[:-1]
         for number, turn in enumerate(session.turns):
@@ -170,7 +172,7 @@ def _first_messages(session: WorkloadSession) -> list[dict[str, str]]:
 
 
 async def _sleep_until(wake_s: float) -> None:
-    """Sleep until this time of time.perf_counter."""
+    """Sleep until time.perf_counter() reaches `wake_s`."""
     await asyncio.sleep(0)
     # A timer with a resolution of 1 ms may fire early.
     while (left_s := wake_s - time.perf_counter()) > 0:  # noqa: ASYNC110

@@ -10,21 +10,23 @@ from planner.bench.workloads import shapes
 
 
 class PlanError(ValueError):
-    """An invalid plan; the message names the option and the reason."""
+    """Error in the options of a run; the message names the option and the reason."""
 
 
 class BenchSlo(msgspec.Struct, frozen=True):
-    """The bounds of a good request; None: no bound."""
+    """The limits within which a request is good, in seconds; None: no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
 
 class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One run: an open loop with `rate` or `trace`, else a closed loop with `concurrency`.
+    """The options of one run: an open loop with `rate` or `trace`, else a closed loop.
 
     url          scheme, host and port; /v1/chat/completions is appended
     model        None: the first that /v1/models lists
+    rate         requests per second of an open loop
+    concurrency  number of users of a closed loop
     duration_s   no request is due after it; None with `requests`: no limit
     requests     maximum number of requests
     trace        a Mooncake file instead of a shape; `speed` and `limit` apply to it
@@ -53,14 +55,14 @@ class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_open(self) -> bool:
-        """Whether requests are sent at given times, independent of answers."""
+        """Whether requests are sent at given times, whether or not earlier ones were answered."""
         return self.rate is not None or self.trace is not None
 
 
 def with_defaults(plan: BenchPlan) -> BenchPlan:
-    """Return the plan with defaults: 8 users without a load, 30 s without an end.
+    """Return the plan with defaults: 8 users if it has no load, 30 s if it has no end.
 
-    Raises PlanError.
+    Raises PlanError if options are invalid or exclude each other.
     """
     if not plan.url.startswith(("http://", "https://")):
         raise PlanError(f"--url {plan.url}: write http://host:port")

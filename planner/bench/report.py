@@ -1,6 +1,6 @@
-"""Results of a run: percentiles, throughput, goodput, errors; as JSON with three naming schemes.
+"""Report of a run: percentiles, throughput, goodput and errors, as JSON with three naming schemes.
 
-Names at the top level are those of vLLM's and SGLang's benchmarks; `guidellm` and `aiperf` hold the
+Names at the top level are those of vLLM's and SGLang's benchmarks. `guidellm` and `aiperf` hold the
 same numbers with the names and definitions of those tools, for comparison.
 """
 
@@ -18,9 +18,9 @@ from planner.bench.stats import Summary, convert_unit, summarise
 
 
 def is_good(record: BenchRecord, slo: BenchSlo) -> bool:
-    """Return whether a request succeeded within the SLO.
+    """Return whether a request succeeded within the limits of the SLO.
 
-    A TPOT bound does not apply to an answer of one token.
+    The limit of TPOT does not apply to an answer of one token.
     """
     if record.error is not None or record.ttft_s is None:
         return False
@@ -30,7 +30,9 @@ def is_good(record: BenchRecord, slo: BenchSlo) -> bool:
 
 
 class BenchReport:
-    """The result of one run, immutable. Times in seconds; None where nothing was measured."""
+    """The immutable result of one run, with times in seconds, and None where nothing was
+    measured.
+    """
 
     def __init__(
         self,
@@ -68,9 +70,9 @@ class BenchReport:
 
     @property
     def cached_ratio(self) -> float | None:
-        """Share of prompt tokens that came from prefix caches, over answers that report it.
+        """Share of prompt tokens that came from prefix caches, over the answers that report it.
 
-        None if none does.
+        None if no answer reports it.
         """
         reporting = [record for record in self.completed if record.cached_tokens is not None]
         prompt = sum(record.prompt_tokens or 0 for record in reporting)
@@ -85,11 +87,11 @@ class BenchReport:
         return self.good / len(self.records) if self.records else 0.0
 
     def per_second(self, amount: float) -> float:
-        """Return an amount as a rate over the run."""
+        """Return an amount per second of the run's duration."""
         return amount / self.duration_s if self.duration_s else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything except the single requests."""
+        """Return the whole report as a JSON object, except the records of single requests."""
         return {
             "schema": "penstock-bench/1",
             "plan": _plain(self.plan),
@@ -105,7 +107,7 @@ class BenchReport:
 
 
 def _plain(plan: BenchPlan) -> Any:
-    """Return the plan as JSON without the API key."""
+    """Return the plan as a JSON object without the API key."""
     without_key = msgspec.structs.replace(plan, api_key=None)
     return msgspec.to_builtins(without_key, enc_hook=str)
 
@@ -115,8 +117,9 @@ def _ms(summary: Summary | None) -> dict[str, float] | None:
 
 
 def _vllm(report: BenchReport) -> dict[str, Any]:
-    """Return the names of `vllm bench serve` and `sglang.bench_serving`: flat, times in ms. e2el
-    equals e2e_latency.
+    """Return the results under the names of `vllm bench serve` and `sglang.bench_serving`, in ms.
+
+    `e2el` equals `e2e_latency`.
     """
     flat: dict[str, Any] = {
         "duration": report.duration_s,
@@ -145,9 +148,9 @@ def _vllm(report: BenchReport) -> dict[str, Any]:
 
 
 def _guidellm(report: BenchReport) -> dict[str, Any]:
-    """Return guidellm's names.
+    """Return the results under guidellm's names.
 
-    It includes the first token in time_per_output_token (whole latency over all tokens), and
+    guidellm includes the first token in time_per_output_token (whole latency over all tokens), and
     averages the gaps of a request for inter_token_latency.
     """
     whole = [
@@ -166,8 +169,9 @@ def _guidellm(report: BenchReport) -> dict[str, Any]:
 
 
 def _aiperf(report: BenchReport) -> dict[str, Any]:
-    """Return aiperf's names: a record with a unit per tag. inter_token_latency is a request's mean
-    after its first token.
+    """Return the results under aiperf's names: an object with a unit for each name.
+
+    inter_token_latency is a request's mean after its first token.
     """
     times = {
         "time_to_first_token": report.ttft,

@@ -1,4 +1,4 @@
-"""Terminal output of a run: a live line while it runs, a table at its end."""
+"""Terminal output of a run: a progress line while it runs, and a table at its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RECENT = 200
 
 
 class LiveProgress:
-    """A progress bar on a console; a context manager whose `watch` is passed to run().
+    """A progress bar on a terminal, as a context manager whose `watch` is passed to run().
 
     It counts requests if the plan limits them, else seconds.
     """
@@ -41,14 +41,14 @@ class LiveProgress:
         self._bar.stop()
 
     def watch(self, progress: RunProgress) -> None:
-        """Redraw with the present progress."""
+        """Redraw the bar with the present progress of the run."""
         done = progress.sent - progress.in_flight
         completed = progress.elapsed_s if self._by_time else done
         self._bar.update(self._task, completed=completed, line=describe(progress))
 
 
 def describe(progress: RunProgress) -> str:
-    """Return one line: done, running, errors, and the median TTFT of the latest requests."""
+    """Return one line about a run: done, running, errors, and the latest requests' median TTFT."""
     recent = progress.records[-_RECENT:]
     errors = sum(record.error is not None for record in progress.records)
     times = sorted(
@@ -60,7 +60,7 @@ def describe(progress: RunProgress) -> str:
 
 
 def table(report: BenchReport) -> Table:
-    """Return latencies by percentile as a table."""
+    """Return the report's latencies by percentile as a table."""
     result = Table(title=_title(report), title_justify="left")
     for name in ("", "mean", "p50", "p90", "p95", "p99", "max"):
         result.add_column(name, justify="right" if name else "left")
@@ -96,7 +96,7 @@ def _cells(summary: Summary | None) -> list[str]:
 
 
 def lines(report: BenchReport) -> list[str]:
-    """Return what does not fit the table: counts, rates, goodput, cache, errors."""
+    """Return the results that are not in the table: counts, rates, goodput, cache and errors."""
     failed = len(report.records) - len(report.completed)
     rows = [
         f"{len(report.completed)} answered, {failed} failed, at most {report.peak} at once",

@@ -1,6 +1,4 @@
-"""Percentiles and summaries of samples, with linear interpolation between closest ranks (numpy's
-default).
-"""
+"""Percentiles and summaries of samples, interpolated linearly between ranks (numpy's default)."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import msgspec
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Statistics of a set of samples, in their own unit."""
+    """Statistics of a set of samples, in the samples' unit; `std` is the standard deviation."""
 
     count: int
     mean: float
@@ -25,7 +23,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return the value below which `percent` of the sorted samples lie.
+    """Return the value below which `percent` percent of the sorted samples lie.
 
     Raises ValueError if there are none.
     """
@@ -39,9 +37,9 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def summarise(samples: Sequence[float]) -> Summary | None:
-    """Return the Summary of samples in any order, None if there are none.
+    """Return the Summary of samples in any order; None if there are none.
 
-    `std` is that of the population.
+    `std` is the standard deviation of the population.
     """
     if not samples:
         return None
@@ -53,7 +51,7 @@ def summarise(samples: Sequence[float]) -> Summary | None:
 
 
 def convert_unit(summary: Summary, factor: float) -> Summary:
-    """Return the summary in another unit."""
+    """Return the summary with all values multiplied by `factor`, to change the unit."""
     values = {
         name: getattr(summary, name) * factor
         for name in summary.__struct_fields__

@@ -1,6 +1,5 @@
-"""From the bytes of a streamed answer and their arrival times to first token, gaps, usage and end.
-
-Sans-IO.
+"""Parser of a streamed answer that records the times of its tokens, its usage and its end; no
+I/O.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ class _Details(msgspec.Struct):
 
 
 class ReportedUsage(msgspec.Struct):
-    """The usage an engine reports; `cached_tokens` is None if it does not report it."""
+    """The token usage that an engine reports; `cached_tokens` is None if it does not report it."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -50,10 +49,10 @@ _MOST_LINE_BYTES = 16 << 20
 
 
 class AnswerTimeline:
-    """Parses whatever the socket returned; one per request.
+    """Parses the received bytes of one streamed answer, and records the times of its tokens.
 
     first_s, last_s   time of the first and the latest event with generated content; None before it
-    gaps_s            times between such events
+    gaps_s            seconds between such events
     usage    the latest usage
     done     whether [DONE] was received
     error    an error event's code, else its type
@@ -87,18 +86,21 @@ class AnswerTimeline:
 
     @property
     def text(self) -> str:
-        """The generated answer, without reasoning and tool calls."""
+        """The generated text, without reasoning and tool calls."""
         return "".join(self._pieces)
 
     @property
     def tokens(self) -> int:
-        """Generated tokens: by usage, else one for each event with content."""
+        """Number of generated tokens: by usage, else one for each event with content."""
         if self.usage is not None:
             return self.usage.completion_tokens
         return 0 if self.first_s is None else len(self.gaps_s) + 1
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Parse bytes in any chunking. Lines end with \\n or \\r\\n, not with a lone \\r."""
+        """Parse bytes, received at `now_s`, however they are divided into chunks.
+
+        Lines end with a line feed, with or without a carriage return before it.
+        """
         lines = (self._buffer + data).split(b"\n")
         self._buffer = lines.pop()
         if len(self._buffer) > _MOST_LINE_BYTES:
@@ -132,9 +134,9 @@ class AnswerTimeline:
             self._on_token(now_s)
 
     def _has_content(self, choice: _Choice) -> bool:
-        """Return whether a choice has generated content.
+        """Return whether a choice has generated content, and store its text.
 
-        A role alone, or an empty final delta, does not.
+        A role alone, or an empty final delta, is no content.
         """
         delta = choice.delta or _Delta()
         answer = delta.content or choice.text

@@ -1,9 +1,7 @@
-"""Workloads: shapes of traffic as seeded generators of sessions.
+"""Workloads: kinds of traffic as seeded generators of sessions.
 
-When they are sent is decided in loops.py.
-
-Lengths follow the published workloads named at each shape; equal seeds give equal sessions on every
-machine.
+Lengths follow the published workloads named at each shape. Equal seeds give equal sessions on every
+machine. loops.py decides when they are sent.
 """
 
 from __future__ import annotations
@@ -20,7 +18,9 @@ from planner.traces import read_mooncake
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One user message, the maximum tokens of its answer, and the pause after the answer."""
+    """One user message, the maximum tokens of its answer, and the pause in seconds after the
+    answer.
+    """
 
     content: str
     output_tokens: int
@@ -28,7 +28,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class WorkloadSession(msgspec.Struct, frozen=True):
-    """The turns of one conversation: each is sent with all turns before it and their answers."""
+    """One conversation; each turn is sent with all turns before it and their answers."""
 
     id: int
     turns: tuple[Turn, ...]
@@ -36,7 +36,10 @@ class WorkloadSession(msgspec.Struct, frozen=True):
 
 
 class WorkloadShape(msgspec.Struct, frozen=True):
-    """A kind of traffic. `mean_turns` converts a rate of requests to a rate of sessions."""
+    """A kind of traffic with a generator of sessions.
+
+    mean_turns  converts a rate of requests to a rate of sessions
+    """
 
     name: str
     about: str
@@ -45,23 +48,24 @@ class WorkloadShape(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A session and when it is due, in seconds from the start."""
+    """A session and the time at which it is due, in seconds from the start."""
 
     due_s: float
     session: WorkloadSession
 
 
 def lognormal(rng: Random, median: float, mean: float, least: int, most: int) -> int:
-    """Draw a length from the log-normal distribution with this median and mean, clipped to [least,
-    most].
+    """Draw a length from a log-normal distribution with this median and mean.
+
+    The result is clipped to [least, most].
     """
     sigma = sqrt(2 * log(mean / median))
     return round(min(max(exp(rng.gauss(log(median), sigma)), least), most))
 
 
 def poisson(rate: float, seed: int) -> Iterator[float]:
-    """Yield the times of independent arrivals, `rate` per second on average, in seconds from the
-    start.
+    """Yield the times of independent arrivals in seconds from the start, `rate` per second on
+    average.
     """
     rng = Random(f"arrivals {seed}")
     due_s = 0.0
@@ -146,7 +150,7 @@ def _shared_prefix(seed: int) -> Iterator[WorkloadSession]:
 
 
 def shapes() -> dict[str, WorkloadShape]:
-    """Return every shape by name."""
+    """Return every workload shape by name."""
     known = (
         WorkloadShape(
             "chat",

@@ -1,6 +1,4 @@
-"""The effect of a changed configuration on the last minutes: two replays of one access log, side by
-side.
-"""
+"""Comparison of two configurations on the last minutes of an access log, by two replays."""
 
 from planner.plan.plan import ConfigComparison, PoolComparison, plan
 from planner.plan.pool_case import Assumptions, PoolCase, PoolCaseError, cases

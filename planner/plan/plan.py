@@ -1,4 +1,4 @@
-"""The comparison: every pool of both configurations on the same traffic, and the differences."""
+"""Replay of every pool of two configurations on the same traffic, and the differences."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from planner.traces.shape import TraceRequest
 
 
 class PoolComparison(msgspec.Struct, frozen=True):
-    """One pool before and after; None: it does not exist there.
+    """The results of one pool before and after a change; None: the pool does not exist there.
 
-    `notes`: what the comparison leaves out.
+    notes  what the comparison leaves out
     """
 
     pool: str
@@ -29,7 +29,10 @@ class PoolComparison(msgspec.Struct, frozen=True):
 
     @property
     def gain(self) -> float:
-        """Attainment the candidate adds, as a share of requests; least over the classes."""
+        """Increase of SLO attainment by the changed configuration, as a share of requests.
+
+        It is the least increase of all service classes.
+        """
         before, after = self.before, self.after
         if before is None or after is None:
             return 0.0
@@ -41,7 +44,12 @@ class PoolComparison(msgspec.Struct, frozen=True):
 
 
 class ConfigComparison(msgspec.Struct, frozen=True):
-    """The comparison of all pools; `requests` were counted in the last `span_s` seconds."""
+    """The comparison of all pools.
+
+    requests  number of counted requests
+    span_s    seconds of traffic in which they arrived
+    blocks    whether the log has the prompts' block ids
+    """
 
     pools: tuple[PoolComparison, ...]
     requests: int
@@ -55,9 +63,9 @@ def plan(
     lately: RecentTraffic,
     seed: int = 0,
 ) -> ConfigComparison:
-    """Replay every pool as it is and as it would be.
+    """Replay every pool with both configurations and return the comparison.
 
-    Both are measured by the service classes now in force.
+    Both are measured by the service classes of the present configuration.
     """
     pools = []
     for name in dict.fromkeys((*before, *after)):

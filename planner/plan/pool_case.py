@@ -1,7 +1,7 @@
-"""From a gateway's configuration, as plain values, to what a replay of one of its pools needs.
+"""Conversion of a gateway's configuration to what a replay of one of its pools needs.
 
-Contains which mock TP groups represent a pool's endpoints, and its policy and admission. Reading
-and checking configurations is the gateway's; the input is its own dump.
+Contains which mock TP groups represent a pool's endpoints, and the pool's policy and admission. The
+gateway reads and checks configurations; the input is its own dump as plain values.
 """
 
 from __future__ import annotations
@@ -25,14 +25,11 @@ GPU, MODEL = "h100", "llama-3.1-8b"
 
 
 class PoolCaseError(ValueError):
-    """A configuration that cannot be replayed; the message says why."""
+    """Error: the configuration cannot be replayed; the message says why."""
 
 
 class Assumptions(msgspec.Struct, frozen=True):
-    """What to assume about mock groups where the configuration does not say it.
-
-    None: the defaults.
-    """
+    """Model and GPU to assume where the configuration does not state them; None: the defaults."""
 
     model: str | None = None
     gpu: str | None = None
@@ -104,10 +101,11 @@ class _Config(msgspec.Struct):
 
 
 class PoolCase(msgspec.Struct, frozen=True):
-    """One pool of one configuration.
+    """One pool of one configuration, as the input of a replay.
 
     models   the names it serves; None: all, because the configuration has none
-    assumed  what was assumed about its groups, as text, where the configuration does not say it
+    fleet    the mock groups that represent its endpoints
+    assumed  texts about what was assumed where the configuration states nothing
     """
 
     pool: str
@@ -124,11 +122,11 @@ class PoolCase(msgspec.Struct, frozen=True):
     assumed: tuple[str, ...]
 
     def policy(self) -> Policy:
-        """Return a new policy, because policies learn."""
+        """Return a new policy for every replay, because policies learn."""
         return registry.build(self.policy_name, self.policy_params)
 
     def admission(self) -> Admission:
-        """Return a new admission, with the tenants' weights if it takes them, like the gateway."""
+        """Return a new admission, with the tenants' weights if it takes them, as in the gateway."""
         takes_weights = (
             "weights" in admission_registry.params_type(self.admission_name).__struct_fields__
             and self.shares.weights
@@ -142,9 +140,9 @@ class PoolCase(msgspec.Struct, frozen=True):
 
 
 def cases(config: Mapping[str, Any], taken: Assumptions | None = None) -> dict[str, PoolCase]:
-    """Return every pool of a configuration (the gateway's dump, durations in seconds).
+    """Return every pool of a configuration by name.
 
-    Raises PoolCaseError.
+    `config` is the gateway's dump, with durations in seconds. Raises PoolCaseError.
     """
     try:
         read = msgspec.convert(config, _Config)
@@ -209,7 +207,7 @@ def _kinds(
 
 
 def _model(parameters_b: float | None, taken: Assumptions, assumed: list[str]) -> str:
-    """Return the known model of the nearest size."""
+    """Return the name of the known model whose size is nearest. Raises PoolCaseError if unknown."""
     if taken.model is not None:
         if taken.model.lower() not in MODELS:
             raise PoolCaseError(f"unknown model {taken.model!r}: known are {', '.join(MODELS)}")

@@ -1,6 +1,6 @@
-"""The end of a gateway's access log as traffic: the requests of one pool in the last minutes.
+"""The last minutes of a gateway's access log, as the requests of one pool.
 
-Contains how far back it looks, and the treatment of refused requests. The log's format is in
+Contains how far back it reads, and what is assumed about refused requests. The log's format is in
 planner/traces/access.py.
 """
 
@@ -22,7 +22,7 @@ SHED, USUAL_TOKENS = 429, 256
 
 
 class RecentTraffic(msgspec.Struct, frozen=True):
-    """The relevant lines of a log, in order of arrival.
+    """The last lines of a log, in order of arrival.
 
     begins_s, from_s  Unix time; requests between them warm caches and do not count
     """
@@ -38,14 +38,14 @@ class RecentTraffic(msgspec.Struct, frozen=True):
 
     @property
     def warmup_s(self) -> float:
-        """Seconds of requests before those that count."""
+        """Seconds of requests that warm caches, before those that count."""
         return self.from_s - self.begins_s
 
     def requests(self, models: Collection[str] | None) -> list[TraceRequest]:
-        """Return the requests for these models; None: for any.
+        """Return the requests for these models, or for all models if None.
 
-        A refused request is assumed to have wanted an answer of median length; one that failed for
-        another reason is left out.
+        A refused request is assumed to have wanted an answer of median length. A request that
+        failed for another reason is left out.
         """
         lines = [line for line in self.lines if models is None or line.model in models]
         lengths = [line.completion_tokens for line in lines if line.completion_tokens]
@@ -58,9 +58,9 @@ class RecentTraffic(msgspec.Struct, frozen=True):
 
 
 def recent(path: Path, last_s: float) -> RecentTraffic:
-    """Read the last `last_s` seconds of a log, and as much before them for warm-up.
+    """Read the last `last_s` seconds of a log, and as much before them to warm caches.
 
-    Raises TraceError.
+    Raises TraceError if the log cannot be read or has no such lines.
     """
     with open_lines(path) as lines:
         source = lines if path.suffix == ".gz" else _tail(path)
@@ -78,7 +78,7 @@ def recent(path: Path, last_s: float) -> RecentTraffic:
 
 
 def _tail(path: Path) -> Iterator[bytes]:
-    """Yield the last complete lines of a file."""
+    """Yield the last complete lines of a file, from at most TAIL_BYTES."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if size > TAIL_BYTES:

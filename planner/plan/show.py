@@ -1,4 +1,4 @@
-"""Output of a plan: one table per pool with before and after side by side, and JSON."""
+"""Output of a comparison of configurations: a table per pool with before and after, and JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_BLOCKS = (
 
 
 def show(plan: ConfigComparison, console: Console) -> None:
-    """Print the plan."""
+    """Print the comparison on the terminal."""
     console.print(
         f"{plan.requests} requests in {plan.span_s:.0f} s, on mock groups and a virtual clock"
     )
@@ -33,7 +33,7 @@ def show(plan: ConfigComparison, console: Console) -> None:
 
 
 def as_plain(plan: ConfigComparison) -> dict[str, Any]:
-    """Return the plan as JSON."""
+    """Return the comparison as a JSON object."""
     return {
         "schema": "penstock-plan/1",
         "requests": plan.requests,

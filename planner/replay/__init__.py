@@ -1,5 +1,4 @@
-"""Replay of traffic on a fleet of mock TP groups on a virtual clock, with the gateway's own
-policies and admission.
+"""Replay of traffic on simulated TP groups and a virtual clock, with the gateway's own policies.
 
 Readers of recorded traffic are in planner/traces.
 """

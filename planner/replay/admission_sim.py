@@ -1,8 +1,7 @@
-"""Admission of a replayed fleet: which requests enter, wait or are refused, and when clients retry
-or give up.
+"""Admission of a replayed fleet: which requests enter, wait or are refused, and what clients do.
 
-Wait queue and admission are the gateway's own (wait_queue.py, policies/admission/admission.py).
-Admitted requests are fleet.py's.
+Clients retry or give up. Wait queue and admission are the gateway's own (wait_queue.py,
+policies/admission/admission.py). fleet.py serves admitted requests.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ SHORT_BACKOFF_S, LONG_BACKOFF_S = 0.5, 8.0
 
 
 class AdmissionSim:
-    """Owner of the wait queue and of the clients' random numbers.
+    """The wait queue of a replay, and the simulated clients that retry or give up.
 
-    Without `room`, every request enters at once.
+    Without `room`, the wait queue, every request enters at once.
     """
 
     def __init__(self, fleet: FleetPort, room: WaitQueue[int] | None) -> None:
@@ -36,37 +35,39 @@ class AdmissionSim:
         self._waiting: dict[int, InflightRequest] = {}
 
     def open(self) -> None:
-        """Count the places, and start the periodic tick of the wait queue."""
+        """Set the queue's capacity, and start its periodic tick."""
         if self._room is not None:
             self.refresh(0.0)
             self._fleet.schedule(0.0, self._tick)
 
     def arrive(self, now: float, flight: InflightRequest) -> None:
-        """Handle a client's first attempt; its patience starts now."""
+        """Let a client send its first attempt, after which its patience starts to run out."""
         if self._clients.patience_s is not None:
             self._fleet.schedule(now + self._clients.patience_s, self._give_up, flight)
         self._try_enter(now, flight)
 
     def refresh(self, now: float) -> None:
-        """Recount the places after groups came or went."""
+        """Update the queue's capacity after groups were added, removed or failed."""
         if self._room is not None:
             self._room.refresh(self._fleet.gateway.candidates)
             self._settle(now)
 
     def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
-        """Charge the tenant for a booked pick, if there is a wait queue."""
+        """Charge the tenant of a request that was assigned to a group, if there is a wait queue."""
         if self._room is not None:
             self._room.on_booked(query, pick)
 
     def on_ended(self, now: float, flight: InflightRequest) -> None:
-        """Free the place of a request that has ended, and report its outcome."""
+        """Return the permit of a request that has ended, and report its outcome to the
+        admission.
+        """
         if self._returns_permit(flight):
             assert self._room is not None
             self._room.release(flight.request, _outcome(now, flight.record))
             self._fleet.schedule(now, self._settle)
 
     def on_not_routed(self, now: float, flight: InflightRequest) -> None:
-        """Refuse an admitted request that no group can serve, and free its place."""
+        """Refuse an admitted request that no group can serve, and return its permit."""
         if self._returns_permit(flight):
             assert self._room is not None
             self._room.free_place(now)
@@ -81,7 +82,7 @@ class AdmissionSim:
         return has_permit
 
     def _try_enter(self, now: float, flight: InflightRequest) -> None:
-        """Try to enter: the first attempt, or a retry after a refusal."""
+        """Let a request try to enter: its first attempt, or a retry after a refusal."""
         if flight.has_ended:
             return
         if self._room is None:
@@ -92,7 +93,7 @@ class AdmissionSim:
             self._ask_admission(now, flight, self._room)
 
     def _ask_admission(self, now: float, flight: InflightRequest, room: WaitQueue[int]) -> None:
-        """Ask the admission, because the fast path was not available."""
+        """Ask the admission about a request, because the fast path was not available."""
         fleet, number = self._fleet, flight.record.number
         query, requery = fleet.gateway.query(flight, now), partial(fleet.gateway.query, flight)
         verdict = room.arrive(query, fleet.gateway.fitting(flight.trace_request), number, requery)
@@ -110,7 +111,7 @@ class AdmissionSim:
         self._fleet.serve(now, flight, self._fleet.gateway.query(flight, now))
 
     def _settle(self, now: float, _: object = None) -> None:
-        """Admit and refuse the waiting requests that have a verdict now."""
+        """Admit or refuse the waiting requests that have a verdict at `now`."""
         room = self._room
         if room is None:
             return
@@ -129,9 +130,9 @@ class AdmissionSim:
             self._fleet.schedule(now + TICK_S, self._tick)
 
     def _refuse(self, now: float, flight: InflightRequest, shed: Shed) -> None:
-        """Handle a 429: the client retries after Retry-After or its own back-off.
+        """Answer a request with 429, after which its client retries until its retries are used up.
 
-        It stops when its retries are used up, or when it obeys and was told not to retry.
+        The client waits for Retry-After or its own back-off.
         """
         clients, record = self._clients, flight.record
         record.refusals += 1
@@ -148,7 +149,7 @@ class AdmissionSim:
         self._fleet.schedule(now + wait_s, self._try_enter, flight)
 
     def _give_up(self, now: float, flight: InflightRequest) -> None:
-        """Cancel a request whose client has waited long enough for a first token."""
+        """Cancel a request without a first token, because its client has no more patience."""
         if not flight.has_ended and flight.record.first_s is None:
             number = flight.record.number
             if self._waiting.pop(number, None) is not None and self._room is not None:

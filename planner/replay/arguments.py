@@ -1,4 +1,4 @@
-"""Arguments of `penstock replay` with a grammar: durations, loads, service classes, faults."""
+"""Parsers for arguments of `penstock replay`: durations, loads, service classes and faults."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ FAULTS = (
 
 
 class ArgumentError(ValueError):
-    """An invalid argument; the message names the part that is wrong."""
+    """Error in an argument; the message names the part that is wrong."""
 
 
 class _Class(msgspec.Struct, forbid_unknown_fields=True):
-    """A service class in a file."""
+    """One service class in the YAML file of --slo: budgets as texts with a unit, and the weight."""
 
     ttft: str
     tpot: str
@@ -37,7 +37,7 @@ class _Class(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse_seconds(text: str) -> float:
-    """Parse 250ms, 30s, 5m, 1h or a plain number of seconds. Raises ArgumentError."""
+    """Return the seconds of a text such as 250ms, 30s, 5m, 1h or a number. Raises ArgumentError."""
     match = _TIME.fullmatch(text.strip())
     if match is None:
         raise ArgumentError(f"{text!r} is not a time; write 250ms, 30s, 5m or 1h")
@@ -45,7 +45,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_loads(text: str) -> list[float]:
-    """Parse numbers like `0.5,1,2`. Raises ArgumentError."""
+    """Return the positive numbers in a text such as `0.5,1,2`. Raises ArgumentError."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
@@ -56,9 +56,9 @@ def parse_loads(text: str) -> list[float]:
 
 
 def parse_classes(text: str) -> tuple[Slo, Mapping[str, Slo]]:
-    """Return the default class and the named ones, from `ttft=2s,tpot=50ms` or a YAML file.
+    """Return the default service class, and the named ones by name.
 
-    Raises ArgumentError.
+    `text` is `ttft=2s,tpot=50ms` or the path of a YAML file. Raises ArgumentError.
     """
     if "=" not in text:
         return _from_file(Path(text))
@@ -99,7 +99,7 @@ def _from_file(path: Path) -> tuple[Slo, Mapping[str, Slo]]:
 def apply_faults(
     text: str, spec: FleetSpec, options: ReplayOptions
 ) -> tuple[FleetSpec, ReplayOptions]:
-    """Apply a --faults text to the fleet and the options. Raises ArgumentError."""
+    """Return the fleet and the options changed by a --faults text. Raises ArgumentError."""
     groups = list(spec.groups)
     faults: list[GroupFault] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -128,7 +128,9 @@ def apply_faults(
 
 
 def _with_view(key: str, value: str, options: ReplayOptions) -> ReplayOptions:
-    """Apply `stale=`, `events=` or `view=`: how the gateway sees the fleet."""
+    """Return the options changed by `stale=`, `events=` or `view=`: how the gateway sees the
+    fleet.
+    """
     if key == "stale":
         age_s = parse_seconds(value)
         return msgspec.structs.replace(options, scrape_s=max(age_s, 0.1), scrape_age_s=age_s)

@@ -1,4 +1,4 @@
-"""Chained block ids in the fleet's block size, and the hits of an unlimited cache."""
+"""Chained block ids of prompts in the fleet's block size, and the hits of an unlimited cache."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def keys_of(request: TraceRequest, block_tokens: int) -> tuple[int, ...]:
 
 
 class UnlimitedCache:
-    """One shared cache that never evicts: how much of each prompt could have been cached."""
+    """A simulated cache that never evicts, to find how much of each prompt could have been
+    cached.
+    """
 
     __slots__ = ("_block_tokens", "_known")
 
@@ -41,7 +43,7 @@ class UnlimitedCache:
         self._known: set[int] = set()
 
     def hit(self, keys: Sequence[int], prompt_tokens: int) -> int:
-        """Return the prompt tokens that were seen before, and add all of this prompt."""
+        """Return the number of prompt tokens that were seen before, and add all of this prompt."""
         known, hits = self._known, 0
         limit = min(len(keys), (prompt_tokens - 1) // self._block_tokens)
         while hits < limit and keys[hits] in known:

@@ -1,6 +1,6 @@
-"""Capacity: the highest load at which a policy meets its target, by bisection.
+"""Search for the capacity, the highest load at which a policy meets its target, by bisection.
 
-Independent of replays.
+It is independent of replays.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ STRIDE = 1.5
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """The load at which attainment crosses `target`.
+    """The load at which SLO attainment crosses the share `target`.
 
-    `tried`: (load, attainment) of every run, in order.
-
-    load 0.0: missed even at the lowest load tried. The highest load tried: met even there.
+    load   0.0 if the target is missed even at the lowest load tried; the highest load tried if it
+           is met even there
+    tried  (load, attainment) of every run, in order
     """
 
     load: float
@@ -33,11 +33,11 @@ def capacity(
     least: float = 1 / 64,
     most: float = 64.0,
 ) -> Capacity:
-    """Bisect loads on a logarithmic scale until the bracket is narrower than `tolerance`, then
-    interpolate.
+    """Find the load at which the function `attainment` crosses `target`, by bisection.
 
-    `attainment(load)` is called once per load. Attainment is assumed to fall with load; where it
-    varies around the target, one of the crossings is returned.
+    Bisects on a logarithmic scale until the bracket is narrower than `tolerance`, then
+    interpolates. `attainment(load)` is called once per load and is assumed to fall with load. Where
+    it varies around the target, one of the crossings is returned.
     """
     known: dict[float, float] = {}
 

@@ -18,7 +18,7 @@ DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 
 class Series(msgspec.Struct, frozen=True):
-    """One line: name, points in order of x, and index of the name (for its colour)."""
+    """One line of a chart: name, points in order of x, and index of the name (for its colour)."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -26,7 +26,10 @@ class Series(msgspec.Struct, frozen=True):
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """An axis: label, ends (None: those of the data, from 0), logarithmic or not, number format."""
+    """An axis of a chart: label, ends, logarithmic or not, and number format.
+
+    An end of None is taken from the data; without data it is 0.
+    """
 
     label: str
     least: float | None = None
@@ -36,7 +39,7 @@ class Axis(msgspec.Struct, frozen=True):
 
 
 class _Scale:
-    """Maps values to pixels."""
+    """Maps the values of an axis to pixels."""
 
     def __init__(self, axis: Axis, values: Sequence[float], begin: float, end: float) -> None:
         self.axis, self._begin, self._end = axis, begin, end
@@ -50,7 +53,7 @@ class _Scale:
             self.most = max(self.most, self.least + 1e-9)
 
     def at(self, value: float) -> float:
-        """Return the pixel of a value."""
+        """Return the pixel of a value; values beyond the axis are moved to its end."""
         if self.axis.log:
             share = (log10(max(value, self.least)) - log10(self.least)) / (
                 log10(self.most) - log10(self.least)
@@ -60,7 +63,7 @@ class _Scale:
         return self._begin + min(1.0, max(0.0, share)) * (self._end - self._begin)
 
     def ticks(self) -> list[float]:
-        """Return the values of the tick marks."""
+        """Return the values at which the axis has tick marks."""
         if self.axis.log:
             decades = range(floor(log10(self.least)), ceil(log10(self.most)) + 1)
             many = len(decades) > 3
@@ -74,7 +77,9 @@ class _Scale:
 
 
 def ink(place: int) -> tuple[str, str]:
-    """Return colour and dash pattern of the n-th name: solid colours first, then dashed ones."""
+    """Return the colour and dash pattern of the line at this index: solid lines first, then
+    dashed.
+    """
     return INKS[place % len(INKS)], DASHES[place // len(INKS) % len(DASHES)]
 
 
@@ -83,7 +88,7 @@ def chart(
 ) -> str:
     """Return a line chart as SVG; empty without points.
 
-    `rules`: (value, name) of horizontal lines, like targets.
+    rules  horizontal lines, such as targets: (value, name)
     """
     points = [point for line in lines for point in line.points]
     if not points:
@@ -105,7 +110,10 @@ def chart(
 def bars(
     title: str, values: Sequence[tuple[str, float, int]], write: Callable[[float], str]
 ) -> str:
-    """Return horizontal bars from 0 to the largest: (name, value, index of the name)."""
+    """Return a horizontal bar chart as SVG, from 0 to the largest value; empty without values.
+
+    values  (name, value, index of the name)
+    """
     if not values:
         return ""
     most = max(value for _, value, _ in values) or 1.0
@@ -124,7 +132,7 @@ def bars(
 
 
 def legend(names: Sequence[str]) -> str:
-    """Return the legend for all charts of a page."""
+    """Return the legend for all charts of a page as HTML."""
     keys = []
     for place, name in enumerate(names):
         colour, dash = ink(place)
@@ -191,6 +199,6 @@ def _step(rough: float) -> float:
 
 
 def _rounded(value: float) -> float:
-    """Return a round number that is at least `value`."""
+    """Return a round number that is at least `value`, as the end of an axis."""
     step = _step(value / 5) if value > 0 else 1.0
     return step * ceil(value / step - 1e-9)

@@ -1,7 +1,7 @@
-"""`penstock replay`: options to a Comparison, and its result to the terminal, as JSON or as a page.
+"""The command `penstock replay`: converts its options to a Comparison, and prints the result.
 
-Exit status: 0 success; 1 a file could not be read, nothing was served, or a capacity could not be
-determined; 2 usage.
+The result is a table, JSON or an HTML page. Exit status: 0 success; 1 a file could not be read,
+nothing was served, or a capacity could not be determined; 2 usage.
 """
 
 from __future__ import annotations
@@ -161,7 +161,10 @@ def replay(
 def _with_times(
     options: ReplayOptions, slo: str, for_: str | None, has_users: bool
 ) -> ReplayOptions:
-    """Set the service classes, and the horizon, which closed loops have by default."""
+    """Return the options with the service classes and the end of the replay.
+
+    Closed loops have an end by default.
+    """
     standard, classes = arguments.parse_classes(slo)
     horizon_s = 1200.0 if has_users else None
     if for_ is not None:
@@ -170,7 +173,7 @@ def _with_times(
 
 
 def _fleet(text: str) -> FleetSpec:
-    """Return the preset of this name, or the fleet in this file."""
+    """Return the fleet preset of this name, or the fleet described in this file."""
     path = Path(text)
     return read_fleet(path) if path.suffix in (".yaml", ".yml", ".json") else preset(text)
 
@@ -216,7 +219,7 @@ def _run(contest: Comparison, quiet: bool) -> ComparisonResult:
 
 
 def _missing(standing: ComparisonResult) -> list[str]:
-    """Return which capacities could not be determined, and why."""
+    """Return messages about the capacities that could not be determined, and why."""
     return [
         f"{name}: no capacity at {capacity.target:.0%}: {capacity.reason}; use a shorter --warmup"
         for name, results in standing.capacities.items()
@@ -241,7 +244,10 @@ def _print(standing: ComparisonResult, as_json: bool) -> None:
 
 
 def as_plain(standing: ComparisonResult) -> dict[str, Any]:
-    """Return the result as JSON: figures by policy and load, and capacities; no single requests."""
+    """Return the result as a JSON object: figures by policy and load, and capacities.
+
+    Single requests are left out.
+    """
     contest = standing.contest
     return {
         "schema": "penstock-replay/1",

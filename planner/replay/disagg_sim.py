@@ -1,6 +1,6 @@
 """Split requests in a replay: prefill job, KV transfer over the two groups' links, decode job.
 
-The decision is the gateway's own Splitter; blocks are kept and fetched as in a live mock group.
+The gateway's own Splitter decides. Blocks are kept and fetched as in a live mock group.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NOWHERE = AgentPeer("")
 
 
 class DisaggSim:
-    """Owner of the links' schedules and of the splitter's mode."""
+    """Simulates split requests, with the schedules of the groups' links and the splitter's mode."""
 
     def __init__(self, fleet: FleetPort, rule: SplitRule, policy: Policy) -> None:
         self._fleet = fleet
@@ -70,7 +70,7 @@ class DisaggSim:
         )
 
     def serve(self, now: float, flight: InflightRequest, query: RoutingQuery) -> bool:
-        """Send the request to a pair if the gateway would.
+        """Send the request to a pair of groups if the gateway would split it, and return True.
 
         Return False if it is for a single group.
         """
@@ -106,7 +106,7 @@ class DisaggSim:
     def on_prefilled(
         self, now: float, flight: InflightRequest, giver: ReplayGroup, given: Job
     ) -> None:
-        """Send the decode half, because the prompt was computed."""
+        """Send the decode half of a request whose prompt was computed."""
         record, taker = flight.record, flight.decode_group
         assert flight.prefill_booking is not None
         assert taker is not None
@@ -128,7 +128,9 @@ class DisaggSim:
         self._fleet.schedule(now + taker.kind.software.request_s, self._fleet.enter, (taker, job))
 
     def fetch(self, taker: ReplayGroup, job: Job, now: float) -> None:
-        """Fetch the KV that the decode group lacks over the links, one transfer after another."""
+        """Transfer the KV that the decode group lacks over the links, one transfer after
+        another.
+        """
         flight = self._fleet.inflight[job]
         giver = flight.prefill_group
         if job.state is not JobState.FETCHING:
@@ -157,7 +159,7 @@ class DisaggSim:
         self._fleet.wake(now, taker)
 
     def _release_prefill_blocks(self, now: float, flight: InflightRequest) -> None:
-        """Let the prefill group forget the blocks."""
+        """Let the prefill group free the blocks that it kept for the request."""
         giver, given = flight.prefill_group, flight.prefill_job
         flight.prefill_group = flight.prefill_job = None
         if giver is not None and given is not None and giver.is_alive:
@@ -165,7 +167,7 @@ class DisaggSim:
             self._fleet.wake(now, giver)
 
     def withdraw(self, now: float, flight: InflightRequest) -> None:
-        """Cancel the request wherever it is."""
+        """Cancel the prefill half of a request and its KV transfer."""
         if flight.prefill_booking is not None:
             flight.prefill_booking.drop(now)
             flight.prefill_booking = None
@@ -173,7 +175,7 @@ class DisaggSim:
         flight.decode_group = None
 
     def on_group_died(self, now: float, group: ReplayGroup) -> None:
-        """Handle the death of a group: its unfetched KV is lost, and requests to be decoded there
+        """Record the death of a group: its unfetched KV is lost, and requests that decode there
         fail.
         """
         group.sends_at_s = group.receives_at_s = now
@@ -185,7 +187,7 @@ class DisaggSim:
 
 
 def _pools(groups: list[ReplayGroup]) -> SplitPools:
-    """Group the candidates by compatible KV, which means by equal model."""
+    """Return the groups as pools for splitting, grouped by equal model, whose KV is compatible."""
     by_model: dict[str, tuple[list[ReplayGroup], list[ReplayGroup]]] = {}
     for group in groups:
         model = f"{group.kind.model} {group.kind.kv_scalar_bytes:g}"

@@ -1,6 +1,4 @@
-"""Events of a replayed fleet other than requests: groups fail, slow down, drain or join, and
-metrics are scraped.
-"""
+"""Events of a replayed fleet other than requests: faults, drains, new groups, scraped metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ SWEEP_S = 0.25
 
 
 class FaultEvents:
-    """Schedules these events. Stateless."""
+    """Schedules and executes the faults, drains and scrapes of a replay; has no state."""
 
     def __init__(self, fleet: FleetPort) -> None:
         self._fleet = fleet
@@ -50,7 +48,7 @@ class FaultEvents:
                 self._fleet.schedule(now + fault.for_s, self._start_group, group)
 
     def _kill(self, now: float, group: ReplayGroup) -> None:
-        """Fail a whole group, because one rank failed.
+        """Let a whole group fail, as when one of its ranks fails.
 
         Its requests without a first token are retried elsewhere.
         """
@@ -66,7 +64,7 @@ class FaultEvents:
             fleet.disagg.on_group_died(now, group)
 
     def _set_pace(self, now: float, group: ReplayGroup) -> None:
-        """Set an engine's speed by the latest fault in force; without one, by its kind."""
+        """Set an engine's speed by the latest active fault, or without one by its kind."""
         prefill = decode = 1.0
         for fault in sorted(self._fleet.options.faults, key=lambda fault: fault.at_s):
             in_force = fault.at_s <= now and (fault.for_s is None or now < fault.at_s + fault.for_s)
@@ -77,19 +75,19 @@ class FaultEvents:
         group.engine.slow_decode = group.kind.slowness * decode
 
     def _start_group(self, now: float, group: ReplayGroup) -> None:
-        """Let a group join with an empty cache."""
+        """Add a group with an empty cache to the fleet."""
         group.restart()
         group.is_alive = True
         self._bring_back(now, group)
 
     def _bring_back(self, now: float, group: ReplayGroup) -> None:
-        """Put a group back in rotation if it is alive."""
+        """Let a group receive requests again, if it is alive."""
         group.load.is_available = group.is_alive
         self._raise_soft_cap(now, (group, now))
         self._fleet.admission.refresh(now)
 
     def _raise_soft_cap(self, now: float, event: tuple[ReplayGroup, float]) -> None:
-        """Raise a group's soft cap by its time in rotation, like the gateway."""
+        """Raise a group's slow-start cap by its time in use, as the gateway does."""
         group, since = event
         ramp_s, cap = self._fleet.options.slow_start_s, group.kind.max_concurrency
         group.load.soft_cap = soft_cap(cap, now - since, ramp_s)
@@ -112,7 +110,7 @@ class FaultEvents:
             fleet.schedule(now + fleet.options.scrape_s, self._scrape)
 
     def _scraped(self, now: float, readings: list[Reading]) -> None:
-        """Record the metrics like the gateway.
+        """Record the delivered metrics as the gateway does.
 
         External requests are computed against in_flight at delivery.
         """

@@ -1,11 +1,11 @@
-"""The virtual clock: traffic in, mock TP groups behind the gateway's own decisions, one record per
-request out.
+"""Simulation of a fleet on a virtual clock: traffic in, one record per request out.
 
     run = replay(preset("F1"), traffic(requests), registry.build("prefix_aware", {}))
 
-All events are in one heap; nothing waits or sleeps, and an equal seed gives an equal run. Admission
-and retries are in admission_sim.py, the gateway's view and decisions in gateway_sim.py, a group's
-computation in engine.py, split requests in disagg_sim.py.
+Mock TP groups serve the requests, and the gateway's own code decides about them. All events are in
+one heap; nothing waits or sleeps, and an equal seed gives an equal run. Admission and retries are
+in admission_sim.py, the gateway's view and decisions in gateway_sim.py, a group's computation in
+engine.py, split requests in disagg_sim.py.
 """
 
 from __future__ import annotations
@@ -53,19 +53,18 @@ def replay(
     shares: FairShares | None = None,
     watch: Callable[[float, int], None] | None = None,
 ) -> ReplayRun:
-    """Replay the traffic on a cold fleet.
+    """Replay the traffic on a fleet with empty caches, and return the run.
 
-    `policy` and `admission` learn, so build new ones for every replay.
-
-    admission None: every request enters at once, whatever the groups' caps. `watch` is called with
-    (clock, finished requests) at every end of a request.
+    `policy` and `admission` learn, so build new ones for every replay. Without an admission every
+    request enters at once, whatever the groups' caps. `watch` is called with (clock, finished
+    requests) at every end of a request.
     """
     room = None if admission is None else WaitQueue[int](admission, limits, shares)
     return Fleet(spec, traffic, policy, room, options or ReplayOptions(), watch).run()
 
 
 class Fleet:
-    """One running replay. Owner of the event heap, the requests and the groups."""
+    """One running replay: the heap of events, the requests and the groups."""
 
     def __init__(
         self,
@@ -107,11 +106,11 @@ class Fleet:
 
     @property
     def arrived(self) -> int:
-        """Requests that have arrived so far."""
+        """Number of requests that have arrived so far."""
         return len(self._records)
 
     def run(self) -> ReplayRun:
-        """Process all events, to the last token or the horizon."""
+        """Process all events, up to the last token or the end of the replay, and return the run."""
         began = perf_counter()
         self._prepare()
         heap, horizon_s = self._heap, self.options.horizon_s
@@ -123,7 +122,7 @@ class Fleet:
         return self._report(perf_counter() - began)
 
     def schedule(self, when_s: float, act: Callable[[float, Any], None], what: Any = None) -> None:
-        """Schedule an event.
+        """Schedule a call of `act` at the virtual time `when_s`, with the time and `what`.
 
         Events of the same moment run in the order in which they were scheduled.
         """
@@ -191,9 +190,7 @@ class Fleet:
     # Sending to a group
 
     def serve(self, now: float, flight: InflightRequest, query: RoutingQuery) -> None:
-        """Pick a group and book the request in one step, as the gateway does, then send it to the
-        engine.
-        """
+        """Pick a group, book the request there and send it, in one step as the gateway does."""
         if self.disagg is not None and self.disagg.serve(now, flight, query):
             return
         pick = self.gateway.pick(query, self._single_candidates(flight.trace_request))
@@ -231,7 +228,7 @@ class Fleet:
     def send(
         self, now: float, flight: InflightRequest, group: ReplayGroup, pick: Pick, job: Job
     ) -> None:
-        """Send a job to a group: update the index, and let the engine have it after the API
+        """Send a job to a group: update the prefix index, and queue the job after the API
         latency.
         """
         if flight.record.entered_s is None:
@@ -246,14 +243,14 @@ class Fleet:
         self.schedule(now + group.kind.software.request_s, self.enter, (group, job))
 
     def enter(self, now: float, what: tuple[ReplayGroup, Job]) -> None:
-        """Put a job into the engine's queue, unless it was withdrawn."""
+        """Put a job into the engine's queue, unless it was withdrawn meanwhile."""
         group, job = what
         if job in self.inflight:
             group.engine.scheduler.add(job)
             self.wake(now, group)
 
     def wake(self, now: float, group: ReplayGroup) -> None:
-        """Make an engine look at its queue: at the end of its current step, or now if idle.
+        """Let an engine read its queue at the end of its current step, or now if it is idle.
 
         An idle engine wakes after all other events of this moment, so that simultaneous jobs start
         together.
@@ -270,7 +267,7 @@ class Fleet:
             self.watch(group)
 
     def watch(self, group: ReplayGroup) -> None:
-        """Put the engine's next event on the heap."""
+        """Schedule the engine's next event."""
         due_s = group.engine.due_s
         if due_s != group.watched_s:
             group.watched_s = due_s
@@ -286,7 +283,7 @@ class Fleet:
     # Results
 
     def on_first_token(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Handle a job's first token."""
+        """Record a job's first token, and start the decode half of a split request."""
         flight = self.inflight[job]
         if flight.race is not None:
             flight = self.hedges.decide(now, flight)
@@ -307,19 +304,21 @@ class Fleet:
             record.cached_tokens = job.cached
 
     def on_blocks_allocated(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Handle that a job whose KV comes from another group has its blocks allocated."""
+        """Start the KV transfer of a job whose KV comes from another group, as its blocks are
+        allocated.
+        """
         assert self.disagg is not None
         self.disagg.fetch(group, job, now)
 
     def stop_expecting(self, flight: InflightRequest) -> None:
-        """Remove the request's keys from those its group is about to compute."""
+        """Remove the request's blocks from those that its group is about to compute."""
         if flight.is_expected:
             flight.is_expected = False
             assert flight.group is not None
             flight.group.expect_no_more(flight.keys)
 
     def on_last_token(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Handle a job's last token."""
+        """Record a job's last token, and end its request or start the decode half."""
         flight = self.inflight.pop(job)
         if job.keeps_blocks:
             assert self.disagg is not None
@@ -343,7 +342,7 @@ class Fleet:
         self.end(now, flight, RequestEnd.SERVED, "")
 
     def end(self, now: float, flight: InflightRequest, end: RequestEnd, reason: str) -> None:
-        """End a request. This is the only place where one ends."""
+        """End a request with this result and reason; every request ends here."""
         flight.has_ended = True
         record = flight.record
         record.end, record.reason = end, reason
@@ -357,7 +356,7 @@ class Fleet:
             self._schedule_next(now, flight.next_requests)
 
     def withdraw(self, now: float, flight: InflightRequest) -> None:
-        """Cancel a request wherever it is; what was computed for it is wasted."""
+        """Cancel a request's job, KV transfer and hedge; the computed tokens count as wasted."""
         job, group = flight.job, flight.group
         if flight.race is not None:
             self.hedges.end_race(now, flight)
@@ -393,7 +392,7 @@ class Fleet:
         flight.job = flight.group = None
 
     def retry_elsewhere(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
-        """Retry a request after its group died, or end it if its answer had begun."""
+        """Retry a request after its group failed, or end it if its answer had begun."""
         self.withdraw(now, flight)
         if flight.is_hedge:
             return

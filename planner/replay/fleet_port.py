@@ -1,6 +1,6 @@
-"""What the parts of a replayed fleet may use of the fleet.
+"""Protocols with which the parts of a replay call each other.
 
-A Protocol, so that those parts do not import fleet.py, which creates them.
+They make it unnecessary to import fleet.py, which creates the parts.
 """
 
 from __future__ import annotations
@@ -18,41 +18,43 @@ from policies.model import Pick, RoutingQuery
 
 
 class AdmissionPort(Protocol):
-    """Admission as the other parts see it."""
+    """Protocol of the admission's methods that other parts of the replay call (AdmissionSim)."""
 
     def refresh(self, now: float) -> None:
-        """Recount the places after groups came or went."""
+        """Update the queue's capacity after groups were added, removed or failed."""
 
     def on_booked(self, query: RoutingQuery, pick: Pick) -> None:
-        """Charge the tenant for a booked pick."""
+        """Charge the tenant of a request that was assigned to a group."""
 
 
 class DisaggPort(Protocol):
-    """Split requests as the other parts see them."""
+    """Protocol of the methods for split requests that other parts of the replay call
+    (DisaggSim).
+    """
 
     def on_group_died(self, now: float, group: ReplayGroup) -> None:
-        """Fail or re-plan the split requests that depended on a group that died."""
+        """Fail or retry the split requests that depended on a group that has failed."""
 
 
 class HedgesPort(Protocol):
-    """Hedges as the other parts see them."""
+    """Protocol of the methods for hedged requests that other parts of the replay call."""
 
     def may_send(self) -> bool:
-        """Return whether the share allows one more hedge."""
+        """Return whether the allowed share of hedges permits one more."""
 
     def send(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
-        """Send the request to a second group."""
+        """Send the request to a second group as a hedge."""
 
 
 class SpeedsPort(Protocol):
-    """The review of groups' speeds as the other parts see it."""
+    """Protocol of the review of groups' speeds, as other parts of the replay call it."""
 
     def doubt(self, now: float, group: ReplayGroup) -> None:
-        """Send the group few requests until it was judged."""
+        """Send the group only few requests until the review has judged its speed."""
 
 
 class FleetPort(Protocol):
-    """One running replay: its event heap, its groups and its requests."""
+    """Protocol of a running replay (Fleet): its events, its groups and its requests."""
 
     options: ReplayOptions
     groups: list[ReplayGroup]
@@ -74,10 +76,10 @@ class FleetPort(Protocol):
 
     @property
     def arrived(self) -> int:
-        """Requests that have arrived so far."""
+        """Number of requests that have arrived so far."""
 
     def schedule(self, when_s: float, act: Callable[[float, Any], None], what: Any = None) -> None:
-        """Schedule an event.
+        """Schedule a call of `act` at the virtual time `when_s`, with the time and `what`.
 
         Events of the same moment run in the order in which they were scheduled.
         """
@@ -97,13 +99,13 @@ class FleetPort(Protocol):
         """Put a job into the engine's queue, unless it was withdrawn meanwhile."""
 
     def wake(self, now: float, group: ReplayGroup) -> None:
-        """Make an engine look at its queue at the end of its present step, or now if it is idle."""
+        """Let an engine read its queue at the end of its current step, or now if it is idle."""
 
     def withdraw(self, now: float, flight: InflightRequest) -> None:
-        """Cancel a request's jobs and give back its bookings."""
+        """Cancel a request's jobs and its booked load."""
 
     def retry_elsewhere(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
         """Retry a request whose group died on another group, or end it if its answer had begun."""
 
     def end(self, now: float, flight: InflightRequest, end: RequestEnd, reason: str) -> None:
-        """End a request."""
+        """End a request with this result and reason."""

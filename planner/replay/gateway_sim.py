@@ -1,7 +1,6 @@
-"""The gateway's part in a replay: its view of the fleet, its picks, and what it learns from
-answers.
+"""The gateway's part in a replay: its view of the fleet, its picks, and what it learns.
 
-Uses the gateway's own policy, ledger and prefix index. The timing of events is fleet.py's.
+Uses the gateway's own policy, ledger and prefix index. fleet.py schedules the events.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ INDEX_BYTES = 256 << 20
 
 
 class GatewaySim:
-    """Owner of the index and of the random numbers.
+    """The simulated gateway of a replay, with its prefix index and random generators.
 
     clock   returns wall time in seconds
-    pick_s  wall time spent on decisions
+    pick_s  seconds of wall time spent on decisions
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class GatewaySim:
         self.picks, self.pick_s = 0, 0.0
 
     def request(self, record: ReplayRecord, trace_request: TraceRequest) -> Request:
-        """Return what the gateway knows about a request."""
+        """Return the properties of a request that the gateway knows."""
         patience_s = self._options.clients.patience_s
         return Request(
             id=str(record.number),
@@ -83,13 +82,13 @@ class GatewaySim:
         return DEFAULT_OUTPUT_TOKENS if expected is None else max(1, round(expected))
 
     def learn_length(self, record: ReplayRecord) -> None:
-        """Learn from the length of an answer that ended."""
+        """Record the length of an answer that has ended, to predict later ones."""
         self.output_lengths.record("model", record.tenant, record.slo.name, record.output_tokens)
 
     def fingerprint(self, request: Request, keys: tuple[int, ...]) -> Fingerprint | None:
         """Return the fingerprint of the prompt's whole blocks.
 
-        None if the policy does not read prefixes.
+        Return None if the policy reads no prefixes.
         """
         if not self.policy.reads_prefix:
             return None
@@ -100,7 +99,11 @@ class GatewaySim:
         return fingerprint_of_chain(keys, block_bytes, n_bytes, salt)
 
     def query(self, flight: InflightRequest, now: float) -> RoutingQuery:
-        """Return the routing query, with what each group is believed (or known) to have cached."""
+        """Return the routing query, with the prompt tokens that each group is believed to have
+        cached.
+
+        With an exact view, these are the really cached ones.
+        """
         request, fingerprint, keys = flight.request, flight.fingerprint, flight.keys
         cached: Sequence[int] = ()
         if self._options.view is CacheView.EXACT and self.policy.reads_prefix:
@@ -112,27 +115,27 @@ class GatewaySim:
         return RoutingQuery(request, now, self.rng, cached, flight.failed_endpoints, fingerprint)
 
     def fitting(self, request: TraceRequest) -> Sequence[Candidate]:
-        """Return the groups whose KV could hold prompt and answer."""
+        """Return the groups whose KV could hold the request's prompt and answer."""
         if self.fits_everywhere(request):
             return self.candidates
         return self.with_room_for(request.input_tokens + request.output_tokens, self.candidates)
 
     def fits_everywhere(self, request: TraceRequest) -> bool:
-        """Return whether every group's KV could hold prompt and answer."""
+        """Return whether every group's KV could hold the request's prompt and answer."""
         return (
             blocks_for(request.input_tokens + request.output_tokens, self._block_tokens)
             <= self._least_kv_blocks
         )
 
     def with_room_for(self, tokens: int, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return those of the candidates whose KV could hold this many tokens."""
+        """Return the candidates whose KV could hold this many tokens."""
         needed = blocks_for(tokens, self._block_tokens)
         return [
             candidate for candidate in candidates if needed <= self._kv_blocks[candidate.load.slot]
         ]
 
     def pick(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> Pick | None:
-        """Return the policy's choice, measuring its time."""
+        """Return the policy's choice or None, and measure the time that it takes."""
         began = self.clock()
         pick = run.pick(self.policy, query, candidates)
         self.pick_s += self.clock() - began
@@ -140,7 +143,7 @@ class GatewaySim:
         return pick
 
     def learn(self, fingerprint: Fingerprint | None, pick: Pick, prompt_tokens: int) -> None:
-        """Record a pick in the index: the group will soon have this prompt cached."""
+        """Record in the index that the picked group will have this prompt cached."""
         if fingerprint is not None and not self._is_event_lost():
             load = pick.candidate.load
             self.index.insert(fingerprint, load.slot, prompt_tokens)
@@ -152,7 +155,7 @@ class GatewaySim:
     def confirm(
         self, slot: int, believed_tokens: int, cached_tokens: int, prompt_tokens: int
     ) -> None:
-        """Compare an answer's cached tokens with what was believed."""
+        """Compare the cached tokens of an answer with the number that was believed."""
         if self.policy.reads_prefix and not self._is_event_lost():
             self.index.confirm(
                 slot, min(1.0, believed_tokens / prompt_tokens), cached_tokens / prompt_tokens
@@ -161,12 +164,12 @@ class GatewaySim:
     def forget_prompt(
         self, fingerprint: Fingerprint | None, slot: int, kept_tokens: int, prompt_tokens: int
     ) -> None:
-        """Remove a prompt from the index that was never computed."""
+        """Remove a prompt from the index, beyond `kept_tokens`, because it was never computed."""
         if fingerprint is not None:
             self.index.trim(fingerprint, slot, kept_tokens, prompt_tokens)
 
     def forget_group(self, group: ReplayGroup) -> None:
-        """Drop a group that is gone from the index."""
+        """Remove a group that has failed from the index."""
         self.index.forget(group.load.slot)
         group.load.prefix_cache_tokens = 0.0
 

@@ -66,8 +66,9 @@ def scale_rate(requests: Iterable[TraceRequest], rate: float) -> list[TraceReque
 
 
 def mix_parts(parts: Sequence[MixPart]) -> list[TraceRequest]:
-    """Merge all parts in order of arrival. Parts share no blocks, whatever their ids. Raises
-    ValueError.
+    """Merge all parts in order of arrival. Parts share no blocks, whatever their ids.
+
+    Raises ValueError.
     """
     if len(parts) > MOST_PARTS:
         raise ValueError(f"a mix has at most {MOST_PARTS} parts, not {len(parts)}")

@@ -137,8 +137,9 @@ class DrainRate:
         return self._weight * decay / span if span > 0 and self._presence * decay > 0.05 else None
 
     def seconds_for(self, amount: float, now: float) -> float | None:
-        """Return the seconds in which `amount` will be completed at the measured rate; None if
-        unknown.
+        """Return the seconds in which `amount` will be completed at the measured rate.
+
+        Return None if unknown.
         """
         rate = self.per_s(now)
         return amount / rate if rate else None
@@ -243,8 +244,9 @@ class Admission(Protocol):
         ...
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
-        """Run periodic work; called about every 100 ms, though perhaps not while the pool is
-        idle.
+        """Run periodic work.
+
+        Called about every 100 ms, though perhaps not while the pool is idle.
         """
         ...
 
@@ -418,9 +420,7 @@ class CapAdmission:
 
 
 class UncappedAdmission(CapAdmission):
-    """Admission of every request while an endpoint is available, for engines that refuse by
-    themselves.
-    """
+    """Admission of every request while an endpoint is available, for engines that refuse load."""
 
     __slots__ = ()
 

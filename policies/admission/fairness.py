@@ -80,8 +80,9 @@ class TenantCounters:
         self.floor = max(self.floor, counter)
 
     def forgive(self, now: float) -> None:
-        """Let past usage decay; call it regularly while no request waits, and before one starts to
-        wait.
+        """Let past usage decay.
+
+        Call it regularly while no request waits, and before one starts to wait.
         """
         if self._faded_at is None:
             self._faded_at = now
@@ -99,8 +100,9 @@ class TenantCounters:
         self._faded_at = None
 
     def _prune(self) -> None:
-        """Drop tenants without a debt; if too many remain, keep only those with the highest
-        debts.
+        """Drop tenants without a debt.
+
+        If too many remain, keep only those with the highest debts.
         """
         self._ahead = {
             tenant: counter

@@ -42,8 +42,9 @@ class PrefillPace:
         )
 
     def record(self, load: EndpointLoad, prefill_s: float, tpot_s: float, now: float) -> float:
-        """Record a prompt of `prefill_s` seconds sent to the endpoint; return the new excess in
-        seconds.
+        """Record a prompt of `prefill_s` seconds sent to the endpoint.
+
+        Return the new excess in seconds.
         """
         level = self._level[load.slot] = self.ahead_s(load, tpot_s, now) + prefill_s
         self._at[load.slot] = now

@@ -62,7 +62,7 @@ Clients choose it, and an impossible one must not raise the price for others.
 
 
 class PricedAdmissionParams(AdmissionParams, frozen=True):
-    """Parameters of admission by price.
+    """Admission that refuses requests of little value for their work while the pool is overloaded.
 
     overload       under overload, requested work is at least this multiple of the endpoints'
                    capacity
@@ -215,8 +215,9 @@ class PricedAdmission:
         queue: WaitQueueView,
         is_reserved: bool,
     ) -> Shed | None:
-        """Return the refusal of a new request that may not even wait in the queue; None if it may
-        wait.
+        """Return the refusal of a new request that may not even wait in the queue.
+
+        Return None if it may wait.
         """
         request = query.request
         wait_s = self._wait_s(request.tenant, estimate, queue)
@@ -276,11 +277,10 @@ class PricedAdmission:
     def _refuse_late(
         self, query: RoutingQuery, estimate: CostEstimate, queue: WaitQueueView
     ) -> Shed | None:
-        """Return the refusal of a waiting request that would miss its TTFT budget; None if it may
-        wait.
+        """Return the refusal of a waiting request that would miss its TTFT budget.
 
-        It is refused only under overload, where its work would delay requests that can still be in
-        time.
+        Return None if it may wait. It is refused only under overload, where its work would delay
+        requests that can still be in time.
         """
         due_s = remaining_ttft_s(query)
         if (

@@ -77,8 +77,9 @@ class TokenBucket:
         self._at = -inf
 
     def level(self, now: float) -> float:
-        """Refill the bucket up to `now` and return its level; a clock that goes back refills
-        nothing.
+        """Refill the bucket up to `now` and return its level.
+
+        A clock that goes back refills nothing.
         """
         if now > self._at:
             if self._at > -inf:
@@ -89,8 +90,9 @@ class TokenBucket:
         return self._level
 
     def take(self, amount: float) -> None:
-        """Subtract an amount from the level, or add it if negative; the level never exceeds the
-        limit.
+        """Subtract an amount from the level, or add it if negative.
+
+        The level never exceeds the limit.
         """
         self._level = min(float(self.limit), self._level - amount)
 
@@ -185,7 +187,8 @@ def _left(bucket: TokenBucket | None, taken: int, now: float) -> float | None:
 
 
 def _drift_correction(ours: float | None, theirs: float | None) -> float:
-    """Return the amount to subtract so that the levels of two gateways converge; 0 without a
-    limit.
+    """Return the amount to subtract so that the levels of two gateways converge.
+
+    Return 0 without a limit.
     """
     return 0.0 if ours is None or theirs is None else DRIFT * (ours - theirs)

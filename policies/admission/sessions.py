@@ -394,8 +394,9 @@ def _members(
 
 
 def fleet_kv_tokens(candidates: Sequence[Candidate]) -> float | None:
-    """Return the KV capacity in tokens of all available candidates; None if that of one is
-    unknown.
+    """Return the KV capacity in tokens of all available candidates.
+
+    Return None if that of one is unknown.
     """
     total = 0.0
     for candidate in candidates:

@@ -35,8 +35,9 @@ class TenantUsage:
         self.level = inf
 
     def record(self, tenant: str, work_s: float, admitted: bool) -> None:
-        """Record a request of `work_s` seconds and whether it was admitted; call it once per
-        request.
+        """Record a request of `work_s` seconds and whether it was admitted.
+
+        Call it once per request.
         """
         if tenant not in self._offered and len(self._offered) >= MOST_TENANTS:
             del self._offered[min(self._offered, key=lambda name: self._offered[name])]

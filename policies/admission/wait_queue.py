@@ -241,8 +241,9 @@ class WaitQueue(Generic[T]):
         return size + sum(others)
 
     def is_next(self, tenant: str) -> bool:
-        """Return whether a new request of the tenant would be the next to enter; O(waiting
-        tenants).
+        """Return whether a new request of the tenant would be the next to enter.
+
+        O(waiting tenants).
         """
         if not self._tickets:
             return True
@@ -276,8 +277,9 @@ class WaitQueue(Generic[T]):
     # In and out
 
     def try_enter(self) -> bool:
-        """Take a permit without asking the admission, if the pool is calm; return whether it was
-        taken.
+        """Take a permit without asking the admission, if the pool is calm.
+
+        Return whether it was taken.
         """
         if (
             self._tickets
@@ -376,16 +378,16 @@ class WaitQueue(Generic[T]):
         self.admission.tick(now, self._candidates)
 
     def next_due(self) -> float | None:
-        """Return the time at which `take_verdicts` is due at the latest; None while no request
-        waits.
+        """Return the time at which `take_verdicts` is due at the latest.
+
+        Return None while no request waits.
         """
         while self._due and self._due[0][-1].is_removed:
             heappop(self._due)
         return self._due[0][0] if self._due else None
 
     def take_verdicts(self, now: float) -> list[tuple[T, Verdict]]:
-        """Remove and return the tickets that have a verdict at `now`, with it, in order of
-        decision.
+        """Remove the tickets that have a verdict at `now`, and return them with it, in order.
 
         Each Admit among them holds a permit.
         """
@@ -509,11 +511,10 @@ class WaitQueue(Generic[T]):
             self._rank(tenant, queue)
 
     def _make_room(self, tenant: str, now: float) -> bool:
-        """Evict a request of the tenant with the longest queue by weight; return whether one was
-        evicted.
+        """Evict a request of the tenant with the longest queue by weight.
 
-        The least urgent request is evicted, and only if that queue is longer than the queue of
-        `tenant`.
+        Return whether one was evicted. The least urgent request is evicted, and only if that queue
+        is longer than the queue of `tenant`.
         """
         weight = self._counters.weight
         if not self._queues:  # the queue has size 0

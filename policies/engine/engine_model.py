@@ -172,10 +172,10 @@ class EngineModel:
         return now - self.first_tokens_at <= TOGETHER * self.decode_s
 
     def _plan_next(self, load: EngineLoad, now: float) -> bool:
-        """Plan the step after the one that first tokens have ended; return whether that could be
-        done.
+        """Plan the step after the one that first tokens have ended.
 
-        False means that other first tokens of the ended step may still arrive.
+        Return whether that could be done. False means that other first tokens of the ended step may
+        still arrive.
         """
         ended_at = self.first_tokens_at
         if self.is_same_step(now):
@@ -224,8 +224,9 @@ class EngineModel:
             self.decode_context_s += steps * self.raw_context_s
 
     def _plan(self, load: EngineLoad, now: float) -> bool:
-        """Begin a step with the prompts that have reached the engine by `now`; return False if none
-        fits.
+        """Begin a step with the prompts that have reached the engine by `now`.
+
+        Return False if none fits.
         """
         belief, queue = load.belief, self.queue
         shape = belief.shape
@@ -267,11 +268,9 @@ class EngineModel:
         return True
 
     def _fits(self, load: EngineLoad, prompt: QueuedPrompt) -> bool:
-        """Allocate KV for all of the prompt if a slot and enough KV are free; return whether it was
-        done.
+        """Allocate KV for all of the prompt if a slot and enough KV are free.
 
-        Engines check both before they begin a prompt. A prompt begins in any case if no other one
-        occupies KV.
+        Return whether they were.
         """
         if self.batch + len(self.completing) >= load.slots:
             self.span.tight = True

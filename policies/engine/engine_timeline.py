@@ -134,8 +134,9 @@ class EngineTimeline(EngineModel):
         self._update_forecast(load, now)
 
     def on_scrape(self, load: EngineLoad, kv_usage: float | None, now: float) -> None:
-        """Correct the model by scraped metrics; `kv_usage` is the share of KV in use, None if
-        unknown.
+        """Correct the model by scraped metrics.
+
+        `kv_usage` is the share of KV in use, None if unknown.
         """
         self.advance(load, now)
         if kv_usage is not None:

@@ -51,8 +51,9 @@ class OutputLengths:
             del means[next(iter(means))]
 
     def estimate(self, model: str, tenant: str, slo: str, bound: int | None = None) -> float | None:
-        """Return the expected output tokens, at most `bound`; None if the model has no answers
-        yet.
+        """Return the expected output tokens, at most `bound`.
+
+        Return None if the model has no answers yet.
         """
         estimate: float | None = None
         for key in ((model,), (model, tenant), (model, tenant, slo)):

@@ -32,8 +32,9 @@ class RetryBudget:
         self.running = 0
 
     def try_take(self, active: int) -> bool:
-        """Count a retry and return True if it may start while `active` requests run; False if
-        not.
+        """Count a retry and return True if it may start while `active` requests run.
+
+        Return False if not.
         """
         if self.running >= self.limits.floor + self.limits.share * active:
             return False

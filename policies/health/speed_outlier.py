@@ -139,10 +139,10 @@ class PeerTimes:
         ]
 
     def expected_s(self, recent: SpeedSamples, own: SpeedSamples, shape: StepCosts) -> float:
-        """Return the total seconds that the other endpoints would take for the samples; 0 if
-        unknown.
+        """Return the total seconds that the other endpoints would take for the samples.
 
-        `own` are the endpoint's samples among the references, which are left out.
+        Return 0 if unknown. `own` are the endpoint's samples among the references, which are left
+        out.
         """
         total = 0.0
         for bin_, count in enumerate(recent.counts):
@@ -158,15 +158,17 @@ class PeerTimes:
         return self.other_s(work, None, shape)
 
     def other_s(self, work: int, own: SpeedSamples | None, shape: StepCosts) -> float:
-        """Return the median seconds of the endpoints other than `own` for this work; 0 if
-        unknown.
+        """Return the median seconds of the endpoints other than `own` for this work.
+
+        Return 0 if unknown.
         """
         bin_ = min(BINS - 1, work.bit_length())
         return self._without(bin_, own) or self._scaled(bin_, own, shape)
 
     def _without(self, bin_: int, own: SpeedSamples | None) -> float:
-        """Return the median of the endpoints other than `own` in a bin, in seconds; 0 if there is
-        none.
+        """Return the median of the endpoints other than `own` in a bin, in seconds.
+
+        Return 0 if there is none.
         """
         means = self._means[bin_]
         if own is None or not own.counts[bin_]:
@@ -175,8 +177,9 @@ class PeerTimes:
         return median_without(means, own_index) if len(means) > 1 else 0.0
 
     def _scaled(self, bin_: int, own: SpeedSamples | None, shape: StepCosts) -> float:
-        """Return the time in the nearest bin with other endpoints, scaled by the roofline; 0 if
-        none.
+        """Return the time in the nearest bin with other endpoints, scaled by the roofline.
+
+        Return 0 if none.
         """
         for distance in range(1, BINS):
             for near in (bin_ - distance, bin_ + distance):
@@ -320,8 +323,9 @@ def _is_slow(
 
 
 def _work_s(measure: Measure, shape: StepCosts, bin_: int) -> float:
-    """Return the estimated seconds of work of the middle size of a bin; only ratios are
-    meaningful.
+    """Return the estimated seconds of work of the middle size of a bin.
+
+    Only ratios are meaningful.
     """
     work = 0.75 * (1 << bin_)
     if measure is Measure.ANSWER:

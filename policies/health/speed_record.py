@@ -251,8 +251,9 @@ class SpeedRecord:
         return len(self._queue)
 
     def on_sent(self, tokens: int, now: float) -> None:
-        """Record that a prompt with an observable first token was sent; `tokens` of it are not
-        cached.
+        """Record that a prompt with an observable first token was sent.
+
+        `tokens` of it are not cached.
         """
         if not self._queue:
             self.since = now

@@ -78,8 +78,9 @@ class Expectations:
         return left_s(member.record, expected_s, waited_s, ratio)
 
     def first_byte_s(self, member: ReviewedEndpoint, measure: Measure, work: int) -> float | None:
-        """Return the expected seconds to the first byte of an answer after this work; None if
-        unknown.
+        """Return the expected seconds to the first byte of an answer after this work.
+
+        Return None if unknown.
         """
         yardstick, record = self.yardsticks.get((member.kind, measure)), member.record
         if yardstick is None:
@@ -91,8 +92,9 @@ class Expectations:
         )
 
     def _step_ratio(self, member: ReviewedEndpoint, now: float) -> float:
-        """Return the running prefill step's age divided by its peers' time; 0 if it is not a
-        stall.
+        """Return the running prefill step's age divided by its peers' time.
+
+        Return 0 if it is not a stall.
         """
         record = member.record
         age_s, yardstick = now - record.since, self.yardsticks.get((member.kind, Measure.TTFT))

@@ -27,8 +27,9 @@ def backlog_s(load: EngineLoad, now: float) -> float:
 
 
 def room_s(load: EngineLoad, prompt_tokens: float) -> float:
-    """Return the seconds until ending requests have freed KV for `prompt_tokens`; 0 if KV is
-    free.
+    """Return the seconds until ending requests have freed KV for `prompt_tokens`.
+
+    Return 0 if KV is free.
     """
     missing = prompt_tokens - load.free_kv_tokens
     return missing * load.s_per_freed_kv_token if missing > 0.0 else 0.0

@@ -38,8 +38,9 @@ class GrowingPrefixes:
     __slots__ = ("_blocks", "_ends", "_remembered")
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
-        """Initialize without prompts; `remembered` is the number of ends to store, the most recent
-        ones.
+        """Initialize without prompts.
+
+        `remembered` is the number of ends to store, the most recent ones.
         """
         self._remembered = remembered
         self._ends: dict[int, tuple[int, str]] = {}  # block key and session name by end
@@ -77,8 +78,9 @@ class GrowingPrefixes:
     def _continued(
         self, scope: str, fingerprint: Fingerprint, preamble_bytes: int, messages: memoryview
     ) -> str:
-        """Return the session of the longest stored prompt that this prompt continues; "" if there
-        is none.
+        """Return the session of the longest stored prompt that this prompt continues.
+
+        Return "" if there is none.
         """
         keys, size = fingerprint.keys, fingerprint.block_bytes
         if self._blocks.keys().isdisjoint(keys):
@@ -137,8 +139,9 @@ class GrowingPrefixes:
 
 
 def _messages_length(messages: memoryview) -> int:
-    """Return the bytes of a JSON array of messages without its closing bracket; 0 for other
-    values.
+    """Return the bytes of a JSON array of messages without its closing bracket.
+
+    Return 0 for other values.
     """
     closing = _CLOSED.search(bytes(messages[-2 * _MAX_BLANKS - 2 :]))
     return 0 if closing is None else len(messages) - (closing.end() - closing.start()) + 1

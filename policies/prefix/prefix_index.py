@@ -513,10 +513,9 @@ class PrefixIndex:
         self._oldest_alive[slot] = holder.oldest_alive()
 
     def forget(self, slot: int) -> None:
-        """Drop all entries of a slot that was restarted, removed, or reused for another endpoint;
-        O(1).
+        """Drop all entries of a slot that was restarted, removed, or reused for another endpoint.
 
-        Its capacity stays until `set_capacity` changes it, without the reductions made by
+        O(1). Its capacity stays until `set_capacity` changes it, without the reductions made by
         `confirm`.
         """
         if slot < len(self._holders):

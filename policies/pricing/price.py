@@ -40,13 +40,12 @@ SIGMAS = 2.0
 
 
 class PricedPolicy(PolicyParams, frozen=True):
-    """Pick the endpoint with the least expected loss, over this request and all others, in one
-    unit.
+    """Policy that picks the endpoint with the least expected loss for this and all other requests.
 
-    One unit is one request that uses up exactly its budget. Every delay is a share of a budget; its
-    loss is the share cubed, so small delays are nearly free, up to `late` budgets. From there it
-    grows only by `overdue` per budget: a request that is lost in any case should not displace
-    others. The price of an endpoint is the sum of
+    All losses have one unit, one request that uses up exactly its budget. Every delay is a share of
+    a budget; its loss is the share cubed, so small delays are nearly free, up to `late` budgets.
+    From there it grows only by `overdue` per budget: a request that is lost in any case should not
+    displace others. The price of an endpoint is the sum of
 
         ttft    loss of this request's own first token: its queue, or the wait for KV or a slot
                 where that is longer, plus prefill, over the rest of its TTFT budget. A request

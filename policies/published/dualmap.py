@@ -59,8 +59,9 @@ class DualMap(PolicyParams, frozen=True):
 
 
 class TwoHashPicker:
-    """Picker of DualMap, with its memory of hot prefixes; belongs to the policy it was built
-    for.
+    """Picker of DualMap, with its memory of hot prefixes.
+
+    Belongs to the policy it was built for.
     """
 
     __slots__ = ("_hot", "_salts", "_ttft_slo_s")
@@ -85,8 +86,9 @@ class TwoHashPicker:
         return other if -scores[fuller] > slo_s and scores[other] > scores[fuller] else fuller
 
     def _key(self, query: RoutingQuery) -> int:
-        """Return the hash of the prefix to use; a random key for a prompt shorter than one
-        block.
+        """Return the hash of the prefix to use.
+
+        A random key for a prompt shorter than one block.
         """
         if query.fingerprint is not None and query.fingerprint.keys:
             return self._hot.key(query.fingerprint)

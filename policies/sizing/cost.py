@@ -25,8 +25,9 @@ def usd_per_million(price_hour: float, gpus: int, tokens_s: float) -> float:
 
 
 def tp_tax(tokens_s_gpu: float, base_tokens_s_gpu: float) -> float:
-    """Return the relative change of tokens/s per GPU against a smaller TP size; -0.18 is 18 %
-    lost.
+    """Return the relative change of tokens/s per GPU against a smaller TP size.
+
+    -0.18 is 18 % lost.
     """
     return tokens_s_gpu / base_tokens_s_gpu - 1
 
@@ -104,8 +105,9 @@ class EngineShare:
             self.idle_s += elapsed
 
     def enter(self, now_s: float, weight: float) -> RequestShare:
-        """Start to count a request's share with this weight. Raises ValueError if it is not
-        positive.
+        """Start to count a request's share with this weight.
+
+        Raises ValueError if it is not positive.
         """
         if weight <= 0:
             raise ValueError(f"the weight of a request is {weight}: it must be positive")

@@ -33,8 +33,9 @@ class LayerKinds(msgspec.Struct, frozen=True):
 
 
 def layer_kinds(config: ConfigMembers) -> LayerKinds:
-    """Return the number of layers of each kind. Raises ConfigError for a pattern that does not
-    fit.
+    """Return the number of layers of each kind.
+
+    Raises ConfigError for a pattern that does not fit.
     """
     layers = config.count("num_hidden_layers")
     pattern = config.get("hybrid_override_pattern")

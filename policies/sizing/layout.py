@@ -26,8 +26,9 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """The parallel sizes above one as text, for example `TP 8 x PP 2`; `TP 1` for a single
-        GPU.
+        """The parallel sizes above one as text, for example `TP 8 x PP 2`.
+
+        `TP 1` for a single GPU.
         """
         sizes = (("DP", self.dp), ("EP", self.ep), ("CP", self.cp))
         parts = [f"{name} {size}" for name, size in (("PP", self.pp), *sizes) if size > 1]

@@ -144,8 +144,9 @@ def gqa(
 
 
 def fp8(model: Llm, name: str, grid_name: str = "") -> Llm:
-    """Return the same model with one-byte weights; the KV cache stays bf16, as in vLLM's
-    default.
+    """Return the same model with one-byte weights.
+
+    The KV cache stays bf16, as in vLLM's default.
     """
     return msgspec.structs.replace(model, name=name, weight_bytes=1.0, grid_name=grid_name)
 

@@ -1,1 +1,1 @@
-"""The build that compiles the packages on a request's path with Cython; not shipped."""
+"""The build that compiles the packages on the path of a request with Cython; not shipped."""

@@ -1,8 +1,8 @@
-"""Select the classes of the compiled modules that become C classes.
+"""Selection of the classes in compiled modules that become C classes (Cython extension types).
 
 Every class with __slots__ becomes one if all its bases do. Attributes of C classes are fields of a
-struct instead of look-ups. Everything is derived from the sources. The declarations for Cython are
-written by tools/compile/declarations.py.
+struct instead of dictionary look-ups. Everything is derived from the sources. The main class is
+Project; declarations.py writes the declarations for Cython.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Project:
 
         Imports under `if TYPE_CHECKING` become real imports in C, so modules may import each other
         in a cycle. A cycle works if its modules import only C classes without bases from each
-        other, because those exist before any other code runs. In other cycles the type-only
-        imports are omitted.
+        other, because those exist before any other code runs. In other cycles the type-only imports
+        are omitted.
         """
         tree = self.trees[module]
         for_types = {
@@ -57,7 +57,7 @@ class Project:
         }
 
     def _imports_more(self, module: str, others: Collection[str]) -> bool:
-        """Whether a module imports more from the others than C classes without bases."""
+        """Return whether a module imports more from `others` than C classes without bases."""
         tree = self.trees[module]
         imports = _all_imports(tree)
         bases = {imports.get(ast.unparse(base)) for node in classes_of(tree) for base in node.bases}
@@ -69,7 +69,7 @@ class Project:
 
     @cached_property
     def _imports(self) -> dict[str, set[str]]:
-        """The modules that each module imports, including imports for types."""
+        """The modules that each module imports, by module, including imports for types only."""
         imports = {module: set(_all_imports(tree).values()) for module, tree in self.trees.items()}
         return {
             module: self.trees.keys() & {*names, *map(container_of, names)}
@@ -86,12 +86,12 @@ class Project:
 
     @cached_property
     def used_as_values(self) -> frozenset[str]:
-        """Functions and methods that are used as values, and so must stay Python functions.
+        """Functions and methods that are passed on as values, and so must stay Python functions.
 
         Contains full names, and bare method names where the class is unknown. If the class is
         unknown and some class has an attribute of that name, the name is taken for the attribute;
-        otherwise half of the methods would be excluded. A method that is used as a value under
-        such a name fails to compile.
+        otherwise half of the methods would be excluded. A method that is used as a value under such
+        a name fails to compile.
         """
         fields = {name for node in self.classes.values() for name in slots(node) or ()}
         for tree in self.trees.values():
@@ -112,7 +112,9 @@ class Project:
 
     @cached_property
     def called_with_unpacking(self) -> frozenset[str]:
-        """Names of functions and methods called with *arguments or **keywords, as C cannot."""
+        """Names of functions and methods that are called with *arguments or **keywords, as C
+        cannot.
+        """
         return frozenset(
             ast.unparse(node.func).rpartition(".")[2]
             for module in self.compiled
@@ -122,7 +124,7 @@ class Project:
 
 
 def project(trees: Mapping[str, ast.Module], compiled: Collection[str]) -> Project:
-    """Build the project of all modules, of which some are compiled."""
+    """Return the project of all modules, of which those in `compiled` are compiled."""
     return Project(trees, compiled, _c_classes({module: trees[module] for module in compiled}))
 
 
@@ -158,7 +160,10 @@ def slots(node: ast.ClassDef) -> list[str] | None:
 
 
 def _used_as_values(module: str, tree: ast.Module) -> Iterator[str]:
-    """Yield names that are read but not called; full names where the owner is known."""
+    """Yield the names that a module reads without calling them.
+
+    A name is full, `module.Class.name`, where its class is known, and bare otherwise.
+    """
     names = names_of(module, tree) | _all_imports(tree)
     types: dict[str, set[str]] = {name: {full} for name, full in names.items()}
     for node in ast.walk(tree):
@@ -181,7 +186,7 @@ def _used_as_values(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def _unpacks(call: ast.Call) -> bool:
-    """Whether a call unpacks its arguments."""
+    """Return whether a call unpacks arguments with * or **."""
     return any(isinstance(argument, ast.Starred) for argument in call.args) or any(
         keyword.arg is None for keyword in call.keywords
     )
@@ -207,7 +212,7 @@ def container_of(full: str) -> str:
 
 
 def names_of(module: str, tree: ast.Module) -> dict[str, str]:
-    """Return the full names of the classes and imported names of a module, by local name."""
+    """Return the full names of a module's classes and imported names, by local name."""
     return {node.name: f"{module}.{node.name}" for node in classes_of(tree)} | from_imports(
         tree.body
     )

@@ -1,9 +1,9 @@
-"""Compile the modules on a request's path in place: python -m tools.compile.compile OUT
+"""Compile the modules on the path of a request in place: python -m tools.compile.compile OUT
 
 OUT receives a copy of the project with extension modules next to the sources, for this version of
-Python. It runs as the working directory or on PYTHONPATH. Wheels are built by
-tools/compile/wheel.py. Requirements: a C compiler, Python's headers, the project's dependencies,
-three minutes of two cores and 250 MB of memory.
+Python. It can be used as the working directory or on PYTHONPATH. wheel.py builds wheels.
+Requirements: a C compiler, Python's headers, the project's dependencies, three minutes of two cores
+and 250 MB of memory.
 """
 
 from __future__ import annotations
@@ -41,16 +41,18 @@ def main(out: Path) -> None:
 
 
 def build_digest() -> str:
-    """Return a digest of everything that a build depends on.
+    """Return a hash of everything that a build depends on.
 
-    These are the tree (tools/compile/source_tree.py), the interpreter and the compiler's flags.
+    That is the source tree (source_tree.py), the interpreter and the compiler's flags.
     """
     compiler = f"{os.environ.get('CC')} {os.environ.get('CFLAGS', FLAGS)}"
     return hashlib.sha256(f"{sys.version} {compiler} {tree_digest()}".encode()).hexdigest()
 
 
 def compiler_environment() -> dict[str, str]:
-    """Return the environment of a build, with the flags of the C compiler; symbols are stripped."""
+    """Return the environment variables of a build, with the C compiler's flags and stripped
+    symbols.
+    """
     return {"CFLAGS": FLAGS, "LDFLAGS": "-s", **os.environ}
 
 

@@ -1,8 +1,8 @@
-"""Write the .pxd files that declare the compiled modules' C classes and functions to Cython.
+"""Generator of the .pxd files that declare the compiled modules' C classes and functions to Cython.
 
-Attributes, arguments and results that are annotated with a C class (tools/compile/classes.py) are
-declared as such. Methods and private functions become C functions where possible, which are called
-without a look-up.
+Attributes, arguments and results that are annotated with a C class (classes.py) are declared as
+such. Methods and private functions become C functions where possible, which are called without a
+look-up.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ HAS_NO_C_FORM = (
 
 
 def declarations(module: str, project: Project) -> str:
-    """Return the .pxd of a module; empty without declarations."""
+    """Return the .pxd text of a module; empty if it has nothing to declare."""
     tree, known_classes = project.trees[module], project.known_classes(module)
     c_types = CTypes(known_classes)
     mine = [
@@ -109,7 +109,7 @@ def _declare_class(
 
 
 def _are_related(node: ast.ClassDef, other: ast.ClassDef) -> bool:
-    """Whether one of two classes is a base of the other."""
+    """Return whether one of two classes is a base of the other."""
     bases = {ast.unparse(base) for base in node.bases}, {ast.unparse(base) for base in other.bases}
     return other.name in bases[0] or node.name in bases[1]
 
@@ -129,10 +129,10 @@ def _need_python_form(containers: Collection[str], project: Project) -> set[str]
 def _c_functions(
     functions: list[ast.FunctionDef], excluded: Collection[str]
 ) -> Iterator[ast.FunctionDef]:
-    """Yield the functions that can be C functions.
+    """Yield the functions that can become C functions.
 
-    These have no special name, no decorator and no keyword-only arguments, and contain no closures
-    or generators.
+    These are not in `excluded`. They have no special name, no decorator and no keyword-only
+    arguments, and contain no closures or generators.
     """
     for function in functions:
         arguments, inside = (
@@ -153,19 +153,22 @@ def _c_functions(
 
 @dataclass(frozen=True)
 class CTypes:
-    """The C classes that a module knows; `names` has their full names by local name."""
+    """The C classes that a module can use in declarations; `names` has full names by local name."""
 
     names: Mapping[str, str]
 
     def of(self, annotation: ast.expr | None) -> str:
-        """Return the C class that an annotation names, alone or with None; otherwise ""."""
+        """Return the C class that an annotation names, alone or with None; "" otherwise."""
         if isinstance(annotation, ast.BinOp) and ast.unparse(annotation.right) == "None":
             annotation = annotation.left
         name = "" if annotation is None else ast.unparse(annotation)
         return name if name in self.names else ""
 
     def signature(self, function: ast.FunctionDef, *, of_class: bool = False) -> str:
-        """Return the C signature of a function; only bytes and C classes have their own type."""
+        """Return the C signature of a function.
+
+        Only bytes and C classes have their own type in it.
+        """
         arguments = function.args.args[of_class:]
         declared = ["self"] if of_class else []
         for number, argument in enumerate(arguments):

@@ -1,6 +1,6 @@
 """Build script of a tree with generated C files: every C file becomes an extension module.
 
-tools/compile/source_tree.py copies it to the tree as setup.py.
+source_tree.py copies it to that tree as setup.py.
 """
 
 import os

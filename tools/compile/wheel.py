@@ -1,10 +1,10 @@
 """Build the distributions of the project: python -m tools.compile.wheel [PYTHON ...]
 
-Writes to dist/: an sdist, a wheel of the sources made from it, and for each version of CPython a
-wheel with extension modules. pip prefers the latter where it fits. Without arguments every
-supported interpreter with headers that is found is used. auditwheel checks that the wheels need
-nothing but glibc 2.28 (Debian 10, RHEL 8) on x86-64. `--one` builds the wheel of this interpreter
-only, without sdist and wheel of the sources.
+Writes to dist/: an sdist, a pure Python wheel made from it, and for each version of CPython a wheel
+with extension modules. pip prefers the latter where it fits. Without arguments, every supported
+interpreter with headers that is found is used. auditwheel checks that the wheels need nothing but
+glibc 2.28 (Debian 10, RHEL 8) on x86-64. With `--one`, only the compiled wheel of the running
+interpreter is built.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BUILD_SDIST = (
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Build everything, or one wheel with `--one`, and print the paths of the results."""
+    """Build all distributions, or one wheel with `--one`, and print the paths of the results."""
     DIST.mkdir(exist_ok=True)
     if arguments == ["--one"]:
         interpreters = [sys.executable]
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def build_pure() -> None:
-    """Build the sdist from the files that git tracks, and the wheel of the sources from it."""
+    """Build the sdist from the files that git tracks, and a pure Python wheel from the sdist."""
     source = WORK / "source"
     shutil.rmtree(source, ignore_errors=True)
     for name in _run(["git", "ls-files", "-z"], ROOT).split("\0")[:-1]:
@@ -77,7 +77,7 @@ def find_interpreters() -> Iterator[str]:
 
 
 def _path_without_shims() -> str:
-    """Return PATH without pyenv's shims, which start whatever version a folder chooses."""
+    """Return PATH without pyenv's shims, which start the version that a folder configures."""
     folders = os.environ.get("PATH", "").split(os.pathsep)
     return os.pathsep.join(folder for folder in folders if Path(folder).name != "shims")
 
@@ -91,9 +91,9 @@ def _describe(interpreter: str) -> list[str]:
 
 
 def _tree() -> Path:
-    """Return the copy of the project with C files; it is generated once for all interpreters.
+    """Return the copy of the project with C files, generated once for all interpreters.
 
-    An interrupted build goes on with what it has compiled, unless a source or a flag differs.
+    An interrupted build continues with what it has compiled, unless a source or a flag differs.
     """
     tree, digest = WORK / "tree", f"{tree_digest()} {compiler_environment()['CFLAGS']}"
     if not (tree / STAMP).is_file() or (tree / STAMP).read_text() != digest:
@@ -125,7 +125,7 @@ def build_compiled(tree: Path, interpreter: str) -> Path:
 
 
 def _run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
-    """Run a command and return what it prints; its errors go to our stderr."""
+    """Run a command and return its standard output. Raises CalledProcessError if it fails."""
     done = subprocess.run(  # noqa: S603
         command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, check=True
     )

@@ -1,6 +1,6 @@
-"""`python -m tools.monitoring`: generate the Prometheus rules and Grafana dashboards.
+"""`python -m tools.monitoring`: write the Prometheus rules and Grafana dashboards.
 
-`make docs` writes the same files; this command can also set the folder and the URL of the runbooks.
+`make docs` writes the same files. This command can also set the folder and the URL of the runbooks.
 """
 
 from __future__ import annotations

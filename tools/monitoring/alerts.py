@@ -1,7 +1,7 @@
-"""Alerts on causes: problems inside the system, whether or not an objective is missed yet.
+"""Alerts on causes: problems inside the system, even if no service level objective is missed yet.
 
-Every alert lists series that make it fire and series that do not; its promtool test is generated
-from them. The runbooks are in docs/runbooks/.
+Every alert lists series of metrics that make it fire and series that do not; its promtool test is
+generated from them. The runbooks are in docs/runbooks/.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Series = tuple[tuple[str, str], ...]
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """An alert: `value` satisfies `compare` for the duration `hold`.
+    """An alert that fires when the query `value` satisfies `compare` for the duration `hold`.
 
-    fires      input with which the alert fires within 30 minutes, with `labels`
-    quiet      input with which it does not fire
+    fires      metric series with which the alert fires within 30 minutes, with `labels`
+    quiet      metric series with which it does not fire
     condition  a further query with the labels of `value`, which must be above 0; "" if there is
                none
     """
@@ -46,7 +46,9 @@ class Alert(msgspec.Struct, frozen=True):
 
 
 def _bucket(name: str, low: str, high: str, inside: str) -> Series:
-    """Build a histogram whose observations all lie between two bounds."""
+    """Return series of a histogram whose observations all lie between the bounds `low` and
+    `high`.
+    """
     return (
         (f'{name}_bucket{{instance="g", le="{low}"}}', "0x60"),
         (f'{name}_bucket{{instance="g", le="{high}"}}', inside),
@@ -83,7 +85,7 @@ SERVING = (
 
 
 def _endpoint(name: str, up: str, serving: str) -> Series:
-    """Build the series of one endpoint: whether it may be picked, and whether it is healthy."""
+    """Return the series of one endpoint: whether it may be picked, and whether it is healthy."""
     return (
         (f'penstock_endpoint_up{{instance="g", endpoint="{name}"}}', up),
         (f'penstock_endpoint_state{{instance="g", endpoint="{name}", state="up"}}', serving),

@@ -1,7 +1,6 @@
-"""The four dashboards as data: their rows, panels and queries.
+"""The four Grafana dashboards as data: their rows, panels and queries.
 
-A metric family that no panel shows gets a generated panel. Grafana's JSON is in
-tools/monitoring/grafana.py.
+A metric family that no panel shows gets a generated panel. grafana.py converts them to JSON.
 """
 
 from __future__ import annotations
@@ -25,14 +24,18 @@ UNITS: Mapping[str, str] = MappingProxyType(
 
 
 class Query(msgspec.Struct, frozen=True):
-    """One query of a panel, and the legend of its lines, which may contain {{label}}."""
+    """A query of a panel, and the legend of its lines, which may contain {{label}}."""
 
     expr: str
     legend: str = ""
 
 
 class Panel(msgspec.Struct, frozen=True):
-    """One panel: `unit` is a Grafana unit; `kind` is timeseries, stat or heatmap."""
+    """A panel of a dashboard: its title, its queries and how they are shown.
+
+    unit  a unit of Grafana
+    kind  timeseries, stat or heatmap
+    """
 
     title: str
     queries: tuple[Query, ...]
@@ -42,7 +45,7 @@ class Panel(msgspec.Struct, frozen=True):
 
 
 class Board(msgspec.Struct, frozen=True):
-    """One dashboard: its file name, its title, and its rows with their handwritten panels."""
+    """A dashboard: its file name, its title, and its rows with their handwritten panels."""
 
     uid: str
     title: str
@@ -344,7 +347,9 @@ BOARDS = (OVERVIEW, ROUTING, SPLIT, INTERNALS)
 
 
 def complete_rows(board: Board, catalogue: Sequence[FamilySpec]) -> Mapping[Row, tuple[Panel, ...]]:
-    """Return the dashboard's rows, with generated panels for the families that no panel shows."""
+    """Return a dashboard's rows, with generated panels for the metric families that no panel
+    shows.
+    """
     shown = {
         family_name(selector.name)
         for other in BOARDS
@@ -365,7 +370,7 @@ def complete_rows(board: Board, catalogue: Sequence[FamilySpec]) -> Mapping[Row,
 
 
 def generate_panel(spec: FamilySpec) -> Panel:
-    """Generate a panel from a family's kind and labels."""
+    """Return a panel for a metric family, based on its kind and labels."""
     names = [label.name for label in spec.labels]
     labels = [name for name in names if name not in WIDE_LABELS or spec.kind == "gauge"]
     by, legend = ", ".join(labels), " ".join(f"{{{{{label}}}}}" for label in labels)
@@ -382,7 +387,9 @@ def generate_panel(spec: FamilySpec) -> Panel:
 
 
 def family_name(name: str) -> str:
-    """Return the family that a series belongs to."""
+    """Return the metric family that a series belongs to: its name without a suffix such as
+    _bucket.
+    """
     return next((name.removesuffix(end) for end in SUFFIXES if name.endswith(end)), name)
 
 

@@ -1,4 +1,4 @@
-"""All files generated from the catalogue, by path, and all queries in them."""
+"""All files generated from the catalogue of metrics, by path, and all queries in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMTOOL_TESTS = "deploy/prometheus/tests.yml"
 
 
 def files(runbooks: str = rules.RUNBOOKS) -> Mapping[str, str]:
-    """Return the text of each file by path; alerts link to pages below `runbooks`."""
+    """Return the text of each generated file by path; alerts link to pages below `runbooks`."""
     catalogue = Metrics().catalogue()
     boards = {
         f"deploy/grafana/{spec.uid}.json": grafana.dashboard_json(spec, catalogue)
@@ -26,5 +26,5 @@ def files(runbooks: str = rules.RUNBOOKS) -> Mapping[str, str]:
 
 
 def queries() -> Mapping[str, str]:
-    """Return every PromQL query of the files, by its place."""
+    """Return every PromQL query in the generated files, by its place."""
     return {**rules.queries(), **grafana.queries(Metrics().catalogue())}

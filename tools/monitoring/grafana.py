@@ -1,4 +1,4 @@
-"""Dashboards as Grafana's JSON. Ids and positions follow from the order of the panels."""
+"""Conversion of the dashboards to Grafana's JSON; ids and positions follow the order of panels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def dashboard_json(spec: Board, catalogue: Sequence[FamilySpec]) -> str:
-    """Return the JSON file of one dashboard."""
+    """Return the text of one dashboard's JSON file."""
     tree = {
         "uid": spec.uid,
         "title": spec.title,
@@ -39,7 +39,7 @@ def dashboard_json(spec: Board, catalogue: Sequence[FamilySpec]) -> str:
 
 
 def queries(catalogue: Sequence[FamilySpec]) -> dict[str, str]:
-    """Return every query of every panel, by dashboard and title."""
+    """Return every query of every panel, by dashboard, row, title and number."""
     return {
         f"{spec.uid} / {row} / {panel.title} / {number}": query.expr
         for spec in BOARDS
@@ -50,14 +50,14 @@ def queries(catalogue: Sequence[FamilySpec]) -> dict[str, str]:
 
 
 def filter_by_variables(expr: str, catalogue: Sequence[FamilySpec]) -> str:
-    """Return the query of a panel, filtered by the dashboard's variables."""
+    """Return a panel's query, filtered by the dashboard's variables such as pool and model."""
     labels = {spec.name: {"job", "namespace", *spec.exposed_labels} for spec in catalogue}
     labels |= {name: set(VARIABLES) for name in recorded_names()}
     return add_variables(expr, lambda name: labels.get(family_name(name), {"job", "namespace"}))
 
 
 def _variables() -> list[dict[str, Any]]:
-    """Return the data source, and a variable for each label that panels filter by."""
+    """Return Grafana's variables: the data source, and one for each label that panels filter by."""
     source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Source"}
     selected = 'job=~"$job", namespace=~"$namespace"'
     return [
@@ -70,7 +70,7 @@ def _variables() -> list[dict[str, Any]]:
 
 
 def _variable(name: str, label: str, series: str, everything: str | None = ".*") -> dict[str, Any]:
-    """Return a variable that selects among the values of a label.
+    """Return a Grafana variable that selects among the values of a label.
 
     everything  pattern for "All"; the default also matches series without the label. None: "All"
                 matches existing values only, so that series of other programs do not match
@@ -135,7 +135,7 @@ def _panel(
 
 
 def _reloads(catalogue: Sequence[FamilySpec]) -> dict[str, Any]:
-    """Return the annotation that marks configuration changes."""
+    """Return the Grafana annotation that marks changes of the configuration."""
     return {
         "name": "Configuration changes",
         "datasource": SOURCE,

@@ -1,7 +1,7 @@
-"""PromQL helpers: build the queries of dashboards and rules, and find the series they select.
+"""Helpers for PromQL: build queries of dashboards and rules, and find the series in a query.
 
-The latter serves to check queries against a scrape. It is no full parser: it finds selectors and
-label lists only.
+The latter serves to check queries against scraped metrics. It is not a full parser: it finds
+selectors and label lists only.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _WORDS = frozenset({"and", "or", "unless", "bool", "offset", "inf", "nan", "vect
 
 
 class Selector(msgspec.Struct, frozen=True):
-    """A selector of a query: the metric name, and the labels that it matches."""
+    """A selector in a PromQL query: the metric name, and the labels that it matches."""
 
     name: str
     labels: frozenset[str]
 
 
 def find_selectors(query: str) -> tuple[Selector, ...]:
-    """Return every selector of the query."""
+    """Return every selector in the PromQL query."""
     bare = _LABEL_LIST.sub(" ", _RANGE.sub("", _STRING.sub('""', query)))
     selectors = (
         (match[1], match[2] or "")
@@ -47,7 +47,7 @@ def find_selectors(query: str) -> tuple[Selector, ...]:
 
 
 def grouping_labels(query: str) -> frozenset[str]:
-    """Return the labels that the query groups or joins by, except `le` of buckets."""
+    """Return the labels by which the query groups or joins, except `le` of buckets."""
     return frozenset(label for label in _listed_labels(query) if label != "le")
 
 
@@ -57,7 +57,10 @@ def _listed_labels(query: str) -> Iterator[str]:
 
 
 def add_variables(query: str, labels_of: Callable[[str], Collection[str]]) -> str:
-    """Add the dashboard variables to every selector whose series has the label."""
+    """Return the query with dashboard variables added to every selector whose series has the label.
+
+    `labels_of` returns the labels of a metric.
+    """
 
     def limited(match: re.Match[str]) -> str:
         name, matchers = match[1], match[2]
@@ -68,14 +71,20 @@ def add_variables(query: str, labels_of: Callable[[str], Collection[str]]) -> st
 
 
 def fill_variables(query: str, window: str) -> str:
-    """Return the query as Grafana sends it with every variable set to all."""
+    """Return the query as Grafana sends it when every variable is set to "All".
+
+    `window` replaces Grafana's rate interval.
+    """
     for name in VARIABLES:
         query = query.replace(f'"${name}"', '".*"')
     return query.replace(WINDOW, window)
 
 
 def selector(name: str, matchers: Mapping[str, str]) -> str:
-    """Build a selector; a value that begins with ~, ! or !~ sets its operator (=~, !=, !~)."""
+    """Return a PromQL selector of a metric with label matchers.
+
+    A value that begins with ~, ! or !~ sets its operator (=~, !=, !~).
+    """
     if not matchers:
         return name
     shown = ", ".join(_matcher(label, value) for label, value in matchers.items())
@@ -90,24 +99,31 @@ def _matcher(label: str, value: str) -> str:
 
 
 def rate(name: str, by: str = "", window: str = WINDOW, **matchers: str) -> str:
-    """Build the per-second rate, summed by the labels in `by`."""
+    """Return the query for a counter's per-second rate, summed by the labels in `by`."""
     grouping = f" by ({by})" if by else ""
     return f"sum{grouping} (rate({selector(name, matchers)}[{window}]))"
 
 
 def rate_or_zero(name: str, window: str = WINDOW, **matchers: str) -> str:
-    """Build the total rate, which is 0 while there is no such series."""
+    """Return the query for a counter's total per-second rate, which is 0 while there is no
+    series.
+    """
     return f"({rate(name, '', window, **matchers)} or vector(0))"
 
 
 def share(name: str, by: str, window: str = WINDOW, **matchers: str) -> str:
-    """Build the share of the matching series in the whole family; 0 if none has ever matched."""
+    """Return the query for the share of the matching series in the whole metric family.
+
+    The share is 0 if no series has ever matched.
+    """
     total = rate(name, by, window)
     return f"({rate(name, by, window, **matchers)} or 0 * {total}) / {total}"
 
 
 def quantile(q: float, name: str, by: str = "", window: str = WINDOW, **matchers: str) -> str:
-    """Build a quantile of a histogram over all its series: buckets are summed first."""
+    """Return the query for a quantile of a histogram over all its series, with buckets summed
+    first.
+    """
     labels = f"le, {by}" if by else "le"
     buckets = selector(f"{name}_bucket", matchers)
     return f"histogram_quantile({q:g}, sum by ({labels}) (rate({buckets}[{window}])))"

@@ -1,4 +1,4 @@
-"""The Prometheus files: recording rules, alerts, and their promtool tests, as YAML."""
+"""Generator of the Prometheus files: recording rules, alerts, and their promtool tests, as YAML."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def rules_yaml(runbooks: str = RUNBOOKS) -> str:
 
 
 def promtool_tests(runbooks: str = RUNBOOKS) -> str:
-    """Return the promtool tests: each alert fires on its problem, and not without it."""
+    """Return the text of the promtool tests: each alert fires on its problem, and not without
+    it.
+    """
     tests = [test for objective in OBJECTIVES for test in _burn_tests(objective, runbooks)]
     for alert in ALERTS:
         labels = dict(alert.labels) | {"severity": alert.severity}
@@ -53,12 +55,12 @@ def promtool_tests(runbooks: str = RUNBOOKS) -> str:
 
 
 def alert_names() -> tuple[str, ...]:
-    """Return the names of all alerts; each has a runbook."""
+    """Return the names of all alerts, each of which has a runbook."""
     return (*(objective.alert for objective in OBJECTIVES), *(alert.name for alert in ALERTS))
 
 
 def queries() -> Mapping[str, str]:
-    """Return the queries of all rules, by place; without comparisons, so that all have results."""
+    """Return the queries of all rules, by place, without comparisons so that all have results."""
     by_place = {
         f"record {window} {slo.slo}": slo.bad_share(window)
         for slo in OBJECTIVES
@@ -125,7 +127,7 @@ def _annotations(summary: str, alert: str, runbooks: str) -> Mapping[str, str]:
 
 
 def _burn_tests(slo: Objective, runbooks: str) -> list[Rule]:
-    """Build tests with errors at 20, 3 and 0.5 times the rate that the budget allows."""
+    """Return tests with errors at 20, 3 and 0.5 times the rate that the error budget allows."""
     tests = []
     for speed in (20.0, 3.0, 0.5):
         bad = round(speed * (1 - slo.goal) * 10_000)
@@ -189,7 +191,9 @@ def _promtool_test(
 
 
 def _with_target_labels(series: str) -> str:
-    """Add the labels of a scrape target, and a pool where an endpoint or class implies one."""
+    """Return a series with the labels of a scrape target, and a pool where another label implies
+    it.
+    """
     name, _, labels = series.partition("{")
     added = [] if 'job="' in labels else ['job="penstock"']
     added += [] if 'namespace="' in labels else ['namespace="llm"']

@@ -1,8 +1,8 @@
-"""The service level objectives: recording rules, and alerts on the burn rate of error budgets.
+"""Service level objectives: recording rules, and alerts on how fast error budgets are used up.
 
-An alert fires while the error budget burns faster than `factor` in a long window and in a short
-one. So it starts and ends without delay. Factors and windows are those of Google's SRE workbook for
-a budget of 30 days.
+An alert fires while the error budget is used up faster than `factor` allows, in a long window and
+in a short one. So it starts and ends without delay. Factors and windows are those of Google's SRE
+workbook for a budget of 30 days.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ JUDGED_OUTCOMES = "~met|ttft_missed|tpot_missed|both_missed"
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """A share of requests, `goal`, that has to be good.
+    """A service level objective: the share of requests, `goal`, that has to be good.
 
     slo    value of the slo label
     alert  name of its alerts and runbook
@@ -32,7 +32,7 @@ class Objective(msgspec.Struct, frozen=True):
     summary: str
 
     def bad_share(self, window: str) -> str:
-        """Build the query for the share of bad requests in the window."""
+        """Return the query for the share of bad requests in the window."""
         if self.slo == "availability":
             total = rate("penstock_requests_total", BUDGET_LABELS, window, code="~200|5..")
             failed = rate("penstock_requests_total", BUDGET_LABELS, window, code="~5..")
@@ -46,18 +46,21 @@ class Objective(msgspec.Struct, frozen=True):
         return f"({missed} or 0 * {total}) / {total}"
 
     def recorded_series(self, window: str) -> str:
-        """Return the series that the recording rule stores the bad share in."""
+        """Return the name of the series in which the recording rule stores the share of bad
+        requests.
+        """
         return f'penstock:slo_errors:ratio_rate{window}{{slo="{self.slo}"}}'
 
     def budget_left(self) -> str:
-        """Build the query for the share of the last three days' budget that is left."""
+        """Return the query for the unused share of the error budget of the last three days."""
         return f"1 - {self.recorded_series('3d')} / {1 - self.goal:.6g}"
 
 
 class Burn(msgspec.Struct, frozen=True):
-    """A burn rate that alerts: `factor` times the rate that uses the budget up exactly.
+    """An alert threshold: `factor` times the rate that uses the error budget up exactly.
 
-    long, short  windows in which the rate must be exceeded; hold  for how long
+    long, short  windows in which the rate must be exceeded
+    hold         how long it must be exceeded
     """
 
     factor: float
@@ -67,11 +70,11 @@ class Burn(msgspec.Struct, frozen=True):
     severity: str
 
     def limit(self, objective: Objective) -> str:
-        """Return the share of bad requests at this burn rate."""
+        """Return the share of bad requests at which the error budget is used up at this rate."""
         return f"{self.factor * (1 - objective.goal):.6g}"
 
     def rule(self, objective: Objective) -> str:
-        """Build the alert's expression."""
+        """Return the alert's PromQL expression for an objective."""
         limit = self.limit(objective)
         long, short = objective.recorded_series(self.long), objective.recorded_series(self.short)
         return f"{long} > {limit} and {short} > {limit}"

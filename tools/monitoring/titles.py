@@ -1,4 +1,4 @@
-"""Titles of the generated dashboard panels, by family. A test requires one for every family."""
+"""Titles of the generated dashboard panels, by metric family; a test requires one for each."""
 
 from __future__ import annotations
 

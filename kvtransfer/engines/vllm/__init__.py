@@ -1,1 +1,1 @@
-"""The connector for vLLM 0.32. Only connector.py imports vLLM; nothing else here needs it."""
+"""The connector for vLLM 0.32. Only connector.py imports vLLM; the other modules do not need it."""

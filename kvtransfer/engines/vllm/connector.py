@@ -71,32 +71,32 @@ if not vllm.__version__.startswith(SUPPORTED):
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """The orders of one step, from the scheduler to the workers."""
+    """The transfer orders of one engine step, sent from the scheduler to the workers."""
 
     orders: StepOrders
 
 
 @dataclass
 class AgentMetadata(KVConnectorHandshakeMetadata):
-    """A worker's agent, for the scheduler."""
+    """Address of a worker's agent and its KV layout, sent to the scheduler."""
 
     worker: WorkerAddress
     layout: KvLayout
 
 
 class ConnectorStats(KVConnectorStats):
-    """Counts of one interval, by name (kvtransfer/engines/vllm/counters.py)."""
+    """Counters of one interval, by name (kvtransfer/engines/vllm/counters.py)."""
 
     def reset(self) -> None:
         self.data: dict[str, float] = {}
 
     def aggregate(self, other: Any) -> ConnectorStats:
-        """Return the sum, for ranks and for the scheduler."""
+        """Add the counters of another rank or process, and return the sum."""
         self.data = add_counts(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, float]:
-        """Return what vLLM logs."""
+        """Return the counters as vLLM logs them."""
         return dict(self.data)
 
     def is_empty(self) -> bool:
@@ -104,7 +104,7 @@ class ConnectorStats(KVConnectorStats):
 
 
 class ConnectorMetrics(KVConnectorPromMetrics):
-    """The counters at vLLM's /metrics."""
+    """The connector's counters as Prometheus metrics at vLLM's /metrics."""
 
     def __init__(self, config: Any, types: Any, labels: Any, values: Mapping[int, Any]) -> None:
         super().__init__(config, types, labels, values)
@@ -123,12 +123,14 @@ class ConnectorMetrics(KVConnectorPromMetrics):
 
 
 class ConnectorOptions:
-    """kv_connector_extra_config. Raises ValueError for a missing or unknown member.
+    """The members of kv_connector_extra_config.
 
     key_file    file with the fleet's key, the same at every engine
     host        address to listen on; engines on other hosts connect to it
-    lease_s     how long a finished prefill is kept for its decode engine
-    timeout_s   how long a decode engine waits for KV
+    lease_s     seconds that a finished prefill is kept for its decode engine
+    timeout_s   seconds that a decode engine waits for KV
+
+    Raises ValueError for a missing or unknown member.
     """
 
     def __init__(self, members: dict[str, Any]) -> None:
@@ -145,7 +147,9 @@ class ConnectorOptions:
 
 
 class PenstockConnector(KVConnectorBase_V1):
-    """vLLM's connector: one object in the scheduler's process, one in each worker's."""
+    """Connector of vLLM: one object in the scheduler's process, and one in each worker's
+    process.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -175,7 +179,7 @@ class PenstockConnector(KVConnectorBase_V1):
     # ---- worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Start this rank's agent over its KV cache. Raises UnsupportedCache."""
+        """Start this rank's agent with its KV cache. Raises UnsupportedCache."""
         rank = get_tensor_model_parallel_rank()
         facts = _facts(self._vllm_config, self._kv_cache_config)
         self._layout = layout = describe_cache(facts)
@@ -196,7 +200,7 @@ class PenstockConnector(KVConnectorBase_V1):
         log.info("kv: rank %d listens on %s", rank, self._agent.address)
 
     def on_change(self, handle: TransferHandle) -> None:
-        """Wake a step that waits. Called on the agent's threads."""
+        """Wake an engine step that waits for a transfer; called on the agent's threads."""
         self._changed.set()
 
     def get_handshake_metadata(self) -> AgentMetadata | None:
@@ -215,15 +219,17 @@ class PenstockConnector(KVConnectorBase_V1):
             self._changed.wait(_IDLE_STEP_S)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """No-op: a request is scheduled only once its KV has arrived."""
+        """Do nothing: a request is scheduled only after its KV has arrived."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """No-op: KV leaves from vLLM's own blocks."""
+        """Do nothing: KV is sent directly from vLLM's own blocks."""
 
     def wait_for_save(self) -> None:
-        """No-op: blocks stay until `get_transfer_results` reports the end of their offer."""
+        """Do nothing: blocks are kept until `get_transfer_results` reports the end of their
+        offer.
+        """
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self._worker is not None
@@ -231,7 +237,7 @@ class PenstockConnector(KVConnectorBase_V1):
         return KVConnectorTransferResults(done.sent, done.received, done.failed)
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """Return the counts of this process since the last call."""
+        """Return the counters of this process since the last call; None if there are none."""
         source = self._scheduler if self._worker is None else self._worker
         counts = source.counts.take()
         return ConnectorStats(data=counts) if counts else None
@@ -247,7 +253,7 @@ class PenstockConnector(KVConnectorBase_V1):
         return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """End all transfers behind their fences, and stop the agent."""
+        """End all transfers, wait until no peer can write to this memory, and stop the agent."""
         agent, self._agent = self._agent, None
         if agent is not None:
             agent.begin_close()
@@ -284,7 +290,10 @@ class PenstockConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the KV of a finished prefill leg; end any other request's part in transfers."""
+        """Offer the KV of a finished prefill request, and end the transfers of any other request.
+
+        Return whether the blocks must be kept, and the kv_transfer_params of the response.
+        """
         prompt = _prompt_of(request)
         self._scheduler.forget(request.request_id)
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -312,7 +321,7 @@ def _prompt_of(request: Any) -> PromptRequest:
 
 
 def _family(config: Any) -> str:
-    """Return what must be equal at both engines: version, model, and quantisation."""
+    """Return a hash of what must be equal at both engines: version, model and quantisation."""
     model, cache = config.model_config, config.cache_config
     text = repr(
         (
@@ -328,7 +337,10 @@ def _family(config: Any) -> str:
 
 
 def _facts(config: Any, caches: Any) -> CacheFacts:
-    """Read what describes the cache. Raises UnsupportedCache for caches of several kinds."""
+    """Return the facts that describe the KV cache.
+
+    Raises UnsupportedCache for several kinds of cache.
+    """
     groups = [group for group in caches.kv_cache_groups if group.enable_kv_transfer]
     if len(groups) != 1 or len(caches.kv_cache_tensors) != 1:
         raise UnsupportedCache(
@@ -365,13 +377,13 @@ def _facts(config: Any, caches: Any) -> CacheFacts:
 
 
 def _page_format(config: Any, spec: Any) -> str:
-    """Return what decides how the CPU backend's kernels arrange keys and values in a page."""
+    """Return the name of the format in which the CPU backend arranges keys and values in a page."""
     dtype, cache_dtype = config.model_config.dtype, config.cache_config.cache_dtype
     return f"cpu-{_get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype)}"
 
 
 def _region(layout: KvLayout, tensors: Sequence[Any], name: str) -> Region:
-    """Wrap the memory behind the layers' tensors. Raises UnsupportedCache."""
+    """Return a Region over the memory of the layers' tensors. Raises UnsupportedCache."""
     views = []
     for tensor in tensors:
         if tensor.device.type != "cpu":

@@ -1,6 +1,6 @@
 """The connector's counters, which vLLM collects from all processes and serves at /metrics.
 
-Not here: vLLM's classes for them (kvtransfer/engines/vllm/connector.py).
+Their classes for vLLM are in connector.py.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ COUNTERS: Mapping[str, str] = MappingProxyType(
 
 
 class CountBook:
-    """Counts since the last report. Raises KeyError for an unknown counter."""
+    """Counters since the last report, by name."""
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
 
     def add(self, name: str, amount: float = 1) -> None:
-        """Add to a counter."""
+        """Add `amount` to a counter. Raises KeyError for an unknown counter."""
         if name not in COUNTERS:
             raise KeyError(name)
         self._counts[name] = self._counts.get(name, 0) + amount
 
     def take(self) -> dict[str, float]:
-        """Return what was counted since the last call. Counters without a change are left out."""
+        """Return the counters since the last call, without those that are 0, and reset them."""
         taken, self._counts = self._counts, {}
         return taken
 
 
 def add_counts(one: Counts, other: Counts) -> dict[str, float]:
-    """Return the sum of two reports."""
+    """Return the sum of two reports, counter by counter."""
     return {name: one.get(name, 0) + other.get(name, 0) for name in one.keys() | other.keys()}

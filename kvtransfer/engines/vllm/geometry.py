@@ -1,8 +1,8 @@
-"""The layout of vLLM's KV cache, from facts that a worker can read.
+"""The layout of vLLM's KV cache, derived from facts that a worker can read.
 
-vLLM 0.32 stores every cache as [L, B, H, N, C] in one of six orders. What lies inside C depends on
-the attention backend. A cache that this module cannot describe is refused, never guessed. Not here:
-reading the facts (kvtransfer/engines/vllm/connector.py).
+vLLM 0.32 stores every cache as [L, B, H, N, C] in one of six orders (layers, blocks, heads, tokens,
+content). What lies inside C depends on the attention backend. A cache that this module cannot
+describe is refused, never guessed. connector.py reads the facts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ _SCALE_BYTES = 4
 
 
 class UnsupportedCache(Exception):
-    """The connector cannot describe this cache, so it must not move. The message says why."""
+    """Error: the connector cannot describe this KV cache, so it is not transferred.
+
+    The message says why.
+    """
 
 
 class CacheFacts(msgspec.Struct, frozen=True):
@@ -78,7 +81,9 @@ class CacheFacts(msgspec.Struct, frozen=True):
 
 
 class LayerView(NamedTuple):
-    """One layer's tensor [B, H, N, C]: its address, and sizes and steps in bytes (C in bytes)."""
+    """One layer's tensor [B, H, N, C]: its address, and its sizes and strides in bytes (C in
+    bytes).
+    """
 
     address: int
     shape: tuple[int, ...]
@@ -86,7 +91,7 @@ class LayerView(NamedTuple):
 
 
 def describe_cache(facts: CacheFacts) -> KvLayout:
-    """Return the layout of this cache. Raises UnsupportedCache."""
+    """Return the KvLayout of this cache. Raises UnsupportedCache if it is not a known one."""
     contents = _LATENT_CONTENTS if facts.latent else _CONTENTS
     content = contents.get(facts.backend)
     if content is None:
@@ -126,9 +131,9 @@ def describe_cache(facts: CacheFacts) -> KvLayout:
 
 
 def find_memory(layout: KvLayout, views: Sequence[LayerView]) -> int:
-    """Return the address of a rank's memory, if every layer lies where the layout says.
+    """Return the address of a rank's KV memory, if every layer lies where the layout says.
 
-    `views` are in the order of the layers. Raises UnsupportedCache for any other place, such as
+    `views` are in the order of the layers. Raises UnsupportedCache for any other placement, such as
     padded pages or caches that vLLM allocated separately.
     """
     if len(views) != layout.layers:

@@ -1,8 +1,8 @@
-"""The handoff: what a prefill engine's scheduler gives a decode engine's, in kv_transfer_params.
+"""The handoff that a prefill engine gives to a decode engine in kv_transfer_params.
 
-It names an offer, the prompt and the workers that hold the KV, with a ticket for each. An HMAC
-covers all of it: a decode engine uses a handoff only for the prompt that it was made for. Not here:
-the tickets' own check, which the workers make (kvtransfer/protocol/ticket.py).
+It contains the name of an offer, the hash of the prompt and the workers that hold the KV, with a
+ticket for each. An HMAC covers all of it: a decode engine uses a handoff only for the prompt that
+it was made for. The workers check the tickets (kvtransfer/protocol/ticket.py).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _MAX_CHARS = 1 << 20
 
 
 class HandoffRefused(Exception):
-    """The handoff is malformed or forged. The message never quotes it."""
+    """Error: the handoff is malformed or forged; the message never quotes it."""
 
 
 class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
-    """How to reach the agent of one rank. `epoch` is of its start."""
+    """Address, name and epoch of the agent of one rank; the epoch identifies its start."""
 
     address: str
     agent: str
@@ -36,19 +36,19 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankSource(msgspec.Struct, frozen=True, array_like=True):
-    """Where the KV of one rank is, and the ticket to fetch it."""
+    """Address of the agent that holds the KV of one rank, and the ticket to fetch it."""
 
     address: str
     ticket: str
 
 
 class Handoff(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The KV of one prompt, ready at a prefill engine.
+    """The KV of one prompt that is ready at a prefill engine.
 
-    name      of the offer, the same at every rank
+    name      name of the offer, the same at every rank
     prompt    `digest_prompt` of the tokens
     tokens    prompt tokens whose KV is offered
-    layout    of the prefill engine's cache
+    layout    KV layout of the prefill engine's cache
     family    what else must be equal: model, weights, quantisation, engine version
     sources   one per rank of the prefill engine
     """
@@ -66,7 +66,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def digest_prompt(tokens: Sequence[int], variant: str = "") -> bytes:
-    """Return 16 bytes that identify a prompt: its tokens, and what else changes its KV.
+    """Return a 16-byte hash of a prompt: its tokens, and what else changes its KV.
 
     variant   the adapter's name and the identities of images, or whatever the engine has
     """
@@ -77,13 +77,13 @@ def digest_prompt(tokens: Sequence[int], variant: str = "") -> bytes:
 
 
 def seal_handoff(key: bytes, handoff: Handoff) -> str:
-    """Return the handoff as text that proves its origin to a holder of the key."""
+    """Return the handoff as signed text, whose origin a holder of the key can verify."""
     body = _ENCODER.encode(handoff)
     return base64.urlsafe_b64encode(_mac(key, body) + body).decode()
 
 
 def open_handoff(key: bytes, text: object) -> Handoff:
-    """Return the handoff in the text. Raises HandoffRefused."""
+    """Return the handoff in a signed text. Raises HandoffRefused if it is malformed or forged."""
     if not isinstance(text, str) or len(text) > _MAX_CHARS:
         raise HandoffRefused("the handoff is not text of a plausible length")
     try:

@@ -1,8 +1,8 @@
-"""HandoffScheduler: what vLLM's scheduler process decides about handoffs.
+"""Decisions about handoffs in vLLM's scheduler process, without vLLM's objects.
 
-It makes handoffs of finished prefills, checks those of incoming requests, and gives the workers
-orders for each step. Plain values in and out. Not here: vLLM's objects
-(kvtransfer/engines/vllm/connector.py), or any transfer (kvtransfer/engines/vllm/worker.py).
+HandoffScheduler makes handoffs of finished prefills, checks those of incoming requests, and gives
+the workers orders for each step. connector.py converts vLLM's objects, and worker.py executes the
+orders.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ MEMBER = "kv_handoff"
 
 
 class OfferOrder(msgspec.Struct, frozen=True):
-    """Workers: offer the KV of a finished prefill. `nonces` are the tickets', one per rank."""
+    """Order to the workers to offer the KV of a finished prefill.
+
+    `ttl_s` is the lease in seconds; `nonces` are those of the tickets, one per rank.
+    """
 
     request: str
     name: str
@@ -41,7 +44,7 @@ class OfferOrder(msgspec.Struct, frozen=True):
 
 
 class LoadOrder(msgspec.Struct, frozen=True):
-    """Workers: fetch tokens [skip, tokens) of a handoff into these blocks."""
+    """Order to the workers to fetch tokens [skip, tokens) of a handoff into these blocks."""
 
     request: str
     name: str
@@ -53,10 +56,14 @@ class LoadOrder(msgspec.Struct, frozen=True):
 
 
 class StepOrders(msgspec.Struct):
-    """The orders of one step.
+    """The orders of one engine step to all workers.
 
+    offers    finished prefills to offer
+    loads     handoffs to fetch
+    cancels   requests whose fetches are cancelled
     unused    handoffs that will not be fetched
     members   once, the addresses of all ranks' agents
+    has_work  whether the step computes something
     """
 
     offers: list[OfferOrder] = []
@@ -68,7 +75,7 @@ class StepOrders(msgspec.Struct):
 
 
 class PromptRequest(msgspec.Struct, frozen=True):
-    """A request as the scheduler knows it. `params` are its kv_transfer_params."""
+    """A request as the scheduler knows it; `params` are its kv_transfer_params."""
 
     id: str
     prompt: Sequence[int]
@@ -79,7 +86,10 @@ class PromptRequest(msgspec.Struct, frozen=True):
 class HandoffScheduler:
     """The handoffs of one engine.
 
-    key        the fleet's
+    key        the fleet's shared secret
+    engine     the engine's id
+    family     what must be equal at both engines
+    lease_s    seconds that an offer is kept for its decode engine
     clock      the monotonic clock of this host
     warn       is called with a sentence for every handoff that is refused
     """
@@ -114,7 +124,7 @@ class HandoffScheduler:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether blocks depend on a transfer, so that the engine must continue to step."""
+        """Whether blocks depend on a transfer, so that the engine must continue to run steps."""
         orders = self._orders
         return bool(
             self._sending or self._loading or orders.offers or orders.loads or orders.unused
@@ -124,7 +134,7 @@ class HandoffScheduler:
         """Return how many tokens beyond `computed` the request's handoff provides.
 
         A handoff that was used, forged, made for another prompt, or by an engine of another kind
-        provides none: the engine then computes the prompt.
+        provides none; the engine then computes the prompt.
         """
         text = request.params.get(MEMBER)
         if text is None or request.id in self._used:
@@ -157,9 +167,10 @@ class HandoffScheduler:
         return handoff
 
     def begin_load(self, request: str, blocks: Sequence[int], tokens: int) -> None:
-        """Order the load of the handoff's last `tokens` tokens; 0: it is not needed.
+        """Order the workers to load the handoff's last `tokens` tokens.
 
-        No-op for a request without a handoff, and for the second call for one request.
+        0 means that it is not needed. Does nothing for a request without a handoff, or when called
+        again for the same request.
         """
         handoff = self._accepted.pop(request, None)
         if handoff is None:
@@ -177,10 +188,10 @@ class HandoffScheduler:
     def finish_prefill(
         self, request: PromptRequest, blocks: Sequence[int], tokens: int
     ) -> dict[str, object]:
-        """Order the offer of a finished prefill, and return its kv_transfer_params.
+        """Order the workers to offer a finished prefill, and return its kv_transfer_params.
 
-        The blocks belong to the offer until every worker reports its end. The members beside the
-        handoff are those of vLLM's own connectors, which gateways check.
+        The blocks belong to the offer until every worker reports its end. The other members are
+        those of vLLM's own connectors, which gateways check.
         """
         assert self._layout is not None
         name = f"{request.id[:200]}/{secrets.token_hex(8)}"
@@ -223,12 +234,15 @@ class HandoffScheduler:
         self._used.discard(request)
 
     def on_ended(self, sent: Sequence[str], received: Sequence[str]) -> None:
-        """Note the transfers whose blocks belong to the engine again."""
+        """Record the transfers that have ended, so that their blocks belong to the engine again."""
         self._sending.difference_update(sent)
         self._loading.difference_update(received)
 
     def take_orders(self, has_work: bool) -> StepOrders:
-        """Return the orders since the last step. `has_work`: the step computes something."""
+        """Return the orders since the last step.
+
+        `has_work` is whether the step computes something.
+        """
         orders, self._orders = self._orders, StepOrders()
         orders.has_work = has_work
         return orders

@@ -1,8 +1,7 @@
-"""TransferWorker: one worker's transfers, as the scheduler process orders them.
+"""The KV transfers of one vLLM worker, as ordered by the scheduler process.
 
-It keeps the handles of an Agent by request and reports their ends. Not here: vLLM's objects
-(kvtransfer/engines/vllm/connector.py), or what is transferred at all
-(kvtransfer/engines/vllm/scheduler.py).
+TransferWorker keeps the transfer handles of an Agent by request and reports when they end.
+connector.py converts vLLM's objects, and scheduler.py decides what is transferred.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ _UNUSED_BLOCKS, _UNUSED_TOKENS = (0,), 1
 class FinishedTransfers(msgspec.Struct):
     """Requests whose blocks belong to the engine again, since the last report.
 
-    `failed` are those of `received` whose KV must be computed.
+    sent      requests whose offers have ended
+    received  requests whose fetches have ended
+    failed    those of `received` whose KV must be computed
     """
 
     sent: set[str] = msgspec.field(default_factory=set)
@@ -38,7 +39,7 @@ class FinishedTransfers(msgspec.Struct):
 
 
 class TransferWorker:
-    """The transfers of one rank. Called on one thread."""
+    """The transfers of one rank; all methods are called on one thread."""
 
     def __init__(self, agent: Agent, layout: KvLayout, rank: int, timeout_s: float) -> None:
         self._agent, self._layout, self._rank, self._timeout_s = agent, layout, rank, timeout_s
@@ -49,11 +50,11 @@ class TransferWorker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no transfer of this rank is under way."""
+        """Whether no transfer of this rank is running."""
         return not (self._offers or self._landings or self._unstarted)
 
     def carry_out(self, orders: StepOrders) -> None:
-        """Begin and cancel transfers."""
+        """Begin and cancel transfers as the scheduler ordered for this step."""
         if len(orders.members) > 1:
             own = self._agent.address
             self._agent.join_group([address for address in orders.members if address != own])
@@ -77,7 +78,7 @@ class TransferWorker:
         )
 
     def _load(self, order: LoadOrder) -> None:
-        """Fetch this rank's heads from each rank of the source that has some of them."""
+        """Fetch this rank's heads from each source rank that has some of them."""
         try:
             ranks = source_ranks(order.layout, self._layout, self._rank)
             self._landings[order.request] = [
@@ -89,7 +90,9 @@ class TransferWorker:
         self._release([order.sources[rank] for rank in self._unneeded(order.layout)], order)
 
     def _unneeded(self, source: KvLayout) -> list[int]:
-        """Return the source's ranks from which no rank fetches, because others have their heads."""
+        """Return the source ranks from which no rank fetches, because others have the same
+        heads.
+        """
         ranks = range(self._layout.ranks)
         needed = {other for rank in ranks for other in source_ranks(source, self._layout, rank)}
         return [rank for rank in range(source.ranks) if rank not in needed]
@@ -106,7 +109,7 @@ class TransferWorker:
         )
 
     def _release(self, sources: Sequence[RankSource], order: LoadOrder) -> None:
-        """Let these sources free blocks that will not be fetched. One rank does it for all."""
+        """Let these sources free blocks that will not be fetched; only rank 0 does it."""
         if self._rank:
             return
         for source in sources:
@@ -141,7 +144,7 @@ class TransferWorker:
         return finished
 
     def _count_landings(self, outcomes: Sequence[TransferOutcome]) -> None:
-        """Count the fetches of one request, each from one rank of the source."""
+        """Count the ended fetches of one request, each from one source rank."""
         for end in outcomes:
             self.counts.add("kv_ranks_received" if end.has_landed else "kv_ranks_not_received")
             self.counts.add("kv_receive_seconds", end.seconds)
@@ -150,7 +153,7 @@ class TransferWorker:
 
     @staticmethod
     def _stop_with_a_failed_one(landings: list[Landing]) -> None:
-        """Cancel the landings of a request of which one has failed."""
+        """Cancel all fetches of a request if one of them has failed."""
         if any(landing.outcome and not landing.outcome.has_landed for landing in landings):
             for landing in landings:
                 if landing.outcome is None:

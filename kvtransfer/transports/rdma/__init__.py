@@ -1,1 +1,1 @@
-"""Links over RDMA queue pairs, with a TCP connection beside each."""
+"""Transport over RDMA queue pairs, each accompanied by a TCP connection for control messages."""

@@ -1,7 +1,7 @@
-"""Control messages of an RDMA link over TCP, as length-limited msgpack. Sans-IO.
+"""Control messages of an RDMA link, sent over TCP as length-limited msgpack; no I/O.
 
-Queue pairs carry only one-sided writes. A queue pair ends with the first refused write, so the
-messages that follow need another connection. Not here: sockets.
+Queue pairs carry only one-sided writes. A queue pair ends with the first refused write, so control
+messages need another connection.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 class QueuePairSetup(
     msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True
 ):
-    """Both: the address of the sender's queue pair for this epoch.
+    """Message of either end with the address of its queue pair for this epoch.
 
-    An end that receives a newer epoch than its own creates a pair, too.
+    An end that receives a newer epoch than its own creates a queue pair, too.
     """
 
     epoch: Count
@@ -36,15 +36,18 @@ class QueuePairSetup(
 class QueuePairReady(
     msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True
 ):
-    """Both: the sender's queue pair of this epoch is connected, and may be written to."""
+    """Message of either end that its queue pair of this epoch is connected and may be written
+    to.
+    """
 
     epoch: Count
 
 
 class RdmaTrailer(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """Source: window `number` has been written; the verdict and xxh3-64 of its bytes.
+    """The source's message that window `number` has been written, with its verdict and checksum.
 
-    `at` is the window's offset in the sink's staging arena; None: written in place.
+    digest  xxh3-64 of the bytes; None without checksums
+    at      offset of the window in the sink's staging buffer; None: written in place
     """
 
     number: Count
@@ -55,7 +58,7 @@ class RdmaTrailer(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_un
 
 
 class OwnerMessage(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
-    """Both: a message of the link's owner."""
+    """A message between the owners of the two ends of the link."""
 
     data: bytes
 
@@ -63,7 +66,7 @@ class OwnerMessage(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_u
 class GrantWithdrawn(
     msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True
 ):
-    """Sink: the keys of this transfer are no longer valid."""
+    """The sink's message that the memory keys of this transfer are no longer valid."""
 
     transfer: Count
 
@@ -75,7 +78,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(message: ControlMessage) -> bytes:
-    """Encode a message with its length. Raises TransportError if it is too long."""
+    """Encode a message after its length. Raises TransportError if it is too long."""
     body = _ENCODER.encode(message)
     if len(body) > MOST_FRAME_BYTES:
         raise TransportError(f"{len(body)} bytes exceed the limit of a message")
@@ -83,7 +86,7 @@ def encode(message: ControlMessage) -> bytes:
 
 
 class ControlDecoder:
-    """Decodes messages from a stream of bytes. Unusable after a TransportError.
+    """Decodes messages from a stream of bytes; unusable after a TransportError.
 
     `most_bytes` limits the length of a message; it is small until `raise_limit` is called.
     """
@@ -93,16 +96,16 @@ class ControlDecoder:
         self._buffer = bytearray()
 
     def raise_limit(self) -> None:
-        """Raise the limit, because the peer has proven its identity."""
+        """Raise the length limit of messages, because the peer has proven its identity."""
         self.most_bytes = MOST_FRAME_BYTES
 
     @property
     def room_bytes(self) -> int:
-        """The most bytes that may be fed: never more than one message is buffered."""
+        """Most bytes that may be fed now: never more than one message is buffered."""
         return self.most_bytes + _LENGTH.size - len(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[ControlMessage]:
-        """Yield the messages that `data` completes. Consume all of them before feeding more.
+        """Yield the messages that `data` completes; consume all of them before feeding more.
 
         Raises TransportError for invalid data. A call of `raise_limit` while consuming applies to
         the next message.

@@ -1,10 +1,10 @@
-"""RdmaLink: one thread that writes windows into the peer's granted memory and reports over TCP.
+"""RDMA link: a thread that writes windows of KV into the peer's granted memory.
 
 Windows are one-sided writes on a reliable queue pair; the last write carries the window's number.
-When the device reports them done, the source checks its generations again and sends the trailer. If
-the peer's device refuses a write (the sink has fenced), the queue pair ends on both sides. The next
-epoch's pair takes over, and windows of other transfers are written again. Not here: dialling and
-listening (kvtransfer/transports/rdma/transport.py).
+When the device reports them done, the source checks its generations again and sends the trailer
+over TCP. If the peer's device refuses a write (the sink has fenced), the queue pair ends on both
+sides. The next epoch's pair takes over, and windows of other transfers are written again.
+transport.py dials and listens.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class RdmaOptions(msgspec.Struct, frozen=True):
     """Options of RDMA links.
 
     device, gid_index   None: the first active device, and its IPv4-routed address if there is one
-    checksums           the sink compares xxh3-64 of the landed bytes with the source's
-    spin_s              how long a busy thread polls its device before it sleeps
-    setup_s             the time for a queue pair to connect
+    checksums           whether the sink compares xxh3-64 of the landed bytes with the source's
+    spin_s              seconds that a busy thread polls its device before it sleeps
+    setup_s             seconds that a queue pair may take to connect
     most_keys           keys in one grant; blocks that need more are staged and copied
     """
 
@@ -71,7 +71,7 @@ class RdmaOptions(msgspec.Struct, frozen=True):
 
 
 class RdmaLink:
-    """One end. `begin` starts its thread, which does everything except `grant`.
+    """One end of an RDMA link; `begin` starts its thread, which does everything except `grant`.
 
     `refused_writes` counts writes that the peer's device refused, because the peer had fenced.
     """
@@ -87,11 +87,10 @@ class RdmaLink:
         options: RdmaOptions,
         gone: Callable[[RdmaLink], None],
     ) -> None:
-        """Take over the connected socket `side`.
+        """Initialize with the connected socket `side`, which the link then owns.
 
-        `gone` is called last, after all use of the domain.
-
-        Raises TransportError, and OSError if the peer has already gone.
+        `gone` is called last, after all use of the protection domain. Raises TransportError, and
+        OSError if the peer has already gone.
         """
         self.peer = "{}:{}".format(*side.getpeername()[:2])
         self.received_bytes = 0
@@ -153,7 +152,7 @@ class RdmaLink:
     def secure(self, window_key: bytes) -> None:
         """Raise the message limit for the proven peer.
 
-        Nothing is sealed: a device writes plain bytes, so its network must be trusted.
+        Nothing is encrypted: a device writes plain bytes, so its network must be trusted.
         """
         self._proven = True
         self._decoder.raise_limit()
@@ -181,7 +180,7 @@ class RdmaLink:
     # ---- called by the transport
 
     def begin(self, ending: threading.Event, *, dialled: bool) -> None:
-        """Start the thread. Raises RuntimeError if there is none to be had.
+        """Start the link's thread. Raises RuntimeError if no thread can be started.
 
         The owner of an accepted link first gets `on_linked`. The dialling end waits in
         `wait_connected`. `ending` is set when the transport closes, and its device with it.
@@ -201,7 +200,7 @@ class RdmaLink:
             raise TransportError(self._reason)
 
     def join(self) -> None:
-        """Wait for the thread to end, unless this is that thread."""
+        """Wait for the link's thread to end; return at once if called on that thread."""
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -238,7 +237,7 @@ class RdmaLink:
             self._finish(reason)
 
     def _turn(self) -> bool:
-        """Do what is possible without waiting. Returns whether there was anything."""
+        """Do all work that is possible without waiting; return whether there was any."""
         worked = self._run_commands()
         worked = self._handle_completions() or worked
         worked = self._read_control() or worked
@@ -247,7 +246,7 @@ class RdmaLink:
         return self._send_queued() or worked
 
     def _wait(self) -> None:
-        """Poll for a short time, then sleep until woken."""
+        """Poll the device for a short time, then sleep until the thread is woken."""
         now = time.perf_counter()
         if now < self._busy_until:
             return
@@ -266,7 +265,7 @@ class RdmaLink:
         self._busy_until = time.perf_counter() + self._options.spin_s
 
     def _check_deadline(self) -> None:
-        """Raise TransportError if the queue pair is late, however active the peer is."""
+        """Raise TransportError if the queue pair took too long to connect."""
         if self._deadline is not None and time.perf_counter() > self._deadline:
             raise TransportError(f"no queue pair to {self.peer} within {self._options.setup_s:g} s")
 
@@ -277,9 +276,9 @@ class RdmaLink:
         return self._answer_fences() or worked
 
     def _answer_fences(self) -> bool:
-        """Apply pending fences.
+        """Apply pending fences, and return whether any was applied.
 
-        One that fails ends the link, and is reported after the queue pair's end.
+        A fence that fails ends the link, and is reported after the queue pair's end.
         """
         answered = False
         for _ in range(len(self._fences)):
@@ -294,7 +293,7 @@ class RdmaLink:
         return answered
 
     def _handle_completions(self) -> bool:
-        """Handle the device's completions."""
+        """Handle the device's completions; return whether there were any."""
         completions = self._pairs.completions.poll(_MOST_COMPLETIONS)
         broken = False
         for completion in completions:
@@ -307,7 +306,7 @@ class RdmaLink:
         return bool(completions)
 
     def _arrived(self, completion: Completion) -> bool:
-        """Handle the last write of a peer's window. Returns whether the queue pair is broken."""
+        """Handle the last write of a peer's window; return whether the queue pair is broken."""
         pairs = self._pairs
         if completion.number - RECEIVED != pairs.epoch or pairs.pair is None:
             return False
@@ -318,9 +317,9 @@ class RdmaLink:
         return False
 
     def _written(self, completion: Completion) -> bool:
-        """Handle the completion of our writes up to this one.
+        """Handle the completion of this end's writes up to this one.
 
-        Returns whether the pair is broken.
+        Return whether the pair is broken.
         """
         epoch, number = divmod(completion.number, 1 << 32)
         if is_refused(completion.status):
@@ -338,7 +337,7 @@ class RdmaLink:
         return True
 
     def _renew(self) -> None:
-        """Start the next queue pair, and write again what was in flight on the last one."""
+        """Start the next queue pair, and repeat the writes that were in flight on the last one."""
         self._queue_control(self._pairs.renew())
         self._departures.restart()
         if self._deadline is None:
@@ -356,7 +355,7 @@ class RdmaLink:
             self._owner.on_landed(self, trailer.head, self._arrivals.verify(trailer, window))
 
     def _read_control(self) -> bool:
-        """Read and handle the peer's control messages."""
+        """Read and handle the peer's control messages; return whether there were any."""
         try:
             data = self._side.recv(min(_READ_BYTES, self._decoder.room_bytes))
         except BlockingIOError:
@@ -392,7 +391,7 @@ class RdmaLink:
                 self._connected()
 
     def _connected(self) -> None:
-        """Note that both ends are connected."""
+        """Report to `wait_connected` that both ends are connected, if they are."""
         if not self._pairs.is_writable:
             return
         self._deadline = None
@@ -404,7 +403,7 @@ class RdmaLink:
     def _send_queued(self) -> bool:
         """Send messages and trailers in the order of the owner's calls.
 
-        A window that is not done holds up everything after it.
+        Return whether any was sent. A window that is not done holds up everything after it.
         """
         while self._ordered_output and self._settled.is_set():
             first = self._ordered_output[0]
@@ -428,7 +427,9 @@ class RdmaLink:
     # ---- the end
 
     def _finish(self, reason: str) -> None:
-        """Stop all device access to our memory for this link, and only then report the loss."""
+        """Stop all access of the peer to this link's memory, and then report the loss of the
+        link.
+        """
         self._stop_writers()
         for ending in (self._arrivals.close, self._pairs.close):
             try:
@@ -451,8 +452,8 @@ class RdmaLink:
     def _stop_writers(self) -> None:
         """End the queue pair, so that the peer cannot write, whatever is registered.
 
-        While the device fails to, no block of this link is returned, unless the transport closes
-        its device.
+        While the device fails to do so, no block of this link is returned, unless the transport
+        closes its device.
         """
         while True:
             try:
@@ -463,7 +464,7 @@ class RdmaLink:
                 return None
 
     def _last_fences(self) -> bool:
-        """Report the pending fences. Returns True once there are none and none can follow."""
+        """Report the pending fences; return True once there are none and none can follow."""
         with self._gate:
             due = list(self._fences)
             self._fences.clear()

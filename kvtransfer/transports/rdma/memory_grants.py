@@ -1,9 +1,9 @@
-"""Grants: the memory that a peer may write, as keys for exactly the blocks of a transfer.
+"""Memory grants: keys with which a peer may write exactly the blocks of a transfer.
 
-In place: one key per range of adjacent blocks of each rank. If that needs too many keys, one
-staging arena instead, from which the sink copies what has arrived. A key must not span the gaps
-between blocks, because a device only refuses writes that no key covers. Not here: when a grant
-begins and ends (kvtransfer/transports/rdma/link.py).
+In place, there is one key per range of adjacent blocks of each rank. If that needs too many keys,
+one staging buffer is granted instead, from which the sink copies what has arrived. A key must not
+span the gaps between blocks, because a device only refuses writes that no key covers. link.py
+decides when a grant begins and ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _IN_PLACE, _STAGED = b"\0", b"\1"
 
 
 class RegisteredHandle(Protocol):
-    """Memory that a peer may write until it is closed."""
+    """Protocol of registered memory that a peer may write until it is closed."""
 
     remote_key: int
 
@@ -38,7 +38,7 @@ class RegisteredHandle(Protocol):
 
 
 class Registry(Protocol):
-    """Registers memory with a device."""
+    """Protocol of a device's memory registration."""
 
     def register(
         self, address: int, length: int, *, writable_by_peer: bool
@@ -54,7 +54,7 @@ class RankRange(NamedTuple):
 
 
 class Write(NamedTuple):
-    """One work request: pieces (offset at the source, length) written to consecutive addresses."""
+    """One write request: pieces (offset at the source, length) written to consecutive addresses."""
 
     address: int
     key: int
@@ -62,7 +62,7 @@ class Write(NamedTuple):
 
 
 def rank_ranges(regions: Sequence[Region], blocks: Blocks) -> list[RankRange]:
-    """Return the byte ranges of these blocks on every rank, adjacent ones joined.
+    """Return the byte ranges of these blocks on every rank, with adjacent ones joined.
 
     Raises ValueError for a block outside the regions.
     """
@@ -79,7 +79,7 @@ def rank_ranges(regions: Sequence[Region], blocks: Blocks) -> list[RankRange]:
 
 
 class GrantedMemory:
-    """The sink's side of a grant: the registered memory.
+    """The memory that a sink has registered for one transfer.
 
     `grant` is the data for the peer; empty if the device could not register the memory. When
     `close` returns, the peer cannot write any more.
@@ -95,7 +95,7 @@ class GrantedMemory:
     def _register(
         self, registry: Registry, regions: Sequence[Region], wanted: list[RankRange], most_keys: int
     ) -> bytes:
-        """Register the memory and return the grant; b"" if the device refuses."""
+        """Register the memory and return the data for the peer; b"" if the device refuses."""
         table = np.zeros(1 if len(wanted) > most_keys else len(wanted), _KEY)
         try:
             if len(wanted) > most_keys:
@@ -122,7 +122,10 @@ class GrantedMemory:
     def check_arrival(
         self, runs: ByteRuns, region: Region, offset: int | None, digest: int | None
     ) -> bool:
-        """Move staged bytes to their place. Returns whether they are what the source read."""
+        """Copy staged bytes to their place.
+
+        Return whether they are the bytes that the source read.
+        """
         if (offset is None) != (self.arena is None):
             return False
         if self.arena is not None and offset is not None:
@@ -133,7 +136,7 @@ class GrantedMemory:
         return digest is None or digest == digest_of(region, runs.dst, runs.length)
 
     def close(self) -> None:
-        """Deregister everything.
+        """Deregister all memory.
 
         Raises TransportError if the device fails to; the next call retries.
         """
@@ -152,7 +155,7 @@ class GrantedMemory:
 
 
 class RemoteGrant:
-    """The source's side of a grant. Raises TransportError for invalid data."""
+    """A sink's grant as its source sees it. Raises TransportError for invalid data."""
 
     def __init__(self, data: bytes) -> None:
         kind, body = data[:1], data[1:]
@@ -167,7 +170,10 @@ class RemoteGrant:
         self._next = 0
 
     def claim(self, n_bytes: int) -> int | None:
-        """Return the offset of the next window in the staging arena; None: windows go in place."""
+        """Return the offset of the next window in the staging buffer.
+
+        Return None if windows go in place.
+        """
         if not self.staged:
             return None
         offset = self._next
@@ -177,7 +183,7 @@ class RemoteGrant:
     def writes(
         self, runs: ByteRuns, dst_rank: int, staging_offset: int | None, gather: int
     ) -> list[Write]:
-        """Return the work requests of a window.
+        """Return the write requests of a window.
 
         Runs that are adjacent at the sink are combined, at most `gather` in one request. Raises
         TransportError for bytes that the grant does not cover.
@@ -221,7 +227,7 @@ def _combine(
 
 
 def digest_of(region: Region, offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
-    """Return xxh3-64 of these pieces in order."""
+    """Return the xxh3-64 checksum of these pieces of a region in order."""
     state, memory = xxhash.xxh3_64(), region.bytes.data
     for start, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
         state.update(memory[start : start + length])

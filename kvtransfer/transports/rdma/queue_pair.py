@@ -1,7 +1,6 @@
 """The queue pairs of one RDMA link: one per epoch, and both ends change epoch together.
 
-A pair is usable once both ends have connected theirs: Setup is sent both ways, then Ready. Not
-here: what is written over it, or the control connection.
+A queue pair is usable once both ends have connected theirs: Setup is sent both ways, then Ready.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ _MOST_EPOCHS = 1 << 24
 
 
 class QueuePairEpochs:
-    """The current queue pair and its completion queue.
+    """The current queue pair of a link, and its completion queue.
 
-    `pair` is None until `renew`; `is_writable`: the peer's end is connected, too.
+    pair         the queue pair; None until `renew`
+    is_writable  whether the peer's end is connected, too
     """
 
     def __init__(self, domain: ProtectionDomain) -> None:
@@ -32,7 +32,10 @@ class QueuePairEpochs:
         self._joined = False
 
     def renew(self) -> QueuePairSetup:
-        """Create the next epoch's pair. The last one does nothing more when this returns."""
+        """End the current queue pair, create the next epoch's one, and return the message about it.
+
+        Raises TransportError after the last possible epoch.
+        """
         self.end()
         if self.epoch >= _MOST_EPOCHS:
             raise TransportError("the link has used all queue pair epochs")
@@ -43,9 +46,10 @@ class QueuePairEpochs:
         return QueuePairSetup(self.epoch, self.pair.card)
 
     def join(self, setup: QueuePairSetup) -> QueuePairReady | None:
-        """Connect to the peer's pair of our epoch.
+        """Connect to the peer's queue pair of the current epoch, and return the message about it.
 
-        Returns None if that epoch is over or already connected.
+        Return None if that epoch is over or already connected. Raises TransportError for a later
+        epoch.
         """
         if setup.epoch < self.epoch or self._joined or self.pair is None:
             return None
@@ -56,11 +60,11 @@ class QueuePairEpochs:
         return QueuePairReady(self.epoch)
 
     def on_ready(self, message: QueuePairReady) -> None:
-        """Note that the peer's end is connected."""
+        """Record that the peer's end of the queue pair is connected."""
         self.is_writable = self._joined and (self.is_writable or message.epoch == self.epoch)
 
     def end(self) -> None:
-        """Stop reading and writing at once."""
+        """End the queue pair at once, so that neither end reads or writes."""
         self.is_writable = self._joined = False
         if self.pair is not None:
             self.pair.close()

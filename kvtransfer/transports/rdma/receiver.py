@@ -1,8 +1,7 @@
-"""The sink's half of an RDMA link: grants to peers, and received windows. No thread, no socket.
+"""The sink's half of an RDMA link: grants to the peer and received windows, without I/O.
 
 A window is complete when two things have arrived, in either order: its number, with its last write,
-and its trailer over the control connection. Not here: the queue pair's lifetime
-(kvtransfer/transports/rdma/link.py).
+and its trailer over the control connection. link.py creates and ends the queue pairs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _MAX_INCOMPLETE = 1024
 
 
 class RdmaReceiver:
-    """All grants and incoming windows of one link.
+    """All memory grants and incoming windows of one link.
 
     Grants may be made on any thread; everything else is called by one. A grant is None while a
     thread registers it, without holding a lock.
@@ -37,9 +36,10 @@ class RdmaReceiver:
         self._newest = -1
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
-        """Return the keys; b"" if the device refuses, or after the transfer's fence or `close`.
+        """Register these blocks and return the keys for the peer.
 
-        Without keys the source cannot write.
+        Return b"" if the device refuses, or after the transfer's fence or `close`. Without keys the
+        source cannot write.
         """
         with self._lock:
             if self._closed or transfer in self._openings or transfer in self._fenced_early:
@@ -59,10 +59,11 @@ class RdmaReceiver:
         return opening.grant
 
     def fence(self, transfer: int) -> bool:
-        """Stop all writes of a transfer. Returns False while it is being granted; call again later.
+        """Stop all writes of a transfer.
 
-        Raises TransportError if the device fails to deregister the memory. A peer can then write to
-        it for as long as it has a queue pair.
+        Return False while it is being granted, to be called again. Raises TransportError if the
+        device fails to deregister the memory. A peer can then write to it for as long as it has a
+        queue pair.
         """
         with self._lock:
             opening = self._openings.get(transfer)
@@ -77,7 +78,7 @@ class RdmaReceiver:
         return True
 
     def close(self) -> None:
-        """Fence everything and grant nothing more.
+        """Stop all writes of all transfers, and refuse further grants.
 
         Raises TransportError if memory stays registered.
         """
@@ -96,7 +97,7 @@ class RdmaReceiver:
             raise error
 
     def on_written(self, number: int) -> RdmaTrailer | None:
-        """Handle the last write of a window. Returns its trailer if the window is complete."""
+        """Record the last write of window `number`; return its trailer if complete, else None."""
         trailer = self._waiting.pop(number, None)
         if trailer is None and number > self._newest:
             self._written.add(number)
@@ -104,7 +105,7 @@ class RdmaReceiver:
         return trailer
 
     def on_trailer(self, trailer: RdmaTrailer) -> RdmaTrailer | None:
-        """Handle a trailer. Returns it if the window is complete.
+        """Record a window's trailer; return it if the window is complete, else None.
 
         Numbers only grow, so older windows are over.
         """
@@ -118,17 +119,17 @@ class RdmaReceiver:
         return None
 
     def _check_incomplete(self) -> None:
-        """Bound the incomplete windows: an honest source has only a few in flight."""
+        """Raise TransportError for too many incomplete windows; an honest source has only a few."""
         if len(self._written) + len(self._waiting) > _MAX_INCOMPLETE:
             raise TransportError(f"more than {_MAX_INCOMPLETE} windows are incomplete")
 
     def is_granted(self, transfer: int) -> bool:
-        """Return whether the transfer has a grant."""
+        """Return whether the peer may write the blocks of this transfer."""
         with self._lock:
             return transfer in self._openings
 
     def verify(self, trailer: RdmaTrailer, window: WindowSlice) -> WindowVerdict:
-        """Return the verdict on a complete window. Staged bytes are in their place afterwards."""
+        """Return the verdict on a complete window, and copy staged bytes to their place."""
         if trailer.verdict is not WindowVerdict.OK:
             return trailer.verdict
         with self._lock:

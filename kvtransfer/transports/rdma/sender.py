@@ -1,7 +1,7 @@
-"""The source's half of an RDMA link: windows as work requests. No thread, no socket.
+"""The source's half of an RDMA link: windows of KV as write requests, without I/O.
 
-The device reads a window between posting and completion, so its verdict is known after that. Not
-here: the queue pair's lifetime, or sending the verdict (kvtransfer/transports/rdma/link.py).
+The device reads a window between posting and completion, so its verdict is known after that.
+link.py creates the queue pairs and sends the verdicts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIGNAL_EVERY = 64
 
 
 class QueuePairWriter(Protocol):
-    """The part of a queue pair that is used here (verbs.QueuePair)."""
+    """Protocol of the part of a queue pair that RdmaSender uses (verbs.QueuePair)."""
 
     def write(
         self,
@@ -35,7 +35,7 @@ class QueuePairWriter(Protocol):
 
 
 class OutgoingWindow:
-    """A window being sent. `writes` is None until it begins; `verdict` is None while undecided."""
+    """A window being sent; `writes` is None until it begins, and `verdict` None while undecided."""
 
     __slots__ = (
         "at",
@@ -90,15 +90,18 @@ class RdmaSender:
         self._signalled: deque[tuple[int, OutgoingWindow | None]] = deque()
 
     def accept(self, transfer: int, grant: bytes) -> None:
-        """Apply a grant. Raises TransportError for invalid data."""
+        """Store the sink's memory grant for a transfer. Raises TransportError for invalid data."""
         self._grants[transfer] = RemoteGrant(grant)
 
     def withdraw(self, transfer: int) -> None:
-        """Write nothing more for this transfer, because the sink has withdrawn its grant."""
+        """Stop writing for this transfer, because the sink has withdrawn its grant."""
         self._grants.pop(transfer, None)
 
     def put(self, head: WindowHead, window: WindowSlice) -> OutgoingWindow:
-        """Queue a window. Raises TransportError when the link has used its 4 billion numbers."""
+        """Queue a window.
+
+        Raises TransportError when the link has used its 4 billion window numbers.
+        """
         if self._numbers >= 1 << 32:
             raise TransportError("the link has used all window numbers")
         departure = OutgoingWindow(self._numbers, head, window)
@@ -107,7 +110,7 @@ class RdmaSender:
         return departure
 
     def drop(self, transfer: int) -> None:
-        """Drop the transfer's queued windows. Those in flight end as STALE."""
+        """Drop the transfer's queued windows; those in flight end as STALE."""
         self.withdraw(transfer)
         remaining: deque[OutgoingWindow] = deque()
         for departure in self._queue:
@@ -120,7 +123,7 @@ class RdmaSender:
                 departure.verdict = WindowVerdict.STALE
 
     def post(self, pair: QueuePairWriter, epoch: int) -> bool:
-        """Post as much as the device has room for. Returns whether there was anything."""
+        """Post as many writes as the device accepts; return whether any was posted."""
         posted = False
         while self._queue:
             departure = self._queue[0]
@@ -134,7 +137,7 @@ class RdmaSender:
         return posted
 
     def on_completion(self) -> None:
-        """Handle the next signalled completion: that write and all before it are done."""
+        """Record the next signalled completion: that write and all before it are done."""
         count, departure = self._signalled.popleft()
         self._free += count
         if departure is not None:
@@ -145,14 +148,16 @@ class RdmaSender:
             self._end(departure)
 
     def on_refused(self, number: int) -> None:
-        """Handle a window that the sink's device refused, because its transfer is fenced."""
+        """Mark a window as STALE that the sink's device refused, because its transfer is fenced."""
         departure = self._in_flight.get(number)
         if departure is not None:
             departure.verdict = WindowVerdict.STALE
             self.withdraw(departure.head.transfer)
 
     def restart(self) -> None:
-        """Write windows in flight again from their first byte, because their queue pair is gone."""
+        """Send the windows in flight again from their first byte, because their queue pair has
+        ended.
+        """
         self._signalled.clear()
         self._free, self._unsignalled = MOST_WRITES, 0
         in_flight = list(self._in_flight.values())
@@ -168,7 +173,7 @@ class RdmaSender:
         self._queue.extend(not_begun)
 
     def _begin(self, departure: OutgoingWindow) -> bool:
-        """Decide whether to write a window. If not, it has ended."""
+        """Prepare the writes of a window; if it must not be written, end it and return False."""
         head, window = departure.head, departure.window
         grant = self._grants.get(head.transfer)
         departure.writes = []
@@ -191,7 +196,7 @@ class RdmaSender:
         return True
 
     def _post(self, departure: OutgoingWindow, pair: QueuePairWriter, epoch: int) -> bool:
-        """Post a window's writes as far as there is room.
+        """Post a window's writes as far as the device accepts them; return whether any was posted.
 
         The last write carries the window's number.
         """

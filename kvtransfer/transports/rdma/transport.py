@@ -1,8 +1,8 @@
-"""Rdma: links over reliable queue pairs, with a TCP connection beside each for control messages.
+"""RDMA transport: reliable queue pairs, each with a TCP connection for control messages.
 
 The sink hands out keys for the blocks that a transfer writes, and withdraws them before the blocks
-change owner. Its device then refuses a late write, whatever the peer does. Not here: the lifetime
-of a link (kvtransfer/transports/rdma/link.py), the verbs (kvtransfer/transports/rdma/verbs.py).
+change owner. Its device then refuses a late write, whatever the peer does. link.py has the links,
+verbs.py the calls of the RDMA library.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger("penstock")
 
 
 class Rdma:
-    """Listens on `host`:`port` (0: any free port) for control connections.
+    """Transport that listens on `host`:`port` (0: any free port) for control connections.
 
     A source reads its regions through one protection domain for all peers, which allows no writes.
     A sink has a domain per link, so that one peer's keys are useless to another peer.
@@ -52,7 +52,7 @@ class Rdma:
 
     @staticmethod
     def unavailable(device: str | None = None) -> str | None:
-        """Return why there is no RDMA on this host; None: there is."""
+        """Return why RDMA cannot be used on this host; None if it can."""
         return verbs.unavailable(device)
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
@@ -71,7 +71,7 @@ class Rdma:
         return "{}:{}".format(*self._listener.getsockname()[:2])
 
     def dial(self, address: str) -> RdmaLink:
-        """Open a link with a connected queue pair. Raises TransportError."""
+        """Open a link with a connected queue pair. Raises TransportError if that fails."""
         with self._dialling():
             host, _, port = address.rpartition(":")
             try:
@@ -83,7 +83,7 @@ class Rdma:
             return link
 
     def close(self) -> None:
-        """Close every link and thread, and then the device. May be called twice.
+        """Close every link and thread, and then the device; may be called twice.
 
         Must not be called on a link's thread.
         """
@@ -111,7 +111,10 @@ class Rdma:
 
     @contextmanager
     def _dialling(self) -> Iterator[None]:
-        """Keep the device open while the body runs."""
+        """Keep the device open while the body runs.
+
+        Raises TransportError if the transport is not open.
+        """
         with self._gate:
             if self._closed.is_set() or self._device is None:
                 raise TransportError("the transport is not open")
@@ -133,9 +136,10 @@ class Rdma:
                 _log.warning("kv: a connection from %s was refused: %s", host, error)
 
     def _link(self, side: socket.socket, domain: ProtectionDomain | None) -> RdmaLink:
-        """Begin a link over `side`. Without a domain this end has dialled, and gets its own domain.
+        """Create a link over the socket `side`, and start it.
 
-        Raises TransportError, after releasing everything, if the link cannot begin.
+        Without a domain this end has dialled, and gets its own domain. Raises TransportError, after
+        releasing everything, if the link cannot start.
         """
         owner, own = self._owner, None
         assert owner is not None

@@ -1,8 +1,7 @@
-"""The RDMA verbs in use, through rdma-core's pyverbs: memory regions, queue pairs, writes.
+"""Calls of the RDMA verbs library, through rdma-core's pyverbs: memory, queue pairs, writes.
 
 pyverbs is imported when a device is opened, so that hosts without it only lack RDMA. Its errors
-become TransportError. Not here: what is written where, or the control messages
-(kvtransfer/transports/rdma/link.py).
+become TransportError. link.py decides what is written where.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _DESCRIPTORS = threading.Lock()
 
 
 class QueuePairAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The address of a queue pair: number, first packet number, GID, LID and path MTU (an enum)."""
+    """Address of a queue pair: number, first packet number, GID, LID and path MTU (an enum)."""
 
     qpn: int
     psn: int
@@ -45,7 +44,10 @@ class QueuePairAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
 
 
 class Completion(NamedTuple):
-    """The result of a work request. `immediate` is the number that came with a receive."""
+    """The result of a write or receive request.
+
+    `immediate` is the number that came with a receive.
+    """
 
     number: int
     status: int
@@ -53,7 +55,7 @@ class Completion(NamedTuple):
 
 
 class LocalRange(NamedTuple):
-    """Local memory to read from."""
+    """A range of local registered memory to read from."""
 
     address: int
     length: int
@@ -61,7 +63,7 @@ class LocalRange(NamedTuple):
 
 
 def unavailable(device: str | None = None) -> str | None:
-    """Return why verbs cannot be used here; None: they can."""
+    """Return why the RDMA library or device cannot be used here; None if they can."""
     try:
         Device(device).close()
     except TransportError as error:
@@ -89,9 +91,10 @@ class Device:
             self.gid = str(self.context.query_gid(PORT, self.gid_index).gid)
 
     def _best_gid(self, size: int) -> int:
-        """Return the index of the address to use.
+        """Return the index of the GID (network address) to use.
 
-        On Ethernet: the IPv4-routed address if there is one, else the first that is not link-local.
+        On Ethernet it is the IPv4-routed address if there is one, else the first that is not
+        link-local.
         """
         if self.link_layer != _ETHERNET:
             return 0
@@ -118,7 +121,7 @@ class Device:
 
 
 class RegisteredMemory:
-    """Registered memory. After `close` returns, no device accesses it under these keys."""
+    """Registered memory; after `close` returns, no device accesses it under these keys."""
 
     def __init__(self, region: Any) -> None:
         self._region = region
@@ -131,7 +134,7 @@ class RegisteredMemory:
 
 
 class ProtectionDomain:
-    """A protection domain: its queue pairs reach only memory that is registered in it."""
+    """A protection domain, whose queue pairs reach only memory that is registered in it."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -150,7 +153,7 @@ class ProtectionDomain:
         self.nowhere = LocalRange(address, 0, self._regions[address].key)
 
     def register(self, address: int, length: int, *, writable_by_peer: bool) -> RegisteredMemory:
-        """Pin memory for reading by our device, or also for writing by the peer."""
+        """Register memory for reading by the local device, or also for writing by the peer."""
         access = self._enums.IBV_ACCESS_LOCAL_WRITE
         if writable_by_peer:
             access |= self._enums.IBV_ACCESS_REMOTE_WRITE
@@ -158,7 +161,9 @@ class ProtectionDomain:
             return RegisteredMemory(_module("mr").MR(self.handle, length, access, address=address))
 
     def key_of(self, region: Region) -> int:
-        """Return the key to read a whole region, registering it on first use."""
+        """Return the key with which the local device reads a region, registering it on first
+        use.
+        """
         with self._lock:
             if region.address not in self._regions:
                 memory = self.register(region.address, region.bytes.size, writable_by_peer=False)
@@ -174,7 +179,7 @@ class ProtectionDomain:
 
 
 class CompletionQueue:
-    """The completion queue of all queue pairs of one link, with a descriptor to wait on."""
+    """The completion queue of all queue pairs of one link, with a file descriptor to wait on."""
 
     def __init__(self, device: Device, size: int) -> None:
         cq = _module("cq")
@@ -215,11 +220,11 @@ class CompletionQueue:
 
 
 class QueuePair:
-    """One end of a reliable connection.
+    """One end of a reliable RDMA connection.
 
-    writes     the most work requests in flight
-    arrivals   the most receives posted
-    number     of the pair; its receives complete as RECEIVED + number
+    writes     the most write requests in flight
+    arrivals   the most receive requests posted
+    number     number of the queue pair; its receives complete as RECEIVED + number
     """
 
     def __init__(
@@ -276,7 +281,7 @@ class QueuePair:
             self._qp.to_rts(attr)
 
     def post_receive(self) -> None:
-        """Post one more receive."""
+        """Post one more receive request, for the last write of a window."""
         with _as_transport_error("no arrival can be expected"):
             self._qp.post_recv(self._arrival)
 
@@ -289,9 +294,9 @@ class QueuePair:
         signalled: bool,
         immediate: int | None = None,
     ) -> None:
-        """Write pieces to consecutive addresses at (remote address, remote key).
+        """Write pieces of local memory to consecutive addresses at (remote address, remote key).
 
-        `signalled`: report the completion of a successful write.
+        `signalled` is whether the completion of a successful write is reported.
         """
         enums = self._enums
         gathered = [
@@ -313,7 +318,7 @@ class QueuePair:
             self._qp.post_send(request)
 
     def close(self) -> None:
-        """Stop at once: afterwards the device accesses no memory for this connection."""
+        """End the connection at once; afterwards the device accesses no memory for it."""
         with _as_transport_error("the queue pair cannot be ended"):
             self._qp.close()
 
@@ -324,7 +329,7 @@ def is_refused(status: int) -> bool:
 
 
 def ends_connection(status: int) -> bool:
-    """Return whether a failure only ends this connection, so that a new one can continue."""
+    """Return whether a failure status only ends this connection, so that a new one can continue."""
     enums = _module("enums")
     return status in (
         enums.IBV_WC_WR_FLUSH_ERR,
@@ -346,7 +351,9 @@ def _errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def _as_transport_error(what: str) -> Iterator[None]:
-    """Convert a pyverbs error into TransportError, with `what` failed."""
+    """Convert an error of pyverbs in the body to a TransportError whose message begins with
+    `what`.
+    """
     try:
         yield
     except _errors() as error:
@@ -355,7 +362,7 @@ def _as_transport_error(what: str) -> Iterator[None]:
 
 @contextmanager
 def _close_on_error(thing: Any) -> Iterator[None]:
-    """Close `thing` if the body fails. The garbage collector might close it after the device."""
+    """Close `thing` if the body fails; the garbage collector might close it after the device."""
     try:
         yield
     except BaseException:
@@ -364,7 +371,7 @@ def _close_on_error(thing: Any) -> Iterator[None]:
 
 
 def _first_active() -> Any:
-    """Open the first device, by name, that has an active port."""
+    """Open and return the first device, by name, that has an active port."""
     device = _module("device")
     names = sorted(entry.name.decode() for entry in device.get_device_list())
     for name in names:
@@ -379,9 +386,9 @@ def _first_active() -> Any:
 
 
 def _channel(cq: Any, context: Any) -> tuple[Any, int]:
-    """Open a completion channel and find its descriptor, which pyverbs does not expose.
+    """Open a completion channel, and return it with its file descriptor.
 
-    It is the lowest free number, as probed before.
+    pyverbs does not expose the descriptor. It is the lowest free number, which is found before.
     """
     with _DESCRIPTORS, _as_transport_error("no completion channel"):
         for _ in range(_ATTEMPTS):

@@ -1,1 +1,1 @@
-"""Links over stream sockets: what one thread sends and receives."""
+"""Links over stream sockets, each with a thread that sends and receives."""

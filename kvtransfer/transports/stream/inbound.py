@@ -1,8 +1,7 @@
-"""Inbound: the receiving side of a stream. Frames, and windows directly into the sink's memory.
+"""The receiving side of a stream link: parses frames, and reads KV directly into the sink's memory.
 
-Lengths are checked before anything is read, and bytes go only where this side's own plan says. Not
-here: when to read, the socket's lifetime (kvtransfer/transports/stream/link.py), the meaning of
-messages.
+Lengths are checked before anything is read, and bytes go only where this side's own plan says.
+link.py decides when to read, and owns the socket.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ _WORTH_BYTES = 512 << 10  # wake up for this much of a large payload
 
 
 class InboundListener(Protocol):
-    """Receives decoded frames and windows, and counts the bytes."""
+    """Protocol of the object that receives decoded frames and windows, and counts the bytes."""
 
     received_bytes: int
 
     def on_frame(self, kind: FrameKind, header: bytes) -> None:
-        """Handle a frame without a payload."""
+        """Receive a frame without a payload."""
         ...
 
     def place_window(self, head: WindowHead) -> WindowSlice | None: ...
@@ -65,7 +64,11 @@ class InboundListener(Protocol):
 
 
 class _Arrival:
-    """A payload being received. `window` None: discarded; `head` None: a large message."""
+    """A payload that is being received.
+
+    window  where a window is written; None: its bytes are discarded
+    head    header of a window; None for a large message
+    """
 
     __slots__ = ("bounce", "digest", "head", "message", "opening", "pieces", "sealed", "window")
 
@@ -86,7 +89,10 @@ class _Arrival:
 
 
 class Inbound:
-    """Reads `fd`, and reports frames and landed windows. `receive` works as socket.recv_into."""
+    """Reads the socket `fd`, and reports frames and landed windows to its listener.
+
+    `receive` works like socket.recv_into.
+    """
 
     _readv: Any = staticmethod(readv)
 
@@ -112,13 +118,17 @@ class Inbound:
 
     @property
     def is_in_large_payload(self) -> bool:
-        """Whether a large payload is being received, so that sleeping for more of it pays off."""
+        """Whether a large payload is being received, so that it saves calls to wait for more
+        bytes.
+        """
         arrival = self._arrival
         return arrival is not None and arrival.pieces.size > _LARGE_BYTES
 
     @property
     def wanted_bytes(self) -> int:
-        """The bytes that are worth a wake-up: fewer of a large payload only mean more calls."""
+        """Number of bytes to wait for: with fewer of a large payload, more calls would be
+        needed.
+        """
         arrival = self._arrival
         return (
             max(1, min(_WORTH_BYTES, arrival.pieces.remaining))
@@ -127,7 +137,7 @@ class Inbound:
         )
 
     def discard_transfer(self, transfer: int) -> None:
-        """Write nothing more into this transfer's blocks."""
+        """Discard all further bytes for this transfer's blocks."""
         arrival = self._arrival
         if arrival is None or arrival.head is None or arrival.head.transfer != transfer:
             return
@@ -136,13 +146,16 @@ class Inbound:
         arrival.window = arrival.digest = None
 
     def release(self) -> None:
-        """Free the buffers of an ended link; references to it may outlive it until a collection."""
+        """Free the buffers of an ended link.
+
+        References to it may outlive it until a garbage collection.
+        """
         self._arrival = None
         self._stage, self._begin, self._end = memoryview(bytearray()), 0, 0
         self._scratch, self._bounce = None, np.empty(0, np.uint8)
 
     def receive_available(self) -> bool:
-        """Read once and handle what has arrived. Returns False if there was nothing to read.
+        """Read once and handle what has arrived; return False if there was nothing to read.
 
         Raises EOFError, FrameError or OSError when the link is over.
         """
@@ -168,7 +181,7 @@ class Inbound:
         self._compact()
 
     def _read_body(self, arrival: _Arrival) -> bool:
-        """Read a payload to its end, or a few times. Returns False if the socket is empty."""
+        """Read a payload to its end, or a few times; return False if the socket is empty."""
         pieces = arrival.pieces
         behind: Stretch = (self._address, _BEHIND_WINDOW) if arrival.head is not None else NOTHING
         for _ in range(_READS):
@@ -209,7 +222,7 @@ class Inbound:
             pieces.feed(arrival.digest.update, pieces.done)
 
     def _handle_next(self) -> bool:
-        """Handle the next complete item. Returns False if more bytes are needed."""
+        """Handle the next complete item in the buffer; return False if more bytes are needed."""
         arrival, have = self._arrival, self._end - self._begin
         if arrival is None:
             return have >= PREAMBLE_BYTES and self._open(have)
@@ -223,7 +236,10 @@ class Inbound:
         return True
 
     def _open(self, have: int) -> bool:
-        """Begin a frame."""
+        """Begin to handle a frame of which `have` bytes are buffered.
+
+        Return False if that is too few.
+        """
         data = self._stage[self._begin : self._end]
         announced = decode_header(data, self.limits)
         size = PREAMBLE_BYTES + announced.header_bytes
@@ -246,7 +262,7 @@ class Inbound:
         self._hearer.on_frame(announced.kind, header)
 
     def _open_message(self, announced: FrameHeader, data: memoryview) -> None:
-        """Give a frame that is too large for the stage a buffer of its own.
+        """Receive a message that is too large for the common buffer in a buffer of its own.
 
         Its size has been checked.
         """
@@ -264,7 +280,7 @@ class Inbound:
         return True
 
     def _open_window(self, announced: FrameHeader, frame_bytes: memoryview) -> None:
-        """Begin a window.
+        """Begin to receive a window.
 
         The owner's plan says where it goes, and its size must match the plan before any byte is
         written.
@@ -303,13 +319,15 @@ class Inbound:
         self._copy_staged(arrival)
 
     def _discarded(self, size: int) -> MemoryPieces:
-        """Return pieces for `size` bytes that are read but not kept."""
+        """Return memory pieces for `size` bytes that are read but not kept."""
         if self._scratch is None:
             self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
         return MemoryPieces.over(self._scratch, size, self._iovecs)
 
     def _bounce_buffer(self, window: WindowSlice, n_bytes: int) -> NDArray[np.uint8]:
-        """Return the buffer for many short pieces, which are copied to their places later."""
+        """Return a buffer for a window of many short pieces, which are copied to their places
+        later.
+        """
         runs = window.runs
         if runs.n_bytes != n_bytes or not are_within(window.region, runs.dst, runs.length):
             raise FrameError(
@@ -320,7 +338,7 @@ class Inbound:
         return self._bounce[:n_bytes]
 
     def _copy_staged(self, arrival: _Arrival) -> None:
-        """Copy bytes that came together with the header."""
+        """Copy the part of a payload that was read together with its header."""
         count = min(self._end - self._begin, arrival.pieces.remaining)
         if count:
             arrival.pieces.put(self._stage[self._begin : self._begin + count])
@@ -354,7 +372,7 @@ class Inbound:
             )
 
     def _compact(self) -> None:
-        """Move the unread bytes to the front of the stage."""
+        """Move the unread bytes to the start of the common buffer."""
         left = self._end - self._begin
         if left and self._begin:
             self._stage[:left] = self._stage[self._begin : self._end]

@@ -1,8 +1,8 @@
-"""StreamLink: a link over a stream socket with its own thread, the base of tcp and shm.
+"""Link over a stream socket with its own thread: the base class of the tcp and shm links.
 
-The thread spins for a moment after the last byte, then sleeps until the socket or another thread
-wakes it. A thread that waits anyway may move the bytes itself (`drive`). Not here: listening and
-dialling (tcp.py, shm.py), the format of the bytes.
+The thread polls for a moment after the last byte, then sleeps until the socket or another thread
+wakes it. A thread that waits anyway may move the bytes itself (`drive`). tcp.py and shm.py listen
+and dial; inbound.py and outbound.py have the format of the bytes.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ _log = logging.getLogger("penstock")
 
 
 class LinkOptions(msgspec.Struct, frozen=True):
-    """Options of a link.
+    """Options of a stream link.
 
-    checked        windows carry xxh3-64, of the source's memory and again of the sink's
-    sealed         windows are encrypted and authenticated (AES-128-GCM); both ends must agree
-    spin_s         how long to poll before sleeping, four times as long if that was too short;
+    checked        whether windows carry xxh3-64, of the source's memory and again of the sink's
+    sealed         whether windows are encrypted and authenticated (AES-128-GCM); both ends must
+                   agree
+    spin_s         seconds to poll before sleeping, four times as long if that was too short;
                    0 on machines without a spare core
     window_bytes   the preferred maximum size of a window
     lanes          connections to a dialled peer (tcp); one core can copy what one carries
@@ -81,9 +82,10 @@ class LinkOptions(msgspec.Struct, frozen=True):
 
 
 class StreamLink:
-    """One end.
+    """One end of a link over a stream socket.
 
-    Only the holder of `_lead`, the thread or a driver, uses the socket and the memory.
+    Only the holder of `_lead`, the link's thread or a thread in `drive`, uses the socket and the
+    memory.
     """
 
     transport = "stream"
@@ -130,9 +132,9 @@ class StreamLink:
     # ---- from any thread ----
 
     def open(self, *, dialled: bool) -> None:
-        """Start the thread. The owner of an accepted link first gets `on_linked`.
+        """Start the link's thread; the owner of an accepted link first gets `on_linked`.
 
-        Raises TransportError, after releasing everything, if there is no thread.
+        Raises TransportError, after releasing everything, if no thread can be started.
         """
         self._dialled = dialled
         if not dialled:
@@ -185,17 +187,17 @@ class StreamLink:
         self._wake(always=True)
 
     def join(self) -> None:
-        """Wait until the thread has ended, so that nothing writes any more.
+        """Wait until the link's thread has ended, so that it writes no more.
 
-        No-op on the link's own thread, or before it starts.
+        Does nothing on the link's own thread, or before it starts.
         """
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def drive(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Move this link's bytes on the calling thread until `is_done()`. Saves a wake-up.
+        """Move this link's bytes on the calling thread until `done()`, which saves a wake-up.
 
-        Returns whether it was done in time. The owner is called on this thread meanwhile. Raises
+        Return whether it was done in time. The owner is called on this thread meanwhile. Raises
         TransportError if the link is lost.
         """
         deadline_s = time.perf_counter() + timeout_s
@@ -224,7 +226,7 @@ class StreamLink:
             self._wake()
 
     def _order(self, order: Callable[[], None]) -> bool:
-        """Run `order` on the link's thread. Returns False if the thread has ended."""
+        """Queue `order` to run on the link's thread; return False if the thread has ended."""
         with self._gate:
             if self._ended:
                 return False
@@ -239,14 +241,14 @@ class StreamLink:
                     os.eventfd_write(self._bell, 1)
 
     def _fenced_late(self, transfer: int) -> None:
-        """Report a fence on a link that has ended: nothing writes any more."""
+        """Report a fence on a link that has ended, so that nothing is written any more."""
         with self._report_lock:
             self._fenced(transfer)
 
     # ---- on the link's thread ----
 
     def _prepare(self) -> None:
-        """Run before the link's first byte."""
+        """Run once before the link's first byte; subclasses override it."""
 
     def _run(self) -> None:
         self._prepare()
@@ -260,11 +262,11 @@ class StreamLink:
         self._end()
 
     def _driven(self) -> bool:
-        """Return whether a driver is active, or was recently and may return."""
+        """Return whether a thread is in `drive`, or was recently and may return."""
         return self._drivers > 0 or time.perf_counter() - self._last_driven_s < self._HOLD_MS / 1e3
 
     def _step(self, done: Callable[[], bool] | None = None) -> None:
-        """Move what can be moved, and rest if there is nothing."""
+        """Send and receive what is possible, and wait if there is nothing."""
         try:
             if not self._turn():
                 self._rest(done)
@@ -336,7 +338,7 @@ class StreamLink:
             self._asleep = False
 
     def _spin(self, done: Callable[[], bool] | None) -> bool:
-        """Poll for a while. Returns True if something was moved or is waiting.
+        """Poll for a while; return True if bytes were moved or are waiting.
 
         Polling costs a third of a read that finds nothing.
         """
@@ -358,7 +360,7 @@ class StreamLink:
         return False
 
     def _want_in(self, least: int) -> None:
-        """Make the poll report readability only from `least` bytes on."""
+        """Let the poll report readability only from `least` bytes on."""
         if least != self._polled_in:
             self._polled_in = least
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
@@ -369,7 +371,7 @@ class StreamLink:
             self._poll.modify(self._sock, select.POLLIN | select.POLLOUT if want else select.POLLIN)
 
     def _end(self) -> None:
-        """Stop using all memory, then report the loss and the pending fences."""
+        """Stop using all memory, then report the loss of the link and the pending fences."""
         with self._lead:
             if self._broken is None:
                 self._flush_last()
@@ -386,10 +388,10 @@ class StreamLink:
         os.close(self._bell)
 
     def _release(self) -> None:
-        """Release the resources that only this link used."""
+        """Release the resources that only this link used; subclasses override it."""
 
     def _flush_last(self) -> None:
-        """Try to send the remaining output, without waiting."""
+        """Send the remaining output as far as possible without waiting."""
         try:
             self._out.send_available()
         except OSError:

@@ -1,7 +1,6 @@
-"""Outbound: the sending side of a stream. Messages, and windows directly from the source's memory.
+"""The sending side of a stream link: messages, and KV directly from the source's memory.
 
-Fed from any thread, pumped by one. Not here: when to send, the socket's lifetime
-(kvtransfer/transports/stream/link.py).
+Items are queued from any thread and sent by one. link.py decides when to send, and owns the socket.
 """
 
 from __future__ import annotations
@@ -39,7 +38,9 @@ _MOST_SHARED = 256
 
 
 class _Body:
-    """The bytes of a window or of a large message (no head), and the state of its trailer."""
+    """The bytes of a window or of a large message (without `head`), and the state of its
+    trailer.
+    """
 
     __slots__ = ("current", "digest", "head", "pieces", "tag", "verdict")
 
@@ -57,7 +58,8 @@ class _Body:
         self.tag = b""
 
     def trailer(self) -> bytes:
-        """Build the trailer when the last byte has been read, so that the verdict covers all of it.
+        """Return the trailer of a window whose last byte has been read, so that the verdict covers
+        all.
 
         The digest is only sent with OK, so that a flipped bit cannot turn another verdict into OK.
         """
@@ -71,9 +73,10 @@ class _Body:
 
 
 class Outbound:
-    """Writes frames and windows to `fd`.
+    """Writes frames and windows to the socket `fd`.
 
-    `sent` is called for each window that has been read. `checked`: windows carry an xxh3 digest.
+    `sent` is called for each window that has been read. `checked` is whether windows carry an xxh3
+    digest.
     """
 
     _writev: Any = staticmethod(writev)
@@ -95,17 +98,20 @@ class Outbound:
         self._bounce = np.empty(0, np.uint8)
 
     def enqueue(self, item: bytes | tuple[WindowHead, WindowSlice]) -> None:
-        """Queue a complete frame or a window. Callable from any thread."""
+        """Queue a complete frame or a window for sending; callable from any thread."""
         with self._gate:
             self._queue.append(item)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is queued or in progress."""
+        """Whether no frame or window is queued or being sent."""
         return not self._queue and self._body is None and self._begin == self._end
 
     def release(self) -> None:
-        """Free the buffers of an ended link; references to it may outlive it until a collection."""
+        """Free the buffers of an ended link.
+
+        References to it may outlive it until a garbage collection.
+        """
         self._body = None
         self._small, self._address = memoryview(bytearray()), 0
         self._begin = self._end = 0
@@ -138,7 +144,7 @@ class Outbound:
             body.verdict = WindowVerdict.STALE
 
     def allow_lanes(self, transfer: int) -> None:
-        """Allow lanes to send windows of this transfer. Callable from any thread."""
+        """Allow lanes (parallel connections) to send windows of this transfer; from any thread."""
         with self._gate:
             if transfer not in self._withheld:
                 self._shared[transfer] = None
@@ -146,7 +152,7 @@ class Outbound:
                 del self._shared[next(iter(self._shared))]
 
     def deny_lanes(self, transfer: int) -> None:
-        """Allow no lane to take a window of this transfer, because it is about to be dropped.
+        """Forbid lanes to take windows of this transfer, because it is about to be dropped.
 
         Callable from any thread, with locks held.
         """
@@ -155,7 +161,10 @@ class Outbound:
             self._withheld.add(transfer)
 
     def take_spare(self) -> tuple[WindowHead, WindowSlice] | None:
-        """Remove and return a window for a lane to send; None: there is none. From any thread."""
+        """Remove and return a window for a lane to send, or None if there is none.
+
+        From any thread.
+        """
         with self._gate:
             index = self._spare_at()
             if index is None:
@@ -166,16 +175,16 @@ class Outbound:
 
     @property
     def has_spare(self) -> bool:
-        """Whether there is a window for a lane."""
+        """Whether a window is queued that a lane may send."""
         if not self._queue:
             return False
         with self._gate:
             return self._spare_at() is not None
 
     def _spare_at(self) -> int | None:
-        """Return the index of the first spare window in the queue. Call it with the gate held.
+        """Return the queue index of the first window that a lane may send, or None.
 
-        The window that is sent next here is not spare.
+        Call it with the gate held. The window that is sent next here is excluded.
         """
         for index, item in enumerate(islice(self._queue, _MOST_LOOKS)):
             next_up = index == 0 and self._body is None
@@ -186,7 +195,7 @@ class Outbound:
     def send_available(self) -> bool:
         """Write until the socket is full (`is_blocked`), or one large window is done.
 
-        Returns whether anything was written.
+        Return whether any byte was written.
         """
         moved = self.is_blocked = False
         while self._next():
@@ -201,7 +210,10 @@ class Outbound:
         return moved
 
     def _next(self) -> bool:
-        """Prepare what follows, until there is a body or the buffer of small frames is full."""
+        """Prepare the next items, until there is a large one or the buffer of small frames is full.
+
+        Return whether there is anything to write.
+        """
         while self._body is None and self._queue and self._end < _FULL_BYTES:
             with self._gate:
                 item = self._queue.popleft() if self._queue else b""  # a lane may have taken it
@@ -226,7 +238,7 @@ class Outbound:
         self._end = end
 
     def _begin_window(self, head: WindowHead, window: WindowSlice) -> None:
-        """Begin a window. If the source has lost its blocks, send only the header and STALE."""
+        """Begin to send a window; if its blocks changed owner, send only the header and STALE."""
         if self.seal is None and is_fine_grained(window.runs, head.n_bytes):
             return self._begin_fine(head, window)
         checked = self._checked and self.seal is None
@@ -252,7 +264,7 @@ class Outbound:
         return None
 
     def _begin_fine(self, head: WindowHead, window: WindowSlice) -> None:
-        """Copy many short pieces together first.
+        """Begin to send a window of many short pieces, which are copied to one buffer first.
 
         So the verdict is known before anything is sent, and `drop` need not change what is being
         sent.
@@ -279,16 +291,16 @@ class Outbound:
         return None
 
     def _bounce_of_size(self, size: int) -> NDArray[np.uint8]:
-        """Return a buffer for one window. It is reused."""
+        """Return a buffer for one window, which is used again for the next."""
         if self._bounce.size < size:
             self._bounce = np.empty(size, np.uint8)
         return self._bounce
 
     def _begin_sealed(self, seal: WindowSeal, body: _Body) -> None:
-        """Seal a window.
+        """Encrypt a window and begin to send it.
 
-        Sealing copies it, so the verdict is known before anything is sent. For a stale window only
-        the sealed header is sent.
+        Encryption copies it, so the verdict is known before anything is sent. For a stale window
+        only the sealed header is sent.
         """
         assert body.head is not None
         head, size = body.head, body.pieces.size
@@ -310,7 +322,9 @@ class Outbound:
     def _stage(
         self, pieces: MemoryPieces, head: WindowHead, current: Callable[[], bool] | None
     ) -> None:
-        """Copy a small window behind its header, and take the digest from the copy in the cache."""
+        """Copy a small window into the buffer after its header, and compute the digest of the
+        copy.
+        """
         end = self._end + pieces.size
         copy = self._small[self._end : end]
         pieces.gather(copy)
@@ -366,4 +380,4 @@ class Outbound:
 
 
 def _ignore(part: object) -> None:
-    """Ignore the bytes, because the window carries no digest."""
+    """Do nothing with the bytes, because the window carries no digest."""

@@ -1,13 +1,12 @@
-"""Lanes: further connections to a link's peer that share its windows.
+"""Lanes: further TCP connections to a link's peer that share the sending of its windows.
 
-At the sink, one connection can use only one core for copying; a fast network has room for several.
-A lane proves its identity like any link and then belongs to the first link, its owner. Whenever it
-is idle, it takes a window from the owner's queue.
+At the sink, one connection can use only one core for copying; a fast network can carry several. A
+lane proves its identity like any link and then belongs to the first link, its owner. Whenever it is
+idle, it takes a window from the owner's queue.
 
 Messages keep their order on the first link. So a transfer's windows use only that link until the
-sink has received one and sends SPREAD: no window overtakes the message that announces it. Not here:
-opening lanes, their heartbeats and their loss (kvtransfer/links/link_manager.py), and their number
-(stream.LinkOptions).
+sink has received one and sends SPREAD: no window overtakes the message that announces it.
+link_manager.py opens lanes and detects their loss; LinkOptions has their number.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _SPREAD = struct.Struct("<Q")
 
 
 class LanedLink(StreamLink):
-    """A link that may have lanes, or be one."""
+    """A link over a stream socket that may have lanes, or be a lane of another link."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class LanedLink(StreamLink):
             lane.drop(transfer)
 
     def _wake_lanes(self) -> None:
-        """Wake sleeping lanes if there are windows for them."""
+        """Wake sleeping lanes if there are windows that they may send."""
         if self._lane_links and self._out.has_spare:
             for lane in self._lane_links:
                 lane._has_lane_work = True
@@ -99,7 +98,8 @@ class LanedLink(StreamLink):
     def _fence_lanes(self, transfer: int, lanes: tuple[LanedLink, ...]) -> None:
         """Stop the lanes one after the other, each on its own thread, and then report the fence.
 
-        An ended lane writes nothing more. A new one gets no destination from the owner.
+        A lane that has ended writes no more. A lane that is added meanwhile gets no destination
+        from the owner.
         """
         for index, lane in enumerate(lanes, start=1):
             if lane._order(partial(lane._fence_lane, transfer, lanes[index:])):

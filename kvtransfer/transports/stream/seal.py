@@ -1,7 +1,6 @@
-"""WindowSeal: AES-128-GCM over windows. Needs the extra `seal` (cryptography).
+"""Encryption of windows of KV by AES-128-GCM; needs the extra `seal` (cryptography).
 
-Not here: the key's origin (kvtransfer/protocol/session.py), or control messages (always sealed by
-the agents).
+protocol/session.py derives the key. The agents themselves sign control messages.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ _SLACK = 16  # the cipher needs room for one more block than it writes
 
 
 class WindowSealError(Exception):
-    """The window was not sent by a holder of the key, or not in this order."""
+    """Error: the window was not sent by a holder of the key, or not in this order."""
 
 
 class WindowSeal:
-    """The seal of one direction of one link.
+    """Encrypts or decrypts the windows of one direction of one link.
 
     The n-th window uses nonce n, so that none can be repeated or left out. A void window (no bytes)
     has separate nonces, because it may replace the n-th window after that was sealed.
@@ -42,9 +41,9 @@ class WindowSeal:
         self._buffer = bytearray()
 
     def void(self, about: bytes, *, instead: bool) -> bytes:
-        """Return the tag of a window without bytes.
+        """Return the authentication tag of a window without bytes.
 
-        `instead`: it replaces the last sealed window.
+        `instead` is whether it replaces the last sealed window.
         """
         self._count -= instead
         return self.close((), 0, about)[1]
@@ -52,7 +51,7 @@ class WindowSeal:
     def close(
         self, parts: Iterable[memoryview], size: int, about: bytes
     ) -> tuple[memoryview, bytes]:
-        """Seal `size` bytes in parts. Returns the ciphertext and the tag.
+        """Encrypt `size` bytes in parts, and return the ciphertext and the authentication tag.
 
         `about` is authenticated but not encrypted. The ciphertext is valid until the next call.
         """
@@ -65,7 +64,10 @@ class WindowSeal:
         return view[:size], cipher.tag
 
     def open(self, sealed: bytearray, tag: bytes, about: bytes) -> memoryview:
-        """Return the plain bytes, valid until the next call. Raises WindowSealError if altered."""
+        """Return the decrypted bytes, valid until the next call.
+
+        Raises WindowSealError if altered.
+        """
         cipher = self._make(self._key, self._mode(self._nonce(len(sealed)), tag)).decryptor()
         cipher.authenticate_additional_data(about)
         view = self._room(len(sealed))

@@ -256,7 +256,7 @@ def test_a_lane_to_another_peer_or_of_a_lost_link_is_closed(astray: bool) -> Non
     if not astray:
         del board._peer_links[first.link]
     lane.is_proven = lane.is_in_use = False
-    board._prove(lane)
+    board._on_proven(lane)
     lane.link.close.assert_called_once_with()  # type: ignore[attr-defined]
     first.link.add_lane.assert_not_called()  # type: ignore[attr-defined]
     assert lane.link not in board._peer_links

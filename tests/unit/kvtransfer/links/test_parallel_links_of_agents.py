@@ -119,7 +119,7 @@ async def test_no_lane_is_dialled_before_the_source_has_sent_a_message() -> None
 
 def greets(monkeypatch: pytest.MonkeyPatch, lane_of: Callable[[LinkSession], bytes]) -> None:
     """Make the sinks' lanes name `lane_of(session)` as the link to which they belong."""
-    greeting = LinkManager._greeting
+    greeting = LinkManager._dialler_session
 
     def wrong(self: LinkManager, link: Link, dialling: DialRequest) -> LinkSession:
         session = greeting(self, link, dialling)
@@ -127,7 +127,7 @@ def greets(monkeypatch: pytest.MonkeyPatch, lane_of: Callable[[LinkSession], byt
             session.lane_of = lane_of(session)
         return session
 
-    monkeypatch.setattr(LinkManager, "_greeting", wrong)
+    monkeypatch.setattr(LinkManager, "_dialler_session", wrong)
 
 
 @pytest.mark.usefixtures("soon")
