@@ -205,7 +205,7 @@ class Agent:
         await asyncio.gather(*ends)
 
     def begin_close(self) -> None:
-        """Refuse new transfers and begin to end the current ones."""
+        """Refuse new transfers, and begin to end the current ones; `finish_close` follows."""
         with self._lock:
             self._closed = True
             self._board.stop_accepting()
@@ -340,7 +340,7 @@ class Agent:
             self._do(self._source.decline(name, detail, self._clock.now()))
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters since the start, and the current state."""
+        """Return the agent's counters since its start and its current state, by name."""
         with self._lock:
             return {
                 **self._tally.as_dict(),

@@ -161,10 +161,10 @@ class MultiLaneLink(Protocol):
     """For a lane: it has carried windows of its owner, so a window may be lost with it."""
 
     def add_lane(self, lane: Link) -> None:
-        """Let `lane`, a proven and secured link to the same peer, carry windows of this link.
+        """Let `lane`, a further connection to the same peer, carry windows of KV for this link.
 
-        The lane reports them as this link's. Its messages and its end remain its own. Called on the
-        lane's thread.
+        The lane must be proven and secured. It reports the windows as this link's. Its messages and
+        its end remain its own. Called on the lane's thread.
         """
         ...
 
@@ -229,5 +229,5 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop listening, close every link, and end every thread."""
+        """Stop listening, close every link, and end every thread of the transport."""
         ...

@@ -1,8 +1,7 @@
-"""Text with a known number of tokens: three-letter English words and a space, 4 bytes and one token
-each.
+"""Generator of text with a known number of tokens.
 
-Equal keys give equal text on every machine, so prompts share a prefix exactly where a trace or
-workload defines it.
+It consists of three-letter English words and a space, 4 bytes and one token each. Equal keys give
+equal text on every machine, so prompts share a prefix exactly where a trace or workload defines it.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ _TABLE = tuple(word.encode() + b" " for word in _WORDS.split()) * 2
 
 
 def block(*key: object) -> str:
-    """Return the 512 tokens (2,048 bytes) that belong to a key."""
+    """Return the text of 512 tokens (2,048 bytes) that belongs to a key."""
     digest = hashlib.shake_128(repr(key).encode()).digest(BLOCK_TOKENS)
     return b"".join(map(_TABLE.__getitem__, digest)).decode()
 
 
 def text(tokens: int, *key: object) -> str:
-    """Return `tokens` tokens that belong to a key.
+    """Return a text of `tokens` tokens that belongs to a key.
 
     A longer text starts with the shorter ones of the same key.
     """

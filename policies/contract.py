@@ -99,7 +99,7 @@ class Ranking(msgspec.Struct, frozen=True):
 
 
 class WeightedScorer(msgspec.Struct, frozen=True):
-    """A scorer and the weight of its score."""
+    """A scorer and the weight with which its score enters the sum."""
 
     scorer: Scorer
     weight: float = 1.0

@@ -46,7 +46,7 @@ def below_cap(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[
 
 
 def _with_room(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep what below_cap() keeps, where at least one endpoint has reached a cap."""
+    """Return what below_cap() keeps, if at least one endpoint has reached a cap."""
     with_room = [
         candidate
         for candidate in candidates

@@ -161,7 +161,9 @@ class LoadBooking(QueuedPrompt):
                 load.timeline.on_handoff(load, self, now)
 
     def on_first_token(self, now: float) -> None:
-        """Move the prompt's tokens from the prefill backlog to the decoding context."""
+        """Move the prompt's tokens from the prefill backlog to the decoding context of the
+        endpoint.
+        """
         if self.is_decoding or not self._open:
             return
         self.mark_decoding()

@@ -136,7 +136,7 @@ def states_page() -> str:
 
 
 def seeds_page() -> str:
-    """Return the page of the seeds' items, each with its command and golden outcome."""
+    """Return the page of the seeds' items, each with its command and expected outcome."""
     items = seed_items()
     parts = [_GENERATED_NOTE, _SEEDS_INTRO, counts_text(items) + ".\n"]
     for seed, title in TITLES.items():
@@ -165,7 +165,7 @@ def main() -> None:
 def _sections(
     path: str, definition: Mapping[str, Any], schema: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (path in the file, definition name) of every section below `definition`."""
+    """Yield (path in the file, definition name) of every section of a configuration schema."""
     for key, field in definition.get("properties", {}).items():
         name, suffix = _target(field)
         if name and "properties" in schema["$defs"][name]:
@@ -175,7 +175,7 @@ def _sections(
 
 
 def _target(field: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the definition that a field refers to, and its path suffix.
+    """Return the schema definition that a field refers to (or None), and its path suffix.
 
     The suffix is [] for a list and .NAME for a mapping.
     """

@@ -1,9 +1,9 @@
-"""Create the model of the real engines: a tokenizer of the project's pages, a random small Llama.
+"""Create the model that the tests with real engines use: a tokenizer and a small random Llama.
 
-Run model.py FOLDER with the engines' interpreter, which has torch and transformers. Nothing is
-downloaded. vLLM's dummy weights are unsuitable: they are so small that all tokens are equally
-likely, whatever the KV cache contains. These weights are large enough for every key and value to
-affect the answer.
+Run `model.py FOLDER` with the engines' interpreter, which has torch and transformers. The tokenizer
+is trained on the project's own pages, and nothing is downloaded. vLLM's dummy weights are
+unsuitable: they are so small that all tokens are equally likely, whatever the KV cache contains.
+These weights are large enough for every key and value to affect the answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHAT = (
 
 
 def main(folder: Path) -> None:
-    """Write tokenizer, config and weights (2.5 MB) into a folder."""
+    """Write the tokenizer, the configuration and the weights (2.5 MB) into a folder."""
     tokenizer = ByteLevelBPETokenizer()
     pages = sorted(str(page) for page in (ROOT / "docs").rglob("*.md"))
     special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]

@@ -240,5 +240,5 @@ def encode_members(put: Mapping[str, bytes]) -> bytes:
 
 
 def encode_json(value: object) -> bytes:
-    """Encode a member's value as JSON."""
+    """Encode the value of a JSON member as bytes."""
     return msgspec.json.encode(value)

@@ -67,7 +67,10 @@ def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest
 
 
 def identify(body: bytes) -> tuple[PrefillIdentity, ...]:
-    """Return the ranks on a bootstrap server's `GET /query` page, in order; empty if invalid."""
+    """Return the identities of the ranks on a bootstrap server's `GET /query` page, in order.
+
+    Return an empty tuple if the page is invalid.
+    """
     try:
         page = _page(body)
         ranks = sorted((int(rank), entry.engine_id) for rank, entry in page.items())

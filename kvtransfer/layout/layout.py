@@ -194,7 +194,7 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     @property
     def rank_layer_bytes(self) -> int:
-        """Bytes of one layer of one block on one rank."""
+        """Bytes that one KV block takes in one layer on one rank."""
         return self.parts * self.rank_heads * self.block_tokens * self.row_bytes
 
     def rank_block_bytes(self, rank: int) -> int:

@@ -78,7 +78,7 @@ class Region:
         self.generations[np.asarray(blocks, np.int64)] += np.uint32(1)
 
     def generations_of(self, blocks: Blocks) -> NDArray[np.uint32]:
-        """Return a copy of the generations, in the order of `blocks`."""
+        """Return a copy of the generations (owner counters) of these blocks, in the same order."""
         return self.generations[np.asarray(blocks, np.int64)]
 
     def are_current(self, blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bool:

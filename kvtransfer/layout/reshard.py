@@ -121,7 +121,7 @@ class TransferPlan:
         return self._bands[self._band(group)]
 
     def ready_groups(self, layers: int) -> int:
-        """Return how many groups may be sent once the first `layers` layers are computed."""
+        """Return how many layer groups may be sent once the first `layers` layers are computed."""
         if layers >= self.src.layers:
             return self.groups
         return max(layers, 0) // self.group_layers * len(self._chunk_tokens)

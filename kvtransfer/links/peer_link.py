@@ -17,12 +17,12 @@ from kvtransfer.util.options import AgentOptions
 
 
 class DialRequest(msgspec.Struct, frozen=True, eq=False):
-    """A connection that is being dialled.
+    """A request to connect to a peer.
 
     where      the peer's address for `transport`
     address    the peer's address as engines know it
     fallback   the link to use instead if this one fails; None: there is none
-    lane_of    the link whose windows this one will share; None: a link of its own
+    lane_of    the link whose windows of KV this one will share; None: a link of its own
     redials    earlier connections to `where` that ended before the peer showed its identity
     """
 

@@ -139,7 +139,7 @@ def decode_header(data: memoryview, limits: FrameLimits) -> FrameHeader:
 
 
 def verify_header(data: memoryview, announced: FrameHeader) -> None:
-    """Raise FrameError unless the preamble and header match their checksum."""
+    """Raise FrameError unless a frame's preamble and header match their checksum."""
     if xxhash.xxh3_64_intdigest(data[_CHECKED.size :]) != announced.checksum:
         raise FrameError("the frame is damaged: checksum differs")
 

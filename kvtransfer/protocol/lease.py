@@ -20,7 +20,7 @@ from kvtransfer.protocol.outcomes import EndReason
 
 
 class LeaseState(StrEnum):
-    """The states of a lease. RELEASED, EXPIRED and REVOKED are final."""
+    """The states of a lease on KV; RELEASED, EXPIRED and REVOKED are final."""
 
     OFFERED = "offered"
     CLAIMED = "claimed"
@@ -32,7 +32,7 @@ class LeaseState(StrEnum):
 
 
 class LeaseEvent(StrEnum):
-    """The events of a lease.
+    """The events that change the state of a lease on KV.
 
     claim     a decoder will fetch the KV
     start     bytes begin to move

@@ -55,7 +55,7 @@ class TicketRefused(Exception):
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The content of a ticket.
+    """The content of a ticket, a permission to fetch one offer of KV once.
 
     offer       name of the offer at its source
     agent       name of the source

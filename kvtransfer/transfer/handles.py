@@ -114,7 +114,7 @@ class Offer(TransferHandle):
         self._owner = keeper
 
     def mark_ready(self, layers: int) -> None:
-        """Allow the first `layers` layers to be sent, because they are computed."""
+        """Allow the first `layers` layers of the offer to be sent, because they are computed."""
         self._owner.mark_ready(self.number, layers)
 
     def renew(self, ttl_s: float) -> bool:

@@ -75,7 +75,7 @@ class ReceiveTracker:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every byte of the plan has landed."""
+        """Whether every byte of the transfer's plan has arrived and is verified."""
         return self._groups_in_order == len(self._missing)
 
     @property

@@ -188,7 +188,7 @@ class SendQueue:
         self._flow = ThroughputMeter(on_measured)
 
     def take(self, offer: LeasedOffer, transfer: int) -> None:
-        """Assign the offer to this peer's transfer, before its plan is computed."""
+        """Assign an offer of KV to this peer's transfer, before its plan is computed."""
         self.claimed[transfer] = offer
         offer.link, offer.transfer = self._link, transfer
 
@@ -276,7 +276,7 @@ def blocks_of(runs: ByteRuns, block_bytes: int) -> NDArray[np.int64]:
 
 
 def _windows(offer: LeasedOffer, plan: TransferPlan) -> Iterator[WindowHead | None]:
-    """Yield every window in order, and None while the next group is not computed."""
+    """Yield every window of an offer's KV in order, and None while the next one is not computed."""
     for group in range(plan.groups):
         while plan.ready_groups(offer.ready_layers) <= group:
             yield None

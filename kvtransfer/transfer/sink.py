@@ -365,7 +365,9 @@ class TransferSink:
         return [*commands, SendMessage(link, done), FenceTransfer(link, head.transfer)]
 
     def on_fenced(self, link: Link, transfer: int, now: float) -> list[Command]:
-        """Return the blocks to the engine, because no writer is left."""
+        """End a fetch and return its blocks to the engine, because no peer can write to them any
+        more.
+        """
         reservation = self._find(link, transfer)
         if reservation is None or reservation.state is not SinkState.FENCING:
             return []

@@ -97,7 +97,7 @@ class TransferSource:
         return self._tally.unclaimed_s + sum(waiting)
 
     def in_flight_bytes(self) -> int:
-        """Return the bytes in flight to all peers."""
+        """Return the number of bytes of KV in flight to all peers."""
         return sum(outlet.credits.in_flight_bytes for outlet in self._outlets.values())
 
     def next_deadline(self) -> float | None:
@@ -142,7 +142,7 @@ class TransferSource:
         return offer.ticket, []
 
     def mark_ready(self, number: int, layers: int, now: float) -> list[Command]:
-        """Allow the first `layers` layers to be sent, because they are computed."""
+        """Allow the first `layers` layers of an offer to be sent, because they are computed."""
         offer = self._offers.get(number)
         if offer is None or layers <= offer.ready_layers:
             return []
@@ -185,7 +185,7 @@ class TransferSource:
         ]
 
     def join_group(self) -> None:
-        """Allow offers again after a rank was lost."""
+        """Accept offers again after a rank of the group was lost."""
         self._lost_rank = None
 
     def decline(self, name: str, detail: str, now: float) -> list[Command]:
@@ -195,7 +195,7 @@ class TransferSource:
         return self._refuse_waiting(name, EndReason.DECLINED, detail)
 
     def close(self, now: float) -> list[Command]:
-        """End every offer and refuse every waiting invitation."""
+        """End every offer and refuse every waiting invitation, because the agent closes."""
         commands = [
             command
             for name in list(self._pending_invites)
@@ -244,9 +244,9 @@ class TransferSource:
         return commands
 
     def on_invite(self, link: Link, invite: Invite, now: float) -> list[Command]:
-        """Answer an invitation, or let it wait for its offer.
+        """Answer a sink's invitation, or let it wait for its offer.
 
-        Raises ProtocolError for an old number.
+        Raises ProtocolError if its transfer number is not new.
         """
         outlet = self._outlets[link]
         if invite.transfer <= outlet.newest:
@@ -287,7 +287,7 @@ class TransferSource:
         )
 
     def on_unwanted(self, link: Link, message: Unwanted, now: float) -> list[Command]:
-        """End an offer whose sink gave up before inviting.
+        """End an offer whose sink gave up before sending an invitation.
 
         Ignored if that sink may not fetch it.
         """
@@ -406,10 +406,10 @@ class TransferSource:
         plan_or_error: TransferPlan | str,
         now: float,
     ) -> list[Command]:
-        """Complete a claim after its plan is computed.
+        """Complete a sink's claim of an offer after its plan is computed.
 
-        A mismatch is refused before any byte moves, and the offer stays available. No-op if the
-        offer or the link has ended in the meantime.
+        A mismatch is refused before any byte moves, and the offer stays available. Does nothing if
+        the offer or the link has ended in the meantime.
         """
         outlet = self._outlets.get(link)
         if outlet is None or outlet.claimed.get(invite.transfer) is not offer:
@@ -436,7 +436,7 @@ class TransferSource:
         transfer_plan: TransferPlan,
         now: float,
     ) -> list[Command]:
-        """Accept the invitation and send the windows that are ready."""
+        """Accept a sink's invitation and send the windows of KV that are ready."""
         link = offer.link
         assert link is not None
         if offer.is_unclaimed:
@@ -487,7 +487,7 @@ class TransferSource:
         return transfer_plan
 
     def _pump(self, outlet: SendQueue, now: float) -> list[Command]:
-        """Return the windows to send, and advance the leases that begin to move.
+        """Return the windows of KV to send, and advance the leases that begin to move.
 
         An expired lease does not advance, so that no transfer counts as in time later.
         """
@@ -552,7 +552,7 @@ class TransferSource:
     def _release(
         self, offer: LeasedOffer, reason: EndReason, detail: str, now: float, *, tell: bool = True
     ) -> list[Command]:
-        """End an offer without its shares, or a share without its offer."""
+        """End an offer without its shares, or a share without its offer; return the commands."""
         if offer.is_unclaimed:
             self._tally.unclaimed_s += now - offer.started_at
         offer.lease = end_lease(offer.lease, reason, now)

@@ -13,7 +13,7 @@ N = TypeVar("N", int, float)
 
 
 class AgentStats:
-    """Counters that the source, the sink and the links update under the agent's lock.
+    """Counters of one agent's transfers, updated under its lock.
 
     Sums by (peer, transport) are stored for the most recent pairs only, because peers choose their
     own names.

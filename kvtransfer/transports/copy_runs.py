@@ -27,7 +27,7 @@ Bytes = NDArray[np.uint8]
 
 
 def are_within(region: Region, offsets: Offsets, lengths: Offsets) -> bool:
-    """Return whether all runs have a positive length and lie within the region."""
+    """Return whether all byte ranges (runs) have a positive length and lie within the region."""
     if len(lengths) == 1:
         offset, length = offsets.item(), lengths.item()
         return offset >= 0 and length > 0 and offset + length <= region.bytes.size
@@ -95,7 +95,7 @@ def gather(
     into: Bytes,
     on_part: Callable[[Bytes], object],
 ) -> None:
-    """Copy these runs of `source` in order to `into`, which has exactly their total size.
+    """Copy these byte ranges (runs) of `source` in order to `into`, which has their total size.
 
     `on_part` is called with every part while it is in the processor's cache.
     """
@@ -110,7 +110,7 @@ def gather(
 
 
 def scatter(source: Bytes, sink: Bytes, offsets: Offsets, lengths: Offsets) -> None:
-    """Copy consecutive bytes of `source` to these runs of `sink`."""
+    """Copy consecutive bytes of `source` to these byte ranges (runs) of `sink`."""
     for cells, rows, begin, end in _in_cells(sink, offsets, lengths):
         if cells is None:
             _scatter_runs(source[begin:end], rows, offsets, lengths)

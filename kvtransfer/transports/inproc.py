@@ -196,7 +196,9 @@ class Inproc:
 
 
 class _Arrival:
-    """A window being received: its destination, once known, and whether it may still be written."""
+    """A window of KV being received: its data, its destination, and whether it may still be
+    written.
+    """
 
     __slots__ = ("data", "digest", "head", "verdict", "void", "window")
 
@@ -279,7 +281,7 @@ class InprocLink:
         self._leave()
 
     def notify_owner(self, tell: Callable[[LinkOwner], None]) -> None:
-        """Call the owner, unless the link is closed."""
+        """Call the link's owner by `tell`, unless the link is closed."""
         if not self._closed and self._end.owner is not None:
             self.received_bytes += 1
             tell(self._end.owner)
@@ -410,7 +412,7 @@ class InprocLink:
         self.notify_owner(lambda owner: owner.on_landed(self, arrival.head, arrival.verdict))
 
     def _fence(self, transfer: int) -> None:
-        """Stop all writes of a transfer and report it, also on a closed link."""
+        """Stop all writes of a transfer and report that to the owner, also on a closed link."""
         for arrival in [arrival for arrival in self._arrivals if arrival.head.transfer == transfer]:
             arrival.void = True
             self._arrivals.remove(arrival)

@@ -95,7 +95,7 @@ class SharedOutbound(Outbound):
 
 
 class ShmLink(StreamLink):
-    """One end of a shared-memory link."""
+    """One end of a link between two processes through shared memory."""
 
     transport = "shm"
 
@@ -320,7 +320,7 @@ def generation_mark(region: Region, runs: ByteRuns) -> int:
 
 
 def _all_blocks(runs: ByteRuns, size: int) -> NDArray[np.int64]:
-    """Return every block of every run, for runs that span several blocks."""
+    """Return the numbers of all blocks that the runs touch, for runs that span several blocks."""
     first, last = runs.src // size, (runs.src + runs.length - 1) // size
     counts = last - first + 1
     begins = np.cumsum(counts) - counts

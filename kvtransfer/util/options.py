@@ -1,4 +1,4 @@
-"""Options of an agent: times and limits, with the defaults that the tests use."""
+"""Options of a transfer agent: times and limits, with their defaults."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class TtlMap(Generic[T]):
         return len(self._entries)
 
     def put(self, name: str, value: T, now: float) -> None:
-        """Set the value of `name` and restart its time to live."""
+        """Set the value of `name`, and restart the time after which it expires."""
         self._entries.pop(name, None)
         self._entries[name] = (now + self._keep_s, value)
         while len(self._entries) > self._most or next(iter(self._entries.values()))[0] <= now:

@@ -1,6 +1,6 @@
-"""One group of the replayed fleet: its engine, the gateway's view of it, and its link.
+"""A TP group of the replayed fleet: its engine, the gateway's view of it, and its network link.
 
-No decisions.
+Contains state only; fleet.py and gateway_sim.py decide.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ UNCAPPED = 1 << 30
 
 
 class JobListener(Protocol):
-    """Receives the events of jobs; implemented by the fleet."""
+    """Protocol of the object that receives the events of jobs; the fleet implements it."""
 
     def on_first_token(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Handle a job's first token."""
+        """Record a job's first token."""
         ...
 
     def on_last_token(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Handle a job's last token."""
+        """Record a job's last token."""
         ...
 
     def on_blocks_allocated(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Handle that a job whose KV comes from another group has its blocks allocated."""
+        """Record that the blocks of a job are allocated, whose KV comes from another group."""
         ...
 
 
 class ReplayGroup:
-    """A TP group. `watched_s`: time of its engine's event on the heap.
+    """One TP group of the fleet.
 
-    expected_keys            keys of prompts it was sent and has not computed, with the number of
-                             such prompts
+    expected_keys            block ids of prompts it was sent and has not computed, with the number
+                             of such prompts
     sends_at_s, receives_at_s  when its link is free again, in each direction
+    watched_s                time of its engine's event on the heap
     """
 
     __slots__ = (
@@ -95,13 +96,13 @@ class ReplayGroup:
 
     @property
     def step_tokens(self) -> int:
-        """The most prompt tokens that its prefill step under way may have to compute."""
+        """Most prompt tokens that the group's current prefill step may have to compute."""
         load, speed = self.load, self.speed
         others = load.in_flight - load.decoding - speed.waiting
         return speed.step_tokens(load.prefill_tokens, load.belief.shape.budget_tokens, others)
 
     def new_engine(self) -> ReplayEngine:
-        """Return an engine with an empty cache."""
+        """Return a new engine for this group with an empty cache."""
         engine = ReplayEngine(
             self.roofline,
             BlockPool(self.kind.capacity_tokens // self.block_tokens, self.block_tokens),
@@ -116,21 +117,21 @@ class ReplayGroup:
         return engine
 
     def restart(self) -> None:
-        """Restart with an empty engine."""
+        """Replace the engine by a new one with an empty cache."""
         self.engine = self.new_engine()
         self.watched_s = inf
 
     def add_totals(self) -> None:
-        """Add the engine's counters to the totals; called once per engine."""
+        """Add the engine's counters to the group's totals; called once per engine."""
         self.totals.steps += self.engine.steps
         self.totals.busy_s += self.engine.busy_s
 
     def expect(self, keys: tuple[int, ...]) -> None:
-        """Count keys that it is about to compute."""
+        """Count block ids that the group is about to compute."""
         self.expected_keys.update(keys)
 
     def expect_no_more(self, keys: tuple[int, ...]) -> None:
-        """Remove keys that it has computed or never will."""
+        """Remove block ids that the group has computed or will not compute."""
         coming = self.expected_keys
         for key in keys:
             count = coming[key] - 1
@@ -140,7 +141,9 @@ class ReplayGroup:
                 del coming[key]
 
     def count_cached(self, keys: tuple[int, ...], limit: int) -> int:
-        """Return how many of the first `limit` keys it has cached or will have computed soon."""
+        """Return how many of the first `limit` block ids the group has cached or will compute
+        soon.
+        """
         pool, coming, matched = self.engine.scheduler.pool, self.expected_keys, 0
         while matched < limit:
             hits = pool.count_hits(keys[matched:limit], limit - matched)

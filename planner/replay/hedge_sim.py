@@ -1,7 +1,7 @@
-"""Hedges in a replay: a second group for a request whose first token is late.
+"""Hedged requests in a replay: a late request is also sent to a second group.
 
 The group with the earlier first token serves the request; the other attempt is withdrawn.
-policies/health/stall.py decides when a request is late. Not here: the retry budget.
+policies/health/stall.py decides when a request is late. The retry budget is left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CREDIT, MOST_SAVED = 200, 50.0  # as in gateway/legs/hedge.py
 
 
 class Hedges:
-    """Starts second attempts, at most `share` of all requests.
+    """Starts second attempts (hedges) for at most `share` of all requests.
 
     sent  the time of each hedge
     won   how many hedges served their request
@@ -30,7 +30,7 @@ class Hedges:
         self.won = 0
 
     def may_send(self) -> bool:
-        """Return whether the share allows one more hedge."""
+        """Return whether the allowed share of hedges permits one more."""
         came = self._fleet.arrived - self._paid_for
         self._paid_for += came
         paid_back = min(self._credit, came)
@@ -39,7 +39,7 @@ class Hedges:
         return self._allowed >= 1.0
 
     def send(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
-        """Send the request to `group` in addition."""
+        """Send the request to `group` in addition, as a hedge."""
         fleet = self._fleet
         self._allowed -= 1.0
         self.sent.append(now)
@@ -53,9 +53,9 @@ class Hedges:
         fleet.start(now, second, group, pick)
 
     def decide(self, now: float, first: InflightRequest) -> InflightRequest:
-        """Withdraw the attempt that lost, because the other one has its first token.
+        """Withdraw the slower of two attempts, because the other one has its first token.
 
-        Returns the flight that represents the request from now on.
+        Return the attempt that represents the request from now on.
         """
         fleet, other = self._fleet, first.race
         assert other is not None
@@ -81,7 +81,7 @@ class Hedges:
         return first
 
     def end_race(self, now: float, flight: InflightRequest) -> None:
-        """End the race of a withdrawn attempt. With the first attempt the second one ends too."""
+        """Separate a withdrawn attempt from the other one; a hedge ends with its first attempt."""
         other, flight.race = flight.race, None
         if other is not None:
             other.race = None
@@ -90,7 +90,7 @@ class Hedges:
 
 
 def note_overtaken(flight: InflightRequest, group: ReplayGroup, now: float) -> None:
-    """Record that the request leaves the group before its first token."""
+    """Record in the group's speed samples that the request leaves it before its first token."""
     tokens = max(1, flight.trace_request.input_tokens - flight.believed_tokens)
     group.speed.overtaken(tokens, group.step_tokens, now, is_doubted=is_doubted(group.load))
     flight.is_overtaken = True

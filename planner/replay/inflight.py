@@ -1,4 +1,4 @@
-"""One running request of a replay: where it is, and what must be given back when it leaves."""
+"""State of one running request of a replay: where it is, and what it occupies there."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class InflightRequest:
     Changed by fleet.py, admission_sim.py and disagg_sim.py only.
 
     next_requests  the following requests of its client, in a closed loop
-    has_permit  it holds a place of its pool's wait queue
+    has_permit  whether it holds a permit of its pool's wait queue
     believed_tokens  prompt tokens that its group was believed to have cached at the pick
     ahead_tokens, sent_s  prompt tokens its group had to compute, including its own, when it was
                           sent; and that time
-    is_expected  its keys are counted among those its group is about to compute
-    race      the other attempt at the same request, while there are two; `is_hedge`: this is the
-              second one
-    is_overtaken  its group's evidence of speed no longer waits for its first token
+    is_expected  whether its block ids are counted among those its group is about to compute
+    race      the other attempt at the same request, while there are two
+    is_hedge  whether this is the second attempt
+    is_overtaken  whether its group's speed samples no longer wait for its first token
 
     For a split request:
     decode_group  the group that decodes it
     prefill_group  the group that computes its prompt; None once its KV was fetched or lost
     prefill_job  the job there, whose blocks are kept until they were fetched
-    prefill_booking  the booking there
+    prefill_booking  its booked load there
     """
 
     record: ReplayRecord

@@ -1,5 +1,5 @@
-"""Options of a replay other than fleet, traffic and policy: classes, clients, faults, and the age
-of the metrics.
+"""Options of a replay other than fleet, traffic and policy: classes, clients, faults and
+metrics.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from policies.model import STANDARD, Slo
 
 
 class CacheView(StrEnum):
-    """Source of the gateway's knowledge of prefix caches: its own index, or the engines' true
-    state.
-    """
+    """How the gateway knows prefix caches: from its own index, or from the engines' true state."""
 
     INDEX = "index"
     EXACT = "exact"
 
 
 class ClientBehaviour(msgspec.Struct, frozen=True):
-    """What clients do when refused or kept waiting.
+    """What clients do when they are refused or wait for long.
 
     retries     how often a client retries after a 429 (OpenAI's SDKs: 2)
     obey        whether it waits for Retry-After. Otherwise, and without that header, it waits 0.5
                 s, doubled each time up to 8 s, minus up to a quarter at random, like those SDKs
-    patience_s  how long it waits for its first token before it gives up; sent in advance as the
+    patience_s  seconds it waits for its first token before it gives up; sent in advance as the
                 deadline
     """
 
@@ -38,7 +36,7 @@ class ClientBehaviour(msgspec.Struct, frozen=True):
 
 
 class GroupFaultKind(StrEnum):
-    """What may happen to a group."""
+    """A kind of fault or maintenance of a group."""
 
     # a rank fails: all jobs fail at once, and the group is back, empty, after `for_s`
     LOSE = "lose"
@@ -47,10 +45,14 @@ class GroupFaultKind(StrEnum):
 
 
 class GroupFault(msgspec.Struct, frozen=True):
-    """An event at one group (by index) at a moment.
+    """A fault of one group.
 
-    for_s None: permanent. `only`: slow steps are those with prompt tokens (prefill), those without
-    (decode), or both if empty.
+    at_s     when it begins, in seconds of the replay
+    group    index of the group
+    trouble  kind of fault
+    for_s    how long it lasts; None: for ever
+    factor   factor on the times of slow steps
+    only     which steps are slow: prefill (with prompt tokens), decode (without), or empty for both
     """
 
     at_s: float
@@ -62,18 +64,21 @@ class GroupFault(msgspec.Struct, frozen=True):
 
 
 class ReplayOptions(msgspec.Struct, frozen=True):
-    """How a fleet is replayed.
+    """Options of a replay.
 
     expected_output  output tokens the gateway expects of a request; None: clients send max_tokens
                      and use all of it
-    learns_lengths   expect of a request what ended answers teach, like the live gateway, which
-                     begins with DEFAULT_OUTPUT_TOKENS; `expected_output` is ignored then
-    scrape_s         interval of metric scrapes; None: never. `scrape_age_s`: their age on arrival
+    learns_lengths   whether it learns expected lengths from ended answers, as the live gateway
+                     does, which begins with DEFAULT_OUTPUT_TOKENS; `expected_output` is ignored
+                     then
+    scrape_s         seconds between scrapes of metrics; None: no scrapes
+    scrape_age_s     age of the metrics on arrival
     lost_events      share of index updates that are lost, 0 to 1
     horizon_s        closed loops send nothing after it, and unfinished requests are cut; None: run
                      to the last token
     leaping          False: simulate every decode step separately, for comparison
-    slow_start_s     how long a new group gets fewer concurrent requests while others have room
+    slow_start_s     seconds that a new group gets fewer concurrent requests while others have
+                     capacity
     slow_factor      ratio to its peers at which a group is ejected as slow; 0: never
     hedge_share      maximum of hedges as a share of all requests; 0: none. Only while slow groups
                      are looked for

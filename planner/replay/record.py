@@ -1,6 +1,4 @@
-"""The record of one request and of one run. Values only; they are evaluated in
-planner/replay/results.py.
-"""
+"""Records of a replay: one per request, per group and per run; results.py evaluates them."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from policies.model import Slo
 
 
 class RequestEnd(StrEnum):
-    """How a request ended. Every arrival ends in exactly one of these ways."""
+    """How a request ended; every request ends in exactly one of these ways."""
 
     SERVED = "served"
     SHED = "shed"  # refused, and its client did not retry
@@ -22,16 +20,16 @@ class RequestEnd(StrEnum):
 
 @dataclass(slots=True)
 class ReplayRecord:
-    """One request as its client saw it. Times are on the replay's clock; None: did not happen.
+    """One request as its client saw it, with times on the replay's clock; None: did not happen.
 
     arrived_s      when it was first sent; retries after a refusal belong to it
     entered_s      when it was admitted and a group was picked
-    group          the group's name; `prefilled_by`: the prefill group's, if it was split
-    cached_tokens  prompt tokens that the engine had cached; `believed_tokens`: that the gateway
-                   expected
+    group          name of the group
+    prefilled_by   name of the prefill group, if it was split
+    cached_tokens  prompt tokens that the engine had cached
+    believed_tokens  prompt tokens that the gateway expected to be cached
     ideal_tokens   prompt tokens that one shared cache without evictions would have had
     refusals       how often it was refused
-    refused_s      when it was first refused; `promised_s`: when its client was to return then
     """
 
     number: int
@@ -63,19 +61,21 @@ class ReplayRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time from the first attempt to the first token."""
+        """Seconds from the first attempt to the first token; None without a first token."""
         return None if self.first_s is None else self.first_s - self.arrived_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token after the first; None for answers of one token."""
+        """Mean seconds per token after the first; None for answers of one token or incomplete
+        ones.
+        """
         if self.first_s is None or self.done_s is None or self.output_tokens < 2:
             return None
         return (self.done_s - self.first_s) / (self.output_tokens - 1)
 
     @property
     def is_good(self) -> bool:
-        """Whether it was served within both budgets of its class."""
+        """Whether it was served within the TTFT and TPOT budgets of its service class."""
         ttft_s, tpot_s = self.ttft_s, self.tpot_s
         if self.end is not RequestEnd.SERVED or ttft_s is None:
             return False
@@ -100,8 +100,8 @@ class ReplayRun:
     """One replay: its requests in order of arrival, and the totals of each group.
 
     ended_s     clock at the last event
-    picks, pick_s  number of decisions of the policy, and their wall time
-    wall_s      wall time of the whole replay
+    picks, pick_s  number of decisions of the policy, and their wall time in seconds
+    wall_s      wall time of the whole replay in seconds
     """
 
     policy: str

@@ -1,5 +1,5 @@
-"""The HTML page of a comparison: curves over load, latencies, hits and a table, in one
-self-contained file.
+"""HTML page of a comparison of policies: curves over load, latencies, hits and a table, in one
+file.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ HEADS = (
 
 
 def page(standing: ComparisonResult, trace: str) -> str:
-    """Return the HTML page of a comparison; `trace` is the name of its trace."""
+    """Return the HTML page of a comparison; `trace` is the name of the replayed trace."""
     contest = standing.contest
     names = list(contest.policies)
     title = f"{trace} on {contest.fleet.name}"
@@ -123,7 +123,9 @@ def _curves(standing: ComparisonResult, names: Sequence[str]) -> str:
 
 
 def _spreads(standing: ComparisonResult, names: Sequence[str]) -> str:
-    """Return the latency distributions at the load that differs most between policies."""
+    """Return charts of the latency distributions at the highest load that a policy still serves
+    well.
+    """
     load = _load_to_show(standing)
     slo = standing.contest.options.standard
     shown = [point for point in standing.points if point.load == load]
@@ -163,13 +165,18 @@ def _imbalances(
 
 
 def _load_to_show(standing: ComparisonResult) -> float:
-    """Return the highest load at which some policy attains 80 %; the lowest load if none does."""
+    """Return the highest load at which some policy attains 80 %, or the lowest load if none
+    does.
+    """
     good_loads = [point.load for point in standing.points if point.figures.attainment >= 0.8]
     return max(good_loads, default=min(point.load for point in standing.points))
 
 
 def _shares(ordered: Sequence[float], factor: float) -> list[tuple[float, float]]:
-    """Return at most 200 points of the cumulative distribution, including the largest sample."""
+    """Return at most 200 points (value, share) of the cumulative distribution of sorted samples.
+
+    The largest sample is included. Values are multiplied by `factor`.
+    """
     count = len(ordered)
     steps = min(200, count)
     places = [(step + 1) * count // steps - 1 for step in range(steps)]
@@ -213,7 +220,7 @@ def _table(points: Sequence[ComparisonPoint]) -> str:
 
 
 def cells_of(point: ComparisonPoint) -> list[str]:
-    """Return a point as a row of text, aligned with HEADS."""
+    """Return a point of a comparison as cells of text, in the order of HEADS."""
     f = point.figures
     return [
         point.policy,

@@ -1,6 +1,6 @@
-"""Results of a replay: goodput, attainment, latencies, hits, balance, waste, fairness.
+"""Results of a replay: goodput, attainment, latencies, cache hits, balance, waste and fairness.
 
-Pure functions of a Run.
+All are pure functions of a ReplayRun.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LONG_PROMPT = 32 * 1024
 
 
 class ShareFigures(msgspec.Struct, frozen=True):
-    """Results of one class or tenant: requests offered and good, and TTFT."""
+    """Results of one service class or tenant: requests offered and good, and TTFT in seconds."""
 
     offered: int
     good: int
@@ -28,28 +28,29 @@ class ShareFigures(msgspec.Struct, frozen=True):
 
     @property
     def attainment(self) -> float:
-        """Share of the offered requests that were good."""
+        """Share of the offered requests that were good; 1 if none were offered."""
         return self.good / self.offered if self.offered else 1.0
 
 
 class ReplayFigures(msgspec.Struct, frozen=True):
-    """The results of one replay. Rates are per second of the span in which requests arrived.
+    """The results of one replay; rates are per second of the span in which requests arrived.
 
     attainment      share of all offered requests that were served within both budgets; 0 if none
                     were offered
-    goodput         good requests per second; `token_goodput`: prompt and output tokens of good
-                    requests per second
+    goodput         good requests per second
+    token_goodput   prompt and output tokens of good requests per second
     good_input      prompt tokens of good requests per second
-    hit_ratio       share of prompt tokens that were cached; `of_ideal`: relative to one shared
-                    cache without evictions
+    hit_ratio       share of prompt tokens that were cached
+    of_ideal        cached tokens relative to one shared cache without evictions
     imbalance       computed and generated tokens of the busiest group over the mean
     wasted          prompt tokens computed for requests that were not served, as a share of all
                     computed
     long_kept       share of prompts above 32k tokens that were good
-    jain            Jain's index over tenants' attainment: 1 if all are equal; `worst_tenant`: the
-                    lowest attainment
+    jain            Jain's index over tenants' attainment: 1 if all are equal
+    worst_tenant    the lowest attainment of a tenant
     ttft_error, tpot_error  mean relative error of the prediction at the pick (MAPE), counted from
-                            the pick; ttft_error_p50: its median; None without predictions
+                            the pick; None without predictions
+    ttft_error_p50  median of the relative errors of TTFT; None without predictions
     at_first_retry  of requests that were refused once and retried, the share admitted then; None if
                     there were none
     pick_us         microseconds per decision
@@ -91,8 +92,8 @@ class ReplayFigures(msgspec.Struct, frozen=True):
 def figures(run: ReplayRun, from_s: float = 0.0, to_s: float | None = None) -> ReplayFigures:
     """Return the results of requests that arrived in [from_s, to_s).
 
-    A request cut by the horizon is left out, because it might have been good, unless its first
-    token was overdue: then it is a miss.
+    A request that the end of the replay cut off is left out, because it might have been good. If
+    its first token was overdue, it counts as a miss.
     """
     counted = list(_counted(run, from_s, inf if to_s is None else to_s))
     served = [record for record in counted if record.end is RequestEnd.SERVED]
@@ -157,18 +158,19 @@ def _gaps(records: Sequence[ReplayRecord]) -> list[float]:
 
 
 def jain(values: Sequence[float]) -> float:
-    """Return Jain's fairness index: (sum x)^2 / (n sum x^2), from 1/n (one has all) to 1 (all have
-    the same).
+    """Return Jain's fairness index of the values: (sum x)^2 / (n sum x^2).
+
+    It is between 1/n (one has all) and 1 (all have the same).
     """
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
 def regret(own: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> float:
-    """Return the minimum over workloads of own figure / best of the others. Higher is better.
+    """Return the minimum over workloads of a policy's figure divided by the best of the others.
 
-    The mappings hold one figure per workload, of which more is better; workloads where all are 0 do
-    not count.
+    The mappings hold one figure per workload, of which more is better. Workloads where all are 0 do
+    not count. A higher result is better.
     """
     rivals = list(others)
     best = {
@@ -178,12 +180,17 @@ def regret(own: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> f
 
 
 def _is_late(record: ReplayRecord, now: float) -> bool:
-    """Return whether a request was cut after its TTFT budget was over: a miss in any case."""
+    """Return whether a request was cut off after its TTFT budget was over, so that it was a
+    miss.
+    """
     return record.first_s is None and now - record.arrived_s > record.slo.ttft_s
 
 
 def _ttft_from_pick(record: ReplayRecord) -> float | None:
-    """Return the time from the pick to the first token, which is what a prediction refers to."""
+    """Return the seconds from the pick to the first token, to which a prediction refers.
+
+    Or None.
+    """
     return (
         None
         if record.first_s is None or record.entered_s is None
@@ -213,7 +220,7 @@ def _good_share(records: Sequence[ReplayRecord]) -> float | None:
 
 
 def _errors(pairs: Iterable[tuple[float | None, float | None]]) -> list[float]:
-    """Return relative errors of pairs (predicted, actual), leaving out incomplete pairs."""
+    """Return the relative errors of pairs (predicted, actual), leaving out incomplete pairs."""
     return [
         abs(predicted - actual) / actual
         for predicted, actual in pairs

@@ -1,4 +1,4 @@
-"""A replayed fleet: TP groups by kind, from a preset, a file or code. No clock here."""
+"""Description of a replayed fleet: TP groups by kind, from a preset, a file or code."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MOST_GROUPS = 4096
 
 
 class FleetError(ValueError):
-    """An invalid fleet; the message says what is wrong and where."""
+    """Error in the description of a fleet; the message says what is wrong and where."""
 
 
 class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`count` equal TP groups.
+    """`count` equal TP groups of a fleet.
 
     kv_tokens        KV capacity of each in tokens; None: what its memory allows
     kv_scalar_bytes  bytes per cached scalar: 2 normally, 1 for an fp8 cache
@@ -57,17 +57,17 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shape(self) -> Llm:
-        """The model. Raises ValueError that lists the known ones."""
+        """Shape of its model. Raises ValueError that lists the known ones."""
         return msgspec.structs.replace(model_named(self.model), kv_bytes=self.kv_scalar_bytes)
 
     @property
     def hardware(self) -> Gpu:
-        """The GPU. Raises ValueError that lists the known ones."""
+        """Its GPU type. Raises ValueError that lists the known ones."""
         return gpu_named(self.gpu)
 
     @property
     def software(self) -> Profile:
-        """The engine's generation. Raises ValueError that lists the known ones."""
+        """Generation of its engine software. Raises ValueError that lists the known ones."""
         return profile_named(self.profile)
 
     @property
@@ -78,14 +78,16 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return kv_capacity_tokens(self.shape, self.hardware, self.tp)
 
     def roofline(self) -> Roofline:
-        """Return the step times of one group."""
+        """Return the model of one group's step times."""
         return roofline_for(self.shape, self.hardware, self.tp, self.software)
 
 
 class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A fleet: its groups, and when requests are split between prefill and decode groups.
 
+    kinds         the kinds of groups
     block_tokens  tokens per KV block; blocks of traces are merged or divided to this size
+    split         when to split a request
     pairs         whether groups that serve both roles may also split requests
     """
 
@@ -97,14 +99,14 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def groups(self) -> tuple[GroupKind, ...]:
-        """One Kind per group, in order."""
+        """The groups one by one, each as a GroupKind with a count of 1, in order."""
         return tuple(
             msgspec.structs.replace(kind, count=1) for kind in self.kinds for _ in range(kind.count)
         )
 
 
 def validate(spec: FleetSpec) -> FleetSpec:
-    """Return the spec if it is valid. Raises FleetError."""
+    """Return the fleet if it is valid. Raises FleetError."""
     if not spec.kinds:
         raise FleetError(f"{spec.name}: a fleet needs at least one group")
     if spec.block_tokens < 1:
@@ -125,7 +127,7 @@ def validate(spec: FleetSpec) -> FleetSpec:
 
 
 def _check(kind: GroupKind, block_tokens: int) -> None:
-    """Raise ValueError for an invalid kind."""
+    """Raise ValueError if a kind of group is invalid."""
     positive = (
         "tp",
         "count",
@@ -179,10 +181,10 @@ _SPLIT = re.compile(r"(?i)F5(?::(\d+)p(\d+)d)?(?:@(\d+(?:\.\d+)?))?")
 
 
 def preset(name: str) -> FleetSpec:
-    """Return a fleet by name: F1 to F4, F6, or F5 as `F5:6p2d@50` (prefill and decode groups,
-    GB/s).
+    """Return a fleet by name: F1 to F4, F6, or F5 as `F5:6p2d@50`.
 
-    Raises FleetError.
+    The latter has 6 prefill and 2 decode groups with links of 50 GB/s. Raises FleetError for an
+    unknown name.
 
     They are fleets that routers have been compared on: F1 eight 70B FP8 on 4 x H100; F2 eight
     Qwen3-32B on 2 x H100, as in llm-d's posts; F3 eight with 2.6 M tokens of KV, for agents; F4
@@ -201,7 +203,7 @@ def preset(name: str) -> FleetSpec:
 
 
 def read_fleet(path: Path) -> FleetSpec:
-    """Read a fleet from a YAML or JSON file.
+    """Return the fleet described in a YAML or JSON file.
 
     Raises FleetError with the file and the place in it.
     """

@@ -1,10 +1,9 @@
-"""Slow groups in a replay: detected by the gateway's own comparison, throttled, ejected and
-returned.
+"""Detection of slow groups in a replay, by the gateway's own comparison of speeds.
 
-Evidence and verdicts are policies/health/speed_record.py's, policies/health/speed_outlier.py's and
-policies/health/stall.py's. Late requests at a suspect group are moved, and so are all that wait at
-an ejected group. Late requests at other groups are hedged (planner/replay/hedge_sim.py). Not here:
-the retry budget.
+Slow groups get fewer requests, are ejected and return after a probe. Samples and verdicts come from
+speed_record.py, speed_outlier.py and stall.py in policies/health. Late requests at a suspect group
+are moved, and so are all that wait at an ejected group. Late requests at other groups are hedged
+(hedge_sim.py). The retry budget is left out.
 """
 
 from __future__ import annotations
@@ -38,7 +37,10 @@ CLEAR = 1.6
 
 
 class SpeedMonitorSim:
-    """Owner of the samples of streams. `ejected`: (clock, group) of every ejection."""
+    """Reviews the groups' speeds once a second, and acts on the verdicts.
+
+    `ejected` holds (clock, group) of every ejection.
+    """
 
     def __init__(self, fleet: FleetPort, factor: float) -> None:
         self._fleet = fleet
@@ -49,7 +51,7 @@ class SpeedMonitorSim:
         self.ejected: list[tuple[float, int]] = []
 
     def open(self) -> None:
-        """Start the review of the groups, once a second."""
+        """Schedule the periodic review of the groups, unless slow groups are never ejected."""
         if self._limits.factor:
             self._fleet.schedule(REVIEW_S, self._review)
             self._fleet.schedule(SWEEP_S, self._sweep)
@@ -76,8 +78,9 @@ class SpeedMonitorSim:
             fleet.schedule(now + REVIEW_S, self._review)
 
     def _sample(self, group: ReplayGroup, now: float) -> dict[Job, int]:
-        """Record the tokens of the group's streams since the last review, as the gateway counts
-        events.
+        """Record the tokens that the group's streams generated since the last review.
+
+        Return the generated tokens so far of each running job.
         """
         generated = {
             job: group.engine.generated_tokens(job, now) for job in group.engine.scheduler.decoding
@@ -109,9 +112,9 @@ class SpeedMonitorSim:
         return [flight for flight in flights if flight.group is group and _may_leave(flight)]
 
     def doubt(self, now: float, group: ReplayGroup) -> None:
-        """Send the group no request until the next review, and few until it was judged.
+        """Send the group no request until the next review, and few until its speed has been judged.
 
-        The same as EndpointTable.doubt.
+        It does the same as EndpointTable.doubt of the gateway.
         """
         if group.speed.verdict is SpeedVerdict.SUSPECT:
             group.load.soft_cap = 0
@@ -119,7 +122,7 @@ class SpeedMonitorSim:
             group.load.soft_cap, self._doubted[group] = 0, now + DOUBT_S
 
     def _glance(self, now: float, _: object) -> None:
-        """Doubt groups whose prefill step takes too long, and consider the requests there."""
+        """Doubt groups whose prefill step takes too long, and move or hedge late requests there."""
         fleet = self._fleet
         rated = [group for group in fleet.groups if group.is_alive and group.load.is_available]
         if any(group.speed.waiting and now - group.speed.since >= LEAST_LATE_S for group in rated):
@@ -132,7 +135,7 @@ class SpeedMonitorSim:
             fleet.schedule(now + GLANCE_S, self._glance)
 
     def _sweep(self, now: float, _: object) -> None:
-        """Consider all requests without a first token."""
+        """Move or hedge late requests at all groups, and raise the limits of doubted groups."""
         fleet = self._fleet
         for group, until_s in tuple(self._doubted.items()):
             if now >= until_s:
@@ -149,7 +152,7 @@ class SpeedMonitorSim:
     def _consider(self, now: float, group: ReplayGroup) -> None:
         """Hedge the late requests at a group, or move them away if it is suspect.
 
-        The time that a moved request has waited is evidence of the group's speed.
+        The time that a moved request has waited becomes a speed sample of the group.
         """
         fleet, moves = self._fleet, group.speed.verdict is SpeedVerdict.SUSPECT
         for flight in self._waiting(group):
@@ -170,7 +173,7 @@ class SpeedMonitorSim:
                 fleet.hedges.send(now, flight, best[1])
 
     def _best(self, now: float, flight: InflightRequest) -> tuple[float, ReplayGroup] | None:
-        """Return the seconds to the soonest expected answer, and its group."""
+        """Return the least expected seconds to a first token elsewhere, and that group; or None."""
         cached = self._fleet.gateway.query(flight, now).cached_by_slot
         best: tuple[float, ReplayGroup] | None = None
         for candidate in self._fleet.gateway.fitting(flight.trace_request):
@@ -189,7 +192,9 @@ class SpeedMonitorSim:
         return best
 
     def _probe(self, now: float, group: ReplayGroup) -> None:
-        """Time a small job like the gateway's probe: it takes as long as the engine is slow."""
+        """Simulate the gateway's timed probe of an ejected group, which returns once it is fast
+        again.
+        """
         if max(group.engine.slow_prefill, group.engine.slow_decode) >= CLEAR * group.kind.slowness:
             if self._fleet.running_requests:
                 self._fleet.schedule(now + 2 * PROBE_S, self._probe, group)
@@ -211,7 +216,7 @@ class SpeedMonitorSim:
 
 
 def _kind(group: ReplayGroup) -> Hashable:
-    """Return a key that is equal for groups that are compared with each other."""
+    """Return a key that is equal for groups whose speeds are compared with each other."""
     return group.kind.gpu, group.kind.tp, group.kind.role, group.kind.model
 
 
@@ -220,6 +225,6 @@ def _member(group: ReplayGroup) -> ReviewedEndpoint:
 
 
 def _may_leave(flight: InflightRequest) -> bool:
-    """Return whether a request may get a second group, or another one."""
+    """Return whether a request may be sent to a second group, or moved to another one."""
     is_waiting = flight.record.first_s is None and flight.booking is not None
     return is_waiting and flight.race is None and not flight.failed_endpoints

@@ -1,6 +1,6 @@
-"""Many replays as one comparison: every policy at every load, and capacities.
+"""Comparison of policies by many replays: every policy at every load, and capacities.
 
-Run by `penstock replay`.
+It is run by `penstock replay`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Progress = Callable[[str, float], None]
 
 
 class NoCountedRequestError(ValueError):
-    """No request came after the warm-up at a load. `tried`: the results so far."""
+    """Error: no request came after the warm-up at a load; `tried` holds the results so far."""
 
     def __init__(self, message: str, tried: tuple[tuple[float, float], ...]) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class NoCountedRequestError(ValueError):
 
 
 class UnknownCapacity(msgspec.Struct, frozen=True):
-    """Replaces a Capacity that could not be determined: `reason` says why, `tried` is as there."""
+    """Result in place of a Capacity that could not be determined; `reason` says why."""
 
     reason: str
     target: float
@@ -43,12 +43,12 @@ class UnknownCapacity(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """What is compared.
+    """The policies, loads and options that are compared.
 
-    policies    names, each with its defaults
-    admission   a name; None admits everything
+    policies    names, each with its default parameters
+    admission   name of an admission; None: every request enters
     loads       rates relative to the recorded one, or with `by_users` numbers of users
-    targets     attainments whose capacity is determined
+    targets     shares of SLO attainment whose capacity is determined
     warmup_s    requests before it do not count
     """
 
@@ -64,7 +64,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class ComparisonPoint(msgspec.Struct, frozen=True):
-    """One replay of a comparison. `ttfts_s`, `tpots_s`: of served requests, sorted."""
+    """One replay of a comparison; `ttfts_s` and `tpots_s` are those of served requests, sorted."""
 
     policy: str
     load: float
@@ -74,7 +74,7 @@ class ComparisonPoint(msgspec.Struct, frozen=True):
 
 
 class ComparisonResult(msgspec.Struct, frozen=True):
-    """The result: every point, and every policy's capacities by target."""
+    """The result of a comparison: every replay, and each policy's capacities by target."""
 
     contest: Comparison
     points: tuple[ComparisonPoint, ...]
@@ -82,7 +82,7 @@ class ComparisonResult(msgspec.Struct, frozen=True):
 
 
 def load_of(contest: Comparison, load: float) -> Traffic:
-    """Return the traffic at a load."""
+    """Return the traffic of the comparison at a load."""
     if contest.by_users:
         return users(contest.requests, _users_at(load), contest.options.seed)
     return traffic(scale_rate(contest.requests, load))
@@ -95,7 +95,9 @@ def _users_at(load: float) -> int:
 def one_run(
     contest: Comparison, policy: str, load: float, watch: Callable[[float, int], None] | None = None
 ) -> ReplayRun:
-    """Run one replay with a new policy and admission on a cold fleet."""
+    """Replay the traffic at a load with a new policy and admission, on a fleet with empty
+    caches.
+    """
     gate = None if contest.admission is None else build_admission(contest.admission, {})
     return replay(
         contest.fleet,
@@ -108,7 +110,7 @@ def one_run(
 
 
 def compare(contest: Comparison, tell: Progress | None = None) -> ComparisonResult:
-    """Run all replays of a comparison, one after another."""
+    """Run all replays of a comparison, one after another, and return the result."""
     points = []
     capacities: dict[str, tuple[Capacity | UnknownCapacity, ...]] = {}
     for policy in contest.policies:
@@ -138,7 +140,7 @@ def _point(contest: Comparison, policy: str, load: float, tell: Progress | None)
 def _capacity_or_reason(
     contest: Comparison, policy: str, target: float, tell: Progress | None
 ) -> Capacity | UnknownCapacity:
-    """Return a capacity, or why it could not be determined, without failing the other results."""
+    """Return a capacity, or why it could not be determined."""
     try:
         return _capacity(contest, policy, target, tell)
     except NoCountedRequestError as error:

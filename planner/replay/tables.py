@@ -1,7 +1,6 @@
-"""Tables of a replay for the terminal: columns that do not fit the width continue in a further
-table.
+"""Tables of a replay for the terminal; columns that exceed its width continue in another table.
 
-Contains the layout of rows and columns. The figures are in report.py, the printing in cli.py.
+Contains the layout of rows and columns. report.py has the figures; cli.py prints.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _EDGE = 1
 def figure_tables(
     heads: Sequence[str], rows: Sequence[Sequence[str]], width: int
 ) -> Iterator[Table]:
-    """Return one table if all columns fit `width`, otherwise several, each with policy and load."""
+    """Yield one table if all columns fit `width`, otherwise several, each with policy and load."""
     widths = [_widest(head, [row[column] for row in rows]) for column, head in enumerate(heads)]
     widths[0] = min(widths[0], width // 2)  # longer names wrap
     room = width - _EDGE - sum(widths[column] + _FRAME for column in range(KEYS))
@@ -38,7 +37,7 @@ def figure_tables(
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table of text with right-aligned numbers.
+    """Return a table of text with right-aligned columns except for the first.
 
     The first column wraps; no cell is truncated.
     """
@@ -56,7 +55,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def _blocks(widths: Sequence[int], room: int) -> Iterator[list[int]]:
-    """Yield the column indices of each table. A group wider than the room is divided."""
+    """Yield the column indices of each table; a group of columns wider than `room` is divided."""
     block: list[int] = []
     for group in _groups(len(widths)):
         parts = (

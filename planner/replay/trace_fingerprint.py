@@ -1,4 +1,4 @@
-"""Fingerprints of prompts that a trace knows only by the ids of their blocks."""
+"""Fingerprints of prompts that a trace contains only as ids of their blocks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from policies.prefix.fingerprint import Fingerprint
 def fingerprint_of_chain(
     ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0
 ) -> Fingerprint:
-    """Return the fingerprint of a prompt known only by chained block ids, as in traces.
+    """Return the fingerprint of a prompt that is known only by chained block ids, as in traces.
 
     Keys are the ids, mixed over 64 bits (splitmix64's finalizer), because the index distributes its
-    entries by low bits. Not for client prompts: anyone who knows the ids knows the keys.
+    entries by low bits. Not for client prompts: a client who knows the ids knows the keys.
     """
     keys = np.array(ids, np.uint64)
     keys += np.uint64(salt & 0xFFFFFFFFFFFFFFFF)

@@ -1,6 +1,4 @@
-"""Traffic for a fleet: open arrivals, which do not wait for anything, and closed loops, which wait
-for answers.
-"""
+"""Traffic for a fleet: requests at given times (open), and users that wait for answers (closed)."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ _COPY_SHIFT = TRACE_BITS + PART_BITS
 
 
 class ClosedLoop(msgspec.Struct, frozen=True):
-    """A client that sends, waits for the answer, thinks and sends again: the first at `begins_s`,
-    then after think_s.
+    """A client that sends a request, waits for the answer, pauses, and sends the next one.
 
-    `requests` starts over at every call, because a traffic is replayed many times.
+    The first request is sent at `begins_s`, each further one `think_s` after the previous answer.
+    `requests` begins with the first one at every call, because a traffic is replayed many times.
     """
 
     begins_s: float
@@ -28,15 +26,16 @@ class ClosedLoop(msgspec.Struct, frozen=True):
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """Open arrivals in any order, and closed loops."""
+    """The traffic of a replay: requests at given times in any order, and closed loops."""
 
     arrivals: Sequence[TraceRequest] = ()
     loops: Sequence[ClosedLoop] = ()
 
 
 def traffic(requests: Iterable[TraceRequest]) -> Traffic:
-    """Return the traffic of a trace: a session with think times is a closed loop that begins at its
-    first request.
+    """Return the traffic of a trace.
+
+    A session with think times becomes a closed loop that begins at its first request.
     """
     alone: list[TraceRequest] = []
     sessions: dict[str, list[TraceRequest]] = {}
@@ -62,13 +61,12 @@ def traffic(requests: Iterable[TraceRequest]) -> Traffic:
 def users(
     requests: Iterable[TraceRequest], count: int, seed: int = 0, ramp_s: float = 120.0
 ) -> Traffic:
-    """Return `count` endless users, each running sessions of the trace one after another with 1 s
-    in between.
+    """Return `count` endless users that run sessions of the trace one after another.
 
-    Each starts at a random request of its first session, like in a fleet that has been busy for
-    long, at a random moment of the first `ramp_s`. When the sessions are used up they are repeated
-    with new ids for all blocks that are not shared. A request without a session is a session of its
-    own.
+    There is 1 s between two sessions. Each user starts at a random request of its first session, as
+    in a fleet that has been busy for long, at a random moment of the first `ramp_s` seconds. When
+    the sessions are used up, they are repeated with new ids for all blocks that are not shared. A
+    request without a session is a session of its own.
     """
     rng = Random(f"users {seed}")
     sessions = _sessions(requests)

@@ -1,1 +1,3 @@
-"""`penstock size`: from a model and promises to a fleet, with the reason for each step."""
+"""The command `penstock size`: from a model and promises to a fleet, with the reason for each
+step.
+"""

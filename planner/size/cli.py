@@ -1,4 +1,5 @@
-"""`penstock size`: options to a plan, and the plan to the terminal, as JSON or as files.
+"""The command `penstock size`: converts its options to a plan, and prints it as text, JSON or
+files.
 
 Exit status: 0 the plan keeps all promises; 2 wrong input, or no layout holds the model; 3 the plan
 misses a promise or needs more GPUs than there are.
@@ -109,7 +110,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 class SizeOutput(msgspec.Struct, frozen=True):
-    """What to print beside the plan, or instead of it."""
+    """The options of what to print in addition to the plan, or in its place."""
 
     front: bool
     ladder: int | None
@@ -172,7 +173,7 @@ def size(
 
 
 def _run(options: SizeOptions, output: SizeOutput) -> int:
-    """Make the plan, print what was asked for, and return the exit status."""
+    """Compute the plan, print what was asked for, and return the exit status."""
     batch = output.ladder
     if batch is not None and not 1 <= batch <= 4096:
         raise SizingError(f"--ladder {batch}; valid: 1 to 4096")
@@ -223,7 +224,10 @@ def _lines(
 
 
 def _against(options: SizeOptions, output: SizeOutput, grids: Sequence[Grid]) -> FleetPlan | None:
-    """Return the cheapest plan of the other model for the same traffic and promises."""
+    """Return the cheapest plan of the model in --against, for the same traffic and promises.
+
+    Or None.
+    """
     if output.against is None:
         return None
     other = msgspec.structs.replace(options, model=output.against)
@@ -244,7 +248,10 @@ def _points(
 def _replayed(
     options: SizeOptions, output: SizeOutput, model: Llm, plan: FleetPlan, grids: Sequence[Grid]
 ) -> list[Finalist]:
-    """Replay the finalists, if there is a log. The replay is imported only then."""
+    """Replay the best fleets if a log was given, and return the results.
+
+    The replay is imported only then.
+    """
     if output.log is None:
         return []
     from planner.size.replays import replay_log
@@ -256,7 +263,10 @@ def _replayed(
 
 
 def _plans(options: SizeOptions, model: Llm, grids: Sequence[Grid]) -> list[FleetPlan]:
-    """Return one plan per kind of GPU that can hold the model. Raises SizingError if none can."""
+    """Return one plan per kind of GPU that can hold the model.
+
+    Raises SizingError if none can.
+    """
     plans: list[FleetPlan] = []
     problems: list[SizingError] = []
     work = workload_of(options, model)

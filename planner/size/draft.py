@@ -1,4 +1,4 @@
-"""A plan under construction: what the gates decided so far, and the finished plan."""
+"""A plan under construction: what the steps of the recipe have decided, and the finished plan."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from policies.sizing.rules import LayoutFinding, PlannedGroup, layout_findings, 
 
 
 class SizingError(ValueError):
-    """No plan can be computed; the message says what is valid."""
+    """Error: no plan can be computed; the message says what is valid."""
 
 
 class RecipeGate(msgspec.Struct, frozen=True):
-    """One step of the recipe: a question, its numbers, the answer, and the seed it follows."""
+    """One step (gate) of the recipe: a question, its numbers, the answer, and the source it
+    follows.
+    """
 
     number: int
     question: str
@@ -36,8 +38,12 @@ class RecipeGate(msgspec.Struct, frozen=True):
 class PlanHardware(msgspec.Struct, frozen=True):
     """The GPUs to plan with.
 
-    domain   GPUs that fast links connect
-    gpus     GPUs that there are; None: as many as needed
+    gpu             GPU type
+    domain          GPUs that fast links connect
+    gpus            GPUs that there are; None: as many as needed
+    price_hour      dollars per GPU and hour
+    is_best_effort  whether to raise TP for a promise that no TP size keeps, while that still speeds
+                    up decoding
     """
 
     gpu: Gpu
@@ -48,11 +54,12 @@ class PlanHardware(msgspec.Struct, frozen=True):
 
 
 class FleetPlan(msgspec.Struct, frozen=True):
-    """A fleet of equal replicas.
+    """A planned fleet of equal replicas.
 
-    single, loaded   the replica at batch 1, and at `ceiling` requests
-    wait_s           wait for a prefill that the percentile of requests does not exceed
-    shortfalls       what the plan does not do, one sentence each
+    single, loaded   times of a replica at batch 1, and at `ceiling` requests
+    ceiling          requests that one replica serves at once
+    wait_s           seconds before a prefill that the percentile of requests does not exceed
+    shortfalls       what the plan does not achieve, one sentence each
     """
 
     model: Llm
@@ -72,22 +79,22 @@ class FleetPlan(msgspec.Struct, frozen=True):
 
     @property
     def gpus(self) -> int:
-        """GPUs of the whole fleet."""
+        """Number of GPUs of the whole fleet."""
         return self.layout.gpus * self.replicas
 
     @property
     def usd_hour(self) -> float:
-        """Dollars per hour of the whole fleet."""
+        """Cost of the whole fleet in dollars per hour."""
         return usd_of(self.hardware.price_hour, self.gpus, 3600.0)
 
     @property
     def prices(self) -> TokenPrices:
-        """Dollars per million tokens at the ceiling."""
+        """Dollars per million tokens when every replica serves `ceiling` requests."""
         return token_prices(self.loaded.seconds, self.hardware.price_hour, self.layout.gpus)
 
 
 class Draft:
-    """Decisions so far. Gates read and replace them; `finish` makes the plan."""
+    """The decisions of a plan so far, which the gates read and change; `finish` makes the plan."""
 
     def __init__(
         self, model: Llm, hardware: PlanHardware, work: Workload, grids: Sequence[Grid]
@@ -105,11 +112,11 @@ class Draft:
         self._times: dict[Layout, ReplicaTimes] = {}
 
     def memory(self, layout: Layout | None = None) -> MemoryCheck:
-        """Return the memory check of a layout; by default of the one decided so far."""
+        """Return the memory check of a layout, by default of the one decided so far."""
         return check_memory(self.model, self.hardware.gpu, layout or self.layout, self.demand)
 
     def times(self, layout: Layout | None = None) -> ReplicaTimes:
-        """Return the step times of a layout; by default of the one decided so far."""
+        """Return the step times of a layout, by default of the one decided so far."""
         layout = layout or self.layout
         if layout not in self._times:
             self._times[layout] = ReplicaTimes(self.model, self.hardware.gpu, layout, self.grids)
@@ -118,7 +125,10 @@ class Draft:
     def add(
         self, question: str, numbers: Sequence[str], answer: str, source: str, *notes: str
     ) -> None:
-        """Record a gate. Numbers start at 2: the first gate compares finished plans."""
+        """Record the decision of a gate.
+
+        Gates are numbered from 2, because the first gate compares finished plans.
+        """
         number = len(self.gates) + 2
         self.gates.append(RecipeGate(number, question, tuple(numbers), answer, source, notes))
 

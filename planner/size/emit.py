@@ -1,4 +1,4 @@
-"""Files and commands for a plan: engines, gateway.yaml, Helm values, and mock groups."""
+"""Files and commands for a plan: engine commands, gateway.yaml, Helm values, and mock groups."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LOOSE_TTFT_S, LOOSE_TPOT_S = 60.0, 0.5
 
 
 class Emission(msgspec.Struct, frozen=True):
-    """What to emit for.
+    """A plan and the names with which to write files and commands for it.
 
     source       the model's repository or folder, for the engines
     name         the name that clients use and engines serve
     is_quantising  whether engines quantise bf16 weights as they load them
-    first_port   of the engines on 127.0.0.1; following groups use the following ports
+    first_port   port of the first engine on 127.0.0.1; following groups use the following ports
     """
 
     plan: FleetPlan
@@ -33,7 +33,7 @@ class Emission(msgspec.Struct, frozen=True):
 
     @property
     def launch(self) -> EngineLaunch:
-        """The launch of one replica."""
+        """The settings with which to launch one replica's engine."""
         plan = self.plan
         return EngineLaunch(
             self.source,
@@ -73,7 +73,7 @@ def _helm(emission: Emission) -> str:
 
 
 def _config(emission: Emission, urls: list[str]) -> Iterator[str]:
-    """Yield the lines of a configuration, without its version."""
+    """Yield the lines of a gateway configuration, without its version."""
     plan = emission.plan
     gpus = plan.gpus if plan.hardware.gpus is None else max(plan.gpus, plan.hardware.gpus)
     yield f"hardware: {{gpus: {gpus}, link_domain_gpus: {plan.hardware.domain}}}"
@@ -137,7 +137,7 @@ EMITTERS: Mapping[str, Callable[[Emission], str]] = MappingProxyType(
 
 
 def emit(target: str, emission: Emission) -> str:
-    """Return the text for a target. Raises SizingError for an unknown one."""
+    """Return the file or command for a target. Raises SizingError for an unknown target."""
     emitter = EMITTERS.get(target)
     if emitter is None:
         raise SizingError(f"unknown target {target!r}; valid: {', '.join(EMITTERS)}")

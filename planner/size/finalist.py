@@ -1,4 +1,4 @@
-"""The result of one replayed fleet; apart from the replay, which is slow to import."""
+"""The result of one replayed fleet; in its own module, because the replay is slow to import."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import msgspec
 
 
 class Finalist(msgspec.Struct, frozen=True):
-    """One replayed fleet. `attainment` is the share of requests served within the promises."""
+    """The result of one replayed fleet.
+
+    `attainment` is the share of requests served within the promises.
+    """
 
     fleet: str
     gpus: int

@@ -1,7 +1,7 @@
-"""The best shapes of a fleet, replayed on recorded traffic with the routing policy of production.
+"""Replay of the best fleets on recorded traffic, with the routing policy of production.
 
-A static estimate has steady batches; a replay has arrivals, queues and prefix caches. What counts
-is attainment: the share of requests that are served within the promises.
+A static estimate has steady batches; a replay has arrivals, queues and prefix caches. Fleets are
+compared by attainment, the share of requests that are served within the promises.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def replay_finalists(
     requests: Sequence[TraceRequest],
     tell: Callable[[str, float], None] | None = None,
 ) -> list[Finalist]:
-    """Replay the plan, the best points, and the plan with separate prefill and decode groups.
+    """Replay the planned fleet and its best alternatives, and return their results.
 
-    Raises SizingError if no shape can be replayed: the mock groups have TP alone, and only built-in
-    models.
+    The alternatives are the best other points, and the plan with separate prefill and decode
+    groups. Raises SizingError if no fleet can be replayed: the mock groups support TP only, and
+    only built-in models.
     """
     results = []
     for fleet in _fleets(plan, points):
@@ -57,7 +58,7 @@ def _slo(plan: FleetPlan) -> Slo:
 
 
 def _fleets(plan: FleetPlan, points: Sequence[FleetPoint]) -> Iterator[FleetSpec]:
-    """Yield the plan's own fleet, divided ones, and other shapes on the same number of GPUs."""
+    """Yield the planned fleet, divided ones, and other layouts on the same number of GPUs."""
     own = _kind(plan)
     yield validate(FleetSpec(f"{plan.replicas} x TP {plan.layout.tp}", (own,)))
     for prefills in _divisions(plan):
@@ -87,7 +88,9 @@ def _divisions(plan: FleetPlan) -> Iterator[int]:
 
 
 def _others(plan: FleetPlan, points: Sequence[FleetPoint]) -> list[FleetPoint]:
-    """Return the best points with other shapes, cheapest first, as many as finalists are left."""
+    """Return the best points with other layouts, cheapest first, as many as may still be
+    replayed.
+    """
     limit_s = plan.work.tpot_s
     able = [p for p in points if p.is_best and p.pp == 1 and p.gpu == plan.hardware.gpu.name]
     able = [p for p in able if limit_s is None or p.tpot_s <= limit_s] or able
@@ -113,7 +116,7 @@ def _kind(plan: FleetPlan) -> GroupKind:
 
 
 def _name(full: str) -> str:
-    """Return the short built-in name of a model."""
+    """Return the short built-in name of the model with this full name."""
     model = MODELS[full.lower()]
     return next(name for name, known in MODELS.items() if known is model and name != "demo-8b")
 

@@ -1,7 +1,7 @@
-"""All layouts of a number of GPUs: what each does, which cannot be, and which none surpasses.
+"""All layouts of a number of GPUs: their speed and cost, and which of them no other one surpasses.
 
 A point is (weights, TP, PP, replicas, batch). Its times are the static estimate of timing.py;
-attainment under real arrivals is a question for a replay.
+attainment under real arrivals needs a replay.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MAX_LADDER_TP = 16
 
 
 class FleetPoint(msgspec.Struct, frozen=True):
-    """One shape of the fleet at one batch per replica.
+    """One layout of the fleet at one batch size per replica.
 
     usd_million   dollars per million answer tokens, prompts included
     kv_use        share of the KV cache that the batch holds
-    reason        why it cannot be; empty if it can
+    reason        why it is impossible; empty if it is possible
     is_best       whether no other point is faster and serves more
     """
 
@@ -72,7 +72,7 @@ def fleet_points(
 
 
 def best_of(points: Sequence[FleetPoint]) -> list[FleetPoint]:
-    """Return the points that no other point beats in time per token and requests/s at once."""
+    """Return the points that no other point beats in both time per token and requests/s."""
     best: list[FleetPoint] = []
     for point in sorted(points, key=lambda point: (point.tpot_s, -point.requests_s)):
         if not best or point.requests_s > best[-1].requests_s:
@@ -86,7 +86,7 @@ NEEDLESS_PP = "no PP where TP alone holds the model: stages add latency and bubb
 def _layouts(
     model: Llm, hardware: PlanHardware, gpus: int, work: Workload
 ) -> Iterator[tuple[Layout, str]]:
-    """Yield the layouts, each with why it is not needed; empty if it may be."""
+    """Yield the layouts, each with why it is not needed, or "" if it may be."""
     sizes = valid_tp_sizes(facts_of(model), min(hardware.domain, gpus))
     demand = Demand(work.prompt + work.output)
     alone = any(check_memory(model, hardware.gpu, Layout(tp), demand).served for tp in sizes)
@@ -132,7 +132,7 @@ def _reason(memory: MemoryCheck, batch: int) -> str:
 
 
 def headline(points: Sequence[FleetPoint], work: Workload) -> str:
-    """Return the one sentence that a reader should remember: replicate, or TP for what."""
+    """Return the main result as one sentence: to replicate, or for what to use TP."""
     able = [point for point in points if not point.reason]
     if not able:
         return "no layout of these GPUs holds the model"
@@ -157,11 +157,10 @@ def headline(points: Sequence[FleetPoint], work: Workload) -> str:
 
 
 class LadderStep(msgspec.Struct, frozen=True):
-    """One TP size of the ladder: ideal and expected seconds per token, and where they go.
+    """Decode speed at one TP size: ideal and expected seconds per token, and their parts.
 
-    `tax` is the change of tokens/s per GPU against the smallest TP size that holds the batch; None
-    where the batch does not fit. `intensity` is that of the model's square matrices in FLOPs per
-    byte; at `balance` the GPU computes as fast as it reads.
+    `tax` is the relative change of tokens/s per GPU against the smallest TP size that holds the
+    batch; None where the batch does not fit. `problem` says why a size is impossible.
     """
 
     tp: int
@@ -179,7 +178,7 @@ class LadderStep(msgspec.Struct, frozen=True):
 def tp_ladder(
     model: Llm, hardware: PlanHardware, batch: int, context: int, grids: Sequence[Grid]
 ) -> list[LadderStep]:
-    """Return TP 1, 2, 4, ... 16: decode at one batch, which speeds up less and less."""
+    """Return the decode speed of a batch at TP 1, 2, 4, ... 16."""
     steps: list[LadderStep] = []
     base: float | None = None
     tp = 1

@@ -1,4 +1,7 @@
-"""The gates of the recipe, in order. Each reads a draft, decides one thing and records why."""
+"""The steps (gates) of the sizing recipe, in order.
+
+Each reads the draft of a plan, makes one decision in it and records the reason.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +50,14 @@ def quantise(
 
 
 def fits_one(draft: Draft) -> None:
-    """Gate 2: one GPU, if it holds the weights and the requests with their headroom."""
+    """Decide whether one GPU holds the weights and the requests with their headroom (gate 2)."""
     check = draft.memory(Layout())
     answer = "yes: TP 1" if check.is_enough else "no"
     draft.add("Does it fit one GPU?", [_memory(check)], answer, "seed 002 (fits? replicate), 003")
 
 
 def least_tp(draft: Draft) -> None:
-    """Gate 3: the least TP size that the heads allow and that holds the requests."""
+    """Choose the least TP size that the heads allow and that holds the requests (gate 3)."""
     numbers: list[str] = []
     chosen = draft.tp_sizes[-1]
     for tp in draft.tp_sizes:
@@ -76,7 +79,7 @@ def least_tp(draft: Draft) -> None:
 
 
 def _refused_sizes(draft: Draft) -> Iterator[str]:
-    """Yield why sizes near the bound by division are not used."""
+    """Yield why the fewest GPUs whose memory holds the weights are not enough."""
     bound = min_gpus(draft.model, draft.hardware.gpu)
     problem = heads_problem(draft.facts, bound)
     if problem is not None:
@@ -87,7 +90,7 @@ def _refused_sizes(draft: Draft) -> Iterator[str]:
 
 
 def raise_tp(draft: Draft) -> None:
-    """Gate 4: more TP, until the promises of speed that some TP keeps are kept at batch 1."""
+    """Raise TP until batch 1 keeps the promises of speed that some TP size keeps (gate 4)."""
     sizes = [tp for tp in draft.tp_sizes if tp >= draft.layout.tp]
     limits = draft.work.limits
     reachable = [name for name in limits if any(_missed_s(draft, tp, name) <= 0 for tp in sizes)]
@@ -118,14 +121,14 @@ def _ladder(draft: Draft, sizes: Sequence[int]) -> Iterator[str]:
 
 
 def _missed_s(draft: Draft, tp: int, name: str) -> float:
-    """Return by how many seconds batch 1 misses a promise; zero or less if it is met."""
+    """Return by how many seconds batch 1 misses a promise; zero or less if it is kept."""
     single = at_batch(draft.times(Layout(tp)), draft.work, 1)
     seconds = single.step_s if name == "TPOT" else single.ttft_s
     return seconds - draft.work.limits[name]
 
 
 def _missed(draft: Draft, tp: int) -> str:
-    """Return which promises batch 1 misses, and by how much; empty if none."""
+    """Return a text about which promises batch 1 misses, and by how much; empty if none."""
     late = {name: _missed_s(draft, tp, name) for name in draft.work.limits}
     return ", ".join(f"misses {name} by {ms(by)}" for name, by in late.items() if by > 0)
 
@@ -141,7 +144,10 @@ def knee_of(draft: Draft, sizes: Sequence[int]) -> int:
 
 
 def _unreachable(draft: Draft, sizes: Sequence[int], names: Sequence[str]) -> str:
-    """Keep the TP of the other promises, or with best effort the knee; record what is missed."""
+    """Choose the TP size if no size keeps a promise, record what is missed, and return the answer.
+
+    It is the size for the other promises. With best effort it is the one of `knee_of` if larger.
+    """
     tp, knee = draft.layout.tp, knee_of(draft, sizes)
     context, price = draft.work.mean_context, draft.hardware.price_hour
     stay, at_knee = (
@@ -165,7 +171,7 @@ def _unreachable(draft: Draft, sizes: Sequence[int], names: Sequence[str]) -> st
 
 
 def least_pp(draft: Draft) -> None:
-    """Gate 5: pipeline stages, only as many as the memory needs."""
+    """Choose the number of pipeline stages, only as many as the memory needs (gate 5)."""
     numbers: list[str] = []
     tp, limit = draft.layout.tp, draft.hardware.gpus
     most = min(MAX_PP, draft.model.layers)
@@ -222,7 +228,9 @@ def _pp_notes(draft: Draft) -> Iterator[str]:
 
 
 def most_ep(draft: Draft) -> None:
-    """Gate 6: experts over all ranks; with MLA, attention with DP if promises allow it."""
+    """Spread the experts over all ranks, and with MLA use attention with DP if possible (gate
+    6).
+    """
     source = "seeds 000, 001, 004 (EP maximal for MoE)"
     question = "How are experts spread?"
     experts, tp, pp = draft.model.experts, draft.layout.tp, draft.layout.pp
@@ -251,7 +259,7 @@ def most_ep(draft: Draft) -> None:
 
 
 def _keeps(draft: Draft, layout: Layout) -> bool:
-    """Return whether a layout keeps at batch 1 each promise that the layout so far keeps."""
+    """Return whether a layout keeps, at batch 1, each promise that the layout so far keeps."""
     single, now = (at_batch(draft.times(each), draft.work, 1) for each in (layout, draft.layout))
     pairs = {"TPOT": (single.step_s, now.step_s), "TTFT": (single.ttft_s, now.ttft_s)}
     return all(
@@ -261,7 +269,9 @@ def _keeps(draft: Draft, layout: Layout) -> bool:
 
 
 def split_context(draft: Draft) -> None:
-    """Gate 7: context parallelism, only for very long prompts that miss their TTFT."""
+    """Decide about context parallelism, only for very long prompts that miss their TTFT (gate
+    7).
+    """
     work, ttft_s = draft.work, draft.times().prefill_s(draft.work.uncached, draft.work.cached)
     if work.prompt < LONG_PROMPT:
         answer = "CP 1: the prompts are short"

@@ -1,4 +1,6 @@
-"""The last gates of the recipe: how many replicas carry the load, and whether to split phases."""
+"""The last steps (gates) of the sizing recipe: the number of replicas, and whether to split
+phases.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ MOST_FOR_WAITS = 2
 
 
 def count_replicas(draft: Draft) -> None:
-    """Gate 8: replicas last, by Little's law and by the waits for prefills."""
+    """Choose the number of replicas, by Little's law and by the waits for prefills (gate 8)."""
     numbers = [_ceiling(draft)]
     loaded = at_batch(draft.times(), draft.work, draft.ceiling)
     load = _concurrency(draft, loaded)
@@ -42,7 +44,7 @@ def count_replicas(draft: Draft) -> None:
 
 
 def _ceiling(draft: Draft) -> str:
-    """Decide the requests that one replica takes at once; return how."""
+    """Set how many requests one replica serves at once; return a text that explains it."""
     work = draft.work
     rank_tokens = draft.memory().tokens // draft.layout.dp
     kv = int(rank_tokens / (1 + work.headroom)) // work.context * draft.layout.dp
@@ -59,7 +61,9 @@ def _ceiling(draft: Draft) -> str:
 
 
 def _concurrency(draft: Draft, loaded: BatchTimes) -> float:
-    """Return the requests at once: as given, or the rate times the time in a full replica."""
+    """Return the number of requests at once: as given, or the rate times the seconds of a
+    request.
+    """
     work = draft.work
     if work.concurrency is not None:
         return work.concurrency
@@ -67,9 +71,10 @@ def _concurrency(draft: Draft, loaded: BatchTimes) -> float:
 
 
 def _waits(draft: Draft, rate_s: float) -> Iterator[str]:
-    """Add replicas where requests would wait too long for their prefill, up to MOST_FOR_WAITS.
+    """Add replicas if requests would wait too long for their prefill, up to MOST_FOR_WAITS.
 
-    The stages of a pipeline and the ranks of DP compute prompts at the same time.
+    The stages of a pipeline and the ranks of DP compute prompts at the same time. Yields the
+    reasons.
     """
     work, prefill_s = draft.work, at_batch(draft.times(), draft.work, 1).ttft_s
     lanes = draft.layout.pp * draft.layout.dp
@@ -109,7 +114,10 @@ def _budget(draft: Draft, loaded: BatchTimes) -> Iterator[str]:
 
 
 def split_phases(draft: Draft) -> None:
-    """After the gates: whether separate prefill and decode pools pay is a question for a replay."""
+    """Record the figures that matter for separate prefill and decode pools, after the gates.
+
+    Whether such pools are better needs a replay.
+    """
     work, single = draft.work, at_batch(draft.times(), draft.work, 1)
     loaded = at_batch(draft.times(), work, draft.ceiling)
     stall_s = loaded.tpot_s - loaded.step_s

@@ -1,4 +1,4 @@
-"""Options of `penstock size` to a question: model, GPUs and workload, with one clear error each."""
+"""Conversion of the options of `penstock size` to a model, GPUs and workload, with clear errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUANTS = ("auto", "bf16", "fp8")
 
 
 class SizeOptions(msgspec.Struct, frozen=True):
-    """The options as given."""
+    """The options of `penstock size` as given on the command line."""
 
     model: str
     gpu: str
@@ -46,7 +46,10 @@ class SizeOptions(msgspec.Struct, frozen=True):
 
 
 def model_of(options: SizeOptions) -> Llm:
-    """Return the model: a built-in name, a config.json, or its folder. Raises SizingError."""
+    """Return the model's shape: from a built-in name, a config.json, or its folder.
+
+    Raises SizingError if it is unknown or invalid.
+    """
     text = options.model
     path = Path(text)
     if path.is_dir():
@@ -80,7 +83,10 @@ def _json(path: Path) -> Any:
 
 
 def hardware_of(options: SizeOptions) -> list[PlanHardware]:
-    """Return the kinds of GPU to plan with, at least one. Raises SizingError."""
+    """Return the kinds of GPU to plan with, at least one.
+
+    Raises SizingError for invalid options.
+    """
     names = [name.strip() for name in options.gpu.split(",") if name.strip()]
     if not names:
         raise SizingError(f"--gpu is empty; valid: {', '.join(GPUS)}, or a JSON file")
@@ -109,7 +115,7 @@ def _gpu(name: str) -> Gpu:
 
 
 def _prices(text: str) -> Mapping[str, float]:
-    """Return dollars per hour by GPU; the name "" is for all others."""
+    """Return dollars per GPU and hour by GPU name; the name "" stands for all others."""
     prices: dict[str, float] = {}
     for part in text.split(","):
         name, _, number = part.rpartition("=")
@@ -124,7 +130,7 @@ def _prices(text: str) -> Mapping[str, float]:
 
 
 def workload_of(options: SizeOptions, model: Llm) -> Workload:
-    """Return the traffic and its promises. Raises SizingError where they contradict each other."""
+    """Return the traffic and its promises. Raises SizingError if options contradict each other."""
     prompt, output = _tokens("--in", options.prompt), _tokens("--out", options.output)
     context = _tokens("--context", options.context or str(prompt + output))
     if context < prompt + output:
@@ -177,7 +183,7 @@ def _seconds(name: str, text: str | None) -> float | None:
 
 
 def promises_of(options: SizeOptions) -> tuple[Promise, ...]:
-    """Return the classes: of --ttft and --tpot, and one for each --promise."""
+    """Return the promises by class: that of --ttft and --tpot, and one for each --promise."""
     promises = [_promise(text, options.percentile) for text in options.promises]
     if options.ttft is not None or options.tpot is not None:
         ttft_s, tpot_s = _seconds("--ttft", options.ttft), _seconds("--tpot", options.tpot)
@@ -191,7 +197,7 @@ def promises_of(options: SizeOptions) -> tuple[Promise, ...]:
 
 
 def _promise(text: str, percentile: float) -> Promise:
-    """Read NAME:ttft=1s,tpot=40ms,p=99."""
+    """Return the promise in a text such as NAME:ttft=1s,tpot=40ms,p=99. Raises SizingError."""
     name, _, rest = text.partition(":")
     parts = dict(part.split("=", 1) for part in rest.split(",") if "=" in part)
     if not name or not parts.keys() & {"ttft", "tpot"} or parts.keys() - {"ttft", "tpot", "p"}:

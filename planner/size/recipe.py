@@ -1,8 +1,8 @@
-"""The ordered recipe: eight gates from a model to a number of replicas, each with its reason.
+"""The sizing recipe: eight steps (gates) from a model to a number of replicas, each with a reason.
 
 Each gate takes what the gates before it decided, and records its question, numbers, answer and the
-seed it follows (docs/sizing.md lists the seeds). Gates are in gates.py. Not here: comparing all
-layouts (front.py), or output (show.py).
+source it follows (docs/sizing.md lists these "seeds"). Gates are in gates.py and load_gates.py.
+front.py compares all layouts, and show.py prints.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["FleetPlan", "PlanHardware", "RecipeGate", "SizingError", "plan_fleet
 def variants(model: Llm, quant: str) -> list[Llm]:
     """Return the model as it is, with one-byte weights, or both.
 
-    `quant` is auto, bf16 or fp8. A model whose weights are quantised already has no other variant:
-    raises SizingError for bf16.
+    `quant` is auto, bf16 or fp8. A model whose weights are quantised already has no other variant.
+    Raises SizingError for bf16 then.
     """
     if model.weight_bytes <= 1:
         if quant == "bf16":
@@ -45,7 +45,7 @@ def plan_fleet(
 ) -> FleetPlan:
     """Return the plan for the candidate that needs the fewest GPUs at equal promises.
 
-    Raises SizingError if none of them can be placed.
+    Raises SizingError if no candidate fits the GPUs.
     """
     plans: list[FleetPlan] = []
     problems: list[str] = []

@@ -1,4 +1,4 @@
-"""Reading the log for `penstock size --from`, and a progress bar for the replays."""
+"""Reading of the log in `penstock size --from`, and a progress bar for the replays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from planner.traces import TraceError, TraceRequest, read_trace, slice_span
 def replay_log(
     plan: FleetPlan, points: Sequence[FleetPoint], log: Path, last: str, is_quiet: bool
 ) -> list[Finalist]:
-    """Return the replayed finalists, best attainment first. Raises SizingError."""
+    """Replay the best fleets on a log and return their results, best attainment first.
+
+    Raises SizingError if the log has no usable request.
+    """
     requests = _requests(log, last)
     console = Console(stderr=True)
     if is_quiet or not console.is_terminal:

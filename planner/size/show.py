@@ -1,4 +1,4 @@
-"""Output of `penstock size`: the gates as text, tables, and JSON. No formulas here."""
+"""Output of `penstock size`: the steps as text, tables, and JSON, without formulas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_CONSIDERED = "Not considered: speculative decoding."
 
 
 def plan_lines(plan: FleetPlan) -> Iterator[str]:
-    """Yield the plan: the question, each gate, and the fleet."""
+    """Yield the plan as lines of text: the question, each gate, and the fleet."""
     work, gpu = plan.work, plan.hardware.gpu
     yield (
         f"{plan.model.name} on {gpu.name}: prompts of {work.prompt:,} tokens "
@@ -92,7 +92,7 @@ def comparison_lines(plans: Sequence[FleetPlan]) -> Iterator[str]:
 
 
 def front_lines(points: Sequence[FleetPoint], headline: str) -> Iterator[str]:
-    """Yield the best points as a table, and why others cannot be."""
+    """Yield the best points as a table, and why others are impossible."""
     yield headline
     heads = ("weights", "gpu", "TP", "PP", "replicas", "batch", "TTFT", "per token", "req/s")
     rows = [
@@ -110,7 +110,7 @@ def front_lines(points: Sequence[FleetPoint], headline: str) -> Iterator[str]:
 
 
 def _reasons(points: Sequence[FleetPoint]) -> Iterator[str]:
-    """Yield the shapes that cannot be, each with the smallest batch that fails."""
+    """Yield the impossible layouts as text, each with the smallest batch that fails."""
     seen: dict[tuple[str, str, int, int], FleetPoint] = {}
     for point in points:
         if point.reason:
@@ -125,7 +125,7 @@ def _reasons(points: Sequence[FleetPoint]) -> Iterator[str]:
 
 
 def ladder_lines(steps: Sequence[LadderStep], batch: int) -> Iterator[str]:
-    """Yield the TP ladder as a table."""
+    """Yield the decode speed by TP size as a table."""
     yield f"TP ladder at batch {batch}: ideal is weights over peak bandwidth"
     heads = ("TP", "ideal", "expected", "gain", "weights", "KV", "FLOPs", "collectives", "bound")
     rows = [
@@ -186,7 +186,7 @@ def against_lines(plan: FleetPlan, other: FleetPlan) -> Iterator[str]:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield aligned lines; the first and the last column to the left."""
+    """Yield the rows as aligned lines; the first and the last column are left-aligned."""
     widths = [max(len(row[place]) for row in (heads, *rows)) for place in range(len(heads))]
     for row in (heads, *rows):
         cells = [
@@ -203,7 +203,7 @@ def as_plain(
     results: Sequence[Finalist] = (),
     other: FleetPlan | None = None,
 ) -> dict[str, Any]:
-    """Return everything as JSON; seconds, bytes and dollars without units."""
+    """Return all results as a JSON object, with numbers in seconds, bytes and dollars."""
     plain: dict[str, Any] = {
         "schema": "penstock-size/1",
         "plans": [_plan_members(plan) for plan in plans],

@@ -1,7 +1,8 @@
-"""Times of one replica of any layout: prefill, decode steps, and what a batch makes of them.
+"""Times of one replica in any layout: prefill, decode steps, and the resulting speed of a batch.
 
-TP by the mock's step-time model, exact at measured points. PP, EP and DP by what they change in it:
-a stage has a part of the layers, a rank a part of the experts, and tokens travel between ranks.
+TP follows the mock's step-time model, which is exact at measured points. PP, EP and DP follow from
+what they change in it: a stage has a part of the layers, a rank a part of the experts, and tokens
+are sent between ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DISPATCH_BYTES, COMBINE_BYTES = 1, 2
 
 
 class ReplicaTimes:
-    """Seconds of steps of one replica. Equal questions are answered from a cache."""
+    """Step times of one replica in seconds, cached by their arguments."""
 
     def __init__(self, model: Llm, gpu: Gpu, layout: Layout, grids: Sequence[Grid]) -> None:
         self.model, self.gpu, self.layout = model, gpu, layout
@@ -37,7 +38,10 @@ class ReplicaTimes:
         self._prefill: dict[tuple[int, int], float] = {}
 
     def prefill_s(self, tokens: int, cached: int = 0) -> float:
-        """Return the seconds until the first token of a prompt alone on the replica."""
+        """Return the seconds until the first token of a prompt that is alone on the replica.
+
+        `tokens` are computed, after `cached` ones.
+        """
         key = tokens, cached
         if key not in self._prefill:
             area = tokens * (cached + tokens / 2)
@@ -46,9 +50,9 @@ class ReplicaTimes:
         return self._prefill[key]
 
     def decode_s(self, batch: int, context: int) -> float:
-        """Return the seconds between two tokens of each of `batch` sequences.
+        """Return the seconds between two tokens of each of `batch` sequences of `context` tokens.
 
-        Ranks of DP have a part of the batch each; stages of PP work on a part each at a time.
+        Each rank of DP has a part of the batch; each stage of PP works on one part at a time.
         """
         key = batch, context
         if key not in self._decode:
@@ -59,22 +63,24 @@ class ReplicaTimes:
         return self._decode[key]
 
     def bubble_s(self, tokens: int) -> float:
-        """Return the part of a prefill in which all stages but one wait: pp - 1 stage times."""
+        """Return the seconds of a prefill in which all stages but one wait: pp - 1 stage times."""
         return self.prefill_s(tokens) * (self.layout.pp - 1) / self.layout.pp
 
     def parts(self, batch: int, context: int) -> StepTimeParts:
-        """Return where a decode step's time goes, by the equation."""
+        """Return the parts of a decode step's time, by the equation of step times."""
         seqs = -(-batch // (self.layout.dp * self.layout.pp))
         kept = round(seqs * self.model.cached_tokens(context))
         return self._line.terms(StepWork(0, 0.0, seqs, kept))
 
     def ideal_s(self) -> float:
-        """Return the seconds to read all active weights once, at peak bandwidth over all ranks."""
+        """Return the seconds to read all active weights once, at the peak bandwidth of all
+        ranks.
+        """
         read = self.model.active_params * self.model.param_bytes
         return read / (self.layout.tp * self.gpu.hbm_bytes_s)
 
     def _travel_s(self, tokens: int) -> float:
-        """Return the seconds that tokens travel between stages and to experts and back."""
+        """Return the seconds in which tokens are sent between stages, and to experts and back."""
         seconds = (self.layout.pp - 1) * (
             HOP_S + tokens * self.model.activation_bytes / self.gpu.nic_bytes_s
         )
@@ -89,10 +95,10 @@ class ReplicaTimes:
 
 
 def _rank_model(model: Llm, layout: Layout) -> Llm:
-    """Return the model of which a TP group of the layout computes a step.
+    """Return the model shape that one TP group of the layout computes in a step.
 
-    With EP over more ranks than TP has, each TP group reads only its part of the experts. The grid
-    of the whole model then says nothing.
+    With EP over more ranks than TP has, each TP group reads only its part of the experts. The
+    measured grid of the whole model does not apply then.
     """
     if layout.ep <= layout.tp:
         return model
@@ -103,7 +109,7 @@ def _rank_model(model: Llm, layout: Layout) -> Llm:
 
 
 class BatchTimes(msgspec.Struct, frozen=True):
-    """A replica at a steady batch: times of a request, requests per second, and engine seconds."""
+    """Times of a replica at a steady batch: of a request, per second, and engine seconds."""
 
     batch: int
     ttft_s: float
@@ -115,7 +121,7 @@ class BatchTimes(msgspec.Struct, frozen=True):
 
 
 def at_batch(times: ReplicaTimes, work: Workload, batch: int) -> BatchTimes:
-    """Return the static estimate: each request waits for the prefills of the others.
+    """Return the estimated times at a steady batch, where each request waits for others' prefills.
 
     A cycle of the batch is its prefills and the steps of one answer. Prefills of a pipeline
     overlap, one in each stage; ranks of DP prefill at the same time.
@@ -142,7 +148,10 @@ def at_batch(times: ReplicaTimes, work: Workload, batch: int) -> BatchTimes:
 
 
 def largest_batch(times: ReplicaTimes, work: Workload, limit: int, tpot_s: float | None) -> int:
-    """Return the largest batch up to `limit` that keeps the time per token; 0 if none does."""
+    """Return the largest batch up to `limit` that keeps the time per token `tpot_s`.
+
+    Return 0 if none does.
+    """
     if limit < 1 or tpot_s is None or at_batch(times, work, limit).tpot_s <= tpot_s:
         return max(0, limit)
     low, high = 0, limit

@@ -1,26 +1,29 @@
-"""Numbers as text, and text as numbers, with units."""
+"""Conversion of numbers to texts with units, and of such texts to numbers."""
 
 from __future__ import annotations
 
 
 def ms(seconds: float) -> str:
-    """Return seconds as milliseconds."""
+    """Return seconds as text in milliseconds."""
     value = seconds * 1e3
     return f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms"
 
 
 def gb(size: float) -> str:
-    """Return bytes as GB of 10^9."""
+    """Return bytes as text in GB (10^9 bytes)."""
     return f"{size / 1e9:.1f} GB"
 
 
 def usd(amount: float | None) -> str:
-    """Return dollars; a dash for None."""
+    """Return dollars as text; a dash for None."""
     return "-" if amount is None else f"${amount:,.2f}" if amount >= 0.1 else f"${amount:.4f}"
 
 
 def parse_tokens(text: str) -> int:
-    """Return a number of tokens from 8192, 8k (8 x 1024) or 1m. Raises ValueError."""
+    """Return the number of tokens in a text such as 8192, 8k (8 x 1024) or 1m.
+
+    Raises ValueError for other texts.
+    """
     factors = {"k": 1 << 10, "m": 1 << 20}
     number, factor = (text[:-1], factors[text[-1:]]) if text[-1:] in factors else (text, 1)
     try:
@@ -33,7 +36,7 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Return seconds from 1.2s, 40ms or 2m. Raises ValueError."""
+    """Return the seconds in a text such as 1.2s, 40ms or 2m. Raises ValueError for other texts."""
     for unit, factor in (("ms", 1e-3), ("s", 1.0), ("m", 60.0)):
         if text.endswith(unit):
             try:

@@ -1,4 +1,4 @@
-"""The question that `penstock size` answers: traffic, promises and limits. No I/O."""
+"""The input of a sizing plan: traffic, promises and limits, without I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ MAX_BATCH = 256  # vLLM's max_num_seqs; larger batches change a static estimate 
 
 
 class Promise(msgspec.Struct, frozen=True):
-    """Limits for a class of requests, kept for `percentile` percent of them. None: no limit."""
+    """Latency limits for a class of requests, kept for `percentile` percent of them.
+
+    A limit of None means that there is none.
+    """
 
     name: str = "default"
     ttft_s: float | None = None
@@ -17,11 +20,13 @@ class Promise(msgspec.Struct, frozen=True):
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """The traffic. One of `rate_s` and `concurrency` is given.
+    """The traffic for which a fleet is planned; one of `rate_s` and `concurrency` is given.
 
     prompt, output     tokens of a typical request
-    cached_share       of the prompt, that a prefix cache holds
+    cached_share       share of the prompt that a prefix cache holds
     context            longest prompt plus answer to serve
+    rate_s             requests per second
+    concurrency        requests at once
     max_concurrency    the gateway's cap per replica; None: what memory and promises allow
     headroom           share of KV to keep free
     """
@@ -38,36 +43,36 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def cached(self) -> int:
-        """Tokens of the prompt that the prefix cache holds; at least one is computed."""
+        """Number of prompt tokens that the prefix cache holds; at least one token is computed."""
         return min(self.prompt - 1, round(self.prompt * self.cached_share))
 
     @property
     def uncached(self) -> int:
-        """Tokens of the prompt that are computed."""
+        """Number of prompt tokens that are computed."""
         return self.prompt - self.cached
 
     @property
     def mean_context(self) -> int:
-        """Tokens in the KV cache of a decoding request, in the mean over its answer."""
+        """Tokens in the KV cache of a decoding request, as the mean over its answer."""
         return self.prompt + self.output // 2
 
     @property
     def ttft_s(self) -> float | None:
-        """The tightest TTFT of all classes."""
+        """The shortest TTFT that any class promises, in seconds; None without a promise."""
         return min((p.ttft_s for p in self.promises if p.ttft_s is not None), default=None)
 
     @property
     def tpot_s(self) -> float | None:
-        """The tightest TPOT of all classes."""
+        """The shortest TPOT that any class promises, in seconds; None without a promise."""
         return min((p.tpot_s for p in self.promises if p.tpot_s is not None), default=None)
 
     @property
     def limits(self) -> dict[str, float]:
-        """The tightest promises, by name."""
+        """The strictest promises in seconds, by name ("TTFT", "TPOT")."""
         pairs = (("TPOT", self.tpot_s), ("TTFT", self.ttft_s))
         return {name: limit for name, limit in pairs if limit is not None}
 
     @property
     def percentile(self) -> float:
-        """The strictest percentile of the classes with the tightest TTFT."""
+        """The highest percentile of the classes with the shortest TTFT."""
         return max((p.percentile for p in self.promises if p.ttft_s == self.ttft_s), default=95.0)

@@ -1,7 +1,4 @@
-"""Recorded traffic, read into one common form (shape.py): one module per format.
-
-Nothing is sent from here.
-"""
+"""Readers of recorded traffic, which yield one common form (shape.py); one module per format."""
 
 from planner.traces.access import access
 from planner.traces.agents import agents

@@ -1,4 +1,4 @@
-"""The gateway's own access log: JSON lines, one per request.
+"""Reader of the gateway's own access log: JSON lines, one per request.
 
 A log has times, lengths, tenant and model, but shared prefixes only if the gateway logs `blocks`
 (docs/replay.md). Without them nothing is cached in the replay: compare policies by load then, not
@@ -23,7 +23,11 @@ _EVENTS_WITHOUT_TOKENS = 2
 
 
 class LoggedRequest(msgspec.Struct):
-    """The fields of an access line that a replay needs. `time`: Unix time of the request's head."""
+    """The fields of an access log line that a replay needs.
+
+    time         Unix time at which the request's head was received
+    received_us  microseconds from then to its last byte; None if unknown
+    """
 
     time: float
     status: int
@@ -45,13 +49,12 @@ class LoggedRequest(msgspec.Struct):
 def access(
     lines: Iterable[bytes], name: str = "trace", model: str | None = None
 ) -> Iterator[TraceRequest]:
-    """Yield requests in order of arrival, relative to the first.
+    """Yield the requests of a log in order of arrival, with times relative to the first.
 
-    Refused and broken ones are left out.
-
-    `model`: only those for it. If an engine reported no usage, as in most streams, lengths are
-    estimated: four bytes of body per prompt token, one event per token of the answer. Lines are
-    written when requests end, so all are read before the first is yielded.
+    Refused and failed ones are left out, and those for models other than `model` if given. If an
+    engine reported no usage, as in most streams, lengths are estimated: four bytes of body per
+    prompt token, one event per token of the answer. Lines are written when requests end, so all are
+    read before the first is yielded.
     """
     rows = [
         row
@@ -67,9 +70,9 @@ def access(
 def request_of(
     row: LoggedRequest, begin_s: float, output_tokens: int | None = None
 ) -> TraceRequest:
-    """Return one line as a request, relative to `begin_s` (Unix time).
+    """Return one log line as a request, with times relative to `begin_s` (Unix time).
 
-    `output_tokens` overrides the line's own.
+    `output_tokens` overrides the line's own number.
     """
     logged_tokens = (
         row.events - _EVENTS_WITHOUT_TOKENS
@@ -94,5 +97,5 @@ def _prompt_tokens(row: LoggedRequest) -> int:
 
 
 def arrived_s(row: LoggedRequest) -> float:
-    """Return the Unix time at which its last byte was received."""
+    """Return the Unix time at which the request's last byte was received."""
     return row.time + (row.received_us or 0) / 1e6

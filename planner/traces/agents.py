@@ -1,6 +1,7 @@
-"""Agent sessions (callanjfox/kv-cache-tester): one session per line, closed loop with think times.
+"""Reader of agent sessions (callanjfox/kv-cache-tester): one session per line, with think times.
 
-A session's subagents run in parallel to it and become sessions of their own.
+A session's requests wait for earlier answers. Its subagents run in parallel to it and become
+sessions of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _InRange = Annotated[int, Meta(ge=0, lt=PRIVATE // 2)]
 
 
 class _Agent(msgspec.Struct):
-    """One conversation, and the lengths of its shared prefixes."""
+    """One conversation in the file, and the lengths of its shared prefixes in tokens."""
 
     tool_tokens: Tokens
     system_tokens: Tokens
@@ -37,7 +38,10 @@ class _Agent(msgspec.Struct):
 
 
 class _Request(msgspec.Struct, rename={"input": "in"}):
-    """One request. `runs`: its prompt's blocks as (first id, number of consecutive ids)."""
+    """One request in the file.
+
+    `runs` are its prompt's blocks as (first id, number of consecutive ids).
+    """
 
     t: float
     type: str
@@ -56,13 +60,13 @@ class _Session(_Agent):
 def agents(
     lines: Iterable[bytes], name: str = "trace", most_context: int = MOST_CONTEXT
 ) -> Iterator[TraceRequest]:
-    """Yield requests session by session.
+    """Yield the requests of agent sessions, session by session.
 
-    The first of a session is due at its own time, the others `think_s` after answers.
-
-    Block ids in the file are local to a session. Across sessions, tools and system prompt are
-    treated as shared where they have equal lengths. Blocks are merged to 512 tokens. Raises
-    TraceError.
+    The first of a session is due at its own time, the others `think_s` after answers. A session
+    ends before the first request that exceeds `most_context` tokens. Block ids in the file are
+    local to a session. Across sessions, tools and system prompt are treated as shared where they
+    have equal lengths. Blocks are merged to 512 tokens. Raises TraceError for invalid lines or too
+    many sessions.
     """
     trunks = _SharedPrefixes()
     count = 0
@@ -91,7 +95,9 @@ def agents(
 
 
 def _within(requests: Sequence[_Request], most_context: int) -> Iterator[_Request]:
-    """Yield the requests before the first whose prompt and answer exceed the context."""
+    """Yield the requests before the first one whose prompt and answer exceed `most_context`
+    tokens.
+    """
     for request in requests:
         if (
             request.input is not None
@@ -119,7 +125,7 @@ class _Blocks(msgspec.Struct, frozen=True):
     def of(self, request: _Request, input_tokens: int) -> tuple[int, ...]:
         """Return the chained ids of a prompt's whole 512-token blocks.
 
-        Each takes the id of its last small block.
+        Each has the id of the last of its small blocks. Raises TraceError if blocks are missing.
         """
         whole, step = input_tokens // BLOCK_TOKENS, BLOCK_TOKENS // self.size
         ids = chain.from_iterable(range(start, start + length) for start, length in request.runs)
@@ -138,7 +144,7 @@ def _conversation(
 ) -> Iterator[TraceRequest]:
     """Yield the requests of one session.
 
-    Those without lengths only mark the start of a subagent.
+    Requests without lengths only mark the start of a subagent and are left out.
     """
     first = True
     for request in requests:
@@ -157,15 +163,19 @@ def _conversation(
 
 
 class _SharedPrefixes:
-    """Ids of shared prefixes: the blocks of tools, and of tools plus system prompt, by their
-    lengths.
+    """Ids of prefixes that sessions share: blocks of tools, and of tools plus system prompt.
+
+    They are found by their lengths.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], int] = {}
 
     def of(self, tools: int, system: int) -> list[int]:
-        """Return the ids of the whole blocks of the shared prefix, those of the tools first."""
+        """Return the ids of a shared prefix's whole blocks, those of the tools first.
+
+        `tools` and `system` are lengths in tokens.
+        """
         blocks = [self._id(tools, index) for index in range(tools // BLOCK_TOKENS)]
         return blocks + [
             self._id(tools, system, index)

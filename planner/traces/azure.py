@@ -1,5 +1,6 @@
-"""Azure's inference traces of 2023 (Azure/AzurePublicDataset, Splitwise): CSV of times and lengths,
-no prefixes.
+"""Reader of Azure's inference traces of 2023: CSV of times and lengths, without prefixes.
+
+Source: Azure/AzurePublicDataset, Splitwise.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ _ROW = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)?(?:\+00:00)?,(\d{1,
 
 
 def azure(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
-    """Yield requests in order of arrival, relative to the first one. Prompts share nothing."""
+    """Yield requests in order of arrival, with times relative to the first.
+
+    Prompts share no prefix.
+    """
     begin_s: float | None = None
     for number, line in enumerate(lines, 1):
         if not line.strip() or (number == 1 and line.strip().lstrip(b"\xef\xbb\xbf") == _HEADER):

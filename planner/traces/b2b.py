@@ -1,5 +1,6 @@
-"""The B2B workload of llm-d's posts: 150 customers with prompts of 6,000 tokens, five questions of
-1,200 on each.
+"""Generator of the B2B workload of llm-d's posts.
+
+It has 150 customers with prompts of 6,000 tokens, and five questions of 1,200 tokens on each.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Qwen's Bailian traces (alibaba-edu/qwen-bailian-usagetraces-anon): 16-token blocks, chats by
-turns.
+"""Reader of Qwen's Bailian traces: chats by turns, in 16-token blocks.
+
+Source: alibaba-edu/qwen-bailian-usagetraces-anon.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _Line(msgspec.Struct):
 
 
 def bailian(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
-    """Yield requests in their order, at their recorded times in seconds.
+    """Yield requests in the order of the file, at their recorded times in seconds.
 
     The session is the root chat of a turn; the type (text, search, image, file) is the service
     class.

@@ -1,6 +1,6 @@
 """Transformations of a trace before its replay: scale, slice, and mix with classes and tenants.
 
-Pure functions.
+All are pure functions.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ MOST_PARTS = 1 << PART_BITS
 
 
 class MixPart(msgspec.Struct, frozen=True):
-    """One trace of a mix. None: as in the trace.
+    """One trace of a mix, and how to change it; None: as in the trace.
 
     rate     arrival rate relative to the recording
-    from_s, to_s  only requests recorded in this span; it becomes the beginning
+    from_s, to_s  only requests recorded in this span, which becomes the beginning
+    slo, tenant, priority  values that replace those of the trace
     """
 
     requests: Sequence[TraceRequest]
@@ -34,7 +35,7 @@ class MixPart(msgspec.Struct, frozen=True):
 def slice_span(
     requests: Iterable[TraceRequest], from_s: float = 0.0, to_s: float | None = None
 ) -> list[TraceRequest]:
-    """Return the requests in [from_s, to_s), relative to from_s.
+    """Return the requests that arrive in [from_s, to_s), with times relative to from_s.
 
     Sessions belong to the span of their first request.
     """
@@ -54,9 +55,9 @@ def slice_span(
 
 
 def scale_rate(requests: Iterable[TraceRequest], rate: float) -> list[TraceRequest]:
-    """Return the requests at `rate` times their rate, in the same order. Raises ValueError.
+    """Return the requests at `rate` times their arrival rate, in the same order.
 
-    Lengths, and the pauses within sessions, do not change.
+    Lengths, and the pauses within sessions, do not change. Raises ValueError for an invalid rate.
     """
     if not 0 < rate < inf:
         raise ValueError(f"a rate must be above 0, not {rate}")
@@ -66,9 +67,10 @@ def scale_rate(requests: Iterable[TraceRequest], rate: float) -> list[TraceReque
 
 
 def mix_parts(parts: Sequence[MixPart]) -> list[TraceRequest]:
-    """Merge all parts in order of arrival. Parts share no blocks, whatever their ids.
+    """Return the requests of all parts in order of arrival.
 
-    Raises ValueError.
+    Parts share no blocks, even if their ids are equal. Raises ValueError for too many parts or an
+    invalid rate.
     """
     if len(parts) > MOST_PARTS:
         raise ValueError(f"a mix has at most {MOST_PARTS} parts, not {len(parts)}")

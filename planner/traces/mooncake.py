@@ -1,5 +1,6 @@
-"""Mooncake's traces (kvcache-ai/Mooncake, FAST25-release/traces): JSON lines with chained ids of
-512-token blocks.
+"""Reader of Mooncake's traces: JSON lines with chained ids of 512-token blocks.
+
+Source: kvcache-ai/Mooncake, FAST25-release/traces.
 """
 
 from __future__ import annotations
@@ -30,10 +31,9 @@ class _Line(msgspec.Struct):
 def read_mooncake(
     path: Path, limit: int | None = None, speed: float = 1.0
 ) -> Iterator[TraceRequest]:
-    """Yield the first `limit` requests of a Mooncake trace (.jsonl or .jsonl.gz) in order of
-    arrival, `speed` times as fast.
+    """Yield the first `limit` requests of a Mooncake trace file (.jsonl or .jsonl.gz).
 
-    Raises TraceError.
+    They come in order of arrival, `speed` times as fast as recorded. Raises TraceError.
     """
     with open_lines(path) as lines:
         for request in islice(mooncake(lines, str(path)), limit):
@@ -41,8 +41,9 @@ def read_mooncake(
 
 
 def mooncake(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
-    """Yield requests from Mooncake JSON lines, each batch of one timestamp spread evenly over its 3
-    s.
+    """Yield the requests in Mooncake JSON lines, with arrivals spread evenly between timestamps.
+
+    The file has one timestamp for all requests of 3 s.
     """
     for timestamp_ms, batch in groupby(_rows(lines, name), key=lambda row: row.timestamp):
         members = list(batch)

@@ -1,6 +1,6 @@
-"""The common form that all readers yield, their error, and line reading.
+"""The common form of a recorded request that all readers yield, their error, and line reading.
 
-Formats are in modules of their own.
+The modules beside this one each read one format.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Tokens = Annotated[int, Meta(ge=0, le=1 << 24)]
 
 
 class TraceError(ValueError):
-    """A line that is not in the format; the message has file and line."""
+    """Error: a file or line is not in the expected format; the message has file and line."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
@@ -47,8 +47,8 @@ class TraceRequest(msgspec.Struct, frozen=True):
                  including the incomplete last block. Empty: the prompt is unknown and shares
                  nothing
     block_tokens tokens per block, at least 1
-    think_s      closed loop: sent this long after the answer to the request before it in its
-                 session; None: sent at arrival_s, independent of others
+    think_s      in a closed loop, seconds after the answer to the previous request of its session
+                 at which it is sent; None: sent at arrival_s, independent of others
     slo          name of its service class
     """
 
@@ -64,9 +64,9 @@ class TraceRequest(msgspec.Struct, frozen=True):
     priority: int = 0
 
     def prompt(self) -> str:
-        """Return a prompt of input_tokens tokens in which equal block ids are equal text.
+        """Return a prompt of `input_tokens` tokens in which equal block ids are equal text.
 
-        For blocks of 512 tokens.
+        Only for blocks of 512 tokens.
         """
         return "".join(block("mooncake", one) for one in self.blocks)[
             : self.input_tokens * BYTES_PER_TOKEN
@@ -74,13 +74,13 @@ class TraceRequest(msgspec.Struct, frozen=True):
 
 
 def to_64_bits(number: int) -> int:
-    """Reduce a block id of any size to 64 bits; one that fits is unchanged."""
+    """Return a block id reduced to 64 bits; an id that fits is unchanged."""
     return (number + (number >> 64) * _GOLDEN) % (1 << 64)
 
 
 @contextmanager
 def open_lines(path: Path) -> Iterator[Iterable[bytes]]:
-    """Yield the lines of a file, decompressed if its name ends in .gz.
+    """Open a file, and yield an iterator over its lines; a name that ends in .gz is decompressed.
 
     Raises TraceError, also while lines are read: for a missing, corrupt or truncated file, or a
     line of MOST_LINE_BYTES or more.
@@ -105,9 +105,9 @@ def _bounded(file: IO[bytes] | gzip.GzipFile, name: str) -> Iterator[bytes]:
 
 
 def parse_lines(kind: type[Row], lines: Iterable[bytes], name: str) -> Iterator[tuple[int, Row]]:
-    """Yield every line that is not empty with its number, as JSON of this type.
+    """Yield (line number, parsed line) for every line that is not empty, as JSON of type `kind`.
 
-    Raises TraceError.
+    Raises TraceError for an invalid line.
     """
     decoder = msgspec.json.Decoder(kind)
     for number, line in enumerate(lines, 1):

@@ -1,5 +1,6 @@
-"""ShareGPT conversations as token ids (casys-kaist/LLMServingSim): real prompts with their real
-prefixes.
+"""Reader of ShareGPT conversations as token ids: real prompts with their real prefixes.
+
+Source: casys-kaist/LLMServingSim.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class _Line(msgspec.Struct):
 
 
 def sharegpt(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
-    """Yield requests in their order.
+    """Yield requests in the order of the file.
 
     Blocks of 16 tokens get ids at first occurrence, by content and previous block.
     """

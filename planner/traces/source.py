@@ -1,6 +1,6 @@
-"""A trace by its file: the format is detected from the first line unless given.
+"""Reading of any trace file; the format is detected from the first line unless it is given.
 
-A .yaml file is a mix.
+A .yaml file describes a mix of traces.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SIGNS = (
 
 
 class _Member(msgspec.Struct, forbid_unknown_fields=True):
-    """One part of a mix in its file. `trace` is relative to that file."""
+    """One part of a mix in its YAML file; `trace` is a path relative to that file."""
 
     trace: str
     format: str | None = None
@@ -57,13 +57,13 @@ class _Member(msgspec.Struct, forbid_unknown_fields=True):
 def read_trace(path: Path, kind: str | None = None) -> list[TraceRequest]:
     """Return all requests of a file (.gz or not) in the given or detected format.
 
-    Raises TraceError.
+    Raises TraceError if the file cannot be read or has another format.
     """
     return _read(path, kind, ())
 
 
 def _read(path: Path, kind: str | None, within: tuple[Path, ...]) -> list[TraceRequest]:
-    """Read a file; `within` are the mixes that contain it, outermost first."""
+    """Return the requests of a file; `within` are the mixes that contain it, outermost first."""
     if path.suffix in (".yaml", ".yml"):
         return _mix(path, within)
     if kind is not None and kind not in READERS:

@@ -183,7 +183,7 @@ class WaitQueueView(Protocol):
     def limits(self) -> WaitQueueLimits: ...
 
     def full_rate(self, now: float) -> float | None:
-        """Return the requests per second that leave while the pool is full; None if unknown."""
+        """Return how many requests per second end while the pool is full; None if unknown."""
         ...
 
     def is_next(self, tenant: str) -> bool:
@@ -228,10 +228,10 @@ class Admission(Protocol):
     def retry_after_s(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
     ) -> float | None:
-        """Return the Retry-After of a request that the wait queue refuses, and reserve its return.
+        """Return the Retry-After in seconds for a request that the wait queue refuses.
 
-        The result is in seconds. inf means that the client should not return, None that nothing was
-        measured yet.
+        Capacity is reserved for its retry. inf means that the client should not retry, None that
+        nothing was measured yet.
         """
         ...
 
@@ -364,7 +364,10 @@ class CapAdmission:
         queue: WaitQueueView,
         is_reserved: bool,
     ) -> Shed | None:
-        """Return why a new request may not wait; None if it may."""
+        """Return the refusal of a new request that may not wait in the queue.
+
+        Return None if it may wait.
+        """
         rate, deadline_s = queue.full_rate(query.now), query.request.deadline_s
         expected_s = self._expected_s(query, queue, rate, is_reserved) if rate else None
         if (
@@ -394,7 +397,10 @@ class CapAdmission:
     def _expected_s(
         self, query: RoutingQuery, queue: WaitQueueView, rate: float, is_reserved: bool
     ) -> float:
-        """Return the seconds until a new request would get a place. `rate` is places per second."""
+        """Return the expected seconds until a new request would get a permit.
+
+        `rate` is permits per second.
+        """
         if is_reserved:
             return 1.0 / rate
         left = 1.0 - self._schedule.share if len(self._schedule) else 1.0
@@ -403,7 +409,10 @@ class CapAdmission:
     def retry_after_s(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
     ) -> float | None:
-        """Return the next free time of the schedule, in which every request takes one turn."""
+        """Reserve the next free time in the schedule of retries, and return the seconds until then.
+
+        Every request counts the same.
+        """
         if not query.can_return:
             return None
         rate = queue.full_rate(query.now)

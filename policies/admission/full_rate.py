@@ -1,8 +1,8 @@
-"""The rate at which a pool completes work while it is full.
+"""Measurement of the rate at which a pool completes work while it is full.
 
 The drain rate of the last seconds is too low at the beginning of an overload, because it still
-contains the calm before. `FullLoadRate` therefore learns the rate only while the pool is full, and
-remembers it for the next overload. The schedule of returns (retry_after.py) is built from it.
+contains the time before. FullLoadRate therefore learns the rate only while the pool is full, and
+keeps it for the next overload. The schedule of retries (retry_after.py) uses it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MEMORY_S = 30.0
 
 
 class FullLoadRate:
-    """The work per second of one unit (an endpoint or a place) of a full pool. One owner.
+    """Learned rate at which one unit of a full pool, an endpoint or a permit, completes work.
 
-    per_unit  the learnt rate; None before the pool was full for `SETTLED_S`
+    per_unit  work per second of one unit; None before the pool was full for `SETTLED_S`
     """
 
     __slots__ = ("_last", "_since", "per_unit")
@@ -33,7 +33,7 @@ class FullLoadRate:
         self._last = 0.0
 
     def learn(self, now: float, measured: float | None) -> None:
-        """Learn from the measured rate of one unit. Call this often, but only while it is full.
+        """Update the rate by a measurement; call it often, but only while the pool is full.
 
         now       seconds on a clock that never goes back
         measured  work per second and unit over the last seconds; None if nothing was measured

@@ -408,7 +408,9 @@ class PricedAdmission:
     def retry_after_s(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
     ) -> float | None:
-        """Return the next free time of the schedule, for the work that the request takes."""
+        """Reserve the work of a request in the schedule of retries, and return the seconds until
+        then.
+        """
         return self._retry_after(query, estimate_cost(query, candidates), queue, 0.0)
 
     # What it learns

@@ -69,7 +69,7 @@ class ReturnSchedule:
 
     @property
     def share(self) -> float:
-        """The share of the measured capacity that is reserved for returning clients."""
+        """Share of the measured capacity that is reserved for scheduled retries."""
         return self._times.share
 
     def seconds_early(self, key: Key | None, now: float) -> float | None:

@@ -73,7 +73,7 @@ class TenantUsage:
 
     @property
     def admitted_per_s(self) -> float:
-        """Work that was admitted lately, in TP-group seconds per second."""
+        """Recently admitted work of all tenants, in TP-group seconds per second."""
         return self._admitted / self._tau_s
 
     def demand(self, waiting_s: float, doubt: float) -> float:

@@ -212,10 +212,10 @@ class WaitQueue(Generic[T]):
         )
 
     def full_rate(self, now: float) -> float | None:
-        """Return the requests per second that leave while every place is taken.
+        """Return how many requests per second end while every permit is used.
 
-        Before that was measured, the recent rate is scaled from the places that were taken then to
-        all places. None if no request has left yet.
+        Before that was measured, the recent rate is scaled from the permits used then to all
+        permits. Return None if no request has ended yet.
         """
         per_s = self.drain_rate.per_s(now)
         if per_s is None:

@@ -121,7 +121,7 @@ def default_arithmetic() -> type[block_hash.KeyArithmetic]:
 
 
 def _secret_numbers(secret: bytes, count: int) -> Keys:
-    """Derive `count` independent 64-bit numbers from the secret."""
+    """Return `count` independent 64-bit numbers derived from the secret."""
     numbers = array("Q", hashlib.shake_256(b"penstock-fingerprint" + secret).digest(8 * count))
     if sys.byteorder == "big":
         numbers.byteswap()

@@ -307,9 +307,9 @@ class PrefixIndex:
     def eviction_regret(self, slot: int) -> float:
         """Return the share of a slot's evicted tokens that were requested again while uncached.
 
-        This is a ghost list without extra memory: an entry whose holders are all dead stays in the
-        table until its key is met again or the cap drops it. Decays over as many evictions as the
-        slot has room for.
+        The index thus works as a ghost list: an entry whose holders have all expired stays in the
+        table until its key is used again or the memory limit drops it. The share decays over as
+        many evictions as the slot has room for.
         """
         return self._holders[slot].regret() if slot < len(self._holders) else 0.0
 
@@ -565,7 +565,7 @@ class PrefixIndex:
 
 
 def _count_extra(holders: int) -> int:
-    """Return how many holders beyond the eighth are packed into the int."""
+    """Return how many holders of a block beyond the eighth are packed into the int."""
     if holders <= _MOST_IN_COST:
         return 0
     return (holders.bit_length() + _LANE_BITS - 1) // _LANE_BITS - _HOLDERS_IN_COST

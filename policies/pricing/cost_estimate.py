@@ -80,7 +80,7 @@ def estimate_cost(query: RoutingQuery, candidates: Sequence[Candidate]) -> CostE
 
 
 def decode_work_s(load: EndpointLoad, prompt_tokens: int, output_tokens: int) -> float:
-    """Return the seconds of an endpoint that generating an answer takes.
+    """Return the seconds of an endpoint's time that generating an answer takes.
 
     This is the share of KV memory times the time it is held, or the share of steps if that is more.
     """

@@ -1,4 +1,4 @@
-"""Power of two choices: the less loaded of two endpoints drawn at random."""
+"""Routing rule "power of two choices": use the less loaded of two endpoints drawn at random."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class SentWindow:
                 self.forget(past.id)
 
     def forget(self, request: str) -> None:
-        """Remove a request as if it had never been sent."""
+        """Remove a request from the window as if it had never been sent."""
         past = self._by_id.pop(request, None)
         if past is not None:
             self._count(past, -1.0)

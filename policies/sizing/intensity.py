@@ -1,4 +1,4 @@
-"""Arithmetic intensity: how many FLOPs a matrix product does per byte that it moves."""
+"""Arithmetic intensity: the number of FLOPs that a matrix product does per byte that it moves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ ACTIVATION_BYTES = 2.0
 
 
 def matrix_intensity(rows: int, width: int, tp: int, weight_bytes: float) -> float:
-    """Return FLOPs per byte of (rows, width) x (width, width / tp) on one GPU of a TP group.
+    """Return the FLOPs per byte of (rows, width) x (width, width / tp) on one GPU of a TP group.
 
     Bytes are those of the input, the weights and the output. TP divides weights and output but not
     the input, so it lowers the intensity.

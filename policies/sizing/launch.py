@@ -92,7 +92,7 @@ def sglang_command(launch: EngineLaunch) -> str:
 
 
 def trtllm_options(launch: EngineLaunch) -> str:
-    """Return the YAML for `trtllm-serve MODEL --extra_llm_api_options FILE`."""
+    """Return the options in YAML for `trtllm-serve MODEL --extra_llm_api_options FILE`."""
     layout = launch.layout
     ranks = layout.tp * layout.dp
     lines = [f"tensor_parallel_size: {ranks}", f"pipeline_parallel_size: {layout.pp}"]

@@ -89,7 +89,7 @@ class MemoryCheck(msgspec.Struct, frozen=True):
 
     @property
     def is_enough(self) -> bool:
-        """Whether the demanded requests fit with their headroom."""
+        """Whether the demanded requests fit into the KV cache with their headroom."""
         return self.verdict is MemoryVerdict.SERVES and self.spare >= self.demand.headroom
 
     @property

@@ -14,17 +14,22 @@ import msgspec
 
 
 class Llm(msgspec.Struct, frozen=True):
-    """A decoder's shape. Counts of parameters are over all layers.
+    """The shape of a decoder-only model; numbers of parameters are over all layers.
 
-    kv_scalars     scalars cached per token and layer: 2 x kv_heads x head_dim, or MLA's latent
-    shardable_kv   ranks that can split the cache: kv_heads for GQA, 1 for MLA (all on each rank)
-    embedding_params   of the input embedding, and as many of the output head unless `is_tied`
-    expert_params  of all routed experts; they are in the last `moe_layers` layers
-    kv_proj_params     of the key and value projections, replicated where TP exceeds the KV heads
-    replicated_params  on each rank of a TP group: norms, routers, MLA's down projections
-    bf16_params    kept in two bytes each when the other weights are quantised
-    window_layers  layers that attend to, and keep, the last `window` tokens only
-    state_layers   layers without a KV cache, whose state takes `state_bytes` per sequence in all
+    kv_scalars         scalars cached per token and layer: 2 x kv_heads x head_dim, or MLA's latent
+    shardable_kv       ranks that can split the cache: kv_heads for GQA, 1 for MLA (all on each
+                       rank)
+    params             all parameters; active_params: those that one token uses
+    weight_bytes       bytes per parameter, kv_bytes: bytes per cached scalar
+    embedding_params   those of the input embedding, and as many of the output head unless `is_tied`
+    expert_params      those of all routed experts; they are in the last `moe_layers` layers
+    kv_proj_params     those of the key and value projections, replicated where TP exceeds the KV
+                       heads
+    replicated_params  those on each rank of a TP group: norms, routers, MLA's down projections
+    bf16_params        those kept in two bytes each when the other weights are quantised
+    window_layers      layers that attend to, and keep, the last `window` tokens only
+    state_layers       layers without a KV cache, whose state takes `state_bytes` per sequence in
+                       all
     """
 
     name: str
@@ -56,7 +61,7 @@ class Llm(msgspec.Struct, frozen=True):
 
     @property
     def weights_bytes(self) -> float:
-        """Bytes of all weights."""
+        """Total bytes of the model's weights."""
         return self.params * self.param_bytes
 
     @property
@@ -127,7 +132,7 @@ def gqa(
     grid_name: str = "",
     vocabulary: int = 0,
 ) -> Llm:
-    """Return a dense bf16 model with grouped-query attention and heads of 128."""
+    """Return a dense bf16 model shape with grouped-query attention and heads of 128 scalars."""
     return Llm(
         name,
         layers,

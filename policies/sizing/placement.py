@@ -14,23 +14,24 @@ from policies.sizing.layout import Layout
 
 
 class PlacedGroup(msgspec.Struct, frozen=True):
-    """A group's layout, and the names of the link domains that hold its GPUs."""
+    """An engine process: its layout, and the names of the link domains that hold its GPUs."""
 
     layout: Layout
     domains: Sequence[str]
 
     @property
     def domain_gpus(self) -> int:
-        """GPUs that the group takes in each of its domains, rounded up."""
+        """Number of GPUs that the group takes in each of its domains, rounded up."""
         return -(-self.layout.gpus // len(self.domains))
 
 
 def placement_problems(
     sizes: Mapping[str, int], groups: Sequence[PlacedGroup]
 ) -> Iterator[tuple[int, str]]:
-    """Yield (place of the group, problem with the valid values) for groups that cannot be placed.
+    """Yield the problems of groups that cannot be placed, as (index of the group, problem).
 
-    `sizes` are the GPUs of each domain. Groups of unknown size must be left out.
+    The problem includes the valid values. `sizes` are the GPUs of each domain. Groups of unknown
+    size must be left out.
     """
     used = dict.fromkeys(sizes, 0)
     for place, group in enumerate(groups):
@@ -49,7 +50,7 @@ def placement_problems(
 
 
 def _problem(sizes: Mapping[str, int], group: PlacedGroup) -> str:
-    """Return why a group alone cannot be placed; empty if it can."""
+    """Return as text why a group alone cannot be placed; empty if it can."""
     layout, count = group.layout, len(group.domains)
     unknown = [name for name in group.domains if name not in sizes]
     if unknown:

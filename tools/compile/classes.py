@@ -15,7 +15,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Project:
-    """The parsed modules and their C classes.
+    """All parsed modules of the project, and those of their classes that become C classes.
 
     trees     all modules by name
     compiled  names of the modules that Cython compiles
@@ -149,7 +149,7 @@ def _c_classes(trees: Mapping[str, ast.Module]) -> dict[str, ast.ClassDef]:
 
 
 def slots(node: ast.ClassDef) -> list[str] | None:
-    """Return the names in a class's __slots__; None without, or if they are not all literals."""
+    """Return the names in a class's __slots__; None without it, or if they are not all literals."""
     for statement in node.body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__slots__":
             parts = list(ast.walk(statement.value))
@@ -207,7 +207,7 @@ def classes_of(tree: ast.Module) -> list[ast.ClassDef]:
 
 
 def container_of(full: str) -> str:
-    """Return the module or class that contains a full name."""
+    """Return the module or class that contains the thing with this full name."""
     return full.rpartition(".")[0]
 
 
@@ -234,7 +234,7 @@ def _all_imports(tree: ast.Module) -> dict[str, str]:
 
 
 def _type_only_statements(tree: ast.Module) -> list[ast.stmt]:
-    """Return the statements below `if TYPE_CHECKING`."""
+    """Return the statements of a module below `if TYPE_CHECKING`."""
     choices = [
         node
         for node in tree.body

@@ -183,7 +183,9 @@ class CTypes:
         )
 
     def attribute_types(self, node: ast.ClassDef) -> dict[str, str]:
-        """Return the C classes of a class's attributes, by annotation or first assignment."""
+        """Return the C class of each attribute of a class, by its annotation or first
+        assignment.
+        """
         types: dict[str, str] = {}
         for method in _functions(node):
             arguments = {
@@ -203,7 +205,7 @@ class CTypes:
 
 
 def _assignments(method: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the attributes of self that a method assigns, with the assigned expressions."""
+    """Yield the attributes of `self` that a method assigns, each with the assigned expression."""
     for statement in ast.walk(method):
         if isinstance(statement, ast.Assign):
             for target in statement.targets:

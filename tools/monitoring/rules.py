@@ -27,7 +27,10 @@ Rule = Mapping[str, object]
 
 
 def rules_yaml(runbooks: str = RUNBOOKS) -> str:
-    """Return the rules file; alerts link to their page below `runbooks`, a folder or URL."""
+    """Return the text of the Prometheus rules file.
+
+    Alerts link to their page below `runbooks`, a folder or URL.
+    """
     groups = [
         {"name": "penstock-slo", "rules": [*_recordings(), *_burns(runbooks)]},
         {"name": "penstock-causes", "rules": _causes(runbooks)},

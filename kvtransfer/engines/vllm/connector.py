@@ -210,7 +210,7 @@ class PenstockConnector(KVConnectorBase_V1):
         return AgentMetadata(WorkerAddress(agent.address, agent.name, agent.epoch), self._layout)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the transfers that the scheduler ordered for this step."""
+        """Begin the KV transfers that the scheduler ordered for this engine step."""
         assert self._worker is not None
         orders = self._get_connector_metadata().orders
         self._changed.clear()

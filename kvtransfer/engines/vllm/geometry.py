@@ -54,7 +54,7 @@ class UnsupportedCache(Exception):
 
 
 class CacheFacts(msgspec.Struct, frozen=True):
-    """What a vLLM worker knows of its KV cache.
+    """The facts about its KV cache that a vLLM worker can read.
 
     backend       name of the attention backend, such as CPU_ATTN
     order         resolved layout, such as LBHNC

@@ -226,7 +226,7 @@ class HandoffScheduler:
         }
 
     def forget(self, request: str) -> None:
-        """End a request: cancel its load, or release a handoff that it did not use."""
+        """End a request: cancel the load of its KV, or release a handoff that it did not use."""
         if request in self._accepted:
             self.begin_load(request, [], 0)
         if request in self._loading:
@@ -249,7 +249,7 @@ class HandoffScheduler:
 
 
 def _order(request: str, handoff: Handoff, blocks: Sequence[int], tokens: int) -> LoadOrder:
-    """Return the order to fetch the last `tokens` tokens of a handoff."""
+    """Return the order to the workers to fetch the last `tokens` tokens of a handoff."""
     return LoadOrder(
         request,
         handoff.name,

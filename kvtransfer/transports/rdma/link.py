@@ -189,7 +189,7 @@ class RdmaLink:
         self._thread.start()
 
     def abandon(self) -> None:
-        """Release the resources of a link that was never begun."""
+        """Release the resources of a link whose thread was never started."""
         self._pairs.close()
         os.close(self._wake)
 

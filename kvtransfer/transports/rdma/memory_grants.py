@@ -46,7 +46,7 @@ class Registry(Protocol):
 
 
 class RankRange(NamedTuple):
-    """A contiguous byte range of a rank's region."""
+    """A contiguous range of bytes in the KV memory of one rank."""
 
     rank: int
     first: int

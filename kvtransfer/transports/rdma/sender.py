@@ -67,7 +67,7 @@ class OutgoingWindow:
 
 
 class RdmaSender:
-    """All outgoing windows of one link.
+    """All windows of KV that one link sends.
 
     `ended` is called once per window that has begun, when its memory is not read any more.
     """

@@ -56,7 +56,10 @@ class Rdma:
         return verbs.unavailable(device)
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
-        """Register the regions for reading, and listen. Raises TransportError without a device."""
+        """Register the regions for reading by the device, and listen.
+
+        Raises TransportError without a device.
+        """
         self._owner = owner
         self._device = Device(self._options.device, self._options.gid_index)
         try:

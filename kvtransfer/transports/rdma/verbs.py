@@ -198,13 +198,13 @@ class CompletionQueue:
     def arm(self) -> None:
         """Make `fd` readable at the next completion.
 
-        Poll once more afterwards for an earlier one.
+        Completions that came before are not reported, so poll once more afterwards.
         """
         with _as_transport_error("completions cannot be awaited"):
             self._queue.req_notify(0)
 
     def clear_event(self) -> None:
-        """Consume the event that made `fd` readable."""
+        """Consume the event that made the descriptor `fd` readable."""
         try:
             self._channel.get_cq_event(self._queue)
         except _errors() as error:

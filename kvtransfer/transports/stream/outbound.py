@@ -118,7 +118,7 @@ class Outbound:
         self._bounce = np.empty(0, np.uint8)
 
     def drop(self, transfer: int) -> None:
-        """Drop the transfer's queued windows.
+        """Drop the queued windows (pieces of KV) of a transfer.
 
         A window that has been started continues with zeros and ends as STALE, because its memory
         may have a new owner. A sealed one was read in time when it was sealed: it continues
