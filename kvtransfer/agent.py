@@ -465,7 +465,7 @@ class Agent:
                 self._notify_engine(command)
 
     def _invite(self, command: SendInvite) -> None:
-        """Send an invitation to write, after granting the peer access to the blocks.
+        """Send an invitation to write KV, after granting the peer access to the blocks.
 
         This order ensures that the peer never writes to memory that it may not write to.
         """
@@ -477,9 +477,10 @@ class Agent:
         )
 
     def _granted(self, command: SendInvite, grant: bytes) -> None:
-        """Send the invitation with its access grant, unless the transfer has ended meanwhile.
+        """Send an invitation to write KV with its access grant, unless the transfer has ended
+        meanwhile.
 
-        In that case the fence of the transfer revokes the grant.
+        In that case the end of the transfer (its fence) revokes the grant.
         """
         if self._sink.confirm_invite(command.link, command.invite.transfer):
             self._board.send(command.link, msgspec.structs.replace(command.invite, grant=grant))

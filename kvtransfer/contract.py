@@ -27,7 +27,7 @@ class TransportError(Exception):
 
 
 class WindowVerdict(StrEnum):
-    """Whether the bytes of a window arrived unharmed.
+    """Whether the bytes of a window of KV arrived unharmed.
 
     STALE    the source's blocks changed owner while they were read
     CORRUPT  the bytes differ from those that were sent
@@ -39,7 +39,7 @@ class WindowVerdict(StrEnum):
 
 
 class WindowHead(msgspec.Struct, frozen=True, array_like=True):
-    """Header of a window: which runs of bytes of a transfer it carries.
+    """Header of a window of KV: which runs of bytes of a transfer it carries.
 
     transfer   number of the transfer
     group      layer group
@@ -60,7 +60,8 @@ class WindowHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WindowSlice(msgspec.Struct, frozen=True):
-    """A window in one end's plan: its runs, and this end's memory to read from or write to.
+    """A window of KV in one end's plan: its byte ranges (runs), and this end's memory to read from
+    or write to.
 
     A rank is the index of a region in its agent, which may have only one rank of its group.
     `is_current` returns whether the source's blocks still have the promised generations; None on a
@@ -96,7 +97,7 @@ class Link(Protocol):
     """
 
     def send(self, message: bytes) -> None:
-        """Queue a control message; messages and windows of one side keep their order."""
+        """Queue a control message; messages and windows of KV of one side keep their order."""
         ...
 
     def put(self, head: WindowHead, window: WindowSlice) -> None:
@@ -107,14 +108,14 @@ class Link(Protocol):
         ...
 
     def drop(self, transfer: int) -> None:
-        """Drop the transfer's queued windows (source only).
+        """Drop the transfer's queued windows of KV (source only).
 
         One that has been started ends as STALE.
         """
         ...
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
-        """Let the peer write to these blocks (sink only), and return data for the invitation.
+        """Let the peer write to these blocks of KV (sink only), and return data for the invitation.
 
         The data is keys for rdma. Called once per transfer. After the transfer's fence it grants
         nothing and returns b"".
@@ -122,7 +123,7 @@ class Link(Protocol):
         ...
 
     def accept(self, transfer: int, grant: bytes) -> None:
-        """Apply the sink's grant (source only).
+        """Apply the sink's grant of access to its memory (source only).
 
         For shm, also share the source's memory with the sink.
         """
@@ -153,7 +154,9 @@ class Link(Protocol):
 
 @runtime_checkable
 class MultiLaneLink(Protocol):
-    """A link that can share its windows with further connections to the same peer (lanes)."""
+    """A link that can share its windows of KV with parallel connections to the same peer
+    (lanes).
+    """
 
     lanes: int
     """The number of links wanted, including this one. The dialling end decides."""
@@ -191,13 +194,13 @@ class LinkOwner(Protocol):
         ...
 
     def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
-        """Record that a window arrived: its bytes are in place if OK, and must not be used
+        """Record that a window of KV arrived: its bytes are in place if OK, and must not be used
         otherwise.
         """
         ...
 
     def on_sent(self, link: Link, head: WindowHead) -> None:
-        """Record that the bytes of a window have been read from the source's memory."""
+        """Record that the bytes of a window of KV have been read from the source's memory."""
         ...
 
     def on_fenced(self, link: Link, transfer: int) -> None: ...

@@ -69,7 +69,10 @@ def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest
 
 
 def identify(body: bytes) -> tuple[PrefillIdentity, ...]:
-    """Return the prefill engine's identity from its response; empty if absent or in pull mode."""
+    """Return the prefill engine's identity, parsed from its response, in a tuple.
+
+    The tuple is empty if the identity is absent or the engine is in pull mode.
+    """
     answer = parse_response(body)
     return () if isinstance(answer, UnusableResponse) else _identities(answer)
 

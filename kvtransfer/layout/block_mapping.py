@@ -33,16 +33,16 @@ class ByteRuns(msgspec.Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """Number of runs."""
+        """Number of byte ranges (runs) to copy."""
         return self.length.size
 
     @property
     def n_bytes(self) -> int:
-        """Total bytes of all runs."""
+        """Total bytes of all byte ranges to copy."""
         return int(self.length.sum())
 
     def cut(self, first: int, count: int) -> ByteRuns:
-        """Return runs [first, first + count), sharing memory with these.
+        """Return the byte ranges [first, first + count), sharing memory with these.
 
         Raises IndexError if they do not exist.
         """
@@ -104,7 +104,7 @@ def split_segments(
 def max_runs(
     src: KvLayout, dst: KvLayout, share: PairShare, tokens: int, most_run_bytes: int
 ) -> int:
-    """Return an upper bound of the number of runs of a segment of `tokens` tokens."""
+    """Return an upper bound of the number of byte ranges (runs) of a segment of `tokens` tokens."""
     axes, n_bytes = _axes(src, dst, share, tokens)
     return prod(axis.size for axis in axes) * -(-n_bytes // most_run_bytes)
 
@@ -218,7 +218,7 @@ def _origin(
 
 
 def _join(runs: ByteRuns) -> ByteRuns:
-    """Return the runs, with neighbours joined that are contiguous on both sides.
+    """Return the byte ranges (runs), with neighbours joined that are contiguous on both sides.
 
     If only a few would join, the runs stay unchanged: runs of equal length are copied faster.
     """
@@ -233,7 +233,7 @@ def _join(runs: ByteRuns) -> ByteRuns:
 
 
 def _split_long(runs: ByteRuns, most: int) -> ByteRuns:
-    """Return the runs, with those longer than `most` bytes split."""
+    """Return the byte ranges (runs), with those longer than `most` bytes split."""
     if runs.length.max() <= most:
         return runs
     pieces = -(-runs.length // most)

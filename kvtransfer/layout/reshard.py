@@ -44,8 +44,9 @@ class LayoutMismatch(Exception):
 
 
 class PlannedWindow(NamedTuple):
-    """Runs [first, first + n_runs) of rank pair number `pair` of a layer group: one unit of
-    sending.
+    """One unit of sending: byte ranges (runs) of one rank pair in a layer group.
+
+    `pair` is the number of the rank pair. The runs are [first, first + n_runs) in the plan.
     """
 
     pair: int
@@ -107,8 +108,8 @@ class TransferPlan:
         self._bands, self.groups = bands, len(bands) * len(chunks)
 
         def make(group: int, pair: int) -> ByteRuns:
-            """Compute the runs of a pair in a group from local values, which avoids a reference
-            cycle.
+            """Compute the byte ranges (runs) of a pair in a group from local values, which avoids a
+            reference cycle.
             """
             band, chunk = divmod(group, len(chunks))
             return build_runs(src, dst, chunks[chunk], shares[band][pair], limits.run_bytes)
@@ -117,7 +118,7 @@ class TransferPlan:
         self._cached_runs = lru_cache(max(2, 2 * max(map(len, shares))))(make)
 
     def layers(self, group: int) -> range:
-        """Return the layers of a group. Raises IndexError for a group that does not exist."""
+        """Return the model layers of a layer group. Raises IndexError if there is no such group."""
         return self._bands[self._band(group)]
 
     def ready_groups(self, layers: int) -> int:
@@ -131,7 +132,7 @@ class TransferPlan:
         return min(groups // len(self._chunk_tokens) * self.group_layers, self.src.layers)
 
     def pairs(self, group: int) -> tuple[RankPair, ...]:
-        """Return the rank pairs of a group, sorted.
+        """Return the (source, sink) rank pairs of a layer group, sorted.
 
         A window's pair number is an index into them.
         """
@@ -175,7 +176,8 @@ class TransferPlan:
         ]
 
     def windows(self, group: int, window_bytes: int) -> Iterator[PlannedWindow]:
-        """Yield a group's windows of at most `window_bytes`, which are the same on both sides.
+        """Yield a group's windows of KV of at most `window_bytes`, which are the same on both
+        sides.
 
         A single longer run is a window by itself.
         """
@@ -319,7 +321,8 @@ def _chunks(
     shares: tuple[tuple[PairShare, ...], ...],
     limits: _Limits,
 ) -> list[Segments]:
-    """Return the segments cut into chunks, so that no rank pair exceeds its limit of runs.
+    """Return the segments cut into chunks, so that no rank pair exceeds its limit of byte ranges
+    (runs).
 
     Runs that will join are counted separately.
     """
@@ -355,7 +358,7 @@ def _chunks(
 def _shares(
     src: KvLayout, dst: KvLayout, band: int, layers: range, ranks: Ranks
 ) -> Iterator[PairShare]:
-    """Return which rank pairs move which heads of these layers, sorted by pair."""
+    """Return which rank pairs move which heads of these layers, sorted by rank pair."""
     shares = []
     turn = band if ranks.src is None else 0
     for src_stage, dst_stage, common in _common_layers(src, dst, layers):

@@ -89,7 +89,7 @@ class LinkManager:
         self._schedule_heartbeat(self._clock.now())
 
     def stop_accepting(self) -> None:
-        """Refuse all further links."""
+        """Refuse all links that peers dial from now on."""
         self._closed = True
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class LinkManager:
     def _dialler_session(self, link: Link, dialling: DialRequest) -> LinkSession:
         """Return the session of a link that this agent has dialled.
 
-        The first link's Hello carries the send budget of all its lanes together.
+        The Hello message of the first link carries the send budget of all its lanes together.
         """
         lane_of = b"" if dialling.lane_of is None else dialling.lane_of.session.greeting
         budget_bytes = self.options.budget_bytes * (
@@ -311,7 +311,7 @@ class LinkManager:
             )
 
     def _missing_parent(self, peer_link: PeerLink) -> tuple[EndReason, str] | None:
-        """Return an error if the link over which this peer was found is gone; None if not.
+        """Return an error if the link over which this peer was found has ended; None if not.
 
         No transfer waits for a better link or a lane of it any more, and another link may have been
         dialled since.
@@ -360,7 +360,7 @@ class LinkManager:
         return (EndReason.PROTOCOL, "too many lanes") if len(first.lanes) >= MAX_LANES - 1 else None
 
     def _add_lane(self, first: PeerLink, peer_link: PeerLink) -> None:
-        """Let a proven lane carry windows of the link `first`."""
+        """Let a proven lane (parallel connection) carry windows of KV of the link `first`."""
         assert isinstance(first.link, MultiLaneLink)
         peer_link.lane_owner = first
         first.lanes.append(peer_link)
@@ -369,7 +369,8 @@ class LinkManager:
             peer_link.send(Beat())  # confirms the lane, so that the sink dials the next
 
     def _dial_lane(self, first: PeerLink) -> None:
-        """Dial the next lane of a link, once the source has sent a message over the previous one.
+        """Dial the next lane (parallel connection) of a link, once the source has sent a message
+        over the previous one.
 
         Before that the source may not have received this agent's proof, and would reject a lane of
         an unknown link.
@@ -394,13 +395,16 @@ class LinkManager:
         return []
 
     def _retry_lane(self, first: PeerLink, detail: str) -> None:
-        """Dial another lane after one has failed or ended before it was used."""
+        """Dial another lane (parallel connection) after one has failed or ended before it was
+        used.
+        """
         if first.link in self._peer_links and first.failed_lanes <= _MAX_FAILED_LANES:
             log.warning("kv %s: a lane to %s failed: %s", self.card.agent, first.peer, detail)
             self._dial_lane(first)
 
     def _lose_lane(self, peer_link: PeerLink, first: PeerLink, detail: str) -> None:
-        """Remove a lane that has ended; if it had carried windows, drop its link too.
+        """Remove a lane (parallel connection) that has ended; if it had carried windows of KV, drop
+        its link too.
 
         The link is dropped after a delay, because connections end in any order and the link's own
         last messages say more about the cause.

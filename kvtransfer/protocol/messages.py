@@ -94,7 +94,7 @@ class Lane(msgspec.Struct, frozen=True, array_like=True, tag=11, forbid_unknown_
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
-    """The source's answer to LinkHello or Lane."""
+    """The source's answer to the sink's first message, LinkHello or Lane."""
 
     version: Id
     nonce: Nonce
@@ -147,9 +147,8 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown
 
 
 class StopTransfer(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True):
-    """Message of either side that the transfer is over without having landed.
-
-    Also refuses an Invite.
+    """Message of either side that a transfer has ended without success; also refuses an
+    invitation.
     """
 
     transfer: Id

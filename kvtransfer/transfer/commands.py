@@ -23,9 +23,7 @@ class SendMessage(msgspec.Struct, frozen=True):
 
 
 class SendInvite(msgspec.Struct, frozen=True):
-    """Command to grant the peer access to these blocks and send it the invitation with the
-    grant.
-    """
+    """Command to grant the peer access to these blocks of KV, and then to invite it to write."""
 
     link: Link
     invite: Invite
@@ -33,7 +31,7 @@ class SendInvite(msgspec.Struct, frozen=True):
 
 
 class AcceptGrant(msgspec.Struct, frozen=True):
-    """Command of the source to pass the sink's access grant to the link."""
+    """Command of the source to pass the sink's grant of memory access to the link."""
 
     link: Link
     transfer: int
@@ -49,7 +47,7 @@ class PutWindow(msgspec.Struct, frozen=True):
 
 
 class DropWindows(msgspec.Struct, frozen=True):
-    """Command of the source to drop the transfer's queued windows."""
+    """Command of the source to drop the transfer's queued windows of KV."""
 
     link: Link
     transfer: int

@@ -34,10 +34,10 @@ class Priority(IntEnum):
 
 
 class SendCredits:
-    """Limit of the bytes in flight to one peer.
+    """Limit of the bytes of KV in flight to one peer.
 
-    Credit is taken when a window is queued, and returned when it has landed. A window larger than
-    the budget is sent when nothing else is in flight. Not thread-safe.
+    Credit is taken when a window of KV is queued, and returned when it has landed. A window larger
+    than the budget is sent when nothing else is in flight. Not thread-safe.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -76,7 +76,9 @@ class SendCredits:
 
 
 class QueuedTransfer(msgspec.Struct, frozen=True):
-    """A transfer with windows to send; `deadline` and `since` are seconds on the owner's clock."""
+    """A transfer with windows of KV to send; `deadline` and `since` are seconds on the owner's
+    clock.
+    """
 
     transfer: int
     priority: Priority
@@ -107,7 +109,7 @@ class TransferOrder:
         self._turns.pop(transfer, None)
 
     def next(self, now: float) -> int | None:
-        """Return the transfer whose window is sent next; None if none is queued.
+        """Return the transfer of which a window of KV is sent next; None if none is queued.
 
         It stays queued; the caller removes it when it has no more windows.
         """

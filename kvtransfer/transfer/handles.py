@@ -147,7 +147,10 @@ class Landing(TransferHandle):
         self._owner = keeper
 
     async def wait_layers(self, layers: int) -> bool:
-        """Wait until `layers` layers are complete; return False if the fetch ended before that."""
+        """Wait until the first `layers` layers of the fetched KV are complete.
+
+        Return False if the fetch ended before that.
+        """
         while self.layers < layers and self.outcome is None:
             await self._changed()
         return self.layers >= layers

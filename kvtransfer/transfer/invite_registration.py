@@ -20,10 +20,10 @@ log = logging.getLogger("penstock")
 
 
 class InviteRegistration:
-    """Registers memory on one thread per link, in the order of the invitations.
+    """Registers memory with a network card before a peer is invited to write to it.
 
-    The order matters, because a source accepts only growing transfer numbers. `granted` and
-    `failed` are called under the lock.
+    There is one thread per link, which keeps the order of the invitations, because a source accepts
+    only growing transfer numbers. `granted` and `failed` are called under the lock.
     """
 
     def __init__(
@@ -39,7 +39,9 @@ class InviteRegistration:
         self._queued: dict[Link, deque[SendInvite]] = {}
 
     def add(self, command: SendInvite) -> None:
-        """Queue an invitation for registration; call it with the lock held."""
+        """Queue an invitation to write KV until its memory is registered; call it with the lock
+        held.
+        """
         if command.link in self._queued:
             self._queued[command.link].append(command)
             return

@@ -19,7 +19,7 @@ from kvtransfer.util.ttl_map import TtlMap
 
 
 class PendingInvite(msgspec.Struct, frozen=True):
-    """An invitation of one sink rank that waits for its offer, until `deadline` at most."""
+    """A sink's invitation to send it KV that waits for the offer of that KV, until `deadline`."""
 
     link: Link
     invite: Invite
@@ -28,7 +28,7 @@ class PendingInvite(msgspec.Struct, frozen=True):
 
 
 class PendingInvites:
-    """The waiting invitations, one per name and rank of the sink, bounded in total.
+    """The sinks' invitations that wait for offers, one per name and rank, bounded in total.
 
     Used by TransferSource.
     """
@@ -49,7 +49,9 @@ class PendingInvites:
         return iter(self._waiting)
 
     def next_deadline(self) -> float | None:
-        """Return a time at or before the earliest deadline; None if no invitation waits."""
+        """Return a time at or before the earliest deadline of a waiting invitation; None if none
+        waits.
+        """
         while self._deadlines and self._find(*self._deadlines[0][1:]) is None:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
@@ -58,7 +60,7 @@ class PendingInvites:
         return self._waiting.get(name, {}).get(rank)
 
     def add(self, link: Link, invite: Invite, rank: int, now: float) -> EndReason | None:
-        """Add an invitation of this sink rank (-1: all ranks).
+        """Add an invitation of this sink rank (-1: all ranks) to wait for its offer.
 
         Return None, or why it is refused.
         """
@@ -101,7 +103,7 @@ class PendingInvites:
             del self._waiting[name]
 
     def withdraw(self, link: Link, transfer: int, agent: str | None, now: float) -> bool:
-        """Remove the invitation of this transfer; return False if there is none.
+        """Remove the waiting invitation of this transfer; return False if there is none.
 
         `agent` is the sink that does not want the offer later either; None: it may want it.
         """
@@ -131,11 +133,11 @@ class PendingInvites:
             self._remove_one(*waiting)
 
     def mark_ended(self, name: str, reason: EndReason, now: float) -> None:
-        """Refuse further invitations for this name with `reason`, for some time."""
+        """Refuse further invitations for the offer `name` with `reason`, for some time."""
         self._ended.put(name, reason, now)
 
     def take_expired(self, now: float) -> list[PendingInvite]:
-        """Remove and return the invitations whose deadline has passed at `now`."""
+        """Remove and return the waiting invitations whose deadline has passed at `now`."""
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, name, rank = heapq.heappop(self._deadlines)

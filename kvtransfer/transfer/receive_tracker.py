@@ -12,18 +12,17 @@ from kvtransfer.layout.reshard import TransferPlan
 
 
 class WindowError(Exception):
-    """Error: the announced window is not in the plan, has another size, or arrived before."""
+    """Error: a received window of KV is not in the plan, has another size, or arrived before."""
 
 
 class RepeatedWindowError(WindowError):
-    """Error: some runs of the window have arrived before.
-
-    They are not written again, so no harm is done.
+    """Error: part of a window of KV has arrived before; it is not written again, so no harm is
+    done.
     """
 
 
 class ReceiveTracker:
-    """Tracks the arrival of a plan's windows; not thread-safe.
+    """Tracks the arrival of a plan's windows of KV; not thread-safe.
 
     A window is begun when its head is read, and landed when its bytes are in place and verified. No
     run is written twice, and only verified bytes count.
@@ -38,7 +37,7 @@ class ReceiveTracker:
         self.n_bytes = 0
 
     def begin(self, group: int, pair: int, first: int, count: int, n_bytes: int) -> ByteRuns:
-        """Mark a window as begun, and return the runs to write.
+        """Mark a window of KV as begun, and return the byte ranges (runs) to write.
 
         Raises WindowError; the link must then not be trusted any further.
         """
@@ -56,7 +55,7 @@ class ReceiveTracker:
         return runs
 
     def land(self, group: int, pair: int, first: int, count: int) -> bool:
-        """Count a begun window as verified, and return whether its group is complete.
+        """Count a begun window of KV as verified, and return whether its group is complete.
 
         Raises WindowError if it was not begun.
         """

@@ -117,7 +117,9 @@ class LeasedOffer:
 
     @property
     def is_unclaimed(self) -> bool:
-        """Whether no sink has fetched any part of it; False for a rank's share of an offer."""
+        """Whether no sink has fetched any part of the offer; False for a rank's share of an
+        offer.
+        """
         return self.plan is None and self.claimed_by is None and self.whole is None
 
     @property
@@ -125,7 +127,7 @@ class LeasedOffer:
         return self.lease.ended_from is None
 
     def peek(self) -> WindowHead | None:
-        """Return the next window to send.
+        """Return the next window of KV to send.
 
         Return None if no more is computed yet, or all have been sent.
         """
@@ -164,7 +166,7 @@ class ThroughputMeter:
 
 
 class SendQueue:
-    """The windows that go to one peer over one link.
+    """The pieces of KV (windows) that are sent to one peer over one link.
 
     claimed   the offers that the peer has taken, by transfer number
     newest    the latest transfer number. Numbers only grow, so a late message about an
@@ -198,7 +200,7 @@ class SendQueue:
         offer.link, offer.transfer = None, 0
 
     def claim(self, offer: LeasedOffer, plan: TransferPlan, window_bytes: int) -> None:
-        """Set the plan by which the offer is sent, and the size of its windows."""
+        """Set the plan by which the offer is sent, and the size of its windows of KV."""
         offer.plan, offer.window_bytes = plan, window_bytes
         offer.windows = _windows(offer, plan)
 
@@ -218,12 +220,12 @@ class SendQueue:
         self._flow.count(n_bytes, now, idle=not self.credits.in_flight_bytes)
 
     def enqueue(self, offer: LeasedOffer, now: float) -> None:
-        """Queue the offer for sending, if it has windows to send."""
+        """Queue the offer for sending, if it has windows of KV to send."""
         if offer.peek() is not None:
             self._turns.add(offer.transfer, offer.priority, offer.urgent_at, now)
 
     def next_windows(self, now: float) -> list[PutWindow]:
-        """Return the windows to send now, by urgency, as far as the peer's credit allows.
+        """Return the windows of KV to send now, by urgency, as far as the peer's credit allows.
 
         Ends after about MAX_RUNS runs, because other links wait meanwhile. It is called again when
         credit is returned.
@@ -262,7 +264,8 @@ class SendQueue:
 
 
 def blocks_of(runs: ByteRuns, block_bytes: int) -> NDArray[np.int64]:
-    """Return the source's blocks that these runs read, in order, without direct repetitions.
+    """Return the source's blocks that these byte ranges (runs) read, in order, without direct
+    repetitions.
 
     Valid only where blocks are outermost in memory. Otherwise a run's offset does not give its
     block, and a window depends on all blocks of its offer.

@@ -265,9 +265,8 @@ class TransferSink:
         return commands
 
     def on_accept(self, link: Link, message: Accept, now: float) -> list[Command]:
-        """Begin to receive, because the source accepted.
-
-        Raises ProtocolError if it was not invited.
+        """Begin to receive KV, because the source accepted. Raises ProtocolError if it was not
+        invited.
         """
         reservation = self._find(link, message.transfer)
         if reservation is None or reservation.state is SinkState.FENCING:
@@ -290,7 +289,7 @@ class TransferSink:
     def _begin(
         self, reservation: BlockReservation, tracker_or_error: ReceiveTracker | str, now: float
     ) -> list[Command]:
-        """Admit windows after the plan is computed, unless the fetch has ended since."""
+        """Admit windows of KV after the plan is computed, unless the fetch has ended since."""
         if reservation.state is not SinkState.INVITED:
             return []
         if isinstance(tracker_or_error, str):
@@ -309,7 +308,7 @@ class TransferSink:
         return self._end(reservation, message.reason, message.detail, now, tell=False)
 
     def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
-        """Return where to write a window; None means to discard it.
+        """Return where to write a window of KV; None means to discard it.
 
         A window is written once, as planned, and only while its transfer is moving. Raises
         WindowError for a window outside the plan; call `on_bad_window` then.
@@ -343,7 +342,9 @@ class TransferSink:
     def on_landed(
         self, link: Link, head: WindowHead, verdict: WindowVerdict, now: float
     ) -> list[Command]:
-        """Count a window that is in place, or end the fetch if the window must not be used."""
+        """Count a window of KV that is in place, or end the fetch if the window must not be
+        used.
+        """
         reservation = self._find_moving(link, head.transfer)
         if reservation is None or reservation.tracker is None:
             return []
@@ -374,9 +375,7 @@ class TransferSink:
         return self._resolve(reservation, now)
 
     def on_all_fenced(self, now: float) -> list[Command]:
-        """End every fetch that waits for its fence, because all transports and their threads have
-        ended.
-        """
+        """End every fetch that is ending, because all transports and their threads have ended."""
         fencing = [
             reservation
             for reservation in self._reservations.values()
@@ -385,7 +384,9 @@ class TransferSink:
         return [command for reservation in fencing for command in self._resolve(reservation, now)]
 
     def confirm_invite(self, link: Link, transfer: int) -> bool:
-        """Return whether the invitation is still wanted; if so, the caller must send it."""
+        """Return whether the invitation to write is still wanted; if so, the caller must send
+        it.
+        """
         reservation = self._find(link, transfer)
         if reservation is None or reservation.state is SinkState.FENCING:
             return False
@@ -520,7 +521,9 @@ class TransferSink:
         *,
         tell: bool = True,
     ) -> list[Command]:
-        """End a fetch as failed; if a peer was invited, its blocks come back after the fence."""
+        """End a fetch as failed; if a peer was invited, its blocks come back once no peer can
+        write.
+        """
         if reservation.state is SinkState.FENCING:
             return []
         reservation.end = (reason, detail)

@@ -257,7 +257,7 @@ class TransferSource:
     def _answer_invite(
         self, offer: LeasedOffer | None, link: Link, invite: Invite, now: float
     ) -> list[Command]:
-        """Check an invitation's ticket, then match the invitation with its offer or let it wait."""
+        """Check the ticket of a sink's invitation, then match it with its offer or let it wait."""
         ticket: Ticket | None = None
         if invite.ticket is not None:
             card = self._outlets[link].card
@@ -331,7 +331,7 @@ class TransferSource:
         return self._pump(outlet, now)
 
     def on_bad_grant(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
-        """End a transfer whose access grant the transport cannot use."""
+        """End a transfer whose grant of memory access the transport cannot use."""
         offer = self._outlets[link].claimed.get(transfer)
         return [] if offer is None else self._end(offer, EndReason.PROTOCOL, detail, now)
 
@@ -369,7 +369,9 @@ class TransferSource:
     def _match_invite(
         self, offer: LeasedOffer, link: Link, invite: Invite, ticket: Ticket | None, now: float
     ) -> list[Command]:
-        """Match an invitation with its offer: check the permission, the claim and the size."""
+        """Match a sink's invitation with its offer: check the permission, the claim and the
+        size.
+        """
         outlet = self._outlets[link]
         if ticket is None and not may_fetch_by_name(offer.spec, outlet.card.agent):
             return self._refuse(link, invite.transfer, EndReason.BAD_TICKET)

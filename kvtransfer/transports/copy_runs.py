@@ -37,7 +37,7 @@ def are_within(region: Region, offsets: Offsets, lengths: Offsets) -> bool:
 
 
 def split_by_bytes(runs: ByteRuns, step_bytes: int) -> Iterator[ByteRuns]:
-    """Yield the runs in order, in parts of about `step_bytes` bytes."""
+    """Yield the byte ranges (runs) in order, in parts of about `step_bytes` bytes."""
     ends = runs.length.cumsum()
     first, count = 0, len(ends)
     while first < count:
@@ -48,7 +48,10 @@ def split_by_bytes(runs: ByteRuns, step_bytes: int) -> Iterator[ByteRuns]:
 
 
 def copy_runs(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: ByteRuns) -> None:
-    """Copy every run from `source` to `sink`; both must contain all runs (see `are_within`)."""
+    """Copy every byte range (run) from `source` to `sink`, which contain all of them.
+
+    `are_within` checks that.
+    """
     length = runs.length.item(0)
     if length < _LARGE and runs.count > 2 and _is_regular(source, sink, runs, length):
         _copy_regular(source, sink, runs, length)
@@ -66,7 +69,7 @@ def copy_runs(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: ByteRuns
 def _is_regular(
     source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: ByteRuns, length: int
 ) -> bool:
-    """Return whether all runs have the same length and lie at multiples of it."""
+    """Return whether all byte ranges (runs) have the same length and lie at multiples of it."""
     if source.size % length or sink.size % length or np.logical_or.reduce(runs.length != length):
         return False
     return not (np.logical_or.reduce(runs.src % length) or np.logical_or.reduce(runs.dst % length))
@@ -84,7 +87,9 @@ def _copy_regular(
 
 
 def is_fine_grained(runs: ByteRuns, n_bytes: int) -> bool:
-    """Return whether the runs are so many and short that copying them to one buffer saves time."""
+    """Return whether the byte ranges (runs) are so many and short that copying them to one buffer
+    saves time.
+    """
     return runs.count >= _MANY and n_bytes < runs.count * _FINE
 
 

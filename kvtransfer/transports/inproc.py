@@ -294,10 +294,7 @@ class InprocLink:
         self._wire.run_at(self._end.address, call)
 
     def _pump(self) -> None:
-        """Send queued messages and windows in order.
-
-        A window takes the time that the bandwidth gives.
-        """
+        """Send queued messages and windows of KV in order, at the simulated bandwidth."""
         while self._queue and self._sending is None and not self._closed:
             item = self._queue.popleft()
             if isinstance(item, bytes):
@@ -317,7 +314,9 @@ class InprocLink:
         self._wire.deliver(self._end.address, self.peer, lambda: call(far), delay_s)
 
     def _begin(self, head: WindowHead, window: WindowSlice) -> None:
-        """Read the first half of a window; the second half follows when the bandwidth allows."""
+        """Read the first half of a window of KV; the second half follows when the bandwidth
+        allows.
+        """
         rng, weather = self._wire.rng, self._wire.weather
         if weather.sever and rng.random() < weather.sever:
             return self._break()
@@ -337,7 +336,7 @@ class InprocLink:
         return None
 
     def _flow(self, seconds: float, finish: Callback) -> None:
-        """Wait `seconds` for a window to be sent, and then call `finish`.
+        """Wait `seconds` for a window of KV to be sent, and then call `finish`.
 
         Meanwhile, signs of life go to the far end.
         """
@@ -382,7 +381,7 @@ class InprocLink:
         self._carry(lambda far: far.on_far_closed("the link broke"))
 
     def _arrive(self, arrival: _Arrival) -> None:
-        """Ask the owner for a window's destination, and start to write it.
+        """Ask the owner for the destination of a window of KV, and start to write it.
 
         It may be written while it is in `_arrivals`.
         """
@@ -434,9 +433,8 @@ def _check(window: WindowSlice, arrival: _Arrival) -> None:
 
 
 def _gather(window: WindowSlice, out: NDArray[np.uint8], offset: int, first: int, last: int) -> int:
-    """Copy runs [first, last) of the source's memory to `out` at `offset`.
-
-    Return the end offset.
+    """Copy byte ranges (runs) [first, last) of a window to `out` at `offset`; return the end
+    offset.
     """
     memory, runs = window.region.bytes, window.runs
     for start, length in zip(
@@ -450,7 +448,7 @@ def _gather(window: WindowSlice, out: NDArray[np.uint8], offset: int, first: int
 def _scatter(
     runs: ByteRuns, data: NDArray[np.uint8], region: Region, first: int, last: int
 ) -> None:
-    """Copy the data of runs [first, last) to their places at the sink, as far as the data goes."""
+    """Copy the data of byte ranges [first, last) to their places at the sink, as far as it goes."""
     memory, offset = region.bytes, int(runs.length[:first].sum())
     for start, length in zip(
         runs.dst[first:last].tolist(), runs.length[first:last].tolist(), strict=True

@@ -147,7 +147,7 @@ class MemoryPieces:
         *,
         fed: bool = False,
     ) -> MemoryPieces:
-        """Return a window's pieces of a region. Raises TransportError if one lies outside.
+        """Return the pieces of memory of a window of KV. Raises TransportError if one lies outside.
 
         `fed` is whether a digest consumes them from the processor's cache; no call then moves more
         than that holds.
@@ -192,7 +192,7 @@ class MemoryPieces:
 
     @property
     def count(self) -> int:
-        """Number of pieces."""
+        """Number of pieces of memory."""
         return len(self._ends)
 
     def call(self, function: Any, fd: int, ahead: Stretch, behind: Stretch) -> int | None:

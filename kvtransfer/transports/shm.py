@@ -55,7 +55,7 @@ _DIAL_S = 3.0
 
 
 class SharedOutbound(Outbound):
-    """Sending side that announces windows, with the sum of their generations, without their
+    """Sending side that announces windows of KV, with the sum of their generations, without their
     bytes.
     """
 
@@ -119,7 +119,9 @@ class ShmLink(StreamLink):
         self._is_fenced = False
 
     def accept(self, transfer: int, grant: bytes) -> None:
-        """Share this agent's regions read-only with the peer, at its first accepted invitation."""
+        """Share this agent's KV memory read-only with the peer, at its first accepted
+        invitation.
+        """
         if self._shared:
             return
         self._shared = True
@@ -179,7 +181,9 @@ class ShmLink(StreamLink):
             _close(fds)
 
     def _copy_announced(self, header: bytes) -> None:
-        """Copy an announced window from the source's memory, and report whether it is valid."""
+        """Copy an announced window of KV from the source's memory, and report whether it is
+        valid.
+        """
         if len(header) != WINDOW_HEADER_BYTES + _MARK.size:
             raise FrameError(f"{len(header)} bytes do not announce a window")
         head = unpack_head(header)
@@ -200,7 +204,9 @@ class ShmLink(StreamLink):
         self._out.enqueue(encode_frame(FrameKind.TAKEN, pack_head(head)))
 
     def _copy(self, head: WindowHead, window: WindowSlice) -> bool:
-        """Copy all runs of a window in steps; return False if a fence stopped it."""
+        """Copy all byte ranges (runs) of a window of KV in steps; return False if a fence stopped
+        it.
+        """
         if window.src_rank >= len(self._peer_regions):
             raise FrameError(f"a window of rank {window.src_rank}, which is not shared")
         runs, peer_region = window.runs, self._peer_regions[window.src_rank]
@@ -320,7 +326,9 @@ def generation_mark(region: Region, runs: ByteRuns) -> int:
 
 
 def _all_blocks(runs: ByteRuns, size: int) -> NDArray[np.int64]:
-    """Return the numbers of all blocks that the runs touch, for runs that span several blocks."""
+    """Return the numbers of all blocks that the byte ranges (runs) touch, for runs that span
+    several blocks.
+    """
     first, last = runs.src // size, (runs.src + runs.length - 1) // size
     counts = last - first + 1
     begins = np.cumsum(counts) - counts

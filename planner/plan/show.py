@@ -18,7 +18,7 @@ NO_BLOCKS = (
 
 
 def show(plan: ConfigComparison, console: Console) -> None:
-    """Print the comparison on the terminal."""
+    """Print the comparison of two configurations on the terminal."""
     console.print(
         f"{plan.requests} requests in {plan.span_s:.0f} s, on mock groups and a virtual clock"
     )

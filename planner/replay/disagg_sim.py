@@ -42,9 +42,10 @@ class DisaggSim:
         self._pools = _pools(fleet.groups)
 
     def fitting(self, request: TraceRequest) -> SplitPools:
-        """Return the pools without groups whose KV could not hold their part of the request.
+        """Return the groups that may serve the request, as pools for splitting.
 
-        A prefill group needs the prompt and one token, a decode group prompt and answer.
+        Groups whose KV could not hold their part are left out. A prefill group needs the prompt and
+        one token, a decode group prompt and answer.
         """
         front = self._fleet.gateway
         if front.fits_everywhere(request):

@@ -75,7 +75,7 @@ class ReplayRecord:
 
     @property
     def is_good(self) -> bool:
-        """Whether it was served within the TTFT and TPOT budgets of its service class."""
+        """Whether the request was served within the TTFT and TPOT budgets of its service class."""
         ttft_s, tpot_s = self.ttft_s, self.tpot_s
         if self.end is not RequestEnd.SERVED or ttft_s is None:
             return False

@@ -57,17 +57,19 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shape(self) -> Llm:
-        """Shape of its model. Raises ValueError that lists the known ones."""
+        """Shape of the groups' model. Raises ValueError that lists the known ones."""
         return msgspec.structs.replace(model_named(self.model), kv_bytes=self.kv_scalar_bytes)
 
     @property
     def hardware(self) -> Gpu:
-        """Its GPU type. Raises ValueError that lists the known ones."""
+        """GPU type of the groups. Raises ValueError that lists the known ones."""
         return gpu_named(self.gpu)
 
     @property
     def software(self) -> Profile:
-        """Generation of its engine software. Raises ValueError that lists the known ones."""
+        """Generation of the groups' engine software. Raises ValueError that lists the known
+        ones.
+        """
         return profile_named(self.profile)
 
     @property

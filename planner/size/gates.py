@@ -79,7 +79,7 @@ def least_tp(draft: Draft) -> None:
 
 
 def _refused_sizes(draft: Draft) -> Iterator[str]:
-    """Yield why the fewest GPUs whose memory holds the weights are not enough."""
+    """Yield why the fewest GPUs whose raw memory holds the weights cannot be used."""
     bound = min_gpus(draft.model, draft.hardware.gpu)
     problem = heads_problem(draft.facts, bound)
     if problem is not None:

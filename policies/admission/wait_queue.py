@@ -337,7 +337,9 @@ class WaitQueue(Generic[T]):
         self.on_ended(request, outcome)
 
     def free_place(self, now: float) -> None:
-        """Return the permit of a request whose outcome is passed to `on_ended` separately."""
+        """Free the place of a request that has ended, whose outcome is passed to `on_ended`
+        separately.
+        """
         self.in_flight -= 1
         self.drain_rate.record(now)
 

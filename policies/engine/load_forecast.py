@@ -72,7 +72,9 @@ def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> Non
 
 
 def _queue(timeline: EngineModel, load: EngineLoad, room: int, now: float) -> None:
-    """Set when the queued prompts will be computed, and when the next first token is expected."""
+    """Set the forecast of when the queued prompts will be computed and the next first token
+    comes.
+    """
     others, tokens = load.peer_load, timeline.queued_tokens
     base = timeline.step_ends_at if timeline.is_busy else timeline.step_began_at
     if others.prefill_tokens:  # prompts of other gateways are computed in between

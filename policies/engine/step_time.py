@@ -40,8 +40,9 @@ class StepCosts(msgspec.Struct, frozen=True):
     budget_tokens: int = 8192
 
     def filling(self, tokens: float) -> tuple[int, float]:
-        """Return which of FILLS equal parts of a full step `tokens` end in, and the used share of
-        it.
+        """Return how full a step with `tokens` prompt tokens is, as (part, share).
+
+        A full step has FILLS equal parts; the tokens end in this part and fill this share of it.
         """
         place = FILLS * tokens / self.budget_tokens
         part = min(FILLS - 1, int(place))

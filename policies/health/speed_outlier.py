@@ -323,9 +323,9 @@ def _is_slow(
 
 
 def _work_s(measure: Measure, shape: StepCosts, bin_: int) -> float:
-    """Return the estimated seconds of work of the middle size of a bin.
+    """Return the estimated seconds for work of the size in the middle of a bin.
 
-    Only ratios are meaningful.
+    Only ratios of these are meaningful.
     """
     work = 0.75 * (1 << bin_)
     if measure is Measure.ANSWER:

@@ -184,7 +184,7 @@ class SampleTrack:
         self.fresh_count = 0
 
     def since_last_review(self, judged: SpeedSamples) -> SpeedSamples:
-        """Return the part of the given samples that came since the last review."""
+        """Return the part of the samples in `judged` that were recorded since the last review."""
         return judged.minus(self._reviewed)
 
     def restart(self) -> None:

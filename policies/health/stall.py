@@ -78,9 +78,9 @@ class Expectations:
         return left_s(member.record, expected_s, waited_s, ratio)
 
     def first_byte_s(self, member: ReviewedEndpoint, measure: Measure, work: int) -> float | None:
-        """Return the expected seconds to the first byte of an answer after this work.
+        """Return the expected seconds to the first byte of an answer; None if unknown.
 
-        Return None if unknown.
+        `work` is the prompt tokens or other work that must be done before it.
         """
         yardstick, record = self.yardsticks.get((member.kind, measure)), member.record
         if yardstick is None:

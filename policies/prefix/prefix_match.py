@@ -69,7 +69,10 @@ class PrefixMatch(Sequence[int]):
         return next((layer.tokens for layer in self.wide if layer.holds(slot)), 0)
 
     def settle(self, slots: Iterable[int]) -> None:
-        """Store the present values of these slots and drop all others, before the index changes."""
+        """Fix the present numbers of cached tokens of these slots, and drop those of all others.
+
+        Call it before the index is changed, because other numbers are looked up in the index.
+        """
         self.narrow |= {slot: self[slot] for slot in slots if slot < self._slots}
         self.wide = ()
 

@@ -74,7 +74,11 @@ class TwoHashPicker:
     def pick(
         self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]
     ) -> int:
-        """Return the index of one of the two endpoints; `scores` are negative expected TTFTs."""
+        """Return the index of the better one of the two endpoints that the hashes of the prefix
+        select.
+
+        `scores` are the negative expected TTFTs of the candidates in seconds.
+        """
         if len(candidates) == 1:
             return 0
         first, second = self._pair(self._key(query), candidates)

@@ -27,12 +27,12 @@ class ConfigMembers:
         return self._members.get(name)
 
     def require(self, *names: str) -> None:
-        """Raise ConfigError that names all absent ones of these members."""
+        """Raise ConfigError that names all of these members that config.json lacks."""
         if missing := [name for name in names if not self.has(name)]:
             raise ConfigError(f"config.json lacks {', '.join(missing)}")
 
     def require_one(self, *names: str) -> None:
-        """Raise ConfigError if none of these members is present."""
+        """Raise ConfigError if config.json has none of these members."""
         if not any(map(self.has, names)):
             raise ConfigError(f"config.json lacks {names[0]} (or {' or '.join(names[1:])})")
 

@@ -48,7 +48,7 @@ RESERVE_ERROR_BYTES = 2 * GIB
 
 
 class MemoryVerdict(Enum):
-    """Whether the model's weights fit, and whether a request fits as well."""
+    """Whether a layout holds the model's weights, and at least one request."""
 
     DOES_NOT_LOAD = "does not load"
     SERVES_NONE = "loads, but serves no request"

@@ -207,7 +207,7 @@ def classes_of(tree: ast.Module) -> list[ast.ClassDef]:
 
 
 def container_of(full: str) -> str:
-    """Return the module or class that contains the thing with this full name."""
+    """Return the module or class that contains the member with this full name."""
     return full.rpartition(".")[0]
 
 

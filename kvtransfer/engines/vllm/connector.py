@@ -96,7 +96,7 @@ class ConnectorStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, float]:
-        """Return the counters as vLLM logs them."""
+        """Return the counters of transfers by name, as vLLM logs them."""
         return dict(self.data)
 
     def is_empty(self) -> bool:

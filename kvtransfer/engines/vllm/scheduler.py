@@ -124,7 +124,7 @@ class HandoffScheduler:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether blocks depend on a transfer, so that the engine must continue to run steps."""
+        """Whether KV blocks depend on a transfer, so that the engine must continue to run steps."""
         orders = self._orders
         return bool(
             self._sending or self._loading or orders.offers or orders.loads or orders.unused

@@ -276,7 +276,7 @@ class RdmaLink:
         return self._answer_fences() or worked
 
     def _answer_fences(self) -> bool:
-        """Apply pending fences, and return whether any was applied.
+        """Stop the writes of transfers whose fence is pending; return whether there were any.
 
         A fence that fails ends the link, and is reported after the queue pair's end.
         """
@@ -306,7 +306,9 @@ class RdmaLink:
         return bool(completions)
 
     def _arrived(self, completion: Completion) -> bool:
-        """Handle the last write of a peer's window; return whether the queue pair is broken."""
+        """Handle the last write of a peer's window of KV; return whether the queue pair is
+        broken.
+        """
         pairs = self._pairs
         if completion.number - RECEIVED != pairs.epoch or pairs.pair is None:
             return False
@@ -464,7 +466,10 @@ class RdmaLink:
                 return None
 
     def _last_fences(self) -> bool:
-        """Report the pending fences; return True once there are none and none can follow."""
+        """Report the transfers whose writes have been stopped (pending fences).
+
+        Return True once there are none and none can follow.
+        """
         with self._gate:
             due = list(self._fences)
             self._fences.clear()

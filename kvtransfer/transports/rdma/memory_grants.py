@@ -155,7 +155,10 @@ class GrantedMemory:
 
 
 class RemoteGrant:
-    """A sink's grant as its source sees it. Raises TransportError for invalid data."""
+    """A sink's grant of access to its memory, as the source uses it.
+
+    Raises TransportError for invalid data.
+    """
 
     def __init__(self, data: bytes) -> None:
         kind, body = data[:1], data[1:]
@@ -170,7 +173,7 @@ class RemoteGrant:
         self._next = 0
 
     def claim(self, n_bytes: int) -> int | None:
-        """Return the offset of the next window in the staging buffer.
+        """Return the offset of the next window of KV in the staging buffer.
 
         Return None if windows go in place.
         """
@@ -183,7 +186,7 @@ class RemoteGrant:
     def writes(
         self, runs: ByteRuns, dst_rank: int, staging_offset: int | None, gather: int
     ) -> list[Write]:
-        """Return the write requests of a window.
+        """Return the write requests of a window of KV.
 
         Runs that are adjacent at the sink are combined, at most `gather` in one request. Raises
         TransportError for bytes that the grant does not cover.

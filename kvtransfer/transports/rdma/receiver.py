@@ -18,7 +18,7 @@ _MAX_INCOMPLETE = 1024
 
 
 class RdmaReceiver:
-    """All memory grants and incoming windows of one link.
+    """All memory grants and incoming windows of KV of one link.
 
     Grants may be made on any thread; everything else is called by one. A grant is None while a
     thread registers it, without holding a lock.
@@ -97,7 +97,9 @@ class RdmaReceiver:
             raise error
 
     def on_written(self, number: int) -> RdmaTrailer | None:
-        """Record the last write of window `number`; return its trailer if complete, else None."""
+        """Record the last write of window of KV `number`; return its trailer if complete, else
+        None.
+        """
         trailer = self._waiting.pop(number, None)
         if trailer is None and number > self._newest:
             self._written.add(number)
@@ -105,7 +107,7 @@ class RdmaReceiver:
         return trailer
 
     def on_trailer(self, trailer: RdmaTrailer) -> RdmaTrailer | None:
-        """Record a window's trailer; return it if the window is complete, else None.
+        """Record the trailer of a window of KV; return it if the window is complete, else None.
 
         Numbers only grow, so older windows are over.
         """
@@ -119,7 +121,9 @@ class RdmaReceiver:
         return None
 
     def _check_incomplete(self) -> None:
-        """Raise TransportError for too many incomplete windows; an honest source has only a few."""
+        """Raise TransportError for too many incomplete windows of KV; an honest source has only a
+        few.
+        """
         if len(self._written) + len(self._waiting) > _MAX_INCOMPLETE:
             raise TransportError(f"more than {_MAX_INCOMPLETE} windows are incomplete")
 
@@ -129,7 +133,7 @@ class RdmaReceiver:
             return transfer in self._openings
 
     def verify(self, trailer: RdmaTrailer, window: WindowSlice) -> WindowVerdict:
-        """Return the verdict on a complete window, and copy staged bytes to their place."""
+        """Return the verdict on a complete window of KV, and copy staged bytes to their place."""
         if trailer.verdict is not WindowVerdict.OK:
             return trailer.verdict
         with self._lock:

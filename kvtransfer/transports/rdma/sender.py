@@ -35,7 +35,9 @@ class QueuePairWriter(Protocol):
 
 
 class OutgoingWindow:
-    """A window being sent; `writes` is None until it begins, and `verdict` None while undecided."""
+    """A window of KV being sent; `writes` is None until it begins, and `verdict` None while
+    undecided.
+    """
 
     __slots__ = (
         "at",
@@ -98,7 +100,7 @@ class RdmaSender:
         self._grants.pop(transfer, None)
 
     def put(self, head: WindowHead, window: WindowSlice) -> OutgoingWindow:
-        """Queue a window.
+        """Queue a window of KV.
 
         Raises TransportError when the link has used its 4 billion window numbers.
         """
@@ -110,7 +112,7 @@ class RdmaSender:
         return departure
 
     def drop(self, transfer: int) -> None:
-        """Drop the transfer's queued windows; those in flight end as STALE."""
+        """Drop the transfer's queued windows of KV; those in flight end as STALE."""
         self.withdraw(transfer)
         remaining: deque[OutgoingWindow] = deque()
         for departure in self._queue:
@@ -148,15 +150,17 @@ class RdmaSender:
             self._end(departure)
 
     def on_refused(self, number: int) -> None:
-        """Mark a window as STALE that the sink's device refused, because its transfer is fenced."""
+        """Mark a window of KV as STALE, because the sink has ended its transfer and refuses
+        writes.
+        """
         departure = self._in_flight.get(number)
         if departure is not None:
             departure.verdict = WindowVerdict.STALE
             self.withdraw(departure.head.transfer)
 
     def restart(self) -> None:
-        """Send the windows in flight again from their first byte, because their queue pair has
-        ended.
+        """Send the windows of KV in flight again from their first byte, because their queue pair
+        has ended.
         """
         self._signalled.clear()
         self._free, self._unsignalled = MOST_WRITES, 0
@@ -173,7 +177,9 @@ class RdmaSender:
         self._queue.extend(not_begun)
 
     def _begin(self, departure: OutgoingWindow) -> bool:
-        """Prepare the writes of a window; if it must not be written, end it and return False."""
+        """Prepare the writes of a window of KV; if it must not be written, end it and return
+        False.
+        """
         head, window = departure.head, departure.window
         grant = self._grants.get(head.transfer)
         departure.writes = []
@@ -196,7 +202,7 @@ class RdmaSender:
         return True
 
     def _post(self, departure: OutgoingWindow, pair: QueuePairWriter, epoch: int) -> bool:
-        """Post a window's writes as far as the device accepts them; return whether any was posted.
+        """Post the writes of a window of KV as far as possible; return whether any was posted.
 
         The last write carries the window's number.
         """

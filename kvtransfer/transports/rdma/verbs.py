@@ -281,7 +281,7 @@ class QueuePair:
             self._qp.to_rts(attr)
 
     def post_receive(self) -> None:
-        """Post one more receive request, for the last write of a window."""
+        """Post one more receive request, for the last write of a window of KV."""
         with _as_transport_error("no arrival can be expected"):
             self._qp.post_recv(self._arrival)
 

@@ -50,7 +50,9 @@ _WORTH_BYTES = 512 << 10  # wake up for this much of a large payload
 
 
 class InboundListener(Protocol):
-    """Protocol of the object that receives decoded frames and windows, and counts the bytes."""
+    """Protocol of the object that receives decoded frames and windows of KV, and counts the
+    bytes.
+    """
 
     received_bytes: int
 
@@ -89,7 +91,7 @@ class _Arrival:
 
 
 class Inbound:
-    """Reads the socket `fd`, and reports frames and landed windows to its listener.
+    """Reads the socket `fd`, and reports frames and landed windows of KV to its listener.
 
     `receive` works like socket.recv_into.
     """
@@ -280,7 +282,7 @@ class Inbound:
         return True
 
     def _open_window(self, announced: FrameHeader, frame_bytes: memoryview) -> None:
-        """Begin to receive a window.
+        """Begin to receive a window of KV.
 
         The owner's plan says where it goes, and its size must match the plan before any byte is
         written.
@@ -363,7 +365,7 @@ class Inbound:
         self._hearer.on_landed(head, verdict)
 
     def _unseal(self, seal: WindowSeal, arrival: _Arrival, sealed: bytearray, tag: bytes) -> None:
-        """Decrypt a window, and write it only after verification. Raises WindowSealError."""
+        """Decrypt a window of KV, and write it only after verification. Raises WindowSealError."""
         plain = seal.open(sealed, tag, arrival.opening)
         if arrival.window is not None and plain:
             runs = arrival.window.runs

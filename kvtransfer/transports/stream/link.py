@@ -241,7 +241,9 @@ class StreamLink:
                     os.eventfd_write(self._bell, 1)
 
     def _fenced_late(self, transfer: int) -> None:
-        """Report a fence on a link that has ended, so that nothing is written any more."""
+        """Report on a link that has ended that a transfer's blocks are not written any more
+        (fence).
+        """
         with self._report_lock:
             self._fenced(transfer)
 

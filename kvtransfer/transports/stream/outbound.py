@@ -38,7 +38,7 @@ _MOST_SHARED = 256
 
 
 class _Body:
-    """The bytes of a window or of a large message (without `head`), and the state of its
+    """The bytes of a window of KV or of a large message (without `head`), and the state of its
     trailer.
     """
 
@@ -58,8 +58,8 @@ class _Body:
         self.tag = b""
 
     def trailer(self) -> bytes:
-        """Return the trailer of a window whose last byte has been read, so that the verdict covers
-        all.
+        """Return the trailer of a window of KV whose last byte has been read, so that the verdict
+        covers all.
 
         The digest is only sent with OK, so that a flipped bit cannot turn another verdict into OK.
         """
@@ -73,7 +73,7 @@ class _Body:
 
 
 class Outbound:
-    """Writes frames and windows to the socket `fd`.
+    """Writes frames and windows of KV to the socket `fd`.
 
     `sent` is called for each window that has been read. `checked` is whether windows carry an xxh3
     digest.
@@ -98,7 +98,7 @@ class Outbound:
         self._bounce = np.empty(0, np.uint8)
 
     def enqueue(self, item: bytes | tuple[WindowHead, WindowSlice]) -> None:
-        """Queue a complete frame or a window for sending; callable from any thread."""
+        """Queue a complete frame or a window of KV for sending; callable from any thread."""
         with self._gate:
             self._queue.append(item)
 
@@ -152,7 +152,8 @@ class Outbound:
                 del self._shared[next(iter(self._shared))]
 
     def deny_lanes(self, transfer: int) -> None:
-        """Forbid lanes to take windows of this transfer, because it is about to be dropped.
+        """Forbid lanes (parallel connections) to take windows of this transfer, because it is about
+        to be dropped.
 
         Callable from any thread, with locks held.
         """
@@ -161,7 +162,8 @@ class Outbound:
             self._withheld.add(transfer)
 
     def take_spare(self) -> tuple[WindowHead, WindowSlice] | None:
-        """Remove and return a window for a lane to send, or None if there is none.
+        """Remove and return a window of KV for a lane (parallel connection) to send, or None if
+        there is none.
 
         From any thread.
         """
@@ -175,14 +177,15 @@ class Outbound:
 
     @property
     def has_spare(self) -> bool:
-        """Whether a window is queued that a lane may send."""
+        """Whether a window of KV is queued that a lane (parallel connection) may send."""
         if not self._queue:
             return False
         with self._gate:
             return self._spare_at() is not None
 
     def _spare_at(self) -> int | None:
-        """Return the queue index of the first window that a lane may send, or None.
+        """Return the queue index of the first window that a lane (parallel connection) may send, or
+        None.
 
         Call it with the gate held. The window that is sent next here is excluded.
         """
@@ -238,7 +241,9 @@ class Outbound:
         self._end = end
 
     def _begin_window(self, head: WindowHead, window: WindowSlice) -> None:
-        """Begin to send a window; if its blocks changed owner, send only the header and STALE."""
+        """Begin to send a window of KV; if its blocks changed owner, send only the header and
+        STALE.
+        """
         if self.seal is None and is_fine_grained(window.runs, head.n_bytes):
             return self._begin_fine(head, window)
         checked = self._checked and self.seal is None
@@ -297,7 +302,7 @@ class Outbound:
         return self._bounce
 
     def _begin_sealed(self, seal: WindowSeal, body: _Body) -> None:
-        """Encrypt a window and begin to send it.
+        """Encrypt a window of KV and begin to send it.
 
         Encryption copies it, so the verdict is known before anything is sent. For a stale window
         only the sealed header is sent.
@@ -322,7 +327,7 @@ class Outbound:
     def _stage(
         self, pieces: MemoryPieces, head: WindowHead, current: Callable[[], bool] | None
     ) -> None:
-        """Copy a small window into the buffer after its header, and compute the digest of the
+        """Copy a small window of KV into the buffer after its header, and compute the digest of the
         copy.
         """
         end = self._end + pieces.size

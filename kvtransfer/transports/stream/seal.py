@@ -15,11 +15,11 @@ _SLACK = 16  # the cipher needs room for one more block than it writes
 
 
 class WindowSealError(Exception):
-    """Error: the window was not sent by a holder of the key, or not in this order."""
+    """Error: the window of KV was not sent by a holder of the key, or not in this order."""
 
 
 class WindowSeal:
-    """Encrypts or decrypts the windows of one direction of one link.
+    """Encrypts or decrypts the windows of KV of one direction of one link.
 
     The n-th window uses nonce n, so that none can be repeated or left out. A void window (no bytes)
     has separate nonces, because it may replace the n-th window after that was sealed.
@@ -41,7 +41,7 @@ class WindowSeal:
         self._buffer = bytearray()
 
     def void(self, about: bytes, *, instead: bool) -> bytes:
-        """Return the authentication tag of a window without bytes.
+        """Return the authentication tag of a window of KV without bytes.
 
         `instead` is whether it replaces the last sealed window.
         """
