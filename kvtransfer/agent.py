@@ -548,5 +548,5 @@ def _all_sealed_or_none(transports: Sequence[Transport]) -> None:
     plain = [transport.name for transport in transports if transport.is_sealed is False]
     if plain and any(transport.is_sealed for transport in transports):
         raise ValueError(
-            f"windows are to be sealed, and {', '.join(plain)} sends them plain: leave it out"
+            f"{', '.join(plain)} would send KV unencrypted, and others encrypt it: leave it out"
         )

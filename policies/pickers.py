@@ -67,7 +67,7 @@ def softmax(temperature: float) -> Picker:
     for a negative temperature.
     """
     if temperature < 0:
-        raise ValueError(f"a temperature is 0 or more, not {temperature}")
+        raise ValueError(f"the temperature must be 0 or more, not {temperature}")
     if temperature == 0:
         return best
 

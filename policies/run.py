@@ -69,4 +69,4 @@ def rejecting_filter(policy: Policy, query: RoutingQuery, candidates: Sequence[C
         remaining = filter_(query, remaining)
         if not remaining:
             return getattr(filter_, "__name__", type(filter_).__name__)
-    raise ValueError(f"policy {policy.name} keeps a candidate here")
+    raise ValueError(f"the filters of policy {policy.name} keep a candidate")

@@ -47,7 +47,9 @@ class ByteRuns(msgspec.Struct, frozen=True):
         Raises IndexError if they do not exist.
         """
         if first < 0 or count < 1 or first + count > self.length.size:
-            raise IndexError(f"runs {first} to {first + count} of {self.length.size}")
+            raise IndexError(
+                f"there are no runs {first} to {first + count} among {self.length.size}"
+            )
         end = first + count
         return ByteRuns(self.src[first:end], self.dst[first:end], self.length[first:end])
 

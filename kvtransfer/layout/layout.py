@@ -154,7 +154,9 @@ class KvLayout(msgspec.Struct, frozen=True):
             raise ValueError(f"the order {self.order} needs the number of blocks")
         has_pages = self.content is KvContent.PAGES
         if has_pages != bool(self.page_format) or len(self.page_format) > _MAX_FORMAT_CHARS:
-            raise ValueError("pages, and no other content, have a format with a short name")
+            raise ValueError(
+                "page_format must be a short name for content pages, and empty for any other"
+            )
         if self.mla and not has_pages:
             return
         inner = self.order.value[-3:]
@@ -207,7 +209,7 @@ class KvLayout(msgspec.Struct, frozen=True):
         Raises IndexError for a stage that does not exist.
         """
         if not 0 <= stage < self.pp:
-            raise IndexError(f"stage {stage} of {self.pp}")
+            raise IndexError(f"there is no stage {stage}: the layout has {self.pp}")
         return range(stage * self.layers // self.pp, (stage + 1) * self.layers // self.pp)
 
     def heads_of(self, tp_rank: int) -> range:
@@ -216,7 +218,7 @@ class KvLayout(msgspec.Struct, frozen=True):
         Raises IndexError for a rank that does not exist.
         """
         if not 0 <= tp_rank < self.tp:
-            raise IndexError(f"rank {tp_rank} of {self.tp}")
+            raise IndexError(f"there is no rank {tp_rank}: the layout has {self.tp}")
         first = tp_rank * self.kv_heads // self.tp
         return range(first, first + self.rank_heads)
 

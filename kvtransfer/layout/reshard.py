@@ -145,7 +145,7 @@ class TransferPlan:
         """
         pairs = len(self._shares[self._band(group)])
         if not 0 <= pair < pairs:
-            raise IndexError(f"pair {pair} of {pairs}")
+            raise IndexError(f"there is no pair {pair}: the group has {pairs}")
         return self._cached_runs(group, pair)
 
     def group_bytes(self, group: int) -> int:
@@ -195,7 +195,7 @@ class TransferPlan:
         Raises IndexError for a group that does not exist.
         """
         if not 0 <= group < self.groups:
-            raise IndexError(f"group {group} of {self.groups}")
+            raise IndexError(f"there is no group {group}: the plan has {self.groups}")
         return group // len(self._chunk_tokens)
 
 
@@ -247,8 +247,8 @@ def plan_transfer(
         group_layers = layers_per_group(src, tokens - skip_tokens)
     if min(group_layers, max_run_bytes, max_runs) < 1:
         raise ValueError(
-            f"group_layers {group_layers}, most_run_bytes {max_run_bytes} "
-            f"and most_runs {max_runs} must be at least 1"
+            f"group_layers {group_layers}, max_run_bytes {max_run_bytes} "
+            f"and max_runs {max_runs} must be at least 1"
         )
     segments = split_segments(src, dst, from_blocks, to_blocks, covered)
     limits = _Limits(max_run_bytes, max_runs)

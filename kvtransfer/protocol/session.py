@@ -107,7 +107,7 @@ class LinkSession:
         if self.is_dialler:
             return None, self._answer_welcome(data)
         if not isinstance(self._open(data), LinkReady):
-            raise ProtocolError("expected Ready")
+            raise ProtocolError("the peer sent another message than Ready")
         self.peer = self._claimed
         return None, None
 
@@ -118,14 +118,16 @@ class LinkSession:
     def _answer_hello(self, data: bytes) -> bytes:
         """Return the Welcome that answers a Hello; the peer's identity is not proven yet."""
         if len(data) > MOST_HELLO_BYTES:
-            raise ProtocolError(f"a Hello of {len(data)} bytes")
+            raise ProtocolError(
+                f"a Hello of {len(data)} bytes is over the limit of {MOST_HELLO_BYTES}"
+            )
         hello = decode(data)
         if isinstance(hello, LinkHello):
             self.budget_bytes = hello.budget_bytes
         elif isinstance(hello, Lane):
             self.lane_of = hello.lane_of
         else:
-            raise ProtocolError("expected Hello")
+            raise ProtocolError("the peer sent another message than Hello")
         self._hello, self._claimed = bytes(data), hello.card
         self.version, self.greeting = hello.version, hello.nonce
         welcome = encode(Welcome(VERSION, self._nonce, self._card))
@@ -139,11 +141,13 @@ class LinkSession:
         """
         body = bytes(data[:-SEAL_BYTES])
         if len(data) > MOST_HELLO_BYTES:
-            raise ProtocolError(f"a Welcome of {len(data)} bytes")
+            raise ProtocolError(
+                f"a Welcome of {len(data)} bytes is over the limit of {MOST_HELLO_BYTES}"
+            )
         self._derive(body)
         welcome = self._open(data)
         if not isinstance(welcome, Welcome):
-            raise ProtocolError("expected Welcome")
+            raise ProtocolError("the peer sent another message than Welcome")
         self.version, self.peer = welcome.version, welcome.card
         return self.seal(LinkReady())
 

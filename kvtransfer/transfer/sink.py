@@ -411,9 +411,9 @@ class TransferSink:
             or request.blocks.min() < 0
             or request.blocks.max() >= most
         ):
-            raise ValueError(f"blocks lie between 0 and {most}")
+            raise ValueError(f"block numbers must be from 0 to {most - 1}")
         if sorted_distinct(request.blocks).size != request.blocks.size:
-            raise ValueError("a block is listed twice")
+            raise ValueError("a block number is listed twice")
 
     def _invite(self, reservation: BlockReservation, now: float) -> Command:
         request = reservation.request

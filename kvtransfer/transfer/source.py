@@ -351,7 +351,7 @@ class TransferSource:
         if spec.blocks.size > MAX_BLOCKS:
             raise ValueError(f"an offer has at most {MAX_BLOCKS} blocks, not {spec.blocks.size}")
         if spec.blocks.min() < 0 or spec.blocks.max() >= self._offer_counts.size:
-            raise ValueError(f"blocks lie between 0 and {self._offer_counts.size}")
+            raise ValueError(f"block numbers must be from 0 to {self._offer_counts.size - 1}")
 
     def _refuse_waiting(self, name: str, reason: EndReason, detail: str) -> list[Command]:
         return [

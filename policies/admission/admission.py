@@ -107,7 +107,7 @@ class DrainRate:
 
     def __init__(self, tau_s: float = 10.0) -> None:
         if tau_s <= 0:
-            raise ValueError(f"tau_s is positive, not {tau_s}")
+            raise ValueError(f"tau_s must be positive, not {tau_s}")
         self._tau_s = tau_s
         self._began: float | None = None
         self._last = self._weight = self._presence = 0.0

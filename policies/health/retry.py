@@ -44,5 +44,5 @@ class RetryBudget:
     def release(self) -> None:
         """Count a retry as finished. Raises RuntimeError if none was running."""
         if not self.running:
-            raise RuntimeError("give_back() without a running retry")
+            raise RuntimeError("release() was called without a running retry")
         self.running -= 1

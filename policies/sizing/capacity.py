@@ -25,7 +25,7 @@ def replicas_for(concurrency: float, ceiling: int) -> int:
     Raises ValueError for a ceiling below one, because such a replica serves no load.
     """
     if ceiling < 1:
-        raise ValueError(f"a replica that holds {ceiling} requests serves none")
+        raise ValueError(f"a replica must hold at least one request, not {ceiling}")
     return max(1, ceil(concurrency / ceiling - _ROUNDING))
 
 
@@ -62,10 +62,10 @@ def replicas_for_wait(load: float, service_s: float, percentile: float, wait_s: 
     it.
     """
     if wait_s < 0:
-        raise ValueError("a wait below zero is kept by no number of replicas")
+        raise ValueError(f"the allowed wait must be 0 s or more, not {wait_s} s")
     count = max(1, ceil(load))
     for _ in range(_MAX_STEPS):
         if wait_quantile_s(load / count, service_s, percentile) <= wait_s:
             return count
         count += max(1, count // 16)
-    raise ValueError(f"no number of replicas keeps a wait of {wait_s} s at a load of {load}")
+    raise ValueError(f"no number of replicas keeps waits within {wait_s} s at a load of {load}")

@@ -118,7 +118,9 @@ class ControlDecoder:
         while len(self._buffer) - offset >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer, offset)
             if length > self.most_bytes:
-                raise TransportError(f"the peer announces a message of {length} bytes")
+                raise TransportError(
+                    f"a message of {length} bytes exceeds the limit of {self.most_bytes}"
+                )
             end = offset + _LENGTH.size + length
             if len(self._buffer) < end:
                 break

@@ -85,7 +85,7 @@ class LanedLink(StreamLink):
         if kind is not FrameKind.SPREAD:
             super().on_frame(kind, header)
         elif self._dialled or len(header) != _SPREAD.size:
-            raise FrameError("an invalid SPREAD frame")
+            raise FrameError("the peer sent an invalid SPREAD frame")
         else:
             self._out.allow_lanes(*_SPREAD.unpack(header))
             self._wake_lanes()

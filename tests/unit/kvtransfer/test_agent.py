@@ -76,7 +76,7 @@ def test_sealed_and_plain_transports_cannot_be_combined(sealed: bool | None, fit
     if fits:
         Agent("p", SMALL, regions(), key=KEY, transports=ways)
         return
-    with pytest.raises(ValueError, match="to be sealed, and rdma sends them plain"):
+    with pytest.raises(ValueError, match="rdma would send KV unencrypted"):
         Agent("p", SMALL, regions(), key=KEY, transports=ways)
 
 
