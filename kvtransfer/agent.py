@@ -477,10 +477,9 @@ class Agent:
         )
 
     def _granted(self, command: SendInvite, grant: bytes) -> None:
-        """Send an invitation to write KV with its access grant, unless the transfer has ended
-        meanwhile.
+        """Send an invitation to write KV, now that the peer has access to the blocks.
 
-        In that case the end of the transfer (its fence) revokes the grant.
+        Nothing is sent if the transfer has ended meanwhile; its fence then revokes the access.
         """
         if self._sink.confirm_invite(command.link, command.invite.transfer):
             self._board.send(command.link, msgspec.structs.replace(command.invite, grant=grant))

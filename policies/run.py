@@ -36,7 +36,10 @@ def pick(
 
 
 def repick(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
-    """Return the pick changed to another one of its candidates; the reasons stay the same."""
+    """Return a copy of the pick that names another one of its candidates.
+
+    The reasons stay the same.
+    """
     slot = candidate.load.slot
     score = next(
         (

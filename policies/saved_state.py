@@ -48,7 +48,10 @@ class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
 
 
 class HolderState(msgspec.Struct, frozen=True, array_like=True):
-    """Saved state of one slot of a prefix index (prefix_index._Holder), without its blocks."""
+    """Saved state of one slot (endpoint) of a prefix index, without its blocks.
+
+    See prefix_index._Holder for the members.
+    """
 
     slot: int
     stamp: int
@@ -69,7 +72,10 @@ class KalmanState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BeliefState(msgspec.Struct, frozen=True, array_like=True):
-    """Saved learned speed of an endpoint (SpeedBelief), relative to the estimate `shape`."""
+    """Saved state of an endpoint's learned speed (SpeedBelief).
+
+    shape    the estimated step costs that the learned factors correct
+    """
 
     shape: StepCosts
     prompts: KalmanState

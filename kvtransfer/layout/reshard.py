@@ -1,9 +1,9 @@
 """Resharding plan: which bytes of which source rank go where, as a pure function of two layouts.
 
-Both ends compute the same TransferPlan from the same numbers, so no address is sent: a window, one
-piece of a transfer, names runs of bytes by their index in the plan. A change of the runs of a plan
-or of their order must raise messages.VERSION; a test pins today's plans. This module does not move
-bytes.
+Both ends compute the same TransferPlan from the same numbers, so no address is sent. A window, one
+piece of a transfer, names byte ranges (runs) by their index in the plan. A change of the runs of a
+plan or of their order must raise messages.VERSION; a test pins today's plans. This module does not
+move bytes.
 """
 
 from __future__ import annotations
@@ -66,16 +66,18 @@ ALL_RANKS = Ranks()
 
 
 class _Limits(NamedTuple):
-    """Limits of a plan: bytes of the longest run, and number of runs per rank pair in a group."""
+    """Limits of a transfer plan: bytes of the longest run, and runs per rank pair in a layer
+    group.
+    """
 
     run_bytes: int
     runs: int
 
 
 class TransferPlan:
-    """All byte runs of one transfer, by layer group and rank pair.
+    """All byte ranges (runs) of one transfer, by layer group and rank pair.
 
-    Thread-safe, created by `plan_transfer`.
+    It is created by `plan_transfer` and thread-safe.
 
     groups     number of groups. A group is some layers of a chunk of tokens: first the layers
                [0, group_layers) of each chunk, then the next layers. There is one chunk unless a
@@ -162,7 +164,7 @@ class TransferPlan:
 
     @property
     def n_bytes(self) -> int:
-        """Total bytes of the transfer."""
+        """Total bytes of KV that the transfer moves."""
         return sum(self._token_bytes()) * sum(self._chunk_tokens)
 
     def _token_bytes(self) -> list[int]:

@@ -240,7 +240,10 @@ class LinkManager:
             self._execute(self._on_dial_failed(dialling, EndReason.UNREACHABLE, str(error)))
 
     def _finish_dial(self, link: Link | None) -> str | None:
-        """Count a dial attempt as finished; return why its link has already ended, or None."""
+        """Count an attempt to dial as finished.
+
+        Return the reason if its link has already ended, else None.
+        """
         self._dials -= 1
         detail = None if link is None else self._ended_early.pop(link, None)
         if not self._dials:
@@ -324,7 +327,8 @@ class LinkManager:
     # ---- lanes
 
     def _lane_owner(self, peer_link: PeerLink) -> PeerLink | None:
-        """Return the link whose lane (parallel connection) this is; None if it is not a lane.
+        """Return the link to which a lane (parallel connection) belongs; None if this is not a
+        lane.
 
         A source finds it by the greeting, among links of the same peer.
         """

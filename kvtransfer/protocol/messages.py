@@ -102,7 +102,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknow
 
 
 class LinkReady(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """The sink's last message of the handshake, whose signature proves the sink's identity."""
+    """The sink's last message of a link's handshake; its signature proves the sink's identity."""
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):

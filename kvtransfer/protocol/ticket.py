@@ -34,7 +34,7 @@ _Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 class TicketRefusal(StrEnum):
     """Why a ticket is refused.
 
-    Counted separately, because a restart or a delay is not an attack.
+    Reasons are counted separately, because a restart or a delay is not an attack.
     """
 
     MALFORMED = "malformed"

@@ -56,7 +56,7 @@ class SendCredits:
         return True
 
     def put_back(self, transfer: int, n_bytes: int) -> None:
-        """Return the credit of `n_bytes` of a transfer that have landed.
+        """Free the send credit of `n_bytes` of a transfer that have landed.
 
         Raises ValueError if fewer bytes of the transfer are in flight.
         """
@@ -69,7 +69,9 @@ class SendCredits:
             self._by_transfer.pop(transfer, None)
 
     def forget(self, transfer: int) -> int:
-        """Return all credit of a finished transfer, and give its bytes that were in flight."""
+        """Free all send credit of a finished transfer; return its number of bytes that were in
+        flight.
+        """
         in_flight = self._by_transfer.pop(transfer, 0)
         self.in_flight_bytes -= in_flight
         return in_flight

@@ -205,14 +205,14 @@ class SendQueue:
         offer.windows = _windows(offer, plan)
 
     def release(self, offer: LeasedOffer, now: float, *, landed: bool) -> None:
-        """Remove an offer that has ended, and return its send credit."""
+        """Remove an offer that has ended, and free its send credit."""
         del self.claimed[offer.transfer]
         self._turns.remove(offer.transfer)
         left = self.credits.forget(offer.transfer)
         self._flow.count(left if landed else 0, now, idle=not self.credits.in_flight_bytes)
 
     def put_back(self, transfer: int, n_bytes: int, now: float) -> None:
-        """Return the send credit of bytes that the peer has received.
+        """Free the send credit of bytes that the peer has received.
 
         Raises ValueError if they were not sent.
         """

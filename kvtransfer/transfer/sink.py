@@ -84,7 +84,7 @@ class SinkState(StrEnum):
 
 
 class BlockReservation:
-    """The blocks and the progress of one fetch; used by TransferSink only."""
+    """The blocks that one fetch writes to, and the fetch's progress; used by TransferSink only."""
 
     __slots__ = (
         "deadline",

@@ -317,7 +317,7 @@ class TransferSource:
         return self._end(offer, EndReason.LANDED, "", now, tell=False)
 
     def on_credit(self, link: Link, message: Credit, now: float) -> list[Command]:
-        """Return send credit to the sink's link and send more.
+        """Free send credit, because the sink received bytes of a transfer, and send more.
 
         Raises ProtocolError for credit it did not have.
         """

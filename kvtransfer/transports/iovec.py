@@ -241,9 +241,9 @@ class MemoryPieces:
         return self.done - (self._ends[self.fed_count - 1] if self.fed_count else 0)
 
     def parts(self, first: int = 0, last: int | None = None) -> list[memoryview]:
-        """Return memoryviews of pieces [first, last) in order.
+        """Return memoryviews of the pieces [first, last) in order.
 
-        Of all from `first` on if `last` is None.
+        If `last` is None, they are all pieces from `first` on.
         """
         memory = self._memory.data
         starts, lengths = self._offsets[first:last].tolist(), self._lengths[first:last].tolist()

@@ -65,9 +65,9 @@ class SharedOutbound(Outbound):
         self._fds: list[int] = []
 
     def hand_over(self, fds: list[int], header: bytes) -> None:
-        """Queue file descriptors for the peer with the frame that describes them.
+        """Queue file descriptors for the peer, with the frame that describes them.
 
-        From any thread.
+        Callable from any thread.
         """
         self._fds = fds
         self.enqueue(encode_frame(FrameKind.REGIONS, header))

@@ -249,7 +249,10 @@ class _TlsOutbound(Outbound):
         return total
 
     def _records(self, views: list[memoryview]) -> Iterator[memoryview]:
-        """Yield all bytes in order: whole records without a copy, shorter pieces combined."""
+        """Yield the bytes of these pieces of memory as TLS records, in order.
+
+        Whole records are not copied; shorter pieces are combined.
+        """
         buffered = 0
         for view in views:
             offset = 0

@@ -58,7 +58,7 @@ class AdmissionSim:
             self._room.on_booked(query, pick)
 
     def on_ended(self, now: float, flight: InflightRequest) -> None:
-        """Return the permit of a request that has ended, and report its outcome to the
+        """Release the permit of a request that has ended, and report its outcome to the
         admission.
         """
         if self._returns_permit(flight):
@@ -67,7 +67,7 @@ class AdmissionSim:
             self._fleet.schedule(now, self._settle)
 
     def on_not_routed(self, now: float, flight: InflightRequest) -> None:
-        """Refuse an admitted request that no group can serve, and return its permit."""
+        """Refuse an admitted request that no group can serve, and release its permit."""
         if self._returns_permit(flight):
             assert self._room is not None
             self._room.free_place(now)

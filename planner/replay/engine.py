@@ -171,7 +171,10 @@ class ReplayEngine:
         self.due_s = now + self._roofline.step_s(plan.work) * slowness
 
     def _shorten_run(self, now: float) -> None:
-        """Count the finished steps of the run of steps, and make the current step its last one."""
+        """Let the current run of decode steps end after its current step.
+
+        The steps finished before are counted.
+        """
         run = self._run
         assert run is not None
         finished = run.completed_by(now - self._since)

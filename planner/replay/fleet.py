@@ -181,7 +181,7 @@ class Fleet:
             self.end(now, flight, RequestEnd.SHED, "too_long")
 
     def _fits(self, request: TraceRequest) -> bool:
-        """Return whether there are groups whose KV could hold the request, whole or split."""
+        """Return whether any group's KV could hold the request, whole or split."""
         if self.disagg is None:
             return bool(self.gateway.fitting(request))
         pools = self.disagg.fitting(request)
@@ -250,7 +250,7 @@ class Fleet:
             self.wake(now, group)
 
     def wake(self, now: float, group: ReplayGroup) -> None:
-        """Let an engine read its queue at the end of its current step, or now if it is idle.
+        """Let a group's engine read its queue at the end of its current step, or now if it is idle.
 
         An idle engine wakes after all other events of this moment, so that simultaneous jobs start
         together.
@@ -304,8 +304,9 @@ class Fleet:
             record.cached_tokens = job.cached
 
     def on_blocks_allocated(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Start the KV transfer of a job whose KV comes from another group, as its blocks are
-        allocated.
+        """Start the KV transfer of a job whose KV comes from another group.
+
+        Its blocks have just been allocated.
         """
         assert self.disagg is not None
         self.disagg.fetch(group, job, now)

@@ -99,7 +99,9 @@ class FleetPort(Protocol):
         """Put a job into the engine's queue, unless it was withdrawn meanwhile."""
 
     def wake(self, now: float, group: ReplayGroup) -> None:
-        """Let an engine read its queue at the end of its current step, or now if it is idle."""
+        """Let a group's engine read its queue at the end of its current step, or now if it is
+        idle.
+        """
 
     def withdraw(self, now: float, flight: InflightRequest) -> None:
         """Cancel a request's jobs and its booked load."""

@@ -189,7 +189,7 @@ def _is_late(record: ReplayRecord, now: float) -> bool:
 def _ttft_from_pick(record: ReplayRecord) -> float | None:
     """Return the seconds from the pick to the first token, to which a prediction refers.
 
-    Or None.
+    Return None if the request was not admitted or got no token.
     """
     return (
         None

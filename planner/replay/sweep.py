@@ -64,7 +64,10 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class ComparisonPoint(msgspec.Struct, frozen=True):
-    """One replay of a comparison; `ttfts_s` and `tpots_s` are those of served requests, sorted."""
+    """One replay of a comparison: a policy at a load, and its results.
+
+    ttfts_s, tpots_s  TTFT and TPOT of the served requests in seconds, sorted
+    """
 
     policy: str
     load: float

@@ -226,7 +226,7 @@ def _lines(
 def _against(options: SizeOptions, output: SizeOutput, grids: Sequence[Grid]) -> FleetPlan | None:
     """Return the cheapest plan of the model in --against, for the same traffic and promises.
 
-    Or None.
+    Return None without that option.
     """
     if output.against is None:
         return None

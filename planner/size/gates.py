@@ -259,7 +259,9 @@ def most_ep(draft: Draft) -> None:
 
 
 def _keeps(draft: Draft, layout: Layout) -> bool:
-    """Return whether a layout keeps, at batch 1, each promise that the layout so far keeps."""
+    """Return whether a layout keeps, at batch 1, all promises that the draft's present layout
+    keeps.
+    """
     single, now = (at_batch(draft.times(each), draft.work, 1) for each in (layout, draft.layout))
     pairs = {"TPOT": (single.step_s, now.step_s), "TTFT": (single.ttft_s, now.ttft_s)}
     return all(

@@ -67,7 +67,9 @@ class ReplicaTimes:
         return self.prefill_s(tokens) * (self.layout.pp - 1) / self.layout.pp
 
     def parts(self, batch: int, context: int) -> StepTimeParts:
-        """Return the parts of a decode step's time, by the equation of step times."""
+        """Return how the time of a decode step is divided among weights, KV, compute and
+        collectives.
+        """
         seqs = -(-batch // (self.layout.dp * self.layout.pp))
         kept = round(seqs * self.model.cached_tokens(context))
         return self._line.terms(StepWork(0, 0.0, seqs, kept))

@@ -271,7 +271,7 @@ def total_capacity(candidates: Iterable[Candidate]) -> int:
 
 
 def occupancy_text(queue: WaitQueueView, expected_s: float | None) -> str:
-    """Return a sentence part with the queue's occupancy, for the end of refusal messages.
+    """Return the part of a refusal message that states how full the wait queue is.
 
     `expected_s` is the seconds until a permit is free; None if unknown.
     """

@@ -74,8 +74,9 @@ class TenantCounters:
         return counter
 
     def advance_to(self, counter: float) -> None:
-        """Advance the virtual time to `counter`, the lowest of all waiting tenants, which is served
-        now.
+        """Advance the virtual time to `counter`, the lowest counter of all waiting tenants.
+
+        The request of that tenant is served now.
         """
         self.floor = max(self.floor, counter)
 

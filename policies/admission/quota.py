@@ -152,7 +152,9 @@ class Quota:
         self._count(0, tokens)
 
     def refund(self, tokens: int, requests: int = 1) -> None:
-        """Return the requests and tokens of a request that was later refused for another reason."""
+        """Give back the requests and tokens of a request that was later refused for another
+        reason.
+        """
         self._count(-requests, -tokens)
 
     def usage_message(self, requests: int, tokens: int, now: float) -> QuotaUsage:

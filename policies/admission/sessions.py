@@ -356,7 +356,9 @@ class WorkingSet:
         return session if self._key_of is None else self._key_of(session)
 
     def _touch(self, name: SessionKey, one: ActiveSession, now: float) -> None:
-        """Mark the session as the most recently used one, and report it with the next updates."""
+        """Mark the session as the most recently used one, and report it to other gateways next
+        time.
+        """
         self._active[name] = one
         one.last_used_s = now
         if self._key_of is not None:

@@ -243,7 +243,7 @@ class WaitQueue(Generic[T]):
     def is_next(self, tenant: str) -> bool:
         """Return whether a new request of the tenant would be the next to enter.
 
-        O(waiting tenants).
+        Takes O(waiting tenants) time.
         """
         if not self._tickets:
             return True
@@ -332,19 +332,17 @@ class WaitQueue(Generic[T]):
         self.admission.on_booked(query, pick)
 
     def release(self, request: Request, outcome: RequestOutcome) -> None:
-        """Return the permit of a request that has ended; call `take_verdicts` afterwards."""
+        """Release the permit of a request that has ended; call `take_verdicts` afterwards."""
         self.free_place(outcome.now)
         self.on_ended(request, outcome)
 
     def free_place(self, now: float) -> None:
-        """Free the place of a request that has ended, whose outcome is passed to `on_ended`
-        separately.
-        """
+        """Release the permit of a request whose outcome is passed to `on_ended` separately."""
         self.in_flight -= 1
         self.drain_rate.record(now)
 
     def undo_admit(self) -> None:
-        """Return a permit that no request used; call `take_verdicts` afterwards."""
+        """Release a permit that no request used; call `take_verdicts` afterwards."""
         self.in_flight -= 1
 
     def on_not_routed(self, request: Request) -> None:

@@ -215,7 +215,7 @@ class EngineModel:
         return self._plan(load, start)
 
     def _decode_until(self, until: float) -> None:
-        """Simulate whole decode steps up to the time `until`."""
+        """Simulate whole decode steps of the engine up to the time `until`."""
         steps = int((until - self.step_began_at) / self.decode_s + 1e-9)
         if steps > 0:
             self.steps += steps

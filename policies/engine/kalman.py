@@ -44,7 +44,7 @@ class KalmanFilter:
     def restore(
         self, logs: Sequence[float], covar: Sequence[Sequence[float]], var: float, last: float
     ) -> None:
-        """Replace the state by the saved state of another filter with the same prior."""
+        """Replace the filter's state by the saved state of another filter with the same prior."""
         self._logs, self.factors = list(logs), [exp(log_) for log_ in logs]
         self.covar, self.var, self._last = [list(row) for row in covar], var, last
 

@@ -32,12 +32,12 @@ class SharedPrefixKv:
         return share * share
 
     def add(self, tokens: int) -> None:
-        """Add a sequence with a cached prefix of `tokens` tokens."""
+        """Count a new sequence that has a cached prefix of `tokens` tokens."""
         self.distinct += self.exclusive_share() * tokens
         self.tokens += tokens
 
     def remove(self, tokens: int) -> None:
-        """Remove a sequence with a cached prefix of `tokens` tokens."""
+        """Stop counting a sequence that has a cached prefix of `tokens` tokens."""
         self.distinct = max(0.0, self.distinct - self.exclusive_share() * tokens)
         self.tokens -= tokens
         if not self.tokens:

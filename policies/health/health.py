@@ -196,9 +196,7 @@ def _stay_out(health: Health, transition: _Transition) -> Health:
 
 
 def _return(health: Health, transition: _Transition) -> Health:
-    """Return the endpoint to use after a successful probe, but not before `until`, to damp
-    flapping.
-    """
+    """Use the endpoint again after a successful probe, but not before `until`, to damp flapping."""
     if transition.now < health.until:
         return health
     return Health(
@@ -207,7 +205,7 @@ def _return(health: Health, transition: _Transition) -> Health:
 
 
 def _return_needed(health: Health, transition: _Transition) -> Health:
-    """Return a pool's only endpoint to use after a successful probe.
+    """Use a pool's only endpoint again after a successful probe.
 
     This happens at once, or after `first_s` seconds if the endpoint flaps.
     """

@@ -88,9 +88,9 @@ class Slowness(msgspec.Struct, frozen=True):
 
 
 class SpeedSamples:
-    """Sums of seconds and counts of samples, in bins by size of work.
+    """Decaying sums of measured seconds and numbers of samples, in bins by size of work.
 
-    `total` is the sum of the counts; the last `least` of them never expire.
+    `total` is the sum of the numbers; the last `least` samples never expire.
     """
 
     __slots__ = ("counts", "least", "seconds", "total")
@@ -115,7 +115,7 @@ class SpeedSamples:
         return self.minus(SpeedSamples(self.least))
 
     def minus(self, other: SpeedSamples) -> SpeedSamples:
-        """Return these samples minus the older samples `other`."""
+        """Return the samples that were added to these since the older state `other`."""
         difference = SpeedSamples(self.least)
         difference.seconds = [*map(sub, self.seconds, other.seconds)]
         difference.counts = [*map(sub, self.counts, other.counts)]
@@ -176,7 +176,9 @@ class SampleTrack:
             self.reference.add(bin_, seconds)
 
     def decay(self) -> None:
-        """Let the samples decay by one second; called at the end of each review."""
+        """Let the samples decay by the second since the last review; called at the end of each
+        review.
+        """
         self.recent.decay(RECENT)
         self.reference.decay(REFERENCE)
         if self.fresh_count:

@@ -92,9 +92,10 @@ class Expectations:
         )
 
     def _step_ratio(self, member: ReviewedEndpoint, now: float) -> float:
-        """Return the running prefill step's age divided by its peers' time.
+        """Return the running prefill step's age divided by the time that its endpoint's peers need
+        for it.
 
-        Return 0 if it is not a stall.
+        Return 0 if the step is not late enough to be a stall.
         """
         record = member.record
         age_s, yardstick = now - record.since, self.yardsticks.get((member.kind, Measure.TTFT))

@@ -38,10 +38,7 @@ class GrowingPrefixes:
     __slots__ = ("_blocks", "_ends", "_remembered")
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
-        """Initialize without prompts.
-
-        `remembered` is the number of ends to store, the most recent ones.
-        """
+        """Initialize without prompts; at most `remembered` ends of recent prompts are stored."""
         self._remembered = remembered
         self._ends: dict[int, tuple[int, str]] = {}  # block key and session name by end
         self._blocks: dict[int, int] = {}  # number of stored ends by block key

@@ -243,8 +243,10 @@ class PrefixIndex:
         )
 
     def _measure_levels(self, keys: Keys, last: int) -> tuple[dict[int, int], dict[int, int]]:
-        """Return held blocks in two dicts: by slot where holders are few, by holders int where
-        many.
+        """Return how many blocks of a prompt the slots hold, in two dicts.
+
+        The first is by slot, for blocks with few holders. The second is by the packed list of
+        holders, for blocks with many.
         """
         narrow: dict[int, int] = {}
         wide: dict[int, int] = {}
@@ -272,9 +274,10 @@ class PrefixIndex:
         return narrow, wide
 
     def _stamps_by_slot(self, holders: int) -> dict[int, int]:
-        """Return the stamps of a long list of holders, by slot, from a cache of the newest few.
+        """Return the stamps (ages) of a block's holders by slot, for a block with many holders.
 
-        The list of a common prompt changes once per generation of a slot, not with every request.
+        The results for the newest few such lists of holders are cached, because the list of a
+        common prompt changes only once per generation of a slot.
         """
         stamps = self._wide.get(holders)
         if stamps is None:
@@ -314,7 +317,10 @@ class PrefixIndex:
         return self._holders[slot].regret() if slot < len(self._holders) else 0.0
 
     def _measure_reach(self, keys: Keys, last: int) -> dict[int, int]:
-        """Return, by slot, how many blocks it holds; bisects only where holders change."""
+        """Return how many blocks of a prompt each slot holds, by slot.
+
+        Bisects only where the holders of blocks change.
+        """
         first_holders, last_holders = self._holders_of(keys[0]), self._holders_of(keys[last])
         alive = {first_holders: self._alive(first_holders), last_holders: self._alive(last_holders)}
         reach = dict.fromkeys(alive[last_holders], SAMPLE_LENGTHS[last])

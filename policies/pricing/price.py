@@ -123,7 +123,7 @@ class PriceTerms(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> float:
-        """The price: the sum of all terms."""
+        """The whole price: the sum of all terms, in lost requests."""
         return self.ttft + self.tpot + self.others + self.work + self.kv
 
 

@@ -90,9 +90,9 @@ class TwoHashPicker:
         return other if -scores[fuller] > slo_s and scores[other] > scores[fuller] else fuller
 
     def _key(self, query: RoutingQuery) -> int:
-        """Return the hash of the prefix to use.
+        """Return the key (hash) of the prefix by which to choose endpoints.
 
-        A random key for a prompt shorter than one block.
+        For a prompt shorter than one block, return a random key.
         """
         if query.fingerprint is not None and query.fingerprint.keys:
             return self._hot.key(query.fingerprint)
@@ -133,7 +133,7 @@ class HotPrefixes:
         self._expanded: dict[int, None] = {}
 
     def key(self, fingerprint: Fingerprint) -> int:
-        """Return the key of the prefix to hash, and count its use."""
+        """Return the key (hash) of the prefix by which to choose endpoints, and count its use."""
         keys, expanded, index = fingerprint.keys, self._expanded, 0
         last, key = len(keys) - 1, keys[0]
         while index < last and key in expanded:
@@ -146,7 +146,7 @@ class HotPrefixes:
         return key
 
     def _count(self, key: int) -> bool:
-        """Count a use of the key; return whether the key is hot."""
+        """Count one use of the prefix with this key; return whether the prefix is hot."""
         recent, counts = self._recent, self._counts
         recent.append(key)
         counts[key] += 1

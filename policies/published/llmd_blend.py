@@ -55,10 +55,9 @@ def cached_share(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[f
 
 
 def short_queue(fresh_s: float) -> Scorer:
-    """Return a scorer: 1 for the shortest queue, 0 for the longest, and 1 for all if they are
-    equal.
+    """Return a scorer: 1 for the endpoint with the shortest queue, 0 for the longest.
 
-    Metrics older than `fresh_s` seconds are ignored.
+    All score 1 if their queues are equal. Metrics older than `fresh_s` seconds are ignored.
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:

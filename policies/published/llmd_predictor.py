@@ -113,8 +113,7 @@ def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
 def _ttfts(
     query: RoutingQuery, candidates: Sequence[Candidate], cached: Sequence[int]
 ) -> list[float]:
-    """Return the predicted TTFT in seconds at each candidate, with the fixed cost at its present
-    load.
+    """Return the predicted TTFT in seconds at each candidate, including its fixed cost at present.
 
     In the original, trees learn that fixed cost from running requests and KV use.
     """

@@ -92,7 +92,10 @@ def warm_until_saturated(
 
 
 def queued_and_new(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Score by -(Q + u): Q is the queued prefill tokens, u the uncached tokens of this prompt."""
+    """Return the score of each candidate: -(Q + u).
+
+    Q is the queued prefill tokens, u the uncached tokens of this prompt.
+    """
     prompt = query.request.prompt_tokens
     return [
         float(cached - prompt - candidate.load.prefill_tokens)

@@ -33,8 +33,9 @@ class Llumnix(PolicyParams, frozen=True):
 
 
 def prefill_ahead(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Score by -(Q + u): Q is the rest of the queued prefill tokens, u this prompt's uncached
-    tokens.
+    """Return the score of each candidate: -(Q + u).
+
+    Q is the rest of the queued prefill tokens, u the uncached tokens of this prompt.
     """
     now, prompt, scores = query.now, query.request.prompt_tokens, []
     for candidate, cached in zip(candidates, cached_tokens(query, candidates), strict=True):

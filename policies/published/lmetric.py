@@ -30,7 +30,7 @@ class LMetric(PolicyParams, frozen=True):
 
 
 def product(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Score by -(Q + u) * (N + 1).
+    """Return the score of each candidate: -(Q + u) * (N + 1).
 
     Q is the queued prefill tokens, u the uncached tokens of this prompt, N the requests in flight.
     """

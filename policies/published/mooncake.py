@@ -32,5 +32,5 @@ class Mooncake(PolicyParams, frozen=True):
 
 
 def soonest(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Score by the negative expected TTFT in seconds."""
+    """Return the score of each candidate: its negative expected TTFT in seconds."""
     return [-seconds for seconds in ttfts(query, candidates, cached_tokens(query, candidates))]

@@ -59,8 +59,10 @@ class ExploitExplore:
         self._lightest = pickers.best_with_tie_breakers(self._load)
 
     def score(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-        """Score by cached tokens if a cached prefix is most of the prompt, else by negative GPU
+        """Return the scores: cached tokens if a cached prefix is most of the prompt, else GPU
         seconds.
+
+        GPU seconds are negative, so that the least cost scores highest.
         """
         window, prompt = self._window, query.request.prompt_tokens
         window.expire(query.now)

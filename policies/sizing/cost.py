@@ -25,9 +25,9 @@ def usd_per_million(price_hour: float, gpus: int, tokens_s: float) -> float:
 
 
 def tp_tax(tokens_s_gpu: float, base_tokens_s_gpu: float) -> float:
-    """Return the relative change of tokens/s per GPU against a smaller TP size.
+    """Return the relative change of tokens/s per GPU when TP is raised from a smaller size.
 
-    -0.18 is 18 % lost.
+    A result of -0.18 means that each GPU generates 18 % fewer tokens.
     """
     return tokens_s_gpu / base_tokens_s_gpu - 1
 

@@ -60,7 +60,7 @@ class QueuePairEpochs:
         return QueuePairReady(self.epoch)
 
     def on_ready(self, message: QueuePairReady) -> None:
-        """Record that the peer's end of the queue pair is connected."""
+        """Record the peer's message that its end of the queue pair is connected."""
         self.is_writable = self._joined and (self.is_writable or message.epoch == self.epoch)
 
     def end(self) -> None:

@@ -97,7 +97,7 @@ class RdmaReceiver:
             raise error
 
     def on_written(self, number: int) -> RdmaTrailer | None:
-        """Record the last write of window of KV `number`; return its trailer if complete, else
+        """Record the last write of a window of KV; return the window's trailer if complete, else
         None.
         """
         trailer = self._waiting.pop(number, None)

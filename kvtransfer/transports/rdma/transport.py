@@ -114,7 +114,7 @@ class Rdma:
 
     @contextmanager
     def _dialling(self) -> Iterator[None]:
-        """Keep the device open while the body runs.
+        """Keep the device open while the `with` block runs.
 
         Raises TransportError if the transport is not open.
         """

@@ -121,7 +121,9 @@ class Device:
 
 
 class RegisteredMemory:
-    """Registered memory; after `close` returns, no device accesses it under these keys."""
+    """Memory registered with an RDMA device; after `close` no device accesses it under these
+    keys.
+    """
 
     def __init__(self, region: Any) -> None:
         self._region = region
@@ -351,8 +353,9 @@ def _errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def _as_transport_error(what: str) -> Iterator[None]:
-    """Convert an error of pyverbs in the body to a TransportError whose message begins with
-    `what`.
+    """Convert an error of pyverbs in the `with` block to a TransportError.
+
+    Its message begins with `what`.
     """
     try:
         yield
@@ -362,7 +365,10 @@ def _as_transport_error(what: str) -> Iterator[None]:
 
 @contextmanager
 def _close_on_error(thing: Any) -> Iterator[None]:
-    """Close `thing` if the body fails; the garbage collector might close it after the device."""
+    """Close `thing` if the `with` block fails.
+
+    Otherwise the garbage collector might close it after the device.
+    """
     try:
         yield
     except BaseException:

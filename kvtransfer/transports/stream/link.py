@@ -264,7 +264,7 @@ class StreamLink:
         self._end()
 
     def _driven(self) -> bool:
-        """Return whether a thread is in `drive`, or was recently and may return."""
+        """Return whether another thread moves this link's bytes by `drive`, or recently did so."""
         return self._drivers > 0 or time.perf_counter() - self._last_driven_s < self._HOLD_MS / 1e3
 
     def _step(self, done: Callable[[], bool] | None = None) -> None:

@@ -162,10 +162,10 @@ class Outbound:
             self._withheld.add(transfer)
 
     def take_spare(self) -> tuple[WindowHead, WindowSlice] | None:
-        """Remove and return a window of KV for a lane (parallel connection) to send, or None if
-        there is none.
+        """Remove and return a queued window of KV for a lane (parallel connection) to send, or
+        None.
 
-        From any thread.
+        Callable from any thread.
         """
         with self._gate:
             index = self._spare_at()
