@@ -329,7 +329,9 @@ class Agent:
 
     @property
     def epoch(self) -> bytes:
-        """16 random bytes of this agent's start, which tickets contain."""
+        """16 random bytes drawn when this agent started; tickets of an earlier start differ in
+        them.
+        """
         return self._card.epoch
 
     def decline(self, name: str, detail: str = "") -> None:
@@ -393,7 +395,7 @@ class Agent:
             self._do(self._sink.on_landed(link, head, verdict, self._clock.now()))
 
     def on_sent(self, link: Link, head: WindowHead) -> None:
-        """Do nothing: the sink's messages return the send credit."""
+        """Do nothing when a window was read; the sink's messages return the send credit."""
 
     def on_fenced(self, link: Link, transfer: int) -> None:
         with self._lock:

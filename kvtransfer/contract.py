@@ -60,13 +60,15 @@ class WindowHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WindowSlice(msgspec.Struct, frozen=True):
-    """A window of KV in one end's plan: its byte ranges (runs), and this end's memory to read from
-    or write to.
+    """A window (piece of a transfer) of KV as one end sees it.
 
-    A rank is the index of a region in its agent, which may have only one rank of its group.
-    `is_current` returns whether the source's blocks still have the promised generations; None on a
-    sink. A transport calls it right before and right after it reads the source's memory, on
-    whichever side that happens.
+    runs          its byte ranges
+    region        this end's memory to read from or write to
+    src_rank      the source's rank: index of a region in its agent, which may have only one rank
+    dst_rank      the sink's rank, likewise
+    is_current    returns whether the source's blocks still have the promised generations; None on
+                  a sink. A transport calls it right before and right after it reads the source's
+                  memory, on whichever side that happens
     """
 
     runs: ByteRuns

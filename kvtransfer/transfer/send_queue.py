@@ -200,7 +200,9 @@ class SendQueue:
         offer.link, offer.transfer = None, 0
 
     def claim(self, offer: LeasedOffer, plan: TransferPlan, window_bytes: int) -> None:
-        """Set the plan by which the offer is sent, and the size of its windows of KV."""
+        """Record the plan by which an offer is sent to its sink, and cut it into windows of this
+        size.
+        """
         offer.plan, offer.window_bytes = plan, window_bytes
         offer.windows = _windows(offer, plan)
 

@@ -85,7 +85,10 @@ class Iovecs:
         self.address = int(self._rows.__array_interface__["data"][0])
 
     def lay(self, address: int, offsets: Offsets, lengths: Offsets) -> None:
-        """Fill rows 1 to n with these pieces; rows 0 and n + 1 are for a prefix and a suffix."""
+        """Fill rows 1 to n of the array with these n pieces of memory.
+
+        Rows 0 and n + 1 are left for a prefix and a suffix.
+        """
         count = len(lengths)
         if count + 2 > len(self._rows):
             self._allocate(count)

@@ -40,10 +40,12 @@ class HedgesPort(Protocol):
     """Protocol of the methods for hedged requests that other parts of the replay call."""
 
     def may_send(self) -> bool:
-        """Return whether the allowed share of hedges permits one more."""
+        """Return whether one more hedge (second copy of a slow request) is within the allowed
+        share.
+        """
 
     def send(self, now: float, flight: InflightRequest, group: ReplayGroup) -> None:
-        """Send the request to a second group as a hedge."""
+        """Send a copy of the request to a second group; the first answer wins."""
 
 
 class SpeedsPort(Protocol):

@@ -131,7 +131,7 @@ class ReplayGroup:
         self.expected_keys.update(keys)
 
     def expect_no_more(self, keys: tuple[int, ...]) -> None:
-        """Remove block ids that the group has computed or will not compute."""
+        """Undo `expect` for block ids that the group has now computed or will not compute."""
         coming = self.expected_keys
         for key in keys:
             count = coming[key] - 1

@@ -85,7 +85,10 @@ class ComparisonResult(msgspec.Struct, frozen=True):
 
 
 def load_of(contest: Comparison, load: float) -> Traffic:
-    """Return the traffic of the comparison at a load."""
+    """Return the requests of the replayed trace at a load.
+
+    The load is a number of concurrent users, or a factor on the trace's request rate.
+    """
     if contest.by_users:
         return users(contest.requests, _users_at(load), contest.options.seed)
     return traffic(scale_rate(contest.requests, load))

@@ -1,4 +1,7 @@
-"""The result of one replayed fleet; in its own module, because the replay is slow to import."""
+"""Type of the result of one replayed fleet.
+
+It is in its own module because the replay is slow to import.
+"""
 
 from __future__ import annotations
 

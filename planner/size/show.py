@@ -92,7 +92,9 @@ def comparison_lines(plans: Sequence[FleetPlan]) -> Iterator[str]:
 
 
 def front_lines(points: Sequence[FleetPoint], headline: str) -> Iterator[str]:
-    """Yield the best points as a table, and why others are impossible."""
+    """Yield a table of the best configurations of a sizing, and the reasons why layouts are
+    impossible.
+    """
     yield headline
     heads = ("weights", "gpu", "TP", "PP", "replicas", "batch", "TTFT", "per token", "req/s")
     rows = [

@@ -87,9 +87,9 @@ class WaitQueueLimits(msgspec.Struct, frozen=True):
 
 
 def shed_until(reason: str, retry_after_s: float | None, detail: str) -> Shed:
-    """Return a refusal with a Retry-After of `retry_after_s` seconds.
+    """Return a refusal with a Retry-After time.
 
-    None means that nothing was measured yet, inf that the client should not retry.
+    retry_after_s  seconds until the client may retry; None: not measured yet; inf: never
     """
     if retry_after_s == inf:
         return Shed(reason, None, detail, may_return=False)
@@ -296,7 +296,7 @@ def shed_early(early_s: float) -> Shed:
 def shed_queue_full(queue: WaitQueueView, retry_after_s: float | None) -> Shed:
     """Return the refusal of a request that found the wait queue full.
 
-    `retry_after_s` is as for `shed_until`.
+    retry_after_s  seconds until the client may retry; None: not measured yet; inf: never
     """
     text = f"The waiting room is full. {occupancy_text(queue, retry_after_s)}."
     return shed_until("waiting_room_full", retry_after_s, text)
@@ -305,7 +305,7 @@ def shed_queue_full(queue: WaitQueueView, retry_after_s: float | None) -> Shed:
 def shed_timed_out(queue: WaitQueueView, retry_after_s: float | None) -> Shed:
     """Return the refusal of a request that waited its full time and has just left the queue.
 
-    `retry_after_s` is as for `shed_until`.
+    retry_after_s  seconds until the client may retry; None: not measured yet; inf: never
     """
     text = f"No endpoint became free in time. {occupancy_text(queue, retry_after_s)}."
     return shed_until("waited_too_long", retry_after_s, text)

@@ -152,7 +152,9 @@ class WorkingSet:
         return len(self._active)
 
     def contains(self, session: str) -> bool:
-        """Return whether the session is active."""
+        """Return whether the session is active: in use, or idle for less than `memory_s`
+        seconds.
+        """
         return self._key(session) in self._active
 
     def can_admit(self, session: str, tokens: int, kv_tokens: float | None) -> bool:

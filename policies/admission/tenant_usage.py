@@ -88,10 +88,10 @@ class TenantUsage:
         )
 
     def price_share(self, tenant: str) -> float:
-        """Return the share of the price that a tenant pays, from 0 at its fair share to 1 well
-        above it.
+        """Return the share of the full price that a tenant pays, 0 to 1.
 
-        The share rises linearly in between. A tenant without competition pays the whole price.
+        It is 0 at the tenant's fair share and rises linearly to 1 well above it. A tenant without
+        competition pays the whole price.
         """
         if len(self._offered) <= 1:
             return 1.0

@@ -136,9 +136,9 @@ class GrowingPrefixes:
 
 
 def _messages_length(messages: memoryview) -> int:
-    """Return the bytes of a JSON array of messages without its closing bracket.
+    """Return the length in bytes of a JSON array of messages without its closing bracket.
 
-    Return 0 for other values.
+    Return 0 if the text is not such an array.
     """
     closing = _CLOSED.search(bytes(messages[-2 * _MAX_BLANKS - 2 :]))
     return 0 if closing is None else len(messages) - (closing.end() - closing.start()) + 1

@@ -92,9 +92,9 @@ def warm_until_saturated(
 
 
 def queued_and_new(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Return the score of each candidate: -(Q + u).
+    """Return minus the tokens to prefill before the first answer, as each candidate's score.
 
-    Q is the queued prefill tokens, u the uncached tokens of this prompt.
+    These are the queued prefill tokens and the uncached tokens of this prompt (Q + u).
     """
     prompt = query.request.prompt_tokens
     return [

@@ -1,4 +1,6 @@
-"""Routing rule E2 of Preble: use a long cached prefix, else the endpoint with the least load."""
+"""Preble's routing rule E2: use the endpoint with a long cached prefix, else the least loaded
+one.
+"""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class LayoutFinding(msgspec.Struct, frozen=True):
 
 
 class LayoutRule(msgspec.Struct, frozen=True):
-    """One rule of layouts.
+    """A rule that a group's layout must obey: its parallel sizes, engine options and model.
 
     `find` returns (message, what is valid) if a group violates the rule, else None.
     """

@@ -186,7 +186,7 @@ def _used_as_values(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def _unpacks(call: ast.Call) -> bool:
-    """Return whether a call unpacks arguments with * or **."""
+    """Return whether a call passes arguments unpacked with * or **."""
     return any(isinstance(argument, ast.Starred) for argument in call.args) or any(
         keyword.arg is None for keyword in call.keywords
     )

@@ -150,7 +150,7 @@ class RdmaLink:
             self._schedule(lambda: self._departures.accept(transfer, grant))
 
     def secure(self, window_key: bytes) -> None:
-        """Raise the message limit for the proven peer.
+        """Allow longer messages, now that the peer has proven its identity.
 
         Nothing is encrypted: a device writes plain bytes, so its network must be trusted.
         """

@@ -41,9 +41,9 @@ class WindowSeal:
         self._buffer = bytearray()
 
     def void(self, about: bytes, *, instead: bool) -> bytes:
-        """Return the authentication tag of a window of KV without bytes.
+        """Return the authentication tag that stands for a window of KV whose bytes are not sent.
 
-        `instead` is whether it replaces the last sealed window.
+        `instead` is whether it replaces the tag of the window that was sealed last.
         """
         self._count -= instead
         return self.close((), 0, about)[1]
