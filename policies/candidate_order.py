@@ -27,16 +27,17 @@ SHORTLIST = 4
 """Candidates that a shortlist has at least, so that a slow request can move to another one."""
 
 SHORTLIST_HOLDERS = 8
-"""Holders of a prompt that are scored without asking which of them can be the best."""
+"""Up to this many endpoints that hold the prompt are all scored; of more, only the promising ones.
+"""
 
 SHORTLIST_UNSETTLED = 12
-"""Candidates of a group whose key may be wrong that are scored in addition, at most."""
+"""How many candidates of a group whose sort key may be outdated are scored in addition, at most."""
 
 STEPS = 256
-"""Entries of a group that are looked at in the search for one with a common prefix cached."""
+"""How many entries of a group are searched at most for one with a common prefix cached."""
 
 LEVELS = 3
-"""Prefixes of a prompt, held by many endpoints, that a shortlist tells apart."""
+"""How many widely held prefixes of a prompt a shortlist distinguishes at most."""
 
 Entry = tuple[float, float, int, int]
 """A place in the order: key, a random number that breaks ties, slot and group."""

@@ -17,7 +17,7 @@ from policies.load import EndpointLoad
 from policies.model import Request
 
 FREE_KV = 0.9
-"""Share of KV in use below which prompts do not wait for KV."""
+"""While less than this share of the KV is in use, prompts wait for something other than KV."""
 
 
 class LoadBooking(QueuedPrompt):

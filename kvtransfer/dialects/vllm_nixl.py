@@ -66,7 +66,9 @@ _ASKS = encode_json(
 )
 _ONE_TOKEN = {"max_tokens": b"1", "min_tokens": b"1", "stream": b"false"}
 ONE_TOKEN = encode_members(_ONE_TOKEN)
-"""Limit a prefill request to one token. If that token ended the sequence, the KV would be lost."""
+"""Members that limit a prefill request to one token, which must not end the sequence: the KV would
+be lost.
+"""
 
 NOT_FOR_PREFILL = frozenset(
     {*_ONE_TOKEN, "stream_options", "max_completion_tokens", "logprobs", "top_logprobs"}

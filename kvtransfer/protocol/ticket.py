@@ -25,7 +25,8 @@ _MAC_BYTES = 32
 _LEAST_KEY_BYTES = 16
 _DOMAIN = b"penstock kv ticket 1\0"
 AHEAD = bytes(16)
-"""The digest of a ticket that is minted before its offer: its blocks are not known yet."""
+"""Stands for the digest in a ticket that is minted before its offer, when the blocks are unknown.
+"""
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]

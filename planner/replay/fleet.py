@@ -40,7 +40,8 @@ from policies.contract import Policy
 from policies.model import Candidate, Pick, Role, RoutingQuery
 
 MOST_TRIES = 3
-"""Attempts of one request before its first token, like the gateway's retries."""
+"""Maximum number of attempts of one request before its first token, as with the gateway's retries.
+"""
 
 
 def replay(

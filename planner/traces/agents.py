@@ -18,12 +18,12 @@ from planner.text_generator import BLOCK_TOKENS
 from planner.traces.shape import PRIVATE, TRACE_BITS, Tokens, TraceError, TraceRequest, parse_lines
 
 MOST_CONTEXT = 128 * 1024
-"""Requests above it are left out with all that follow them, because the simulated models accept no
-more.
+"""A session ends before the first request with more tokens than this: the simulated models accept
+no more.
 """
 
 MOST_SESSIONS = (1 << TRACE_BITS) // PRIVATE
-"""Each session has its own range of block ids."""
+"""Maximum number of sessions, because each has its own range of block ids."""
 
 # First id and length of a run of blocks: their sum stays within the session's range of ids.
 _InRange = Annotated[int, Meta(ge=0, lt=PRIVATE // 2)]

@@ -28,11 +28,11 @@ TRACE_BITS, PART_BITS = 48, 8
 # 2^64 over the golden ratio: its multiples are far apart modulo 2^64.
 _GOLDEN = 0x9E3779B97F4A7C15
 PRIVATE = 1 << 32
-"""Block ids from here on belong to one session; those below may be shared."""
+"""The first block id that belongs to a single session; smaller ids may be shared."""
 
 BlockId = Annotated[int, Meta(ge=0, lt=1 << TRACE_BITS)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 24)]
-"""A length in a file. No model reads 16 million tokens: more is a mistake in the file."""
+"""Number of tokens in a file. No model reads 16 million tokens; more is an error in the file."""
 
 
 class TraceError(ValueError):

@@ -19,7 +19,7 @@ from policies.admission.retry_after import ReturnSchedule, request_key
 from policies.model import Candidate, Pick, Request, RoutingQuery
 
 KEPT = 0.25
-"""Part of the wait queue that new requests leave to clients that return at their time."""
+"""Share of the wait queue that is reserved for refused clients that return at their time."""
 
 
 class Admit(msgspec.Struct, frozen=True):

@@ -10,13 +10,13 @@ from __future__ import annotations
 from math import exp
 
 GAP_S = 5.0
-"""Silence after which an overload counts as over, seconds."""
+"""An overload counts as over after this many seconds without an observation of it."""
 
 SETTLED_S = 20.0
 """Seconds of overload after which the measured rate no longer contains the calm before."""
 
 MEMORY_S = 30.0
-"""Time constant of the remembered rate, seconds of overload."""
+"""Time constant, in seconds of overload, of the remembered completion rate."""
 
 
 class FullLoadRate:

@@ -43,7 +43,7 @@ from policies.pricing.cost_estimate import (
 )
 
 LEARN = 0.02
-"""Weight of one request in running means."""
+"""Weight of a new request in the exponential running means, 0 to 1."""
 
 PASSING = 4.0
 """Multiple of `burst_s` that all endpoints may be ahead of their pace together without overload.
@@ -52,7 +52,7 @@ Such a burst drains by itself.
 """
 
 EFFICIENCY = 1.0
-"""Seconds of work that an endpoint does per second, until an overload has shown it."""
+"""Seconds of predicted work that an endpoint does per second, until an overload has shown it."""
 
 TIGHTER = 10.0
 """Limit of how much tighter than the typical budget one request's own budget may count.

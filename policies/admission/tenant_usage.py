@@ -11,8 +11,8 @@ from math import exp, inf, sqrt
 
 MOST_TENANTS = 1024
 NEARLY = 0.9
-"""The level is computed from slightly less than the admitted work, so that a rising price always
-affects some tenant.
+"""The fair-share level is computed from slightly less than the admitted work, so that a rising
+price always affects some tenant.
 """
 
 

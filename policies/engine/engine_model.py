@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from policies.engine.queued_prompt import QueuedPrompt
 
 TOGETHER = 0.25
-"""First tokens within this share of a decode step belong to one step."""
+"""First tokens that are apart by less than this share of a decode step come from one step."""
 
 OVERDUE = 0.5
-"""A step late by this share of its length has not begun, if KV is nearly full."""
+"""If KV is nearly full, a step that is late by this share of its length is assumed not to have
+begun.
+"""
 
 NEARLY_FULL = 0.03
-"""Share of KV: with less of it free, a prompt that was predicted to have room may be waiting for
-KV.
+"""With a smaller share of the KV free than this, a prompt that was predicted to fit may be waiting
+for KV.
 """
 
 

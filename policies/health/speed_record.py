@@ -23,13 +23,12 @@ step.
 """
 
 RECENT, REFERENCE = 0.76, 0.966
-"""Factors on the evidence per second: half of it is gone after 2.5 s and after 20 s."""
+"""Factors per second on the weight of speed samples: half is gone after 2.5 s and after 20 s."""
 
 NEEDED = (6.0, 3.0, 6.0)
-"""Samples a verdict needs, by measure; a third of them at twice the ratio.
-
-This many never expire, because a quiet endpoint would have no evidence otherwise. A TPOT sample
-covers all streams over one second.
+"""Samples that a verdict of slowness needs, by measure; a third of them suffices at twice the
+ratio. This many never expire, because a quiet endpoint would have no evidence otherwise. A TPOT
+sample covers all streams over one second.
 """
 
 MOST_UNCOUNTED = 64
@@ -44,7 +43,7 @@ step under way.
 """
 
 LEAST_OVERTAKEN_S = 0.1
-"""Shorter delays of a step that was given up are no evidence."""
+"""A step that was given up after a shorter delay than this is no evidence of slowness."""
 
 LEAST_PACED = 3.0
 """Prompts that an endpoint has to complete before it counts as one that keeps pace."""

@@ -16,8 +16,8 @@ from policies.health.speed_record import Measure, SpeedRecord, SpeedVerdict
 from policies.load import NO_SOFT_CAP, EndpointLoad
 
 LEAST_LATE_S = 0.1
-"""No step and no request is late before this. For an endpoint that has kept pace it is also the
-least gain.
+"""No step and no request counts as late before this many seconds. For an endpoint that has kept
+pace, a hedge or move must also gain at least this.
 """
 
 UNPROVEN_RATIO, PROVEN_RATIO = 2.0, 2.5
@@ -27,12 +27,12 @@ LATE_FACTOR = 2.0
 """A request is late from this multiple of its expected time on."""
 
 DOUBT_RATIO, DOUBT_S = 3.0, 2.0
-"""From this multiple on the endpoint is in doubt: it gets few requests for so long, which is two
-reviews.
+"""From this multiple of the expected time on an endpoint is in doubt: for DOUBT_S, two reviews, it
+gets few requests.
 """
 
 SUSPECT_CEILING = 1
-"""Requests at once for an endpoint that seems slow, while others have room."""
+"""Maximum number of requests at once at an endpoint that seems slow while others have room."""
 
 RAMP_S, RAMP_END = 0.5, 64
 """After a doubt the ceiling of requests at once doubles every RAMP_S, up to RAMP_END. Policies that

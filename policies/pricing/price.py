@@ -22,8 +22,8 @@ from policies.param_types import Factor, NonNegative
 from policies.presets import DEFAULT_FILTERS, PolicyParams
 
 LEAST_BUDGET = 0.05
-"""Minimum share of the TTFT budget to calculate with, if more than the rest was spent waiting at
-the gateway.
+"""Smallest share of the TTFT budget that prices assume to be left, however long the request has
+waited at the gateway.
 """
 
 SHORTEST = 32.0
@@ -36,7 +36,7 @@ FULLEST = 1.5
 """Share of KV or slots in use beyond which the term `kv` does not grow: nothing more fits then."""
 
 SIGMAS = 2.0
-"""Standard deviations of the learned speed that count as noise."""
+"""Differences of the learned speed up to this many standard deviations count as noise."""
 
 
 class PricedPolicy(PolicyParams, frozen=True):

@@ -19,8 +19,9 @@ from tools.compile.source_tree import tree_digest, write_tree
 
 STAMP = "made-of"
 FLAGS = "-O2 -g0 -DNDEBUG -fwrapv -Werror=incompatible-pointer-types"
-"""Flags of the C compiler unless CFLAGS is set. Debugging information would be five sixths of a
-module; -Werror finds C classes that have been mixed up."""
+"""Flags of the C compiler unless CFLAGS is set. Debugging information would make up five sixths of
+a module; -Werror finds confused C classes.
+"""
 
 
 def main(out: Path) -> None:

@@ -59,7 +59,7 @@ def _bucket(name: str, low: str, high: str, inside: str) -> Series:
 GATEWAY = "job, namespace, instance"
 POOL = "job, namespace, pool"
 FLEET = "job, namespace"
-"""Grouping labels of alerts: for a gateway, a pool of a fleet, or a fleet."""
+"""Labels by which alerts are grouped: for a gateway, a pool of a fleet, or a fleet."""
 
 SPLITS = rate("penstock_split_decisions_total", FLEET, "5m", decision="split")
 LOST_KV = " + ".join(
