@@ -81,7 +81,10 @@ class Hedges:
         return first
 
     def end_race(self, now: float, flight: InflightRequest) -> None:
-        """Separate a withdrawn attempt from the other one; a hedge ends with its first attempt."""
+        """Forget the pairing of a withdrawn attempt with the other attempt at the same request.
+
+        If the withdrawn attempt was the first one, its hedge is withdrawn as well.
+        """
         other, flight.race = flight.race, None
         if other is not None:
             other.race = None

@@ -201,7 +201,7 @@ class SampleTrack:
         return exp(self.log_usual_ratio) if self.review_count >= LEAST_USUAL else 0.0
 
     def update_usual_ratio(self, ratio: float) -> None:
-        """Update the usual ratio by a ratio that indicates no fault."""
+        """Move the endpoint's usual ratio to its peers towards a ratio that indicates no fault."""
         self.review_count += 1
         self.log_usual_ratio += max(USUAL_GAIN, 1.0 / self.review_count) * (
             log(ratio) - self.log_usual_ratio

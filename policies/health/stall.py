@@ -134,7 +134,7 @@ def is_doubted(load: EndpointLoad) -> bool:
 def raised_ceiling(ceiling: int) -> int:
     """Return the next higher limit of concurrent requests for an endpoint that was in doubt.
 
-    The result is NO_SOFT_CAP once the limit would reach the end of the ramp.
+    The result is NO_SOFT_CAP (no limit) once the limit would reach the end of the ramp.
     """
     return max(1, 2 * ceiling) if ceiling < RAMP_END else NO_SOFT_CAP
 

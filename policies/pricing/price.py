@@ -166,7 +166,7 @@ class PriceScorer:
         index: int,
         part: PhaseShare = WHOLE_REQUEST,
     ) -> PriceTerms:
-        """Return the terms of the price at candidates[index].
+        """Return the named terms of the price at candidates[index], for the explanation of a pick.
 
         The arithmetic is that of `prices`, written to be read.
         """
