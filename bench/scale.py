@@ -66,7 +66,7 @@ WARM_UP = 3
 
 
 def system_of(policy: str, base: int, port: int, endpoints: int) -> System:
-    """Return the gateway, or nginx, in front of this many endpoints."""
+    """Return the description of a gateway, or of nginx, in front of `endpoints` endpoints."""
     urls = backend_urls(base, endpoints)
     if policy == NGINX:
         return System(NGINX, "round_robin", port, lambda work, at: nginx_command(urls, work, at))

@@ -103,7 +103,7 @@ def mock(
     chaos_port: ChaosPort = None,
     as_json: AsJson = False,
 ) -> None:
-    """Serve mock TP groups without a GPU, with vLLM's API."""
+    """Serve simulated LLM engines (TP groups) without a GPU, with vLLM's HTTP API."""
     with _exit_on_error():
         _check_ports(
             groups, {"--port": port, "--kv-port": kv_port, "--bootstrap-port": bootstrap_port}
@@ -277,7 +277,7 @@ async def _serve(
     chaos_port: int | None,
     as_json: bool,
 ) -> None:
-    """Serve the mock groups until SIGINT or SIGTERM."""
+    """Run a fleet of mock engines until SIGINT or SIGTERM."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

@@ -73,7 +73,7 @@ class LogCurve:
         self._ys = [y for _, y in pairs]
 
     def value(self, x: float) -> float:
-        """Return the value at x > 0."""
+        """Return the function's value at x > 0."""
         xs, ys, lx = self._xs, self._ys, log2(x)
         i = bisect_right(xs, lx)
         if i == 0:
@@ -97,7 +97,7 @@ class LogSurface:
         self._lines = [LogCurve(rows[x]) for x in sorted(rows)]
 
     def value(self, x: float, y: float) -> float:
-        """Return the value at x, y > 0."""
+        """Return the function's value at x, y > 0."""
         xs, lines, lx = self._xs, self._lines, log2(x)
         i = bisect_right(xs, lx)
         if i == 0:

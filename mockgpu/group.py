@@ -98,7 +98,7 @@ class TokenSink(Protocol):
     """The receiver of one job's tokens. It is called within an engine step and must not block."""
 
     def on_token(self) -> None:
-        """Handle the next token."""
+        """Handle one more token of the job."""
         ...
 
     def on_end(self) -> None:

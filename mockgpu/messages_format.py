@@ -126,7 +126,10 @@ def count_body(members: Mapping[str, Any]) -> RequestBody:
 
 
 def _chat_messages(system: object, messages: list[Any]) -> list[Any]:
-    """Return the messages of a chat. System messages within join the message beside them."""
+    """Return the chat messages of a conversation, beginning with its system prompt.
+
+    A system message further down is merged into the message beside it.
+    """
     if not all(isinstance(message, dict) for message in messages):
         raise ApiError(400, "1 validation error: messages: each must be an object", "messages")
     rest = list(dropwhile(_is_system, messages))
@@ -149,14 +152,17 @@ def _is_system(message: Mapping[str, Any]) -> bool:
 
 
 def _system_text(content: object) -> str:
-    """Return the text of a system prompt, without Claude Code's line about billing."""
+    """Return the text of a system prompt, without the billing line that Claude Code adds."""
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [str(block.get("text", "")) for block in blocks if isinstance(block, dict)]
     return "".join(text for text in texts if not text.startswith("x-anthropic-billing-header"))
 
 
 def _with_waiting(turns: list[dict[str, Any]], waiting: list[str]) -> list[dict[str, Any]]:
-    """Return the messages of a turn with system text that follows an answer; empties `waiting`."""
+    """Return the messages of a turn, with the `waiting` system texts merged into them.
+
+    Those texts followed an answer. The list is emptied.
+    """
     texts = [text for text in waiting if text]
     waiting.clear()
     if not texts:
@@ -169,9 +175,9 @@ def _with_waiting(turns: list[dict[str, Any]], waiting: list[str]) -> list[dict[
 
 
 def _joined(contents: list[Any]) -> Any:
-    """Return contents as one: a text, or a list of parts if one of them is a list.
+    """Join message contents into one: a text, or a list of parts if one of them is a list.
 
-    Texts that meet become one, because some chat templates write parts without a separator.
+    Adjacent texts become one text, because some chat templates write parts without a separator.
     """
     if all(isinstance(content, str) for content in contents):
         return "\n\n".join(filter(None, contents))

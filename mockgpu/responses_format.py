@@ -59,7 +59,7 @@ class ResponsesFormat:
         return response
 
     def keep(self, members: Mapping[str, Any], response: dict[str, Any]) -> None:
-        """Keep the response to a body, with the conversation up to its end."""
+        """Store the response to a request, together with the conversation up to its end."""
         _, messages = self._messages(members)
         answer = _answer(response["output"][0])
         self._store.keep(members, StoredResponse(response, [*messages, answer]))
@@ -211,7 +211,10 @@ def _tool_choice(choice: object) -> Any:
 
 
 def functions_of(members: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the functions of a body; those of a namespace have it before their names."""
+    """Return the functions among a request's tools.
+
+    The name of a function in a namespace is prefixed with the namespace.
+    """
     functions: list[dict[str, Any]] = []
     for tool in members.get("tools") or ():
         if tool.get("type") == "function":

@@ -35,7 +35,10 @@ GRANT = b"grant"
 
 
 class LinkSide:
-    """One process with its link, which calls it back on its own thread or on the driving one."""
+    """One of the two processes, with its end of the link. It handles the link's callbacks.
+
+    They come on the link's own thread or on the thread that drives it.
+    """
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:
         self.role = role

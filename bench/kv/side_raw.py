@@ -1,7 +1,7 @@
-"""Contestants that set upper limits: what a loopback TCP connection can carry.
+"""Contestants that set an upper limit: what a TCP connection over loopback can carry.
 
 `Raw` repeatedly sends one cached buffer of 1 MiB, without blocks. `Scattered` sends the blocks in a
-minimal loop, without frames, generations or write permissions.
+minimal loop, without framing, generation checks or write permissions.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def run_phases(admission: str, policy: str, rate: float, seed: int) -> Figures:
 
 
 def _median(bounds: Sequence[Bound]) -> Bound:
-    """Return a bound with the median of its values over all runs."""
+    """Return the bound whose value is the median of this bound's values over all runs."""
     return msgspec.structs.replace(bounds[0], value=median(bound.value for bound in bounds))
 
 

@@ -129,7 +129,7 @@ def _stream(plan: Plan, timed: TimedRequest) -> Stream:
 
 
 class ClientLoad:
-    """The independent clients of a plan; `knocks` are their records."""
+    """Sends the requests of a plan's independent clients; `clients` has their records."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan

@@ -38,7 +38,10 @@ BASE = 0.5
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """A phase with a load relative to capacity; `obey`: clients obey Retry-After."""
+    """A phase of an overload run: its duration, and its load relative to the fleet's capacity.
+
+    `obey`: whether clients obey Retry-After.
+    """
 
     name: str
     seconds: float

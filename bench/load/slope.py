@@ -62,7 +62,7 @@ def lows(samples: Sequence[Point]) -> list[Point]:
 
 
 def _theil_sen(times: Values, rows: Values) -> Values:
-    """Return the Theil-Sen slope of each row of values."""
+    """Return the Theil-Sen slope (median of all pairs' slopes) of each row of values."""
     early, late = np.triu_indices(len(times), 1)
     slopes: Values = np.median(
         (rows[:, late] - rows[:, early]) / (times[late] - times[early]), axis=1

@@ -149,7 +149,7 @@ async def run_probes(
 
 
 async def measure_hits(client: TenantClient, count: int, words: int, rng: random.Random) -> float:
-    """Send prompts that a tenant repeats and extends; return the cached share of their tokens."""
+    """Send a tenant's prompts, repeated and extended; return the cached share of their tokens."""
     cached = total = 0
     for number in range(count):
         tenant, prompt = ("victim", "prober")[number % 2], text(rng, words)

@@ -62,7 +62,10 @@ def build_fleet(workload: Workload) -> FleetSpec:
 
 
 def _with_condition(usual: GroupKind, workload: Workload) -> list[GroupKind]:
-    """Return the engine kinds of a fleet, with those that are unequal, mislabelled or slow."""
+    """Return the engine kinds of a fleet under the workload's condition.
+
+    Some engines may be of another kind, have a wrong label, or be slow.
+    """
     draw, count = workload.condition_draw, workload.groups
     change = msgspec.structs.replace
     if workload.condition == "unequal":

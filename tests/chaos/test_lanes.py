@@ -51,7 +51,7 @@ class Transfer:
             self.pair.put(head, runs, lambda: not self.over)
 
     def check(self) -> None:
-        """Assert that all bytes have arrived."""
+        """Assert that all bytes of the transfer have arrived in their places."""
         until(lambda: len(self.verdicts()) == WINDOWS)
         assert set(self.verdicts()) == {WindowVerdict.OK}
         for runs in self.windows.values():

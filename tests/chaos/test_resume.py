@@ -66,7 +66,7 @@ async def streams(fleet: GatewayFleet, count: int, tokens: int, **more: Any) -> 
     return Counter(await asyncio.gather(*map(one, range(count))))
 
 
-async def only_silent_ones_left(fleet: GatewayFleet, count: int) -> None:
+async def wait_for_silent_only(fleet: GatewayFleet, count: int) -> None:
     """Wait until `count` requests have ended and only the silent first engine has any left."""
     async with asyncio.timeout(PATIENCE_S):
         while fleet.metric("penstock_requests_total") < count or fleet.groups[1].group.in_flight:
@@ -79,7 +79,7 @@ async def test_a_broken_stream_continues_elsewhere_without_a_difference(fault: s
         fleet.groups[0].faults.apply(fault)
         asking = asyncio.create_task(streams(fleet, 20, 60))
         if fault.startswith("stall"):
-            await only_silent_ones_left(fleet, 10)
+            await wait_for_silent_only(fleet, 10)
             fleet.lose_patience(0)
         assert await asking == {"whole": 20}
         assert resumes(fleet, result="resumed") == 10

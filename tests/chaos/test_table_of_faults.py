@@ -20,7 +20,7 @@ async def fates(fleet: GatewayFleet, requests: int, *, stream: bool) -> Counter[
     return Counter(answer.fate for answer in answers)
 
 
-async def all_but(count: int, asking: list[asyncio.Task[Answer]]) -> None:
+async def wait_for_all_but(count: int, asking: list[asyncio.Task[Answer]]) -> None:
     """Wait until all requests except `count` are answered."""
     async with asyncio.timeout(PATIENCE_S):
         while sum(not task.done() for task in asking) > count:
@@ -59,7 +59,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event_and_without_done(fa
         fleet.groups[0].faults.apply(fault)
         asking = [asyncio.create_task(fleet.ask(prompt=f"p{n}")) for n in range(10)]
         if fault.startswith("stall"):
-            await all_but(5, asking)
+            await wait_for_all_but(5, asking)
             fleet.lose_patience(0)
         answers = await asyncio.gather(*asking)
         assert Counter(answer.fate for answer in answers) == {"ok": 5, "error_event": 5}
@@ -81,7 +81,7 @@ async def test_a_silent_engine_is_left_for_another_before_the_first_byte() -> No
     async with gateway_fleet(2, health=NEVER) as fleet:
         fleet.groups[0].faults.apply("stall:after=0")
         asking = [asyncio.create_task(fleet.ask(prompt=f"p{n}")) for n in range(6)]
-        await all_but(3, asking)
+        await wait_for_all_but(3, asking)
         fleet.lose_patience(0)
         assert [answer.fate for answer in await asyncio.gather(*asking)] == ["ok"] * 6
         await fleet.at_rest()

@@ -32,7 +32,7 @@ async def scene(running: FleetProcesses) -> AsyncIterator[FleetClient]:
         yield client
 
 
-async def served(clients: Clients, more: int) -> None:
+async def wait_for_answers(clients: Clients, more: int) -> None:
     """Wait until `more` further answers are complete."""
     goal = clients.fates["ok"] + more
     async with asyncio.timeout(WITHIN_S):
@@ -51,14 +51,14 @@ def assert_unstarted_unaffected(clients: Clients) -> None:
 async def test_a_killed_group_loses_no_answer_that_had_not_begun(scene: FleetClient) -> None:
     victim = scene.mocks[1]
     async with scene.clients().working(USERS) as clients:
-        await served(clients, 100)
+        await wait_for_answers(clients, 100)
         victim.kill()
         assert await scene.until(victim, available=False) < 2 * pace()
-        await served(clients, 200)
+        await wait_for_answers(clients, 200)
         victim.start()
         victim.wait_until_ready()
         await scene.until(victim, available=True)
-        await served(clients, 200)
+        await wait_for_answers(clients, 200)
         assert (await scene.endpoint(victim))["in_flight"] > 0
     assert_unstarted_unaffected(clients)
     await scene.wait_until_idle()
@@ -72,16 +72,16 @@ async def test_a_group_that_lost_a_rank_is_removed_and_no_request_hangs(
 ) -> None:
     victim = scene.mocks[number]
     async with scene.clients().working(USERS) as clients:
-        await served(clients, 100)
+        await wait_for_answers(clients, 100)
         await scene.fault(victim, spec)
         took_s = await scene.until(victim, available=False)
         print(f"{spec}: ejected after {took_s:.1f} s")
         assert took_s < within_s * pace()
-        await served(clients, 200)
+        await wait_for_answers(clients, 200)
         assert (await scene.endpoint(victim))["in_flight"] == 0
         await scene.fault(victim, "")
         await scene.until(victim, available=True)
-        await served(clients, 100)
+        await wait_for_answers(clients, 100)
     assert_unstarted_unaffected(clients)
     assert clients.slowest_s < (within_s + 5) * pace()
     await scene.wait_until_idle()

@@ -358,7 +358,7 @@ def test_the_manifests_without_helm_are_the_charts_defaults() -> None:
     assert plain == ours
 
 
-def rights(values: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def role_rules(values: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return the rules of the gateways' Role in each namespace that has one.
 
     Asserts that it is bound to the gateways' account.
@@ -388,8 +388,8 @@ def test_who_discovers_engines_may_list_and_watch_their_slices_and_everybody_els
             "verbs": ["list", "watch"],
         }
     ]
-    assert rights(values) == {"models": may, "llm": may}
-    assert rights(LEAST) == rights({"config": {"pools": pools}}) == {}
+    assert role_rules(values) == {"models": may, "llm": may}
+    assert role_rules(LEAST) == role_rules({"config": {"pools": pools}}) == {}
     for each, token in ((values, True), (LEAST, False)):
         assert (
             one("Deployment", each)["spec"]["template"]["spec"]["automountServiceAccountToken"]
@@ -437,7 +437,7 @@ def test_a_pool_may_say_that_it_discovers_nobody() -> None:
         "config": {"pools": {"chat": {"discover": None, "endpoints": ENGINES}}},
         "discovery": {"enabled": True},
     }
-    assert rights(values).keys() == {"llm"}
+    assert role_rules(values).keys() == {"llm"}
 
 
 def test_what_is_scraped_has_the_name_and_the_labels_that_the_alerts_ask_for() -> None:

@@ -182,7 +182,7 @@ def test_nothing_but_the_api_is_there(house: House, kind: str, path: str) -> Non
     assert said.stdout == "404"
 
 
-class Ear(BaseHTTPRequestHandler):
+class HeaderRecorder(BaseHTTPRequestHandler):
     """A server that answers 200 to everything and records the request headers."""
 
     protocol_version = "HTTP/1.1"
@@ -201,7 +201,7 @@ class Ear(BaseHTTPRequestHandler):
 
 @every_proxy
 def test_what_a_client_says_of_its_own_address_is_not_passed_on(kind: str, tmp_path: Path) -> None:
-    ear = type("OneEar", (Ear,), {"heard": []})
+    ear = type("OneEar", (HeaderRecorder,), {"heard": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), ear) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with proxy(kind, tmp_path, server.server_port, server.server_port) as port:

@@ -120,7 +120,7 @@ def envoy_yaml() -> Any:
     return yaml.safe_load((DEPLOY / "proxies" / "envoy.yaml").read_text())
 
 
-def understood(written: Any) -> Any:
+def parsed_by_envoy(written: Any) -> Any:
     """Parse an Envoy configuration with Envoy's own messages, and return the result.
 
     They are imported here, because they are thousands of classes that emit warnings.
@@ -132,7 +132,7 @@ def understood(written: Any) -> Any:
 
 
 def test_envoys_own_messages_take_its_file() -> None:
-    listeners = understood(envoy_yaml())["staticResources"]["listeners"]
+    listeners = parsed_by_envoy(envoy_yaml())["staticResources"]["listeners"]
     manager = listeners[0]["filterChains"][0]["filters"][0]["typedConfig"]
     assert manager["streamIdleTimeout"] == "660s"
 
@@ -142,7 +142,7 @@ def test_envoys_messages_would_refuse_what_they_do_not_know(at: str) -> None:
     wrong = copy.deepcopy(envoy_yaml())
     wrong["static_resources"][at][0]["nonsense"] = 1
     with pytest.raises(KeyError, match="nonsense"):
-        understood(wrong)
+        parsed_by_envoy(wrong)
 
 
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ INTERNAL: dict[str, Any] = {
 
 
 class Setup(NamedTuple):
-    """A running gateway and the engine behind it."""
+    """A running gateway, and the recording engine behind it."""
 
     gateway: GatewayProcess
     engine: RecordingEngine

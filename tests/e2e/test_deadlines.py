@@ -52,7 +52,7 @@ limits: {limits}
 
 
 class Setup(NamedTuple):
-    """A running gateway and the engine behind it."""
+    """A running gateway with short time limits, and the recording engine behind it."""
 
     gateway: GatewayProcess
     engine: RecordingEngine

@@ -30,7 +30,7 @@ async def request_ids(gateway: GatewayProcess, count: int) -> list[str]:
         return await asyncio.gather(*(one(http) for _ in range(count)))
 
 
-def logged(folder: Path) -> list[str]:
+def logged_request_ids(folder: Path) -> list[str]:
     """Return the request ids in all access log files. Raises an error for an incomplete line."""
     files = sorted(folder.glob("access.jsonl*"))
     return sorted(
@@ -78,7 +78,7 @@ def test_two_workers_lose_no_log_line_when_it_is_moved_and_rotated_and_report_th
         ids = asyncio.run(ask_and_move(gateway, file))
         os.kill(gateway.pid, signal.SIGTERM)
         gateway.wait()
-        assert logged(logs) == sorted(ids)
+        assert logged_request_ids(logs) == sorted(ids)
         assert len(list(logs.iterdir())) > 3
     records: list[dict[str, Any]] = [json.loads(line) for line in gateway.stderr_text.splitlines()]
     messages = [record["message"] for record in records]

@@ -25,7 +25,7 @@ limits: {{body: 1MiB, body_budget: 4MiB, connections: 16, slow_reader: 1s, idle_
 
 
 class Setup(NamedTuple):
-    """A running gateway and the engine behind it."""
+    """A running gateway with small memory limits, and the recording engine behind it."""
 
     gateway: GatewayProcess
     engine: RecordingEngine

@@ -116,7 +116,7 @@ def event_order(data: bytes) -> list[str]:
     return [name for name, _ in groupby(event["type"] for event in events(data))]
 
 
-def essence(answer: dict[str, Any]) -> Any:
+def comparable_parts(answer: dict[str, Any]) -> Any:
     """Return the parts of a message or response that must agree.
 
     They are texts, tool calls, token counts and the reason of the end.
@@ -147,8 +147,8 @@ def test_a_session_has_equal_texts_calls_counts_and_events(url: str, path: str) 
             message_of(data) if path == "/v1/messages" else events(data)[-1]["response"]
             for data in (native, other)
         ]
-        assert essence(answers[0]) == essence(answers[1])
-        kinds.append(essence(answers[0])[0][0]["type"])
+        assert comparable_parts(answers[0]) == comparable_parts(answers[1])
+        kinds.append(comparable_parts(answers[0])[0][0]["type"])
     assert len(set(kinds[:3])) == 1
     assert kinds[3] != kinds[0]
 
@@ -161,7 +161,7 @@ def test_whole_answers_of_a_session_are_equal_too(url: str, path: str) -> None:
             json.loads(post(url, path, request | {"model": model}))
             for model in ("native", "translated")
         )
-        assert essence(native) == essence(other)
+        assert comparable_parts(native) == comparable_parts(other)
         assert (native["model"], other["model"]) == ("native", "translated")
 
 

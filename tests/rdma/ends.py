@@ -69,7 +69,10 @@ class RecordingOwner:
 
 
 class LinkedEnds:
-    """A sink connected to a source. `near` is the sink's link, `far` the source's."""
+    """Both ends of an RDMA link: the sink has connected to the source.
+
+    `near` is the sink's link object, `far` the source's.
+    """
 
     def __init__(
         self,

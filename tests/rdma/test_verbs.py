@@ -26,7 +26,10 @@ PAGE = 4096
 
 
 class VerbsPair:
-    """A writer and a sink on one device, connected, each with its own domain and memory."""
+    """Two connected queue pairs on one device: a writer and a sink.
+
+    Each has its own protection domain and memory.
+    """
 
     def __init__(self) -> None:
         self.device = Device()

@@ -44,7 +44,7 @@ def families(roots: int, root_blocks: int, talks: int, turns: int) -> list[Trace
     return sorted(requests_, key=lambda request: request.arrival_s)
 
 
-def found_again(requests: list[TraceRequest], run: ReplayRun) -> float:
+def hit_share(requests: list[TraceRequest], run: ReplayRun) -> float:
     """Return the share of reusable prompt tokens after the drain that were cache hits.
 
     Reusable tokens are those that the other engines have cached, or would have if everything that
@@ -84,7 +84,7 @@ def test_the_first_pick_after_a_drain_inherits_the_prefix(
     run = replay(
         FOUR, traffic(requests), registry.build(policy, {}), options=ReplayOptions(faults=faults)
     )
-    share = found_again(requests, run)
+    share = hit_share(requests, run)
     print(f"{policy}, {shape}: {share:.4f}")
     assert share >= least
     assert least or share < 0.9

@@ -18,7 +18,10 @@ END = "\n--- %{http_code}\n"
 
 
 def run_curl(stream: bool) -> tuple[Counter[str], list[str]]:
-    """Run one curl process; return the number of requests by outcome, and errors."""
+    """Send several requests with one curl process.
+
+    Returns the number of requests by outcome, and error messages.
+    """
     url = f"{os.environ['URL']}/v1/chat/completions"
     command = ["curl", "-sS", "-N", "--max-time", "60", "--cacert", os.environ["CA"], "-w", END]
     command += [

@@ -24,7 +24,7 @@ def send(client: openai.OpenAI, request: dict[str, Any]) -> str:
 
 
 def send_many(count: int, trust: ssl.SSLContext, counts: Counter[str], errors: list[str]) -> None:
-    """Send `count` requests one after another, and record outcomes and errors."""
+    """Send `count` requests one after another; add outcomes to `counts`, errors to `errors`."""
     kinds = [json.loads(os.environ[kind]) for kind in ("WHOLE", "STREAMED")]
     for begin in range(0, count, REQUESTS_PER_CLIENT):
         http = openai.DefaultHttpxClient(verify=trust)

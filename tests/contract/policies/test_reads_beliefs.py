@@ -29,7 +29,7 @@ OUTLOOK = (
 READERS = {"priced", "dualmap", "llmd_predictor", "llmd_token", "llumnix", "mooncake", "preble"}
 
 
-def muddled(candidates: list[Candidate], seed: int) -> None:
+def randomize_forecasts(candidates: list[Candidate], seed: int) -> None:
     """Replace the candidates' forecasts by random numbers."""
     rng = Random(seed)
     for candidate in candidates:
@@ -48,7 +48,7 @@ def test_a_policy_that_reads_no_beliefs_picks_the_same_whatever_they_are(name: s
     for seed in (1, 2):
         policy = registry.build(name, {})
         for _, ask, candidates in cases():
-            muddled(candidates, seed)
+            randomize_forecasts(candidates, seed)
             chosen = pick(policy, ask, candidates)
             results.append(
                 None if chosen is None else (chosen.candidate.load.slot, list(chosen.scores))
@@ -66,7 +66,7 @@ def test_an_admission_that_reads_no_beliefs_judges_the_same_whatever_they_are(na
     for seed in (1, 2):
         admission = admission_registry.build_admission(name, {})
         for number, ask, candidates in cases():
-            muddled(candidates, seed)
+            randomize_forecasts(candidates, seed)
             question = RoutingQuery(
                 ask.request,
                 ask.now,

@@ -61,10 +61,7 @@ class Pool:
             load.mark_changed()
 
     def ask(self) -> tuple[RoutingQuery, RoutingQuery, Fingerprint]:
-        """Return a random request's query for a scan, its query for the order, and its prompt.
-
-        The prompt is a fingerprint.
-        """
+        """Return a random request's query for a scan, its query for the order, its fingerprint."""
         rng, length = self.rng, self.rng.randrange(1, 60)
         system = b"s" * 8 * rng.choice((0, 4, 9))
         text = system + bytes([rng.randrange(3)]) * 8 * (length // 2) + rng.randbytes(8 * length)

@@ -1,4 +1,4 @@
-"""The confidence interval of a median."""
+"""Tests of the confidence interval of a median that benchmarks report."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ LONG = {
 
 
 @contextmanager
-def no_garbage(*of: str) -> Iterator[None]:
+def assert_no_garbage(*of: str) -> Iterator[None]:
     """Assert that the block leaves no garbage of the gateway's objects, or of these modules."""
     gc.collect()
     gc.disable()
@@ -112,7 +112,7 @@ async def test_a_request_leaves_no_reference_cycle_however_it_ends(
     ]
     async with gateway_fleet(speed=20.0, models=models) as running:
         await running.ask()
-        with no_garbage():
+        with assert_no_garbage():
             await way(running)
             for group in running.groups:
                 group.faults.apply("")
@@ -158,7 +158,7 @@ async def test_a_split_request_leaves_no_reference_cycle_however_it_ends(
     soon_s = 0.5 * pace()
     async with split_fleet(dialect, kv={"wait_s": soon_s, "lease_s": soon_s}, speed=2.0) as running:
         await running.assert_right_answer(body)
-        with no_garbage():
+        with assert_no_garbage():
             await way(running, body)
             await running.at_rest(within_s=7.5 + soon_s)
 
@@ -170,7 +170,7 @@ async def test_a_failing_probe_leaves_no_reference_cycle(fault: str) -> None:
     ) as running:
         live, watcher = running.app.gateway.endpoints.all()[0], running.app._health_checker
         running.groups[0].faults.apply(fault)
-        with no_garbage(
+        with assert_no_garbage(
             "aiohttp.client",
             "builtins.traceback",
             "builtins.ConnectionRefused",

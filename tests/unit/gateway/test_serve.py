@@ -21,7 +21,7 @@ CLIENT = cast(
 )
 
 
-def begun(patch: pytest.MonkeyPatch, number: int, tracer: Any = None) -> list[Exchange]:
+def new_exchanges(patch: pytest.MonkeyPatch, number: int, tracer: Any = None) -> list[Exchange]:
     """Return `number` new exchanges of one process."""
     patch.setattr(serve, "serve", lambda gateway, exchange, client, handle: exchange)
     gateway = stand_in(Gateway, SimpleNamespace(accounts=SimpleNamespace(tracer=tracer)))
@@ -32,21 +32,23 @@ def begun(patch: pytest.MonkeyPatch, number: int, tracer: Any = None) -> list[Ex
 def test_ids_have_one_length_and_differ_from_their_first_digits_on_in_every_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ids = [exchange.id for _ in range(2) for exchange in begun(monkeypatch, 50)]
+    ids = [exchange.id for _ in range(2) for exchange in new_exchanges(monkeypatch, 50)]
     assert len(set(ids)) == 100  # the same numbers in two processes
     assert {len(request_id) for request_id in ids} == {len("req_") + 32}
     assert len({request_id[:12] for request_id in ids}) == 100
 
 
 def test_one_exchange_in_so_many_has_its_gaps_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_at = [exchange.gaps is not None for exchange in begun(monkeypatch, 3 * GAPS_EVERY)]
+    looked_at = [
+        exchange.gaps is not None for exchange in new_exchanges(monkeypatch, 3 * GAPS_EVERY)
+    ]
     assert looked_at == ([False] * (GAPS_EVERY - 1) + [True]) * 3
 
 
 def test_an_exchange_has_its_client_s_address_and_its_place_in_the_client_s_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (exchange,) = begun(
+    (exchange,) = new_exchanges(
         monkeypatch, 1, SimpleNamespace(start_trace=lambda headers: headers["traceparent"])
     )
     assert (exchange.api, exchange.client, exchange.trace) == (apis.CHAT, "10.0.0.7", "theirs")

@@ -79,7 +79,7 @@ def jobs_of(shapes: list[tuple[int, int, int]]) -> list[tuple[int, Job]]:
     ]
 
 
-def trail(
+def events_of_run(
     shapes: list[tuple[int, int, int]], blocks: int, leaping: bool
 ) -> list[tuple[int, str, int, int, int]]:
     """Run jobs and return their events by tick: first tokens, ends, cached tokens, preemptions.
@@ -123,7 +123,9 @@ def trail(
 def test_advancing_gives_the_same_first_tokens_ends_hits_and_preemptions_as_stepping(
     shapes: list[tuple[int, int, int]], blocks: int
 ) -> None:
-    assert trail(shapes, blocks, leaping=True) == trail(shapes, blocks, leaping=False)
+    assert events_of_run(shapes, blocks, leaping=True) == events_of_run(
+        shapes, blocks, leaping=False
+    )
 
 
 def test_no_steps_are_skipped_while_a_prompt_is_computed_or_the_queue_may_move() -> None:

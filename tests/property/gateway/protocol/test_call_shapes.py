@@ -1,4 +1,4 @@
-"""The cache of request shapes never changes what a request means."""
+"""Requests are parsed to the same result with and without the cache of request shapes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ CONVERSATIONS = st.lists(
 
 
 def outcome(body: bytes, shapes: ShapeCache[CallShape] | None) -> Call | tuple[int, str]:
-    """Return the call, or the status and text of the error."""
+    """Parse a request; return the parsed call, or the status and text of the error."""
     try:
         return parse_call(body, apis.CHAT, MODELS, CONTEXT, shapes=shapes)
     except GatewayError as error:

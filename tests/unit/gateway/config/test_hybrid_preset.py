@@ -1,4 +1,4 @@
-"""The published hybrid of TP, PP, EP and DP as a configuration, and what breaks it."""
+"""The preset hybrid-64 (TP, PP, EP and DP combined) is valid, and wrong changes are refused."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def pair(
     return split_gateway(dialect, list(prefill), list(decode), models=models, **settings)
 
 
-def speaks(first: int = 0, last: int | None = None) -> Script:
+def streams_words(first: int = 0, last: int | None = None) -> Script:
     """Return a script that streams the words from `first` on with token ids.
 
     If `last` is given, it breaks the connection before that word.
@@ -88,7 +88,7 @@ def results(running: SplitGateway) -> dict[str, float]:
 async def test_the_rest_of_a_broken_answer_is_asked_of_another_decoder_by_token_ids(
     dialect: str, handoff: dict[str, Any]
 ) -> None:
-    decoders = in_turn(speaks(0, 2), speaks(2))
+    decoders = in_turn(streams_words(0, 2), streams_words(2))
     async with pair(dialect, [prefills(handoff, **PREFILL_USAGE)], [decoders] * 2) as f:
         options = {"stream_options": {"include_usage": True}}
         reply = await f.ask(stream=True, max_tokens=len(WORDS), **options)
@@ -109,7 +109,7 @@ async def test_the_rest_of_a_broken_answer_is_asked_of_another_decoder_by_token_
 
 
 async def test_the_client_is_shown_the_prefiller_s_cached_tokens_after_a_break_too() -> None:
-    decoders = in_turn(speaks(0, 2), speaks(2))
+    decoders = in_turn(streams_words(0, 2), streams_words(2))
     async with pair("vllm_push", [prefills(PUSHED, **PREFILL_USAGE)], [decoders] * 2) as f:
         reply = await f.ask(stream=True, max_tokens=4, stream_options={"include_usage": True})
         details = reply.events[-1]["usage"]["prompt_tokens_details"]
@@ -119,7 +119,7 @@ async def test_the_client_is_shown_the_prefiller_s_cached_tokens_after_a_break_t
 
 
 async def test_an_answer_that_does_not_break_shows_the_prefiller_s_cached_tokens() -> None:
-    async with pair("vllm_push", [prefills(PUSHED, **PREFILL_USAGE)], [speaks()]) as f:
+    async with pair("vllm_push", [prefills(PUSHED, **PREFILL_USAGE)], [streams_words()]) as f:
         reply = await f.ask(stream=True, max_tokens=4, stream_options={"include_usage": True})
         assert reply.text == "".join(WORDS)
         details = reply.events[-1]["usage"]["prompt_tokens_details"]
@@ -128,7 +128,9 @@ async def test_an_answer_that_does_not_break_shows_the_prefiller_s_cached_tokens
 
 
 async def test_a_request_of_a_split_model_that_is_served_whole_is_continued_as_well() -> None:
-    async with pair("vllm_nixl", [prefills()], [in_turn(speaks(0, 2), speaks(2))] * 2) as f:
+    async with pair(
+        "vllm_nixl", [prefills()], [in_turn(streams_words(0, 2), streams_words(2))] * 2
+    ) as f:
         reply = await f.ask(words=3, stream=True, max_tokens=4)
         assert reply.text == "".join(WORDS)
         assert not f.prefill[0].requests
@@ -137,7 +139,7 @@ async def test_a_request_of_a_split_model_that_is_served_whole_is_continued_as_w
 
 
 async def test_an_answer_computed_without_its_handoff_is_continued_as_well() -> None:
-    decoders = in_turn(refuses(500), speaks(0, 2), speaks(2))
+    decoders = in_turn(refuses(500), streams_words(0, 2), streams_words(2))
     async with pair("vllm_nixl", [prefills()], [decoders] * 2) as f:
         reply = await f.ask(stream=True, max_tokens=4)
         assert reply.text == "".join(WORDS)
@@ -146,7 +148,7 @@ async def test_an_answer_computed_without_its_handoff_is_continued_as_well() -> 
 
 
 async def test_an_endpoint_that_prefills_only_is_not_asked_for_the_rest() -> None:
-    async with pair("vllm_nixl", [prefills()] * 2, [speaks(0, 2)]) as f:
+    async with pair("vllm_nixl", [prefills()] * 2, [streams_words(0, 2)]) as f:
         reply = await f.ask(stream=True, max_tokens=4)
         assert b'"stream_interrupted"' in (reply.body or b"")
         assert sum(len(half.requests) for half in f.prefill) == 1
@@ -155,7 +157,9 @@ async def test_an_endpoint_that_prefills_only_is_not_asked_for_the_rest() -> Non
 
 
 async def test_no_endpoint_is_tried_twice_and_resume_limits_the_attempts() -> None:
-    decoders = in_turn(speaks(0, 1), speaks(1, 2), speaks(2, 3), speaks(3))
+    decoders = in_turn(
+        streams_words(0, 1), streams_words(1, 2), streams_words(2, 3), streams_words(3)
+    )
     async with pair("vllm_nixl", [prefills()], [decoders] * 4, resume={"attempts": 3}) as f:
         reply = await f.ask(stream=True, max_tokens=4)
         assert b'"stream_interrupted"' in (reply.body or b"")
@@ -165,7 +169,7 @@ async def test_no_endpoint_is_tried_twice_and_resume_limits_the_attempts() -> No
 
 
 async def test_the_rest_may_exceed_a_cap_because_a_pair_takes_two_places_for_one_permit() -> None:
-    decoders = in_turn(speaks(0, 2), speaks(2))
+    decoders = in_turn(streams_words(0, 2), streams_words(2))
     options = {"decode_role": "both", "max_concurrency": 1}
     async with pair("vllm_nixl", [prefills()], [decoders] * 2, **options) as f:
         f.app.gateway.endpoints.all()[2].load.in_flight += 1
@@ -176,7 +180,9 @@ async def test_the_rest_may_exceed_a_cap_because_a_pair_takes_two_places_for_one
 
 
 async def test_a_decoder_that_breaks_before_its_first_token_is_retried_as_a_pair() -> None:
-    async with pair("vllm_nixl", [prefills()] * 2, [resets, in_turn(speaks()), speaks()]) as f:
+    async with pair(
+        "vllm_nixl", [prefills()] * 2, [resets, in_turn(streams_words()), streams_words()]
+    ) as f:
         reply = await f.ask(stream=True, max_tokens=4)
         assert reply.text == "".join(WORDS)
         assert results(f) == {}
@@ -229,7 +235,7 @@ async def test_a_long_prompt_s_ids_do_not_begin_the_answer_before_its_first_toke
         request.end_stream()
 
     assert len(json.dumps(ids)) > 2 * MAX_HELD_BYTES
-    decoders = in_turn(role_then_error, speaks())
+    decoders = in_turn(role_then_error, streams_words())
     async with pair("vllm_nixl", [prefills()], [decoders] * 2) as f:
         reply = await f.ask(stream=True, max_tokens=4)
         assert reply.text == "".join(WORDS)

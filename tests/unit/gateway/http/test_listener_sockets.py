@@ -37,7 +37,7 @@ print(*(f"{name}={listener.getsockname()[1]}" for name, own in found.items() for
 """
 
 
-def given(names: str, *listeners: socket.socket, pid: str = "") -> dict[str, int]:
+def assigned_ports(names: str, *listeners: socket.socket, pid: str = "") -> dict[str, int]:
     """Run sockets_from_systemd in a process with these sockets from descriptor 3 on.
 
     Returns the port of each socket by name. Raises ActivationError if the process does.
@@ -77,19 +77,19 @@ def two() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def test_names_assign_sockets_to_listeners(two: tuple[socket.socket, socket.socket]) -> None:
     one, other = two
-    assert given("admin:api", one, other) == {"admin": port(one), "api": port(other)}
-    assert given("admin", one) == {"admin": port(one)}
+    assert assigned_ports("admin:api", one, other) == {"admin": port(one), "api": port(other)}
+    assert assigned_ports("admin", one) == {"admin": port(one)}
 
 
 @pytest.mark.parametrize("names", ["", "penstock.socket:penstock.socket", "api:metrics"])
 def test_without_listener_names_the_order_decides(
     two: tuple[socket.socket, socket.socket], names: str
 ) -> None:
-    assert given(names, *two) == {"api": port(two[0]), "admin": port(two[1])}
+    assert assigned_ports(names, *two) == {"api": port(two[0]), "admin": port(two[1])}
 
 
 def test_sockets_of_another_process_are_ignored(two: tuple[socket.socket, socket.socket]) -> None:
-    assert given("api", two[0], pid="1") == {}
+    assert assigned_ports("api", two[0], pid="1") == {}
     assert sockets_from_systemd({}) == {}
 
 
@@ -98,12 +98,12 @@ def test_a_socket_that_does_not_listen_is_an_error() -> None:
         socket.socket() as idle,
         pytest.raises(ActivationError, match="descriptor 3 is not a listening TCP socket"),
     ):
-        given("api", idle)
+        assigned_ports("api", idle)
 
 
 def test_three_sockets_without_names_are_an_error(two: tuple[socket.socket, socket.socket]) -> None:
     with pytest.raises(ActivationError, match="there are 3 sockets"):
-        given("", *two, two[0])
+        assigned_ports("", *two, two[0])
 
 
 def test_a_host_with_two_addresses_is_bound_on_both_with_one_port() -> None:

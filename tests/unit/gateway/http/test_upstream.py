@@ -60,7 +60,7 @@ class FakePayload:
 
 
 class FakeEngine(asyncio.Protocol):
-    """The server side of one connection, controlled by the test."""
+    """The engine's side of one connection, controlled by the test."""
 
     def __init__(
         self, accepted: asyncio.Queue[FakeEngine], react: Callable[[FakeEngine], None]

@@ -62,7 +62,7 @@ async def pool(
         yield running
 
 
-async def asked(running: SplitGateway, times: int) -> tuple[ScriptedEngine, ScriptedEngine]:
+async def engines_asked(running: SplitGateway, times: int) -> tuple[ScriptedEngine, ScriptedEngine]:
     """Wait until `times` requests have arrived; return the engines in the order of arrival."""
     async with asyncio.timeout(PATIENCE_S):
         while sum(len(half.requests) for half in running.decode) < times:
@@ -88,7 +88,7 @@ async def test_the_second_endpoint_serves_a_request_whose_first_byte_is_late(str
         reply = await running.ask(
             stream=stream, stream_options={"include_usage": True} if stream else None
         )
-        first, second = await asked(running, 2)
+        first, second = await engines_asked(running, 2)
         assert (reply.status, reply.text) == (200, WHOLE)
         assert reply.headers["x-penstock-endpoint"] == second.name
         async with asyncio.timeout(PATIENCE_S):
@@ -104,7 +104,7 @@ async def test_the_first_endpoint_serves_it_if_it_answers_first(stream: bool) ->
     gate = asyncio.Event()
     async with pool(when_open(gate, decodes), never_answers) as running:
         asking = asyncio.ensure_future(running.ask(stream=stream))
-        first, second = await asked(running, 2)
+        first, second = await engines_asked(running, 2)
         gate.set()
         reply = await asking
         assert (reply.status, reply.text) == (200, WHOLE)
@@ -120,7 +120,7 @@ async def test_an_answer_that_breaks_at_the_first_endpoint_leaves_the_second_one
     first_gate, second_gate = asyncio.Event(), asyncio.Event()
     async with pool(when_open(first_gate, resets), when_open(second_gate, decodes)) as running:
         asking = asyncio.ensure_future(running.ask(stream=True))
-        first, _ = await asked(running, 2)
+        first, _ = await engines_asked(running, 2)
         first_gate.set()
         async with asyncio.timeout(PATIENCE_S):
             while not running.error_count(first):
@@ -137,7 +137,7 @@ async def test_a_second_endpoint_that_fails_leaves_the_first_one(script: Script)
     gate = asyncio.Event()
     async with pool(when_open(gate, decodes), script) as running:
         asking = asyncio.ensure_future(running.ask(stream=True))
-        _, second = await asked(running, 2)
+        _, second = await engines_asked(running, 2)
         async with asyncio.timeout(PATIENCE_S):
             while running.app.gateway.endpoints.all()[running.decode.index(second)].load.in_flight:
                 await asyncio.sleep(0.005)
@@ -154,7 +154,7 @@ async def test_a_request_that_fails_at_both_is_refused_once() -> None:
         when_open(first_gate, refuses(500)), when_open(second_gate, refuses(500))
     ) as running:
         asking = asyncio.ensure_future(running.ask(stream=True))
-        await asked(running, 2)
+        await engines_asked(running, 2)
         first_gate.set()
         await asyncio.sleep(0.05)
         second_gate.set()
@@ -175,7 +175,7 @@ async def test_a_client_that_leaves_ends_both_attempts() -> None:
     async with pool(never_answers, never_answers) as running:
 
         async def both() -> None:
-            await asked(running, 2)
+            await engines_asked(running, 2)
 
         await running.ask_and_leave(both, stream=True)
         for half in running.decode:
@@ -189,7 +189,7 @@ async def test_a_stream_that_has_begun_is_not_hedged() -> None:
     async with pool(streams_one_token, decodes) as running:
 
         async def later() -> None:
-            await asked(running, 1)
+            await engines_asked(running, 1)
             await asyncio.sleep(1.5)
 
         await running.ask_and_leave(later, stream=True)
@@ -205,7 +205,7 @@ async def test_no_request_is_hedged_beyond_its_share_or_the_retry_budget(
     async with pool(never_answers, decodes, saved=saved, retries=retries) as running:
 
         async def later() -> None:
-            await asked(running, 1)
+            await engines_asked(running, 1)
             await asyncio.sleep(1.5)
 
         await running.ask_and_leave(later, stream=True)
@@ -217,7 +217,7 @@ async def test_a_client_may_ask_for_no_second_attempt() -> None:
         running.http.headers["x-penstock-hedge"] = "off"
 
         async def later() -> None:
-            await asked(running, 1)
+            await engines_asked(running, 1)
             await asyncio.sleep(1.5)
 
         await running.ask_and_leave(later, stream=True)
@@ -227,7 +227,7 @@ async def test_a_client_may_ask_for_no_second_attempt() -> None:
 async def test_late_requests_at_a_suspect_endpoint_are_moved_and_no_hedge_is_spent() -> None:
     async with pool(never_answers, decodes, saved=0.0, health={}) as running:
         asking = asyncio.ensure_future(running.ask(stream=True))
-        first, _ = await asked(running, 1)
+        first, _ = await engines_asked(running, 1)
         reply = await asking
         assert (reply.status, reply.text) == (200, WHOLE)
         live = running.app.gateway.endpoints.all()[running.decode.index(first)]
@@ -240,7 +240,7 @@ async def test_late_requests_at_a_suspect_endpoint_are_moved_and_no_hedge_is_spe
 async def test_an_endpoint_that_was_overtaken_gets_few_requests_until_it_is_judged() -> None:
     async with pool(never_answers, decodes, health={"slow_factor": 100.0}) as running:
         assert (await running.ask(stream=True)).text == WHOLE
-        first, _ = await asked(running, 2)
+        first, _ = await engines_asked(running, 2)
         endpoints = running.app.gateway.endpoints
         load = endpoints.all()[running.decode.index(first)].load
         assert load.soft_cap == 0
@@ -277,7 +277,7 @@ async def test_an_ended_request_leaves_the_hedger_before_the_next_sweep() -> Non
 async def test_requests_that_wait_at_an_endpoint_ejected_as_slow_are_moved() -> None:
     async with pool(never_answers, decodes, saved=0.0) as running:
         asking = asyncio.ensure_future(running.ask(stream=True))
-        first, _ = await asked(running, 1)
+        first, _ = await engines_asked(running, 1)
         endpoints = running.app.gateway.endpoints
         endpoints.on_event(endpoints.all()[running.decode.index(first)], HealthEvent.SLOW)
         reply = await asking

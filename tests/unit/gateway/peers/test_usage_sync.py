@@ -26,7 +26,7 @@ def gateways(count: int = 2) -> list[Gateway]:
     return [Gateway(number + 1, tenants=TENANTS) for number in range(count)]
 
 
-def asks(gateway: Gateway, times: int = 1) -> int:
+def send_requests(gateway: Gateway, times: int = 1) -> int:
     """Send `times` requests of the tenant; return how many are admitted."""
     admitted = 0
     for _ in range(times):
@@ -50,7 +50,7 @@ def converse(gateway: Gateway, session: str, tokens: int, now: float) -> Callabl
     return lambda now: room.on_finished(request, lambda: RequestOutcome(now, 0.1, None, 10))
 
 
-def inside(gateway: Gateway) -> tuple[int, int]:
+def active_sessions(gateway: Gateway) -> tuple[int, int]:
     """Return the number of active sessions and their context tokens."""
     (room,) = gateway.gate.pool_queues()
     assert room.sessions is not None
@@ -60,11 +60,11 @@ def inside(gateway: Gateway) -> tuple[int, int]:
 async def test_quota_used_at_one_gateway_is_deducted_at_all() -> None:
     one, two = gateways()
     now = warm(one, two, now=monotonic())
-    assert asks(one, 7) == 7
+    assert send_requests(one, 7) == 7
     run([one, two], now, 0.2)
-    assert asks(two, 7) == 3
+    assert send_requests(two, 7) == 3
     run([one, two], now + 0.2, 0.2)
-    assert (asks(one), asks(two)) == (0, 0)
+    assert (send_requests(one), send_requests(two)) == (0, 0)
 
 
 async def test_quota_refunded_at_one_gateway_is_available_at_another() -> None:
@@ -72,18 +72,18 @@ async def test_quota_refunded_at_one_gateway_is_available_at_another() -> None:
     now = warm(one, two, now=monotonic())
     quota = one.gate.quotas.take(REQUEST)
     assert quota is not None
-    assert asks(one, 9) == 9
+    assert send_requests(one, 9) == 9
     now = run([one, two], now, 0.2)
-    assert asks(two) == 0
+    assert send_requests(two) == 0
     one.gate.quotas.settle(quota, REQUEST, None)
     run([one, two], now, 0.2)
-    assert asks(two) == 1
+    assert send_requests(two) == 1
 
 
 async def test_use_during_a_disconnect_is_not_sent_afterwards() -> None:
     one, two = gateways()
     now = warm(one, two, now=monotonic())
-    assert (asks(one, 20), asks(two, 20)) == (10, 10)
+    assert (send_requests(one, 20), send_requests(two, 20)) == (10, 10)
     for gateway in (one, two):
         gateway.view.outgoing_frames(now + 0.1, is_connected=False)
         assert not gateway.view.updates.quota_use
@@ -107,10 +107,10 @@ async def test_waiting_updates_are_bounded_during_a_disconnect() -> None:
 async def test_late_quota_messages_are_dropped() -> None:
     one, two = gateways()
     now = warm(one, two, now=monotonic())
-    asks(one, 10)
+    send_requests(one, 10)
     for frame in one.view.outgoing_frames(now + 0.1, is_connected=True):
         two.take(frame, now + EXPIRY_S + 1.0, age_s=EXPIRY_S + 0.9)
-    assert asks(two, 10) == 10
+    assert send_requests(two, 10) == 10
 
 
 async def test_a_session_counts_once_at_all_gateways() -> None:
@@ -119,10 +119,10 @@ async def test_a_session_counts_once_at_all_gateways() -> None:
     converse(one, "talk", 1000, now)(now + 0.1)
     converse(one, "more", 500, now)(now + 0.1)
     now = run([one, two], now + 0.1, 0.2)
-    assert inside(one) == inside(two) == (2, 1500)
+    assert active_sessions(one) == active_sessions(two) == (2, 1500)
     converse(two, "talk", 2000, now)(now + 0.1)
     now = run([one, two], now + 0.1, 0.2)
-    assert inside(one) == inside(two) == (2, 2500)
+    assert active_sessions(one) == active_sessions(two) == (2, 2500)
 
 
 async def test_a_session_of_another_gateway_expires_like_an_own_one() -> None:
@@ -133,9 +133,9 @@ async def test_a_session_of_another_gateway_expires_like_an_own_one() -> None:
     one.view.bye_frame()
     for room in two.gate.pool_queues():
         room.tick(now + 170.0)
-        assert inside(two) == (1, 1000)
+        assert active_sessions(two) == (1, 1000)
         room.tick(now + 181.0)
-        assert inside(two) == (0, 0)
+        assert active_sessions(two) == (0, 0)
 
 
 async def test_sessions_served_during_a_disconnect_are_sent_afterwards() -> None:
@@ -144,7 +144,7 @@ async def test_sessions_served_during_a_disconnect_are_sent_afterwards() -> None
     converse(one, "talk", 1000, now)(now + 0.1)
     one.view.outgoing_frames(now + 0.2, is_connected=False)
     run([one, two], now + 30.0, 0.2)
-    assert inside(two) == (1, 1000)
+    assert active_sessions(two) == (1, 1000)
 
 
 async def test_a_new_gateway_receives_the_sessions_of_all_others() -> None:
@@ -157,13 +157,15 @@ async def test_a_new_gateway_receives_the_sessions_of_all_others() -> None:
     three.view.start(now)
     run([one, two, three], now, 1.5)
     assert three.view.warm_up.is_warm
-    assert inside(one) == inside(three) == (2 * MAX_ROWS, 200_000 * MAX_ROWS // 1000)
+    assert (
+        active_sessions(one) == active_sessions(three) == (2 * MAX_ROWS, 200_000 * MAX_ROWS // 1000)
+    )
 
 
 async def test_no_name_of_a_tenant_or_session_is_sent_in_clear_text() -> None:
     one, two = gateways()
     now = warm(one, two, now=monotonic())
-    asks(one)
+    send_requests(one)
     converse(one, "canary-session", 1000, now)(now + 0.1)
     frames = b"".join(frame for _, (_, frame) in turn([one, two], now + 0.2))
     assert b"taken" in frames

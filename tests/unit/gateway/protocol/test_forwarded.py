@@ -58,7 +58,7 @@ def test_an_id_with_odd_characters_is_not_logged(text: str, is_logged: bool) -> 
     assert proxy_request_id({"x-request-id": text}) == (text if is_logged else "")
 
 
-async def logged(folder: Path, trusted: list[str], headers: list[str]) -> dict[str, object]:
+async def access_line_of(folder: Path, trusted: list[str], headers: list[str]) -> dict[str, object]:
     """Send a request from 127.0.0.1 with these header lines; return its access log entry."""
     log = folder / "access.jsonl"
     observability = {"access_log": str(log), "access_flush": "10ms"}
@@ -84,12 +84,12 @@ CLAIMS = ["X-Forwarded-For: 203.0.113.9, 192.0.2.7", "X-Request-Id: edge-77"]
 
 
 async def test_headers_of_a_trusted_proxy_appear_in_the_access_log(tmp_path: Path) -> None:
-    line = await logged(tmp_path, ["127.0.0.0/8"], CLAIMS)
+    line = await access_line_of(tmp_path, ["127.0.0.0/8"], CLAIMS)
     assert (line["client"], line["proxy_request_id"]) == ("192.0.2.7", "edge-77")
     assert str(line["id"]).startswith("req_")
 
 
 async def test_forwarding_headers_of_other_clients_are_ignored(tmp_path: Path) -> None:
-    line = await logged(tmp_path, ["10.0.0.0/8"], CLAIMS)
+    line = await access_line_of(tmp_path, ["10.0.0.0/8"], CLAIMS)
     assert line["client"] == "127.0.0.1"
     assert "proxy_request_id" not in line

@@ -64,7 +64,10 @@ reload:
 
 
 class Mistake(NamedTuple):
-    """A mistake: `make` changes one line, which must be reported; None if not applicable."""
+    """A kind of mistake: `make` puts it into one line, whose number must then be reported.
+
+    `make` returns None for lines where the mistake is impossible.
+    """
 
     name: str
     make: Callable[[str], str | None]

@@ -25,7 +25,7 @@ FORCE = ChangeOptions(force=True)
 LEAST = ("policy: prefix_aware", "policy: least_loaded")
 
 
-def learnt(harness: Running) -> dict[str, Any]:
+def kept_state(harness: Running) -> dict[str, Any]:
     """Return all learned and live state, which a reload must not change."""
     table = harness.app.gateway.endpoints
     index = table.prefixes.index
@@ -91,10 +91,10 @@ async def test_live_state_survives_a_new_policy(tmp_path: Path) -> None:
     async with running(tmp_path) as harness:
         for number in range(20):
             assert await harness.ask(f"{number} " + "shared words " * 100) == "ok"
-        before = learnt(harness)
+        before = kept_state(harness)
         assert before["blocks"] > 20
         outcome = await harness.app.reloader.put(harness.text().replace(*LEAST).encode(), "admin")
-        assert (outcome.result, learnt(harness)) == ("applied", before)
+        assert (outcome.result, kept_state(harness)) == ("applied", before)
 
 
 async def test_an_unchanged_policy_stays_the_same_object(tmp_path: Path) -> None:

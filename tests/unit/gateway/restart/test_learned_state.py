@@ -27,7 +27,7 @@ def prompt(number: int, blocks: int = 40) -> Fingerprint:
     return PROMPTS.fingerprint(b"tenant", memoryview(text))
 
 
-def carried(index: PrefixIndex, into: PrefixIndex, slots: dict[int, int]) -> None:
+def transfer_state(index: PrefixIndex, into: PrefixIndex, slots: dict[int, int]) -> None:
     """Transfer the state of one prefix index to another through the channel used at restarts.
 
     `slots` maps old slots of endpoints to new ones.
@@ -59,7 +59,7 @@ def learned(seed: int) -> tuple[PrefixIndex, list[Fingerprint]]:
 def test_a_restored_index_finds_every_prompt_at_its_new_slot(seed: int) -> None:
     index, prompts = learned(seed)
     after = PrefixIndex(CAP_BYTES)
-    carried(index, after, {0: 2, 2: 0})  # slot 1 is gone
+    transfer_state(index, after, {0: 2, 2: 0})  # slot 1 is gone
     for item in prompts:
         before_held, after_held = index.match(item, 640), after.match(item, 640)
         assert (after_held[2], after_held[0]) == (before_held[0], before_held[2])
@@ -71,7 +71,7 @@ def test_a_restored_index_finds_every_prompt_at_its_new_slot(seed: int) -> None:
 def test_a_restored_index_learns_and_ages_like_the_original(seed: int) -> None:
     index, prompts = learned(seed)
     after = PrefixIndex(CAP_BYTES)
-    carried(index, after, {0: 0, 1: 1, 2: 2})
+    transfer_state(index, after, {0: 0, 1: 1, 2: 2})
     for item in (index, after):
         item.set_capacity(0, 20_000)
     rng = Random(seed + 100)
@@ -88,7 +88,7 @@ def test_a_restored_index_learns_and_ages_like_the_original(seed: int) -> None:
 def test_restoring_a_larger_index_respects_the_size_limit() -> None:
     index, _ = learned(1)
     small = PrefixIndex(64 * 192 * 4)
-    carried(index, small, {0: 0, 1: 1, 2: 2})
+    transfer_state(index, small, {0: 0, 1: 1, 2: 2})
     assert 0 < small.stats().blocks * 192 <= 64 * 192 * 4 + 512 * 192
 
 

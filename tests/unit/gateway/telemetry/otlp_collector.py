@@ -11,7 +11,10 @@ from aiohttp import web
 
 
 class Collector:
-    """`url` for the configuration; `spans` as received, with attributes as a plain mapping."""
+    """A running collector. `spans` has the received spans, with attributes as a plain mapping.
+
+    `url` is its address for the configuration.
+    """
 
     def __init__(self) -> None:
         self.url = ""

@@ -45,7 +45,7 @@ pools: {{main: {{endpoints: [{{url: "{url}", api_key: "{engine}"}}]}}}}
 """
 
 
-def taken(fleet: GatewayFleet, traces: str) -> str:
+def config_with_secrets(fleet: GatewayFleet, traces: str) -> str:
     """Return a valid configuration that contains every secret in clear text."""
     keys = {name: CANARIES[f"{what} key"] for name, what in WHOSE.items()}
     return TAKEN.format(url=fleet.groups[0].url, traces=traces, **keys)
@@ -59,7 +59,7 @@ WHOSE = {
 }
 
 
-async def said(http: aiohttp.ClientSession, url: str, accept: str) -> str:
+async def page_text(http: aiohttp.ClientSession, url: str, accept: str) -> str:
     """Return the text of a page, or the beginning if it is endless."""
     text = ""
     try:
@@ -80,7 +80,7 @@ async def every_page(fleet: GatewayFleet) -> dict[str, str]:
         for accept in ("*/*", "application/openmetrics-text")
     }
     return {
-        name: await said(fleet.http, fleet.app.admin_url + path, name.split(" as ")[1])
+        name: await page_text(fleet.http, fleet.app.admin_url + path, name.split(" as ")[1])
         for name, path in pages.items()
     }
 
@@ -146,7 +146,9 @@ async def test_no_secret_appears_in_any_output_of_the_gateway(
                 ) as answer:
                     heard[f"an offered configuration, {answer.status}"] = await answer.text()
             async with fleet.http.put(
-                fleet.app.admin_url + "/config", data=taken(fleet, there.url), headers=admin
+                fleet.app.admin_url + "/config",
+                data=config_with_secrets(fleet, there.url),
+                headers=admin,
             ) as answer:
                 heard["a configuration that was taken over"] = await answer.text()
                 assert answer.status == 200, heard["a configuration that was taken over"]
@@ -156,7 +158,7 @@ async def test_no_secret_appears_in_any_output_of_the_gateway(
             served, heard["another answer"] = await ask(fleet, CANARIES["a tenant's key"])
             await there.heard(15)
             heard |= await every_page(fleet)
-            heard["/explain"] = await said(
+            heard["/explain"] = await page_text(
                 fleet.http, f"{fleet.app.admin_url}/explain/{served}", "*/*"
             )
         heard["traces"] = "".join(there.bodies)

@@ -304,16 +304,18 @@ async def test_a_full_batch_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_a_reload_turns_traces_on_and_off() -> None:
     async with collector() as there, gateway_fleet(1) as fleet:
-        await put(fleet, f"{{access_log: 'off', traces: {{endpoint: '{there.url}', ratio: 1}}}}")
+        await apply_config(
+            fleet, f"{{access_log: 'off', traces: {{endpoint: '{there.url}', ratio: 1}}}}"
+        )
         assert (await fleet.ask()).fate == "ok"
         await there.heard(7)
-        await put(fleet, "{access_log: 'off'}")
+        await apply_config(fleet, "{access_log: 'off'}")
         assert fleet.app.gateway.accounts.tracer is None
         assert (await fleet.ask()).fate == "ok"
     assert len(there.spans) == 7
 
 
-async def put(fleet: GatewayFleet, observability: str) -> None:
+async def apply_config(fleet: GatewayFleet, observability: str) -> None:
     """Apply a configuration with this observability section, which needs no restart."""
     pools = f"{{main: {{endpoints: [{{url: '{fleet.groups[0].url}', max_concurrency: 24}}]}}}}"
     listeners = "{api: {port: 0}, admin: {port: 0}}"

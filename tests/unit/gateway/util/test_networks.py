@@ -1,4 +1,4 @@
-"""Client addresses: membership in networks, and what counts as one client."""
+"""Client addresses: whether they belong to a network, and which addresses count as one client."""
 
 from __future__ import annotations
 

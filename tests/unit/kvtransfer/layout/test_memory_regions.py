@@ -1,4 +1,4 @@
-"""Memory regions and memory files: real files, file seals, and block generations."""
+"""KV memory regions: shared memory files, their seals, and generation numbers of blocks."""
 
 from __future__ import annotations
 

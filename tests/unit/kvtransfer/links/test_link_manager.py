@@ -307,7 +307,10 @@ def test_a_stall_of_our_own_does_not_excuse_later_silence() -> None:
 
 
 class MisleadingShm(Shm):
-    """Shared memory that reports another agent's address, as 127.0.0.1 of another host would."""
+    """A shared memory transport with an address at which another agent answers.
+
+    This happens if two hosts both use 127.0.0.1.
+    """
 
     def __init__(self, address: str) -> None:
         super().__init__()

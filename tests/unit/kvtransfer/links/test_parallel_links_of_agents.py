@@ -25,13 +25,13 @@ from tests.unit.kvtransfer.transports.stream.lane_access import laned, lanes_of,
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def shorten_retry_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the times until failed lanes are retried and lost ones end their link."""
     later = LinkManager._later
     monkeypatch.setattr(LinkManager, "_later", lambda self, _, call: later(self, 0.05, call))
 
 
-async def moved(source: Group, sink: Group, name: str) -> None:
+async def transfer_one(source: Group, sink: Group, name: str) -> None:
     """Transfer one request's KV and verify every byte."""
     cache = Cache(SMALL, 64, seed=4)
     cache.write(SMALL, source.regions, [1, 2, 3, 4])
@@ -76,7 +76,7 @@ async def until_lanes(group: Group, count: int) -> None:
 async def with_lanes(options: AgentOptions = PATIENT) -> AsyncIterator[list[Group]]:
     """Yield a source and a sink whose link has all its lanes, none used yet."""
     async with groups("lanes", SMALL, SMALL, options=(options, options)) as (source, sink):
-        await moved(source, sink, "a")
+        await transfer_one(source, sink, "a")
         for side in (source, sink):
             await until_lanes(side, LANES - 1)
         yield [source, sink]
@@ -97,7 +97,7 @@ async def test_agents_open_as_many_as_the_sink_wants_one_after_the_other(
     async with with_lanes() as (source, sink):
         assert under_way == [1] * LANES
         assert first_of(source).session.budget_bytes == LANES * sink.agent.options.budget_bytes
-        await moved(source, sink, "b")
+        await transfer_one(source, sink, "b")
 
 
 async def test_no_lane_is_dialled_before_the_source_has_sent_a_message() -> None:
@@ -117,7 +117,9 @@ async def test_no_lane_is_dialled_before_the_source_has_sent_a_message() -> None
         assert source.agent.stats()["refused"] == {}
 
 
-def greets(monkeypatch: pytest.MonkeyPatch, lane_of: Callable[[LinkSession], bytes]) -> None:
+def set_lane_owner(
+    monkeypatch: pytest.MonkeyPatch, lane_of: Callable[[LinkSession], bytes]
+) -> None:
     """Make the sinks' lanes name `lane_of(session)` as the link to which they belong."""
     greeting = LinkManager._dialler_session
 
@@ -136,24 +138,24 @@ async def test_a_lane_of_an_unknown_link_is_refused_and_the_link_survives(
     itself: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The lane is retried a few times, each time with a log line at the sink."""
-    greets(monkeypatch, lambda session: session.greeting if itself else b"x" * 16)
+    set_lane_owner(monkeypatch, lambda session: session.greeting if itself else b"x" * 16)
     async with groups("lanes", SMALL, SMALL) as (source, sink):
-        await moved(source, sink, "a")
+        await transfer_one(source, sink, "a")
         await until(lambda: caplog.text.count("a lane to") == 3)
         await asyncio.sleep(0.2)
         assert source.agent.stats()["refused"] == {EndReason.LINK_LOST: 3}
         for side in (source, sink):
             await until_lanes(side, 0)
-        await moved(source, sink, "b")
+        await transfer_one(source, sink, "b")
 
 
 async def test_a_lane_of_another_members_link_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with groups("lanes", SMALL, SMALL, SMALL) as (source, sink, thief):
-        await moved(source, sink, "a")
+        await transfer_one(source, sink, "a")
         for side in (source, sink):
             await until_lanes(side, LANES - 1)
         theirs = first_of(sink).session.greeting
-        greets(monkeypatch, lambda session: theirs)
+        set_lane_owner(monkeypatch, lambda session: theirs)
         offer = source.agent.offer("b", [1], 16)
         landing = thief.agent.fetch(source.agent.address, "b", [1], 16, ticket=offer.ticket)
         assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed
@@ -172,9 +174,9 @@ async def test_a_lane_of_a_lane_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         sessions.append(session)
         return sessions[-2].greeting if len(sessions) > 1 else session.lane_of
 
-    greets(monkeypatch, of_the_one_before)
+    set_lane_owner(monkeypatch, of_the_one_before)
     async with groups("lanes", SMALL, SMALL) as (source, sink):
-        await moved(source, sink, "a")
+        await transfer_one(source, sink, "a")
         await until(lambda: bool(source.agent.stats()["refused"].get(EndReason.LINK_LOST)))
         assert len(first_of(source).lanes) == 1
 
@@ -182,11 +184,11 @@ async def test_a_lane_of_a_lane_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_a_source_refuses_lanes_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_manager, "MAX_LANES", LANES - 1)
     async with groups("lanes", SMALL, SMALL) as (source, sink):
-        await moved(source, sink, "a")
+        await transfer_one(source, sink, "a")
         await until(lambda: source.agent.stats()["refused"] == {EndReason.PROTOCOL: 1})
         for side in (source, sink):
             await until_lanes(side, LANES - 2)
-        await moved(source, sink, "b")
+        await transfer_one(source, sink, "b")
 
 
 @pytest.mark.usefixtures("soon")
@@ -230,7 +232,7 @@ async def test_any_other_message_on_a_lane_closes_it(caplog: pytest.LogCaptureFi
         await until(lambda: sink.agent.stats()["faults"] == {"protocol": 1})
         await until(lambda: "failed: StopTransfer on a lane" in caplog.text)
         await until_lanes(sink, LANES - 1)
-        await moved(source, sink, "b")
+        await transfer_one(source, sink, "b")
 
         # ---- lost
 
@@ -269,7 +271,7 @@ async def test_with_a_lane_that_was_used_the_link_is_lost(at_source: bool) -> No
         assert "a lane is lost" in ends[0 if at_source else 1].detail
         for side in (source, sink):
             await until(lambda side=side: not lines(side))
-        await moved(source, sink, "c")
+        await transfer_one(source, sink, "c")
 
 
 async def test_transfers_started_after_a_used_lane_is_lost_use_a_new_link() -> None:
@@ -283,7 +285,7 @@ async def test_transfers_started_after_a_used_lane_is_lost_use_a_new_link() -> N
             lane.has_carried_windows = True
         lanes_of(old.link)[0]._sock.shutdown(socket.SHUT_RDWR)
         await until(lambda: len(old.lanes) < LANES - 1)
-        await moved(source, sink, "c")
+        await transfer_one(source, sink, "c")
         assert len([line for line in lines(sink) if line.is_in_use]) == 2
         offer.mark_ready(SMALL.layers)
         assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed
@@ -323,7 +325,7 @@ async def test_with_the_link_its_lanes_end(at_source: bool) -> None:
         for side in (source, sink):
             await until(lambda side=side: not lines(side))
         await until(lambda: not any(lane._thread.is_alive() for lane in lanes))
-        await moved(source, sink, "b")
+        await transfer_one(source, sink, "b")
 
 
 async def test_with_an_agent_its_lanes_end() -> None:

@@ -160,7 +160,7 @@ def test_a_lane_greets_with_its_links_nonce() -> None:
 @settings(max_examples=200)
 @given(st.integers(0, 3), st.randoms(use_true_random=False))
 def test_any_change_of_the_stream_is_detected_at_the_first_message(kind: int, rng: Random) -> None:
-    """Messages may be altered, repeated, dropped or reordered."""
+    """The changes are altered, repeated, dropped and reordered messages."""
     sink, source = shaken()
     frames = [sink.seal(Credit(number, number)) for number in range(6)]
     index = rng.randrange(5)

@@ -17,7 +17,10 @@ from kvtransfer.util.clock import ThreadClock
 
 
 class SlowGrantLink:
-    """A link whose grants wait for `go`. Transfer 3 is unknown, and transfer 2 raises an error."""
+    """A fake link that registers memory (grants) only when `go` is set.
+
+    It does not know transfer 3, and raises an error for transfer 2.
+    """
 
     peer = "p"
 

@@ -107,7 +107,7 @@ def test_of_many_short_runs_read_too_late_not_one_byte_is_sent(answers: list[boo
         assert pair.sink.received_bytes < 4096
 
 
-def begun(owner: Owner, region: Region, sock: socket.socket) -> tuple[ByteRuns, WindowHead]:
+def begin_window(owner: Owner, region: Region, sock: socket.socket) -> tuple[ByteRuns, WindowHead]:
     """Send all but the last byte of a window of many short runs; return its runs and its head."""
     moves = cells()
     head = window(1, moves)
@@ -125,7 +125,7 @@ def test_short_runs_that_are_not_what_was_sent_are_not_put_into_place(
     stranger: tuple[socket.socket, Owner, Region],
 ) -> None:
     sock, owner, region = stranger
-    _, head = begun(owner, region, sock)
+    _, head = begin_window(owner, region, sock)
     sock.sendall(b"\1" + encode_trailer(WindowVerdict.OK, 12345))
     assert owner.wait("landed") == [(head, WindowVerdict.CORRUPT)]
     assert not region.bytes.any()
@@ -135,7 +135,7 @@ def test_short_runs_in_flight_are_discarded_after_a_fence(
     stranger: tuple[socket.socket, Owner, Region],
 ) -> None:
     sock, owner, region = stranger
-    begun(owner, region, sock)
+    begin_window(owner, region, sock)
     link_of(owner).fence(1)
     assert owner.wait("fenced") == [1]
     sock.sendall(

@@ -1,4 +1,4 @@
-"""Shared memory transport: access, checks before mapping, and blocks reused by the source."""
+"""The shared memory transport: access, checks before mapping, and blocks that were reused."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_json_has_every_policy_at_every_rate_and_is_the_same_again(trace: Path) 
 
 
 class _Page(HTMLParser):
-    """Counts a page's elements and external references."""
+    """An HTML parser that counts a page's elements and external references."""
 
     def __init__(self) -> None:
         super().__init__()

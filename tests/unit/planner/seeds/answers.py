@@ -1,4 +1,7 @@
-"""Runs the commands of the seeds' items, and collects the functions that answer the others."""
+"""Computes the outcomes of the statements that `penstock seeds` lists, to check them.
+
+Some are answered by a command, which this module runs; others by functions registered here.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ ANSWERS: dict[int, list[Callable[[SeedItem], Outcome]]] = {}
 
 
 def answer(number: int) -> Callable[[Callable[[SeedItem], Outcome]], Callable[[SeedItem], Outcome]]:
-    """Register a function that returns the outcome, or a part of it, of one item by name."""
+    """Return a decorator that registers a function for statement `number`.
+
+    The function returns the outcome, or a part of it, by name.
+    """
 
     def register(function: Callable[[SeedItem], Outcome]) -> Callable[[SeedItem], Outcome]:
         ANSWERS.setdefault(number, []).append(function)
@@ -30,7 +36,10 @@ def answer(number: int) -> Callable[[Callable[[SeedItem], Outcome]], Callable[[S
 
 @cache
 def printed(command: str) -> str:
-    """Return what `penstock size ...` prints; exit status 3 is a missed promise, no failure."""
+    """Run `penstock size ...` and return its output.
+
+    Exit status 3, a missed latency budget, is no failure.
+    """
     program, name, *arguments = shlex.split(command)
     assert (program, name) == ("penstock", "size")
     app = typer.Typer(add_completion=False)
@@ -42,12 +51,15 @@ def printed(command: str) -> str:
 
 @cache
 def plain(command: str) -> Any:
-    """Return the JSON of `penstock size ... --json`."""
+    """Run `penstock size ... --json` and return the parsed output."""
     return json.loads(printed(f"{command} --json"))
 
 
 def member(command: str, path: str) -> object:
-    """Return a member of the JSON: `gates` are those of the first plan, lists of texts are joined."""
+    """Return one member of the JSON output of a command, by its dotted path.
+
+    `gates` are those of the first plan. A list of texts is joined with line ends.
+    """
     value = plain(command)
     for key in (f"plans.0.{path}" if path.startswith("gates.") else path).split("."):
         value = value[int(key)] if isinstance(value, list) else value[key]

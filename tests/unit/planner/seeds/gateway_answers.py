@@ -1,4 +1,4 @@
-"""Outcomes of items that a configuration, a policy, the checklist or the deployment answers."""
+"""Outcomes of statements (see answers.py) that concern configurations, policies and deployment."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _(_item: SeedItem) -> Outcome:
 
 
 def two_sizes() -> dict[str, Any]:
-    """Return a configuration of 70B and 13B, a pool each, with 13B as the fallback."""
+    """Return a configuration with a pool for a 70B model and one for 13B as the fallback."""
     large, small = file({"tp": 4}), file({"tp": 1}, model="llama-2-13b")
     small["pools"]["main"]["endpoints"][0]["url"] = "http://127.0.0.1:9100"
     models = [
@@ -300,7 +300,10 @@ def findings(
     pace: Mapping[str, tuple[float, float]] | None = None,
     **more: Any,
 ) -> dict[int, CheckFinding]:
-    """Return what `penstock doctor --seeds` says about a TP group of 70B, by item."""
+    """Return the findings of `penstock doctor --seeds` about one engine with a 70B model.
+
+    They are given by number of the statement.
+    """
     cards = {"data": [{"id": "llama-3.1-70b", "max_model_len": context}]}
     result = ProbeResult(
         "http://gpu1:8000",

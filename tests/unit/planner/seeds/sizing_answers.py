@@ -1,4 +1,4 @@
-"""Outcomes of items that are sums over models and GPUs: shapes, memory, times, costs, launches."""
+"""Outcomes of statements (see answers.py) that are calculations: memory, times, costs, launches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def chosen(command: str) -> dict[str, int]:
 
 
 def points(command: str, **wanted: object) -> list[dict[str, Any]]:
-    """Return the possible points of a front with these members."""
+    """Return the possible points of a command's Pareto front that have these member values."""
     able = [point for point in plain(command)["front"] if not point["reason"]]
     return [p for p in able if all(p[key] == value for key, value in wanted.items())]
 
@@ -392,5 +392,5 @@ def _(_item: SeedItem) -> Outcome:
 
 
 def trtllm_of_the_seed() -> str:
-    """Return the options for TP 8 whose experts are divided 4 x 2."""
+    """Return TensorRT-LLM's options for TP 8 with experts divided 4 x 2."""
     return trtllm_options(EngineLaunch("m", Layout(8, ep=2), moe_tp=4))

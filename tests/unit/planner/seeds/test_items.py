@@ -1,4 +1,4 @@
-"""Each item of the seeds: its command or function gives the golden outcome of `penstock seeds`."""
+"""Each statement of `penstock seeds` has the expected outcome, by its command or function."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tests.unit.policies.builders import View, ask, candidate, draining, shed
 NOW = 100.0
 
 
-def measured() -> DrainRate:
+def measured_rate() -> DrainRate:
     """Return a rate of two completions per second, recorded over the last half minute."""
     return draining(2.0, 30.0, NOW - 30)
 
@@ -278,7 +278,7 @@ def test_a_price_refusal_reports_queue_work_and_odds() -> None:
 def test_retry_after_follows_the_measured_drain_and_spreads_returns() -> None:
     priced, fleet = admission(), queued(12.0)
     overload(priced, fleet, requests=50)
-    view = View(drain=measured())
+    view = View(drain=measured_rate())
     back = [
         verdict.retry_after_s
         for seed in range(60)
@@ -293,7 +293,7 @@ def test_retry_after_follows_the_measured_drain_and_spreads_returns() -> None:
 def test_a_scheduled_retry_is_admitted_and_an_early_one_gets_the_same_time_again() -> None:
     priced, fleet = admission(), queued(12.0)
     overload(priced, fleet, requests=50)
-    view = View(drain=measured())
+    view = View(drain=measured_rate())
     first = shed(priced.decide(asking(prompt=7), fleet, view))
     assert first.retry_after_s is not None
     early = shed(priced.decide(asking(prompt=7, now=NOW + 0.2), fleet, view))
@@ -311,7 +311,7 @@ def test_a_scheduled_retry_is_admitted_and_an_early_one_gets_the_same_time_again
 def test_no_retry_is_early_after_the_load_has_gone() -> None:
     priced, fleet = admission(), queued(12.0)
     overload(priced, fleet, requests=50)
-    view = View(drain=measured())
+    view = View(drain=measured_rate())
     assert shed(priced.decide(asking(prompt=7), fleet, view)).retry_after_s is not None
     assert not isinstance(priced.decide(asking(prompt=7, now=NOW + 0.2), queued(0.0), view), Shed)
     # its reservation is used up
@@ -322,7 +322,7 @@ def test_a_request_that_cannot_return_gets_no_retry_after_and_no_reservation() -
     def told(probes: int) -> float | None:
         priced, fleet = admission(), queued(12.0)
         overload(priced, fleet)
-        view = View(drain=measured())
+        view = View(drain=measured_rate())
         for seed in range(probes):
             probe = replace(asking(40_000, seed=seed), can_return=False)
             assert shed(priced.decide(probe, fleet, view)).retry_after_s is None
@@ -335,7 +335,7 @@ def test_a_request_that_cannot_return_gets_no_retry_after_and_no_reservation() -
 def test_a_request_past_its_deadline_is_refused_with_both_times() -> None:
     verdict = shed(
         admission().decide(
-            asking(deadline_s=NOW + 1.0), queued(3.0), View(busy=8, drain=measured())
+            asking(deadline_s=NOW + 1.0), queued(3.0), View(busy=8, drain=measured_rate())
         )
     )
     assert verdict.reason == "deadline"
@@ -447,7 +447,9 @@ def test_no_request_waits_without_an_endpoint() -> None:
 def test_equal_questions_get_equal_answers_from_an_equal_seed() -> None:
     rng, other = Random(3), Random(3)
     verdicts = [
-        admission().decide(replace(asking(), rng=candidate_), queued(5.5), View(drain=measured()))
+        admission().decide(
+            replace(asking(), rng=candidate_), queued(5.5), View(drain=measured_rate())
+        )
         for candidate_ in (rng, other)
     ]
     assert verdicts[0] == verdicts[1]

@@ -8,7 +8,7 @@ from policies import ledger
 from policies.load import EndpointLoad
 
 
-def scraped(*scrapes: tuple[int, int, float], decoding: int = 64) -> EndpointLoad:
+def load_after_scrapes(*scrapes: tuple[int, int, float], decoding: int = 64) -> EndpointLoad:
     """Return an endpoint's load after scrapes of (running, waiting, share of KV in use)."""
     load = EndpointLoad(0)
     load.is_modelled = False
@@ -19,18 +19,18 @@ def scraped(*scrapes: tuple[int, int, float], decoding: int = 64) -> EndpointLoa
 
 
 def test_prompts_that_wait_at_two_scrapes_while_kv_is_free_show_the_slots() -> None:
-    assert scraped((64, 9, 0.4), (64, 12, 0.5)).slots == 64
+    assert load_after_scrapes((64, 9, 0.4), (64, 12, 0.5)).slots == 64
 
 
 def test_one_scrape_shows_nothing_because_a_prompt_may_wait_for_the_end_of_a_step() -> None:
-    assert scraped((64, 1, 0.4)).slots == inf
-    assert scraped((64, 1, 0.4), (63, 0, 0.4), (64, 1, 0.4)).slots == inf
+    assert load_after_scrapes((64, 1, 0.4)).slots == inf
+    assert load_after_scrapes((64, 1, 0.4), (63, 0, 0.4), (64, 1, 0.4)).slots == inf
 
 
 def test_prompts_that_wait_for_kv_or_for_another_prompt_do_not_show_slots() -> None:
-    assert scraped((64, 9, 0.97), (64, 9, 0.98)).slots == inf
-    assert scraped((64, 9, 0.4), (64, 9, 0.4), decoding=63).slots == inf
+    assert load_after_scrapes((64, 9, 0.97), (64, 9, 0.98)).slots == inf
+    assert load_after_scrapes((64, 9, 0.4), (64, 9, 0.4), decoding=63).slots == inf
 
 
 def test_more_running_sequences_than_slots_correct_them() -> None:
-    assert scraped((64, 9, 0.4), (64, 9, 0.4), (96, 2, 0.5)).slots == 96
+    assert load_after_scrapes((64, 9, 0.4), (64, 9, 0.4), (96, 2, 0.5)).slots == 96

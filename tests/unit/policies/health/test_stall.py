@@ -29,7 +29,7 @@ def member(record: SpeedRecord, kind: str = "h200") -> ReviewedEndpoint:
     )
 
 
-def computed(times: int = 1, seconds: float = STEP_S) -> SpeedRecord:
+def speed_record(times: int = 1, seconds: float = STEP_S) -> SpeedRecord:
     """Return the speed record of an endpoint that completed `times` prompts of 1,500 tokens.
 
     The last one was sent 2 s before time 0.
@@ -48,7 +48,7 @@ def waiting(record: SpeedRecord, prompts: int = 1) -> SpeedRecord:
 
 
 def test_one_completed_prompt_at_a_peer_is_enough_to_see_a_stall() -> None:
-    members = [member(waiting(SpeedRecord())), member(computed()), member(SpeedRecord())]
+    members = [member(waiting(SpeedRecord())), member(speed_record()), member(SpeedRecord())]
     expectations = Expectations()
     assert expectations.stalled(members, 1.9 * STEP_S) == []
     ((ratio, index),) = expectations.stalled(members, 2.1 * STEP_S)
@@ -62,7 +62,7 @@ def test_without_a_completed_prompt_nothing_is_a_stall() -> None:
 
 
 def test_prompts_that_came_after_the_step_began_do_not_excuse_it() -> None:
-    members = [member(waiting(SpeedRecord(), prompts=5)), member(computed())]
+    members = [member(waiting(SpeedRecord(), prompts=5)), member(speed_record())]
     assert [index for _, index in Expectations().stalled(members, 0.45)] == [0]
 
 
@@ -70,16 +70,20 @@ def test_prompts_that_came_together_are_one_step() -> None:
     record = SpeedRecord()
     for _ in range(4):
         record.on_sent(1500, 0.0)
-    assert Expectations().stalled([member(record), member(computed())], 2.1 * STEP_S) == []
+    assert Expectations().stalled([member(record), member(speed_record())], 2.1 * STEP_S) == []
 
 
 def test_peers_of_another_kind_prove_nothing() -> None:
-    members = [member(waiting(SpeedRecord()), "l40s"), member(computed()), member(computed())]
+    members = [
+        member(waiting(SpeedRecord()), "l40s"),
+        member(speed_record()),
+        member(speed_record()),
+    ]
     assert Expectations().stalled(members, 1.0) == []
 
 
 def test_no_step_is_a_stall_within_the_least_time() -> None:
-    members = [member(waiting(SpeedRecord())), member(computed(seconds=0.01))]
+    members = [member(waiting(SpeedRecord())), member(speed_record(seconds=0.01))]
     assert Expectations().stalled(members, LEAST_LATE_S - 0.01) == []
 
 
@@ -106,7 +110,7 @@ def test_at_least_half_of_a_pool_stays_free_of_doubt(
 
 
 def kept_pace() -> SpeedRecord:
-    records = [computed(5) for _ in range(3)]
+    records = [speed_record(5) for _ in range(3)]
     review([member(record) for record in records], 1.0, SlowLimits())
     return records[0]
 
@@ -142,10 +146,10 @@ def test_the_ratio_that_a_review_found_counts() -> None:
 
 
 def test_an_endpoint_that_usually_takes_twice_as_long_is_no_stall_at_twice_the_time() -> None:
-    record = waiting(computed())
+    record = waiting(speed_record())
     for _ in range(30):
         record.tracks[0].update_usual_ratio(2.0)
-    members = [member(record), member(computed()), member(computed())]
+    members = [member(record), member(speed_record()), member(speed_record())]
     assert Expectations().stalled(members, 3.0 * STEP_S) == []
 
 
@@ -177,7 +181,7 @@ def test_an_overtaken_prompt_behind_others_leaves_the_step_under_way() -> None:
 
 def test_an_endpoint_that_answers_by_itself_is_expected_to_take_its_own_time() -> None:
     """In a pool of two, the mean of both would be a wrong measure of the faster one."""
-    slow, fast = computed(3, 0.8), computed(3)
+    slow, fast = speed_record(3, 0.8), speed_record(3)
     expectations = Expectations()
     members = [member(slow), member(fast)]
     expectations.yardsticks = review(members, 1.0, SlowLimits())

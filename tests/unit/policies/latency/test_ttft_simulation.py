@@ -27,7 +27,7 @@ def request(prompt: int, output: int = 100) -> Request:
     return Request("id", "m", "t", prompt, output)
 
 
-def foreseen(load: EndpointLoad, prompt: int, now: float, cached: int = 0) -> float:
+def predicted_ttft(load: EndpointLoad, prompt: int, now: float, cached: int = 0) -> float:
     """Return the predicted TTFT of a request that is removed again at once."""
     entry = ledger.book(load, request(prompt), cached, now)
     assert entry.predicted_ttft_s is not None
@@ -42,14 +42,16 @@ def step_s(tokens: int) -> float:
 
 
 def test_a_prompt_that_fits_one_step_takes_that_step() -> None:
-    assert foreseen(load_of(), 5000, 0.0) == pytest.approx(step_s(5000))
+    assert predicted_ttft(load_of(), 5000, 0.0) == pytest.approx(step_s(5000))
 
 
 def test_a_prompt_that_comes_during_a_step_waits_for_its_end_and_not_for_those_behind() -> None:
     load = load_of()
     ledger.book(load, request(5000), 0, 0.0)
     ledger.record_scrape(load, None, None, None, None, 0.001)  # the first step is running
-    assert foreseen(load, 2000, 0.01) == pytest.approx(step_s(5000) - 0.01 + step_s(2000), rel=0.01)
+    assert predicted_ttft(load, 2000, 0.01) == pytest.approx(
+        step_s(5000) - 0.01 + step_s(2000), rel=0.01
+    )
 
 
 def test_prompts_that_usually_arrive_are_expected_in_the_step_that_completes_one() -> None:
@@ -60,7 +62,7 @@ def test_prompts_that_usually_arrive_are_expected_in_the_step_that_completes_one
     for load in (busy, calm):
         ledger.book(load, request(8000), 0, 10.0)
         ledger.record_scrape(load, None, None, None, None, 10.001)
-    assert foreseen(busy, 1000, 10.01) > 1.2 * foreseen(calm, 1000, 10.01)
+    assert predicted_ttft(busy, 1000, 10.01) > 1.2 * predicted_ttft(calm, 1000, 10.01)
 
 
 def test_few_arrivals_are_not_expected_within_a_time_in_which_most_prompts_meet_none() -> None:
@@ -86,9 +88,9 @@ def test_a_wait_for_kv_ends_with_an_answer_of_usual_length() -> None:
         now += 3.0
         entry.finish(now, 200)
     ledger.book(load, request(40_000), 0, now).on_first_token(now + 3.0)
-    told_s = foreseen(load, 20_000, now + 3.0)
+    told_s = predicted_ttft(load, 20_000, now + 3.0)
     assert told_s == pytest.approx(
-        200 * load.timeline.decode_s + foreseen(load_of(), 20_000, 0.0), rel=0.15
+        200 * load.timeline.decode_s + predicted_ttft(load_of(), 20_000, 0.0), rel=0.15
     )
 
 
@@ -97,9 +99,9 @@ def test_a_prompt_with_a_shared_prefix_needs_kv_for_the_rest_only() -> None:
     for _ in range(6):
         ledger.book(load, request(8000), 7500, now).on_first_token(now + 0.1)
         now += 0.1
-    crowded = foreseen(load, 8000, now, 7500)
+    crowded = predicted_ttft(load, 8000, now, 7500)
     ledger.record_scrape(load, None, None, (7500 + 6 * 500) / 50_000, None, now)
-    assert crowded > 5 * foreseen(load, 8000, now, 7500)
+    assert crowded > 5 * predicted_ttft(load, 8000, now, 7500)
 
 
 def test_a_first_token_that_does_not_come_where_kv_is_full_is_taken_to_wait_for_it_while_others_decode() -> (
@@ -124,9 +126,9 @@ def test_a_first_token_that_does_not_come_where_kv_is_full_is_taken_to_wait_for_
 def test_a_prompt_that_lacks_less_kv_than_the_models_error_does_not_wait() -> None:
     load = load_of(50_000)
     ledger.book(load, request(42_000), 0, 0.0).on_first_token(3.0)
-    alone_s = foreseen(load_of(), 8000, 0.0)
-    assert foreseen(load, 8500, 3.0) == pytest.approx(alone_s, rel=0.15)
-    assert foreseen(load, 8900, 3.0) > 5 * alone_s
+    alone_s = predicted_ttft(load_of(), 8000, 0.0)
+    assert predicted_ttft(load, 8500, 3.0) == pytest.approx(alone_s, rel=0.15)
+    assert predicted_ttft(load, 8900, 3.0) > 5 * alone_s
 
 
 def test_a_first_token_despite_full_modelled_kv_corrects_kv_and_steps() -> None:
@@ -188,8 +190,8 @@ def test_behind_a_very_long_queue_the_formula_is_close_to_the_simulation() -> No
     for load, prompts in ((played, MOST_STEPS), (reckoned, MOST_STEPS + 1)):
         for _ in range(prompts):
             ledger.book(load, request(3000), 0, 0.0)
-    longer_s = foreseen(reckoned, 3000, 0.0) - foreseen(played, 3000, 0.0)
-    assert abs(longer_s) < 0.1 * foreseen(played, 3000, 0.0)
+    longer_s = predicted_ttft(reckoned, 3000, 0.0) - predicted_ttft(played, 3000, 0.0)
+    assert abs(longer_s) < 0.1 * predicted_ttft(played, 3000, 0.0)
 
 
 def test_a_prompt_that_fills_all_kv_alone_waits_for_no_other() -> None:
@@ -198,16 +200,16 @@ def test_a_prompt_that_fills_all_kv_alone_waits_for_no_other() -> None:
     ledger.record_scrape(load, None, None, None, None, 0.001)
     entry.drop(500.0)
     assert load.timeline.kv_prompts == 0
-    assert foreseen(load, 5000, 501.0) == pytest.approx(step_s(5000), rel=0.01)
+    assert predicted_ttft(load, 5000, 501.0) == pytest.approx(step_s(5000), rel=0.01)
 
 
 def test_kv_computed_elsewhere_blocks_no_prompt_before_it_arrives() -> None:
     load = load_of(kv_tokens=10_000)
     coming = ledger.reserve(load, request(9000), 0, 0.0)
-    assert foreseen(load, 3000, 0.0) == pytest.approx(step_s(3000), rel=0.01)
+    assert predicted_ttft(load, 3000, 0.0) == pytest.approx(step_s(3000), rel=0.01)
     whole = ledger.book(load, request(3000), 0, 0.0)
     whole.on_first_token(step_s(3000))
     assert load.timeline.free_kv_tokens(load) == 7000
     assert load.free_kv_tokens < 0  # the forecast for picks includes what is expected
     coming.on_first_token(1.0)
-    assert foreseen(load, 3000, 1.0) > 2 * step_s(3000)
+    assert predicted_ttft(load, 3000, 1.0) > 2 * step_s(3000)

@@ -185,7 +185,7 @@ def test_cached_tokens_of_a_slot_are_read_in_constant_time() -> None:
     assert index.cached_tokens(3) == 0.0
 
 
-def asked_in_turn(index: PrefixIndex, documents: range, rounds: int, slot: int = 0) -> None:
+def insert_in_turn(index: PrefixIndex, documents: range, rounds: int, slot: int = 0) -> None:
     """Insert documents of 8 blocks and 512 tokens each, one after another, `rounds` times."""
     for _ in range(rounds):
         for document in documents:
@@ -195,7 +195,7 @@ def asked_in_turn(index: PrefixIndex, documents: range, rounds: int, slot: int =
 def test_evictions_of_blocks_not_requested_again_are_not_regretted() -> None:
     index = PrefixIndex(8 << 20)
     index.set_capacity(0, 512 * 32)
-    asked_in_turn(index, range(400), 1)
+    insert_in_turn(index, range(400), 1)
     assert index.cached_tokens(0) <= 512 * 32
     assert index.eviction_regret(0) == 0.0
     assert index.eviction_regret(7) == 0.0
@@ -204,27 +204,27 @@ def test_evictions_of_blocks_not_requested_again_are_not_regretted() -> None:
 def test_evictions_of_blocks_requested_again_are_regretted_until_they_decay() -> None:
     index = PrefixIndex(8 << 20)
     index.set_capacity(0, 512 * 32)
-    asked_in_turn(index, range(48), 8)
+    insert_in_turn(index, range(48), 8)
     assert index.eviction_regret(0) > 0.7
-    asked_in_turn(index, range(1000, 1400), 1)
+    insert_in_turn(index, range(1000, 1400), 1)
     assert index.eviction_regret(0) < 0.01
 
 
 def test_an_eviction_is_not_regretted_while_another_slot_has_the_block() -> None:
     index = PrefixIndex(8 << 20)
     index.set_capacity(0, 512 * 32)
-    asked_in_turn(index, range(48), 2, slot=1)
-    asked_in_turn(index, range(48), 1)
-    asked_in_turn(index, range(48), 3, slot=1)
+    insert_in_turn(index, range(48), 2, slot=1)
+    insert_in_turn(index, range(48), 1)
+    insert_in_turn(index, range(48), 3, slot=1)
     assert index.eviction_regret(0) == 0.0
 
 
 def test_a_restarted_endpoint_regrets_nothing() -> None:
     index = PrefixIndex(8 << 20)
     index.set_capacity(0, 512 * 32)
-    asked_in_turn(index, range(20), 1)
+    insert_in_turn(index, range(20), 1)
     index.forget(0)
-    asked_in_turn(index, range(20), 1)
+    insert_in_turn(index, range(20), 1)
     assert index.eviction_regret(0) == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Groups on link domains: whole TP groups, no shared GPUs, and names that exist."""
+"""Placement of engines on link domains (GPUs with fast links): whole TP groups, no shared GPU."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def listing(harness: Running, file: Path, *numbers: int) -> None:
     fresh.replace(file)
 
 
-async def serving(harness: Running, *names: str) -> None:
+async def wait_for_endpoints(harness: Running, *names: str) -> None:
     """Wait until exactly the endpoints with these names are in the pool and available."""
     async with asyncio.timeout(PATIENCE_S):
         while sorted(
@@ -49,17 +49,17 @@ async def test_endpoints_of_a_file_are_added_and_removed_under_load(tmp_path: Pa
         async with harness.load(4):
             status, reply = await harness.put(text)
             assert status == 200, reply
-            await serving(harness, "group-0", "found-1")
+            await wait_for_endpoints(harness, "group-0", "found-1")
             listing(harness, file, 1, 2)
-            await serving(harness, "group-0", "found-1", "found-2")
+            await wait_for_endpoints(harness, "group-0", "found-1", "found-2")
             listing(harness, file, 2)
-            await serving(harness, "group-0", "found-2")
+            await wait_for_endpoints(harness, "group-0", "found-2")
         first = harness.app.gateway.endpoints.discovered["chat"]
         assert (await harness.put(text + "retries: {floor: 5}\n"))[0] == 200
         assert harness.app.gateway.endpoints.discovered["chat"] is first
-        await serving(harness, "group-0", "found-2")
+        await wait_for_endpoints(harness, "group-0", "found-2")
         assert (await harness.put(harness.text(0)))[0] == 200
-        await serving(harness, "group-0")
+        await wait_for_endpoints(harness, "group-0")
         assert harness.app.gateway.endpoints.discovered == {}
 
 
@@ -74,7 +74,7 @@ async def test_a_pool_may_consist_of_discovered_endpoints_only(tmp_path: Path) -
         assert status == 200, reply
         assert (await harness.ask()).startswith("503")
         listing(harness, file, 0, 1)
-        await serving(harness, "found-0", "found-1")
+        await wait_for_endpoints(harness, "found-0", "found-1")
         assert await harness.ask() == "ok"
         assert {
             live.endpoint.max_concurrency
@@ -91,7 +91,7 @@ async def test_the_path_of_an_endpoint_file_is_relative_to_the_configuration(
         harness.write(
             harness.text(0).replace(HEAD, f"    discover: {{file: engines.yaml}}\n{HEAD}")
         )
-        await serving(harness, "group-0", "found-1")
+        await wait_for_endpoints(harness, "group-0", "found-1")
 
 
 async def test_an_invalid_discovery_section_is_rejected_with_its_place(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_texts_that_meet_are_one_part() -> None:
 
 @given(st.lists(st.sampled_from(["user", "assistant", "system"]), max_size=8))
 def test_each_turn_begins_with_the_messages_of_the_turn_before(roles: list[str]) -> None:
-    """Engines find the earlier turns in their caches only if a later turn leaves them alone."""
+    """Engines find earlier turns in their caches only if later turns do not change them."""
     before = [("user", "0"), *((role, str(at)) for at, role in enumerate(roles, 1))]
     ended = [*before, ("assistant", "answer")]
     assert turns(*ended, ("system", "note"), ("user", "next"))[: len(turns(*ended))] == turns(

@@ -130,14 +130,14 @@ def door() -> Iterator[Door]:
     fake_door.close()
 
 
-def say_all(caller: socket.socket, sayings: Iterable[ControlMessage]) -> None:
+def send_all(caller: socket.socket, sayings: Iterable[ControlMessage]) -> None:
     """Send these messages until the other end closes."""
     with suppress(OSError):
         for saying in sayings:
             caller.sendall(encode(saying))
 
 
-def hung_up(caller: socket.socket) -> bool:
+def closes_connection(caller: socket.socket) -> bool:
     """Return whether the other end closes the connection, whatever it sends before."""
     try:
         while caller.recv(1 << 16):
@@ -154,7 +154,7 @@ def test_a_dialling_peer_counts_as_unproven_from_the_start(door: Door) -> None:
 
 def test_a_refused_unproven_peer_gets_no_queue_pair(door: Door) -> None:
     door.owner.on_linked = lambda link: link.close()  # type: ignore[method-assign]
-    assert hung_up(door.knock())
+    assert closes_connection(door.knock())
     assert door.pairs == 0
 
 
@@ -196,7 +196,7 @@ def test_slow_bytes_do_not_extend_the_time_for_a_queue_pair() -> None:
     door = Door(setup_s=0.2)
     caller = door.knock()
     door.owner.wait("linked")
-    say_all(caller, repeat(OwnerMessage(b"still here"), 1 << 22))
+    send_all(caller, repeat(OwnerMessage(b"still here"), 1 << 22))
     assert "no queue pair" in str(door.owner.wait("lost")[0])
     door.close()
 
@@ -206,7 +206,7 @@ def test_new_queue_pairs_do_not_extend_the_time_either() -> None:
     caller = door.knock()
     door.owner.wait("linked")
     door.owner.heard[0].link.secure(bytes(32))
-    say_all(caller, (QueuePairSetup(epoch, CARD) for epoch in range(1, 1 << 22)))
+    send_all(caller, (QueuePairSetup(epoch, CARD) for epoch in range(1, 1 << 22)))
     assert "no queue pair" in str(door.owner.wait("lost")[0])
     door.close()
 

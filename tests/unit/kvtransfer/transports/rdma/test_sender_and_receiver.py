@@ -66,7 +66,7 @@ class Registry:
 
 
 class Wire:
-    """A fake queue pair that immediately writes to memory that the registry's keys cover."""
+    """A fake queue pair that writes immediately, if a key of the registry covers the memory."""
 
     def __init__(self) -> None:
         self.posted: list[tuple[int, list[LocalRange], tuple[int, int], bool, int | None]] = []
@@ -272,7 +272,7 @@ def test_incomplete_windows_are_limited(half: str) -> None:
 
 
 class Source:
-    """An RdmaSender over a Wire, with one region and a grant for transfer 1."""
+    """An RdmaSender over a fake queue pair (Wire), with one region and a grant for transfer 1."""
 
     def __init__(self, blocks: Sequence[int] = range(8)) -> None:
         self.memory, self.ended = region("out"), list[OutgoingWindow]()

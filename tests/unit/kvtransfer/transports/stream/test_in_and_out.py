@@ -43,7 +43,7 @@ def piped(proof: str):
 
 
 def wire(channel: Pipe) -> bytearray:
-    """Return everything that the source sends."""
+    """Return all bytes that the source has sent, as they appear on the connection."""
     data = bytearray()
     while not channel.out.is_idle:
         channel.out.send_available()

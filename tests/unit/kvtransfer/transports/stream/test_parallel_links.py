@@ -45,7 +45,7 @@ def blocks(count: int, first: int = 0) -> dict[WindowHead, ByteRuns]:
     return {window(1, run, first=first + i): run for i, run in enumerate(runs)}
 
 
-def begun(pair: Pair, more: int) -> dict[WindowHead, ByteRuns]:
+def begin_transfer(pair: Pair, more: int) -> dict[WindowHead, ByteRuns]:
     """Begin a transfer whose first window the sink has acknowledged; return its other windows."""
     windows = blocks(more + 1)
     pair.expect(windows)
@@ -60,7 +60,7 @@ def begun(pair: Pair, more: int) -> dict[WindowHead, ByteRuns]:
 
 
 def test_windows_go_by_the_lanes_while_the_first_link_is_busy(pair: Pair) -> None:
-    rest = begun(pair, 9)
+    rest = begin_transfer(pair, 9)
     with standing(pair.source):
         for event in rest.items():
             pair.put(*event)
@@ -203,7 +203,7 @@ def test_a_source_remembers_the_newest_transfers_that_may_spread(pair: Pair) -> 
 
 
 def test_of_a_dropped_transfer_no_lane_takes_a_window(pair: Pair) -> None:
-    rest = begun(pair, 5)
+    rest = begin_transfer(pair, 5)
     source = laned(pair.source)
     with standing(source, *lanes_of(source)):
         for head, runs in rest.items():
@@ -233,7 +233,7 @@ def test_dropping_a_transfer_does_not_search_the_queue(pair: Pair) -> None:
 
 
 def test_of_a_dropped_transfer_no_lane_sends_what_it_has_taken(pair: Pair) -> None:
-    rest = begun(pair, 1)
+    rest = begin_transfer(pair, 1)
     lane = lanes_of(pair.source)[0]
     with standing(lane):
         ((head, runs),) = rest.items()
@@ -308,7 +308,7 @@ def test_a_lane_writes_no_more_into_what_is_fenced(pair: Pair) -> None:
 
 
 def test_a_sink_forgets_with_the_fence_that_a_transfer_may_spread(pair: Pair) -> None:
-    begun(pair, 0)
+    begin_transfer(pair, 0)
     assert laned(pair.sink)._spread == {1}
     pair.sink.fence(1)
     pair.sink_owner.wait("fenced")
@@ -329,7 +329,7 @@ def test_messages_and_the_end_of_a_lane_are_its_own(pair: Pair) -> None:
         near,
     ]
     assert [event.link for event in pair.source_owner.heard if event.kind == "lost"] == [far]
-    rest = begun(pair, 9)
+    rest = begin_transfer(pair, 9)
     for event in rest.items():
         pair.put(*event)
     pair.sink_owner.wait("landed", 10)
