@@ -271,7 +271,7 @@ def tenants(folder: str, seed: int, share: float, greed: float) -> list[TraceReq
 
 
 def summarize(figures: ReplayFigures, load: float) -> dict[str, Any]:
-    """Return the figures of a run that are stored in the results."""
+    """Return those figures of a run that are stored in the results file."""
     return {
         "load": load,
         "attainment": figures.attainment,

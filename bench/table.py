@@ -66,7 +66,7 @@ def compare(results: Results, row: Row, other: str) -> float | None:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Return a verdict for every goal whose values were measured."""
+    """Return a verdict (met or missed) for every goal whose values were measured."""
     checked: list[Verdict] = []
     for row in results.rows:
         ours = results.median(row, results.ours)

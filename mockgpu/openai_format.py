@@ -47,9 +47,9 @@ def usage(ask: ParsedRequest, output_tokens: int, cached: int | None) -> dict[st
 
 
 def cached_tokens(choices: list[Choice], n: int) -> int:
-    """Return the number of cached prompt tokens, counting each prompt only once.
+    """Return the number of cached prompt tokens of a request, counting each prompt once.
 
-    The first of each `n` choices counts.
+    Of the `n` choices of a prompt, the first one counts.
     """
     return sum(max(0, choice.job.cached) for choice in choices[::n])
 

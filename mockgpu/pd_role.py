@@ -221,7 +221,7 @@ class PdRole:
         self.identity = msgspec.structs.replace(self.identity, url=url)
 
     def startup_members(self) -> dict[str, Any]:
-        """Return the members of the JSON line that is printed at start-up."""
+        """Return the engine's members of the JSON line that `penstock mock --json` prints."""
         return {
             "dialect": self.dialect.name,
             "agent": self.identity.address,
@@ -229,7 +229,7 @@ class PdRole:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return the identity and the KV held for other engines, for tests."""
+        """Return the engine's identity and the KV that it keeps for other engines, for tests."""
         stats = self.agent.stats() if self.agent is not None else {}
         return {
             "dialect": self.dialect.name,

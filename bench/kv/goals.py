@@ -142,7 +142,7 @@ def all_goals() -> list[Goal]:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Return a verdict for every goal that has samples of at least one round."""
+    """Return a verdict (met or missed) for every goal with samples of at least one round."""
     checked = []
     for goal in all_goals():
         values = [

@@ -56,7 +56,7 @@ class Area(msgspec.Struct, frozen=True):
 
 
 class AnswerFacts(msgspec.Struct, frozen=True):
-    """The measurements of one answer: TTFT and token numbers."""
+    """The measurements of one answer: TTFT in seconds and token counts."""
 
     ttft_s: float
     cached_tokens: int

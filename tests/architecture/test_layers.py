@@ -35,13 +35,13 @@ LAZY_IMPORTS = {
 
 
 def allowed() -> dict[str, set[str]]:
-    """Return the table: for each package the packages that it may import."""
+    """Return imports.txt as a table: for each package the packages that it may import."""
     lines = [line for line in TABLE.read_text().splitlines() if line and line[0] != "#"]
     return {name: set(rest.split()) for name, _, rest in (line.partition(":") for line in lines)}
 
 
 def actual() -> dict[str, set[str]]:
-    """Return the packages that each package imports, according to the sources."""
+    """Return for each package the packages that its sources import."""
     edges: dict[str, set[str]] = defaultdict(set)
     for name, module in MODULES.items():
         package = package_of(name)

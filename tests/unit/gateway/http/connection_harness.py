@@ -112,7 +112,10 @@ class FakeBudget:
 
 
 class Harness:
-    """Creates connections that answer a request with its length, at once or one loop turn later."""
+    """Creates client connections whose requests are answered with the length of their body.
+
+    The answer comes at once, or one turn of the event loop later.
+    """
 
     def __init__(self, slow: bool = False) -> None:
         self._slow = slow

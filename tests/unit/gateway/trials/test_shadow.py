@@ -35,7 +35,7 @@ SHADOWED = (
 
 
 class Table:
-    """The part of an endpoint table that shadow policies use."""
+    """A fake endpoint table with the methods that shadow policies use."""
 
     def __init__(self) -> None:
         self.rng = Random(1)

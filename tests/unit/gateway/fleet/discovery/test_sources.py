@@ -1,4 +1,4 @@
-"""The DNS, file and Kubernetes sources of endpoints: what they yield, and that failures do not."""
+"""The DNS, file and Kubernetes sources yield endpoints; if they fail, they yield nothing."""
 
 from __future__ import annotations
 
