@@ -27,7 +27,7 @@ class EventChunks(Protocol):
         ...
 
     def end(self, cached: int | None) -> bytes:
-        """Return the events to send after the last token."""
+        """Return the events to send after the last token of the answer."""
         ...
 
 

@@ -237,9 +237,9 @@ def client_request_id(headers: Mapping[str, str]) -> str:
 
 
 def check_handoff(body: RequestBody, headers: Mapping[str, str]) -> None:
-    """Raise MalformedHandoffError for fields and headers that only a P/D router may send.
+    """Raise MalformedHandoffError for fields that only a prefill/decode router may send.
 
-    P/D: separate engines for prefill and decode.
+    This includes such headers.
     """
     for field in HANDOFF_FIELDS:
         if getattr(body, field) is not None:

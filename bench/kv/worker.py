@@ -40,7 +40,7 @@ class Side(Protocol):
 
 
 class Worker:
-    """Executes commands on one side, and measures time and CPU."""
+    """Executes the benchmark's commands on one side of a transfer, and measures time and CPU."""
 
     def __init__(self, side: Side, role: str, expected: Bytes) -> None:
         self.side, self.role, self.expected = side, role, expected

@@ -128,8 +128,9 @@ def figures(
     refusals: Mapping[str, Refusal],
     sent: int,
 ) -> Figures:
-    """Compute the figures of a run.
+    """Compute the figures of an overload run from the records of its requests.
 
+    plan      the phases of the run
     refusals  from the access log, by request id
     sent      number of requests that reached the engines since the start of the storm
     """
@@ -186,9 +187,9 @@ def figures(
 
 
 def is_good(client: ClientRecord) -> bool:
-    """Return whether the admitted try kept both latency budgets, and its answer is intact.
+    """Return whether a client's admitted try kept both latency budgets with an intact answer.
 
-    An answer may be cut by the end of the run.
+    The end of the run may have cut the answer.
     """
     if not (client.whole or client.cut) or client.first_s is None or client.last_s is None:
         return False

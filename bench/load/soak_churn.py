@@ -80,7 +80,7 @@ class Churn:
         await self._kill(self._pick_group("decode"))
 
     async def _kill(self, group: Group) -> None:
-        """Kill an engine and start another process on its port."""
+        """Kill an engine's process, and start another one on its port."""
         self._failures.append((group.name, time.monotonic()))
         await asyncio.to_thread(group.mock.kill)
         await self._fleet.wait_until(group, lambda status: not is_available(status))

@@ -1,4 +1,4 @@
-"""Forbidden operations: I/O in modules without I/O, unsafe calls, and unmanaged tasks."""
+"""Tests that modules avoid forbidden operations: I/O in pure modules, unsafe calls, stray tasks."""
 
 from __future__ import annotations
 

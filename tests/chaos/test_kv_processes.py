@@ -151,7 +151,7 @@ async def test_a_sink_that_goes_away_gives_the_blocks_back(
 
 
 async def test_a_source_that_was_frozen_for_a_moment_goes_on(transport: str) -> None:
-    """It is frozen much shorter than the allowed silence, as a busy machine may wake it late."""
+    """It is frozen for far less than the allowed silence, as a busy machine may wake it late."""
     async with (
         agent(transport, PATIENT) as sink,
         under_way(transport, sink, 0) as (source, landing),

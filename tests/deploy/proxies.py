@@ -52,7 +52,10 @@ def certificate(folder: Path) -> None:
 
 
 def changed(name: str, places: dict[str, str]) -> str:
-    """Return a shipped file with these texts replaced. Each text must occur in it."""
+    """Return the shipped configuration file `name` with these texts replaced.
+
+    Each text must occur in it.
+    """
     text = (PROXIES / name).read_text()
     for old, new in places.items():
         assert old in text, f"{name} has no {old}"

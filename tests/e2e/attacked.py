@@ -35,7 +35,7 @@ limits: {{body: 32MiB, body_budget: 64MiB}}
 
 
 class Attacked(NamedTuple):
-    """The gateway process under attack, and the measurement of its cost."""
+    """A gateway process under attack, and readers of its CPU time and memory."""
 
     gateway: GatewayProcess
     cost: ProcessCost

@@ -1,4 +1,4 @@
-"""Dead endpoints: no request fails while at least one endpoint of its pool serves."""
+"""Tests that no request fails while at least one endpoint of its pool serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images through a real gateway: large base64 text causes neither refusals nor waiting."""
+"""Tests of images through a real gateway, whose large base64 text must cause no refusal or wait."""
 
 from __future__ import annotations
 

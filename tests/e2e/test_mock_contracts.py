@@ -1,4 +1,4 @@
-"""How each engine's mock handles split requests: handoffs, usage, leases and refusals."""
+"""Tests of how each engine's mock handles split requests: handoffs, usage, leases, refusals."""
 
 from __future__ import annotations
 

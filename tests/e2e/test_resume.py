@@ -1,4 +1,4 @@
-"""An engine is killed with open streams: the official SDK reads every word exactly once."""
+"""Tests that SDK clients read each word exactly once when an engine dies with open streams."""
 
 from __future__ import annotations
 

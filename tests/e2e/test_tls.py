@@ -1,4 +1,4 @@
-"""TLS listeners of a real gateway: SDK, curl and raw sockets, and certificate changes."""
+"""Tests of a real gateway's TLS listeners: SDK, curl and raw sockets, and certificate changes."""
 
 from __future__ import annotations
 

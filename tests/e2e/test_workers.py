@@ -1,4 +1,4 @@
-"""Two workers behind one port: shared view, admin server, reloads, deaths and shutdown."""
+"""Tests of two workers behind one port: shared view, admin server, reloads, deaths, shutdown."""
 
 from __future__ import annotations
 

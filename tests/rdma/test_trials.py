@@ -49,7 +49,7 @@ def calm(connection: Connection) -> None:
 
 
 def run_process(target: Callable[..., None], *args: object) -> tuple[list[Any], int | None]:
-    """Run a function in a process; return the objects that it sent, and its exit code."""
+    """Run a function in a process; return the objects that it sent back, and the exit code."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.chaos.kv_calm", "kvtransfer.transports.rdma.verbs"])
     hears, tells = context.Pipe(duplex=False)

@@ -1,4 +1,4 @@
-"""Clients that disconnect at every stage of a split request: no engine keeps KV blocks.
+"""Tests of clients that disconnect at any stage of a split request: no engine may keep KV blocks.
 
 No lease may have to expire. The same holds for a request that the decode engine refuses.
 """

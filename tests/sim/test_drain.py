@@ -1,4 +1,4 @@
-"""Draining an engine: its cached prefixes are computed again elsewhere, and only once."""
+"""Tests that a drained engine's cached prefixes are computed again elsewhere, and only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refused clients that obey Retry-After, in simulated time: is the promised time right?"""
+"""Tests that Retry-After is right for refused clients that obey it, in simulated time."""
 
 from __future__ import annotations
 

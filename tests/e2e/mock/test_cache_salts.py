@@ -1,4 +1,4 @@
-"""Cache salts of the mock engine: requests with different salts share no cached blocks.
+"""Tests that requests to the mock engine with different cache salts share no cached blocks.
 
 vLLM reads the salt from `cache_salt`, SGLang also from `extra_key`.
 """

@@ -1,4 +1,4 @@
-"""A mock engine on real sockets: vLLM's API, errors, metrics and keep-alive."""
+"""Tests of a mock engine on real sockets: vLLM's API, errors, metrics and keep-alive."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Pool:
         self.bookings: list[LoadBooking] = []
 
     def act(self) -> None:
-        """Apply a random event to one endpoint or request."""
+        """Apply one random event, such as a first token or a scrape, to an endpoint or request."""
         rng, self.now = self.rng, self.now + self.rng.choice((0.0, 0.001, 0.3))
         load = rng.choice(self.candidates).load
         event = rng.randrange(7)

@@ -1,4 +1,4 @@
-"""Arithmetic of published routing rules, over any numbers."""
+"""Property tests of the arithmetic of published routing rules."""
 
 from __future__ import annotations
 

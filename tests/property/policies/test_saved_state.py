@@ -1,4 +1,4 @@
-"""Invariants of endpoint health and retries, after any history."""
+"""Property tests of endpoint health and retries, after any history."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def blocks(text: str, *languages: str) -> list[str]:
 
 
 def inline(text: str) -> list[str]:
-    """Return the code spans of running text."""
+    """Return the code spans (`like this`) of a page's running text."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
 
 

@@ -1,4 +1,4 @@
-"""How exchanges begin: their ids, and which streams are measured between their chunks."""
+"""Tests of how exchanges begin: their ids, and which streams are measured between their chunks."""
 
 from __future__ import annotations
 

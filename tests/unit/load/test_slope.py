@@ -1,4 +1,4 @@
-"""The robust slope of samples: it follows their lows, and steps or peaks are not growth."""
+"""Tests of the robust slope of samples: it follows their lows and ignores steps and peaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many decode steps at once equal single steps: same jobs and ticks, times within 0.1 %."""
+"""Tests that many decode steps at once equal single steps, with times within 0.1 %."""
 
 from __future__ import annotations
 

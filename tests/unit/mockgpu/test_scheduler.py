@@ -1,4 +1,4 @@
-"""Continuous batching by example: which jobs run, in what chunks, with which cached tokens."""
+"""Tests of the mock's scheduler: which jobs run, in what chunks, with which cached tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens and text: whole tokens, chained block keys, and generation that continues a prefix."""
+"""Tests of the mock's tokens and text: whole tokens, chained block keys, continued generation."""
 
 from __future__ import annotations
 

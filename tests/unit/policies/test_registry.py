@@ -1,4 +1,4 @@
-"""Policies are built by name; unknown names give a clear message."""
+"""Tests that policies are built by name, and that unknown names give a clear message."""
 
 from __future__ import annotations
 

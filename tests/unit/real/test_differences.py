@@ -1,4 +1,4 @@
-"""Comparison of answers of real engines: tokens exactly, logprobs to 4 digits."""
+"""Tests of the comparison of real engines' answers: tokens exactly, logprobs to 4 digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tickets with any text and fields: exactly those that were issued are accepted."""
+"""Property tests that exactly the issued tickets are accepted, with any text and fields."""
 
 from __future__ import annotations
 

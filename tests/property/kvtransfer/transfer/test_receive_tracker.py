@@ -1,4 +1,4 @@
-"""ReceiveTracker under any windows in any order, compared with a model of every single run."""
+"""Property tests of ReceiveTracker against a simple model, with data arriving in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TransferSource under any order of events: every offer ends once, and nothing is kept."""
+"""Property tests of TransferSource: every offer ends once, in any order of events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariants of the wait queue, after any arrivals, departures, cancellations and time steps."""
+"""Property tests of the wait queue, after any arrivals, departures and time steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariants of the Kalman filter of correction factors, under any observations."""
+"""Property tests of the Kalman filter that learns correction factors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Access rules of the admin server: host names, origins, keys, and client addresses."""
+"""Tests of the admin server's access rules: host names, origins, keys, client addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The diagnosis of the live page: most severe finding first, each about a named subject."""
+"""Tests of the live page's diagnosis: most severe finding first, each about a named subject."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock demo`: the printed commands work, and Ctrl-C leaves no process behind."""
+"""Tests of `penstock demo`: the printed commands work, and Ctrl-C leaves no process behind."""
 
 from __future__ import annotations
 

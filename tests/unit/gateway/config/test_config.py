@@ -1,4 +1,4 @@
-"""Valid configuration files: defaults, units, references, secrets, and the JSON schema."""
+"""Tests of valid configuration files: defaults, units, references, secrets, JSON schema."""
 
 from __future__ import annotations
 

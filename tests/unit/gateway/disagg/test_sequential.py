@@ -1,4 +1,4 @@
-"""Prefill, then decode: every state transition of a sequential pair, over real sockets."""
+"""Tests of "prefill, then decode" over real sockets: every state transition of such a pair."""
 
 from __future__ import annotations
 

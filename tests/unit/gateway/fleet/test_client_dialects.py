@@ -1,4 +1,4 @@
-"""What real clients send: Anthropic's headers, patterns of model names, keys for some models."""
+"""Tests of what real clients send: Anthropic's headers, model name patterns, keys of models."""
 
 from __future__ import annotations
 

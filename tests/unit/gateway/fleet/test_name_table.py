@@ -1,4 +1,4 @@
-"""Lookup of model names and patterns: exact names win, then the longest pattern."""
+"""Tests of the lookup of model names: exact names win, then the longest pattern."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the health checker polls: less from busy endpoints, less often from quiet ones."""
+"""Tests of what the health checker polls: less from busy endpoints, less often from quiet ones."""
 
 from __future__ import annotations
 

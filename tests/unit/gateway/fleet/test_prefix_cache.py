@@ -1,4 +1,4 @@
-"""Sessions that the gateway recognises by their growing prompts."""
+"""Tests of recognising sessions by their growing prompts, in the gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slow start: a returning endpoint gets fewer concurrent requests for a while."""
+"""Tests of slow start: a returning endpoint gets fewer concurrent requests for a while."""
 
 from __future__ import annotations
 

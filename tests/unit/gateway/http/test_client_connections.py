@@ -1,4 +1,4 @@
-"""Limits for clients that are not authenticated: connections, partial heads, pipelining."""
+"""Tests of limits for unauthenticated clients: connections, partial heads, pipelining."""
 
 from __future__ import annotations
 

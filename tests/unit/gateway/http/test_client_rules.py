@@ -1,4 +1,4 @@
-"""HTTP rules that clients rely on: one test for each rule, over a raw socket."""
+"""Tests of HTTP rules that clients rely on, one for each rule, over a raw socket."""
 
 from __future__ import annotations
 

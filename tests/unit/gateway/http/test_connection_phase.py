@@ -1,4 +1,4 @@
-"""Deadlines of client connections in each phase of a request."""
+"""Tests of the deadlines of client connections in each phase of a request."""
 
 from __future__ import annotations
 

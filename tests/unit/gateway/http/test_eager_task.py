@@ -1,4 +1,4 @@
-"""Eagerly started tasks: when they resume, become regular tasks, or are cancelled."""
+"""Tests of eagerly started tasks: when they resume, become regular tasks, or are cancelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections to an engine: reuse, replacement, deadlines, cancellation and backpressure."""
+"""Tests of connections to an engine: reuse, replacement, deadlines, cancellation, backpressure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hedging: a request without a timely first byte is also sent to a second endpoint.
+"""Tests of hedging: a request without a timely first byte is also sent to a second endpoint.
 
 The first answer wins and is counted once. Both engines share a script: what the endpoint does that
 gets the request first, then what the other one does.

@@ -122,7 +122,7 @@ def turn(gateways: Sequence[Gateway], now: float) -> list[tuple[Gateway, Frame]]
 
 
 def run(gateways: Sequence[Gateway], start: float, seconds: float) -> float:
-    """Exchange frames ten times a second for `seconds`; return the time at the end."""
+    """Let the gateways exchange frames ten times a second for `seconds`; return the end time."""
     now = start
     while now < start + seconds:
         now += 0.1

@@ -1,4 +1,4 @@
-"""The message hub between workers: a slow client loses frames, which are counted.
+"""Tests of the message hub between workers: a slow client loses frames, which are counted.
 
 It delays no other client.
 """

@@ -1,4 +1,4 @@
-"""How the API key of a request is found."""
+"""Tests of how the API key of a request is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of APIs: what each one's prompt is, and what a parsed request of it expects."""
+"""Tests of the table of APIs: each one's prompt, and what a parsed request expects."""
 
 from __future__ import annotations
 

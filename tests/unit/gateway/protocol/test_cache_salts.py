@@ -1,4 +1,4 @@
-"""Cache salts: which requests share one, what engines receive, and isolation between tenants."""
+"""Tests of cache salts: which requests share one, what engines receive, tenants' isolation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The error table, its list in docs/api.md, and the conversion of engines' errors."""
+"""Tests of the error table, its list in docs/api.md, and the conversion of engines' errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Form bodies: fields, limits, and forms that gateway and engine could interpret differently."""
+"""Tests of form bodies: fields, limits, and forms that could be interpreted differently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Image dimensions are read from the first bytes of an image."""
+"""Tests of reading an image's dimensions from its first bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Integers are accepted in all the forms that vLLM accepts."""
+"""Tests that integers are accepted in all the forms that vLLM accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of models in the format of Anthropic's API."""
+"""Tests of lists of models in the format of Anthropic's API."""
 
 from __future__ import annotations
 

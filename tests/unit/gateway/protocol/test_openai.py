@@ -1,4 +1,4 @@
-"""The request parser: limits, errors, token counts and streaming."""
+"""Tests of the request parser: limits, errors, token counts and streaming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Service classes and priorities from headers, tenants and models; invalid headers."""
+"""Tests of service classes and priorities from headers, tenants and models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which session a request belongs to: headers, members of the body, and hints."""
+"""Tests of which session a request belongs to, by headers, members of the body, and hints."""
 
 from __future__ import annotations
 

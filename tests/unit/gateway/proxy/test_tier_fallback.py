@@ -1,4 +1,4 @@
-"""Overflow into a smaller model: the query that its admission receives."""
+"""Tests of overflow into a smaller model: the query that its admission receives."""
 
 from __future__ import annotations
 

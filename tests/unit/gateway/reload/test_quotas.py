@@ -1,4 +1,4 @@
-"""Quotas of the whole gateway: refusals, refunds, and reloads that keep them."""
+"""Tests of quotas of the whole gateway: refusals, refunds, and reloads that keep them."""
 
 from __future__ import annotations
 

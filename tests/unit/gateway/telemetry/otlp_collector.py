@@ -49,7 +49,7 @@ class Collector:
                 await self._came.wait()
 
     def tree(self) -> dict[str, Any]:
-        """Return the newest trace as nested names, with children in order of their start."""
+        """Return the newest trace as nested span names, with children in order of their start."""
         trace = self.spans[-1]["traceId"]
         mine = [span for span in self.spans if span["traceId"] == trace]
         ids = {span["spanId"] for span in mine}

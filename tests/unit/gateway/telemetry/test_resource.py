@@ -1,4 +1,4 @@
-"""The OpenTelemetry resource: unique per process, and the environment has precedence."""
+"""Tests of the OpenTelemetry resource: unique per process, and the environment has precedence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Client addresses: whether they belong to a network, and which addresses count as one client."""
+"""Tests of client addresses: their networks, and which addresses count as one client."""
 
 from __future__ import annotations
 

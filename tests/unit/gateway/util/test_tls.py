@@ -1,4 +1,4 @@
-"""TLS settings: problems of certificate files, and the contexts created from them."""
+"""Tests of TLS settings: problems of certificate files, and the contexts created from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of several workers: no total falls when a worker ends or does not respond."""
+"""Tests that no metric total of several workers falls when one ends or does not respond."""
 
 from __future__ import annotations
 

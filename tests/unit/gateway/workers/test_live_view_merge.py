@@ -1,4 +1,4 @@
-"""The live page of several workers: sums, merged status, and no total that falls."""
+"""Tests of the live page of several workers: sums, merged status, no total that falls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics pages of several workers are merged: sums, other merge rules, any label value."""
+"""Tests of merging several workers' metrics pages: sums, other merge rules, any label value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of the supervisor: the load balance among its workers."""
+"""Tests of the supervisor's metrics of the load balance among its workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`workers: auto` starts one worker for each core that the gateway may use."""
+"""Tests that `workers: auto` starts one worker for each core that the gateway may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's KV cache described as a layout: known backends are accepted, others refused."""
+"""Tests of vLLM's KV cache described as a layout: known backends are accepted, others refused."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ PROMPT = list(range(11))
 
 
 class Engine:
-    """One engine's scheduler and worker, in simulated time."""
+    """A simulated engine with its KV connector's scheduler and worker, in simulated time."""
 
     def __init__(self, name: str, wire: InprocWire, clock: VirtualClock) -> None:
         way = Inproc(wire)

@@ -1,4 +1,4 @@
-"""KV layouts: sizes of known models, and incompatible layouts."""
+"""Tests of KV layouts: sizes of known models, and incompatible layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV memory regions: shared memory files, their seals, and generation numbers of blocks."""
+"""Tests of KV memory regions: shared memory files, their seals, and block generations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases on KV: the normal course, every illegal step, and invariants of any history."""
+"""Tests of leases on KV: the normal course, every illegal step, invariants of any history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages: encoding and decoding are inverse, and any other bytes are a ProtocolError."""
+"""Tests of messages: encoding and decoding are inverse, other bytes are a ProtocolError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tickets (permissions to fetch KV): the content of a valid one, and refusal of all others."""
+"""Tests of tickets (permissions to fetch KV): valid content, and refusal of all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flow control of KV transfers: credits, order and bandwidth."""
+"""Tests of the flow control of KV transfers: credits, order and bandwidth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shared memory transport: access, checks before mapping, and blocks that were reused."""
+"""Tests of the shared memory transport: access, checks before mapping, and reused blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links over TLS: who may connect, with which certificate, and what is visible on the wire."""
+"""Tests of links over TLS: who may connect, with which certificate, and what is encrypted."""
 
 from __future__ import annotations
 

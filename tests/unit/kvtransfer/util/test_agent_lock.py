@@ -1,4 +1,4 @@
-"""AgentLock: deferred work runs in the releasing thread, without the lock."""
+"""Tests that AgentLock runs deferred work in the releasing thread, without the lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of `penstock bench`: durations, exit codes, JSON on standard output."""
+"""Tests of the command line of `penstock bench`: durations, exit codes, JSON output."""
 
 from __future__ import annotations
 

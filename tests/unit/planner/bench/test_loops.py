@@ -1,4 +1,4 @@
-"""Open and closed load loops against a stub server: send times, and failed responses."""
+"""Tests of open and closed load loops against a stub server: send times, failed responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of a benchmark report, and its names in other tools' formats."""
+"""Tests of a benchmark report's arithmetic, and of its names in other tools' formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Terminal output of `penstock bench`: one live line during a run, then only the table."""
+"""Tests of the terminal output of `penstock bench`: a live line, and then only the table."""
 
 from __future__ import annotations
 

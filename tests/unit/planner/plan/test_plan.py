@@ -1,4 +1,4 @@
-"""`penstock plan`: how another configuration would have served the end of an access log."""
+"""Tests of `penstock plan`, which replays the end of an access log with another configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock replay`: tables, JSON and HTML page of one comparison, and usage errors."""
+"""Tests of `penstock replay`: tables, JSON and HTML page of one comparison, usage errors."""
 
 from __future__ import annotations
 

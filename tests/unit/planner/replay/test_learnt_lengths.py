@@ -1,4 +1,4 @@
-"""A simulation that learns the lengths of answers, and engines with wrong labels."""
+"""Tests of replays that learn answer lengths, and of engines with wrong hardware labels."""
 
 from __future__ import annotations
 

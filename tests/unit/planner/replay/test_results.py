@@ -1,4 +1,4 @@
-"""Figures of a simulated run, computed from hand-made records."""
+"""Tests of the figures of a simulated run, computed from hand-made records."""
 
 from __future__ import annotations
 

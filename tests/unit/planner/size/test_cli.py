@@ -1,4 +1,4 @@
-"""`penstock size` as a command: text, JSON, written files, errors and exit statuses."""
+"""Tests of the command `penstock size`: text, JSON, written files, errors, exit statuses."""
 
 from __future__ import annotations
 

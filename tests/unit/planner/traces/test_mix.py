@@ -1,4 +1,4 @@
-"""Traces are scaled, sliced, and mixed with service classes and tenants."""
+"""Tests of scaling, slicing and mixing traces, with service classes and tenants."""
 
 from __future__ import annotations
 

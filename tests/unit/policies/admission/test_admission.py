@@ -1,4 +1,4 @@
-"""Admission rules: which requests enter or wait, and the accuracy of Retry-After."""
+"""Tests of admission rules: which requests enter or wait, and the accuracy of Retry-After."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The request rate of a full pool: learned only under overload, and remembered."""
+"""Tests of the request rate of a full pool: learned only under overload, and remembered."""
 
 from __future__ import annotations
 

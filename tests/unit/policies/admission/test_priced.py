@@ -205,9 +205,9 @@ def test_long_prompts_pay_more_and_still_have_their_chance() -> None:
 
 def test_the_less_work_is_bent_the_more_a_long_prompt_pays_beyond_what_a_short_one_does() -> None:
     def shares(bend: float) -> tuple[float, float]:
-        """Return the refused shares of short and of long prompts after short ones.
+        """Return the refused shares of prompts with 4,000 and with 40,000 tokens.
 
-        `bend` is the parameter of the admission.
+        `bend` is a parameter of the admission rule.
         """
         priced, fleet = admission(bend=bend), queued(1.8)
         overload(priced, fleet)

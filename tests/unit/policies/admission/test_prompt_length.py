@@ -1,4 +1,4 @@
-"""Estimates of prompt tokens are corrected by reported ones: per model, with slow decay."""
+"""Tests that estimates of prompt tokens are corrected by reported ones, per model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Special cases of the wait queue: requests that do not queue, refunds, renewed queries."""
+"""Tests of special cases of the wait queue: no queueing, refunds, renewed queries."""
 
 from __future__ import annotations
 

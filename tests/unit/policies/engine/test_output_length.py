@@ -1,4 +1,4 @@
-"""Expected answer lengths: which mean applies, few answers, and bounded memory."""
+"""Tests of expected answer lengths: which mean applies, few answers, bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What metric scrapes show about how many sequences an engine runs concurrently."""
+"""Tests of learning from metric scrapes how many sequences an engine runs concurrently."""
 
 from __future__ import annotations
 

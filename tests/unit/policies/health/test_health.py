@@ -1,4 +1,4 @@
-"""Endpoint health: the state table, transition by transition, and the rule for a pool."""
+"""Tests of endpoint health: each transition of the state table, and the rule for a pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slow start: a limit that only rises, and a preference that never refuses a request."""
+"""Tests of slow start: a limit that only rises, a preference that refuses no request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detection of slow endpoints on simulated engines: which are detected, and how soon."""
+"""Tests of the detection of slow endpoints, on simulated engines: which, and how soon."""
 
 from __future__ import annotations
 

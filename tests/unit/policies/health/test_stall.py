@@ -1,4 +1,4 @@
-"""Stalled prefill steps: which requests are late, and which endpoints are suspected."""
+"""Tests of stalled prefill steps: which requests are late, which endpoints are suspected."""
 
 from __future__ import annotations
 

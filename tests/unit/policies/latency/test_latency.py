@@ -1,4 +1,4 @@
-"""Learned engine speed: initial values, the effect of a few first tokens, and forecasts."""
+"""Tests of learned engine speed: initial values, effect of a few first tokens, forecasts."""
 
 from __future__ import annotations
 

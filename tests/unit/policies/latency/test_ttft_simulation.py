@@ -1,4 +1,4 @@
-"""Simulated TTFT: whole steps, later arrivals, waits for KV, and the KV of shared prefixes."""
+"""Tests of simulated TTFT: whole steps, later arrivals, waits for KV, shared prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompt fingerprints: refused input, bounded work, and patterns that break weaker hashes."""
+"""Tests of prompt fingerprints: refused input, bounded work, and difficult patterns."""
 
 from __future__ import annotations
 

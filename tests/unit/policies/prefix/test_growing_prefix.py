@@ -1,4 +1,4 @@
-"""Conversations that are recognised by their growing prompts."""
+"""Tests of recognising conversations by their growing prompts."""
 
 from __future__ import annotations
 

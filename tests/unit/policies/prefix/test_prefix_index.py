@@ -1,4 +1,4 @@
-"""The prefix index: ageing like an engine's LRU cache, learning from answers, memory use."""
+"""Tests of the prefix index: ageing like an engine's LRU cache, learning, memory use."""
 
 from __future__ import annotations
 

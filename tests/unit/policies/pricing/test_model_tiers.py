@@ -1,4 +1,4 @@
-"""Alternatives to a refusal: which smaller models (tiers) fit, and in which order."""
+"""Tests of alternatives to a refusal: which smaller models (tiers) fit, in which order."""
 
 from __future__ import annotations
 

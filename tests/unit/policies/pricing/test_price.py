@@ -44,9 +44,9 @@ def term(question: RoutingQuery, one: Candidate, name: str) -> float:
 
 
 def levelled(factors: Sequence[float], unknown: Sequence[int] = ()) -> list[float]:
-    """Return the speed factors that the price uses.
+    """Return the speed factors of endpoints after equalization, as the price uses them.
 
-    The indices `unknown` are of endpoints whose speed has not been observed.
+    `unknown` has the indices of endpoints whose speed has not been observed.
     """
     speeds = [SpeedFactor(PRIOR_VAR if place in unknown else 0.0) for place in range(len(factors))]
     for speed, factor in zip(speeds, factors, strict=True):

@@ -1,4 +1,4 @@
-"""The decision to split a request, and the choice of its prefill and decode endpoints."""
+"""Tests of the decision to split a request, and of the choice of its two endpoints."""
 
 from __future__ import annotations
 

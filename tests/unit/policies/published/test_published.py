@@ -1,4 +1,4 @@
-"""Published routing rules, each by its distinctive behaviour at its published thresholds."""
+"""Tests of published routing rules: each one's distinctive behaviour at its thresholds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published admission rules at their published thresholds, with a concurrency limit."""
+"""Tests of published admission rules at their thresholds, with a concurrency limit."""
 
 from __future__ import annotations
 

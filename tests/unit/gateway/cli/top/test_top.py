@@ -1,4 +1,4 @@
-"""The command `penstock top`: its printed view, and its keys."""
+"""Tests of the command `penstock top`: its printed view, and its keys."""
 
 from __future__ import annotations
 

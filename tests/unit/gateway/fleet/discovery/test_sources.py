@@ -40,7 +40,7 @@ def urls(specs: DiscoveredEndpoints) -> list[str]:
 
 
 async def first(source: Source, count: int) -> list[list[str]]:
-    """Return the first `count` results of a source."""
+    """Return the first `count` lists of endpoints that a source yields."""
     listings = []
     async with asyncio.timeout(PATIENCE_S):
         async for listing in source.watch():

@@ -1,4 +1,4 @@
-"""Translation of OpenAI Responses to chat completions: requests, answers, events."""
+"""Tests of the translation of OpenAI Responses to chats: requests, answers, events."""
 
 from __future__ import annotations
 

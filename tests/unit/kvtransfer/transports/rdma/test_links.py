@@ -1,4 +1,4 @@
-"""RDMA links over real sockets and a fake device: unproven peers, and failing devices."""
+"""Tests of RDMA links over real sockets and a fake device: unproven peers, failing devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links over real sockets: driving by the caller, closing, and hostile or stalled peers."""
+"""Tests of links over real sockets: driving by the caller, closing, hostile or stalled peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lanes: data sent over several parallel connections of a link, without loss of order."""
+"""Tests of lanes: data sent over several parallel connections of a link, in order."""
 
 from __future__ import annotations
 
