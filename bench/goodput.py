@@ -43,7 +43,7 @@ ADMISSIONS = (
 )
 GREED = (1.0, 10.0)
 HANDWRITTEN = "## What is reached"
-"""The heading of the first section of the page that is written by hand."""
+"""Heading of the first handwritten section of docs/goodput.md."""
 DECODERS = ("F5:6p2d@50", "F5:4p4d@50")
 
 

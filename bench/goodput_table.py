@@ -71,7 +71,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
 RELATIVE_NOTES = {
     "0.99": ("", "Relative to an idle fleet: some recorded prompts are too long for any fleet.")
 }
-"""A paragraph below the heading, by target."""
+"""Paragraph below the table's heading, by attainment target."""
 
 
 def capacities(measurements: Sequence[Measurement], target: str) -> list[str]:

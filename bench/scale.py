@@ -62,7 +62,7 @@ QUESTION = chat_body("How does a water wheel work? ################", stream=Fal
 BACKGROUND_S = 8.0
 CONNECTIONS = 32
 WARM_UP = 3
-"""Requests per endpoint before the first window."""
+"""Requests per endpoint before the first measured period."""
 
 
 def system_of(policy: str, base: int, port: int, endpoints: int) -> System:
@@ -219,7 +219,7 @@ async def _open(port: int, count: int) -> list[asyncio.StreamWriter]:
 
 
 async def _hold(port: int, pids: list[int], count: int) -> None:
-    await _open(port, 100)  # what the first connections allocate is no cost per connection
+    await _open(port, 100)  # the first connections also allocate memory that all share
     await asyncio.sleep(2.0)
     memory, idle = rss_bytes(pids), background(pids)
     writers = await _open(port, count)

@@ -150,7 +150,7 @@ class TpGroup:
         self._kill_faults: KillFaults | None = None
         # Called when the ranks are lost (False) and when they are back (True).
         self.on_change: Callable[[bool], None] | None = None
-        # Computed prefill legs that answer only after their KV has been fetched.
+        # Computed prefill requests that are answered only after their KV has been fetched.
         self._awaiting_fetch: dict[Job, _Live] = {}
 
     def attach(self, memory: KvMemory) -> None:

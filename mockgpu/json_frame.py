@@ -45,7 +45,7 @@ ANY_OBJECT: Mapping[str, Any] = {
     "properties": {"words": {"type": "string"}},
     "required": ["words"],
 }
-"""What is written for an object of no particular schema."""
+"""The JSON written for an object without a schema."""
 
 
 def fixed_frame(text: str) -> JsonFrame:

@@ -18,13 +18,13 @@ from mockgpu.fault_grammar import FaultKind
 from mockgpu.job import Job
 
 Message: TypeAlias = tuple[int, bytes]
-"""The number and the payload of a batch."""
+"""A message: the number of its batch of events, and the encoded payload."""
 
 LATE_S = 0.2
-"""Seconds by which a late message is delayed, so that younger ones overtake it."""
+"""Seconds by which a late message is delayed, so that newer ones overtake it."""
 
 FORMS = ("map", "array", "sglang")
-"""Maps as vLLM 0.24 and newer, arrays as older ones, or maps with signed hashes as SGLang."""
+"""Event formats: maps (vLLM 0.24 and newer), arrays (older), maps with signed hashes (SGLang)."""
 
 _TOKEN_BYTES = 4
 _encode = msgspec.msgpack.encode

@@ -35,7 +35,7 @@ class NamedEventFormat(Protocol):
     """Converts between one HTTP API and chat completions."""
 
     prefix: str
-    """What ids of its answers begin with."""
+    """Prefix of the ids of its answers."""
 
     def read(self, members: dict[str, Any]) -> RequestBody:
         """Convert a request body to a chat request. Raises ApiError if it is invalid."""

@@ -76,7 +76,7 @@ class PoolingRequest(msgspec.Struct, frozen=True):
 
 
 Reader = Callable[[bytes, Mapping[str, str], str, str], PoolingRequest]
-"""Reads a body, headers, the served model name and the request id. Raises ApiError."""
+"""Parses a request from body, headers, served model name and request id. Raises ApiError."""
 
 
 def read_embeddings(

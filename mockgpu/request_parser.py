@@ -22,8 +22,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 # loop. A longer answer would stop every group of the process for seconds.
 MAX_GENERATED_TOKENS = 1 << 22
 
-# Fields and headers that tell one leg of a split request about the other. A gateway must not pass a
-# client's through. In a group that is no half of a pair, any of them is an upstream error.
+# Fields and headers by which one half of a split request refers to the other. A gateway must not
+# pass them on from clients. An engine without a P/D role answers them with an error.
 HANDOFF_FIELDS = (
     "kv_transfer_params",
     "ec_transfer_params",

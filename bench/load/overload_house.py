@@ -41,7 +41,7 @@ READY_S = 3.0 + 2 * NULL_REQUESTS * NULL_EVERY_S
 OWN_CORE = 0
 LOAD = "bench.load.overload_load"
 BEHIND = ("nice", "-n", "10")
-"""Prefix of the stream readers' command: they yield the CPU to the processes under test."""
+"""Prefix of the stream readers' command, which gives the processes under test priority."""
 
 
 class CpuTimes(NamedTuple):

@@ -21,7 +21,7 @@ from planner.bench.timeline import AnswerTimeline
 
 THINK_S = 0.8
 SESSIONS = 40
-"""Few enough for all contexts to fit into the groups' KV caches; more would be refused."""
+"""Number of sessions whose contexts all fit into the engines' KV caches."""
 
 SERVED_BY = ("x-penstock-endpoint", "x-penstock-prefill")
 

@@ -21,18 +21,18 @@ KINDS: dict[str, tuple[tuple[str, int], ...]] = {
 }
 USUAL_KV = {"llama-3.1-70b-fp8": 600_000, "qwen3-32b": 307_000, "llama-3.1-8b": None}
 IDLE_TTFT, IDLE_TPOT = 2.5, 1.8
-"""A budget is at least this many times what the slowest idle group needs."""
+"""A latency budget is at least this many times what the slowest idle engine needs."""
 
 LONGEST_PREFILL_S = 10.0
-"""Prompts are limited to what the slowest idle group computes, or its link moves, in this time."""
+"""Prompts are limited to what the slowest idle engine computes or transfers in this time."""
 
 SHORTEST_LIMIT = 4_000
 LONG_SEQS = 128
-"""Sequences per group with long answers."""
+"""Limit of concurrent sequences per engine if answers are long."""
 
 ALWAYS_SPLIT = SplitRule(1)
 BATCH = 48
-"""Sequences per step in the estimate of a rate."""
+"""Assumed sequences per step when the request rate is estimated."""
 
 
 def build_fleet(workload: Workload) -> FleetSpec:

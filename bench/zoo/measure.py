@@ -39,18 +39,18 @@ LOWEST, HIGHEST = -ceil(log(30) / log(STEP)), ceil(log(30) / log(STEP))
 """Grid steps of the lowest and the highest load that is tried, relative to the estimate."""
 
 COLD = 0.2
-"""Share of the requests, the first ones, that warms caches up and does not count."""
+"""Share of the first requests, which warm up caches and do not count."""
 
 
 COLD_SESSIONS = 0.35
 SHRINK = 0.75
-"""Factor on the longest prompt until the arrivals last long enough."""
+"""Factor by which the longest prompt is reduced until the arrivals last long enough."""
 
 TURNS = 5.0
-"""A replay of sessions lasts at least this many turns; pauses are shortened for it if need be."""
+"""A replay of sessions lasts at least this many turns; pauses are shortened if necessary."""
 
 SECONDS_PER_TOKEN, FIXED_S = 0.03, 1.0
-"""Rough time of an answer, to choose the number of sessions at load 1."""
+"""Estimated duration of an answer, for the number of sessions at load 1."""
 
 
 class Case(msgspec.Struct, frozen=True):

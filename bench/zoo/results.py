@@ -10,7 +10,7 @@ import msgspec
 from bench.zoo.measure import LOWEST, STEP
 
 LEAST = STEP**LOWEST
-"""The lowest load of the grid stands for a capacity that is below it."""
+"""A capacity below the lowest load of the grid counts as this load."""
 
 
 class Result(msgspec.Struct, frozen=True):

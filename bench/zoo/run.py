@@ -44,7 +44,7 @@ RULES = (
     "sglang_cache_aware",
 )
 FINALISTS = 4
-"""Rules with the highest capacities on a workload, which get the other figures."""
+"""Number of the best rules on a workload for which the other figures are measured."""
 
 TARGETS = (0.9, 0.95, 0.99)
 LOW_LOADS = (0.25, 0.5, 0.8)

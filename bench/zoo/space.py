@@ -15,7 +15,7 @@ from random import Random
 import msgspec
 
 BLOCK = 20
-"""Workloads with consecutive numbers that are drawn together."""
+"""Number of consecutive workloads that are drawn together."""
 
 WEIGHTS: Mapping[str, Mapping[str, float]] = {
     # gamma: a coefficient of variation from 2 to 13; spikes: moments with 3 to 6 times the rate
@@ -43,21 +43,21 @@ DROP_RULES = (
     "all rules reach 90 % attainment even at 30 times the estimated capacity",
     "one replay at the estimated capacity takes more than 60 s of CPU time",
 )
-"""A drawn workload is left out of the comparison for these reasons only, and is listed with it."""
+"""The only reasons for leaving a drawn workload out; the report lists them."""
 
 MOST_REQUESTS = 3_000
 FEWEST_REQUESTS = 600
 PER_GROUP = 90
 PER_GROUP_SESSIONS = 225
 PER_GROUP_LONG = 450
-"""Requests per group where answers are long: several times those that run at the same moment."""
+"""Requests per engine if answers are long: several times its concurrent requests."""
 
 MOST_GROUPS_LONG = 4
-"""More groups could not be filled with long answers, or with sessions, by MOST_REQUESTS."""
+"""Most engines that MOST_REQUESTS requests can fill with long answers or sessions."""
 
 MOST_GROUPS_SESSIONS = 8
 SPANS = 6.0
-"""Arrivals must last at least this many TTFT budgets; else a queue at the end is not a miss."""
+"""Arrivals must last at least this many TTFT budgets, so that queues lead to missed budgets."""
 
 
 class Workload(msgspec.Struct, frozen=True):

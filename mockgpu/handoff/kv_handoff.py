@@ -22,7 +22,7 @@ from mockgpu.job import Job, JobState
 from mockgpu.leg_params import AnswerTime, DecodeLeg, OfferedKv, PrefillLeg
 from mockgpu.scheduler import Scheduler
 
-# How long a decline waits for an offer that is known by name only and may never come. It is then
+# How long a refusal waits for an offer that is known by name only and may never come. It is then
 # cancelled. The other agent remembers that, and ends a later offer at once.
 DECLINE_S = 1.0
 

@@ -22,7 +22,7 @@ from mockgpu.request_parser import (
 )
 
 ABORT_S = 480.0
-# Without these, a decode leg is parked for KV that never comes.
+# Without these, a decode request waits for KV that never comes.
 NEEDED = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 

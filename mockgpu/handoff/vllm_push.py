@@ -54,7 +54,7 @@ class VllmPushDialect:
                 raise MalformedHandoffError(f"{FIELD}.{field}", fatal=True)
         wanted = params.get("remote_request_id")
         peer = AgentPeer(agent_address(str(params["remote_host"]), params["remote_port"]))
-        # An id that differs from the other leg's never matches: the request waits in vain.
+        # If the ids of prefill and decode request differ, they never match: the request times out.
         take = DecodeLeg(
             str(wanted or name), peer, here.wait_s, is_parked=not wanted or wanted != name
         )

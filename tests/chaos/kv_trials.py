@@ -582,7 +582,11 @@ def main() -> None:
         default=0,
         help="the first; a trial is made again by its seed and transport",
     )
-    parser.add_argument("--transport", default="inproc,shm,tcp,lanes", help="taken in turn")
+    parser.add_argument(
+        "--transport",
+        default="inproc,shm,tcp,lanes",
+        help="transports to test in turn, comma-separated",
+    )
     parser.add_argument("--jobs", type=int, default=4)
     chosen = parser.parse_args()
     names = chosen.transport.split(",")

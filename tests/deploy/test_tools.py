@@ -27,7 +27,7 @@ ENVOY_TYPES = (
     "envoy.extensions.transport_sockets.tls.v3",
     "envoy.extensions.upstreams.http.v3",
 )
-"""What envoy.yaml names by @type: to be known, each has to be imported."""
+"""Modules of the message types that envoy.yaml names by @type."""
 
 # What Envoy's messages are written with warns of its own future.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

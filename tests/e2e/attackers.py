@@ -383,7 +383,7 @@ def main() -> None:
     parser.add_argument("name", choices=CORPUS)
     parser.add_argument("api", type=int)
     parser.add_argument("admin", type=int)
-    parser.add_argument("--core", type=int, help="the only core that it may use")
+    parser.add_argument("--core", type=int, help="CPU core to which the attacker is bound")
     parser.add_argument(
         "--nice", type=int, default=0, help="its priority; negative numbers need root"
     )

@@ -187,5 +187,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description="Every query of boards and rules, asked of the real Prometheus."
     )
-    parser.add_argument("--prometheus", default="prometheus", help="the program")
+    parser.add_argument(
+        "--prometheus",
+        default="prometheus",
+        help="path of the Prometheus program (default: prometheus)",
+    )
     sys.exit(asyncio.run(main(parser.parse_args().prometheus)))

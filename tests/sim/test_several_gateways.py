@@ -32,9 +32,9 @@ from tests.sim.test_policies_on_a_virtual_clock import GROUP
 REQUESTS = 500
 SEEDS = range(2)
 JITTER_S = 0.02
-"""Requests of one moment come as a network brings them.
+"""Random delay of each arrival in seconds, as in a network.
 
-Routing amplifies who was first: what counts is a mean.
+Routing amplifies the order of arrivals, so that results are means over several runs.
 """
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 REQUESTS = 5
-"""Requests per process."""
+"""Number of requests per curl process."""
 
 END = "\n--- %{http_code}\n"
 

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 
 REQUESTS_PER_CLIENT = 10
-"""Requests before a new client with a new connection."""
+"""Number of requests before a new client with a new connection is used."""
 
 
 def send(client: openai.OpenAI, request: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ CONFIGS = (
 )
 KEY = {"PENSTOCK_FLEET_KEY": "only-for-a-test-and-long"}
 SHUTDOWN_AND_S = 30.0
-"""How long after timeouts.shutdown SIGKILL may come."""
+"""Seconds between timeouts.shutdown and the container's SIGKILL."""
 
 
 def read_yaml(path: Path) -> Any:
@@ -73,7 +73,7 @@ def test_every_shipped_configuration_passes_the_check(path: Path) -> None:
     doubts = {problem.path for problem in load_with_warnings(path, env).warnings}
     assert doubts <= {
         "listeners.admin.host"
-    }  # in a container or pod others reach it: compose and policies say who
+    }  # in a container other hosts may connect: compose and network policies limit them
 
 
 def test_the_image_copies_files_that_exist_and_that_are_not_left_out() -> None:

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[3]
 PATHS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in PATHS}
 WRITTEN = {name: PAGES[name] for name in PAGES.keys() - made()}
-"""By hand, that is: the others are compared with the code (tests/unit/tools/test_docgen.py)."""
+"""Handwritten pages. tests/unit/tools/test_docgen.py compares the others with the code."""
 ROOMS = (
     "docs",
     "gateway",
@@ -58,7 +58,7 @@ NOT_COMMANDS = {
     "--functions",
     "--stream-interval",
 }
-"""Options in running text that belong to an engine, to Prometheus, or to a bench."""
+"""Options in running text that belong to an engine, to Prometheus, or to a benchmark."""
 SUFFIXES = ("py", "md", "txt", "yaml", "log", "crt")
 
 each_page = pytest.mark.parametrize("name", PAGES)
@@ -392,7 +392,7 @@ DEFAULTS = {
     for match in re.finditer(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", PAGES["docs/policies.md"], re.M)
     if match[1] in {*registry.names(), *admission_registry.names()} and "`" in match[2]
 }
-"""The last cells of tables of rules: a parameter and its default, and so on."""
+"""Matches the last cells of tables of rules: a parameter and its default, repeatedly."""
 
 
 @pytest.mark.parametrize("rule", sorted(DEFAULTS))

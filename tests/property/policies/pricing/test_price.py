@@ -47,7 +47,7 @@ WORSE: dict[str, st.SearchStrategy[float]] = {
     "free_kv_tokens": st.integers(-(10**6), 0),
     "eviction_regret": share,
 }
-"""What may be added to a number of an endpoint's without making it cheaper."""
+"""Increases of an endpoint's numbers that must not make it cheaper."""
 
 
 @st.composite

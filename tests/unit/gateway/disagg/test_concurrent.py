@@ -255,7 +255,7 @@ async def test_a_decoder_frees_kv_only_if_the_prefill_request_was_sent(
     ):
         assert (await f.ask()).text == WHOLE
         for live in f.app.gateway.endpoints.all():
-            live.upstream.close()  # both legs have to connect
+            live.upstream.close()  # both requests have to connect
         engines = f.decode if sent else [*f.prefill, *f.decode]
         connecting = Connecting(f, monkeypatch, *engines)
 

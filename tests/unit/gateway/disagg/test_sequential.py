@@ -360,9 +360,7 @@ async def test_a_response_that_ends_with_an_error_event_is_a_failure_of_the_deco
     async def token_then_error(request: EngineRequest) -> None:
         request.open_stream()
         request.event({"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]})
-        await (
-            gate.wait()
-        )  # the client has the token: what comes now is not what the answer begins with
+        await gate.wait()  # the client has the token, so that the answer has begun
         request.event(
             {"error": {"message": "as asked", "type": "InternalServerError", "code": 500}}
         )

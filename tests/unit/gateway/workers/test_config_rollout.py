@@ -188,7 +188,9 @@ async def test_a_worker_that_read_a_secret_early_is_replaced_to_keep_version_num
     house = House(tmp_path, OLD)
     house.key.write_text("sk-2")
     sooner = house.workers[number]
-    sooner.digest = load_with_warnings(house.file, {}).digest  # it has begun anew in the meantime
+    sooner.digest = load_with_warnings(
+        house.file, {}
+    ).digest  # it has been restarted in the meantime
     await house.configured.reload_changed_files()
     assert sooner.version == 1
     assert (house.lost, house.configured.version) == ([sooner], 2)

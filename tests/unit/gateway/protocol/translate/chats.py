@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 Piece = tuple[str, Any]
-"""What a model writes: ("thought", text), ("text", text), or ("call", (name, arguments))."""
+"""A part of an answer: ("thought", text), ("text", text), or ("call", (name, arguments))."""
 
 USAGE = {
     "prompt_tokens": 120,
