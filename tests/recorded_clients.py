@@ -1,10 +1,10 @@
-"""Recorded conversations of clients, as files in tests/data/clients/.
+"""Reads recorded conversations of clients from the files in tests/data/clients/.
 
-A file holds the requests of one conversation as the client sent them, without keys, paths and
-hosts. A client's own instructions and descriptions are replaced by a mark `⟦LENGTH:NAME⟧`, which
-is expanded to as many bytes of invented words: equal texts have equal names, so what was a common
-prefix is one still. A request repeats most of the one before, so only the difference is stored.
-Made by bench/clients/fixtures.py.
+A file has the requests of one conversation as the client sent them, without keys, paths and hosts.
+Texts of the client's own (instructions, descriptions) are replaced by a mark `⟦LENGTH:NAME⟧`, which
+is expanded to as many bytes of invented words. Equal texts have equal names, so that common
+prefixes stay common. A request repeats most of the one before, so only the difference is stored.
+bench/clients/fixtures.py makes the files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Difference = list[str | list[int]]
 
 
 class RecordedRequest(NamedTuple):
-    """One request: its target, its headers and its body with marks expanded."""
+    """One recorded request: its target, its headers, and its body with all marks expanded."""
 
     target: str
     headers: dict[str, str]
@@ -46,9 +46,9 @@ class RecordedRequest(NamedTuple):
 
 
 class RecordedClient(NamedTuple):
-    """The conversation of one client.
+    """The recorded conversation of one client.
 
-    session  what names it in the access log
+    session  how the access log identifies its session
     """
 
     name: str
@@ -59,7 +59,7 @@ class RecordedClient(NamedTuple):
 
 
 def filler(length: int, name: str) -> str:
-    """Return a text of `length` ASCII characters that depends on the name alone."""
+    """Return a text of `length` ASCII characters that depends only on `name`."""
     state, words, size = xxh3_64_intdigest(name.encode()), [], 0
     while size <= length:  # one more than the spaces between words
         word = _WORDS[state % len(_WORDS)]
@@ -70,7 +70,7 @@ def filler(length: int, name: str) -> str:
 
 
 def expand(text: str) -> str:
-    """Return a text with its marks replaced by invented words."""
+    """Return a text with its marks replaced by invented words of the same length."""
     return MARK.sub(lambda match: filler(int(match[1]), match[2]), text)
 
 
@@ -80,7 +80,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> RecordedClient:
-    """Read a recording."""
+    """Read the recording with this name."""
     page = json.loads((FOLDER / f"{name}.json").read_text())
     requests, headers = list[RecordedRequest](), dict[str, str]()
     for each, body in zip(page["requests"], _bodies(page["requests"]), strict=True):

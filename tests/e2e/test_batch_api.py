@@ -1,4 +1,4 @@
-"""The Batch API with the official OpenAI SDK: files, batches, and what tenants see of each other."""
+"""Tests of the Batch API with the official OpenAI SDK: files, batches, isolation of tenants."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 
 class Setup(NamedTuple):
-    """A gateway with the Batch API, an SDK client of each tenant, and one of an engine."""
+    """A gateway with the Batch API, an SDK client for each tenant, and one for an engine."""
 
     gateway: GatewayProcess
     sdk: OpenAI
@@ -74,7 +74,7 @@ def create(sdk: OpenAI, file_id: str, endpoint: str = "/v1/chat/completions") ->
 
 
 def wait(sdk: OpenAI, batch_id: str) -> Batch:
-    """Return the batch once it has ended."""
+    """Poll a batch until it has ended, and return it."""
     ends = time.monotonic() + WITHIN_S
     while time.monotonic() < ends:
         batch = sdk.batches.retrieve(batch_id)
@@ -85,7 +85,7 @@ def wait(sdk: OpenAI, batch_id: str) -> Batch:
 
 
 def results(sdk: OpenAI, file_id: str | None) -> dict[str, Any]:
-    """Return the lines of a file of results by custom_id; each must occur once."""
+    """Return the lines of a results file by their custom_id, of which each must occur once."""
     if file_id is None:
         return {}
     lines = [json.loads(line) for line in sdk.files.content(file_id).text.splitlines()]

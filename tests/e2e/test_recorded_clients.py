@@ -1,4 +1,4 @@
-"""Recorded conversations of clients and agents, sent again to a demo as they were sent.
+"""Tests with recorded conversations of real clients and agents, sent again to a demo.
 
 The recordings are in tests/data/clients/, made by `make clients` (docs/clients.md).
 """
@@ -29,7 +29,10 @@ NAMES = recorded_clients.names()
 
 
 class Answer(NamedTuple):
-    """The answer to one recorded request: whether it is a stream, its bytes and its log line."""
+    """The answer to one recorded request: its bytes, its access log entry, and its kind.
+
+    It may be a stream or a single object.
+    """
 
     request: RecordedRequest
     status: int
@@ -39,11 +42,17 @@ class Answer(NamedTuple):
 
     @property
     def is_turn(self) -> bool:
-        """Whether it is part of the conversation; agents also ask for a title, without tools."""
+        """Whether the request is part of the conversation.
+
+        Agents also send requests without tools, for example for a title.
+        """
         return bool(self.request.json.get("tools"))
 
     def content(self) -> tuple[str, list[tuple[str, Any]], int]:
-        """Return the text, the tool calls and the cached tokens, checking a stream's grammar."""
+        """Return the text, the tool calls and the number of cached tokens.
+
+        Asserts that the events of a stream are in a valid order.
+        """
         if self.request.path == "/v1/messages":
             return message_content(message_of(self.body) if self.is_stream else self.json())
         if self.request.path == "/v1/responses":
@@ -86,7 +95,10 @@ def chat_content(answer: Any) -> tuple[str, list[tuple[str, Any]], int]:
 
 
 def chunks_of(data: bytes) -> Any:
-    """Return the chat completion that a client accumulates from a stream, checking its grammar."""
+    """Return the chat completion that a client assembles from a stream.
+
+    Asserts that its chunks are in a valid order.
+    """
     *events, last = data.decode().removesuffix("\n\n").split("\n\n")
     assert last == "data: [DONE]"
     text, arguments, name, reasons, usage = "", "", "", [], None
@@ -108,7 +120,10 @@ def chunks_of(data: bytes) -> Any:
 
 
 def send_again(url: str, client: RecordedClient) -> list[tuple[RecordedRequest, Any, bytes]]:
-    """Send the requests of a recording one after the other over one connection."""
+    """Send the requests of a recording one after another over one connection.
+
+    Returns for each the request, the response and its body.
+    """
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE_S)
     answers, last_id = [], ""
     for request in client.requests:
@@ -124,7 +139,7 @@ def send_again(url: str, client: RecordedClient) -> list[tuple[RecordedRequest, 
 
 
 def logged(folder: Path, ids: set[str]) -> dict[str, Any]:
-    """Return the lines of these requests in the access log, once all are there."""
+    """Wait until these requests are in the access log; return their entries by id."""
     ends = time.monotonic() + PATIENCE_S
     while True:
         text = (folder / "penstock-demo" / "access.log").read_text()
@@ -142,9 +157,9 @@ def demo_command(_: str, *arguments: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
-    """Send all recordings to one demo of four endpoints, one conversation after another.
+    """Send all recordings to a demo of four endpoints, one conversation after another.
 
-    So it does not depend on the load which endpoint a turn goes to.
+    The choice of endpoints thus does not depend on the load.
     """
     folder = tmp_path_factory.mktemp("demo")
     clients = [recorded_clients.load(name) for name in NAMES]

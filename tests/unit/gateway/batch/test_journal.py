@@ -1,4 +1,4 @@
-"""The journal of a batch: what is read back after any crash."""
+"""Tests of the journal of a batch, which must be readable after any crash."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ entries = st.builds(
 
 
 def read(data: bytes) -> tuple[JournalReader, list[JournalEntry]]:
-    """Read a journal as its owner does: up to the first line that is incomplete."""
+    """Read a journal as its owner does, up to the first incomplete line.
+
+    Returns the reader and the entries.
+    """
     reader, results = JournalReader(TOTAL), []
     for line in data.splitlines(keepends=True):
         size = reader.size

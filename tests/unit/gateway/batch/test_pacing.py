@@ -1,4 +1,4 @@
-"""How many requests of batches a pool may run beside its live requests."""
+"""Tests of how many batch requests a pool may run beside its live requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ counts = st.integers(0, 200)
 
 
 def grown(seconds: float, reading: PoolReading = CALM) -> tuple[PoolPacer, int, float]:
-    """Run a pacer for some seconds while it runs all that it may; return it, that, and the time."""
+    """Simulate a pacer for `seconds` in which all permitted batch requests run.
+
+    Returns the pacer, the number of requests permitted at the end, and the time.
+    """
     pacer, running, now = PoolPacer(0.9, 64), 0, 0.0
     while now < seconds:
         now += 0.02

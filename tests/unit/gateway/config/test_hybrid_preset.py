@@ -1,4 +1,4 @@
-"""The preset hybrid-64 (TP, PP, EP and DP combined) is valid, and wrong changes are refused."""
+"""Tests that the preset hybrid-64 (TP, PP, EP, DP combined) is valid, and wrong changes fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement of engines on link domains (GPUs with fast links): whole TP groups, no shared GPU."""
+"""Tests of placing engines on link domains (GPUs with fast links): whole TP groups, no overlap."""
 
 from __future__ import annotations
 
