@@ -1,9 +1,10 @@
-"""Turns recordings of `make clients` into the files of tests/data/clients/.
+"""Converts recordings of `make clients` to the files of tests/data/clients/.
 
     python -m bench.clients.run build/clients --turns 4 --sessions 1 --record FOLDER
     python -m bench.clients.fixtures FOLDER build/clients
 
-Keys, paths, hosts and times are removed, and texts of clients replaced (tests/recorded_clients.py).
+Keys, paths, hosts and times are removed, and texts of the clients' own are replaced by marks (see
+tests/recorded_clients.py).
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _KEPT = ("You look after the pumps", "Measure the depth at a pump", "x-anthropic
 def cleaned_literal(text: str, following: str) -> str:
     """Return the inside of a JSON string with a client's own text replaced by marks.
 
-    `following`: the JSON after the string; names of members are kept.
+    `following` is the JSON after the string, which shows whether it is a member's name; these are
+    kept.
     """
     if following.lstrip().startswith(":") or (len(text) <= MAX_KEPT and "/" not in text):
         return text
@@ -59,14 +61,14 @@ def cleaned_literal(text: str, following: str) -> str:
 
 
 def mark_of(text: str) -> str:
-    """Return the mark for a text; a short one is replaced at once."""
+    """Return the mark that replaces a text, or other words if the text is short."""
     length, name = len(text.encode()), xxh3_64_hexdigest(text.encode())[:6]
     mark = f"⟦{length}:{name}⟧"
     return mark if length > len(mark.encode()) else filler(length, name)
 
 
 def cleaned_body(body: str) -> str:
-    """Return a body in which only structure, ids, and texts of our own are left."""
+    """Return a request body that keeps only its structure, ids, and texts of this project."""
     assert MARK.search(body) is None
     return _LITERAL.sub(
         lambda match: f'"{cleaned_literal(match[1], body[match.end() : match.end() + 2])}"', body
@@ -74,7 +76,7 @@ def cleaned_body(body: str) -> str:
 
 
 def cleaned_headers(headers: list[list[str]]) -> dict[str, str]:
-    """Return the headers without the key and what a client of ours would set by itself."""
+    """Return the headers with a dummy key, and without those that any HTTP client sets."""
     kept = {name: value for name, value in headers if name.lower() not in _DROPPED_HEADERS}
     for name in kept:
         if name.lower() in ("authorization", "x-api-key"):
@@ -83,7 +85,7 @@ def cleaned_headers(headers: list[list[str]]) -> dict[str, str]:
 
 
 def difference(before: str, after: str) -> Difference:
-    """Return `after` as texts of its own, and ranges [start, end] of `before`."""
+    """Return `after` as a list of new texts, and of ranges [start, end] taken from `before`."""
     old, new = _TOKENS.findall(before), _TOKENS.findall(after)
     starts = [0, *accumulate(map(len, old))]
     pieces: Difference = []
@@ -99,7 +101,7 @@ def difference(before: str, after: str) -> Difference:
 
 
 def fixture(spec: ClientSpec, version: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of a file from the exchanges of one conversation."""
+    """Return the content of the recording's file, made from the exchanges of one conversation."""
     requests: list[dict[str, Any]] = []
     before, known = "", dict[str, str]()
     for line in lines:
@@ -126,7 +128,7 @@ def fixture(spec: ClientSpec, version: str, lines: list[dict[str, Any]]) -> dict
 
 
 def recordings(folder: Path) -> Iterator[tuple[ClientSpec, str, list[dict[str, Any]]]]:
-    """Yield the recorded clients with the name of each recording and its exchanges."""
+    """Yield each recorded client with the name of its recording and its exchanges."""
     for spec in CATALOGUE:
         name = recording_name(spec)
         file = folder / f"{name}.jsonl"
@@ -135,7 +137,7 @@ def recordings(folder: Path) -> Iterator[tuple[ClientSpec, str, list[dict[str, A
 
 
 def main() -> None:
-    """Write a file for each recording."""
+    """Write one file for each recording."""
     FOLDER.mkdir(exist_ok=True)
     for spec, name, lines in recordings(Path(sys.argv[1])):
         page = fixture(spec, version_of(spec, Path(sys.argv[2])), lines)
