@@ -29,7 +29,7 @@ def block(*key: object) -> str:
 
 
 def text(tokens: int, *key: object) -> str:
-    """Return a text of `tokens` tokens that belongs to a key.
+    """Return a reproducible text of `tokens` tokens, which depends only on the key.
 
     A longer text starts with the shorter ones of the same key.
     """

@@ -144,7 +144,9 @@ class CandidateOrder:
         return ranking.key(candidate, query.now), query.rng.random(), load.slot, group
 
     def _rank(self, slot: int, query: RoutingQuery) -> None:
-        """Move the candidate of one slot to the position that matches its current load."""
+        """Move the candidate in this slot to the position in the order that matches its current
+        load.
+        """
         new, old = self._entry(self._by_slot[slot], query), self._entries.get(slot)
         if old is not None:
             if new is not None and old[0] == new[0] and old[3] == new[3]:

@@ -211,7 +211,11 @@ def _steps(layout: KvLayout, rank: int) -> KvSteps:
 def _origin(
     layout: KvLayout, rank: int, share: PairShare, blocks: Offsets, tokens: Offsets
 ) -> Offsets:
-    """Return the memory offset of the share's first layer and head for each of these tokens."""
+    """Return the byte offset in the rank's memory of each token's KV, at the share's first layer
+    and head.
+
+    A token is given by its block and its position in that block.
+    """
     stage, tp_rank = divmod(rank, layout.tp)
     steps = layout.steps(stage)
     inside = (share.layers.start - layout.layers_of(stage).start) * steps.layer

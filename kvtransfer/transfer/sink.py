@@ -156,7 +156,10 @@ class TransferSink:
         return self._deadlines[0][0] if self._deadlines else None
 
     def fetch(self, number: int, request: FetchRequest, now: float) -> list[Command]:
-        """Begin a fetch, which must have passed `check`."""
+        """Begin a fetch of KV from a source agent, over an existing link or a new one.
+
+        `check` must have accepted the request.
+        """
         reservation = BlockReservation(number, request, now)
         self._reservations[number] = reservation
         heapq.heappush(self._deadlines, (reservation.deadline, number))

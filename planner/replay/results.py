@@ -167,10 +167,11 @@ def jain(values: Sequence[float]) -> float:
 
 
 def regret(own: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> float:
-    """Return the minimum over workloads of a policy's figure divided by the best of the others.
+    """Return how close a policy comes to the best other policy on its worst workload.
 
-    The mappings hold one figure per workload, of which more is better. Workloads where all are 0 do
-    not count. A higher result is better.
+    It is the minimum over workloads of own figure / best other figure; higher is better. The
+    mappings hold one figure per workload, of which more is better. Workloads where all are 0 do not
+    count.
     """
     rivals = list(others)
     best = {

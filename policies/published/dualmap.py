@@ -117,9 +117,10 @@ class TwoHashPicker:
 
 
 class HotPrefixes:
-    """Chooses how long a prefix to hash: one block, plus one more for each hot prefix of it.
+    """Chooses how many blocks of a prompt to hash: one, plus one more for each hot prefix of it.
 
-    A hot prefix is hashed longer until `_MOST_EXPANDED` newer ones have displaced it.
+    A prefix is hot if many recent requests share it. It is hashed longer until `_MOST_EXPANDED`
+    newer hot ones have displaced it.
     """
 
     __slots__ = ("_at_least", "_counts", "_expanded", "_recent", "_share", "_window")

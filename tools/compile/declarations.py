@@ -165,9 +165,9 @@ class CTypes:
         return name if name in self.names else ""
 
     def signature(self, function: ast.FunctionDef, *, of_class: bool = False) -> str:
-        """Return the C signature of a function.
+        """Return the Cython declaration (cpdef) of a function, with its arguments and their types.
 
-        Only bytes and C classes have their own type in it.
+        Only bytes and C classes keep their type; all others are declared as object.
         """
         arguments = function.args.args[of_class:]
         declared = ["self"] if of_class else []

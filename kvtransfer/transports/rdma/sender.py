@@ -69,7 +69,7 @@ class OutgoingWindow:
 
 
 class RdmaSender:
-    """All windows of KV that one link sends.
+    """Sends the windows (pieces) of KV of one link by RDMA writes.
 
     `ended` is called once per window that has begun, when its memory is not read any more.
     """
