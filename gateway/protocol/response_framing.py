@@ -150,24 +150,17 @@ class ChunkedBody:
     def at_chunk_boundary(self) -> bool:
         return not (self._missing or self._expects_crlf)
 
-    def single_chunk_offset(self, data: bytes) -> int:
-        """Return the offset of the payload if `data` is exactly one chunk, as for a token.
-
-        The result is 0 otherwise.
-        """
+    def feed(self, data: bytes) -> bytes:
+        # A token of a stream arrives as exactly one chunk, whose length tells its size line.
         line = _LINES.get(len(data))
         if (
             line is not None
+            and self._expects_size
             and data.startswith(line)
             and data.endswith(b"\r\n")
-            and self._expects_size
         ):
-            return len(line)
-        return 0
-
-    def feed(self, data: bytes) -> bytes:
-        offset = self.single_chunk_offset(data)
-        return data[offset:-2] if offset else self._feed(data)
+            return data[len(line) : -2]
+        return self._feed(data)
 
     def _feed(self, data: bytes) -> bytes:
         pieces: list[bytes] = []
