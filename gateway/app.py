@@ -16,6 +16,7 @@ from time import monotonic, time
 from aiohttp import web
 
 from gateway.admin import server as admin
+from gateway.admin.drain import end_connections
 from gateway.admission.controller import AdmissionController
 from gateway.batch.pages import BatchPages
 from gateway.batch.runner import BatchRunner
@@ -254,8 +255,9 @@ class App:
         for client in tuple(self.connections):
             client.drain()
         # A worker keeps its admin server, which its supervisor still queries.
-        if self._local is None and self._runners[-1].server is not None:
-            await self._runners[-1].server.shutdown(FAIL_S)
+        admin_server = self._runners[-1].server
+        if self._local is None and admin_server is not None:
+            await end_connections(admin_server, FAIL_S, FAIL_S)
         while monotonic() < ends and not self._has_handed_over():  # noqa: ASYNC110
             await asyncio.sleep(SWEEP_S)
 

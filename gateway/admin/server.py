@@ -15,6 +15,7 @@ from aiohttp import web
 
 from gateway.admin import config_pages, live_pages
 from gateway.admin.auth import access_middleware
+from gateway.admin.drain import announce_close
 from gateway.admin.fleet_status import endpoint_state, in_turns
 from gateway.admin.readiness import not_ready_reason
 from gateway.admin.recent_requests import RecentQuery, add_requests, recent_rows
@@ -40,6 +41,7 @@ def admin_application(target: AdminTarget) -> web.Application:
         middlewares=[access_middleware(lambda: target.gateway.snapshot.config)],
         client_max_size=MAX_FILE_BYTES + 1,
     )
+    announce_close(server, lambda: target.is_draining)
     _add_health(target, server.router)
     _add_state(target, server.router)
     config_pages.add(target, server.router)

@@ -1,0 +1,35 @@
+"""Ends the admin server of a process whose successor accepts the new connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from time import monotonic
+
+from aiohttp import web
+
+POLL_S = 0.02
+
+
+def announce_close(application: web.Application, is_draining: Callable[[], bool]) -> None:
+    """Make each response of the application close its connection while `is_draining` is true."""
+
+    async def close_after(_: web.Request, response: web.StreamResponse) -> None:
+        if is_draining():
+            response.force_close()
+            response.headers["Connection"] = "close"  # aiohttp has chosen the header before
+
+    application.on_response_prepare.append(close_after)
+
+
+async def end_connections(server: web.Server, patience_s: float, response_s: float) -> None:
+    """Close all connections of a server that accepts no more, after those in use are answered.
+
+    A connection that was accepted a moment ago is about to send its request, and an idle one may
+    have sent it already. So each may send one for `patience_s` seconds. Responses that have not
+    ended `response_s` seconds later, such as live views, are cut off.
+    """
+    ends = monotonic() + patience_s
+    while server.connections and monotonic() < ends:  # noqa: ASYNC110
+        await asyncio.sleep(POLL_S)
+    await server.shutdown(response_s)

@@ -1,0 +1,65 @@
+"""The end of an admin server: requests that are on their way are answered first."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import unused_port
+
+from gateway.admin.drain import announce_close, end_connections
+
+FOREVER = 300.0
+"""Seconds: a test that waits this long has failed."""
+
+
+async def start() -> tuple[web.AppRunner, web.TCPSite, int]:
+    """Start a server with one page, which closes its connections."""
+
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(text="page\n")
+
+    application, port = web.Application(), unused_port()
+    application.router.add_get("/", page)
+    announce_close(application, lambda: True)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    return runner, site, port
+
+
+@pytest.mark.asyncio
+async def test_a_connection_without_a_request_yet_is_answered_and_then_closed() -> None:
+    runner, site, port = await start()
+    assert runner.server is not None
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    while not runner.server.connections:
+        await asyncio.sleep(0)
+    await site.stop()
+    ending = asyncio.create_task(end_connections(runner.server, FOREVER, FOREVER))
+    await asyncio.sleep(0)
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    response = await asyncio.wait_for(reader.read(), FOREVER)
+    assert response.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in response.lower()
+    assert response.endswith(b"page\n")
+    await asyncio.wait_for(ending, FOREVER)
+    writer.close()
+    await runner.cleanup()
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_sends_nothing_is_closed_when_the_patience_ends() -> None:
+    runner, site, port = await start()
+    assert runner.server is not None
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    while not runner.server.connections:
+        await asyncio.sleep(0)
+    await site.stop()
+    await end_connections(runner.server, 0.0, FOREVER)
+    assert await asyncio.wait_for(reader.read(), FOREVER) == b""
+    assert not runner.server.connections
+    writer.close()
+    await runner.cleanup()
