@@ -26,8 +26,12 @@ from mockgpu.options import (
     BootstrapPort,
     CachedDetails,
     ChaosPort,
+    Cp,
     DialectName,
+    Dp,
     EngineVersion,
+    Ep,
+    EpSkew,
     FaultSpec,
     GpuName,
     Groups,
@@ -51,6 +55,7 @@ from mockgpu.options import (
     MayEndFrom,
     ModelName,
     Port,
+    Pp,
     ProfileName,
     Role,
     Seed,
@@ -61,8 +66,10 @@ from mockgpu.options import (
 )
 from mockgpu.roofline import profile_named
 from policies.sizing.gpus import gpu_named
+from policies.sizing.known_models import facts_of
 from policies.sizing.memory import kv_capacity_tokens
 from policies.sizing.model_shapes import model_named
+from policies.sizing.rules import MAX_SIZE, PlannedGroup, layout_findings
 
 
 def mock(
@@ -71,6 +78,11 @@ def mock(
     model: ModelName = "demo-8b",
     gpu: GpuName = "h100",
     tp: Tp = None,
+    pp: Pp = 1,
+    ep: Ep = 1,
+    dp: Dp = 1,
+    cp: Cp = 1,
+    ep_skew: EpSkew = 1.0,
     role: Role = "both",
     speed: Speed = "1",
     seed: Seed = 0,
@@ -109,6 +121,7 @@ def mock(
             groups, {"--port": port, "--kv-port": kv_port, "--bootstrap-port": bootstrap_port}
         )
         spec = _spec(model, gpu, tp, role, profile, speed)
+        spec = _with_layout(spec, (pp, ep, dp, cp), ep_skew, has_dialect=dialect is not None)
         limits = (max_num_seqs, max_num_batched_tokens, kv_tokens, max_queued)
         spec = _limited(spec, *limits, cached_details=cached_details, lacks=tuple(lacks or ()))
         spec = msgspec.structs.replace(
@@ -136,6 +149,25 @@ def _exit_on_error() -> Iterator[None]:
     except OSError as error:
         typer.echo(f"error: cannot listen: {error.strerror or error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _with_layout(
+    spec: GroupSpec, sizes: tuple[int, int, int, int], skew: float, *, has_dialect: bool
+) -> GroupSpec:
+    """Return the spec with PP, EP, DP and CP. Raises ValueError if no engine starts so."""
+    pp, ep, dp, cp = sizes
+    if max(*sizes, skew) == 1:
+        return spec
+    wide = msgspec.structs.replace(spec, pp=pp, ep=ep, dp=dp, cp=cp, ep_skew=skew)
+    if has_dialect and pp * dp * cp > 1:
+        raise ValueError(
+            "groups of split requests have TP alone: no --pp, --dp, --cp with --dialect"
+        )
+    planned = PlannedGroup(wide.layout, facts_of(wide.model), domain=MAX_SIZE)
+    for finding in layout_findings(planned):
+        if finding.is_error:
+            raise ValueError(finding.text)
+    return wide
 
 
 def _limited(
@@ -296,7 +328,13 @@ async def _serve(
 def _ready(member: FleetGroup, as_json: bool) -> str:
     spec = member.group.spec
     if as_json:
-        facts = {"model": spec.served_name, "gpu": spec.gpu.name, "tp": spec.tp, "role": spec.role}
+        facts = {
+            "model": spec.served_name,
+            "gpu": spec.gpu.name,
+            "tp": spec.tp,
+            "layout": spec.layout.label,
+            "role": spec.role,
+        }
         half = member.pd_role.startup_members() if member.pd_role is not None else {}
         events = member.group.kv_events
         if events is not None:
@@ -304,7 +342,7 @@ def _ready(member: FleetGroup, as_json: bool) -> str:
         return msgspec.json.encode(
             {"ready": member.url} | facts | {"kv_tokens": spec.capacity_tokens} | half
         ).decode()
-    shape = f"{spec.model.name} on {spec.tp} x {spec.gpu.name}"
+    shape = f"{spec.model.name} on {spec.layout.gpus} x {spec.gpu.name}"
     size = f"{spec.capacity_tokens:,} tokens of KV"
     return f"ready {member.url} model={spec.served_name} ({shape}, {size})"
 

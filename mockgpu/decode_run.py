@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from mockgpu.roofline import Roofline, StepWork
+from mockgpu.roofline import StepTimes, StepWork
 
 MOST_STEPS = 4096
 _GROWTH = 0.2
@@ -25,7 +25,7 @@ class DecodeRun:
     __slots__ = ("_base", "_bend", "_slope", "context", "seqs", "steps")
 
     def __init__(
-        self, roofline: Roofline, seqs: int, context: int, most: int, slowness: float = 1.0
+        self, roofline: StepTimes, seqs: int, context: int, most: int, slowness: float = 1.0
     ) -> None:
         self.seqs, self.context = seqs, context
         self.steps = max(1, min(most, int(context * _GROWTH / seqs)))
@@ -41,7 +41,7 @@ class DecodeRun:
                 self._bend = (final - middle) / (last - half)
                 self._slope = middle - self._bend * half
 
-    def _at(self, roofline: Roofline, step: int) -> float:
+    def _at(self, roofline: StepTimes, step: int) -> float:
         return roofline.step_s(StepWork(0, 0.0, self.seqs, self.context + step * self.seqs))
 
     def end_of(self, steps: int) -> float:

@@ -18,19 +18,20 @@ import msgspec
 from kvtransfer.protocol.outcomes import TransferOutcome
 from mockgpu.blocks import BLOCK_TOKENS, BlockPool
 from mockgpu.fault_grammar import InjectedFault
-from mockgpu.grids import roofline_for
 from mockgpu.handoff.kv_handoff import KvHandoff
 from mockgpu.handoff_options import TransferSpec
 from mockgpu.job import Job, JobState, PrefillChunk, StepPlan
 from mockgpu.kill_faults import KillFaults
 from mockgpu.kv_event_stream import KvEventSpec
+from mockgpu.layout_times import step_times_for
 from mockgpu.leg_params import AnswerTime, DecodeLeg, PrefillLeg
 from mockgpu.metrics import GroupMetrics
 from mockgpu.request_parser import ApiError
 from mockgpu.roofline import PROFILES, Profile
 from mockgpu.scheduler import Scheduler
 from policies.sizing.gpus import Gpu
-from policies.sizing.memory import kv_capacity_tokens
+from policies.sizing.layout import Layout
+from policies.sizing.memory import Demand, check_memory
 from policies.sizing.model_shapes import Llm
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
@@ -52,6 +53,8 @@ class GroupSpec(msgspec.Struct, frozen=True):
     may_end_from      smallest token limit at which answers may end before the limit; None: every
                       answer reaches its limit
     kv_events         how it publishes KV events; None: it does not
+    pp, ep, dp, cp    the sizes of its layout beside TP
+    ep_skew           load of the busiest expert rank over the mean load, 1 and more
     """
 
     served_name: str
@@ -71,6 +74,16 @@ class GroupSpec(msgspec.Struct, frozen=True):
     lacks: tuple[str, ...] = ()
     may_end_from: int | None = None
     kv_events: KvEventSpec | None = None
+    pp: int = 1
+    ep: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep_skew: float = 1.0
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the engine."""
+        return Layout(self.tp, self.pp, self.ep, self.dp, self.cp)
 
     @property
     def capacity_tokens(self) -> int:
@@ -80,10 +93,10 @@ class GroupSpec(msgspec.Struct, frozen=True):
         """
         tokens = self.kv_tokens
         if tokens is None:
-            tokens = kv_capacity_tokens(self.model, self.gpu, self.tp)
+            tokens = check_memory(self.model, self.gpu, self.layout, Demand(1)).tokens
         if tokens < BLOCK_TOKENS:
             raise ValueError(
-                f"{self.model.name} does not fit on {self.tp} x {self.gpu.name}: "
+                f"{self.model.name} does not fit on {self.layout.gpus} x {self.gpu.name}: "
                 "no memory is left for KV"
             )
         return tokens
@@ -132,13 +145,16 @@ class TpGroup:
         self.scheduler = Scheduler(
             BlockPool(spec.capacity_tokens // BLOCK_TOKENS),
             spec.max_num_seqs,
-            spec.max_num_batched_tokens,
+            spec.max_num_batched_tokens * spec.pp * spec.dp,
         )
         self.metrics = GroupMetrics(spec.served_name)
         self.slow_prefill = self.slow_decode = 1.0
         self.is_hanging = False
-        self._ranks_up = [True] * spec.tp
-        self._roofline = roofline_for(spec.model, spec.gpu, spec.tp, spec.profile)
+        self._ranks_up = [True] * spec.layout.gpus
+        budget = spec.max_num_batched_tokens
+        self._roofline = step_times_for(
+            spec.model, spec.gpu, spec.layout, spec.profile, budget, spec.ep_skew
+        )
         self._loop = loop
         self._live: dict[Job, _Live] = {}
         self._timer: asyncio.Handle | None = None
@@ -220,7 +236,7 @@ class TpGroup:
         """Simulate the loss of a GPU: all jobs fail, or with `hang` they stop without an error."""
         if hang and self.is_dead and not self.is_hanging:  # a dead group cannot hang
             return
-        self._ranks_up[rank % self.spec.tp] = False
+        self._ranks_up[rank % len(self._ranks_up)] = False
         self.is_hanging = hang
         self._stop()
         if hang:
@@ -240,7 +256,7 @@ class TpGroup:
 
         A hung engine continues with its interrupted step.
         """
-        self._ranks_up = [True] * self.spec.tp
+        self._ranks_up = [True] * self.spec.layout.gpus
         if self.on_change is not None and not self.is_hanging:
             self.on_change(True)
         self.is_hanging = False

@@ -16,6 +16,19 @@ Tp = Annotated[
     int | None,
     typer.Option(min=1, help="GPUs per engine. Default: the first of 1, 4, 8 that fits."),
 ]
+Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages per engine.")]
+Ep = Annotated[int, typer.Option("--ep", min=1, help="Ranks that experts are spread over.")]
+Dp = Annotated[int, typer.Option("--dp", min=1, help="Ranks of data parallel attention.")]
+Cp = Annotated[int, typer.Option("--cp", min=1, help="Ranks that divide the tokens of a prompt.")]
+EpSkew = Annotated[
+    float,
+    typer.Option(
+        "--ep-skew",
+        min=1,
+        max=64,
+        help="Load of the busiest expert rank over the mean load of all ranks.",
+    ),
+]
 KvTokens = Annotated[
     int | None,
     typer.Option(min=16, help="Size of the KV cache in tokens. Default: all free memory."),

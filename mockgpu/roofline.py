@@ -112,6 +112,14 @@ class Correction(Protocol):
         ...
 
 
+class StepTimes(Protocol):
+    """The durations of an engine's steps: of a TP group, or of a larger layout."""
+
+    def step_s(self, work: StepWork) -> float:
+        """Return the seconds of one step."""
+        ...
+
+
 class Roofline:
     """The step-time model of one LLM on `tp` GPUs of one kind.
 

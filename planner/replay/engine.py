@@ -14,7 +14,7 @@ from operator import itemgetter
 from mockgpu.blocks import BlockPool
 from mockgpu.decode_run import MOST_STEPS, DecodeRun
 from mockgpu.job import Job, StepPlan
-from mockgpu.roofline import Roofline
+from mockgpu.roofline import StepTimes
 from mockgpu.scheduler import Scheduler
 
 
@@ -55,7 +55,7 @@ class ReplayEngine:
 
     def __init__(
         self,
-        roofline: Roofline,
+        roofline: StepTimes,
         pool: BlockPool,
         max_num_seqs: int,
         max_num_batched_tokens: int,

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from mockgpu.blocks import BlockPool
 from mockgpu.job import Job
-from mockgpu.roofline import Roofline
+from mockgpu.roofline import StepTimes
 from planner.replay.engine import ReplayEngine
 from planner.replay.record import GroupTotals
 from planner.replay.spec import GroupKind
@@ -19,7 +19,6 @@ from policies.engine.step_time import SpeedBelief, StepCosts, shape_for
 from policies.health.speed_record import SpeedRecord
 from policies.load import EndpointLoad
 from policies.model import Candidate, Endpoint
-from policies.sizing.layout import Layout
 
 UNCAPPED = 1 << 30
 
@@ -69,7 +68,7 @@ class ReplayGroup:
         self,
         slot: int,
         kind: GroupKind,
-        roofline: Roofline,
+        roofline: StepTimes,
         block_tokens: int,
         listener: JobListener,
         leaping: bool,
@@ -107,7 +106,7 @@ class ReplayGroup:
             self.roofline,
             BlockPool(self.kind.capacity_tokens // self.block_tokens, self.block_tokens),
             self.kind.max_num_seqs,
-            self.kind.max_num_batched_tokens,
+            self.kind.step_budget,
             lambda job, now: self.listener.on_first_token(self, job, now),
             lambda job, now: self.listener.on_last_token(self, job, now),
             lambda job, now: self.listener.on_blocks_allocated(self, job, now),
@@ -161,12 +160,13 @@ def _prior(kind: GroupKind) -> StepCosts:
     shape = kind.shape
     return shape_for(
         kind.labelled_gpu or kind.gpu,
-        kind.tp,
+        kind.tp * kind.dp,
+        kind.pp,
         params_b=shape.params / 1e9,
         active_b=shape.active_params / 1e9,
         kv_token_bytes=shape.kv_token_bytes,
         weight_bytes=shape.weight_bytes,
-        budget_tokens=kind.labelled_batched_tokens or kind.max_num_batched_tokens,
+        budget_tokens=kind.labelled_batched_tokens or kind.step_budget,
     )
 
 
@@ -177,6 +177,6 @@ def _endpoint(name: str, slot: int, kind: GroupKind, capped: bool) -> Endpoint:
         pool="main",
         served_model=kind.model,
         role=kind.role,
-        layout=Layout(tp=kind.tp),
+        layout=kind.layout,
         max_concurrency=kind.max_concurrency if capped else UNCAPPED,
     )

@@ -8,16 +8,20 @@ from pathlib import Path
 
 import msgspec
 
-from mockgpu.grids import roofline_for
-from mockgpu.roofline import Profile, Roofline, profile_named
+from mockgpu.layout_times import step_times_for
+from mockgpu.roofline import Profile, StepTimes, profile_named
 from planner.text_generator import BLOCK_TOKENS
 from policies.model import Role
 from policies.pricing.split import SplitRule
 from policies.sizing.gpus import Gpu, gpu_named
-from policies.sizing.memory import kv_capacity_tokens
+from policies.sizing.known_models import facts_of
+from policies.sizing.layout import Layout
+from policies.sizing.memory import Demand, check_memory
 from policies.sizing.model_shapes import Llm, model_named
+from policies.sizing.rules import MAX_SIZE, PlannedGroup, layout_findings
 
 MOST_GROUPS = 4096
+MOST_SKEW = 64.0
 
 
 class FleetError(ValueError):
@@ -36,6 +40,8 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labelled_gpu     the GPU that the gateway believes it has; empty: the true one
     labelled_batched_tokens  the max_num_batched_tokens that the gateway believes; None: the true
                      one
+    pp, ep, dp, cp   the sizes of its layout beside TP
+    ep_skew          load of the busiest expert rank over the mean load, 1 and more
     """
 
     model: str = "llama-3.1-70b-fp8"
@@ -54,6 +60,11 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: str = "2026"
     labelled_gpu: str = ""
     labelled_batched_tokens: int | None = None
+    pp: int = 1
+    ep: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep_skew: float = 1.0
 
     @property
     def shape(self) -> Llm:
@@ -77,11 +88,24 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """KV capacity of one group in tokens."""
         if self.kv_tokens is not None:
             return self.kv_tokens
-        return kv_capacity_tokens(self.shape, self.hardware, self.tp)
+        return check_memory(self.shape, self.hardware, self.layout, Demand(1)).tokens
 
-    def roofline(self) -> Roofline:
-        """Return the model of one group's step times."""
-        return roofline_for(self.shape, self.hardware, self.tp, self.software)
+    @property
+    def layout(self) -> Layout:
+        """The layout of one group."""
+        return Layout(self.tp, self.pp, self.ep, self.dp, self.cp)
+
+    @property
+    def step_budget(self) -> int:
+        """Prompt tokens of one step: of a micro-batch on each stage and each rank of DP."""
+        return self.max_num_batched_tokens * self.pp * self.dp
+
+    def roofline(self) -> StepTimes:
+        """Return the step times of one group."""
+        budget = self.max_num_batched_tokens
+        return step_times_for(
+            self.shape, self.hardware, self.layout, self.software, budget, self.ep_skew
+        )
 
 
 class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,12 +162,14 @@ def _check(kind: GroupKind, block_tokens: int) -> None:
         "max_concurrency",
         "slowness",
         "link_gb_s",
+        *("pp", "ep", "dp", "cp"),
     )
     for name in positive:
         if not 0 < getattr(kind, name) < inf:
             raise ValueError(f"{name} must be positive, not {getattr(kind, name)}")
     if not 0 <= kind.up_at_s < inf:
         raise ValueError(f"up_at_s must be a time of the replay, not {kind.up_at_s}")
+    _check_layout(kind)
     if kind.max_num_batched_tokens < kind.max_num_seqs:
         raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
     # evaluated for their ValueError
@@ -153,6 +179,18 @@ def _check(kind: GroupKind, block_tokens: int) -> None:
         raise ValueError("labelled_batched_tokens must be positive")
     if kind.capacity_tokens < block_tokens:
         raise ValueError(f"{kind.model} on {kind.tp} x {kind.gpu} leaves no memory for KV")
+
+
+def _check_layout(kind: GroupKind) -> None:
+    """Raise ValueError for a layout of several axes with which engines do not start."""
+    if not 1 <= kind.ep_skew <= MOST_SKEW:
+        raise ValueError(f"ep_skew must be 1 to {MOST_SKEW:g}, not {kind.ep_skew}")
+    if kind.layout == Layout(kind.tp):
+        return
+    planned = PlannedGroup(kind.layout, facts_of(kind.shape), domain=MAX_SIZE)
+    for finding in layout_findings(planned):
+        if finding.is_error:
+            raise ValueError(finding.text)
 
 
 def _f5(prefills: int, decodes: int, link_gb_s: float) -> FleetSpec:

@@ -112,14 +112,17 @@ def _classes(emission: Emission) -> Iterator[str]:
 
 def _mock(emission: Emission) -> str:
     plan = emission.plan
-    if emission.name.lower() not in MODELS or plan.layout != Layout(plan.layout.tp):
+    if emission.name.lower() not in MODELS:
         raise SizingError(
-            f"mock groups have TP alone and a built-in model; this plan is {emission.name} with "
-            f"{plan.layout.label}; valid: {', '.join(sorted(MODELS))}"
+            f"mock groups have a built-in model; this plan is {emission.name}; valid: "
+            f"{', '.join(sorted(MODELS))}"
         )
+    layout = plan.layout
+    sizes = (("pp", layout.pp), ("ep", layout.ep), ("dp", layout.dp), ("cp", layout.cp))
+    wide = "".join(f" --{name} {size}" for name, size in sizes if size > 1)
     return (
         f"penstock mock --groups {plan.replicas} --port {emission.first_port} "
-        f"--model {emission.name} --gpu {plan.hardware.gpu.name} --tp {plan.layout.tp} "
+        f"--model {emission.name} --gpu {plan.hardware.gpu.name} --tp {layout.tp}{wide} "
         f"--max-num-seqs {plan.ceiling} --kv-tokens {plan.memory.tokens}\n"
     )
 

@@ -60,19 +60,27 @@ def _slo(plan: FleetPlan) -> Slo:
 def _fleets(plan: FleetPlan, points: Sequence[FleetPoint]) -> Iterator[FleetSpec]:
     """Yield the planned fleet, divided ones, and other layouts on the same number of GPUs."""
     own = _kind(plan)
-    yield validate(FleetSpec(f"{plan.replicas} x TP {plan.layout.tp}", (own,)))
+    yield validate(FleetSpec(f"{plan.replicas} x {plan.layout.label}", (own,)))
     for prefills in _divisions(plan):
         halves = (
             msgspec.structs.replace(own, count=prefills, role=Role.PREFILL),
             msgspec.structs.replace(own, count=plan.replicas - prefills, role=Role.DECODE),
         )
-        name = f"{prefills} prefill + {plan.replicas - prefills} decode x TP {plan.layout.tp}"
+        name = f"{prefills} prefill + {plan.replicas - prefills} decode x {plan.layout.label}"
         yield validate(FleetSpec(name, halves, split=SplitRule(1)))
     for point in _others(plan, points):
         kind = msgspec.structs.replace(
-            own, model=_name(point.model), tp=point.tp, count=point.replicas, kv_tokens=None
+            own,
+            model=_name(point.model),
+            tp=point.tp,
+            pp=point.pp,
+            ep=point.ep,
+            dp=1,
+            cp=1,
+            count=point.replicas,
+            kv_tokens=None,
         )
-        name = f"{point.replicas} x TP {point.tp} {_name(point.model)}"
+        name = f"{point.replicas} x {kind.layout.label} {_name(point.model)}"
         yield validate(FleetSpec(name, (msgspec.structs.replace(kind, max_num_seqs=256),)))
 
 
@@ -92,25 +100,32 @@ def _others(plan: FleetPlan, points: Sequence[FleetPoint]) -> list[FleetPoint]:
     replayed.
     """
     limit_s = plan.work.tpot_s
-    able = [p for p in points if p.is_best and p.pp == 1 and p.gpu == plan.hardware.gpu.name]
+    able = [p for p in points if p.is_best and p.gpu == plan.hardware.gpu.name]
     able = [p for p in able if limit_s is None or p.tpot_s <= limit_s] or able
-    shapes = {(p.model, p.tp): p for p in sorted(able, key=lambda point: -point.usd_million)}
-    shapes.pop((plan.model.name, plan.layout.tp), None)
+    shapes = {
+        (p.model, Layout(p.tp, p.pp, p.ep)): p
+        for p in sorted(able, key=lambda point: -point.usd_million)
+    }
+    shapes.pop((plan.model.name, plan.layout), None)
     cheapest = sorted(shapes.values(), key=lambda point: point.usd_million)
     return cheapest[: MAX_FINALISTS - 1 - len(list(_divisions(plan)))]
 
 
 def _kind(plan: FleetPlan) -> GroupKind:
-    if plan.model.name.lower() not in MODELS or plan.layout != Layout(plan.layout.tp):
+    if plan.model.name.lower() not in MODELS:
         raise SizingError(
-            f"--from replays TP alone and built-in models; this plan is {plan.model.name} with "
-            f"{plan.layout.label}; valid: {', '.join(name for name in MODELS if '/' not in name)}"
+            f"--from replays built-in models; this plan is {plan.model.name}; valid: "
+            f"{', '.join(name for name in MODELS if '/' not in name)}"
         )
     return GroupKind(
         *(_name(plan.model.name), plan.hardware.gpu.name, plan.layout.tp, plan.replicas),
         kv_tokens=plan.memory.tokens,
         kv_scalar_bytes=plan.model.kv_bytes,
         max_concurrency=plan.ceiling,
+        pp=plan.layout.pp,
+        ep=plan.layout.ep,
+        dp=plan.layout.dp,
+        cp=plan.layout.cp,
         link_gb_s=plan.hardware.gpu.nic_bytes_s / 1e9,
     )
 
@@ -122,7 +137,7 @@ def _name(full: str) -> str:
 
 
 def _finalist(plan: FleetPlan, fleet: FleetSpec, point: ComparisonPoint) -> Finalist:
-    gpus = sum(kind.tp * kind.count for kind in fleet.kinds)
+    gpus = sum(kind.layout.gpus * kind.count for kind in fleet.kinds)
     ttft, tpot = point.figures.ttft, point.figures.tpot
     return Finalist(
         *(fleet.name, gpus, gpus * plan.hardware.price_hour, point.figures.attainment),

@@ -51,6 +51,7 @@ class FleetPoint(msgspec.Struct, frozen=True):
     kv_use: float
     reason: str = ""
     is_best: bool = False
+    ep: int = 1
 
 
 def fleet_points(
@@ -120,6 +121,7 @@ def _points(
             usd_per_million(hardware.price_hour, layout.gpus * replicas, speed),
             batch * tokens / memory.tokens if memory.tokens else 0.0,
             _reason(memory, batch) or needless,
+            ep=layout.ep,
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from mockgpu.grids import Grid, grid_for, roofline_for
+from mockgpu.layout_times import rank_model, travel_s
 from mockgpu.roofline import StepTimeParts, StepWork
 from planner.size.workload import Workload
 from policies.sizing.cost import RequestSeconds
@@ -19,18 +20,13 @@ from policies.sizing.gpus import Gpu
 from policies.sizing.layout import Layout
 from policies.sizing.model_shapes import Llm
 
-# A send and a receive between GPUs of neighbouring stages (aiconfigurator's p2p latency).
-HOP_S = 10e-6
-# Bytes per scalar sent to experts (fp8) and back (bf16), as DeepEP sends them.
-DISPATCH_BYTES, COMBINE_BYTES = 1, 2
-
 
 class ReplicaTimes:
     """Step times of one replica in seconds, cached by their arguments."""
 
     def __init__(self, model: Llm, gpu: Gpu, layout: Layout, grids: Sequence[Grid]) -> None:
         self.model, self.gpu, self.layout = model, gpu, layout
-        self._line = roofline_for(_rank_model(model, layout), gpu, layout.tp, grids=grids)
+        self._line = roofline_for(rank_model(model, layout), gpu, layout.tp, grids=grids)
         self.is_measured = grid_for(model, gpu, layout.tp, grids) is not None and (
             layout.pp == layout.dp == layout.ep == layout.cp == 1
         )
@@ -46,7 +42,7 @@ class ReplicaTimes:
         if key not in self._prefill:
             area = tokens * (cached + tokens / 2)
             step_s = self._line.step_s(StepWork(tokens, area)) / self.layout.cp
-            self._prefill[key] = step_s + self._travel_s(tokens)
+            self._prefill[key] = step_s + travel_s(self.model, self.gpu, self.layout, tokens)
         return self._prefill[key]
 
     def decode_s(self, batch: int, context: int) -> float:
@@ -59,7 +55,7 @@ class ReplicaTimes:
             seqs = -(-batch // (self.layout.dp * self.layout.pp))
             kept = round(seqs * self.model.cached_tokens(context))
             step_s = self._line.step_s(StepWork(0, 0.0, seqs, kept))
-            self._decode[key] = step_s + self._travel_s(seqs)
+            self._decode[key] = step_s + travel_s(self.model, self.gpu, self.layout, seqs)
         return self._decode[key]
 
     def bubble_s(self, tokens: int) -> float:
@@ -80,34 +76,6 @@ class ReplicaTimes:
         """
         read = self.model.active_params * self.model.param_bytes
         return read / (self.layout.tp * self.gpu.hbm_bytes_s)
-
-    def _travel_s(self, tokens: int) -> float:
-        """Return the seconds in which tokens are sent between stages, and to experts and back."""
-        seconds = (self.layout.pp - 1) * (
-            HOP_S + tokens * self.model.activation_bytes / self.gpu.nic_bytes_s
-        )
-        ranks = self.layout.ep
-        if ranks > 1:
-            scalars = tokens / self.layout.tp * self.model.experts_per_token * self.model.width
-            sent = scalars * (DISPATCH_BYTES + COMBINE_BYTES) * (ranks - 1) / ranks
-            speed = self.gpu.link_bytes_s * self.gpu.fit.link_eff
-            latency = 2 * self.gpu.fit.allreduce_us * 1e-6
-            seconds += self.model.moe_layers * (latency + sent / speed)
-        return seconds
-
-
-def _rank_model(model: Llm, layout: Layout) -> Llm:
-    """Return the model shape that one TP group of the layout computes in a step.
-
-    With EP over more ranks than TP has, each TP group reads only its part of the experts. The
-    measured grid of the whole model does not apply then.
-    """
-    if layout.ep <= layout.tp:
-        return model
-    params = model.params - model.expert_params * (1 - layout.tp / layout.ep)
-    return msgspec.structs.replace(
-        model, params=params, active_params=min(params, model.active_params), grid_name=""
-    )
 
 
 class BatchTimes(msgspec.Struct, frozen=True):

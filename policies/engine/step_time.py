@@ -15,6 +15,7 @@ from types import MappingProxyType
 import msgspec
 
 from policies.engine.kalman import KalmanFilter
+from policies.sizing.gpus import GPUS
 
 
 class StepCosts(msgspec.Struct, frozen=True):
@@ -49,36 +50,29 @@ class StepCosts(msgspec.Struct, frozen=True):
         return part, min(1.0, place - part)
 
 
-class _Gpu(msgspec.Struct, frozen=True):
-    """Public peak rates of one GPU type, and the share of them that engines reach.
+class _Fit(msgspec.Struct, frozen=True):
+    """The share of a GPU's peak rates that engines reach in this module's equation.
 
-    memory             bytes/s of memory
-    bf16, fp8          dense FLOP/s in bf16, and with 8-bit weights
-    link               bytes/s of the link to other GPUs, per direction
-    *_eff              reached share of the rate of memory, matrix units, attention and link
-    layer_us           microseconds per layer and step
-    sequence_us        microseconds per sequence, for a model of 80 layers
+    Efficiency of memory, matrix units, attention and link; microseconds per layer and step with its
+    two all-reduces, and per sequence of an 80-layer model. The peaks, and a finer equation with its
+    own constants, are in policies/sizing/gpus.py.
     """
 
     memory: float
-    bf16: float
-    fp8: float
+    flops: float
+    attention: float
     link: float
-    memory_eff: float
-    flops_eff: float
-    attention_eff: float
-    link_eff: float
     layer_us: float
     sequence_us: float
 
 
-GPUS: Mapping[str, _Gpu] = MappingProxyType(
+_FITS: Mapping[str, _Fit] = MappingProxyType(
     {
-        "a100": _Gpu(2.039e12, 312e12, 312e12, 300e9, 0.74, 0.85, 0.71, 0.34, 69, 11),
-        "h100": _Gpu(3.35e12, 989e12, 1978e12, 450e9, 0.88, 0.72, 0.64, 0.51, 52, 7.6),
-        "h200": _Gpu(4.8e12, 989e12, 1978e12, 450e9, 0.84, 0.73, 0.60, 0.58, 53.6, 8.0),
-        "b200": _Gpu(7.7e12, 2250e12, 4500e12, 900e9, 0.93, 0.67, 0.51, 0.47, 59, 10.6),
-        "l40s": _Gpu(0.864e12, 362e12, 733e12, 32e9, 1.0, 0.68, 0.33, 0.11, 190, 50),
+        "a100": _Fit(0.74, 0.85, 0.71, 0.34, 69, 11),
+        "h100": _Fit(0.88, 0.72, 0.64, 0.51, 52, 7.6),
+        "h200": _Fit(0.84, 0.73, 0.60, 0.58, 53.6, 8.0),
+        "b200": _Fit(0.93, 0.67, 0.51, 0.47, 59, 10.6),
+        "l40s": _Fit(1.0, 0.68, 0.33, 0.11, 190, 50),
     }
 )
 UNKNOWN_GPU = "h100"
@@ -102,7 +96,7 @@ def shape_for(
     Unknown arguments get neutral values. Layers and width are derived from the parameters as in the
     Llama and Qwen families.
 
-    gpu                  GPU type, a key of GPUS; None if unknown
+    gpu                  GPU type, a key of policies/sizing/gpus.py; None if unknown
     params_b, active_b   billions of parameters, and of those the ones that each token activates
     kv_token_bytes       KV cache per token over all layers; None: 8 heads of 128 per layer in 16
                          bits
@@ -111,22 +105,22 @@ def shape_for(
     budget_tokens        most tokens of one step
     """
     kind = GPUS.get((gpu or UNKNOWN_GPU).lower(), GPUS[UNKNOWN_GPU])
+    fit = _FITS[kind.fit_of or kind.name]
     params = params_b * 1e9 if params_b is not None else UNKNOWN_PARAMS_PER_GPU * tp * pp
     active = active_b * 1e9 if active_b is not None else params
     layers = min(128.0, 32 * (active / 8e9) ** 0.42)
     width = sqrt(active / (12 * layers))
     kv_bytes = kv_token_bytes if kv_token_bytes is not None else 4096 * layers
-    flops = kind.fp8 if weight_bytes <= 1 else kind.bf16
     wire_bytes = 2 * layers * 2 * (tp - 1) / tp * 2 * width
     # A pipeline works on as many steps at once as it has stages, but each token passes all stages.
     return StepCosts(
-        weights_s=params * weight_bytes / (tp * kind.memory * kind.memory_eff),
-        token_s=2 * active / (tp * pp * flops * kind.flops_eff),
-        wire_s=wire_bytes / (kind.link * kind.link_eff * pp),
-        pair_s=4 * width * layers / (tp * pp * kind.bf16 * kind.attention_eff),
-        context_s=kv_bytes / (min(tp, 8) * kind.memory * kind.memory_eff),
-        sequence_s=kind.sequence_us * 1e-6 * layers / 80,
-        step_s=layers * kind.layer_us * 1e-6,
+        weights_s=params * weight_bytes / (tp * kind.hbm_bytes_s * fit.memory),
+        token_s=2 * active / (tp * pp * kind.flops(weight_bytes) * fit.flops),
+        wire_s=wire_bytes / (kind.link_bytes_s * fit.link * pp),
+        pair_s=4 * width * layers / (tp * pp * kind.bf16_flops * fit.attention),
+        context_s=kv_bytes / (min(tp, 8) * kind.hbm_bytes_s * fit.memory),
+        sequence_s=fit.sequence_us * 1e-6 * layers / 80,
+        step_s=layers * fit.layer_us * 1e-6,
         request_s=request_s,
         budget_tokens=budget_tokens,
     )

@@ -7,6 +7,7 @@ from typing import Any
 from mockgpu.blocks import BlockPool
 from mockgpu.grids import load_grids, roofline_for, whole_prompt
 from mockgpu.job import Job
+from mockgpu.layout_times import step_times_for
 from mockgpu.roofline import PROFILES, Roofline, StepWork
 from mockgpu.scheduler import Scheduler
 from planner.seeds.collectives import collectives_share
@@ -20,7 +21,7 @@ from policies.sizing.memory import Demand, check_memory, kv_capacity_tokens, min
 from policies.sizing.model_shapes import model_named
 from tests.unit.planner.seeds.answers import Outcome, answer, member, plain, printed
 
-H100, A100 = gpu_named("h100"), gpu_named("a100")
+H100, H200, A100 = (gpu_named(name) for name in ("h100", "h200", "a100"))
 L8, L70, L70_FP8 = (model_named(f"llama-3.1-{size}") for size in ("8b", "70b", "70b-fp8"))
 L405 = model_named("llama-3.1-405b")
 GRIDS = load_grids()
@@ -384,6 +385,17 @@ def _(_item: SeedItem) -> Outcome:
 def _(item: SeedItem) -> Outcome:
     launch = EngineLaunch("deepseek-ai/DeepSeek-V3", Layout(1, ep=8, dp=8), has_eplb=True)
     return {"emitted": printed(item.command), "with_eplb": sglang_command(launch)}
+
+
+@answer(113)
+def _(_item: SeedItem) -> Outcome:
+    work = StepWork(0, 0.0, 512, 512 * 4096)
+    layout = Layout(1, ep=8, dp=8)
+    even, skewed = (
+        1e3 * step_times_for(model_named("deepseek-v3"), H200, layout, skew=skew).step_s(work)
+        for skew in (1.0, 1.5)
+    )
+    return {"decode_ms_even": even, "decode_ms_skewed": skewed}
 
 
 @answer(114)

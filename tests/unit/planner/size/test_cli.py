@@ -180,7 +180,10 @@ def test_each_target_is_emitted_alone(target: str, part: str) -> None:
             "names a class twice: c, c",
         ),
         (["llama-3.1-70b", "--emit", "helmet"], "unknown target 'helmet'; valid: vllm, sglang"),
-        (["deepseek-v3", "--gpu", "h200", "--emit", "mock"], "mock groups have TP alone"),
+        (
+            [str(MODELS / "gpt-oss-120b.json"), "--gpu", "h200", "--emit", "mock"],
+            "mock groups have a built-in model",
+        ),
         (["llama-3.1-70b", "--ladder", "0"], "--ladder 0; valid: 1 to 4096"),
         (["llama-3.1-405b", "--gpus", "4"], "needs TP 4 x PP"),
     ],
@@ -235,8 +238,20 @@ def test_a_log_that_cannot_be_replayed_is_refused_in_one_line(tmp_path: Path) ->
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     trace = MODELS.parent / "mooncake_conversation_1500.jsonl.gz"
     assert "'x' is not a time" in run(*HARBOR, "--from", str(trace), "--last", "x").stderr
-    deep = run("llama-3.1-405b", "--quant", "bf16", "--from", str(trace))
-    assert "--from replays TP alone" in deep.stderr
+    own = run(str(MODELS / "llama-3.1-8b.json"), "--from", str(trace), "--last", "1m")
+    assert "--from replays built-in models" in own.stderr
+
+
+def test_a_plan_with_pipeline_stages_is_replayed_and_emitted_for_mocks() -> None:
+    trace = MODELS.parent / "mooncake_conversation_1500.jsonl.gz"
+    deep = ("llama-3.1-405b", "--quant", "bf16", "--concurrency", "4", "--ttft", "30s")
+    (own, *_) = plain(*deep, "--from", str(trace), "--last", "1m")["replayed"]
+    assert own["fleet"] == "1 x TP 8 x PP 2"
+    assert own["gpus"] == 16
+    assert own["tpot_p95_s"] > 0.02
+    assert "--tp 8 --pp 2 " in run(*deep, "--emit", "mock").stdout
+    experts = run("deepseek-v3", "--gpu", "h200", "--emit", "mock").stdout
+    assert "--tp 1 --ep 8 --dp 8 " in experts
 
 
 def test_the_command_loads_no_server_and_no_arrays() -> None:

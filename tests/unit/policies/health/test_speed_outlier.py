@@ -11,6 +11,7 @@ import pytest
 from policies.engine.step_time import shape_for
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits, review
 from policies.health.speed_record import MOST_UNCOUNTED, Measure, SpeedRecord, SpeedVerdict
+from policies.sizing.gpus import GPUS
 
 LIMITS = SlowLimits()
 H100, L40S = shape_for("h100", 4), shape_for("l40s", 2)
@@ -299,3 +300,11 @@ def test_probes_of_an_ejected_endpoint_grow_rarer() -> None:
     probes = [now_s / 4 for now_s in range(400) if record.take_probe(now_s / 4)]
     assert probes[:4] == [0.0, 1.0, 3.0, 7.0]
     assert probes[-1] - probes[-2] == 30.0
+
+
+def test_every_gpu_of_the_planner_has_a_prior_of_its_own() -> None:
+    shapes = {name: shape_for(name, 4, params_b=70) for name in GPUS}
+    # GB200 and MI300X borrow efficiencies, but read memory at their own rate.
+    assert len({shape.weights_s for shape in shapes.values()}) == len(GPUS)
+    assert shapes["gb200"].weights_s < shapes["b200"].weights_s < shapes["h200"].weights_s
+    assert shape_for("unknown", 4, params_b=70) == shapes["h100"]

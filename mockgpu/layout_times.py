@@ -1,0 +1,147 @@
+"""Step times of an engine with pipeline, expert, data or context parallelism beside TP.
+
+A TP group computes with its roofline (roofline.py). This module adds what the other axes change:
+micro-batches and bubbles of pipeline stages, the part of a batch on each rank of DP, the exchange
+of tokens with experts, and the load of the busiest expert rank. Not here: memory
+(policies/sizing/memory.py), or scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from mockgpu.grids import Grid, roofline_for
+from mockgpu.roofline import PROFILES, Profile, Roofline, StepTimeParts, StepWork
+from policies.sizing.gpus import Gpu
+from policies.sizing.layout import Layout
+from policies.sizing.model_shapes import Llm
+
+# A send and a receive between GPUs of neighbouring stages (aiconfigurator's p2p latency).
+HOP_S = 10e-6
+# Bytes per scalar sent to experts (fp8) and back (bf16), as DeepEP sends them.
+DISPATCH_BYTES, COMBINE_BYTES = 1, 2
+
+
+def rank_model(model: Llm, layout: Layout) -> Llm:
+    """Return the model of which a TP group of the layout computes a step.
+
+    With EP over more ranks than TP has, each TP group reads only its part of the experts. The
+    measured grid of the whole model then says nothing.
+    """
+    if layout.ep <= layout.tp:
+        return model
+    experts = model.expert_params * layout.tp / layout.ep
+    params = model.params - model.expert_params + experts
+    active = min(params, model.active_params)
+    return msgspec.structs.replace(
+        model, params=params, active_params=active, expert_params=experts, grid_name=""
+    )
+
+
+def travel_s(model: Llm, gpu: Gpu, layout: Layout, tokens: float, skew: float = 1.0) -> float:
+    """Return the seconds that tokens travel between stages and to experts and back.
+
+    skew   load of the busiest expert rank over the mean load: it receives so much more
+    """
+    seconds = (layout.pp - 1) * (HOP_S + tokens * model.activation_bytes / gpu.nic_bytes_s)
+    ranks = layout.ep
+    if ranks > 1:
+        scalars = tokens / layout.tp * model.experts_per_token * model.width
+        sent = scalars * (DISPATCH_BYTES + COMBINE_BYTES) * (ranks - 1) / ranks * skew
+        speed = gpu.link_bytes_s * gpu.fit.link_eff
+        latency = 2 * gpu.fit.allreduce_us * 1e-6
+        seconds += model.moe_layers * (latency + sent / speed)
+    return seconds
+
+
+class LayoutTimes:
+    """Step times of one engine whose layout has more axes than TP.
+
+    A step advances every decoding sequence by one token. Sequences are divided over the ranks of DP
+    and the micro-batches of PP. Prompts fill micro-batches of `budget_tokens`. The pipeline is full
+    while sequences decode; a step of prompts alone also pays for filling it, pp - 1 stage times.
+    """
+
+    def __init__(
+        self, line: Roofline, model: Llm, gpu: Gpu, layout: Layout, budget_tokens: int, skew: float
+    ) -> None:
+        self._line, self._model, self._gpu, self._layout = line, model, gpu, layout
+        self._budget_tokens, self._skew = budget_tokens, skew
+        self._lanes = layout.pp * layout.dp
+        dense = model.params - model.expert_params
+        self._expert_share = max(0.0, 1 - dense / model.active_params)
+        read_s = layout.tp * gpu.hbm_bytes_s * gpu.fit.weights_eff
+        self._dense_weights_s = dense * model.param_bytes / read_s
+
+    def step_s(self, work: StepWork) -> float:
+        """Return the seconds of one step."""
+        pp, prefills = self._layout.pp, self._micro_batches(work.prefill_tokens)
+        decodes = self._lane_decodes(work)
+        decode_s = self._lane_s(decodes) if decodes.decode_seqs else 0.0
+        if not prefills:
+            return decode_s
+        share = 1 / prefills
+        # Micro-batches of prompts beyond the first of each stage are on other ranks of DP.
+        rounds = min(pp, prefills)
+        prefill_s = self._lane_s(
+            StepWork(
+                round(work.prefill_tokens * share),
+                work.attention_area * share,
+                decodes.decode_seqs,
+                decodes.decode_context,
+            )
+        )
+        if not decodes.decode_seqs:
+            return prefill_s * (rounds + pp - 1) / pp
+        return max(prefill_s, (rounds * prefill_s + (pp - rounds) * decode_s) / pp)
+
+    def _micro_batches(self, tokens: int) -> int:
+        return min(self._lanes, -(-tokens // self._budget_tokens))
+
+    def _lane_decodes(self, work: StepWork) -> StepWork:
+        """Return the decodes of one micro-batch on one rank of DP, the one with the most."""
+        if not work.decode_seqs:
+            return StepWork()
+        seqs = -(-work.decode_seqs // self._lanes)
+        return StepWork(0, 0.0, seqs, round(work.decode_context * seqs / work.decode_seqs))
+
+    def _lane_s(self, work: StepWork) -> float:
+        """Return the seconds of one micro-batch through all stages."""
+        seconds, cp = self._line.step_s(work), self._layout.cp
+        if cp > 1 and work.prefill_tokens:
+            decodes = work._replace(prefill_tokens=0, attention_area=0.0)
+            alone_s = self._line.step_s(decodes) if work.decode_seqs else 0.0
+            seconds = alone_s + (seconds - alone_s) / cp
+        tokens = work.prefill_tokens + work.decode_seqs
+        if self._skew > 1 and self._model.experts:
+            seconds += (self._skew - 1) * self._experts_s(self._line.terms(work))
+        return seconds + travel_s(self._model, self._gpu, self._layout, tokens, self._skew)
+
+    def _experts_s(self, parts: StepTimeParts) -> float:
+        """Return the seconds of a step that its experts take: of FLOPs, or of reading weights."""
+        if parts.flops_s >= parts.weights_s:
+            return parts.flops_s * self._expert_share
+        return max(0.0, parts.weights_s - self._dense_weights_s)
+
+
+def step_times_for(
+    model: Llm,
+    gpu: Gpu,
+    layout: Layout,
+    profile: Profile = PROFILES["2026"],
+    budget_tokens: int = 8192,
+    skew: float = 1.0,
+    grids: Sequence[Grid] | None = None,
+) -> Roofline | LayoutTimes:
+    """Return the step times of an engine: of a TP group, or of a larger layout.
+
+    budget_tokens  prompt tokens of one micro-batch (max_num_batched_tokens)
+    skew           load of the busiest expert rank over the mean load, 1 and more
+    """
+    ranks = rank_model(model, layout)
+    line = roofline_for(ranks, gpu, layout.tp, profile, grids)
+    if layout == Layout(layout.tp) and (skew == 1 or not model.experts):
+        return line
+    return LayoutTimes(line, ranks, gpu, layout, budget_tokens, skew)
