@@ -64,6 +64,7 @@ from gateway.restart.start_options import StartOptions, WorkerSettings
 from gateway.route import Gateway
 from gateway.serve import create_request_factory
 from gateway.telemetry.accounting import AccessLog, Accounting
+from gateway.telemetry.live_cost import LiveCost
 from gateway.telemetry.otlp import SpanExporter
 from gateway.util.addresses import http_url, naming_config_key
 from gateway.util.gc_control import GcSchedule
@@ -147,6 +148,7 @@ class App:
         )
         self._batches = self._create_batches(config)
         self._gc_schedule = GcSchedule(monotonic())
+        self._live_cost = LiveCost(self.metrics, monotonic())
         self._sweep_task: asyncio.Task[None] | None = None
         self._attach_gauges()
 
@@ -502,10 +504,17 @@ class App:
                 self.gateway.hedger.sweep(self.gateway.snapshot.config.retries.hedge, now)
                 # First, because accounting would re-create series that the next step removes.
                 self.gateway.accounts.account_ended()
+                self._charge(now)
                 self.swap.sweep()
                 self._gc_schedule.collect_if_due(now, self._admission.active_requests)
             except Exception:  # an error must not stop the deadlines of other connections
                 log.exception("a sweep failed")
+
+    def _charge(self, now: float) -> None:
+        """Count the cost of engine time since the last sweep."""
+        config = self.gateway.snapshot.config
+        prices, has_tenants = config.hardware.price_per_hour, config.observability.tenants
+        self._live_cost.sweep(self._endpoints.all(), prices, has_tenants, now)
 
     def _on_models_changed(self) -> None:
         """Rebuild the routes after an engine's list of models or APIs has changed.

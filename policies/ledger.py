@@ -84,6 +84,11 @@ class LoadBooking(QueuedPrompt):
             load.changes.record(load.slot)
 
     @property
+    def request(self) -> Request:
+        """The request whose load this is."""
+        return self._request
+
+    @property
     def predicted_ttft_s(self) -> float | None:
         return None if self._booked_at is None else self._first_s
 

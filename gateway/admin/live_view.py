@@ -52,6 +52,7 @@ def build_view(standing: FleetStatus, marks: SampleHistory, now: MetricSample) -
         "span_s": {"rates": round(now.at - recent.at, 3), "shares": round(now.at - minute.at, 3)},
         "config": standing.config,
         "totals": _totals(standing, now, recent, minute),
+        "costs": _costs(now, minute),
         "pools": standing.pools,
         "endpoints": [
             row | {"severity": endpoint_severity(row["state"], row["name"] in impaired)}
@@ -105,6 +106,21 @@ def _totals(
             "retries": int(sum(now.retries.values())),
         },
     }
+
+
+def _costs(now: MetricSample, minute: MetricSample) -> list[dict[str, Any]]:
+    """Return dollars by tenant and of idle time by pool, dearest first: per hour, and in all."""
+    per_s = rate_function(now, minute)
+    rows = [
+        {
+            "kind": kind,
+            "name": name,
+            "usd_per_hour": 3600 * per_s(usd - minute.costs.get((kind, name), 0.0)),
+            "usd": usd,
+        }
+        for (kind, name), usd in now.costs.items()
+    ]
+    return sorted(rows, key=lambda row: -row["usd_per_hour"])
 
 
 def _goodput(

@@ -40,6 +40,7 @@ class MetricSample(msgspec.Struct, frozen=True, eq=False):
     in_flight         requests in flight now, by endpoint
     predicted_tokens  by endpoint: prompt tokens sent, and those predicted to be cached
     pairs             by (prefill, decode): handoffs served and failed, prompt tokens transferred
+    costs             dollars by ("tenant", tenant) of requests, and by ("idle", pool)
     received          KV bytes by decode endpoint, if its engine reports them
     """
 
@@ -51,6 +52,7 @@ class MetricSample(msgspec.Struct, frozen=True, eq=False):
     upstream_errors: Mapping[tuple[str, str], float]
     computed_tokens: Mapping[str, float]
     split_decisions: Mapping[tuple[str, str], float]
+    costs: Mapping[tuple[str, str], float]
     tokens: float
     engine: tuple[float, float]
     ttft: Mapping[str, BucketCounts]
@@ -80,6 +82,10 @@ def take_sample(
         upstream_errors=_sum_by_two_labels(metrics.upstream_errors_total, 0, 1),
         computed_tokens=_sum_by_label(metrics.prefill_tokens_total, 0),
         split_decisions=_sum_by_two_labels(metrics.split_decisions_total, 0, 1),
+        costs={
+            **_named("tenant", _sum_by_label(metrics.cost_usd_total, 2)),
+            **_named("idle", _sum_by_label(metrics.idle_cost_usd_total, 0)),
+        },
         tokens=_total(metrics.completion_tokens_total),
         engine=(_total(metrics.prompt_tokens_total), _total(metrics.cached_tokens_total)),
         ttft=_sketches(metrics.ttft_seconds, before.ttft if before is not None else {}),
@@ -98,6 +104,10 @@ def take_sample(
             if (received := endpoint.kv_received_bytes) is not None
         },
     )
+
+
+def _named(kind: str, sums: Mapping[str, float]) -> dict[tuple[str, str], float]:
+    return {(kind, name): value for name, value in sums.items()}
 
 
 class SampleDifference(msgspec.Struct, frozen=True):

@@ -498,6 +498,11 @@ class Hardware(Section):
     domains: Mapping[Name, LinkDomain] = setting(
         {}, "Link domains by name, for endpoints that name theirs in layout.domains."
     )
+    price_per_hour: Mapping[Label, Annotated[float, Field(gt=0)]] = setting(
+        {},
+        "Dollars per GPU and hour by the endpoints' label gpu. With a price, the cost of requests "
+        "and of idle time is counted.",
+    )
 
 
 class Config(Section):

@@ -220,6 +220,17 @@ class Metrics:
             "time. `tenant` is empty unless observability.tenants is set.",
             *(CLASS, SLO_OUTCOME, TENANT, MODEL),
         )
+        self.cost_usd_total: MetricFamily[Counter] = meters.counter(
+            "penstock_cost_usd_total",
+            "Dollars of engine time by the requests that used it, with hardware.price_per_hour. "
+            "`tenant` is empty unless observability.tenants is set.",
+            *(MODEL, CLASS, TENANT),
+        )
+        self.idle_cost_usd_total: MetricFamily[Counter] = meters.counter(
+            "penstock_idle_cost_usd_total",
+            "Dollars of engine time without a request, by pool, with hardware.price_per_hour.",
+            POOL,
+        )
         self.overflow_total: MetricFamily[Counter] = meters.counter(
             "penstock_overflow_total",
             "Requests served by a smaller model instead of being refused.",

@@ -82,7 +82,7 @@ def sum_samples(marks: Sequence[MetricSample]) -> MetricSample:
     """
     names = (
         *("responses", "shed", "slo_outcomes", "retries", "upstream_errors"),
-        *("computed_tokens", "split_decisions"),
+        *("computed_tokens", "split_decisions", "costs"),
     )
     counts: dict[str, Any] = {
         name: _summed(getattr(mark, name) for mark in marks) for name in names

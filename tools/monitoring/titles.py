@@ -7,6 +7,8 @@ from types import MappingProxyType
 
 TITLES: Mapping[str, str] = MappingProxyType(
     {
+        "penstock_cost_usd_total": "Dollars of engine time per second",
+        "penstock_idle_cost_usd_total": "Dollars of idle engine time per second",
         "penstock_overflow_total": "Requests served by a smaller model",
         "penstock_ttft_prediction_error_ratio": "Error of the expected time to first token",
         "penstock_pick_regret_seconds": "Delay against the fastest endpoint",

@@ -92,6 +92,15 @@ function pools() {
   )];
 }
 
+function costs() {
+  const rows = frame.costs;
+  const all = rows.reduce((sum, row) => sum + row.usd_per_hour, 0);
+  const usd = (value) => `$${value < 10 ? value.toFixed(2) : Math.round(value).toLocaleString()}`;
+  const title = (row) => (row.kind === "idle" ? `idle: pool ${row.name}` : row.name || "all tenants");
+  return [make("div", { class: "bars" }, ...rows.map((row) =>
+    bar(title(row), `${usd(row.usd_per_hour)}/h`, all ? row.usd_per_hour / all : 0, `${usd(row.usd)} since the start`, row.kind === "idle" ? "warn" : "")))];
+}
+
 function versions() {
   const { rejected, needs_restart: restart, versions: list } = frame.config;
   const date = (at) => new Date(at).toLocaleString(undefined, { dateStyle: "short", timeStyle: "medium" });
@@ -106,6 +115,8 @@ function panels() {
   redraw("why", frame.why, why);
   redraw("slo", frame.totals.goodput, slo);
   redraw("pools", [frame.pools, frame.totals.shed_per_s, frame.endpoints.map((each) => each.available)], pools);
+  $("cost-panel").hidden = !frame.costs.length;
+  redraw("costs", frame.costs, costs);
   redraw("versions", [frame.config.versions, frame.config.rejected, frame.config.needs_restart], versions);
 }
 

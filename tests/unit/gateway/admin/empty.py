@@ -8,7 +8,9 @@ from msgspec.structs import replace
 
 from gateway.admin.metric_samples import MetricSample
 
-_NOTHING = MetricSample(0.0, {}, {}, {}, {}, {}, {}, {}, 0.0, (0.0, 0.0), {}, {}, {}, {}, {}, {})
+_NOTHING = MetricSample(
+    0.0, {}, {}, {}, {}, {}, {}, {}, {}, 0.0, (0.0, 0.0), {}, {}, {}, {}, {}, {}
+)
 
 
 def mark(**fields: Any) -> MetricSample:

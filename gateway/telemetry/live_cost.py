@@ -1,0 +1,91 @@
+"""The live cost of requests: reads engines' bookings, and counts dollars in the metrics.
+
+It runs a few times per second, apart from requests. How dollars are divided is in
+policies/sizing/live_cost.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from gateway.metrics.catalogue import Metrics
+from policies.sizing.cost import decode_weight
+from policies.sizing.live_cost import CostMeter, EngineUse
+
+if TYPE_CHECKING:
+    from policies.load import EndpointLoad
+    from policies.model import Endpoint
+
+# Tokens that the KV cache is assumed to hold while its size is unknown.
+UNKNOWN_KV_TOKENS = 1 << 20
+CostKey = tuple[str, str, str]
+"""Model, service class and tenant."""
+
+
+class CostedEndpoint(Protocol):
+    """The properties of a live endpoint that its cost depends on."""
+
+    @property
+    def endpoint(self) -> Endpoint: ...
+    @property
+    def load(self) -> EndpointLoad: ...
+
+
+class LiveCost:
+    """Counts penstock_cost_usd_total and penstock_idle_cost_usd_total. One per process."""
+
+    def __init__(self, metrics: Metrics, now_s: float) -> None:
+        self._metrics = metrics
+        self._meter: CostMeter[CostKey] = CostMeter(now_s)
+
+    def sweep(
+        self,
+        endpoints: Iterable[CostedEndpoint],
+        prices: Mapping[str, float],
+        has_tenants: bool,
+        now_s: float,
+    ) -> None:
+        """Count the time since the last call.
+
+        prices       dollars per GPU and hour by the label `gpu`; other endpoints cost nothing
+        has_tenants  whether the cost has a label for the tenant
+        """
+        meter = self._meter
+        meter.advance(now_s, _uses(endpoints, prices, has_tenants) if prices else ())
+        for key, usd in meter.usd.items():
+            self._metrics.cost_usd_total.labels(*key).value += usd
+        for pool, usd in meter.idle_usd.items():
+            self._metrics.idle_cost_usd_total.labels(pool).value += usd
+        meter.usd.clear()
+        meter.idle_usd.clear()
+
+
+def _uses(
+    endpoints: Iterable[CostedEndpoint], prices: Mapping[str, float], has_tenants: bool
+) -> Iterator[tuple[str, EngineUse[CostKey]]]:
+    for live in endpoints:
+        price = prices.get(live.endpoint.labels.get("gpu", ""))
+        if price is None:
+            continue
+        load, others = live.load, live.load.peer_load
+        weights: dict[CostKey, float] = {}
+        batch, kv_tokens = load.decoding, load.kv_tokens or UNKNOWN_KV_TOKENS
+        for booking in load.bookings:
+            request = booking.request
+            key = request.model, request.slo.name, request.tenant if has_tenants else ""
+            weight = 1.0
+            if booking.is_decoding:
+                weight = decode_weight(batch, request.prompt_tokens, kv_tokens)
+            weights[key] = weights.get(key, 0.0) + weight
+        waiting = others.in_flight - others.decoding
+        yield (
+            live.endpoint.pool,
+            EngineUse(
+                price,
+                live.endpoint.layout.gpus,
+                weights,
+                waiting + others.decoding / max(1, batch),
+                1 + len(others.shares),
+            ),
+        )

@@ -1,0 +1,71 @@
+"""What requests cost while they are in engines: each moment's dollars, divided by engine use.
+
+An engine's GPUs cost the same every second. A moment's dollars go to the requests in the engine in
+proportion to their weights (cost.py), and to idle time if there are none. So the parts always add
+up to price x GPUs x time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Generic, TypeVar
+
+import msgspec
+
+from policies.sizing.cost import usd_of
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class EngineUse(msgspec.Struct, Generic[Key], frozen=True):
+    """One engine at one moment.
+
+    price_hour  dollars per GPU and hour
+    weights     weight of the requests of each key that this gateway has there
+    others      weight of the requests of other gateways
+    gateways    gateways that use the engine, this one included
+    """
+
+    price_hour: float
+    gpus: int
+    weights: Mapping[Key, float]
+    others: float = 0.0
+    gateways: int = 1
+
+
+def divide_usd(use: EngineUse[Key], seconds: float) -> tuple[dict[Key, float], float]:
+    """Return the dollars of each key for some seconds, and those of idle time.
+
+    The shares of other gateways are theirs to count. Each gateway counts an equal part of idle
+    time.
+    """
+    usd = usd_of(use.price_hour, use.gpus, seconds)
+    own = sum(use.weights.values())
+    total = own + use.others
+    if total <= 0:
+        return {}, usd / use.gateways
+    return {key: usd * weight / total for key, weight in use.weights.items()}, 0.0
+
+
+class CostMeter(Generic[Key]):
+    """The dollars of each key, and of idle time by engine group, since the start.
+
+    Call `advance` often. The requests that are in an engine at that moment pay for the time since
+    the last call, so shares of short requests are right on average.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._now_s = now_s
+        self.usd: dict[Key, float] = {}
+        self.idle_usd: dict[str, float] = {}
+
+    def advance(self, now_s: float, uses: Iterable[tuple[str, EngineUse[Key]]]) -> None:
+        """Account the time up to now for engines, each with the name of its pool."""
+        elapsed_s, self._now_s = now_s - self._now_s, now_s
+        if elapsed_s <= 0:
+            return
+        for pool, use in uses:
+            shares, idle = divide_usd(use, elapsed_s)
+            for key, usd in shares.items():
+                self.usd[key] = self.usd.get(key, 0.0) + usd
+            self.idle_usd[pool] = self.idle_usd.get(pool, 0.0) + idle
