@@ -49,6 +49,7 @@ _COMMAND_FUNCTIONS: Mapping[str, str] = MappingProxyType(
         "replay": "planner.replay.cli:replay",
         "size": "planner.size.cli:size",
         "seeds": "planner.seeds.cli:seeds",
+        "golden": "planner.golden.cli:golden",
     }
     | {
         name: f"gateway.cli.config_commands:{name}"
@@ -70,6 +71,7 @@ _COMMAND_ORDER = (
         "replay",
         "size",
         "seeds",
+        "golden",
         "check",
         "migrate",
         "status",

@@ -43,7 +43,7 @@ def quantise(
         others = [str(plan.gpus) for plan in plans if plan is not best]
         instead = f" instead of {others[0]}" if others else ""
         answer = "the weights are" if len(candidates) == 1 else f"yes: {best.gpus} GPUs{instead}"
-        notes = ("validate the quality: compare answers to golden prompts with the original",)
+        notes = ("validate the quality: penstock golden run compares answers with the original",)
     return RecipeGate(
         1, "Quantise?", (*numbers, *problems), answer, "seed 001 (quantise first), 003", notes
     )

@@ -284,7 +284,7 @@ def _quality(fleet: CheckedFleet) -> Iterator[CheckFinding]:
         text = "no engine serves quantised weights"
         yield pass_finding(FLEET_SUBJECT, "quality of quantised weights", text)
         return
-    fix = "compare golden prompts with BF16, again after every change of weights or engine"
+    fix = "run penstock golden against BF16, again after every change of weights or engine"
     yield unknown_finding(
         FLEET_SUBJECT,
         "quality of quantised weights",

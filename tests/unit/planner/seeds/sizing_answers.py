@@ -10,6 +10,8 @@ from mockgpu.job import Job
 from mockgpu.layout_times import step_times_for
 from mockgpu.roofline import PROFILES, Roofline, StepWork
 from mockgpu.scheduler import Scheduler
+from planner.golden.answers import GoldenAnswer
+from planner.golden.cli import report_of
 from planner.seeds.collectives import collectives_share
 from planner.seeds.items import SeedItem
 from planner.size.timing import ReplicaTimes
@@ -346,6 +348,18 @@ def _(_item: SeedItem) -> Outcome:
 @answer(83)
 def _(item: SeedItem) -> Outcome:
     return {"tokens_s_tp4_over_tp2": gain(item.command, 2, 4)}
+
+
+@answer(93)
+def _(_item: SeedItem) -> Outcome:
+    """Compare 100 answers: equal ones, and ones of which every fifth ends otherwise."""
+    prompts: list[dict[str, Any]] = [{"prompt": str(n)} for n in range(100)]
+    base = [GoldenAnswer("one two") for _ in prompts]
+    noisy = [GoldenAnswer("one too" if n % 5 == 0 else "one two") for n in range(100)]
+    return {
+        "equal_engine": report_of(prompts, base, base, base, 0.0).is_worse,
+        "weights_with_noise": report_of(prompts, base, noisy, base, 0.0).is_worse,
+    }
 
 
 @answer(97)

@@ -1,0 +1,1 @@
+"""`penstock golden`: compares the answers of two engines to the same prompts."""

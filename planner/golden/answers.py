@@ -1,0 +1,113 @@
+"""Prompts and answers of a golden comparison as plain values, from OpenAI's formats. No I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from math import exp
+from typing import Any
+
+import msgspec
+
+MAX_PROMPTS = 10_000
+
+
+class GoldenError(ValueError):
+    """The comparison cannot be made; the message says what is wrong and where."""
+
+
+class TokenChoice(msgspec.Struct, frozen=True):
+    """One generated token, and the probabilities of the likeliest tokens at its place."""
+
+    token: str
+    probabilities: Mapping[str, float]
+
+
+class GoldenAnswer(msgspec.Struct, frozen=True):
+    """An engine's answer to one prompt.
+
+    calls       tool calls as (name, arguments as text)
+    tokens      generated tokens with probabilities; empty where the engine gives none
+    error       why there is no answer; empty if there is one
+    took_s      seconds from the request to the end of the answer
+    """
+
+    text: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+    tokens: tuple[TokenChoice, ...] = ()
+    error: str = ""
+    took_s: float = 0.0
+    completion_tokens: int = 0
+
+    @property
+    def whole(self) -> str:
+        """The text and the tool calls as one text."""
+        return "".join([self.text, *(f"\n{name}({given})" for name, given in self.calls)])
+
+
+def read_prompts(lines: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the request bodies of a JSON Lines file: one body, or {"prompt": ...}, a line.
+
+    A body has `messages` (a chat) or `prompt` (a completion). Raises GoldenError with the line.
+    """
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            body = json.loads(line)
+        except ValueError:
+            body = None
+        if not isinstance(body, dict) or not ("messages" in body or "prompt" in body):
+            raise GoldenError(f'line {number} is no request; valid: {{"messages": [...]}} or '
+                              '{"prompt": "..."}')  # fmt: skip
+        prompts.append(body)
+    if not prompts:
+        raise GoldenError("the file has no prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise GoldenError(f"the file has {len(prompts)} prompts; valid: up to {MAX_PROMPTS}")
+    return prompts
+
+
+def request_of(prompt: Mapping[str, Any], model: str, max_tokens: int, top: int) -> dict[str, Any]:
+    """Return the greedy request for a prompt. `top` is the number of probabilities; 0: none."""
+    body = {"temperature": 0, "max_tokens": max_tokens, **prompt, "model": model, "stream": False}
+    if top and "messages" in prompt:
+        body |= {"logprobs": True, "top_logprobs": top}
+    elif top:
+        body |= {"logprobs": top}
+    return body
+
+
+def path_of(prompt: Mapping[str, Any]) -> str:
+    """Return the API path that a prompt is for."""
+    return "/v1/chat/completions" if "messages" in prompt else "/v1/completions"
+
+
+def answer_of(body: Any, took_s: float) -> GoldenAnswer:
+    """Return the answer in a response body."""
+    try:
+        choice = body["choices"][0]
+        message = choice.get("message") or {}
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        return GoldenAnswer(
+            message.get("content") or choice.get("text") or "",
+            tuple((str(call["name"]), str(call["arguments"])) for call in calls),
+            tuple(_tokens(choice.get("logprobs") or {})),
+            took_s=took_s,
+            completion_tokens=int((body.get("usage") or {}).get("completion_tokens") or 0),
+        )
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        return GoldenAnswer(error="the response is no chat or completion", took_s=took_s)
+
+
+def _tokens(logprobs: Mapping[str, Any]) -> Iterator[TokenChoice]:
+    for place in logprobs.get("content") or ():
+        tops = place.get("top_logprobs") or ()
+        found = {top["token"]: exp(top["logprob"]) for top in tops}
+        yield TokenChoice(place["token"], found | {place["token"]: exp(place["logprob"])})
+    names, tops = logprobs.get("tokens") or (), logprobs.get("top_logprobs") or ()
+    own = logprobs.get("token_logprobs") or ()
+    for name, top, logprob in zip(names, tops, own, strict=False):
+        found = {token: exp(value) for token, value in (top or {}).items()}
+        yield TokenChoice(name, found | ({} if logprob is None else {name: exp(logprob)}))

@@ -1,0 +1,135 @@
+"""The command `penstock golden run`: does a candidate answer golden prompts as its base does?
+
+Exit status: 0 as well as the base; 1 an engine does not answer; 2 wrong usage; 3 worse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from planner.golden.answers import GoldenAnswer, GoldenError, read_prompts
+from planner.golden.client import AskedEngine, ask_all, first_model
+from planner.golden.compare import GoldenReport, compare, judge
+
+Action = Annotated[str, typer.Argument(help="run: ask both engines, and compare.")]
+File = Annotated[Path, typer.Argument(help="JSON Lines: a chat or completion request per line.")]
+Base = Annotated[str, typer.Option("--base", help="URL of the engine to compare with.")]
+Candidate = Annotated[str, typer.Option("--candidate", help="URL of the engine to judge.")]
+Model = Annotated[
+    str | None, typer.Option("--model", help="Model of both; default: the first that each lists.")
+]
+Key = Annotated[
+    str,
+    typer.Option("--key", envvar="PENSTOCK_ENGINE_KEY", help="Bearer token for both engines."),
+]
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", min=1, max=32_768, help="Tokens of an answer at most.")
+]
+Concurrency = Annotated[
+    int, typer.Option("--concurrency", min=1, max=256, help="Prompts in progress at once.")
+]
+Tolerance = Annotated[
+    float,
+    typer.Option(
+        "--fail-if-worse",
+        min=0,
+        max=100,
+        metavar="POINTS",
+        help="Percentage points (KL: hundredths of a nat) that the candidate may lose.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def golden(
+    action: Action,
+    file: File,
+    base: Base,
+    candidate: Candidate,
+    model: Model = None,
+    key: Key = "",
+    max_tokens: MaxTokens = 128,
+    concurrency: Concurrency = 4,
+    fail_if_worse: Tolerance = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Compare a candidate's answers to golden prompts with a base's, and the base with itself."""
+    if action != "run":
+        raise typer.BadParameter(f"unknown action {action!r}; valid: run")
+    try:
+        prompts = read_prompts(file.read_text().splitlines())
+    except (OSError, UnicodeDecodeError, GoldenError) as error:
+        typer.echo(f"penstock golden: {file}: {error}", err=True)
+        raise typer.Exit(2) from None
+    try:
+        with Progress(console=Console(stderr=True), transient=True, disable=as_json) as bar:
+            task = bar.add_task("prompts", total=1.0)
+            asked = _asked(prompts, (base, candidate), (model, key), (max_tokens, concurrency))
+            answers = asyncio.run(asked(lambda share: bar.update(task, completed=share)))
+    except GoldenError as error:
+        typer.echo(f"penstock golden: {error}", err=True)
+        raise typer.Exit(1) from None
+    report = report_of(prompts, *answers, fail_if_worse / 100)
+    typer.echo(json.dumps(_plain(report), indent=2) if as_json else "\n".join(_lines(report)))
+    raise typer.Exit(3 if report.is_worse else 0)
+
+
+def _asked(
+    prompts: list[dict[str, Any]],
+    urls: tuple[str, str],
+    access: tuple[str | None, str],
+    limits: tuple[int, int],
+) -> Callable[[Callable[[float], None]], Any]:
+    async def run(tell: Callable[[float], None]) -> list[list[GoldenAnswer]]:
+        (model, key), (max_tokens, concurrency) = access, limits
+        base, candidate = [
+            AskedEngine(url, model or await first_model(url, key), key) for url in urls
+        ]
+        engines = (base, candidate, base)
+        return await ask_all(engines, prompts, max_tokens, concurrency, tell)
+
+    return run
+
+
+def report_of(
+    prompts: list[dict[str, Any]],
+    base: list[GoldenAnswer],
+    candidate: list[GoldenAnswer],
+    again: list[GoldenAnswer],
+    tolerance: float,
+) -> GoldenReport:
+    """Return the report of a candidate's answers beside two runs of the base."""
+    floors = [compare(*three) for three in zip(prompts, base, again, strict=True)]
+    pairs = [compare(*three) for three in zip(prompts, base, candidate, strict=True)]
+    took_s = [sum(answer.took_s for answer in each) / len(each) for each in (base, candidate)]
+    return judge(floors, pairs, tolerance, (took_s[0], took_s[1]))
+
+
+def _plain(report: GoldenReport) -> dict[str, Any]:
+    return msgspec.to_builtins(report) | {"is_worse": report.is_worse}
+
+
+def _lines(report: GoldenReport) -> Iterator[str]:
+    yield f"{report.prompts} prompts; the base was asked twice, which gives the noise floor"
+    yield f"{'measure':<28}{'base again':>12}{'candidate':>12}{'worse by':>12}{'+-':>10}"
+    for each in report.measures:
+        mark = "  WORSE" if each.is_worse else ""
+        yield (
+            f"{each.name:<28}{each.floor:>12.4f}{each.candidate:>12.4f}{each.worse_by:>12.4f}"
+            f"{each.error:>10.4f}{mark}"
+        )
+    if report.median_divergence_at is not None:
+        yield f"answers that differ do so after {report.median_divergence_at:g} tokens (median)"
+    if report.length_ratio is not None:
+        yield f"answers are {report.length_ratio:.2f} times as long"
+    yield f"an answer takes {report.base_s:.2f} s, the candidate's {report.candidate_s:.2f} s"
+    yield "worse than the base" if report.is_worse else "no worse than the base differs from itself"

@@ -1,0 +1,99 @@
+"""Asking engines for answers: a bounded number of requests at once, each prompt several times."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from planner.golden.answers import GoldenAnswer, GoldenError, answer_of, path_of, request_of
+
+TIMEOUT_S = 600.0
+TOP = 5
+
+
+class AskedEngine(msgspec.Struct, frozen=True):
+    """An engine or gateway to ask. `key` is a bearer token; empty: none."""
+
+    url: str
+    model: str
+    key: str = ""
+
+
+async def ask_all(
+    engines: Sequence[AskedEngine],
+    prompts: Sequence[Mapping[str, Any]],
+    max_tokens: int,
+    concurrency: int,
+    tell: Callable[[float], None],
+) -> list[list[GoldenAnswer]]:
+    """Return the answers of each engine to all prompts.
+
+    The engines are asked for a prompt one after another, so that all of them see a similar load.
+    `tell` gets the share that is done. Raises GoldenError if an engine answers no prompt.
+    """
+    slots, answers = (
+        asyncio.Semaphore(concurrency),
+        [[GoldenAnswer()] * len(prompts) for _ in engines],
+    )
+    done = 0
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+
+        async def ask_prompt(place: int) -> None:
+            nonlocal done
+            async with slots:
+                for number, engine in enumerate(engines):
+                    answers[number][place] = await _ask(session, engine, prompts[place], max_tokens)
+            done += 1
+            tell(done / len(prompts))
+
+        await asyncio.gather(*(ask_prompt(place) for place in range(len(prompts))))
+    for engine, found in zip(engines, answers, strict=True):
+        if all(answer.error for answer in found):
+            raise GoldenError(f"{engine.url} answers no prompt: {found[0].error}")
+    return answers
+
+
+async def _ask(
+    session: aiohttp.ClientSession,
+    engine: AskedEngine,
+    prompt: Mapping[str, Any],
+    max_tokens: int,
+) -> GoldenAnswer:
+    """Return one answer. An engine that refuses probabilities is asked again without."""
+    headers = {"Authorization": f"Bearer {engine.key}"} if engine.key else {}
+    url, began = engine.url.rstrip("/") + path_of(prompt), time.monotonic()
+    for top in (TOP, 0):
+        body = request_of(prompt, engine.model, max_tokens, top)
+        try:
+            async with session.post(url, json=body, headers=headers) as response:
+                if response.status == 200:
+                    return answer_of(await response.json(), time.monotonic() - began)
+                text = (await response.text())[:200]
+                if response.status != 400 or not top:
+                    return GoldenAnswer(error=f"status {response.status}: {text}")
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            return GoldenAnswer(error=f"{type(error).__name__}: {error}")
+    raise AssertionError("the second request returns")
+
+
+async def first_model(url: str, key: str) -> str:
+    """Return the first model that an engine lists. Raises GoldenError."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        timeout = aiohttp.ClientTimeout(total=10)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(url.rstrip("/") + "/v1/models", headers=headers) as response,
+        ):
+            body = await response.json()
+            return str(body["data"][0]["id"])
+    except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+        raise GoldenError(
+            f"{url} lists no model ({type(error).__name__}); give --model, or check the address"
+        ) from None
