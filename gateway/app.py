@@ -148,7 +148,6 @@ class App:
         )
         self._batches = self._create_batches(config)
         self._gc_schedule = GcSchedule(monotonic())
-        self._live_cost = LiveCost(self.metrics, monotonic())
         self._sweep_task: asyncio.Task[None] | None = None
         self._attach_gauges()
 
@@ -195,6 +194,7 @@ class App:
         await self._health_checker.start()
         if self._local is not None:
             self._endpoints.drain_by_name(self._local.drained)
+        self._live_cost = LiveCost(self.metrics, monotonic())
         self._sweep_task = asyncio.create_task(self._sweep(), name="sweep")
         self._tick()
         self._stall_timer = self._loop.call_later(GLANCE_S, self._check_stalls)

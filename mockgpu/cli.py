@@ -117,22 +117,17 @@ def mock(
 ) -> None:
     """Serve simulated LLM engines (TP groups) without a GPU, with vLLM's HTTP API."""
     with _exit_on_error():
-        _check_ports(
-            groups, {"--port": port, "--kv-port": kv_port, "--bootstrap-port": bootstrap_port}
-        )
+        _check_ports(groups, port, kv_port, bootstrap_port)
         spec = _spec(model, gpu, tp, role, profile, speed)
         spec = _with_layout(spec, (pp, ep, dp, cp), ep_skew, has_dialect=dialect is not None)
         limits = (max_num_seqs, max_num_batched_tokens, kv_tokens, max_queued)
         spec = _limited(spec, *limits, cached_details=cached_details, lacks=tuple(lacks or ()))
-        spec = msgspec.structs.replace(
-            spec, stores_responses=responses_store, may_end_from=may_end_from
-        )
+        spec = _answering(spec, responses_store, may_end_from)
         specs = _publishing(spec, groups, kv_events_port, dialect, _version(engine_version))
         if dialect is not None:
             link = (kv_transport, kv_port, kv_key, kv_scale, kv_gbps or inf)
             transfer = TransferSpec(dialect, *link, kv_lease, handoff_timeout)
-            checked: dict[str, Any] = {"recompute": _recompute(kv_load_failure_policy)}
-            checked |= {"version": _version(engine_version), "tls": _tls(kv_tls)}
+            checked = _checked(kv_load_failure_policy, engine_version, kv_tls)
             checked |= {"bootstrap_port": bootstrap_port, "wire_faults": wire_faults}
             specs = _halves(specs, transfer, **checked)
         uvloop.run(_serve(specs, host, port, fault, seed, keep_alive, chaos_port, as_json))
@@ -149,6 +144,18 @@ def _exit_on_error() -> Iterator[None]:
     except OSError as error:
         typer.echo(f"error: cannot listen: {error.strerror or error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _answering(spec: GroupSpec, stores_responses: bool, may_end_from: int | None) -> GroupSpec:
+    """Return the spec with how it keeps and ends its answers."""
+    return msgspec.structs.replace(
+        spec, stores_responses=stores_responses, may_end_from=may_end_from
+    )
+
+
+def _checked(failure_policy: str, version: str, tls: str | None) -> dict[str, Any]:
+    """Return the options of a KV transfer that need a check. Raises ValueError for a wrong one."""
+    return {"recompute": _recompute(failure_policy), "version": _version(version), "tls": _tls(tls)}
 
 
 def _with_layout(
@@ -199,8 +206,9 @@ def _limited(
     return spec
 
 
-def _check_ports(groups: int, firsts: dict[str, int]) -> None:
+def _check_ports(groups: int, port: int, kv_port: int, bootstrap_port: int) -> None:
     """Raise ValueError if the groups' consecutive ports would exceed 65535."""
+    firsts = {"--port": port, "--kv-port": kv_port, "--bootstrap-port": bootstrap_port}
     for option, first in firsts.items():
         if first and first + groups - 1 > 65535:
             raise ValueError(

@@ -50,6 +50,7 @@ _COMMAND_FUNCTIONS: Mapping[str, str] = MappingProxyType(
         "size": "planner.size.cli:size",
         "seeds": "planner.seeds.cli:seeds",
         "golden": "planner.golden.cli:golden",
+        "drift": "planner.drift.cli:drift",
     }
     | {
         name: f"gateway.cli.config_commands:{name}"
@@ -72,6 +73,7 @@ _COMMAND_ORDER = (
         "size",
         "seeds",
         "golden",
+        "drift",
         "check",
         "migrate",
         "status",

@@ -505,6 +505,31 @@ class Hardware(Section):
     )
 
 
+Shares = tuple[Annotated[float, Field(ge=0)], ...]
+
+
+class SizedFor(Section):
+    """Shares of requests by size that a pool was sized for, as `penstock drift LOG` prints them."""
+
+    prompt: Shares = Field(
+        description="By prompt tokens: 21 powers of two from 1.", min_length=21, max_length=21
+    )
+    output: Shares = Field(
+        description="By output tokens: 17 powers of two from 1.", min_length=17, max_length=17
+    )
+    uncached: Shares = Field(
+        description="By the share of a prompt that is new: tenths.",
+        min_length=10,
+        max_length=10,
+    )
+    turns: Shares = Field(
+        description="By place in a session: 9 powers of two from 1.", min_length=9, max_length=9
+    )
+    hourly_rates: Annotated[Shares, Field(max_length=24)] = setting(
+        (), "Requests per second by hour of the day, 24 of them; none: rates are not compared."
+    )
+
+
 class Config(Section):
     """The whole configuration of one gateway."""
 
@@ -526,6 +551,9 @@ class Config(Section):
     prefix: Prefix = setting({}, "The index of which endpoint holds which prompt prefix.")
     slo: Slos = setting({}, "Service classes with their latency targets.")
     hardware: Hardware = setting({}, "The GPUs behind the endpoints.")
+    sized_for: Mapping[Name, SizedFor] = setting(
+        {}, "What pools were sized for, by pool; penstock drift compares a log with it."
+    )
     tenants: tuple[Tenant, ...] = setting((), "Clients with keys; empty leaves the API open.")
     cache: Cache = setting({}, "Which tenants may share cached prompts.")
     observability: Observability = setting({}, "What the gateway reports about itself.")

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from gateway.metrics.catalogue import Metrics
+from policies.ledger import LoadBooking
 from policies.sizing.cost import decode_weight
 from policies.sizing.live_cost import CostMeter, EngineUse
 
@@ -72,6 +73,8 @@ def _uses(
         weights: dict[CostKey, float] = {}
         batch, kv_tokens = load.decoding, load.kv_tokens or UNKNOWN_KV_TOKENS
         for booking in load.bookings:
+            if not isinstance(booking, LoadBooking):
+                continue
             request = booking.request
             key = request.model, request.slo.name, request.tenant if has_tenants else ""
             weight = 1.0

@@ -74,11 +74,13 @@ def golden(
         with Progress(console=Console(stderr=True), transient=True, disable=as_json) as bar:
             task = bar.add_task("prompts", total=1.0)
             asked = _asked(prompts, (base, candidate), (model, key), (max_tokens, concurrency))
-            answers = asyncio.run(asked(lambda share: bar.update(task, completed=share)))
+            first, other, again = asyncio.run(
+                asked(lambda share: bar.update(task, completed=share))
+            )
     except GoldenError as error:
         typer.echo(f"penstock golden: {error}", err=True)
         raise typer.Exit(1) from None
-    report = report_of(prompts, *answers, fail_if_worse / 100)
+    report = report_of(prompts, first, other, again, fail_if_worse / 100)
     typer.echo(json.dumps(_plain(report), indent=2) if as_json else "\n".join(_lines(report)))
     raise typer.Exit(3 if report.is_worse else 0)
 
@@ -115,7 +117,8 @@ def report_of(
 
 
 def _plain(report: GoldenReport) -> dict[str, Any]:
-    return msgspec.to_builtins(report) | {"is_worse": report.is_worse}
+    members: dict[str, Any] = msgspec.to_builtins(report)
+    return members | {"is_worse": report.is_worse}
 
 
 def _lines(report: GoldenReport) -> Iterator[str]:

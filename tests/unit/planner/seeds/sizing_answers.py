@@ -16,6 +16,7 @@ from planner.seeds.collectives import collectives_share
 from planner.seeds.items import SeedItem
 from planner.size.timing import ReplicaTimes
 from policies.sizing.capacity import concurrency_of
+from policies.sizing.drift import DriftWatch, RequestShape, ShapeCounts
 from policies.sizing.gpus import gpu_named
 from policies.sizing.launch import EngineLaunch, sglang_command, trtllm_options, vllm_command
 from policies.sizing.layout import Layout, layers_of_stages
@@ -415,6 +416,21 @@ def _(_item: SeedItem) -> Outcome:
 @answer(114)
 def _(_item: SeedItem) -> Outcome:
     return {"layer_us_2023": PROFILES["2023"].layer_us, "layer_us_2026": H100.fit.layer_us}
+
+
+@answer(118)
+def _(_item: SeedItem) -> Outcome:
+    """Watch half an hour of agents, and of conversations at twice the rate they were sized for."""
+    chat, agent = RequestShape(1000, 200, 0.6, 2), RequestShape(20_000, 60, 0.05, 40)
+    counts = ShapeCounts()
+    counts.add(chat)
+    alarms = {}
+    for name, shape, spacing_s in (("to_agents", agent, 2.0), ("of_doubled_rate", chat, 1.0)):
+        watch = DriftWatch(counts.shares(), [0.5] * 24)
+        times = range(int(1801 / spacing_s))
+        windows = [each for n in times for each in watch.add(n * spacing_s, shape)]
+        alarms[f"drift_{name}"] = any(window.is_alarm for window in windows)
+    return alarms
 
 
 def trtllm_of_the_seed() -> str:
