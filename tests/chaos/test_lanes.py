@@ -1,4 +1,4 @@
-"""Data transferred over several parallel connections (lanes), and aborted at any moment.
+"""Tests of data transferred over several parallel connections (lanes), and aborted at any moment.
 
 A fence is the message after which no more bytes of a transfer may be written.
 """

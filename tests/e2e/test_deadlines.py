@@ -1,4 +1,4 @@
-"""Slow, silent and disconnecting clients of a real gateway with short time limits.
+"""Tests of slow, silent and disconnecting clients of a real gateway with short time limits.
 
 The gateway checks deadlines four times a second, so the tests wait for its reaction and measure
 when it came. Time in which other processes had the CPU does not count where Linux reports it, and

@@ -1,4 +1,4 @@
-"""Limits on what clients can make a gateway store: bodies, unread responses, connections."""
+"""Tests of limits on what clients can make a gateway store: bodies, responses, connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split requests between mock engines with each engine's handoff protocol.
+"""Tests of split requests between mock engines with each engine's handoff protocol.
 
 The text proves the transfer: the mock derives it from the KV that the decode engine has.
 """

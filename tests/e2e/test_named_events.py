@@ -1,4 +1,4 @@
-"""The Messages and Responses APIs over raw sockets and SDKs, through a gateway."""
+"""Tests of the Messages and Responses APIs over raw sockets and SDKs, through a gateway."""
 
 from __future__ import annotations
 

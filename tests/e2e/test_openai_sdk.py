@@ -1,4 +1,7 @@
-"""The official openai SDK with a gateway in front of two mock engines with predictable text."""
+"""Tests of the official openai SDK with a gateway in front of two mock engines.
+
+The engines' text is predictable.
+"""
 
 from __future__ import annotations
 

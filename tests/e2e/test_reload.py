@@ -1,4 +1,4 @@
-"""Configuration changes of a real gateway: edits, diff, rollback, rejected edits and SIGHUP."""
+"""Tests of a real gateway's configuration changes: edits, diff, rollback, bad edits, SIGHUP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SDK clients of a gateway under load: SLO classes, deadlines, refusals, tenants, overflow."""
+"""Tests of a gateway under load with SDK clients: SLO classes, deadlines, refusals, overflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One recorded agent session through engines with and without the Messages and Responses APIs."""
+"""Tests of one recorded agent session with engines with and without its API.
+
+The APIs are Messages and Responses.
+"""
 
 from __future__ import annotations
 

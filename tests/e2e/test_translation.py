@@ -1,4 +1,4 @@
-"""The Messages and Responses APIs with engines that only support chat completions."""
+"""Tests of the Messages and Responses APIs with engines that only support chat completions."""
 
 from __future__ import annotations
 

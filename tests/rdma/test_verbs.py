@@ -1,4 +1,4 @@
-"""Memory accesses that the RDMA device itself refuses, on which fences rely."""
+"""Tests of memory accesses that the RDMA device itself refuses, on which fences rely."""
 
 from __future__ import annotations
 

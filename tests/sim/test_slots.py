@@ -1,4 +1,4 @@
-"""Engines whose slots for concurrent sequences are all taken, in simulated time."""
+"""Tests of engines whose slots for concurrent sequences are all taken, in simulated time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers that end early, over every transport: cancelled, revoked, expired, or by a lost link."""
+"""Tests of transfers that end early, over every transport: cancelled, revoked, expired, lost."""
 
 from __future__ import annotations
 

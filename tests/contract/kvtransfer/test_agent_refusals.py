@@ -1,4 +1,4 @@
-"""Fetches that an agent refuses, over every transport: tickets, limits, layouts and keys."""
+"""Tests of fetches that an agent refuses, over every transport: tickets, limits, layouts, keys."""
 
 from __future__ import annotations
 

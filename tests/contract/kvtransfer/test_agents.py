@@ -1,4 +1,4 @@
-"""KV transfers between two agents, over every transport: all bytes arrive, in limited time."""
+"""Tests of KV transfers between two agents, over every transport: all bytes arrive in time."""
 
 from __future__ import annotations
 

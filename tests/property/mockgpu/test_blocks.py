@@ -1,4 +1,4 @@
-"""The block pool under any operations: no leak, no double free, and hits mean equal keys."""
+"""Property tests of the block pool: no leak, no double free, and hits mean equal keys."""
 
 from __future__ import annotations
 

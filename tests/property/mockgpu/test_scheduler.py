@@ -1,4 +1,4 @@
-"""The scheduler under any load: jobs get all their tokens, blocks are freed, limits hold."""
+"""Property tests of the scheduler: jobs get all their tokens, blocks are freed, limits hold."""
 
 from __future__ import annotations
 

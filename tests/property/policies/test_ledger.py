@@ -1,4 +1,4 @@
-"""The ledger (reserved load of endpoints) under any order of events, as a state machine.
+"""Property tests of the ledger (reserved load of endpoints), under any order of events.
 
 All reserved load is released, and the forecast stays valid.
 """

@@ -1,4 +1,4 @@
-"""The request parser with any JSON object in any formatting: it changes only what it must."""
+"""Property tests of the request parser: with any JSON, it changes only what it must."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The relay of streamed responses, fed with bytes split anywhere: the splits change nothing."""
+"""Property tests of the relay of streamed responses, fed with bytes split anywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The relay of errors: which ones the client gets, and which ones let another engine be tried."""
+"""Property tests of the relay of errors: which reach the client, and which allow a retry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariants of prompt fingerprints (chains of block keys), over arbitrary prompts."""
+"""Property tests of prompt fingerprints (chains of block keys), over arbitrary prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix index, compared with a simple model that stores every prefix of every prompt."""
+"""Property tests of the prefix index, against a simple model that stores every prefix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP routes of the live page: files with security headers, JSON, stream, and draining."""
+"""Tests of the live page's HTTP routes: files with security headers, JSON, stream, draining."""
 
 from __future__ import annotations
 

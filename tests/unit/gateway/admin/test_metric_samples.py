@@ -1,4 +1,4 @@
-"""Differences between consecutive metric samples, and their history of one minute."""
+"""Tests of differences between consecutive metric samples, and their history of one minute."""
 
 from __future__ import annotations
 

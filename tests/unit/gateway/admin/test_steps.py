@@ -1,4 +1,4 @@
-"""The differences between metric samples from which the charts of the live page are drawn."""
+"""Tests of the differences between metric samples, from which the live page draws charts."""
 
 from __future__ import annotations
 

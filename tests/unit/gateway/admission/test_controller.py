@@ -1,4 +1,4 @@
-"""The admission controller: order of permits, removed endpoints, body memory and retries."""
+"""Tests of the admission controller: order of permits, removed endpoints, body memory, retries."""
 
 from __future__ import annotations
 

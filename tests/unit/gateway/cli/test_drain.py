@@ -1,4 +1,4 @@
-"""The commands `penstock drain` and `penstock undrain` against a running gateway."""
+"""Tests of the commands `penstock drain` and `penstock undrain` against a running gateway."""
 
 from __future__ import annotations
 

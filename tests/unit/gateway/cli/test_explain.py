@@ -1,4 +1,4 @@
-"""The command `penstock explain` against a running gateway."""
+"""Tests of the command `penstock explain` against a running gateway."""
 
 from __future__ import annotations
 

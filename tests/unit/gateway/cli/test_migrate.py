@@ -1,4 +1,4 @@
-"""The command `penstock migrate`, which converts other routers' configurations."""
+"""Tests of the command `penstock migrate`, which converts other routers' configurations."""
 
 from __future__ import annotations
 

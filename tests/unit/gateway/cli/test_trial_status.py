@@ -1,4 +1,4 @@
-"""How `penstock status` shows the results of policies on trial."""
+"""Tests of how `penstock status` shows the results of policies on trial."""
 
 from __future__ import annotations
 

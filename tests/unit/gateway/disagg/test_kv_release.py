@@ -1,4 +1,4 @@
-"""Release of prefill KV that the request's own decode engine does not fetch.
+"""Tests of the release of prefill KV that the request's own decode engine does not fetch.
 
 This concerns protocols that prefill before they send the decode request.
 """

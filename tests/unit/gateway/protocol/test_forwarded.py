@@ -1,4 +1,4 @@
-"""Forwarding headers (X-Forwarded-For etc.) of trusted proxies and of other clients."""
+"""Tests of forwarding headers (X-Forwarded-For etc.) of trusted proxies and of other clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration changes of all workers. New workers start with what the others run."""
+"""Tests of configuration changes of all workers. New workers start with what the others run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV transfers of an engine's worker over simulated links: offered, fetched, cancelled.
+"""Tests of KV transfers of an engine's worker over simulated links: offered, fetched, cancelled.
 
 Each transfer is reported once.
 """

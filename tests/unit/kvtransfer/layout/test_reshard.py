@@ -1,4 +1,4 @@
-"""Resharding plans by example: number of runs, joining, refusals.
+"""Tests of resharding plans by example: number of runs, joining, refusals.
 
 A property test checks every byte.
 """

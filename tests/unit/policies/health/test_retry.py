@@ -1,4 +1,4 @@
-"""The retry budget, which limits retries to a share of the requests."""
+"""Tests of the retry budget, which limits retries to a share of the requests."""
 
 from __future__ import annotations
 

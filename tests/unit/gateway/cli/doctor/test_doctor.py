@@ -1,4 +1,4 @@
-"""`penstock doctor`: findings about engines and configurations, and the production checklist."""
+"""Tests of `penstock doctor`: findings about engines and configurations, and the checklist."""
 
 from __future__ import annotations
 
