@@ -24,7 +24,7 @@ environment python "$python" openai anthropic openai-agents "pydantic-ai-slim[op
     langchain-openai langchain-anthropic litellm
 environment llama-index "$python" "llama-index-core>=0.14" "llama-index-llms-openai>=0.8" \
     "llama-index-llms-openai-like>=0.8" llama-index-llms-anthropic "anthropic<1"
-newer=$(for each in python3.13 python3.12; do
+newer=$(for each in python3.13 python3.12 "$HOME"/.pyenv/versions/3.1[2-9]*/bin/python; do
     command -v $each >/dev/null && $each -c '' 2>/dev/null && echo $each && break
 done || true)
 if [ -n "$newer" ]; then
