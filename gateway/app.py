@@ -370,13 +370,13 @@ class App:
         await asyncio.sleep(grace_s)
 
     def shared_state(self) -> dict[str, object] | None:
-        """Return the state of the exchange with other gateways, or None if there are none."""
+        """Return the status of state sharing with other gateways, or None if there is none."""
         if self._sync_loop is None or self.config.shared is None:
             return None
         return self._sync_loop.state()
 
     def _create_sync(self, auth: FrameAuth, local: WorkerSettings | None, rng: Random) -> SyncLoop:
-        """Create the state exchange with other gateways: peer view, bus and sync loop."""
+        """Create the parts that exchange state with other gateways: peer view, bus, sync loop."""
         config, shared = self.config, self.config.shared
         memory_bytes = MEMORY_BYTES if shared is None else shared.memory
         view = PeerView(

@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 
 class Releasable(Protocol):
-    """An object that holds memory of a request that was sent to an engine, until release()."""
+    """An object that holds the memory of a request sent to an engine until release() is called."""
 
     def release(self) -> None: ...
 
 
 class Countable(Protocol):
-    """One arm of a canary trial, which counts outcomes of requests (gateway/trials/canary.py)."""
+    """One policy of a canary trial, for counting the outcomes of its requests."""
 
     def count(self, exchange: Exchange, /) -> None: ...
 
 
 class Explainable(Protocol):
-    """The state of the candidates before a pick was booked (gateway/telemetry/explain.py)."""
+    """A record of the candidates' state before a reservation, used to explain the pick later."""
 
     def score_terms(
         self, query: RoutingQuery, candidates: Sequence[Candidate], /

@@ -94,7 +94,10 @@ class _Side(msgspec.Struct, frozen=True):
     path: Path
 
     def children(self) -> dict[str, _Side] | None:
-        """Return the members by key, or those of a list by identity; None for a plain value."""
+        """Return the values in a mapping by key, or in a list by identity.
+
+        Return None for a plain value.
+        """
         if isinstance(self.value, dict):
             return {
                 key: _Side(self.written, value, (*self.path, key))

@@ -248,7 +248,7 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def default_of(path: Path, value: object) -> object:
-    """Return the default at `path` as an operator writes it ("30s"), or else `value`."""
+    """Return the default of the setting at `path` as written in a file ("30s"), or else `value`."""
     section = _section(path[:-1])
     if section is None:
         return value

@@ -195,7 +195,7 @@ class YamlSource:
         self.warnings.append(self.problem_at(path, message))
 
     def add_to_digest(self, *facts: bytes) -> None:
-        """Add `facts`, from which the data is made, to `digest`."""
+        """Include `facts` in the digest: bytes that the data depends on, like a file's content."""
         for fact in facts:
             self._digest.update(b"%d:" % len(fact))
             self._digest.update(fact)

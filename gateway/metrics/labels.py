@@ -13,7 +13,10 @@ RESULT = Label("result", 8)
 
 
 class Row(StrEnum):
-    """A row of a dashboard; tools/monitoring/dashboards.py assigns rows to dashboards."""
+    """A row of panels in the generated dashboards.
+
+    tools/monitoring/dashboards.py assigns the rows to dashboards.
+    """
 
     REQUESTS = "Requests"
     LATENCY = "Latency"

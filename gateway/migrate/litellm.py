@@ -144,7 +144,7 @@ def _pools(deployments: list[Deployment], draft: Draft) -> None:
 def _endpoints(
     name: str, members: list[Deployment], taken: set[str], draft: Draft
 ) -> list[dict[str, object]]:
-    """Return the endpoints of a group that no other pool or member has."""
+    """Return the endpoints of a group, without those that another pool or group member has."""
     served = {member.served for member in members}
     endpoints = []
     for member in members:

@@ -109,7 +109,7 @@ def _convert_document(
 
 
 def _unpacked(documents: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the documents, and those inside ConfigMaps and values of a parent chart."""
+    """Yield the documents, and those nested in ConfigMaps or in the values of a parent chart."""
     for document in documents:
         yield document
         if document.get("kind") == "ConfigMap":

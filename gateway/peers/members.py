@@ -9,7 +9,7 @@ EXPIRY_S = 2.0
 
 
 class Peer:
-    """Another gateway.
+    """Another gateway, as known from the messages that it has sent.
 
     last_seen_at  when its last message arrived (monotonic seconds)
     started_at    its start, on this gateway's clock

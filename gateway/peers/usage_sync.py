@@ -1,4 +1,4 @@
-"""Exchanges what tenants and sessions use between gateways: sends the own, applies the others'.
+"""Exchanges between gateways how much tenants and sessions use: sends own use, applies the others'.
 
 It covers fair shares, quotas, and the sessions whose contexts fill the engines. The arithmetic is
 in policies/. No I/O.

@@ -24,7 +24,7 @@ _SHAPING = frozenset(("n", "best_of", "prompt", "prompt_logprobs", "echo"))
 
 
 class _Keys(dict[str, bytes]):
-    """The text between two members of a JSON object by the second one's name: comma, name, colon.
+    """A cache of the text before a member's value in a JSON object: comma, name and colon, by name.
 
     The texts of common names are prepared.
     """
@@ -46,7 +46,7 @@ _KEYS = _Keys(
 
 
 def shape(members: Members) -> SplitShape:
-    """Return the properties that decide whether prefill and decode of a request can be split."""
+    """Return the properties of a request that decide whether prefill and decode can be split."""
     limit = _number(members.get("max_completion_tokens")) or _number(members.get("max_tokens"))
     if _SHAPING.isdisjoint(members):  # nearly every chat
         return SplitShape(max_tokens=limit)
@@ -91,7 +91,10 @@ def edited(body: bytes, members: Members, edits: RequestEdits, model: str | None
 
 
 def _number(raw: msgspec.Raw | None) -> int | None:
-    """Decode a member that parsing has found to be an integer or null; return None if missing."""
+    """Decode an optional member that parsing has found to be an integer or null.
+
+    Return None if it is missing or null.
+    """
     number: int | None = None if raw is None else _any(raw)
     return number
 

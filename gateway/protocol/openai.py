@@ -363,7 +363,7 @@ def _read_prompt(
 
 
 def _alternative(api: Api, members: Mapping[str, msgspec.Raw]) -> str:
-    """Return the name of the member that replaces the conversation.
+    """Return the name of the body member that stands in for a missing conversation.
 
     Raises GatewayError if there is none.
     """
@@ -376,7 +376,7 @@ def _alternative(api: Api, members: Mapping[str, msgspec.Raw]) -> str:
 def _estimate(
     prompt: Sequence[msgspec.Raw], caller: CallContext, served: str, media: MediaSize
 ) -> tuple[int, int]:
-    """Estimate the tokens of a prompt: from its bytes, and corrected by engines' counts.
+    """Estimate a prompt's tokens from its bytes, corrected by a ratio learned from engines' counts.
 
     `served` is the engines' name of the model.
     """

@@ -94,7 +94,10 @@ class WholePlan:
         return None
 
     def _note(self, pick: Pick) -> None:
-        """Record the load before the reservation, for explanations and for shadow policies."""
+        """Record the endpoints' load before the reservation, to explain the pick later.
+
+        Shadow policies use the record too.
+        """
         exchange, route, ask = self.exchange, self.route, self.ask
         self.gateway.accounts.on_pick(exchange, route.policy, ask, pick)
         if route.shadows is not None and route.split is None:

@@ -129,7 +129,7 @@ def _kv_text(kv_tokens: int, context_tokens: int) -> str:
 
 
 def _as_computed(fleet: CheckedFleet) -> Iterator[CheckFinding]:
-    """Compare the KV sizes that engines report with computed ones.
+    """Yield whether the KV cache sizes that engines report are near the computed ones.
 
     Only built-in models on known GPUs are compared.
     """

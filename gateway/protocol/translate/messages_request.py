@@ -67,7 +67,7 @@ def to_tokenize(body: bytes) -> bytes:
 
 
 def count_of(answer: bytes) -> bytes:
-    """Translate the answer of /tokenize to one of count_tokens.
+    """Translate an engine's answer to /tokenize into the answer to a count_tokens request.
 
     Raises TranslationError if the answer is malformed.
     """
