@@ -237,7 +237,7 @@ class App:
         ]
 
     async def retire(self) -> None:
-        """Serve the open connections to their end: another process accepts new ones now.
+        """Serve the open connections until they end, while another process accepts new ones.
 
         Ends after `timeouts.handover` at the latest. An idle connection gets one more request.
         """

@@ -103,43 +103,46 @@ class Exchange:
 
     Times are monotonic seconds; None means that the stage was not reached.
 
-    accepted_at   the head was parsed
-    received_at   the body was complete
-    parsed_at     the body was parsed
-    admitted_at   admission control gave a permit; the time since parsed_at is the wait in the queue
-    picked_at     an endpoint was picked
-    sent_at       the first request to an engine was sent
-    outcome       served | refused | client_gone | interrupted | internal_error
-    reason        the short cause when the outcome is not served
-    detail        the numbers behind a refusal, in words
-    retries       names of the endpoints that failed this request, in order
-    unsent_attempts  how many of the retries never received the request, and so are no attempts
-    holds_retry_turn  it holds a turn of the retry budget that all requests share
-    body_bytes    memory reserved for the body
-    memory_gate   the admission controller that the memory was reserved from; None after its release
-    first_ask     the routing query of the first pick; None until capacity was reserved
-    room          the admission queue to report the outcome to; None if it does not need it
-    tier          name of the smaller model that serves it instead of the one requested; "" usually
-    fingerprint   of the prompt; None where the policy does not read prefixes
-    slo_outcome   whether its SLO was met (gateway/telemetry/slo_outcomes.py); "" if unknown
-    ttft_s, tpot_s  as the client saw them; predicted_*: as expected at the pick
-    response_ids  creates the id of the response, where its engine may store it; None elsewhere
-    stored_at     the stored response that the request is about
-    pick_snapshot  the best two candidates as they were at the pick; None if the policy has no terms
-                   to explain
-    split         whether and how it was split; None for models without a split
-    trace         its place in a distributed trace; None for a request that is not traced
-    gaps          histogram of the times between its chunks; None for most requests, which are not
-                  sampled
-    quota         the tenant's quota that it was taken from; None for a tenant without limits
-    canary_arm    the arm of a canary trial that counts it; None in a pool without a canary
-    hedge         its second attempt; None if there was none
-    proxy_request_id  the x-request-id of a trusted proxy; "" without one
+    accepted_at        the head was parsed
+    received_at        the body was complete
+    parsed_at          the body was parsed
+    admitted_at        admission control gave a permit; the time since parsed_at is the wait in the
+                       queue
+    picked_at          an endpoint was picked
+    sent_at            the first request to an engine was sent
+    outcome            served | refused | client_gone | interrupted | internal_error
+    reason             the short cause when the outcome is not served
+    detail             the numbers behind a refusal, in words
+    retries            names of the endpoints that failed this request, in order
+    unsent_attempts    how many of the retries never received the request, and so are no attempts
+    holds_retry_turn   it holds a turn of the retry budget that all requests share
+    body_bytes         memory reserved for the body
+    memory_gate        the admission controller that the memory was reserved from; None after its
+                       release
+    first_ask          the routing query of the first pick; None until capacity was reserved
+    room               the admission queue to report the outcome to; None if it does not need it
+    tier               name of the smaller model that serves it instead of the one requested; ""
+                       usually
+    fingerprint        of the prompt; None where the policy does not read prefixes
+    slo_outcome        whether its SLO was met (gateway/telemetry/slo_outcomes.py); "" if unknown
+    ttft_s, tpot_s     as the client saw them; predicted_*: as expected at the pick
+    response_ids       creates the id of the response, where its engine may store it; None elsewhere
+    stored_at          the stored response that the request is about
+    pick_snapshot      the best two candidates as they were at the pick; None if the policy has no
+                       terms to explain
+    split              whether and how it was split; None for models without a split
+    trace              its place in a distributed trace; None for a request that is not traced
+    gaps               histogram of the times between its chunks; None for most requests, which are
+                       not sampled
+    quota              the tenant's quota that it was taken from; None for a tenant without limits
+    canary_arm         the arm of a canary trial that counts it; None in a pool without a canary
+    hedge              its second attempt; None if there was none
+    proxy_request_id   the x-request-id of a trusted proxy; "" without one
     client_request_id  the client's own id of the request; "" without one
-    new_translator  creates what translates an attempt's answer to the client's API; None if engines
-                    serve that API themselves
-    ledger        the record of its answer's tokens, for continuing it elsewhere; None if that is
-                  not possible
+    new_translator     creates what translates an attempt's answer to the client's API; None if
+                       engines serve that API themselves
+    ledger             the record of its answer's tokens, for continuing it elsewhere; None if that
+                       is not possible
     """
 
     __slots__ = (

@@ -135,7 +135,12 @@ class PoolTrials(msgspec.Struct, frozen=True):
 
 
 class ModelScope(msgspec.Struct, frozen=True):
-    """The models that certain API keys may use, as in Snapshot."""
+    """The models that certain API keys may use.
+
+    routes    their routes, by every name or pattern of names that a client may use
+    unlisted  the error message for each of their names that no endpoint lists
+    shapes    cached shapes of requests for these models
+    """
 
     routes: Mapping[str, Route]
     unlisted: Mapping[str, str]
@@ -145,15 +150,17 @@ class ModelScope(msgspec.Struct, frozen=True):
 class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     """One immutable generation of configuration, topology and policies.
 
-    routes      by every name that a client may use, aliases included; routes[name] also resolves
-                patterns of names
-    tenants     by SHA-256 of the key; empty when no key is required
+    routes            by every name that a client may use, aliases included; routes[name] also
+                      resolves patterns of names
+    tenants           by SHA-256 of the key; empty when no key is required
     policies, trials  by pool
-    unlisted    why no route has a model name (aliases included): no endpoint of its pool lists it
-    scopes      by SHA-256 of the key, for keys that are not valid for all models
-    translated  by model, as in Route
-    shapes      of recent chat requests, which refer to its routes
-    able        by model, the slots of the endpoints that may serve it, prefill endpoints included
+    unlisted          why no route has a model name (aliases included): no endpoint of its pool
+                      lists it
+    scopes            by SHA-256 of the key, for keys that are not valid for all models
+    translated        by model, as in Route
+    shapes            of recent chat requests, which refer to its routes
+    able              by model, the slots of the endpoints that may serve it, prefill endpoints
+                      included
 
     Only requests may hold a snapshot, so that an unreferenced one is known to be out of use.
     """
@@ -214,9 +221,9 @@ class Gateway:
         self.hedger = Hedger(endpoints, gate, accounts, snapshot.config.retries.hedge)
 
     def count_unsent(self, exchange: Exchange, problem: UpstreamError) -> bool:
-        """Count a failed attempt if its request was never sent; return whether it was counted.
+        """Count a failed attempt whose request was never sent; return whether it was counted.
 
-        Nothing is counted while the gateway stops.
+        An attempt whose request was sent is not counted, nor is any while the gateway stops.
         """
         if problem.was_sent or self.gate.is_stopping:
             return False

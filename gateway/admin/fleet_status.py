@@ -71,7 +71,7 @@ class FleetStatus(msgspec.Struct, frozen=True):
     handoffs_in_progress  KV transfers that have started and not ended
     active_requests       requests that are being served
     config_problem        first problem of the last configuration; None if it was accepted
-    shared_state          state of the exchange with other gateways; None without one
+    shared_state          status of state sharing with other gateways; None without it
     unlisted              by model name, why a configured model is not served: no endpoint lists it
     """
 

@@ -450,7 +450,7 @@ def _registered(registry: _Registry, spec: Any, path: Path) -> Iterator[RuleFind
 
 
 def _trials(data: Any, pool: Any, path: Path) -> Iterator[RuleFinding]:
-    """Yield errors of shadow and canary policies, and unknown tenants of a canary."""
+    """Yield errors in a pool's shadow and canary policies, and unknown tenants of its canary."""
     shadows = get_member(pool, "shadow")
     for index, spec in enumerate(shadows if isinstance(shadows, list) else ()):
         yield from _registered(_POLICIES, spec, (*path, "shadow", index))

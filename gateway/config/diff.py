@@ -40,7 +40,7 @@ class ConfigChange(msgspec.Struct, frozen=True):
 
 
 def diff(before: LoadedConfig, after: LoadedConfig) -> tuple[ConfigChange, ...]:
-    """Return all differences, in the order of the file format."""
+    """Return all differences between two configurations, in the order of the file format."""
     old, new = before.config.model_dump(by_alias=True), after.config.model_dump(by_alias=True)
     differences = tuple(_walk(_Side(before.written, old, ()), _Side(after.written, new, ()), ()))
 
@@ -167,9 +167,9 @@ def _walk(old: _Side, new: _Side, path: Path) -> Iterator[ConfigChange]:
 def _or_empty(
     side: _Side, mine: dict[str, _Side] | None, theirs: dict[str, _Side] | None
 ) -> dict[str, _Side] | None:
-    """Return a side's children `mine`.
+    """Return the children `mine` of a value, or {} where an empty list is compared with children.
 
-    For an empty list whose other side has children, return {}.
+    An empty list itself has no children (None), because it has no members to name.
     """
     return {} if mine is None and theirs is not None and not side.value else mine
 

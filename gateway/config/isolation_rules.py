@@ -107,7 +107,7 @@ def _tenants(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _specs(data: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield every endpoint, and the section for discovered ones, with their paths."""
+    """Yield every endpoint, and every pool's section for discovered endpoints, with their paths."""
     for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
         yield from iter_mappings(get_member(pool, "endpoints"), (*path, "endpoints"))
         discover = get_member(pool, "discover")

@@ -51,7 +51,7 @@ class CertificateFiles(Section):
 
     @property
     def pair(self) -> tls.KeyPair:
-        """The paths and the password as a KeyPair."""
+        """The paths of certificate and key with the key's password, as a KeyPair."""
         password = None if self.key_password is None else self.key_password.reveal()
         return tls.KeyPair(self.certificate, self.key, password)
 

@@ -448,7 +448,7 @@ class Admin(Section):
 
 
 class AutoRollback(Section):
-    """Settings of when a configuration change is undone automatically."""
+    """Settings for automatically undoing a configuration change after which more requests fail."""
 
     window: Duration = setting(
         "60s",
@@ -465,7 +465,7 @@ class AutoRollback(Section):
 
 
 class Reload(Section):
-    """Settings of how changes of this configuration take effect."""
+    """Settings for reloading this file: when to reload, and what to check and keep."""
 
     watch: Annotated[bool, Field(strict=True)] = setting(
         True, "Whether changes of the file, and of files that it names, take effect automatically."

@@ -25,10 +25,11 @@ _BOOKED = State.BOOKED
 class AttemptState:
     """The state of an attempt; both reservations are made on creation, before the next await.
 
-    prefill, prefill_place, inbox   the request to the prefill engine, its reservation until the
-                                    prompt is computed, and its answer
-    decode, decode_place, handover  the request to the decode engine, its reservation, and the
-                                    handoff that it carries
+    prefill, prefill_place, inbox
+               the request to the prefill engine, its reservation until the prompt is computed, and
+               its answer
+    decode, decode_place, handover
+               the request to the decode engine, its reservation, and the handoff that it carries
     problem    the error that broke the attempt
     suspects   names of the endpoints that this request must not try again
     recompute  the whole request should be computed at one endpoint next

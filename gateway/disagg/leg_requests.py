@@ -66,7 +66,7 @@ _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %
 
 
 class SplitGateway(Protocol):
-    """The parts of the gateway that a split request uses."""
+    """The parts of the gateway that are needed to serve a split request."""
 
     endpoints: EndpointTable
     handoffs: Handoffs
@@ -162,7 +162,7 @@ class LegRequests:
         )
 
     def release(self) -> None:
-        """Free the client's body, as the call itself does at the first token."""
+        """Free the client's request body; the Call does the same at the first token."""
         self._members = {}
 
     def set_identity(self, identities: tuple[PrefillIdentity, ...]) -> None:

@@ -44,7 +44,12 @@ class PrefillFacts(msgspec.Struct, frozen=True):
 
 
 class SplitRoute(msgspec.Struct, frozen=True):
-    """How a model's requests are split; `facts` are by name of the prefill endpoint."""
+    """How a model's requests are split between prefill and decode endpoints.
+
+    splitter            decides whether to split a request, and between which endpoints
+    facts               configured facts by name of the prefill endpoint
+    transfer_timeout_s  longest time in seconds that the KV transfer of a request may take
+    """
 
     dialect: Dialect
     splitter: Splitter

@@ -40,11 +40,11 @@ class EvidenceSink(Protocol):
 class Booking:
     """Capacity reserved at an endpoint for one request; leaving the context releases it.
 
-    entry         the entry in policies/ledger.py: what is reserved, and what was predicted
+    entry          the entry in policies/ledger.py: what is reserved, and what was predicted
     queued_tokens  prompt tokens that were to be computed there when it was made, its own included
-    _tells        the first token is visible when it comes: the answer is a stream or one token
-    _awaited      tokens to compute before the first token, until that comes; 0 afterwards
-    _is_reported  the end of the answer was reported to the endpoint's health
+    _tells         the first token is visible when it comes: the answer is a stream or one token
+    _awaited       tokens to compute before the first token, until that comes; 0 afterwards
+    _is_reported   the end of the answer was reported to the endpoint's health
     """
 
     __slots__ = (

@@ -288,7 +288,7 @@ class EndpointTable:
         return await self.probe_health(self._by_slot[candidate.load.slot])
 
     def is_needed(self, live: LiveEndpoint) -> bool:
-        """Return whether no endpoint of the same pool and role is available."""
+        """Return whether this endpoint is needed: no other of its pool and role is available."""
         pool = self._pools.get(live.endpoint.pool, ())
         role = live.endpoint.role
         return not any(peer.load.is_available for peer in pool if peer.endpoint.role is role)

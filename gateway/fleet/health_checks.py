@@ -122,7 +122,7 @@ class HealthChecker:
             await self._log_errors(self._poll, live)
 
     def reconfigure(self, config: Config) -> None:
-        """Apply a new configuration: poll added endpoints at once, and leaving ones no more."""
+        """Apply a new configuration: poll added endpoints at once, stop polling removed ones."""
         self._config = config
         if self._session is None:
             return
@@ -194,7 +194,7 @@ class HealthChecker:
             del self._progress_checks[live]
 
     def _is_silent(self, live: LiveEndpoint, now: float) -> bool:
-        """Return whether requests wait and the engine has been silent for half of its limit."""
+        """Return whether requests wait while the engine is silent for half its permitted time."""
         silence_s = live.upstream.silence_duration_s(now)
         return bool(silence_s) and silence_s >= self._endpoints.silence_limit_s(live) / 2
 
@@ -417,7 +417,10 @@ class HealthChecker:
             await self._list_apis(live, limit_s)
 
     async def _list_apis(self, live: LiveEndpoint, limit_s: float) -> None:
-        """Read which APIs the engine's /openapi.json names; without that page they stay unknown."""
+        """Read the API paths that /openapi.json of the engine lists.
+
+        Without that page they stay unknown.
+        """
         status, text = await self._get(live, "/openapi.json", limit_s)
         if status == 200 and (paths := api_paths(text)):
             live.api_paths = paths

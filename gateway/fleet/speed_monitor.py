@@ -75,10 +75,10 @@ class SpeedMonitor:
     def sweep(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
     ) -> Iterator[tuple[LiveEndpoint, SpeedVerdict]]:
-        """Review the endpoints that are due; yield those whose speed verdict has changed.
+        """Compare the speed of the endpoints that are due; yield those whose verdict has changed.
 
-        `reviewed` lists the endpoints that were reviewed. Of the cohorts of large pools, one is
-        reviewed per call, so that no call takes long.
+        `reviewed` receives the endpoints that were reviewed. Of the cohorts (groups) of large
+        pools, one is reviewed per call, so that no call takes long.
         """
         self._follow(pools, by_slot)
         self.reviewed = []
@@ -185,7 +185,10 @@ class SpeedMonitor:
 
 
 def _work(request: Request, tokens: int) -> tuple[Measure, int]:
-    """Return what the first byte waits for, and its tokens: the prompts, or the whole answer."""
+    """Return what a request's first byte waits for, and how many tokens that takes.
+
+    A stream waits for the prompts only; a plain answer of several tokens waits for all of them.
+    """
     is_streamed = request.stream or request.output_tokens == 1
     return (Measure.TTFT, tokens) if is_streamed else (Measure.ANSWER, request.output_tokens)
 
@@ -196,7 +199,7 @@ def _is_rated(live: LiveEndpoint) -> bool:
 
 
 def _has_waited(live: LiveEndpoint, now: float) -> bool:
-    """Return whether the endpoint's current prefill step may have stalled."""
+    """Return whether the current prefill step is old enough to be checked for a stall."""
     return live.speed.waiting > 0 and now - live.speed.since >= stall.LEAST_LATE_S
 
 

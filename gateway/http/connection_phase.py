@@ -28,7 +28,7 @@ IDLE, HEAD, BODY, SERVING, CLOSING = Phase
 
 
 class Expiry(Enum):
-    """The way to end a connection whose deadline has passed."""
+    """How to end a connection whose deadline has passed."""
 
     ABORT = auto()
     CLOSE = auto()

@@ -140,7 +140,7 @@ class _Remainder(Coroutine[Any, Any, None]):
 
 @coroutine
 def _become_task() -> Generator[None, None, None]:
-    """Yield once, which turns the running EagerTask into a Task.
+    """Turn the running EagerTask into a Task, by yielding once to the event loop.
 
     asyncio.current_task() cannot decide whether this is needed, since another Task may have called
     step().

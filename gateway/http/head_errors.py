@@ -29,7 +29,7 @@ def invalid_head(problem: BaseException | None, max_uri: int) -> GatewayError:
 
 
 def head_size(message: RawRequestMessage) -> int:
-    """Return the size of a request head in bytes, without its method and HTTP version."""
+    """Return the size of a request head in bytes; method and HTTP version are not counted."""
     return len(message.path) + sum(
         len(name) + len(value) + 4 for name, value in message.raw_headers
     )

@@ -77,7 +77,7 @@ class Race:
 
     booking    the capacity reservation of the second attempt
     is_won     the second attempt serves the request
-    is_over    one attempt is left
+    is_over    only one attempt is left
     loser      name of the endpoint whose attempt was closed; "" while both run
     """
 
@@ -224,11 +224,11 @@ class Race:
 class Hedger:
     """Starts second attempts (hedges) for late requests, and moves requests from slow endpoints.
 
-    waiting     attempts in progress, which gateway/proxy/whole.py adds and removes; sweep() removes
-                those whose answer has begun
-    retrying    requests that may hold a turn of the retry budget, added by
-                gateway/proxy/attempts.py
-    allowed     hedges that the share of requests permits now
+    waiting      attempts in progress, which gateway/proxy/whole.py adds and removes; sweep()
+                 removes those whose answer has begun
+    retrying     requests that may hold a turn of the retry budget, added by
+                 gateway/proxy/attempts.py
+    allowed      hedges that the share of requests permits now
     sent, moved  counters
     """
 

@@ -117,7 +117,7 @@ class Metrics:
         return chain(families, self._process_metrics.collect())
 
     def catalogue(self) -> tuple[FamilySpec, ...]:
-        """Return the specifications of all metric families, in order."""
+        """Return the specifications of all metric families, in the order of a scrape."""
         return tuple(family.spec for family in self._meters.families)
 
     def remove_endpoint(self, endpoint: str) -> None:

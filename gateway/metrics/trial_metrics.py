@@ -12,7 +12,7 @@ SLO_OUTCOME = Label("slo_outcome", 16)
 
 
 class TrialMetrics:
-    """The metric families of routing policies on trial."""
+    """The metric families that report how routing policies on trial (shadows, canaries) perform."""
 
     def __init__(self, meters: MetricRegistry, ttft_buckets_s: tuple[float, ...]) -> None:
         shadow = meters.section(Row.CONFIGURATION, "trials/shadow.py")

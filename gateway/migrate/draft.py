@@ -153,7 +153,7 @@ def variables(data: object) -> Iterator[str]:
 
 
 def pool_name(model: str, taken: Mapping[str, object]) -> str:
-    """Return a short name for a model's pool that is not in `taken`."""
+    """Return a short pool name made from a model's name, different from the names in `taken`."""
     short = _SLUG.sub("-", model.rsplit("/", 1)[-1].lower()).strip("-") or "engines"
     name, number = short, 2
     while name in taken:

@@ -117,7 +117,7 @@ def _extra(parameters: Mapping[str, Any], item: str, draft: Draft) -> dict[str, 
 
 
 def _pools(deployments: list[Deployment], draft: Draft) -> None:
-    """Set a pool for each set of engines, and a model for each group of deployments."""
+    """Set a model for each group of deployments, and a pool for each distinct set of engines."""
     groups: dict[str, list[Deployment]] = {}
     for deployment in deployments:
         groups.setdefault(deployment.group, []).append(deployment)

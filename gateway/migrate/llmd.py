@@ -121,9 +121,9 @@ def _plugins(config: Mapping[str, Any]) -> dict[str, Plugin]:
 def _profiles(
     config: Mapping[str, Any], plugins: Mapping[str, Plugin]
 ) -> dict[str, dict[str, float]]:
-    """Return the weight of each plugin in each profile.
+    """Return the weight of each plugin, by profile and plugin name.
 
-    Without profiles, return one that has all plugins.
+    Without profiles, return one profile that has all plugins.
     """
     entries = config.get("schedulingProfiles")
     if not isinstance(entries, list) or not entries:
@@ -234,7 +234,10 @@ def _note_plugins(plugins: Mapping[str, Plugin], draft: Draft) -> None:
 
 
 def _others(config: Mapping[str, Any], draft: Draft) -> None:
-    """Set the admission that corresponds to a saturation detector; add notes on other sections."""
+    """Convert the sections other than plugins and profiles, among them the saturation detector.
+
+    Sections without a counterpart get a note.
+    """
     for key, value in config.items():
         if key == "saturationDetector" and isinstance(value, dict):
             _saturation(value, draft)

@@ -28,7 +28,7 @@ _DEFAULT: Mapping[str, Any] = MappingProxyType(
 
 
 def is_chart(data: Mapping[str, Any]) -> bool:
-    """Return whether plain data are values of one of these charts."""
+    """Return whether plain data are Helm values of llm-d's router or of its inference pool."""
     router = data.get("router")
     is_router = isinstance(router, dict) and ("epp" in router or "modelServers" in router)
     return is_router or "inferenceExtension" in data or "inferencePool" in data

@@ -67,7 +67,7 @@ def convert(options: CommandOptions, draft: Draft, kind: RouterKind) -> None:
 def apply_rules(
     options: CommandOptions, draft: Draft, rules: Mapping[str, router_tables.Rule]
 ) -> None:
-    """Set every option that has one counterpart of its own."""
+    """Convert every router option that has exactly one counterpart in gateway.yaml."""
     for name, rule in rules.items():
         given = options.last(name)
         if given is None:

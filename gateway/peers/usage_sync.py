@@ -104,7 +104,7 @@ class UsageSync:
                 quota.apply_peer_usage(spent, quota.usage_message(*own, now))
 
     def on_sessions(self, message: messages.ActiveSessions, age_s: float, now: float) -> None:
-        """Count sessions that were served at another gateway, `age_s` seconds ago."""
+        """Count the sessions that another gateway served `age_s` seconds ago."""
         for queue in self._admission.pool_queues():
             if queue.sessions is not None and self._digest(queue.name) == message.pool:
                 queue.sessions.apply_peer_sessions(message.members, age_s, now)

@@ -112,7 +112,10 @@ class PeerView:
         return self._frame(messages.Bye())
 
     def warm_up_frames(self, newcomer: bytes, now: float) -> Iterator[Frame]:
-        """Yield the frames that warm up another gateway: the stored state as of the first step."""
+        """Yield frames for a gateway that has just started, with state that it needs to warm up.
+
+        They contain the recent prompts and the active sessions as of the first step.
+        """
         bodies = chain(
             self.replay_buffer.messages(), map(messages.encode, self._use.all_sessions(now))
         )

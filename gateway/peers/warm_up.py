@@ -94,7 +94,7 @@ class WarmUp:
             self._buffer_bytes -= len(self._buffer.pop(0)[0])
 
     def on_part(self, count: int, *, is_last: bool, now: float) -> None:
-        """Record that a part of the answer, with `count` messages, has arrived."""
+        """Record that a part of the other gateway's answer has arrived, with `count` messages."""
         if self.state in (WarmUpState.ASKING, WarmUpState.RECEIVING):
             self.received_messages += count
             self._deadline = now + PART_TIMEOUT_S

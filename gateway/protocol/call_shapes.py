@@ -35,7 +35,7 @@ ShapeT = TypeVar("ShapeT")
 
 
 def shape_key(body: bytes, members: Mapping[str, msgspec.Raw]) -> ShapeKey | None:
-    """Return the key of a decoded chat request; None if it is not one that can be cached."""
+    """Return the cache key of a decoded chat request, or None if its shape cannot be cached."""
     conversation = members.get(CONVERSATION)
     name = body.find(_NAME, 0, MAX_PREFIX_BYTES)
     if conversation is None or name < 0:
@@ -48,7 +48,10 @@ def shape_key(body: bytes, members: Mapping[str, msgspec.Raw]) -> ShapeKey | Non
 
 
 class ShapeCache(Generic[ShapeT]):
-    """The newest shapes of one set of models. The owner drops the cache with the models."""
+    """A cache of the newest request shapes for one set of models.
+
+    The owner drops the cache together with the models.
+    """
 
     __slots__ = ("_shapes", "get")
 

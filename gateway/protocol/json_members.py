@@ -45,7 +45,7 @@ def read_members(body: bytes) -> dict[str, msgspec.Raw]:
 def decode_members(body: bytes) -> dict[str, msgspec.Raw]:
     """Decode a request body as read_members() does, but accept ambiguous members.
 
-    Raises GatewayError (400).
+    Raises GatewayError (400) if the body is not a JSON object.
     """
     try:
         members = decode_object(body)

@@ -197,13 +197,13 @@ _ALL_LISTED: Mapping[str, str] = {}
 
 
 class CallShape(msgspec.Struct, frozen=True):
-    """What a body says beside its prompt.
+    """What a request body says apart from its prompt.
 
     requested      the model name the client used
     output_tokens  the client's limit; None if it gave none
     choices        sequences to generate per prompt
-    prompts        prompts in the body
-    priority       the body's, higher first; None if it has none
+    prompts        number of prompts in the body
+    priority       the body's priority, higher first; None if it has none
     """
 
     requested: str
@@ -342,9 +342,9 @@ def _read_prompt(
     numbers: dict[str, int],
     model: ModelInfo,
 ) -> tuple[tuple[msgspec.Raw, ...], MediaSize, int | None, int]:
-    """Return the prompt's members, its media, its token ids and its longest prompt.
+    """Return the prompt's members, media, number of token ids, and that of its longest prompt.
 
-    The last two are counts of tokens; None: no token ids. Prompts are also counted in `numbers`.
+    None: the prompt is text. `numbers` receives the number of prompts if there are several.
     """
     name = api.conversation
     if name not in members:
@@ -416,7 +416,10 @@ def _salt_text(members: Mapping[str, msgspec.Raw], name: str) -> str | None:
 def _separate_media(
     body: bytes, prompt: tuple[msgspec.Raw, ...]
 ) -> tuple[tuple[msgspec.Raw, ...], MediaSize]:
-    """Return the prompt with a stand-in for each image, recording and file, and what these are."""
+    """Replace each image, recording and file in a prompt by a placeholder.
+
+    Also return their size.
+    """
     if len(body) <= MIN_MEDIUM_BYTES or not may_contain_media(body):
         return prompt, NO_MEDIA
     messages, media = replace_media(bytes(prompt[-1]))

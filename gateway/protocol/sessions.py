@@ -108,7 +108,7 @@ def _body_session(members: Mapping[str, msgspec.Raw]) -> tuple[str, str]:
 def _body_hints(
     members: Mapping[str, msgspec.Raw], known: SessionHints | None
 ) -> SessionHints | None:
-    """Return what the body says about the session's future, or `known` if it says nothing."""
+    """Return the hints in the body about the session's future, or `known` if it has none."""
     is_last, keep_s = False, None
     for member, read in _BODY_HINTS.items():
         if member in members:
@@ -164,7 +164,10 @@ def _conversation(raw: msgspec.Raw) -> Any:
 
 
 def _previous_session(raw: msgspec.Raw) -> Any:
-    """Return the conversation that the id of a previous response belongs to; or the id itself."""
+    """Return the name of the conversation that a previous response belongs to.
+
+    If the response's id does not show it, the id itself is returned.
+    """
     value = _read(raw)
     return (conversation_of(value) or value) if isinstance(value, str) else value
 

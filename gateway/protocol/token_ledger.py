@@ -33,16 +33,17 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 class Ledger:
     """The record of what one client has received of its answer.
 
-    prompt_ids     token ids of the prompt, as the engine rendered it; empty until they were
-                   reported
-    shown_ids      ids of the tokens whose text the client has
+    prompt_ids        token ids of the prompt, as the engine rendered it; empty until they were
+                      reported
+    shown_ids         ids of the tokens whose text the client has
     generated_tokens  tokens generated so far, including those whose text is still to come
-    prompt_tokens  tokens of the prompt
-    cached_tokens  cached tokens of the prompt, as the client sees them; None: as the engine reports
-    finish_reason  why generation ended; None while it goes on
-    is_done        the client has the last event
-    obstacle       why this answer cannot be continued exactly; "" while it can
-    resumes        how often it was continued
+    prompt_tokens     tokens of the prompt
+    cached_tokens     cached tokens of the prompt, as the client sees them; None: as the engine
+                      reports
+    finish_reason     why generation ended; None while it goes on
+    is_done           the client has the last event
+    obstacle          why this answer cannot be continued exactly; "" while it can
+    resumes           how often it was continued
 
     An id may arrive before its text does: part of a character, or a special token. Such ids wait
     and are not part of the prompt for the rest: their text was not shown, so they may be drawn

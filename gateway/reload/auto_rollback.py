@@ -88,7 +88,7 @@ class RollbackTarget(Protocol):
 
 
 class GatewayRollbackTarget:
-    """A single gateway process as the target of auto-rollback."""
+    """A RollbackTarget that is one gateway process, without workers."""
 
     def __init__(self, reloader: Reloader, metrics: Metrics) -> None:
         self._reloader = reloader

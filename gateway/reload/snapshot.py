@@ -42,7 +42,7 @@ from policies.model import Candidate, EngineKind, Slo
 class PoolAdmissionPlan(msgspec.Struct, frozen=True):
     """The new endpoints, admission policy and tenant shares of a pool's wait queue.
 
-    serving   the endpoints that serve whole requests
+    serving           the endpoints that serve whole requests
     uses_predictions  predictions for the pool's endpoints are in use: by a routing policy, an
                       admission policy, or a larger model that may overflow into the pool
     """

@@ -221,7 +221,7 @@ def reported_models(gateway: Gateway) -> Mapping[str, Sequence[str]]:
 
 
 def dry_run(plan: SnapshotPlan, before: Snapshot) -> None:
-    """Let every new policy pick once. Raises ConfigRejectedError if one fails."""
+    """Let every new policy of a plan pick once. Raises ConfigRejectedError if one fails."""
     known = {id(policy) for policy in before.policies.values()}
     known |= {id(policy) for trials in before.trials.values() for policy in trials.policies}
     wanted = [(pool, policy) for pool, policy in plan.snapshot.policies.items()]

@@ -106,7 +106,7 @@ class OutputLengthState(msgspec.Struct, frozen=True, array_like=True, tag="lengt
 
 
 class StateEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """A message that all learned state has been sent."""
+    """A message that ends the learned state: all of it has been sent."""
 
 
 class SuccessorReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):

@@ -65,7 +65,7 @@ class Predecessor:
         return frozenset(bound.name for bound in self._offer.sockets if bound.is_activated)
 
     def take_sockets(self, config: Config) -> SocketsByName:
-        """Return its listening sockets that this configuration uses, and close the others."""
+        """Return the predecessor's listening sockets that `config` uses, and close the others."""
         sockets_by_name: dict[str, tuple[socket.socket, ...]] = {}
         for bound, sock in zip(self._offer.sockets, self._sockets, strict=False):
             listener = getattr(config.listeners, bound.name, None)

@@ -304,13 +304,13 @@ class Accounting:
         return sum(children.requests.value for children in self._children.values())
 
     def add_ended(self, exchange: Exchange) -> None:
-        """Account an ended request at the end of this iteration of the event loop."""
+        """Queue an ended request to be recorded at the end of this iteration of the event loop."""
         if not self._over:
             self._loop.call_soon(self.account_ended)
         self._over.append((exchange, monotonic()))
 
     def account_ended(self) -> None:
-        """Account all requests that have ended since the last call."""
+        """Record all requests that have ended since the last call: metrics, access log, traces."""
         over, self._over = self._over, []
         unix_offset = time() - monotonic()
         for exchange, now in over:
@@ -320,7 +320,7 @@ class Accounting:
                 log.exception("request %s could not be accounted", exchange.id)
 
     def _account(self, exchange: Exchange, now: float, unix_offset: float) -> None:
-        """Account a request that ended at `now`; `unix_offset` converts it to Unix time."""
+        """Record a request that ended at `now`; `unix_offset` converts that to Unix time."""
         relay = exchange.relay or NO_RESPONSE
         usage = relay.usage if exchange.split is None else effective_usage(exchange, relay)
         if relay.is_committed:
@@ -477,7 +477,7 @@ def _line(
 
 
 def _fill_optional_fields(line: AccessLine, exchange: Exchange, relay: Relay) -> None:
-    """Set the fields that most requests lack."""
+    """Set those fields of an access log line that do not apply to most requests."""
     call = exchange.call
     if exchange.tier and call is not None:
         line.requested_model = call.requested_model

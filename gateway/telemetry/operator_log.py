@@ -46,7 +46,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as the JSON of a LogLine."""
+    """Formats a log record as one line of JSON, the encoding of a LogLine."""
 
     def __init__(self, worker: int | None = None) -> None:
         super().__init__()

@@ -129,7 +129,7 @@ class _Kind:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the pending responses."""
+        """Reset the sums over responses that are not yet learned from."""
         self.pending = self.outputs = self.prompts = 0
         self.output_tokens = self.estimated_tokens = self.prompt_tokens = 0
 

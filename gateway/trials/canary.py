@@ -43,7 +43,7 @@ class CanarySampler(msgspec.Struct, frozen=True):
 
 
 def create_sampler(pool: str, spec: Canary) -> CanarySampler:
-    """Create the sampler that a pool's configuration describes."""
+    """Create the sampler for a pool's canary, by the tenants or the percentage configured."""
     return CanarySampler(
         pool, int(HASH_RANGE * (spec.percent or 0.0) / 100), frozenset(spec.tenants)
     )

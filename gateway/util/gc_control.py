@@ -43,7 +43,7 @@ def return_large_blocks() -> None:
 
 
 class GcSchedule:
-    """Schedules the garbage collections of one gateway process."""
+    """Decides when a gateway process collects garbage: at low load, or after a longest interval."""
 
     def __init__(self, now: float, collect: Callable[[], object] = collect_and_trim) -> None:
         self._collected_at = now

@@ -206,7 +206,7 @@ def _summed(parts: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
 
 
 def _by_key(add: Callable[[list[Row]], Row], parts: Iterable[Mapping[Key, Row]]) -> dict[Key, Row]:
-    """Return a mapping with all keys of `parts`, where `add` merges the rows of each key."""
+    """Merge mappings of rows: `add` merges all rows that have the same key into one."""
     rows: dict[Key, list[Row]] = {}
     for part in parts:
         for key, row in part.items():

@@ -180,7 +180,7 @@ def _sum_counts(rows: Iterable[Mapping[str, Any]], name: str) -> dict[str, int]:
 
 
 def _group_by(name: str, rows: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Group rows by a member, in order of first appearance."""
+    """Group rows by the value of one member; groups are in order of first appearance."""
     groups: dict[object, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row[name], []).append(row)

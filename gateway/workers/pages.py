@@ -113,7 +113,10 @@ def _merged_handler(
     path: str,
     merge_pages: Callable[[Iterable[Mapping[str, Any]]], dict[str, Any]],
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return the handler of a JSON page that `merge_pages` makes from the workers' pages."""
+    """Return a request handler that merges the JSON pages at `path` of all workers into one.
+
+    `merge_pages` merges the decoded pages.
+    """
 
     async def page(_: web.Request) -> web.Response:
         responses = await _ask_all(group.ready_workers(), path)

@@ -23,7 +23,7 @@ from gateway.metrics.process_metrics import ProcessMetrics
 
 
 class SupervisorMetrics:
-    """The metric families of one supervisor process."""
+    """The metric families of the supervisor process, apart from those of its workers."""
 
     __slots__ = (
         *("_meters", "_process", "connections", "deaths_total", "frames_dropped_total", "inflight"),

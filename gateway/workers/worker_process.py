@@ -22,7 +22,7 @@ REQUEST_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 class WorkerResponse:
-    """The HTTP response of a worker's admin server."""
+    """A response of a worker's admin server: HTTP status, headers and body."""
 
     __slots__ = ("body", "headers", "status")
 

@@ -56,7 +56,7 @@ class CheckedEndpoint(msgspec.Struct, frozen=True):
 
     @property
     def gpu(self) -> Gpu | None:
-        """The known GPU that the label `gpu` names; None without one."""
+        """The GPU model that the endpoint's label `gpu` names; None if it is missing or unknown."""
         return GPUS.get(self.endpoint.labels.get("gpu", "").lower())
 
     @property

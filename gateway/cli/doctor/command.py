@@ -190,7 +190,10 @@ def _engine_findings(
 
 
 def _collectives(members: Sequence[CheckedEndpoint]) -> dict[str, float]:
-    """Return the share of a decode step that collectives take, by endpoint; TP groups only."""
+    """Return the computed share of a decode step that collectives take, by endpoint.
+
+    Only TP groups of several known GPUs that serve a built-in model are included.
+    """
     from planner.seeds.collectives import collectives_share
 
     return {

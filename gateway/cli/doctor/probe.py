@@ -40,11 +40,11 @@ class ProbeResponse(msgspec.Struct, frozen=True):
 class ProbeResult(msgspec.Struct):
     """The responses of one engine; None for a response that did not arrive.
 
-    problem      why the engine could not be queried
+    problem           why the engine could not be queried
     connection_count  connections opened for all GET requests: 1 with keep-alive
-    skew_s       the engine's clock minus ours in seconds, from its Date header
-    token        the response to a request for one token
-    store        the response to store_request()
+    skew_s            the engine's clock minus ours in seconds, from its Date header
+    token             the response to a request for one token
+    store             the response to store_request()
     """
 
     url: str

@@ -131,7 +131,7 @@ class KubernetesSource:
                     self._wait_s = min(LONGEST_PAUSE_S, 2 * self._wait_s)
 
     def _log_failure(self, error: Exception, *, has_events: bool) -> None:
-        """Log the first failure of an outage only, since attempts continue without end."""
+        """Log a failure only if it is the first of an outage, because retries go on without end."""
         if has_events or not self._is_failing:
             log.warning(
                 "EndpointSlices of %s: %s; the last known endpoints stay",

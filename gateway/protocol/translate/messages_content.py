@@ -75,7 +75,7 @@ def chat_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 class _Conversation:
-    """Builds the list of chat messages.
+    """Builds the list of chat messages from an Anthropic conversation, turn by turn.
 
     Agents append system messages with almost every turn. At the beginning they would change the
     start of the prompt each time, and nothing of it would be cached. So their text is added to the
@@ -88,7 +88,7 @@ class _Conversation:
         self._is_leading = True
 
     def add_user(self, messages: list[dict[str, Any]]) -> None:
-        """Append the tool results and the user message of one turn."""
+        """Append the messages of a user's turn: tool results, then the user message."""
         if self._waiting and messages:
             last = messages[-1]
             texts = (*self._waiting, last["content"])
@@ -99,13 +99,16 @@ class _Conversation:
         self._is_leading = False
 
     def add_assistant(self, message: dict[str, Any]) -> None:
-        """Append a message of the model."""
+        """Append an assistant message."""
         self._end_user_turn()
         self._chat.append(message)
         self._is_leading = False
 
     def add_system(self, text: str) -> None:
-        """Add the text of a system message; one that leads is part of the system prompt."""
+        """Add the text of a system message to the message beside it.
+
+        A system message before all others is ignored: it is part of the system prompt.
+        """
         if self._is_leading or not text:
             return
         last = self._chat[-1] if self._chat else {}
@@ -115,7 +118,7 @@ class _Conversation:
             self._waiting.append(text)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Return the messages."""
+        """Return all chat messages; call it once, after the last turn."""
         self._end_user_turn()
         return self._chat
 
@@ -126,9 +129,9 @@ class _Conversation:
 
 
 def _joined(*contents: Any) -> Any:
-    """Return contents as one: a text, or a list of parts if one of them is a list.
+    """Join message contents: return a text, or a list of parts if one of them is a list.
 
-    Texts that meet become one, because some chat templates write parts without a separator.
+    Adjacent texts are merged, because some chat templates write parts without a separator.
     """
     if all(isinstance(content, str) for content in contents):
         return "\n\n".join(filter(None, contents))

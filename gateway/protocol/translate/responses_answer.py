@@ -155,9 +155,9 @@ def reasoning_item(item_id: str, text: str | None) -> dict[str, Any]:
 
 
 def function_names(echoed: Mapping[str, Any]) -> Mapping[str, Mapping[str, str]]:
-    """Return name and namespace, as members of an item, of each function that is in a namespace.
+    """Return the output item members `name` and `namespace` of each function in a namespace.
 
-    The keys are the names that engines have for them. `echoed` is what echo() returned.
+    The keys are the names under which engines know the functions. `echoed` is what echo() returned.
     """
     groups = [tool for tool in echoed["tools"] if tool.get("type") == "namespace"]
     return {

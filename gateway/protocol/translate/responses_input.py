@@ -20,7 +20,7 @@ _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reason
 
 
 def flat_name(namespace: str, name: str) -> str:
-    """Return the name of a function in a chat, which has no namespaces."""
+    """Return the name of a namespace's function in a chat, where namespaces do not exist."""
     return f"{namespace}__{name}" if namespace else name
 
 

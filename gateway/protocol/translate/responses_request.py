@@ -71,7 +71,7 @@ def _tools(value: Any, name: str, chat: dict[str, Any]) -> None:
 
 
 def _namespace(group: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-    """Return the functions of a namespace, under names with the namespace before them."""
+    """Return the functions of a namespace as chat functions, with the namespace in their names."""
     only(group, _NAMESPACE_MEMBERS, path)
     namespace, functions = text_of(group.get("name"), f"{path}.name"), list[dict[str, Any]]()
     for index, tool in enumerate(list_of(group.get("tools"), f"{path}.tools")):
