@@ -70,6 +70,6 @@ class AttemptState:
         self._number = handoffs.take_number()
 
     def begin(self) -> None:
-        """Create the object that builds the requests to both engines."""
+        """Create the LegRequests, which build the requests to both engines of this attempt."""
         prefill = self.pair.prefill.candidate.endpoint
         self.words = LegRequests(self.context, self.record, prefill, self._number)

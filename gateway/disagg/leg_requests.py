@@ -110,7 +110,7 @@ class SplitContext:
 
 
 def one_token(request: Request) -> Request:
-    """Return the request that a prefill endpoint is reserved for: one token of one choice."""
+    """Return the part of a request that a prefill endpoint serves: one token of one choice."""
     return replace(request, output_tokens=1, choices=1)
 
 
@@ -263,10 +263,13 @@ class LegRequests:
     def interpret(
         self, answer: PrefillResponse | UnusableResponse, *, alone: bool
     ) -> DecodeRequest | UnusableResponse | FinishedResponse | None:
-        """Return what a prefill answer means for the decode request.
+        """Return what follows from a complete prefill answer.
 
-        None: the decode engine has its request already and needs nothing else. `alone`: no decode
-        engine has the request yet.
+        That is a decode request to send, an answer that already finishes the client's request, or
+        the reason why the answer is unusable. None: the decode engine has its request and needs
+        nothing.
+
+        alone  no decode engine has the request yet
         """
         dialect, record = self._context.split.dialect, self._record
         if isinstance(answer, UnusableResponse):

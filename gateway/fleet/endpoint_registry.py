@@ -169,7 +169,7 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
     def able(self, model: Model, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """Return the candidates that may serve a configured model.
 
-        Their engines list the model's name, or the engines' lists are unknown.
+        These are the endpoints whose engine lists the model's name, or whose list is unknown.
         """
         lists = {
             id(member.live.load): member.live.models

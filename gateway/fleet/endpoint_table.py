@@ -345,7 +345,10 @@ class EndpointTable:
             self.prefixes.index.set_capacity(load.slot, reading.kv_tokens)
 
     def on_event(self, live: LiveEndpoint, event: HealthEvent) -> None:
-        """Advance the endpoint's health by one event, and act on a change of its state."""
+        """Apply an event to the endpoint's health.
+
+        If its state changes, update its availability.
+        """
         before = live.health
         after = health.next_health(before, event, monotonic(), self.rng, self._limits)
         if after is before:

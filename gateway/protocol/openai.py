@@ -363,7 +363,7 @@ def _read_prompt(
 
 
 def _alternative(api: Api, members: Mapping[str, msgspec.Raw]) -> str:
-    """Return the name of the body member that stands in for a missing conversation.
+    """Return the name of the member that the body has in place of a conversation.
 
     Raises GatewayError if there is none.
     """

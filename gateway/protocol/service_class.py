@@ -178,7 +178,7 @@ class ServiceClasses:
         )
 
     def _defaults(self, tenant: Tenant) -> RequestPreferences:
-        """Return the preferences of a tenant's requests that have no service-level headers."""
+        """Return the preferences of a tenant's requests whose headers specify no service level."""
         slo = self._classes.get(tenant.slo or "")
         return RequestPreferences(
             slo,
