@@ -30,7 +30,7 @@ Forms do not fit a line of JSON, and an engine may keep a response only for a li
 
 
 class InputLine(msgspec.Struct):
-    """One line of an input file, decoded; `body` is raw JSON."""
+    """One line of a batch's input file, decoded; `body` is raw JSON."""
 
     custom_id: str
     url: str
@@ -43,16 +43,16 @@ _decode_text = msgspec.json.Decoder(str).decode
 
 
 def decode_line(raw: bytes) -> InputLine:
-    """Decode a line that InputChecker has accepted."""
+    """Decode a line of an input file that InputChecker has accepted."""
     return _decode(raw)
 
 
 class InputChecker:
     """Checks the lines of one input file in order, and collects their problems.
 
-    lines     number of requests seen
+    lines     number of requests so far
     model     the model of all requests; "" before the first one
-    problems  what is wrong, at most MAX_PROBLEMS entries
+    problems  the problems found, at most MAX_PROBLEMS
     """
 
     def __init__(self, endpoint: str, max_lines: int, max_body: int) -> None:
@@ -68,7 +68,7 @@ class InputChecker:
 
     @property
     def is_full(self) -> bool:
-        """Whether further lines need no check, because the file is refused anyway."""
+        """Whether enough problems were found, so that further lines need no check."""
         return len(self.problems) >= MAX_PROBLEMS
 
     def check(self, raw: bytes) -> None:
@@ -84,13 +84,13 @@ class InputChecker:
             self.problems.append(LineProblem(code, message, self.lines, param))
 
     def finish(self) -> tuple[LineProblem, ...]:
-        """Return the distinct problems of the file; an empty file is one."""
+        """Return the distinct problems of the whole file. An empty file is a problem too."""
         if not self.lines:
             return (LineProblem("empty_file", "The input file contains no requests."),)
         return tuple(dict.fromkeys(self.problems))
 
     def _problem(self, raw: bytes) -> tuple[str, str, str | None] | None:
-        """Return code, message and member of what is wrong with a line, or None."""
+        """Return (code, message, member) of the first problem of a line, or None if it is valid."""
         try:
             line = _decode(raw)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -139,8 +139,8 @@ def result_line(
 ) -> bytes:
     """Return one line of an output or error file, in OpenAI's format, with its line feed.
 
-    `response` has status, request id and JSON body of the answer; `error` has code and message of
-    a request that was not answered.
+    response  (status, request id, JSON body) of the answer; None without an answer
+    error     (code, message) of a request that was not answered
     """
     shown: dict[str, Any] | None = None
     if response is not None:
@@ -160,7 +160,7 @@ def result_line(
 
 
 def _json(body: bytes) -> msgspec.Raw | None:
-    """Return a body as raw JSON on one line, or as a string if it is no JSON."""
+    """Return a body as raw JSON on one line; text that is not JSON becomes a JSON string."""
     try:
         return msgspec.Raw(msgspec.json.format(msgspec.Raw(body), indent=-1)) if body else None
     except (msgspec.DecodeError, RecursionError):

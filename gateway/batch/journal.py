@@ -1,4 +1,4 @@
-"""The journal of one batch: which requests have their result, and which answers are half done.
+"""The journal of one batch: the results so far, and the kept parts of pre-empted answers.
 
 An entry is one line of JSON, appended and synced to disk before the result counts. A process that
 was killed leaves at most one incomplete entry at the end, which the next owner cuts off. No I/O.
@@ -12,13 +12,13 @@ import msgspec
 
 
 class KeptAnswer(msgspec.Struct):
-    """The part of an answer that an engine has generated before the request was pre-empted.
+    """The part of an answer that was generated before its request was pre-empted.
 
-    prompt      token ids of the prompt, as the engine rendered it
-    tokens      ids of the tokens whose text is in `text`
-    text        the answer so far
+    prompt         token ids of the prompt, as the engine rendered it
+    tokens         ids of the tokens whose text is in `text`
+    text           the answer so far
     first          the first chunk of the answer, raw JSON, for its id and time of creation
-    prompt_tokens  tokens of the original prompt
+    prompt_tokens  number of tokens of the original prompt
     """
 
     prompt: list[int]
@@ -34,7 +34,7 @@ class JournalEntry(msgspec.Struct, omit_defaults=True):
     number   index of the request in the input file, from 0
     is_good  the result belongs in the output file, otherwise in the errors file
     result   the line of that file, without its line feed; "": the request has no result yet
-    kept     what a pre-empted answer has; None without a result: nothing is kept any more
+    kept     the kept part of a pre-empted answer; None without a result: nothing is kept any more
     """
 
     number: int
@@ -48,12 +48,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 def encode_entry(entry: JournalEntry) -> bytes:
-    """Return the journal's line for an entry, with its line feed."""
+    """Return an entry as a line of the journal, with its line feed."""
     return _encode(entry) + b"\n"
 
 
 class JournalReader:
-    """Reads a journal line by line and keeps what the owner of a batch needs.
+    """Reads a journal line by line, and keeps what the owner of the batch needs.
 
     has_result  one byte for each request: 1 if its result is in the journal
     kept        parts of answers by the request's index

@@ -1,4 +1,4 @@
-"""One attempt at one request of a batch, from its line of the input file to its result.
+"""One attempt at one batch request, from its line of the input file to its result.
 
 It prepares the request and reads the answer; gateway/serve.py serves it.
 """
@@ -31,11 +31,11 @@ MAX_FAILURES = 5  # attempts with another failure of the engines, after which a 
 
 
 class LineResult(msgspec.Struct, frozen=True):
-    """How an attempt ended.
+    """The result of one attempt at a batch request.
 
     status, request_id, body  the response; the body is JSON
-    is_retried      the request is tried again
-    retry_after_s   when, if the gateway named a time
+    is_retried                another attempt follows
+    retry_after_s             seconds until then, if the gateway named a time; else None
     """
 
     status: int
@@ -46,17 +46,17 @@ class LineResult(msgspec.Struct, frozen=True):
 
     @property
     def is_unlimited(self) -> bool:
-        """Whether the request may be tried again as often as it ends like this."""
+        """Whether attempts that end like this one may be repeated without limit."""
         return self.status in UNLIMITED_STATUSES
 
 
 class LineRun:
-    """One attempt at one request of a batch.
+    """One attempt at one batch request.
 
-    number     the request's index in the input file
-    exchange   the gateway's record of the attempt
-    serving    the coroutine that serves it
-    failures   earlier attempts that the engines failed
+    number    the request's index in the input file
+    exchange  the gateway's record of the attempt
+    serving   the coroutine that serves it
+    failures  number of earlier attempts that engines failed
     """
 
     def __init__(
@@ -87,9 +87,10 @@ class LineRun:
 
     @property
     def lost_tokens(self) -> int:
-        """The tokens that a pre-emption would lose; 0 if the answer can be continued.
+        """The number of generated tokens that a pre-emption would lose.
 
-        MANY_TOKENS for an answer of unknown length that is no stream.
+        It is 0 if the request was not sent or its answer can be continued. It is MANY_TOKENS if the
+        answer is no stream, so that its length is unknown.
         """
         ledger = self.exchange.ledger
         if self.exchange.sent_at is None or (ledger is not None and not ledger.current_obstacle):
@@ -98,23 +99,26 @@ class LineRun:
 
     @property
     def shown_tokens(self) -> int:
-        """The tokens of the answer that this attempt has received, if it can be continued."""
+        """The number of tokens that this attempt has received; 0 if they could not be continued."""
         ledger = self.exchange.ledger
         return 0 if ledger is None else len(ledger.shown_ids)
 
     @property
     def is_queued(self) -> bool:
-        """Whether the request waits for its admission."""
+        """Whether the request waits for admission."""
         return self.exchange.parsed_at is not None and self.exchange.admitted_at is None
 
     @property
     def is_ending(self) -> bool:
-        """Whether the answer is complete but for its last events, so pre-emption frees nothing."""
+        """Whether only the answer's last events are missing, so pre-emption would free nothing."""
         ledger = self.exchange.ledger
         return ledger is not None and ledger.is_complete
 
     def keep(self) -> KeptAnswer | None:
-        """Return what is kept if the attempt is cancelled now; None if it has to start again."""
+        """Return what is kept if the attempt is cancelled now, or None if nothing is.
+
+        Without it, the next attempt starts anew.
+        """
         ledger, answer = self.exchange.ledger, self._client.answer
         if ledger is None or answer is None or ledger.current_obstacle:
             return self.kept
@@ -122,14 +126,14 @@ class LineRun:
 
     @property
     def new_tokens(self) -> int:
-        """Events of the answer received by this attempt, about one per token."""
+        """The number of events that this attempt has received, about one per token."""
         relay = self.exchange.relay
         return 0 if relay is None else relay.event_count
 
     def ttft_s(self, now: float) -> float | None:
-        """Return the seconds from sending to the first token, or so far if none has come.
+        """Return the seconds from sending the request to the first token, or else until `now`.
 
-        None: the request was not sent, or its answer is no stream.
+        Return None if the request was not sent, or its answer is no stream.
         """
         relay, sent_at = self.exchange.relay, self.exchange.sent_at
         if relay is None or sent_at is None or self._client.answer is None:
@@ -142,7 +146,7 @@ class LineRun:
         return LineResult(error.status, self.exchange.id, error_body(error))
 
     def result(self) -> LineResult:
-        """Return how the attempt ended, once its coroutine has."""
+        """Return the result of the attempt. Call it after its coroutine has ended."""
         client, request_id = self._client, self.exchange.id
         status = client.status
         if client.overflow:

@@ -1,4 +1,7 @@
-"""Reads what clients ask of files and batches: forms, bodies and queries of lists. No I/O."""
+"""Parses clients' requests about files and batches: upload forms, bodies and list queries.
+
+No I/O.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ MAX_FILENAME_CHARS = 255
 
 
 class FileForm(msgspec.Struct, frozen=True):
-    """The form of an upload: the file's name, None if it has no file, and the other fields."""
+    """The form of a file upload: the file's name and the other fields; without a file, None."""
 
     filename: str | None
     fields: Mapping[str, str]
@@ -37,7 +40,7 @@ class FileForm(msgspec.Struct, frozen=True):
         return FileRecord(file_id, name, purpose, size, int(now), expires_at)
 
     def _expiry_s(self) -> int | None:
-        """Return after how many seconds the client wants its file deleted, None for the default."""
+        """Return after how many seconds the client wants the file deleted; None for the default."""
         anchor = self.fields.get("expires_after[anchor]", "created_at")
         seconds = self.fields.get("expires_after[seconds]")
         if seconds is None:
@@ -109,14 +112,14 @@ def _check_metadata(metadata: Mapping[str, str] | None) -> None:
 
 
 def check_purpose(file: FileRecord) -> None:
-    """Raise GatewayError unless the file was uploaded as the input of a batch."""
+    """Raise GatewayError unless the file was uploaded as input of a batch."""
     if file.purpose != "batch":
         message = f"The file's purpose must be 'batch', not '{file.purpose}'."
         raise _bad(message, "input_file_id")
 
 
 class PageQuery(msgspec.Struct, frozen=True):
-    """Which part of a list is asked for: at most `limit` items, those after the id `after`."""
+    """The part of a list that a client requests: at most `limit` items after the id `after`."""
 
     limit: int
     after: str = ""
@@ -126,7 +129,7 @@ class PageQuery(msgspec.Struct, frozen=True):
 def read_page_query(
     query: Mapping[str, str], max_limit: int, default: int | None = None
 ) -> PageQuery:
-    """Read the query of a list. Raises GatewayError for an invalid value."""
+    """Parse the query of a list request. Raises GatewayError for an invalid value."""
     text = query.get("limit", str(default or max_limit))
     if not (text.isascii() and text.isdigit() and len(text) < 7 and 0 < int(text) <= max_limit):
         raise _bad(f"The limit must be from 1 to {max_limit}.", "limit")
@@ -137,9 +140,9 @@ def read_page_query(
 
 
 def page_of(items: Sequence[FileRecord | BatchRecord], query: PageQuery) -> dict[str, Any]:
-    """Return one page of `items`, which are newest first, as a list object.
+    """Return the requested page of `items`, newest first, as a list object of OpenAI's API.
 
-    Raises GatewayError if `after` names none of them.
+    Raises GatewayError if no item has the id `after`.
     """
     ordered = items[::-1] if query.is_oldest_first else items
     start = 0

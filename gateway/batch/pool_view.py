@@ -1,4 +1,4 @@
-"""What the runner of batches reads of the gateway: pools, latency targets, and permissions."""
+"""Reads from the gateway what the runner of batches needs: pools, latency targets, permissions."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ NO_POOL = ""
 
 
 def batch_class(section: BatchApi, config: Config) -> str:
-    """Return the service class of requests of batches."""
+    """Return the name of the service class that batch requests have."""
     classes = config.slo.classes
     return section.slo or min(classes, key=lambda name: (classes[name].weight, name))
 
 
 def line_headers(section: BatchApi, config: Config) -> HeaderFields:
-    """Return the headers with which a request of a batch is served: lowest class and priority."""
+    """Return the headers with which a batch request is served: lowest class and priority."""
     name = batch_class(section, config)
     return HeaderFields([(CLASS_HEADER, name), (PRIORITY_HEADER, str(-MAX_PRIORITY))])
 
 
 def find_pool(snapshot: Snapshot, record: BatchRecord) -> str:
-    """Return the pool that serves a batch, or NO_POOL if its model is not served now."""
+    """Return the name of the pool that serves a batch, or NO_POOL if no pool serves its model."""
     route = find(snapshot.routes, record.model)
     return NO_POOL if route is None else route.pool
 
 
 def refusal(snapshot: Snapshot, record: BatchRecord) -> GatewayError | None:
-    """Return why the tenant may not run the requests of its batch any more, or None if it may.
+    """Return why the tenant may no longer run the requests of its batch, or None if it may.
 
-    Tenants and their permitted models change with the configuration, the API key is not stored.
+    Tenants and their permitted models change with the configuration; the API key is not stored.
     """
     if record.tenant and record.tenant not in snapshot.tenants.values():
         return wrong_key()
@@ -66,7 +66,7 @@ def refusal(snapshot: Snapshot, record: BatchRecord) -> GatewayError | None:
 
 
 def scope_digest(key_digest: bytes) -> str:
-    """Return what is stored of an API key that is limited to some models.
+    """Return the value that is stored for an API key that is limited to some models.
 
     `key_digest` is the SHA-256 of the key, which the result does not reveal.
     """
@@ -74,11 +74,11 @@ def scope_digest(key_digest: bytes) -> str:
 
 
 class PoolView:
-    """Reads the load of one pool for its pacer.
+    """Reads the load of one pool and decides with a PoolPacer how many batch requests it may run.
 
-    _missed    requests of others that missed a latency target in the newest window
-    _targets   the latency targets of the others
-    _answered  answered requests of others by service class, and when the number last changed
+    _missed    other requests that missed a latency target in the newest window
+    _targets   the latency targets of other requests
+    _answered  answered other requests by service class, and when the number last changed
     """
 
     def __init__(self, pool: str, gateway: Gateway, metrics: Metrics) -> None:
@@ -93,7 +93,7 @@ class PoolView:
         self._tpot_s: float | None = None
 
     def allow(self, section: BatchApi, runs: Sequence[LineRun], running: int, now: float) -> int:
-        """Return how many requests of batches the pool may run now, of which `running` do."""
+        """Return how many batch requests the pool may run now; `running` of them do."""
         queues = self._gateway.gate.pool_queues()
         queue = next((queue for queue in queues if queue.name == self._pool), None)
         if queue is None:  # such requests end with an error at once
@@ -116,7 +116,7 @@ class PoolView:
         return PoolReading(queue.places, busy, waiting, queue.price, missed, ttft_s, self._tpot_s)
 
     def _measure(self, section: BatchApi, runs: Sequence[LineRun], now: float) -> None:
-        """Measure token rates and missed targets, once in WINDOW_S."""
+        """Measure token rates and missed latency targets, once every WINDOW_S seconds."""
         elapsed = now - self._window_at
         if elapsed < WINDOW_S:
             return
@@ -130,7 +130,7 @@ class PoolView:
         self._tpot_s = elapsed * len(made) / max(1, sum(made)) if made else None
 
     def _read_classes(self, section: BatchApi, now: float) -> None:
-        """Read which classes of other requests are in use, and how many missed their targets."""
+        """Read which service classes other requests use, and how many of them missed targets."""
         snapshot = self._gateway.snapshot
         own, missed = batch_class(section, snapshot.config), 0.0
         models = {route.name for route in snapshot.routes.values() if route.pool == self._pool}
@@ -149,7 +149,7 @@ class PoolView:
 
 
 def _tightest(config: Config, names: Sequence[str]) -> LatencyTargets:
-    """Return the tightest targets of these classes and of the default one."""
+    """Return the tightest latency targets of these service classes and of the default one."""
     classes = config.slo.classes
     known = {config.slo.default, *(name for name in names if name in classes)}
     sections = [classes[name] for name in known]

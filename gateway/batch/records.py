@@ -1,6 +1,6 @@
-"""Records of files and batches, their states, and the JSON objects that clients receive.
+"""Records of files and batches as stored on disk, their states, and their JSON form for clients.
 
-A record is what is stored on disk. Times are Unix seconds. No I/O.
+Times are Unix seconds. No I/O.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 
 
 def new_id(prefix: str) -> str:
-    """Return a new id that cannot be guessed, with the prefix of files or of batches."""
+    """Return a new random id that cannot be guessed, with the given prefix."""
     return prefix + secrets.token_hex(16)
 
 
@@ -41,7 +41,7 @@ FINAL_STATES = frozenset(
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """What is stored about one file, apart from its content.
+    """The stored description of one file, without its content.
 
     size        bytes of the content
     expires_at  when the file is deleted
@@ -70,7 +70,10 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 class LineProblem(msgspec.Struct, frozen=True):
-    """Why an input file is refused; `line` counts from 1, None if the whole file is meant."""
+    """One reason why an input file is refused.
+
+    `line` counts from 1; None means that the problem is about the whole file.
+    """
 
     code: str
     message: str
@@ -79,7 +82,7 @@ class LineProblem(msgspec.Struct, frozen=True):
 
 
 class RequestCounts(msgspec.Struct, frozen=True):
-    """How many requests a batch has, and how many of them ended well or badly."""
+    """The numbers of a batch's requests: all, completed and failed."""
 
     total: int = 0
     completed: int = 0
@@ -87,7 +90,7 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True):
-    """What is stored about one batch.
+    """The stored description of one batch.
 
     tenant       the tenant that owns the batch, "" where the API is open
     scope        digest of the API key that created it, if that key is limited to some models; else
@@ -120,9 +123,9 @@ class BatchRecord(msgspec.Struct, frozen=True):
         return self.state in FINAL_STATES
 
     def enter(self, state: BatchState, now: float, **changes: Any) -> BatchRecord:
-        """Return the record in another state, with the time of its entry and further changes.
+        """Return a copy of the record in another state, with its time of entry and further changes.
 
-        A state that the batch is in already keeps its time of entry.
+        If the batch is in that state already, the time of entry stays.
         """
         times = {**self.state_times}
         times.setdefault(state.value, int(now))

@@ -1,12 +1,12 @@
-"""Files, batches and their journals on a local disk. All calls block; use them in threads.
+"""Stores files, batches and their journals on a local disk. All calls block; use them in threads.
 
     files/TENANT/ID.json, ID.data               a file's record and content
     batches/TENANT/ID/record.json, input, journal, cancel, owner
     open/ID                                     the tenant's name, for each unfinished batch
     owners/NAME                                 locked by each running gateway process
 
-TENANT is a digest of the tenant's name. A record is replaced by renaming a complete new file, which
-is synced before.
+TENANT is a digest of the tenant's name. A record is replaced by renaming a complete new file over
+it, which was synced before.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 
 class StorageFullError(Exception):
-    """Raised when a file would exceed the quota of its tenant; the message says which one."""
+    """Raised when a file would exceed a quota of its tenant; the message names the quota."""
 
 
 class Upload:
-    """A file that is being received; commit() makes it visible, close() discards it otherwise."""
+    """A file that is being received: commit() makes it visible, close() discards it otherwise."""
 
     def __init__(self, path: Path, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -44,7 +44,7 @@ class Upload:
         self._file: IO[bytes] = path.open("xb")
 
     def write(self, data: bytes) -> None:
-        """Append bytes. Raises StorageFullError beyond the quota."""
+        """Append bytes to the file. Raises StorageFullError when the quota is exceeded."""
         self.size += len(data)
         if self.size > self._most_bytes:
             raise StorageFullError("The tenant's files would exceed its storage quota.")
@@ -56,7 +56,7 @@ class Upload:
         self._file.close()
 
     def close(self) -> None:
-        """Delete the upload, unless it was committed."""
+        """Discard the upload, unless it was committed."""
         self._file.close()
         self.path.unlink(missing_ok=True)
 
@@ -68,14 +68,17 @@ class BatchStore:
         self.folder = folder
 
     def create(self) -> None:
-        """Create the folders. Raises OSError."""
+        """Create the folders of the store. Raises OSError."""
         for name in ("files", "batches", "open", "owners"):
             (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
 
     # Files
 
     def start_upload(self, tenant: str, max_files: int, max_bytes: int) -> Upload:
-        """Begin a file of a tenant. Raises StorageFullError when its quota is used up."""
+        """Start to receive a file of a tenant, within the tenant's quota of files and bytes.
+
+        Raises StorageFullError when the quota is used up.
+        """
         folder = self._files(tenant)
         folder.mkdir(mode=0o700, exist_ok=True)
         sizes = [entry.stat().st_size for entry in os.scandir(folder) if not _is_record(entry.name)]
@@ -103,7 +106,7 @@ class BatchStore:
         return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)
 
     def content(self, tenant: str, file_id: str) -> Path:
-        """Return the path of a file's content."""
+        """Return the path of the content of a tenant's file."""
         return self._files(tenant) / f"{file_id}.data"
 
     def delete_file(self, tenant: str, file_id: str) -> None:
@@ -111,9 +114,9 @@ class BatchStore:
             (self._files(tenant) / f"{file_id}{suffix}").unlink(missing_ok=True)
 
     def write_result_file(self, tenant: str, record: FileRecord, lines: Iterator[bytes]) -> int:
-        """Write a file of results; return its bytes, and write nothing if there is no line.
+        """Write a file of results, and return its size in bytes.
 
-        Writing it again replaces it.
+        Without any line, nothing is written. Writing the file again replaces it.
         """
         folder = self._files(tenant)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -143,7 +146,7 @@ class BatchStore:
         _replace(self.folder / "open" / record.id, record.tenant.encode())
 
     def close_batch(self, record: BatchRecord) -> None:
-        """Stop listing a batch as unfinished, and delete what only an unfinished one needs."""
+        """Remove a batch from the unfinished ones; delete what only an unfinished batch needs."""
         folder = self.batch_folder(record.tenant, record.id)
         (self.folder / "open" / record.id).unlink(missing_ok=True)
         for name in ("input", "journal", "cancel"):
@@ -183,7 +186,7 @@ class BatchStore:
         return sorted(records, key=lambda record: (record.created_at, record.id))
 
     def request_cancel(self, record: BatchRecord) -> None:
-        """Ask the owner of a batch to cancel it; the request survives a restart."""
+        """Request that the owner of a batch cancel it; the request is stored on disk."""
         _replace(self.batch_folder(record.tenant, record.id) / "cancel", b"")
 
     def cancelled_at(self, record: BatchRecord) -> float | None:
@@ -199,7 +202,10 @@ class BatchStore:
     # Deletion
 
     def delete_expired(self, now: float, batch_expiry_s: float) -> None:
-        """Delete files past their time, old finished batches, and leftovers of killed uploads."""
+        """Delete expired files, batches that ended long ago, and the leftovers of killed uploads.
+
+        `now` is in Unix seconds; finished batches are deleted after `batch_expiry_s` seconds.
+        """
         for path in (self.folder / "files").glob("*/*"):
             if path.suffix == ".part":
                 if now - path.stat().st_mtime > STALE_UPLOAD_S:
@@ -221,14 +227,14 @@ class JournalFile:
     """The journal of one batch, open for appending by its owner."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """Open the journal and cut off what follows its first `size` bytes."""
+        """Open the journal, and cut off everything after its first `size` bytes."""
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.ftruncate(self._fd, size)
         os.fsync(self._fd)
         _sync_folder(path.parent)
 
     def append(self, data: bytes) -> None:
-        """Append entries; they are on the disk when this returns. Raises OSError."""
+        """Append entries and sync them to disk. Raises OSError."""
         view = memoryview(data)
         while view:
             view = view[os.write(self._fd, view) :]
@@ -239,7 +245,7 @@ class JournalFile:
 
 
 def read_line(path: Path, offset: int, size: int) -> bytes:
-    """Return `size` bytes of a file from `offset` on."""
+    """Return the `size` bytes of a file that begin at `offset`."""
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(size)
@@ -273,7 +279,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """Return a stored record, or None if it is missing or damaged."""
+    """Read a stored record of type `kind`; return None if it is missing or damaged."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError):
@@ -289,7 +295,10 @@ def _delete_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[IO[bytes]]:
-    """Hold an exclusive lock on a file, which is created if it is missing."""
+    """Hold an exclusive lock on a file while the block runs.
+
+    The file is created if it is missing.
+    """
     with path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
