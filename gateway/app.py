@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import secrets
 import socket
@@ -102,7 +103,7 @@ class App:
         self._loop = asyncio.get_running_loop()
         auth = _frame_auth(config, origin.local)
         self._predecessor, self._has_retired = origin.predecessor, False
-        self.secret = _fingerprint_secret(auth, origin.predecessor)
+        self.secret = _fingerprint_secret(config, auth, origin.predecessor)
         self._prefixes = PrefixCacheView(
             self.secret, config.prefix.index, config.prefix.block_bytes
         )
@@ -127,7 +128,7 @@ class App:
             plan.snapshot,
             self._endpoints,
             self._admission,
-            Accounting(self.metrics, self._log, self._tracer, self._loop),
+            Accounting(self.metrics, self._log, self._tracer, self._loop, self.secret),
             Handoffs(self.metrics, rng, queue),
         )
         proxies = TrustedProxies(trusted) if trusted else None
@@ -561,9 +562,18 @@ def _frame_auth(config: Config, local: WorkerSettings | None) -> FrameAuth | Non
     return None if local is None else FrameAuth(local.secret, secrets.token_bytes(ID_BYTES))
 
 
-def _fingerprint_secret(auth: FrameAuth | None, predecessor: Predecessor | None) -> bytes:
-    """Return the key of prompt fingerprints: shared with other gateways, inherited, or random."""
+def _fingerprint_secret(
+    config: Config, auth: FrameAuth | None, predecessor: Predecessor | None
+) -> bytes:
+    """Return the key of prompt fingerprints.
+
+    It is shared with other gateways, inherited, derived from `cache.secret`, or random.
+    """
     if auth is not None:
         return auth.fingerprint_secret
-    inherited = None if predecessor is None else predecessor.secret
-    return inherited or secrets.token_bytes(32)
+    if predecessor is not None and predecessor.secret:
+        return predecessor.secret
+    if config.cache.secret is None:
+        return secrets.token_bytes(32)
+    secret = config.cache.secret.reveal().encode()
+    return hmac.digest(secret, b"penstock fingerprints", "sha256")

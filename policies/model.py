@@ -72,12 +72,15 @@ class Slo(msgspec.Struct, frozen=True):
     ttft_s  budget in seconds from arrival to the first token
     tpot_s  budget in seconds per further output token
     weight  value of one request
+    is_promised  whether an operator or a client set the budgets. Built-in ones rank requests, and
+                 are no reason to refuse any
     """
 
     name: str = "standard"
     ttft_s: float = 5.0
     tpot_s: float = 0.1
     weight: float = 1.0
+    is_promised: bool = True
 
 
 STANDARD = Slo()

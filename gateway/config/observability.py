@@ -75,10 +75,10 @@ class Observability(Section):
     access_flush: Duration = setting(
         "200ms", "Maximum time a line waits to be written together with others."
     )
-    access_blocks: Annotated[bool, Field(strict=True)] = setting(
-        False,
-        "Whether lines contain the keys of prompt blocks, which show a replay what prompts have "
-        "in common.",
+    access_blocks: Annotated[bool, Field(strict=True)] | None = setting(
+        None,
+        "Whether lines contain keyed ids of prompt blocks, which show a replay what prompts of a "
+        "tenant have in common. By default in pools whose policy reads prefixes.",
     )
     access_rotate: LogRotation | None = setting(
         None,

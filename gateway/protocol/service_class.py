@@ -117,7 +117,11 @@ class HeaderFields(dict[str, str]):
 
 
 class ServiceClasses:
-    """The service classes and the tenants' default preferences of one configuration. Immutable."""
+    """The service classes and the tenants' default preferences of one configuration. Immutable.
+
+    default_class  the class of requests for which no other is given. Without a section `slo` its
+                   budgets are built in, and promised to no client
+    """
 
     __slots__ = ("_classes", "_tenants", "default_class")
 
@@ -128,7 +132,9 @@ class ServiceClasses:
         }
         self._classes: Mapping[str, Slo] = MappingProxyType(classes)
         self._tenants = {tenant.name: self._defaults(tenant) for tenant in config.tenants}
-        self.default_class = classes[config.slo.default]
+        default = classes[config.slo.default]
+        is_configured = bool(config.slo.model_fields_set)
+        self.default_class = msgspec.structs.replace(default, is_promised=is_configured)
 
     def get_class(self, name: str | None) -> Slo:
         """Return the service class with this name, or the default class if `name` is None."""

@@ -149,7 +149,7 @@ def _route(
         members,
         opening.room,
         forward.prepare if model.resume is None else partial(prepare_recorded, model.resume),
-        policy.reads_prefix or config.observability.access_blocks,
+        policy.reads_prefix or bool(config.observability.access_blocks),
         opening.uses_predictions,
         slo,
         any(candidate.endpoint.engine is EngineKind.VLLM for candidate in members),
@@ -298,7 +298,7 @@ def _with_canary(
     second = replace(
         route,
         policy=_with_applicable_filters(trials.canary, members),
-        fingerprints=trials.canary.reads_prefix or config.observability.access_blocks,
+        fingerprints=trials.canary.reads_prefix or bool(config.observability.access_blocks),
         split=split,
         shadows=None,
     )

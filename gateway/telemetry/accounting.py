@@ -27,7 +27,7 @@ from gateway.telemetry.otlp import SpanExporter
 from gateway.telemetry.slo_outcomes import REGRET_SAMPLE_EVERY, SloTracker, effective_usage
 from policies.contract import Policy
 from policies.model import Pick, RoutingQuery
-from policies.prefix.fingerprint import block_ids
+from policies.prefix.block_ids import BlockIds
 
 log = logging.getLogger("penstock")
 
@@ -47,7 +47,7 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     slo, slo_outcome   its service class and SLO outcome
     predicted_ttft_us  counted from the pick of an endpoint
     requested_model    the requested model, if another one served the request
-    blocks             chained ids of the prompt's 2 KiB blocks; only with `access_blocks`
+    blocks             chained ids of the prompt's 2 KiB blocks; see `access_blocks`
     resumes            how often the stream was continued on another endpoint
     hedge_loser        the endpoint whose concurrent attempt was cancelled
     client_request_id  the id that the client itself gave the request
@@ -126,7 +126,7 @@ class AccessLog:
         self._file = None if config.access_log == "off" else LogFile(config.access_log, rotation)
         self.is_enabled = self._file is not None
         self._dropped = dropped
-        self.has_blocks = config.access_blocks
+        self.has_blocks = config.access_blocks is not False
         self._flush_s = config.access_flush
         self._loop = loop
         self._encode = msgspec.json.Encoder().encode
@@ -255,7 +255,17 @@ class Accounting:
     """Records ended requests: in the metrics, in the access log, and as trace spans."""
 
     __slots__ = (
-        *("_bytes_out", "_children", "_log", "_loop", "_metrics", "_over", "_overhead", "_picks"),
+        *(
+            "_block_ids",
+            "_bytes_out",
+            "_children",
+            "_log",
+            "_loop",
+            "_metrics",
+            "_over",
+            "_overhead",
+            "_picks",
+        ),
         *("_stages", "_traces", "recent_exchanges", "slo_tracker", "tracer"),
     )
 
@@ -265,8 +275,11 @@ class Accounting:
         log: AccessLog,
         traces: SpanExporter,
         loop: asyncio.AbstractEventLoop,
+        secret: bytes,
     ) -> None:
+        """Initialize; `secret` is the key of the ids of prompt blocks in the log."""
         self._loop = loop
+        self._block_ids = BlockIds(secret)
         self._over: list[tuple[Exchange, float]] = []
         self._metrics = metrics
         self._log = log
@@ -334,7 +347,7 @@ class Accounting:
         if self._log.is_enabled:
             line = _line(exchange, relay, usage, now, unix_offset)
             if self._log.has_blocks and exchange.fingerprint is not None:
-                line.blocks = block_ids(exchange.fingerprint)
+                line.blocks = self._block_ids.ids(exchange.fingerprint, exchange.tenant)
             self._log.write(line)
         if exchange.trace is not None:
             self._traces.add_request(exchange, exchange.trace, now)

@@ -236,7 +236,7 @@ class PricedAdmission:
         ):
             return self._refuse_session(query, kv_tokens or 0.0)
         self._learn(query, estimate)
-        if is_reserved or not self.price:
+        if is_reserved or not self.price or not request.slo.is_promised:
             return None
         price = self._relative_price(query, estimate, first_s)
         if query.rng.random() * (1.0 + price) < 1.0:
@@ -285,6 +285,7 @@ class PricedAdmission:
         due_s = remaining_ttft_s(query)
         if (
             not self.price
+            or not query.request.slo.is_promised
             or estimate.ttft_s <= due_s
             or estimate.prefill_s > query.request.slo.ttft_s
         ):
@@ -355,10 +356,13 @@ class PricedAdmission:
         """Return whether a candidate would start the request soon without slowing its running
         answers.
 
-        The policy may pick another candidate, so the excess of all endpoints together is bounded as
-        well. Tenants below their fair share may exceed the pace further than tenants above it.
+        Without any promised budget every request may begin at once. The policy may pick another
+        candidate, so the excess of all endpoints together is bounded as well. Tenants below their
+        fair share may exceed the pace further than tenants above it.
         """
         slo, rule = query.request.slo, self._rule
+        if self._budget is None and not slo.is_promised:
+            return True
         leniency = 1.0
         if self._usage.has_several_tenants:
             leniency = rule.immodest + rule.modest * (
@@ -421,7 +425,8 @@ class PricedAdmission:
         Budget and weight use harmonic means, in which tight budgets and light weights count most.
         """
         slo = query.request.slo
-        self._budget = _typical(self._budget, slo.ttft_s, STANDARD.ttft_s)
+        if slo.is_promised:
+            self._budget = _typical(self._budget, slo.ttft_s, STANDARD.ttft_s)
         self._typical_s = _mean(self._typical_s, estimate.work_s)
         self._per_weight = _mean(self._per_weight, 1.0 / slo.weight)
 

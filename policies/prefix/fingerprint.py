@@ -126,14 +126,3 @@ def _secret_numbers(secret: bytes, count: int) -> Keys:
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers
-
-
-def block_ids(fingerprint: Fingerprint, bytes_each: int = 2048) -> list[int]:
-    """Return identifiers of a prompt's prefixes for a log: the upper 48 bits of block keys.
-
-    Each is for a block of `bytes_each` bytes, or of the fingerprint's block size if that is larger.
-    The identifiers show which prompts of one process share a prefix, and nothing else, because the
-    keys depend on its secret.
-    """
-    step = max(1, bytes_each // fingerprint.block_bytes)
-    return [key >> 16 for key in fingerprint.keys[step - 1 :: step]]

@@ -63,14 +63,22 @@ async def test_every_policy_logs_the_blocks_of_prompts_when_asked_to(
     assert first.blocks[-1] != second.blocks[-1]
 
 
-async def test_a_log_has_no_prompt_blocks_unless_configured(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "setting", "has_blocks"),
+    [
+        ("prefix_aware", {}, True),
+        ("prefix_aware", {"access_blocks": False}, False),
+        ("round_robin", {}, False),
+    ],
+)
+async def test_a_log_has_prompt_blocks_by_default_where_the_policy_reads_prefixes(
+    tmp_path: Path, policy: str, setting: dict[str, bool], has_blocks: bool
+) -> None:
     log = tmp_path / "access.jsonl"
-    observability = {"access_log": str(log), "access_flush": "10ms"}
-    async with gateway_fleet(
-        1, pool={"policy": "prefix_aware"}, observability=observability
-    ) as fleet:
+    observability = {"access_log": str(log), "access_flush": "10ms", **setting}
+    async with gateway_fleet(1, pool={"policy": policy}, observability=observability) as fleet:
         await fleet.ask(stream=False, tokens=5, prompt="word " * 4000)
         await fleet.at_rest()
     (line,) = map(msgspec.json.decode, log.read_bytes().splitlines())
-    assert "blocks" not in line
-    assert read_trace(log)[0].blocks == ()
+    assert ("blocks" in line) == has_blocks
+    assert bool(read_trace(log)[0].blocks) == has_blocks

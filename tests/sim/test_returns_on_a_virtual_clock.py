@@ -130,3 +130,13 @@ def test_goodput_under_a_surge_is_that_of_a_full_pool() -> None:
         if record.done_s is not None and SURGE[0] <= record.done_s < END_S
     ]
     assert mean(good) >= 0.95
+
+
+@pytest.mark.parametrize("admission", SETTINGS)
+def test_at_four_fifths_of_capacity_nothing_is_refused_and_nothing_waits_for_long(
+    admission: str,
+) -> None:
+    before = [record for record in surge(admission).records if record.arrived_s < SURGE[0]]
+    assert len(before) > 50
+    assert not any(record.refusals for record in before)
+    assert all(record.entered_s - record.arrived_s < 0.5 for record in before)  # type: ignore[operator]

@@ -75,7 +75,18 @@ def test_there_are_three_classes_by_default() -> None:
         4.0,
     )
     assert classes.get_class("batch").tpot_s == 0.5
-    assert classes.get_class(None) == Slo()
+    assert classes.get_class(None) == Slo(is_promised=False)
+
+
+def test_only_configured_or_requested_budgets_are_promises() -> None:
+    built_in, configured = levels(), levels(slo={"default": "batch"})
+    assert not built_in.get_class(None).is_promised
+    assert built_in.get_class("standard").is_promised
+    assert configured.get_class(None).is_promised
+    default = built_in.get_class(None)
+    for headers in ({"x-slo-class": "standard"}, {"x-slo-ttft-ms": "900"}):
+        assert built_in.read_preferences(headers, "").resolve_slo(default).is_promised
+    assert not built_in.read_preferences({}, "").resolve_slo(default).is_promised
 
 
 def test_configured_classes_replace_the_default_ones() -> None:

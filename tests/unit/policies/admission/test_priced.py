@@ -453,3 +453,31 @@ def test_equal_questions_get_equal_answers_from_an_equal_seed() -> None:
         for candidate_ in (rng, other)
     ]
     assert verdicts[0] == verdicts[1]
+
+
+NO_PROMISE = replace(STANDARD, is_promised=False)
+
+
+def test_nothing_is_refused_for_a_budget_that_no_operator_or_client_set() -> None:
+    priced, fleet = admission(), queued(60.0)
+    overload(priced, fleet)
+    verdicts = [
+        priced.decide(asking(seed=seed, slo=NO_PROMISE), fleet, View(drain=measured()))
+        for seed in range(50)
+    ]
+    assert verdicts == [Admit()] * 50
+    waiting = View(drain=measured(), is_new_arrival=False)
+    late = asking(slo=replace(NO_PROMISE, ttft_s=0.001))
+    assert priced.decide(late, fleet, waiting) == Admit()
+
+
+def test_without_a_budget_the_clients_own_deadline_still_refuses() -> None:
+    ask = asking(deadline_s=NOW + 1.0, slo=NO_PROMISE)
+    assert shed(admission().decide(ask, queued(3.0), View())).reason == "deadline"
+
+
+def test_a_request_without_a_budget_waits_where_others_have_one() -> None:
+    priced, fleet = admission(), queued(60.0)
+    overload(priced, fleet)
+    assert isinstance(priced.decide(asking(), fleet, View(drain=measured())), Shed)
+    assert isinstance(priced.decide(asking(slo=NO_PROMISE), fleet, View()), Wait)

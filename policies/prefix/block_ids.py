@@ -1,0 +1,52 @@
+"""Ids of prompt blocks for a log, which show shared prefixes and confirm no guess of a prompt.
+
+Fingerprint keys depend on a secret already. Their ids in a log depend on the tenant as well, so a
+tenant that sends a guessed prompt and reads the log finds its own ids only, even where tenants
+share an engine's cache. The log is written by gateway/telemetry/accounting.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from policies.prefix.fingerprint import Fingerprint
+
+ID_BLOCK_BYTES = 2048
+MOST_TENANTS = 1024
+_MASK = 0xFFFFFFFFFFFFFFFF
+
+
+class BlockIds:
+    """Computes ids under one secret. Equal prefixes of one tenant have equal ids. One owner.
+
+    Processes with the same secret, and the same secret of fingerprints, compute the same ids.
+    """
+
+    __slots__ = ("_numbers", "_secret")
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret[:64]
+        self._numbers: dict[str, tuple[int, int]] = {}
+
+    def ids(self, fingerprint: Fingerprint, tenant: str) -> list[int]:
+        """Return 48-bit ids, one for each whole block of `ID_BLOCK_BYTES` of the prompt.
+
+        Blocks are at least as large as the fingerprint's own. Every id stands for the prompt from
+        its beginning to the end of the block.
+        """
+        offset, factor = self._numbers.get(tenant) or self._draw(tenant)
+        step = max(1, ID_BLOCK_BYTES // fingerprint.block_bytes)
+        return [
+            ((key ^ offset) * factor & _MASK) >> 16 for key in fingerprint.keys[step - 1 :: step]
+        ]
+
+    def _draw(self, tenant: str) -> tuple[int, int]:
+        """Derive the secret numbers of a tenant: an offset, and a factor that is odd."""
+        digest = hashlib.blake2b(
+            tenant.encode(), digest_size=16, key=self._secret, person=b"penstock-log"
+        ).digest()
+        offset, factor = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+        if len(self._numbers) >= MOST_TENANTS:
+            self._numbers.clear()
+        numbers = self._numbers[tenant] = offset, factor | 1
+        return numbers
