@@ -232,11 +232,24 @@ def simulate_ttft_s(
     yet.
     """
     timeline.advance(load, now)
+    is_idle = not (timeline.is_busy or timeline.batch or timeline.queue or load.external_requests)
+    if is_idle and not load.peer_load.decoding and prompt.remaining_tokens <= load.belief.room:
+        return idle_ttft_s(timeline, load, prompt)
     if (
         max(len(timeline.queue), timeline.queued_tokens / max(1, load.belief.room - timeline.batch))
         > MOST_STEPS
     ):
         return latency.ttft_s(load, prompt.remaining_tokens, prompt.computed_tokens, now)
+    return run_simulation(timeline, load, prompt, now)
+
+
+def run_simulation(
+    timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt, now: float
+) -> float:
+    """Return the expected seconds until the first token of a prompt, whatever the engine does now.
+
+    The timeline has been advanced to `now`.
+    """
     simulation = EngineSimulation(timeline, load, now)
     for queued in timeline.queue:
         simulation.queue.append(
@@ -251,3 +264,18 @@ def simulate_ttft_s(
     )
     begins, spent_s = simulation.first_token()
     return begins + spent_s - now
+
+
+def idle_ttft_s(timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt) -> float:
+    """Return what the simulation would: seconds of the one step that a prompt takes if the engine
+    is idle.
+    """
+    belief, tokens = load.belief, float(prompt.remaining_tokens)
+    pairs = tokens * (prompt.computed_tokens + 0.5 * tokens)
+    room = max(1, belief.room) - tokens
+    if room > 0:
+        arriving = min(room, timeline.arrivals.expected_tokens_behind(belief.request_s))
+        tokens, pairs = tokens + arriving, pairs + 0.5 * arriving * arriving
+    beside_s = belief.beside_s(0, timeline.context_base + load.peer_load.decode_tokens)
+    prompts_s = belief.prompts_s(tokens, pairs) * belief.pace(tokens)
+    return belief.request_s + prompts_s + beside_s + belief.layers_s

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 
 from policies import ledger
+from policies.engine.engine_load import EngineLoad
+from policies.engine.engine_timeline import EngineTimeline
 from policies.engine.output_length import RecentLengths
+from policies.engine.queued_prompt import QueuedPrompt
 from policies.engine.running_averages import ArrivalAverages
 from policies.engine.shared_prefix_kv import SharedPrefixKv
 from policies.engine.step_time import SpeedBelief, shape_for
-from policies.latency.ttft_simulation import MOST_STEPS
+from policies.latency import ttft_simulation
+from policies.latency.ttft_simulation import MOST_STEPS, idle_ttft_s, run_simulation
 from policies.load import EndpointLoad
 from policies.model import Request
 
@@ -43,6 +47,28 @@ def step_s(tokens: int) -> float:
 
 def test_a_prompt_that_fits_one_step_takes_that_step() -> None:
     assert predicted_ttft(load_of(), 5000, 0.0) == pytest.approx(step_s(5000))
+
+
+@pytest.mark.parametrize("arrivals", [0, 200])
+@pytest.mark.parametrize(("tokens", "cached"), [(1, 0), (500, 0), (6_000, 5_000), (8_192, 100)])
+def test_the_time_at_an_idle_engine_is_that_of_the_simulation(
+    tokens: int, cached: int, arrivals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = load_of()
+    for number in range(arrivals):
+        ledger.book(load, request(500), 0, 0.05 * number).drop(0.05 * number)
+    pairs = list[tuple[float, float]]()
+
+    def compared(timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt) -> float:
+        pairs.append(
+            (idle_ttft_s(timeline, load, prompt), run_simulation(timeline, load, prompt, 20.0))
+        )
+        return pairs[0][0]
+
+    monkeypatch.setattr(ttft_simulation, "idle_ttft_s", compared)
+    foreseen(load, tokens, 20.0, cached)
+    ((short, simulated),) = pairs
+    assert short == pytest.approx(simulated, rel=1e-9)
 
 
 def test_a_prompt_that_comes_during_a_step_waits_for_its_end_and_not_for_those_behind() -> None:
