@@ -50,12 +50,14 @@ Used to explain a pick, so it may be slow.
 class PhaseShare(msgspec.Struct, frozen=True):
     """Which phases of a request, prefill and decode, an endpoint would serve: 1.0 or 0.0 each.
 
-    transfer_s  seconds from the end of its prefill until the KV has arrived at the decode endpoint
+    transfer_s   seconds from the end of its prefill until the KV has arrived at the decode endpoint
+    transfers_s  the same for each candidate, in their order; empty: `transfer_s` for all
     """
 
     prefills: float = 1.0
     decodes: float = 1.0
     transfer_s: float = 0.0
+    transfers_s: Sequence[float] = ()
 
 
 WHOLE_REQUEST, DECODE_PHASE = PhaseShare(), PhaseShare(prefills=0.0)

@@ -65,7 +65,9 @@ class PairAttempt(AttemptState):
         self.decode_place.__exit__()
         self.handoffs.give_back_number(self._number)
         relay = self.exchange.relay
-        self.handoffs.count_attempt(self.pair, self.figures, self.state, self.record, relay)
+        context = self.context
+        split = context.split.splitter.rule, context.call.request.prompt_tokens
+        self.handoffs.count_attempt(self.pair, self.figures, self.state, self.record, relay, split)
 
     async def run(self, ask: RoutingQuery) -> UpstreamError | None:
         """Serve the request; return the error that broke it, or None when the client has an answer.

@@ -21,7 +21,14 @@ from gateway.metrics.catalogue import Metrics
 from gateway.metrics.metric_types import Counter
 from gateway.protocol.relay import Relay, UpstreamError
 from kvtransfer.dialects import PrefillIdentity
-from policies.pricing.split import EndpointPair, SplitDecision, SplitReason
+from policies.pricing.split import (
+    EndpointPair,
+    SplitDecision,
+    SplitReason,
+    SplitRule,
+    record_transfer,
+)
+from policies.pricing.transfer_time import TransferTimes
 
 # Numbers have 63 bits: SGLang's room, and an id that TensorRT-LLM accepts as a snowflake id.
 LEAST_NUMBER = 2**40
@@ -112,11 +119,12 @@ class Handoffs:
     splitting  by model: the mode of its rule (policies.pricing.split.SplitRule.hysteresis)
     pairs      statistics by names of prefill and decode endpoint
     transfers  in progress, with the monotonic time by which each must end
+    transfer_times  measured seconds per token of KV, for rules that price a split
     """
 
     __slots__ = (
         *("_decisions", "_identities", "_legs", "_numbers", "_rng", "_running", "bootstraps"),
-        *("metrics", "outbox", "pairs", "splitting", "transfers"),
+        *("metrics", "outbox", "pairs", "splitting", "transfer_times", "transfers"),
     )
 
     def __init__(self, metrics: Metrics, rng: Random, outbox: WriteQueue) -> None:
@@ -126,6 +134,7 @@ class Handoffs:
         self.splitting: dict[str, bool] = {}
         self.pairs: dict[tuple[str, str], PairFigures] = {}
         self.transfers: dict[Transfer, float] = {}
+        self.transfer_times = TransferTimes()
         self._legs: dict[tuple[str, str], Counter] = {}
         self._decisions: dict[SplitReason, Counter] = {}
         self._rng = rng
@@ -193,6 +202,7 @@ class Handoffs:
     def forget_endpoint(self, endpoint: str) -> None:
         """Drop what is known about a name that no endpoint has any more."""
         self.forget_identity(endpoint)
+        self.transfer_times.forget_endpoint(endpoint)
         self.pairs = {
             names: figures for names, figures in self.pairs.items() if endpoint not in names
         }
@@ -238,8 +248,12 @@ class Handoffs:
         state: State,
         record: SplitRecord,
         relay: Relay | None,
+        split: tuple[SplitRule, int],
     ) -> None:
-        """Count a pair's attempt that is over, and its times if it was served."""
+        """Count a pair's attempt that is over, and its times if it was served.
+
+        `split` are the rule by which the pair was chosen, and the prompt's tokens.
+        """
         if record.transport is not None:
             figures.transport = record.transport
         if state is _FAILED:
@@ -255,7 +269,10 @@ class Handoffs:
             if relay is None or began is None or done is None:
                 return
             if relay.first_token_at is not None:
-                figures.add_times(done - began, max(0.0, relay.first_token_at - done))
+                handoff_s, (rule, tokens) = max(0.0, relay.first_token_at - done), split
+                figures.add_times(done - began, handoff_s)
+                now = relay.first_token_at
+                record_transfer(self.transfer_times, rule, pair, tokens, handoff_s, now)
 
     def close(self) -> None:
         """Close the connections of release requests and bootstrap queries."""

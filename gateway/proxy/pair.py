@@ -85,14 +85,15 @@ class SplitPlan:
 
     def _decide(self, ask: RoutingQuery) -> SplitDecision:
         context = self._context
-        pools, splitting = context.split.pools, context.gateway.handoffs.splitting
-        mode = splitting.get(self._route.name, False)
+        pools, handoffs = context.split.pools, context.gateway.handoffs
+        mode = handoffs.splitting.get(self._route.name, False)
         if self._recompute and any(candidate.load.is_available for candidate in pools.alone):
             return SplitDecision(None, SplitReason.RECOMPUTE, mode)
         call = context.call
         is_whole = not call.api.can_split
         form = _WHOLE_ONLY if is_whole else shape(call.members)
-        return context.split.splitter.decide(pools, ask, form, mode)
+        splitter, transfers = context.split.splitter, handoffs.transfer_times
+        return splitter.decide(pools, ask, form, mode, transfers)
 
     def _pick_alone(self, ask: RoutingQuery) -> Pick | None:
         """Pick one endpoint for the whole request, or return None.

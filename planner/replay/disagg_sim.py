@@ -23,10 +23,13 @@ from policies.pricing.split import (
     SplitPools,
     SplitRule,
     SplitShape,
-    after_prefill_s,
     build_splitter,
+    decode_wait_s,
     kv_compatibility_key,
+    record_transfer,
+    transfer_s,
 )
+from policies.pricing.transfer_time import TransferTimes
 
 _WHOLE = SplitShape()
 _NOWHERE = AgentPeer("")
@@ -39,6 +42,7 @@ class DisaggSim:
         self._fleet = fleet
         self._splitter = build_splitter(rule, policy)
         self._splitting = False
+        self._transfers = TransferTimes()
         self._pools = _pools(fleet.groups)
 
     def fitting(self, request: TraceRequest) -> SplitPools:
@@ -78,7 +82,8 @@ class DisaggSim:
         front, groups = self._fleet.gateway, self._fleet.groups
         pools = self.fitting(flight.trace_request)
         began = front.clock()
-        decision = self._splitter.decide(pools, query, _WHOLE, self._splitting)
+        transfers, rule = self._transfers, self._splitter.rule
+        decision = self._splitter.decide(pools, query, _WHOLE, self._splitting, transfers)
         front.pick_s += front.clock() - began
         front.picks += 1
         self._splitting = decision.splitting
@@ -90,15 +95,15 @@ class DisaggSim:
         self._fleet.admission.on_booked(query, prefill)
         short = msgspec.structs.replace(request, output_tokens=1)
         flight.prefill_booking = ledger.book(giver.load, short, prefill.cached_tokens, now)
-        after_s = after_prefill_s(self._splitter.rule, query, decode)
+        after_s = transfer_s(rule, query, prefill.candidate, decode, transfers)
+        after_s += decode_wait_s(query, decode)
         flight.booking = ledger.reserve(taker.load, request, decode.cached_tokens, now)
         computed_s = flight.prefill_booking.predicted_ttft_s
         record.predicted_ttft_s = None if computed_s is None else computed_s + after_s
         record.predicted_tpot_s = flight.booking.predicted_tpot_s
         record.group, record.prefilled_by = taker.name, giver.name
         flight.believed_tokens = prefill.cached_tokens
-        flight.prefill_group = giver
-        flight.decode_group = taker
+        flight.pair, flight.prefill_group, flight.decode_group = decision.pair, giver, taker
         front.learn(flight.fingerprint, decode, request.prompt_tokens)
         flight.prefill_job = Job(request.prompt_tokens, 1, flight.keys, keeps_blocks=True)
         self._fleet.send(now, flight, giver, prefill, flight.prefill_job)
@@ -112,7 +117,7 @@ class DisaggSim:
         assert flight.prefill_booking is not None
         assert taker is not None
         flight.prefill_booking.finish(now, 1)
-        flight.prefill_booking = None
+        flight.prefill_booking, flight.prefilled_s = None, now
         record.cached_tokens, record.believed_tokens = given.cached, flight.believed_tokens
         self._fleet.gateway.confirm(
             giver.load.slot, flight.believed_tokens, given.cached, given.prompt_tokens
@@ -127,6 +132,14 @@ class DisaggSim:
         flight.group, flight.job = taker, job
         self._fleet.inflight[job] = flight
         self._fleet.schedule(now + taker.kind.software.request_s, self._fleet.enter, (taker, job))
+
+    def on_first_token(self, now: float, flight: InflightRequest) -> None:
+        """Learn how long the KV of a split request travelled."""
+        pair, rule = flight.pair, self._splitter.rule
+        if pair is not None and flight.prefilled_s is not None:
+            took_s, tokens = now - flight.prefilled_s, flight.request.prompt_tokens
+            record_transfer(self._transfers, rule, pair, tokens, took_s, now)
+            flight.pair = None
 
     def fetch(self, taker: ReplayGroup, job: Job, now: float) -> None:
         """Transfer the KV that the decode group lacks over the links, one transfer after

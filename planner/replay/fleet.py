@@ -303,6 +303,8 @@ class Fleet:
         record.first_s = now
         if not record.prefilled_by:
             record.cached_tokens = job.cached
+        elif self.disagg is not None:
+            self.disagg.on_first_token(now, flight)
 
     def on_blocks_allocated(self, group: ReplayGroup, job: Job, now: float) -> None:
         """Start the KV transfer of a job whose KV comes from another group.

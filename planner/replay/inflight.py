@@ -12,6 +12,7 @@ from planner.traces.shape import TraceRequest
 from policies.ledger import LoadBooking
 from policies.model import Request
 from policies.prefix.fingerprint import Fingerprint
+from policies.pricing.split import EndpointPair
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +36,8 @@ class InflightRequest:
     prefill_group  the group that computes its prompt; None once its KV was fetched or lost
     prefill_job  the job there, whose blocks are kept until they were fetched
     prefill_booking  its booked load there
+    pair      both endpoints, until the first token
+    prefilled_s  when the prompt was computed
     """
 
     record: ReplayRecord
@@ -60,3 +63,5 @@ class InflightRequest:
     prefill_group: ReplayGroup | None = None
     prefill_job: Job | None = None
     prefill_booking: LoadBooking | None = None
+    pair: EndpointPair | None = None
+    prefilled_s: float | None = None

@@ -195,7 +195,8 @@ class PriceScorer:
             wait_s += waiting_external_requests(load) * work_s
             share = max(share, load.kv_usage or 0.0)
         start_s = max(wait_s, room_s(load, request.prompt_tokens), slot_wait_s(load, usual))
-        first_s = part.transfer_s + start_s + load.fixed_ttft_s + work_s
+        transfer_s = part.transfers_s[index] if part.transfers_s else part.transfer_s
+        first_s = transfer_s + start_s + load.fixed_ttft_s + work_s
         context_s = load.decode_s_per_context_token
         sequence_s = load.decode_s_per_sequence + context_s * request.prompt_tokens
         more_s = part.decodes * slow * sequence_s
@@ -271,6 +272,7 @@ class _RequestTerms:
             "_regretted",
             "_stall",
             "_transfer_s",
+            "_transfers_s",
             "_work",
         ),
     )
@@ -282,6 +284,7 @@ class _RequestTerms:
         self._now, self._oldest = query.now, query.now - weights.fresh_s
         self._prompt, self._later = request.prompt_tokens, part.decodes * request.output_tokens
         self._prefills, self._transfer_s = part.prefills, part.transfer_s
+        self._transfers_s = part.transfers_s
         self._per_ttft, self._per_tpot = 1.0 / patience_s(request, query.now), 1.0 / slo.tpot_s
         self._decoded, self._own = part.decodes / slo.tpot_s, part.decodes * weights.tpot_weight
         self._others, self._stall = 3.0 * weights.others_weight * slo.tpot_s, weights.stall
@@ -292,7 +295,6 @@ class _RequestTerms:
         self, candidates: Sequence[Candidate], cached: Sequence[int], factors: SpeedFactors
     ) -> list[float]:
         """Return the price at each candidate; one unrolled loop, because every request runs it."""
-        fasts, attentions, slows = factors
         known, prices = len(cached), []
         usual: float = usual_slots(candidates)
         prompt: float = self._prompt
@@ -300,9 +302,9 @@ class _RequestTerms:
         fast: float
         attention: float
         slow: float
-        for candidate, fast, attention, slow in zip(
-            candidates, fasts, attentions, slows, strict=True
-        ):
+        delay_s: float
+        rows = zip(candidates, *factors, self._delays_s(candidates), strict=True)
+        for candidate, fast, attention, slow, delay_s in rows:
             load: EndpointLoad = candidate.load
             hit: float = cached[load.slot] if load.slot < known else 0
             ready_at: float = load.prefill_done_at
@@ -330,15 +332,14 @@ class _RequestTerms:
             if usual < inf:
                 start_s = max(start_s, slot_wait_s(load, usual))
                 lack += slot_loss(load, usual)
-            first = (self._transfer_s + start_s + load.fixed_ttft_s + work_s) * self._per_ttft
+            first = (delay_s + start_s + load.fixed_ttft_s + work_s) * self._per_ttft
             more = self._decoded * slow * (load.decode_s_per_sequence + context_s * prompt)
             step = slow * load.decode_s_per_token * self._per_tpot + more
             answer = expected / (load.answers or 1)
             per_answer = self._per_tpot / (answer if answer > SHORTEST else SHORTEST)
             more += work_s * per_answer
             slope = step + self._stall * per_answer * wait_s + 0.5 * more
-            if slope > late:
-                slope = late
+            slope = slope if slope < late else late
             if context_s > plain_s:  # stretched by others' prefills: their part of a step
                 step *= 1.0 + self._lumps * (1.0 - plain_s / context_s)
             prices.append(
@@ -350,6 +351,10 @@ class _RequestTerms:
                 + self._kv_weight * lack
             )
         return prices
+
+    def _delays_s(self, candidates: Sequence[Candidate]) -> Sequence[float]:
+        """Return the seconds that the KV travels from each candidate, in their order."""
+        return self._transfers_s or [self._transfer_s] * len(candidates)
 
 
 def patience_s(request: Request, now: float) -> float:

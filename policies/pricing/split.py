@@ -6,7 +6,7 @@ HTTP dialects of handoffs are in kvtransfer.dialects; the gateway handles failur
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -17,6 +17,16 @@ from policies.filters import below_cap
 from policies.latency.latency import ttft_s
 from policies.model import Candidate, Pick, RoutingQuery
 from policies.presets import DecodeLoad
+from policies.pricing.transfer_time import TransferTimes
+
+DECODERS_TRIED = 3
+"""Decode endpoints of a group, the cheapest ones, for which a partner is priced."""
+
+LATEST = 1.25
+"""TTFT budgets beyond which the time of a transfer does not raise the price.
+
+A request that is late in any case should go where it displaces no other.
+"""
 
 
 class SplitReason(StrEnum):
@@ -70,7 +80,8 @@ class SplitRule(msgspec.Struct, frozen=True):
                       band a request follows the last decision outside of it, so that the mode does
                       not flap
     handoff_s, kv_token_s  time of a KV transfer, fixed and per token (320 KiB per token at 50
-                           GB/s): for policies that price a split, which need no threshold
+                           GB/s), until handoffs were measured: for policies that price a split,
+                           which need no threshold
     pair_gain         share of the single endpoint's price that a pair must save, because it stores
                       the prompt's KV twice for a while
     """
@@ -115,10 +126,15 @@ class SplitPools(msgspec.Struct, frozen=True):
 
 
 class EndpointPair(msgspec.Struct, frozen=True):
-    """The endpoint that computes the prompt, and a different one that decodes."""
+    """The endpoint that computes the prompt, and a different one that decodes.
+
+    decode_wait_s  expected seconds at the decoder from the end of the transfer to the first token;
+                   None where the pair was not chosen by price
+    """
 
     prefill: Pick
     decode: Pick
+    decode_wait_s: float | None = None
 
 
 class SplitDecision(msgspec.Struct, frozen=True):
@@ -170,15 +186,49 @@ def kv_compatibility_key(engine: str, model: str, labels: Mapping[str, str]) -> 
     return "/".join((engine, model, labels.get("version", ""), labels.get("kv_dtype", "")))
 
 
-def after_prefill_s(rule: SplitRule, query: RoutingQuery, decode: Pick) -> float:
-    """Return the expected seconds from the end of the prefill to the first token.
+def transfer_s(
+    rule: SplitRule,
+    query: RoutingQuery,
+    prefill: Candidate,
+    decode: Pick,
+    transfers: TransferTimes | None = None,
+) -> float:
+    """Return the expected seconds that the KV of a prompt travels from `prefill` to `decode`.
 
-    In that time the KV is transferred, and then waits behind the prompts that the decoder computes
-    itself, or for free KV.
+    `transfers` are measured times; without them the rule's constants hold.
     """
-    prompt_tokens = query.request.prompt_tokens
-    moved_s = rule.handoff_s + (prompt_tokens - decode.cached_tokens) * rule.kv_token_s
-    return moved_s + ttft_s(decode.candidate.load, 0, prompt_tokens, query.now)
+    token_s = rule.kv_token_s
+    if transfers is not None:
+        names = prefill.endpoint.name, decode.candidate.endpoint.name
+        token_s = transfers.token_s(names, token_s, query.now)
+    return rule.handoff_s + (query.request.prompt_tokens - decode.cached_tokens) * token_s
+
+
+def decode_wait_s(query: RoutingQuery, decode: Pick) -> float:
+    """Return the expected seconds from the end of the transfer to the first token.
+
+    The KV waits behind the prompts that the decoder computes itself, or for free KV.
+    """
+    return ttft_s(decode.candidate.load, 0, query.request.prompt_tokens, query.now)
+
+
+def record_transfer(
+    transfers: TransferTimes,
+    rule: SplitRule,
+    pair: EndpointPair,
+    prompt_tokens: int,
+    handoff_s: float,
+    now: float,
+) -> None:
+    """Learn from a handoff that took `handoff_s` from the end of the prefill to the first token.
+
+    The expected wait at the decoder and the fixed time of a handoff are no part of the transfer.
+    """
+    if pair.decode_wait_s is None:
+        return
+    names = pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name
+    seconds = handoff_s - pair.decode_wait_s - rule.handoff_s
+    transfers.record(names, prompt_tokens - pair.decode.cached_tokens, seconds, now)
 
 
 def unsplittable_reason(shape: SplitShape) -> SplitReason | None:
@@ -210,9 +260,16 @@ class Splitter(msgspec.Struct, frozen=True):
     crowded: Policy
 
     def decide(
-        self, pools: SplitPools, query: RoutingQuery, shape: SplitShape, splitting: bool
+        self,
+        pools: SplitPools,
+        query: RoutingQuery,
+        shape: SplitShape,
+        splitting: bool,
+        transfers: TransferTimes | None = None,
     ) -> SplitDecision:
         """Decide whether to split one request, and choose the pair.
+
+        `transfers` are measured times of KV transfers, for rules that price them.
 
         `splitting` is the mode in the last decision; False at first. A request that no endpoint can
         serve whole is split even when that is slower.
@@ -220,7 +277,7 @@ class Splitter(msgspec.Struct, frozen=True):
         why = unsplittable_reason(shape)
         if why is not None:
             return SplitDecision(None, why, splitting)
-        pair = self.choose_pair(pools, query)
+        pair = self.choose_pair(pools, query, transfers)
         if pair is None:
             return SplitDecision(None, SplitReason.NO_PAIR, splitting)
         reason, splitting = self._pays_off(
@@ -232,7 +289,9 @@ class Splitter(msgspec.Struct, frozen=True):
             reason = SplitReason.NO_SINGLE_ENDPOINT
         return SplitDecision(pair, reason, splitting)
 
-    def choose_pair(self, pools: SplitPools, query: RoutingQuery) -> EndpointPair | None:
+    def choose_pair(
+        self, pools: SplitPools, query: RoutingQuery, transfers: TransferTimes | None = None
+    ) -> EndpointPair | None:
         """Return the least loaded decode endpoint that has a prefill partner, and its best partner.
 
         Return None if there is no such pair.
@@ -280,7 +339,12 @@ class PricedSplitter(Splitter, frozen=True):
     """
 
     def decide(
-        self, pools: SplitPools, query: RoutingQuery, shape: SplitShape, splitting: bool
+        self,
+        pools: SplitPools,
+        query: RoutingQuery,
+        shape: SplitShape,
+        splitting: bool,
+        transfers: TransferTimes | None = None,
     ) -> SplitDecision:
         """Decide like Splitter.decide, but by price; `splitting` is returned unchanged."""
         why = unsplittable_reason(shape)
@@ -289,7 +353,7 @@ class PricedSplitter(Splitter, frozen=True):
         whole = run.pick(self.prefill, query, pools.alone)
         if whole is not None and shape.max_tokens is not None and shape.max_tokens <= 1:
             return SplitDecision(None, SplitReason.ONE_TOKEN, splitting)
-        pair = self.choose_pair(pools, query)
+        pair = self.choose_pair(pools, query, transfers)
         if pair is None:
             return SplitDecision(None, SplitReason.NO_PAIR, splitting)
         if whole is None:
@@ -300,41 +364,79 @@ class PricedSplitter(Splitter, frozen=True):
             return SplitDecision(pair, SplitReason.PAIR_CHEAPER, splitting)
         return SplitDecision(None, SplitReason.WHOLE_CHEAPER, splitting)
 
-    def choose_pair(self, pools: SplitPools, query: RoutingQuery) -> EndpointPair | None:
-        """Return the cheapest pair, or None: per group the cheapest decoder and its cheapest
-        partner.
+    def choose_pair(
+        self, pools: SplitPools, query: RoutingQuery, transfers: TransferTimes | None = None
+    ) -> EndpointPair | None:
+        """Return the pair with the lowest sum of both prices, or None if there is no pair.
+
+        Per group of endpoints the cheapest decoders are tried, each with its cheapest partner.
         """
         pairs = [
             pair
             for group in pools.groups
-            if (pair := self._pair_of(group, pools, query)) is not None
+            for pair in self._pairs_of(group, pools, query, transfers)
         ]
         return max(pairs, key=lambda pair: pair.prefill.score + pair.decode.score, default=None)
 
-    def _pair_of(
-        self, group: PairGroup, pools: SplitPools, query: RoutingQuery
-    ) -> EndpointPair | None:
-        decode = run.pick(self.decode, query, group.decodes)
-        if decode is None or self.prefill.phase_prices is None:
-            return None
-        part = PhaseShare(decodes=0.0, transfer_s=after_prefill_s(self.rule, query, decode))
-        prefills = [candidate for candidate in group.prefills if candidate is not decode.candidate]
-        prefill = run.pick(
-            cheapest_for_phase(
-                "prefill_price", part, self.prefill.filters, self.prefill.phase_prices
-            ),
-            query,
-            prefills,
+    def _pairs_of(
+        self,
+        group: PairGroup,
+        pools: SplitPools,
+        query: RoutingQuery,
+        transfers: TransferTimes | None,
+    ) -> Iterator[EndpointPair]:
+        """Yield each of the cheapest decoders of a group with its cheapest partner."""
+        cheapest = run.pick(self.decode, query, group.decodes)
+        if cheapest is None:
+            return
+        ranked = sorted(
+            zip(cheapest.scores, cheapest.candidates, strict=True), key=_score, reverse=True
         )
+        others = [each for _, each in ranked if each is not cheapest.candidate]
+        for candidate in (cheapest.candidate, *others[: DECODERS_TRIED - 1]):
+            decode = run.repick(cheapest, candidate, query.cached_by_slot)
+            pair = self._pair_with(decode, group, pools, query, transfers)
+            if pair is not None:
+                yield pair
+
+    def _pair_with(
+        self,
+        decode: Pick,
+        group: PairGroup,
+        pools: SplitPools,
+        query: RoutingQuery,
+        transfers: TransferTimes | None,
+    ) -> EndpointPair | None:
+        """Return the decoder with its cheapest partner in the group, or None without one."""
+        prices = self.prefill.phase_prices
+        if prices is None:
+            return None
+        wait_s = decode_wait_s(query, decode)
+
+        def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
+            most_s = LATEST * query.request.slo.ttft_s
+            moved = [transfer_s(self.rule, query, each, decode, transfers) for each in candidates]
+            after_s = [wait_s + min(most_s, each) for each in moved]
+            part = PhaseShare(decodes=0.0, transfers_s=after_s)
+            return [-price for price in prices(query, candidates, part)]
+
+        prefills = [each for each in group.prefills if each is not decode.candidate]
+        policy = Policy(
+            "prefill_price",
+            self.prefill.filters,
+            (WeightedScorer(score),),
+            pickers.best,
+            reads_prefix=True,
+        )
+        prefill = run.pick(policy, query, prefills)
         if prefill is None and not _has_candidate(pools.alone, query):
-            prefill = run.pick(
-                cheapest_for_phase(
-                    "prefill_price", part, self.crowded.filters, self.prefill.phase_prices
-                ),
-                query,
-                prefills,
-            )
-        return None if prefill is None else EndpointPair(prefill, decode)
+            crowded = msgspec.structs.replace(policy, filters=self.crowded.filters)
+            prefill = run.pick(crowded, query, prefills)
+        return None if prefill is None else EndpointPair(prefill, decode, wait_s)
+
+
+def _score(ranked: tuple[float, Candidate]) -> float:
+    return ranked[0]
 
 
 def _has_candidate(candidates: Sequence[Candidate], query: RoutingQuery) -> bool:

@@ -13,6 +13,7 @@ from gateway.disagg.state_machine import State
 from gateway.exchange import SplitRecord
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
+from policies.pricing.split import SplitRule
 from tests.replaced import stand_in
 from tests.scraped import total
 from tests.unit.gateway.disagg.fake_upstream import FakeConnection, FakeUpstream
@@ -28,7 +29,7 @@ def pair(prefill: str = "p", decode: str = "d") -> Any:
             candidate=SimpleNamespace(endpoint=SimpleNamespace(name=name)), cached_tokens=0
         )
 
-    return SimpleNamespace(prefill=pick(prefill), decode=pick(decode))
+    return SimpleNamespace(prefill=pick(prefill), decode=pick(decode), decode_wait_s=0.1)
 
     # Releases
 
@@ -125,7 +126,9 @@ def ended(handoffs: Handoffs, state: State, transport: str | None = None) -> Non
     record = SplitRecord("split")
     record.prefill_sent_at, record.prefilled_at, record.transport = 1.0, 3.0, transport
     relay: Any = SimpleNamespace(first_token_at=3.5)
-    handoffs.count_attempt(pair(), handoffs.figures(pair()), state, record, relay)
+    handoffs.count_attempt(
+        pair(), handoffs.figures(pair()), state, record, relay, (SplitRule(), 1000)
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,3 +162,15 @@ def test_removing_an_endpoint_removes_its_pairs() -> None:
         handoffs.figures(pair(*names))
     handoffs.forget_endpoint("d")
     assert list(handoffs.pairs) == [("p", "e"), ("q", "e")]
+
+
+def test_a_served_handoff_teaches_the_price_how_long_its_kv_travels() -> None:
+    handoffs = made()
+    for _ in range(30):
+        ended(handoffs, State.DONE)
+    names = ("p", "d")
+    learnt_s = handoffs.transfer_times.token_s(names, SplitRule().kv_token_s, 3.5)
+    # 0.5 s less the wait of 0.1 s and the fixed 10 ms, for 1,000 tokens
+    assert learnt_s == pytest.approx(0.39e-3, rel=0.3)
+    handoffs.forget_endpoint("p")
+    assert handoffs.transfer_times.token_s(names, 1e-9, 1e9) == pytest.approx(1e-9)

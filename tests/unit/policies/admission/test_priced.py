@@ -462,11 +462,11 @@ def test_nothing_is_refused_for_a_budget_that_no_operator_or_client_set() -> Non
     priced, fleet = admission(), queued(60.0)
     overload(priced, fleet)
     verdicts = [
-        priced.decide(asking(seed=seed, slo=NO_PROMISE), fleet, View(drain=measured()))
+        priced.decide(asking(seed=seed, slo=NO_PROMISE), fleet, View(drain=measured_rate()))
         for seed in range(50)
     ]
     assert verdicts == [Admit()] * 50
-    waiting = View(drain=measured(), is_new_arrival=False)
+    waiting = View(drain=measured_rate(), is_new_arrival=False)
     late = asking(slo=replace(NO_PROMISE, ttft_s=0.001))
     assert priced.decide(late, fleet, waiting) == Admit()
 
@@ -479,5 +479,5 @@ def test_without_a_budget_the_clients_own_deadline_still_refuses() -> None:
 def test_a_request_without_a_budget_waits_where_others_have_one() -> None:
     priced, fleet = admission(), queued(60.0)
     overload(priced, fleet)
-    assert isinstance(priced.decide(asking(), fleet, View(drain=measured())), Shed)
+    assert isinstance(priced.decide(asking(), fleet, View(drain=measured_rate())), Shed)
     assert isinstance(priced.decide(asking(slo=NO_PROMISE), fleet, View()), Wait)

@@ -66,7 +66,7 @@ def test_the_time_at_an_idle_engine_is_that_of_the_simulation(
         return pairs[0][0]
 
     monkeypatch.setattr(ttft_simulation, "idle_ttft_s", compared)
-    foreseen(load, tokens, 20.0, cached)
+    predicted_ttft(load, tokens, 20.0, cached)
     ((short, simulated),) = pairs
     assert short == pytest.approx(simulated, rel=1e-9)
 

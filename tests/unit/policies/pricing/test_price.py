@@ -285,7 +285,12 @@ def test_halves_add_up_in_the_unrolled_form_as_well() -> None:
         for slot in range(4)
     ]
     question = ask(9000, 300, cached=[512, 4096])
-    for part in (WHOLE_REQUEST, DECODE_PHASE, PhaseShare(decodes=0.0, transfer_s=0.7)):
+    for part in (
+        WHOLE_REQUEST,
+        DECODE_PHASE,
+        PhaseShare(decodes=0.0, transfer_s=0.7),
+        PhaseShare(decodes=0.0, transfers_s=(0.1, 5.0, 0.0, 0.7)),
+    ):
         totals = [PRICES.explain(question, fleet, index, part).total for index in range(4)]
         assert PRICES.prices(question, fleet, part) == pytest.approx(totals)
 

@@ -16,11 +16,14 @@ from policies.pricing.split import (
     SplitReason,
     SplitRule,
     SplitShape,
-    after_prefill_s,
     build_splitter,
+    decode_wait_s,
     kv_compatibility_key,
+    record_transfer,
+    transfer_s,
     unsplittable_reason,
 )
+from policies.pricing.transfer_time import TransferTimes
 from tests.unit.policies.builders import ask, candidate
 
 SPLITTER = build_splitter(SplitRule(2000, 0.25), PrefixAware().build())
@@ -245,7 +248,8 @@ def test_the_time_after_prefill_is_the_transfer_plus_the_longer_of_queue_and_mem
 
     def takes_s(cached: int, **load: object) -> float:
         decode = Pick(busy(0, fixed_ttft_s=0.03, **load), cached, 0.0, 1, "")
-        return after_prefill_s(rule, question, decode)
+        moved_s = transfer_s(rule, question, candidate(9), decode)
+        return moved_s + decode_wait_s(question, decode)
 
     assert takes_s(1000) == pytest.approx(0.5 + 3.0 + 0.03)
     assert takes_s(1000, prefill_done_at=102.0) == pytest.approx(5.53)
@@ -302,3 +306,53 @@ def test_endpoints_that_answer_go_on_answering_and_the_others_go_on_prefilling()
     )
     assert pair is not None
     assert pair.prefill.candidate in fleet[2:]
+
+
+def measured_links(**token_s: float) -> TransferTimes:
+    """Return measured transfers from every prefill endpoint; keywords are seconds per token."""
+    transfers = TransferTimes()
+    for _ in range(40):
+        for prefill in ("tp0", "tp1"):
+            for decode, seconds in token_s.items():
+                transfers.record((prefill, decode), 8_000, 8_000 * seconds, 100.0)
+    return transfers
+
+
+def test_a_request_is_not_split_over_a_link_that_was_measured_to_be_slow() -> None:
+    two = pools([busy(0)], [busy(1, **ANSWERING)], alone=[busy(2, **ANSWERING)])
+    quick, slow = measured_links(tp1=1e-6), measured_links(tp1=2e-3)
+    decisions = [
+        PRICED.decide(two, ask(30_000, 300), SplitShape(), False, transfers)
+        for transfers in (None, quick, slow)
+    ]
+    assert [decision.reason for decision in decisions] == [
+        SplitReason.PAIR_CHEAPER,
+        SplitReason.PAIR_CHEAPER,
+        SplitReason.WHOLE_CHEAPER,
+    ]
+
+
+def test_the_pair_with_the_quick_link_is_chosen_though_its_decoder_is_busier() -> None:
+    decoders = [busy(2, **ANSWERING), busy(3, **{**ANSWERING, "expected_tokens": 40_500.0})]
+    question = ask(30_000, 300)
+    greedy = PRICED.choose_pair(pools([busy(0)], decoders, alone=[]), question)
+    joint = PRICED.choose_pair(
+        pools([busy(0)], decoders, alone=[]), question, measured_links(tp2=2e-4, tp3=1e-6)
+    )
+    assert greedy is not None
+    assert joint is not None
+    assert greedy.decode.candidate.endpoint.name == "tp2"
+    assert joint.decode.candidate.endpoint.name == "tp3"
+
+
+def test_a_handoff_teaches_the_time_without_the_wait_at_the_decoder() -> None:
+    pair = PRICED.choose_pair(pools([busy(0)], [busy(1)], alone=[]), ask(8000, 300))
+    assert pair is not None
+    assert pair.decode_wait_s is not None
+    transfers, rule = TransferTimes(), SplitRule(handoff_s=0.5, kv_token_s=1e-6)
+    for number in range(60):
+        took_s = pair.decode_wait_s + 0.5 + 8.0
+        record_transfer(transfers, rule, pair, 8000, took_s, 100.0 + number)
+    question = ask(8000, 300, now=160.0)
+    seconds = transfer_s(rule, question, pair.prefill.candidate, pair.decode, transfers)
+    assert seconds == pytest.approx(8.5, rel=0.1)

@@ -1,0 +1,88 @@
+"""Measured times of KV transfers between endpoints, per token and pair.
+
+The price of a split request contains the time that its KV travels (policies/pricing/split.py). It
+depends on the network between two endpoints, so it is learnt from handoffs. A pair without recent
+handoffs is expected to be like the others, and a fleet without any as the rule says.
+"""
+
+from __future__ import annotations
+
+from math import exp
+
+MEMORY_S = 600.0
+"""Time constant with which a measurement loses its weight, seconds."""
+
+PRIOR_TOKENS = 8_192.0
+"""Tokens for which the expectation counts beside the measured ones."""
+
+MEMORY_TOKENS = 131_072.0
+"""Limit of the tokens that a pair's measurement counts for, so that it follows a change."""
+
+LEAST_TOKENS = 256
+"""Handoffs of fewer tokens are not recorded: their time is that of messages, and not of KV."""
+
+MOST_PAIRS = 65_536
+
+Names = tuple[str, str]
+"""Names of the prefill and the decode endpoint."""
+
+
+class MeasuredRate:
+    """Seconds and tokens of past transfers, fading with time."""
+
+    __slots__ = ("_at_s", "_seconds", "_tokens")
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = self._at_s = 0.0
+
+    def add(self, tokens: int, seconds: float, now: float) -> None:
+        """Add one transfer."""
+        kept = exp(min(0.0, self._at_s - now) / MEMORY_S)
+        kept = min(kept, MEMORY_TOKENS / (self._tokens + tokens))
+        self._tokens = self._tokens * kept + tokens
+        self._seconds = self._seconds * kept + seconds
+        self._at_s = now
+
+    def token_s(self, expected_s: float, now: float) -> float:
+        """Return the seconds per token; `expected_s` is the value without a measurement."""
+        kept = exp(min(0.0, self._at_s - now) / MEMORY_S)
+        seconds = self._seconds * kept + PRIOR_TOKENS * expected_s
+        return seconds / (self._tokens * kept + PRIOR_TOKENS)
+
+
+class TransferTimes:
+    """Seconds per token that KV took between two endpoints. One owner."""
+
+    __slots__ = ("_all", "_pairs")
+
+    def __init__(self) -> None:
+        self._all = MeasuredRate()
+        self._pairs: dict[Names, MeasuredRate] = {}
+
+    def record(self, names: Names, tokens: int, seconds: float, now: float) -> None:
+        """Record a transfer of `tokens` tokens, without the fixed time of a handoff.
+
+        A negative time, where the decoder was quicker than expected, counts as 0.
+        """
+        if tokens < LEAST_TOKENS:
+            return
+        pair = self._pairs.get(names)
+        if pair is None:
+            if len(self._pairs) >= MOST_PAIRS:
+                self._pairs.clear()
+            pair = self._pairs[names] = MeasuredRate()
+        for rate in (pair, self._all):
+            rate.add(tokens, max(0.0, seconds), now)
+
+    def token_s(self, names: Names, expected_s: float, now: float) -> float:
+        """Return the expected seconds per token for a pair.
+
+        expected_s  the value for a fleet without measurements
+        """
+        usual_s = self._all.token_s(expected_s, now)
+        pair = self._pairs.get(names)
+        return usual_s if pair is None else pair.token_s(usual_s, now)
+
+    def forget_endpoint(self, name: str) -> None:
+        """Drop the measurements of an endpoint that has been removed."""
+        self._pairs = {names: rate for names, rate in self._pairs.items() if name not in names}

@@ -1,0 +1,62 @@
+"""Prefill and decode apart over quick and slow links, on the virtual clock."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import count
+from random import Random
+from statistics import mean
+
+from msgspec.structs import replace
+
+from planner.replay import FleetSpec, GroupKind, ReplayOptions, ReplayRun, replay, traffic
+from planner.traces.shape import PRIVATE, TraceRequest
+from policies import registry
+from policies.model import Slo
+from policies.pricing.split import SplitRule
+
+KIND = GroupKind("llama-3.1-70b-fp8", "h100", 4, count=4)
+RATE_PER_S, REQUESTS, COLD = 11.0, 400, 100
+BLOCK_TOKENS = 512
+
+
+def requests() -> list[TraceRequest]:
+    """Return requests without shared prefixes, about 4,000 tokens of prompt and 180 of answer."""
+    rng, names, now_s, made = Random(3), count(PRIVATE), 0.0, []
+    for _ in range(REQUESTS):
+        now_s += rng.expovariate(RATE_PER_S)
+        prompt = int(min(32_000, rng.lognormvariate(8.3, 0.8)))
+        output = int(min(800, max(8, rng.lognormvariate(5.2, 0.7))))
+        blocks = tuple(next(names) for _ in range(-(-prompt // BLOCK_TOKENS)))
+        made.append(TraceRequest(now_s, prompt, output, blocks))
+    return made
+
+
+@cache
+def run(link_gb_s: float | None) -> ReplayRun:
+    """Replay with links of this speed between any two groups; None: no request is split."""
+    kind = KIND if link_gb_s is None else replace(KIND, link_gb_s=link_gb_s)
+    pairs = link_gb_s is not None
+    spec = FleetSpec("links", (kind,), pairs=pairs, split=SplitRule(1))
+    options = ReplayOptions(standard=Slo("tight", 3.0, 0.05), expected_output=None)
+    return replay(spec, traffic(requests()), registry.build("priced", {}), options=options)
+
+
+def split_share(link_gb_s: float) -> float:
+    return mean(bool(record.prefilled_by) for record in run(link_gb_s).records[COLD:])
+
+
+def attainment(link_gb_s: float | None) -> float:
+    return mean(record.is_good for record in run(link_gb_s).records[COLD:])
+
+
+def test_the_share_of_split_requests_falls_as_links_slow_down() -> None:
+    shares = [split_share(link_gb_s) for link_gb_s in (50.0, 5.0, 1.0, 0.125)]
+    assert shares[0] > 0.3
+    assert shares[1] < 0.5 * shares[0]
+    assert max(shares[2:]) < 0.05
+
+
+def test_a_slow_link_costs_little_beside_never_splitting() -> None:
+    assert attainment(50.0) > attainment(None) - 0.02
+    assert min(attainment(1.0), attainment(0.125)) > attainment(None) - 0.1

@@ -1,0 +1,61 @@
+"""Measured times of KV transfers: per pair, fading, and expected for pairs without handoffs."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.pricing.transfer_time import LEAST_TOKENS, MEMORY_S, MEMORY_TOKENS, TransferTimes
+
+PAIR, OTHER, EXPECTED_S = ("p0", "d0"), ("p0", "d1"), 1e-5
+
+
+def measured(token_s: float, handoffs: int = 40, tokens: int = 8_000) -> TransferTimes:
+    times = TransferTimes()
+    for number in range(handoffs):
+        times.record(PAIR, tokens, tokens * token_s, float(number))
+    return times
+
+
+def test_a_fleet_without_handoffs_is_expected_to_be_as_configured() -> None:
+    assert TransferTimes().token_s(PAIR, EXPECTED_S, 0.0) == pytest.approx(EXPECTED_S)
+
+
+def test_a_slow_link_is_learnt_for_its_pair_and_expected_of_the_others() -> None:
+    times = measured(1e-3)
+    assert times.token_s(PAIR, EXPECTED_S, 40.0) == pytest.approx(1e-3, rel=0.1)
+    assert 1e-4 < times.token_s(OTHER, EXPECTED_S, 40.0) < 1e-3
+
+
+def test_pairs_with_handoffs_of_their_own_differ() -> None:
+    times = measured(1e-3)
+    for number in range(40):
+        times.record(OTHER, 8_000, 8_000 * EXPECTED_S, float(number))
+    assert times.token_s(OTHER, EXPECTED_S, 40.0) < 0.1 * times.token_s(PAIR, EXPECTED_S, 40.0)
+
+
+def test_a_link_that_has_become_quick_is_believed_after_some_handoffs() -> None:
+    times = measured(1e-3)
+    for number in range(40):
+        times.record(PAIR, 8_000, 0.0, 40.0 + number)
+    assert times.token_s(PAIR, EXPECTED_S, 80.0) < 1e-4
+    assert MEMORY_TOKENS < 40 * 8_000
+
+
+def test_a_pair_without_handoffs_for_long_is_tried_again() -> None:
+    times = measured(1e-3)
+    assert times.token_s(PAIR, EXPECTED_S, 20.0 * MEMORY_S) == pytest.approx(EXPECTED_S, rel=0.01)
+
+
+def test_small_handoffs_and_negative_times_teach_no_nonsense() -> None:
+    times = TransferTimes()
+    times.record(PAIR, LEAST_TOKENS - 1, 5.0, 0.0)
+    assert times.token_s(PAIR, EXPECTED_S, 0.0) == pytest.approx(EXPECTED_S)
+    times.record(PAIR, 8_000, -3.0, 0.0)
+    assert 0.0 < times.token_s(PAIR, EXPECTED_S, 0.0) < EXPECTED_S
+
+
+def test_the_measurements_of_a_removed_endpoint_are_dropped() -> None:
+    times = measured(1e-3)
+    before = times.token_s(OTHER, EXPECTED_S, 40.0)
+    times.forget_endpoint("d0")
+    assert times.token_s(PAIR, EXPECTED_S, 40.0) == before
