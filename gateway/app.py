@@ -253,6 +253,8 @@ class App:
             limit_s,
         )
         await self._file_watcher.stop()
+        if self._batches is not None:
+            await self._batches.stop()
         for server in chain(*self._servers.values()):
             server.close()
         for client in tuple(self.connections):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gateway.http.large_bodies import WaitForTurn
     from gateway.http.upstream import UpstreamConnection
 
-MAX_ANSWER_BYTES = 64 * 1024 * 1024
+MAX_ANSWER_BYTES = 32 * 1024 * 1024
 _STREAM = {
     "stream": msgspec.Raw(b"true"),
     "stream_options": msgspec.Raw(b'{"include_usage":true}'),

@@ -13,6 +13,7 @@ import msgspec
 GROW_EVERY_S = 0.25
 CUT_EVERY_S = 0.25
 HOLD_S = 1.0  # time without growth after a sign of pressure
+QUIET_S = 0.1  # time without a waiting request before another request of a batch starts
 CUT = 0.5  # factor of one cut
 CAUTION = 0.7  # share of a latency target from which a measured latency counts as pressure
 FIRST_LIMIT = 4.0
@@ -55,7 +56,7 @@ class PoolPacer:
         """Initialize; batches may fill a pool up to `share` of its places, with `most` requests."""
         self.share, self.most = share, most
         self.limit = min(FIRST_LIMIT, float(most))
-        self._cut_at = self._grown_at = float("-inf")
+        self._cut_at = self._grown_at = self._waited_at = float("-inf")
 
     def allow(self, reading: PoolReading, targets: LatencyTargets, running: int, now: float) -> int:
         """Return how many requests of batches may run, of which `running` do now.
@@ -71,7 +72,11 @@ class PoolPacer:
             self.limit, self._grown_at = min(self.most, self.limit + max(1.0, self.limit / 8)), now
         free = int(self.share * reading.places) - (reading.busy - running)
         allowed = min(int(self.limit), free)
-        if reading.waiting:  # these need the places of requests that run now
+        # A waiting request takes the place of one that runs now. That says nothing about the
+        # latencies, so the limit stays.
+        if reading.waiting:
+            self._waited_at = now
+        if now - self._waited_at < QUIET_S:
             allowed = min(allowed, running - reading.waiting)
         return max(0, allowed)
 
@@ -79,7 +84,7 @@ class PoolPacer:
 def _is_pressed(reading: PoolReading, targets: LatencyTargets) -> bool:
     late = reading.ttft_s is not None and reading.ttft_s > CAUTION * targets.ttft_s
     slow = reading.tpot_s is not None and reading.tpot_s > CAUTION * targets.tpot_s
-    return bool(reading.waiting or reading.missed or reading.price > 0 or late or slow)
+    return bool(reading.missed or reading.price > 0 or late or slow)
 
 
 def choose_preempted(lost_tokens: Sequence[int], count: int) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter, deque
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -116,12 +117,18 @@ class BatchRunner:
         for name, batch in list(self._owned.items()):
             if now - self._renewed_at[name] > self._owner.lease_s / 3:
                 await self._renew(batch, now)
-        for record in await asyncio.to_thread(self.store.open_batches):
-            if record.id in self._owned or len(self._owned) >= MAX_OWNED:
-                continue
+        waiting = await asyncio.to_thread(self.store.open_batches)
+        while len(self._owned) < MAX_OWNED and (record := self._next_of(waiting)) is not None:
+            waiting.remove(record)
             folder = self.store.batch_folder(record.tenant, record.id)
             if await asyncio.to_thread(self._owner.claim, folder, now):
                 await self._adopt(record)
+
+    def _next_of(self, waiting: list[BatchRecord]) -> BatchRecord | None:
+        """Return the oldest batch of a tenant of which this process owns the fewest batches."""
+        owned = Counter(batch.record.tenant for batch in self._owned.values())
+        able = [record for record in waiting if record.id not in self._owned]
+        return min(able, key=lambda record: owned[record.tenant], default=None)
 
     async def _adopt(self, claimed: BatchRecord) -> None:
         """Begin to run a batch whose lease was taken; its record may have changed before that."""
@@ -250,17 +257,31 @@ class BatchRunner:
             for index in choose_preempted(lost, running - allowed):
                 self._preempt(*able[index])
             return
-        idle = 0
-        while running < allowed and idle < len(batches):
-            batch = batches[self._turn % len(batches)]
-            self._turn += 1
+        self._start(batches, allowed - running, now)
+
+    def _start(self, batches: list[OwnedBatch], count: int, now: float) -> None:
+        """Start up to `count` requests: of each tenant in turn, and of its oldest batch first."""
+        by_tenant: dict[str, list[OwnedBatch]] = {}
+        for batch in batches:
+            by_tenant.setdefault(batch.record.tenant, []).append(batch)
+        queue = deque(by_tenant.values())
+        queue.rotate(-self._turn)
+        self._turn += 1
+        while count > 0 and queue:
+            own = queue.popleft()
+            if self._start_one(own, now):
+                queue.append(own)
+                count -= 1
+
+    def _start_one(self, batches: list[OwnedBatch], now: float) -> bool:
+        """Start the next request of one tenant; return whether there was one."""
+        for batch in batches:
             number = batch.take_next(now)
-            if number is None:
-                idle += 1
-                continue
-            idle, running = 0, running + 1
-            task = batch.tasks[number] = asyncio.create_task(self._run_one(batch, number))
-            task.add_done_callback(partial(_forget, batch, number))
+            if number is not None:
+                task = batch.tasks[number] = asyncio.create_task(self._run_one(batch, number))
+                task.add_done_callback(partial(_forget, batch, number))
+                return True
+        return False
 
     def _preempt(self, batch: OwnedBatch, run: LineRun) -> None:
         """Stop a request and put it back, with the part of its answer that can be continued."""

@@ -56,7 +56,6 @@ def test_the_places_of_others_are_left_to_them(
 @pytest.mark.parametrize(
     "sign",
     [
-        {"waiting": 1},
         {"price": 0.1},
         {"missed": 1},
         {"ttft_s": 0.8},
@@ -71,6 +70,13 @@ def test_each_sign_of_pressure_halves_the_limit_and_stops_its_growth(
     assert pacer.allow(reading, TARGETS, running, now) <= 32
     assert pacer.allow(PoolReading(100, 32), TARGETS, 32, now + 0.9) == 32
     assert pacer.allow(PoolReading(100, 32), TARGETS, 32, now + 1.3) > 32
+
+
+def test_a_waiting_request_takes_one_place_at_once_and_the_rest_goes_on() -> None:
+    pacer, running, now = grown(20.0)
+    assert pacer.allow(PoolReading(100, running, waiting=2), TARGETS, running, now) == 62
+    assert pacer.allow(PoolReading(100, 64), TARGETS, 62, now + 0.05) == 62
+    assert pacer.allow(PoolReading(100, 64), TARGETS, 62, now + 0.2) == 64
 
 
 def test_latencies_within_the_targets_are_no_pressure() -> None:

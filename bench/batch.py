@@ -1,0 +1,376 @@
+"""Measure batches beside live traffic: what live requests lose, and what stopped answers repeat.
+
+    make batch
+    python bench/batch.py --lines 60 --seconds 60 --kills 2
+
+The same live traffic runs twice against fresh mock engines: alone, and beside a batch. It offers
+0.9 of what the engines' places can serve, a part of it in bursts. The gateway is killed (SIGKILL)
+and started again at the same moments of both runs. Live requests that a kill breaks count in
+neither run. Printed are the shares of live requests within their latency targets, the stopped
+requests of the batch, and the tokens that engines generated in excess of those in answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mockgpu.text import expected_text
+from tests.ports import free_port
+from tests.scraped import total
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = "demo-8b"
+GROUPS = 2
+LIVE_TOKENS, BATCH_TOKENS = 40, 120
+BURST_EVERY_S, BURST_SIZE = 6.0, 1.0  # a burst asks for this multiple of all places at once
+ENV = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+CONFIG = """
+version: 1
+listeners: {{api: {{port: {port}}}, admin: {{port: {admin}}}}}
+observability: {{access_log: 'off'}}
+models: [{{name: demo-8b, pool: main, resume: {{}}}}]
+pools:
+  main:
+    policy: least_loaded
+    endpoints: [{endpoints}]
+    waiting_room: {{size: 1024, timeout: 60s}}
+slo: {{classes: {{standard: {{ttft: {ttft}s, tpot: {tpot}ms}},
+  batch: {{ttft: 600s, tpot: 10s, weight: 0.1}}}}}}
+batch: {{dir: '{folder}/store', share: 1}}
+health: {{timeout: 10s, progress: 60s}}
+"""
+PREEMPTIONS = "penstock_batch_preemptions_total"
+
+
+class Answer(NamedTuple):
+    """One live request: whether it ended well, its latencies in seconds, and its tokens."""
+
+    is_whole: bool
+    ttft_s: float
+    tpot_s: float
+    tokens: int
+
+
+class Outcome(NamedTuple):
+    """What one run measured; counts of the batch are zero in the run without one."""
+
+    answers: list[Answer]
+    engine_tokens: float
+    stopped: dict[str, float]
+    kept_tokens: float
+    batch: dict[str, Any] | None
+    batch_s: float
+    output: str
+
+
+class Gateway:
+    """A gateway process on fixed ports, which may be killed and started again."""
+
+    def __init__(self, config: Path, port: int, admin: int) -> None:
+        self._config = config
+        self.url, self.admin_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.totals: dict[str, float] = {}
+
+    async def start(self, http: aiohttp.ClientSession) -> None:
+        command = [sys.executable, "-m", "gateway", "serve", "--config", str(self._config)]
+        self._process = subprocess.Popen(command, env=ENV, stderr=subprocess.DEVNULL)
+        while True:
+            try:
+                async with http.get(f"{self.url}/v1/models") as answer:
+                    if (await answer.json())["data"]:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.05)
+
+    async def count(self, http: aiohttp.ClientSession) -> None:
+        """Add the counters of this process to the totals of all."""
+        async with http.get(f"{self.admin_url}/metrics") as answer:
+            page = await answer.text()
+        for result in ("kept", "restarted", "waiting"):
+            self._add(result, total(page, PREEMPTIONS, result=result))
+        self._add("kept_tokens", total(page, "penstock_batch_kept_tokens_total"))
+
+    def _add(self, name: str, value: float) -> None:
+        self.totals[name] = self.totals.get(name, 0.0) + value
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+
+
+@contextmanager
+def mock_groups(speed: float) -> Iterator[list[str]]:
+    """Run the mock engines in one process. Yields their URLs."""
+    options = ["--port", "0", "--groups", str(GROUPS), "--speed", str(speed), "--json"]
+    command = [sys.executable, "-m", "mockgpu", *options]
+    with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield [json.loads(process.stdout.readline())["ready"] for _ in range(GROUPS)]
+        finally:
+            process.terminate()
+
+
+def body(text: str, tokens: int) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": tokens,
+    }
+
+
+async def ask(http: aiohttp.ClientSession, url: str, number: int) -> Answer:
+    """Send one live request as a stream and measure its answer."""
+    sent, first, last, tokens, is_whole = time.monotonic(), 0.0, 0.0, 0, False
+    request = body(f"Live question {number}?", LIVE_TOKENS) | {"stream": True}
+    try:
+        async with http.post(f"{url}/v1/chat/completions", json=request) as answer:
+            if answer.status == 200:
+                async for line in answer.content:
+                    if b'"content":"' in line and b'"content":""' not in line:
+                        last = time.monotonic()
+                        first, tokens = first or last, tokens + 1
+                    is_whole = is_whole or b"[DONE]" in line
+            else:
+                is_whole = False
+    except (aiohttp.ClientError, ConnectionError):
+        is_whole = False
+    tpot_s = (last - first) / max(1, tokens - 1)
+    return Answer(is_whole, first - sent, tpot_s, tokens)
+
+
+def arrivals(rate: float, places: int, seconds: float) -> list[float]:
+    """Return the times of the live requests: random ones, and bursts that ask for all places."""
+    rng = random.Random(7)
+    burst = int(places * BURST_SIZE)
+    times, now = [], 0.0
+    steady = max(0.1 * rate, rate - burst / BURST_EVERY_S)
+    while (now := now + rng.expovariate(steady)) < seconds:
+        times.append(now)
+    at = BURST_EVERY_S / 2
+    while at < seconds:
+        times += [at] * burst
+        at += BURST_EVERY_S
+    return sorted(times)
+
+
+async def live_traffic(
+    http: aiohttp.ClientSession, gateway: Gateway, times: list[float], kills: list[float]
+) -> list[Answer]:
+    """Send the live requests at their times, and kill the gateway at the given ones."""
+    began, tasks, waiting = time.monotonic(), [], sorted(kills)
+    restart: asyncio.Task[None] | None = None
+    for number, at in enumerate(times):
+        await asyncio.sleep(max(0.0, began + at - time.monotonic()))
+        if waiting and at >= waiting[0]:
+            waiting.pop(0)
+            await gateway.count(http)
+            gateway.kill()
+            restart = asyncio.create_task(gateway.start(http))
+        tasks.append(asyncio.create_task(ask(http, gateway.url, number)))
+    if restart is not None:
+        await restart
+    return await asyncio.gather(*tasks)
+
+
+async def create_batch(http: aiohttp.ClientSession, url: str, lines: int, window_s: float) -> str:
+    rows = [
+        {
+            "custom_id": f"line-{number}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": body(f"Batch question {number}?", BATCH_TOKENS),
+        }
+        for number in range(lines)
+    ]
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", "\n".join(map(json.dumps, rows)).encode(), filename="input.jsonl")
+    async with http.post(f"{url}/v1/files", data=form) as answer:
+        file_id = (await answer.json())["id"]
+    request = {
+        "input_file_id": file_id,
+        "endpoint": "/v1/chat/completions",
+        "completion_window": f"{window_s:.0f}s",
+    }
+    async with http.post(f"{url}/v1/batches", json=request) as answer:
+        return str((await answer.json())["id"])
+
+
+async def wait_for_batch(
+    http: aiohttp.ClientSession, url: str, batch_id: str
+) -> tuple[dict[str, Any], str]:
+    """Return the batch when it has ended, and its output file."""
+    while True:
+        try:
+            async with http.get(f"{url}/v1/batches/{batch_id}") as answer:
+                batch: dict[str, Any] = await answer.json()
+            if batch["status"] in ("completed", "failed", "expired", "cancelled"):
+                break
+        except (aiohttp.ClientError, ConnectionError):
+            pass  # the gateway starts again
+        await asyncio.sleep(0.25)
+    if batch["output_file_id"] is None:
+        return batch, ""
+    async with http.get(f"{url}/v1/files/{batch['output_file_id']}/content") as answer:
+        return batch, await answer.text()
+
+
+async def measure(options: argparse.Namespace, rate: float, window_s: float | None) -> Outcome:
+    """Run the live traffic against fresh engines, with a batch if a window is given."""
+    with tempfile.TemporaryDirectory() as work, mock_groups(options.speed) as urls:
+        port, admin = free_port(), free_port()
+        config = Path(work) / "gateway.yaml"
+        config.write_text(config_text(options, urls, port, admin, work))
+        gateway = Gateway(config, port, admin)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as http:
+            await gateway.start(http)
+            try:
+                return await _measure(options, http, gateway, urls, rate, window_s)
+            finally:
+                gateway.kill()
+
+
+async def _measure(
+    options: argparse.Namespace,
+    http: aiohttp.ClientSession,
+    gateway: Gateway,
+    urls: list[str],
+    rate: float,
+    window_s: float | None,
+) -> Outcome:
+    times = arrivals(rate, GROUPS * options.places, options.seconds)
+    kills = [
+        options.seconds * (number + 1) / (options.kills + 1) for number in range(options.kills)
+    ]
+    began, ending = time.monotonic(), None
+    if window_s is not None:
+        batch_id = await create_batch(http, gateway.url, options.lines, window_s)
+        ending = asyncio.create_task(wait_for_batch(http, gateway.url, batch_id))
+    answers = await live_traffic(http, gateway, times, kills)
+    batch, output = (None, "") if ending is None else await ending
+    batch_s = time.monotonic() - began
+    await gateway.count(http)
+    made = 0.0
+    for url in urls:
+        async with http.get(f"{url}/metrics") as page:
+            made += total(await page.text(), "vllm:generation_tokens_total")
+    totals = dict(gateway.totals)
+    return Outcome(answers, made, totals, totals.pop("kept_tokens"), batch, batch_s, output)
+
+
+def config_text(
+    options: argparse.Namespace, urls: list[str], port: int, admin: int, work: str
+) -> str:
+    endpoints = ", ".join(f"{{url: '{url}', max_concurrency: {options.places}}}" for url in urls)
+    return CONFIG.format(
+        port=port,
+        admin=admin,
+        endpoints=endpoints,
+        folder=work,
+        ttft=options.ttft,
+        tpot=options.tpot * 1000,
+    )
+
+
+async def service_time_s(options: argparse.Namespace) -> float:
+    """Return the seconds that a live request takes while all places are in use."""
+    with mock_groups(options.speed) as urls:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as http:
+            began = time.monotonic()
+            for wave in range(3):
+                await asyncio.gather(
+                    *(
+                        ask(http, url, wave * 1000 + number)
+                        for url in urls
+                        for number in range(options.places)
+                    )
+                )
+            return (time.monotonic() - began) / 3
+
+
+def attainment(options: argparse.Namespace, outcome: Outcome) -> float:
+    """Return the share of whole live answers within both targets."""
+    whole = [answer for answer in outcome.answers if answer.is_whole]
+    good = sum(a.ttft_s <= options.ttft and a.tpot_s <= options.tpot for a in whole)
+    return good / len(whole)
+
+
+def report(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> None:
+    for name, outcome in (("alone", alone), ("beside the batch", beside)):
+        broken = sum(not answer.is_whole for answer in outcome.answers)
+        share = attainment(options, outcome)
+        count = len(outcome.answers)
+        print(f"live, {name}: {share:.2%} within targets of {count} ({broken} broken by kills)")
+        whole = [answer for answer in outcome.answers if answer.is_whole]
+        late = sum(answer.ttft_s > options.ttft for answer in whole)
+        slow = sum(answer.tpot_s > options.tpot for answer in whole)
+        p99_s = sorted(answer.ttft_s for answer in whole)[len(whole) * 99 // 100]
+        print(f"    {late} missed the TTFT (p99 {p99_s:.2f} s), {slow} the TPOT")
+    print(f"stopped requests of the batch: {beside.stopped}, tokens kept {beside.kept_tokens:.0f}")
+    assert beside.batch is not None
+    found: dict[str, int] = {}
+    equal = batch_tokens = 0
+    for line in map(json.loads, beside.output.splitlines()):
+        found[line["custom_id"]] = found.get(line["custom_id"], 0) + 1
+        number = line["custom_id"].removeprefix("line-")
+        answer = line["response"]["body"]
+        expected = expected_text(body(f"Batch question {number}?", BATCH_TOKENS), BATCH_TOKENS)
+        equal += answer["choices"][0]["message"]["content"] == expected
+        batch_tokens += answer["usage"]["completion_tokens"]
+    counts, status = beside.batch["request_counts"], beside.batch["status"]
+    print(f"batch: {status} in {beside.batch_s:.0f} s, {counts}")
+    twice = sum(count > 1 for count in found.values())
+    print(f"results: {len(found)} of {options.lines}, {twice} twice, {equal} with the right text")
+    live_tokens = sum(answer.tokens for answer in beside.answers)
+    extra = beside.engine_tokens - live_tokens - batch_tokens
+    print(f"tokens generated beyond those in answers: {extra:.0f} of {beside.engine_tokens:.0f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lines", type=int, default=60, help="requests of the batch")
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of the live traffic")
+    parser.add_argument("--kills", type=int, default=2, help="times that the gateway is killed")
+    parser.add_argument("--places", type=int, default=8, help="places of each of the two engines")
+    parser.add_argument("--speed", type=float, default=0.5, help="speed of the mock engines")
+    parser.add_argument("--load", type=float, default=0.9, help="offered load, of the capacity")
+    parser.add_argument("--ttft", type=float, default=1.0, help="live target for the TTFT, seconds")
+    parser.add_argument("--tpot", type=float, default=0.1, help="live target for the TPOT, seconds")
+    options = parser.parse_args()
+    service_s = asyncio.run(service_time_s(options))
+    places = GROUPS * options.places
+    rate = options.load * places / service_s
+    # The batch takes this long on the tenth of the places that the live traffic leaves.
+    needed_s = options.lines * service_s * BATCH_TOKENS / LIVE_TOKENS / (0.1 * places)
+    print(
+        f"service time {service_s:.2f} s, {rate:.1f} live requests/s, window {2 * needed_s:.0f} s"
+    )
+    alone = asyncio.run(measure(options, rate, None))
+    beside = asyncio.run(measure(options, rate, 2 * needed_s))
+    report(options, alone, beside)
+
+
+if __name__ == "__main__":
+    main()

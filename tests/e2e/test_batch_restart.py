@@ -1,0 +1,215 @@
+"""Batches over restarts, pre-emption, cancellation and expiry, with mock engines that take time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from mockgpu.text import expected_text
+from tests.chaos.fleet_processes import MockProcess
+from tests.e2e.processes import GatewayProcess, gateway_process
+from tests.e2e.test_batch_api import chat, client, create, results, upload, wait
+from tests.scraped import total
+
+LINES, TOKENS = 24, 60
+CONFIG = """
+models: [{{name: demo-8b, pool: main, resume: {{}}}}]
+pools: {{main: {{endpoints: [{{url: '{0}', max_concurrency: 8}}]}}}}
+batch: {{dir: '{1}', share: 1, lease: 2s}}
+slo: {{classes: {{standard: {{ttft: 60s, tpot: 5s}}, batch: {{ttft: 60s, tpot: 5s, weight: 0.1}}}}}}
+"""
+"""Loose latency targets, so that only the places limit the requests of batches."""
+
+
+@pytest.fixture
+def engine() -> Iterator[MockProcess]:
+    mock = MockProcess(0.5)
+    try:
+        mock.wait_until_ready()
+        yield mock
+    finally:
+        mock.end()
+
+
+def lines(number: int = LINES, tokens: int = TOKENS) -> list[dict[str, Any]]:
+    return [chat(f"line-{at}", f"Question {at}?", max_tokens=tokens) for at in range(number)]
+
+
+def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
+    """Wait until a condition holds."""
+    ends = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < ends, "the condition was not met in time"
+        time.sleep(0.02)
+
+
+def page(url: str) -> str:
+    with openai.DefaultHttpxClient() as http:
+        return http.get(f"{url}/metrics").text
+
+
+def generated(engine: MockProcess) -> float:
+    """Return the tokens that the engine has generated since its start."""
+    return total(page(engine.url), "vllm:generation_tokens_total")
+
+
+def completed(sdk: OpenAI, batch_id: str) -> int:
+    counts = sdk.batches.retrieve(batch_id).request_counts
+    return 0 if counts is None else counts.completed
+
+
+def check_texts(sdk: OpenAI, output_file_id: str | None, asked: list[dict[str, Any]]) -> None:
+    """Check that every request has one result, and the text of an undisturbed answer."""
+    found = results(sdk, output_file_id)
+    assert set(found) == {line["custom_id"] for line in asked}
+    for line in asked:
+        body = found[line["custom_id"]]["response"]["body"]
+        text = body["choices"][0]["message"]["content"]
+        assert text == expected_text(line["body"], line["body"]["max_tokens"])
+        assert body["usage"]["completion_tokens"] == line["body"]["max_tokens"]
+
+
+def test_a_killed_gateway_resumes_its_batch_and_repeats_no_finished_request(
+    engine: MockProcess, tmp_path: Path
+) -> None:
+    config, asked = CONFIG.format(engine.url, tmp_path / "store"), lines()
+    with gateway_process(tmp_path, config) as running, client(running.url, "none") as sdk:
+        batch_id = create(sdk, upload(sdk, asked)).id
+        until(lambda: completed(sdk, batch_id) >= 4)
+        os.kill(running.pid, signal.SIGKILL)
+        running.wait()
+    at_kill = journal_results(tmp_path)
+    assert 4 <= at_kill < LINES
+    with gateway_process(tmp_path, config) as running, client(running.url, "none") as sdk:
+        ended = wait(sdk, batch_id)
+        assert ended.status == "completed"
+        check_texts(sdk, ended.output_file_id, asked)
+        count = total(page(running.admin_url), "penstock_batch_requests_total", outcome="completed")
+        assert count == LINES - at_kill
+        assert not list((tmp_path / "store" / "open").iterdir())
+
+
+def journal_results(folder: Path) -> int:
+    """Return the results in the only journal of the store."""
+    (journal,) = (folder / "store").glob("batches/*/*/journal")
+    return sum(b'"result"' in line for line in journal.read_bytes().splitlines())
+
+
+def test_an_answer_that_gives_way_to_live_requests_continues_from_its_tokens(
+    engine: MockProcess, tmp_path: Path
+) -> None:
+    config, asked = CONFIG.format(engine.url, tmp_path / "store"), lines(8, 200)
+    before = generated(engine)
+    with gateway_process(tmp_path, config) as running, client(running.url, "none") as sdk:
+        batch_id = create(sdk, upload(sdk, asked)).id
+        until(lambda: total(page(running.admin_url), "penstock_batch_running") == 8)
+        until(lambda: generated(engine) > before + 8 * 30)
+        live = 0
+        for number in range(4):
+            live += burst(running, number)
+        ended = wait(sdk, batch_id)
+        check_texts(sdk, ended.output_file_id, asked)
+        metrics = page(running.admin_url)
+        kept = total(metrics, "penstock_batch_preemptions_total", result="kept")
+        assert kept >= 4
+        assert total(metrics, "penstock_batch_preemptions_total", result="restarted") == 0
+        assert total(metrics, "penstock_batch_kept_tokens_total") >= 20
+        # At most a few tokens were on their way when a connection was closed.
+        extra = generated(engine) - before - 8 * 200 - live
+        assert 0 <= extra <= 8 * kept
+
+
+def burst(running: GatewayProcess, number: int) -> int:
+    """Send eight live requests at once, wait for them, and return their tokens."""
+
+    async def ask() -> int:
+        url = f"{running.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as sdk:
+            question = f"Live {number}?"
+            answers = await asyncio.gather(
+                *(
+                    sdk.chat.completions.create(
+                        model="demo-8b",
+                        messages=[{"role": "user", "content": f"{question} {at}"}],
+                        max_tokens=10,
+                    )
+                    for at in range(8)
+                )
+            )
+        return sum(answer.usage.completion_tokens for answer in answers if answer.usage)
+
+    return asyncio.run(ask())
+
+
+def test_requests_that_cannot_be_continued_start_again_and_are_counted(
+    engine: MockProcess, tmp_path: Path
+) -> None:
+    config = CONFIG.format(engine.url, tmp_path / "store")
+    asked = [chat(f"line-{at}", f"Question {at}?", max_tokens=200, n=2) for at in range(8)]
+    with gateway_process(tmp_path, config) as running, client(running.url, "none") as sdk:
+        batch_id = create(sdk, upload(sdk, asked)).id
+        until(lambda: total(page(running.admin_url), "penstock_batch_running") == 8)
+        burst(running, 0)
+        ended = wait(sdk, batch_id)
+        metrics = page(running.admin_url)
+        assert total(metrics, "penstock_batch_preemptions_total", result="restarted") >= 1
+        assert total(metrics, "penstock_batch_preemptions_total", result="kept") == 0
+        found = results(sdk, ended.output_file_id)
+    for line in asked:
+        choices = found[line["custom_id"]]["response"]["body"]["choices"]
+        texts = [choice["message"]["content"] for choice in choices]
+        assert texts == [expected_text(line["body"], 200, choice) for choice in range(2)]
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_cancelled_or_expired_batch_has_one_result_per_request(
+    engine: MockProcess, tmp_path: Path, is_cancelled: bool
+) -> None:
+    config, asked = CONFIG.format(engine.url, tmp_path / "store"), lines(60)
+    with gateway_process(tmp_path, config) as running, client(running.url, "none") as sdk:
+        file_id = upload(sdk, asked)
+        window = "24h" if is_cancelled else "3s"
+        options: Any = {"input_file_id": file_id, "completion_window": window}
+        batch_id = sdk.batches.create(endpoint="/v1/chat/completions", **options).id
+        sdk.files.delete(file_id)  # the batch has its own link to the content
+        until(lambda: completed(sdk, batch_id) >= 1)
+        if is_cancelled:
+            assert sdk.batches.cancel(batch_id).status == "cancelling"
+        ended = wait(sdk, batch_id)
+        state, code = ("cancelled", "batch_cancelled")
+        if not is_cancelled:
+            state, code = ("expired", "batch_expired")
+        assert ended.status == state
+        good, bad = results(sdk, ended.output_file_id), results(sdk, ended.error_file_id)
+        assert good.keys() | bad.keys() == {line["custom_id"] for line in asked}
+        assert len(good) + len(bad) == len(asked)
+        assert {line["error"]["code"] for line in bad.values()} == {code}
+        assert ended.request_counts is not None
+        assert ended.request_counts.completed == len(good)
+        with pytest.raises(openai.ConflictError):
+            sdk.batches.cancel(batch_id)
+
+
+def test_workers_share_a_batch_folder_and_one_of_them_owns_each_batch(
+    engine: MockProcess, tmp_path: Path
+) -> None:
+    config = CONFIG.format(engine.url, tmp_path / "store") + "workers: 2\n"
+    with gateway_process(tmp_path, config) as running:
+        asked = lines(20, 20)
+        for _ in range(2):  # a new connection each, so that both workers serve some
+            with client(running.url, "none") as sdk:
+                batch_id = create(sdk, upload(sdk, asked)).id
+            with client(running.url, "none") as sdk:
+                ended = wait(sdk, batch_id)
+                check_texts(sdk, ended.output_file_id, asked)
+        metrics = page(running.admin_url)
+        assert total(metrics, "penstock_batch_requests_total", outcome="completed") == 40
