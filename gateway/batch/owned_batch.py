@@ -11,6 +11,7 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from heapq import heappop, heappush
 from typing import IO
 
@@ -22,6 +23,7 @@ from gateway.batch.journal import (
     encode_entry,
 )
 from gateway.batch.line_run import LineResult, LineRun
+from gateway.batch.ownership import BatchOwner
 from gateway.batch.records import BatchRecord, BatchState, FileRecord, RequestCounts
 from gateway.batch.store import BatchStore, JournalFile, read_line
 
@@ -47,8 +49,8 @@ class OwnedBatch:
     is_open   requests may be started
     """
 
-    def __init__(self, store: BatchStore, record: BatchRecord) -> None:
-        self._store = store
+    def __init__(self, store: BatchStore, owner: BatchOwner, record: BatchRecord) -> None:
+        self._store, self._owner = store, owner
         self.record = record
         self.folder = store.batch_folder(record.tenant, record.id)
         self.running: dict[int, LineRun] = {}
@@ -223,9 +225,10 @@ class OwnedBatch:
     # Records
 
     async def save(self, record: BatchRecord) -> None:
-        """Store a changed record."""
+        """Store a changed record. Raises LeaseLostError if another process has the batch now."""
         self.record = record
-        await asyncio.to_thread(self._store.save_batch, record)
+        store = partial(self._store.save_batch, record)
+        await asyncio.to_thread(self._owner.change, self.folder, store)
 
     @property
     def counts(self) -> RequestCounts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +23,10 @@ class Lease(msgspec.Struct, frozen=True):
 
     owner: str
     expires_at: float
+
+
+class LeaseLostError(OSError):
+    """Raised when another process has taken over a batch that this one was about to change."""
 
 
 class BatchOwner:
@@ -67,6 +72,18 @@ class BatchOwner:
             file.write(msgspec.json.encode(Lease(self.name, now + self.lease_s)))
             file.flush()
             return True
+
+    def change(self, batch: Path, call: Callable[[], None]) -> None:
+        """Call a function that changes the batch in this folder, while the lease is held.
+
+        Raises LeaseLostError if another process holds it: that one has already gone on from what
+        was stored before.
+        """
+        with locked(batch / "owner") as file:
+            lease = _read_lease(file)
+            if lease is None or lease.owner != self.name:
+                raise LeaseLostError("another process has taken the batch over")
+            call()
 
     def release(self, batch: Path) -> None:
         """Give up the lease, if it is held, so that another process may take it at once."""

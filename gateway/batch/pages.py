@@ -6,12 +6,13 @@ Another tenant's file or batch gets the same 404 as one that does not exist.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from time import time
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.batch.input_lines import BATCH_APIS
 from gateway.batch.page_requests import (
@@ -30,6 +31,8 @@ from gateway.config import BatchApi
 from gateway.protocol.api_keys import digest_of_headers
 from gateway.protocol.errors import Failure, GatewayError, new_request_id
 from gateway.route import Snapshot
+
+T = TypeVar("T")
 
 PIECE_BYTES = 256 * 1024
 PIECE_TIMEOUT_S = 30.0  # time for a client to send one piece of an upload
@@ -233,8 +236,8 @@ async def _read_form(request: web.Request, upload: Upload, max_bytes: int) -> Fi
     """Receive the form of an upload; the file's bytes go to `upload`, the fields are returned."""
     fields: dict[str, str] = {}
     filename = None
-    reader = await request.multipart()
-    async for part in reader:
+    reader = await _received(request.multipart())
+    while (part := await _received(reader.next())) is not None:
         if not isinstance(part, BodyPartReader):
             raise _bad("A part of the form is itself a form.", None)
         if part.name == "file" and filename is None:
@@ -267,28 +270,40 @@ async def _write(upload: Upload, piece: bytes) -> None:
 
 
 async def _pieces(part: BodyPartReader) -> AsyncIterator[bytes]:
-    """Yield the content of a part. Raises GatewayError if the client is too slow."""
+    """Yield the content of a part."""
     while not part.at_eof():
-        try:
-            async with asyncio.timeout(PIECE_TIMEOUT_S):
-                piece = await part.read_chunk(PIECE_BYTES)
-        except TimeoutError:
-            message = "The request's body did not arrive in time."
-            raise GatewayError(Failure.REQUEST_TIMEOUT, message) from None
-        except (ValueError, AssertionError) as error:
-            raise _bad(f"The form is malformed: {error}.", None) from None
+        piece = await _received(part.read_chunk(PIECE_BYTES))
         if piece:
             yield piece
 
 
+async def _received(reading: Awaitable[T]) -> T:
+    """Return what is read of a form. Raises GatewayError if it is malformed or comes too slowly."""
+    try:
+        async with asyncio.timeout(PIECE_TIMEOUT_S):
+            return await reading
+    except TimeoutError:
+        raise _too_slow() from None
+    except (ValueError, AssertionError, HttpProcessingError) as error:
+        raise _bad(f"The form is malformed: {error}.", None) from None
+
+
+def _too_slow() -> GatewayError:
+    message = "The request's body did not arrive in time."
+    return GatewayError(Failure.REQUEST_TIMEOUT, message)
+
+
 async def _read_body(request: web.Request) -> bytes:
     body = b""
-    async with asyncio.timeout(PIECE_TIMEOUT_S):
-        async for piece in request.content.iter_any():
-            body += piece
-            if len(body) > MAX_BODY_BYTES:
-                message = f"The request body is larger than {MAX_BODY_BYTES} bytes."
-                raise GatewayError(Failure.TOO_LARGE, message)
+    try:
+        async with asyncio.timeout(PIECE_TIMEOUT_S):
+            async for piece in request.content.iter_any():
+                body += piece
+                if len(body) > MAX_BODY_BYTES:
+                    message = f"The request body is larger than {MAX_BODY_BYTES} bytes."
+                    raise GatewayError(Failure.TOO_LARGE, message)
+    except TimeoutError:
+        raise _too_slow() from None
     return body
 
 

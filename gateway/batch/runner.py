@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from time import monotonic, time
 
+import msgspec
+
 from gateway.batch.input_lines import InputChecker
 from gateway.batch.line_run import LineRun, ServeLine
 from gateway.batch.owned_batch import OwnedBatch
@@ -30,7 +32,8 @@ log = logging.getLogger("penstock")
 
 CANCELLING = BatchState.CANCELLING
 TICK_S = 0.02
-IDLE_S = 1.0
+IDLE_S = 0.25  # between two looks for a batch
+RETRY_S = 1.0
 SCAN_S = 1.0
 JANITOR_S = 60.0
 MAX_OWNED = 16  # batches that one process runs at once
@@ -105,7 +108,7 @@ class BatchRunner:
                 self._pace_all()
             except Exception:  # an error in one round must not end all batches
                 log.exception("a round of the batches failed")
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(TICK_S if self._owned else IDLE_S)
 
     # Which batches this process owns
 
@@ -136,7 +139,7 @@ class BatchRunner:
         if record is None or record.is_final:
             await asyncio.to_thread(self.store.close_batch, record or claimed)
             return
-        batch = self._owned[record.id] = OwnedBatch(self.store, record)
+        batch = self._owned[record.id] = OwnedBatch(self.store, self._owner, record)
         self._renewed_at[record.id] = time()
         task = asyncio.create_task(self._supervise(batch), name=f"batch {record.id}")
         self._supervisors[record.id] = task
@@ -157,7 +160,7 @@ class BatchRunner:
             await self._bring_to_end(batch)
         except OSError as error:
             log.error("batch %s stopped: %s; it will be tried again", name, error)
-            await asyncio.sleep(IDLE_S)
+            await asyncio.sleep(RETRY_S)
         finally:
             await self._cancel_runs(batch)
             with suppress(OSError):
@@ -207,19 +210,18 @@ class BatchRunner:
     async def _until_end(self, batch: OwnedBatch) -> BatchState:
         """Wait until a batch has ended, was cancelled or has expired; return its final state.
 
-        The paced requests run meanwhile. Counts are stored every second.
+        The paced requests run meanwhile. Cancellations are read and counts stored every second.
         """
-        saved_at = monotonic()
+        checked_at = monotonic()
         while not batch.has_ended:
             if time() >= batch.record.expires_at:
                 return BatchState.EXPIRED
-            if await asyncio.to_thread(self.store.cancelled_at, batch.record) is not None:
-                return BatchState.CANCELLED
-            if monotonic() - saved_at > SCAN_S and batch.counts != batch.record.counts:
-                saved_at = monotonic()
-                await batch.save(
-                    batch.record.enter(BatchState.IN_PROGRESS, time(), counts=batch.counts)
-                )
+            if monotonic() - checked_at >= SCAN_S:
+                checked_at = monotonic()
+                if await asyncio.to_thread(self.store.cancelled_at, batch.record) is not None:
+                    return BatchState.CANCELLED
+                if batch.counts != batch.record.counts:
+                    await batch.save(msgspec.structs.replace(batch.record, counts=batch.counts))
             await asyncio.sleep(0.1)
         return BatchState.COMPLETED
 
@@ -303,7 +305,7 @@ class BatchRunner:
             await self._attempt(batch, number)
         except Exception:
             log.exception("batch %s: request %d failed inside the gateway", batch.record.id, number)
-            batch.retry_at(number, monotonic() + IDLE_S)
+            batch.retry_at(number, monotonic() + RETRY_S)
 
     async def _attempt(self, batch: OwnedBatch, number: int) -> None:
         line, record, gateway = await batch.read(number), batch.record, self._gateway

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ WITHIN_S = 60.0
 CONFIG = """
 models: [{{name: demo-8b, pool: main, resume: {{}}}}]
 pools: {{main: {{endpoints: [{{url: '{0}'}}, {{url: '{1}'}}]}}}}
-batch: {{dir: '{2}', files: 20, file_size: 1MiB, storage: 2MiB}}
+batch: {{dir: '{2}', files: 40, file_size: 1MiB, storage: 2MiB}}
 tenants:
   - {{name: acme, key: '${{ACME_KEY}}'}}
   - {{name: rival, key: '${{RIVAL_KEY}}'}}
@@ -30,12 +32,13 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 
 class Setup(NamedTuple):
-    """A gateway with the Batch API, an SDK client for each tenant, and one for an engine."""
+    """A gateway with the Batch API, its folder, SDK clients for two tenants and for an engine."""
 
     gateway: GatewayProcess
     sdk: OpenAI
     rival: OpenAI
     engine: OpenAI
+    folder: Path
 
 
 def client(url: str, key: str) -> OpenAI:
@@ -52,7 +55,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
         client(running.url, "sk-rival") as rival,
         client(engines[0], "none") as engine,
     ):
-        yield Setup(running, sdk, rival, engine)
+        yield Setup(running, sdk, rival, engine, folder / "store")
         assert running.is_alive
         assert "Traceback" not in running.stderr_text, running.stderr_text
 
@@ -82,6 +85,23 @@ def wait(sdk: OpenAI, batch_id: str) -> Batch:
             return batch
         time.sleep(0.05)
     raise AssertionError(f"the batch has not ended: {batch}")
+
+
+def until(condition: Callable[[], bool], within_s: float = WITHIN_S) -> None:
+    """Wait until a condition holds."""
+    ends = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < ends, "the condition was not met in time"
+        time.sleep(0.02)
+
+
+def post(setup: Setup, path: str, body: bytes, content_type: str) -> tuple[int, Any]:
+    """Send a body as it is; return the status and the decoded JSON of the answer."""
+    connection = HTTPConnection("127.0.0.1", setup.gateway.port, timeout=WITHIN_S)
+    headers = {"authorization": "Bearer sk-acme", "content-type": content_type}
+    connection.request("POST", path, body, headers)
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
 
 
 def results(sdk: OpenAI, file_id: str | None) -> dict[str, Any]:
@@ -215,6 +235,74 @@ def test_a_wrong_key_and_bad_requests_get_clear_errors(setup: Setup) -> None:
         create(setup.sdk, other.id)
 
 
+FORM = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+FILE = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body"),
+    [
+        ("application/json", b"{}"),
+        ("multipart/form-data", FORM),
+        ("multipart/form-data; boundary=b", b""),
+        ("multipart/form-data; boundary=b", b"no form"),
+        ("multipart/form-data; boundary=b", FORM + b"--b--\r\n"),
+        ("multipart/form-data; boundary=b", FORM + FILE + b"never ends"),
+        ("multipart/form-data; boundary=b", FORM * 20 + b"--b--\r\n"),
+        (
+            "multipart/mixed; boundary=b",
+            b"--b\r\ncontent-type: multipart/mixed; boundary=c\r\n\r\n",
+        ),
+    ],
+)
+def test_a_malformed_upload_is_a_400_and_leaves_no_file(
+    setup: Setup, content_type: str, body: bytes
+) -> None:
+    before = len(list(setup.sdk.files.list()))
+    status, answer = post(setup, "/v1/files", body, content_type)
+    assert status == 400, answer
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert len(list(setup.sdk.files.list())) == before
+
+
+def test_an_upload_that_breaks_off_leaves_no_part(setup: Setup) -> None:
+    head = (
+        "POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-acme\r\n"
+        "content-type: multipart/form-data; boundary=b\r\ncontent-length: 100000\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", setup.gateway.port)) as connection:
+        connection.sendall(head.encode() + FORM + FILE + b"x" * 1000)
+        until(lambda: list(setup.folder.glob("files/*/*.part")) != [])
+    until(lambda: list(setup.folder.glob("files/*/*.part")) == [])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"input_file_id": 3, "endpoint": "/v1/completions", "completion_window": "24h"}',
+        b'{"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "soon"}',
+        b'{"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "99d"}',
+    ],
+)
+def test_a_malformed_batch_request_is_a_400(setup: Setup, body: bytes) -> None:
+    status, answer = post(setup, "/v1/batches", body, "application/json")
+    assert status == 400, answer
+
+
+def test_lists_have_pages(setup: Setup) -> None:
+    ids = {upload(setup.sdk, [chat("a", "x")]) for _ in range(3)}
+    listed = [file.id for file in setup.sdk.files.list(limit=1)]  # the SDK follows the pages
+    assert ids <= set(listed)
+    assert len(set(listed)) == len(listed)
+    with pytest.raises(openai.BadRequestError):
+        setup.sdk.files.list(limit=0)
+    with pytest.raises(openai.BadRequestError):
+        setup.sdk.batches.list(after="batch_unknown")
+
+
 def test_quotas_of_one_tenant_do_not_touch_another(setup: Setup) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         setup.rival.files.create(file=b"x" * (1 << 20) + b"x", purpose="batch")
@@ -227,9 +315,9 @@ def test_quotas_of_one_tenant_do_not_touch_another(setup: Setup) -> None:
     assert upload(setup.sdk, [chat("a", "x")])
 
 
-def test_the_folder_shows_no_tenant_name_and_no_key(setup: Setup, tmp_path_factory: Any) -> None:
-    root = Path(tmp_path_factory.getbasetemp())
-    paths = [path for path in root.glob("batch*/store/**/*") if path.is_file()]
+def test_the_folder_shows_no_tenant_name_and_no_key(setup: Setup) -> None:
+    upload(setup.sdk, [chat("a", "x")])
+    paths = [path for path in setup.folder.rglob("*") if path.is_file()]
     assert paths
-    assert not [path for path in paths if "acme" in str(path.relative_to(root))]
+    assert not [path for path in paths if "acme" in str(path.relative_to(setup.folder))]
     assert not [path for path in paths if b"sk-acme" in path.read_bytes()]

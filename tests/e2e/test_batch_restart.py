@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import openai
 import pytest
@@ -17,7 +17,7 @@ from openai import OpenAI
 from mockgpu.text import expected_text
 from tests.chaos.fleet_processes import MockProcess
 from tests.e2e.processes import GatewayProcess, gateway_process
-from tests.e2e.test_batch_api import chat, client, create, results, upload, wait
+from tests.e2e.test_batch_api import chat, client, create, results, until, upload, wait
 from tests.scraped import total
 
 LINES, TOKENS = 24, 60
@@ -44,17 +44,9 @@ def lines(number: int = LINES, tokens: int = TOKENS) -> list[dict[str, Any]]:
     return [chat(f"line-{at}", f"Question {at}?", max_tokens=tokens) for at in range(number)]
 
 
-def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
-    """Wait until a condition holds."""
-    ends = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < ends, "the condition was not met in time"
-        time.sleep(0.02)
-
-
 def page(url: str) -> str:
-    with openai.DefaultHttpxClient() as http:
-        return http.get(f"{url}/metrics").text
+    with urlopen(f"{url}/metrics") as answer:
+        return str(answer.read().decode())
 
 
 def generated(engine: MockProcess) -> float:
@@ -213,3 +205,30 @@ def test_workers_share_a_batch_folder_and_one_of_them_owns_each_batch(
                 check_texts(sdk, ended.output_file_id, asked)
         metrics = page(running.admin_url)
         assert total(metrics, "penstock_batch_requests_total", outcome="completed") == 40
+
+
+def test_a_process_that_hangs_loses_its_batch_and_does_no_harm_when_it_goes_on(
+    engine: MockProcess, tmp_path: Path
+) -> None:
+    config, asked = CONFIG.format(engine.url, tmp_path / "store"), lines()
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    with (
+        gateway_process(tmp_path / "first", config) as hung,
+        client(hung.url, "none") as hung_sdk,
+    ):
+        batch_id = create(hung_sdk, upload(hung_sdk, asked)).id
+        until(lambda: completed(hung_sdk, batch_id) >= 2)
+        os.kill(hung.pid, signal.SIGSTOP)
+        try:
+            with (
+                gateway_process(tmp_path / "second", config) as running,
+                client(running.url, "none") as sdk,
+            ):
+                ended = wait(sdk, batch_id)
+        finally:
+            os.kill(hung.pid, signal.SIGCONT)
+        until(lambda: total(page(hung.admin_url), "penstock_batch_running") == 0)
+        assert hung_sdk.batches.retrieve(batch_id) == ended
+        assert ended.status == "completed"
+        check_texts(hung_sdk, ended.output_file_id, asked)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.batch.ownership import BatchOwner
+from gateway.batch.ownership import BatchOwner, LeaseLostError
 
 LEASE_S = 30.0
 
@@ -61,6 +61,20 @@ def test_a_released_batch_is_free_and_releasing_anothers_does_nothing(
     assert not second.claim(batch, 1001.0)
     first.release(batch)
     assert second.claim(batch, 1001.0)
+
+
+def test_only_the_holder_of_the_lease_may_change_a_batch(
+    owners: tuple[BatchOwner, BatchOwner], batch: Path
+) -> None:
+    first, second = owners
+    changes: list[str] = []
+    assert first.claim(batch, 1000.0)
+    first.change(batch, lambda: changes.append("first"))
+    assert second.claim(batch, 1060.0)
+    with pytest.raises(LeaseLostError):
+        first.change(batch, lambda: changes.append("late"))
+    second.change(batch, lambda: changes.append("second"))
+    assert changes == ["first", "second"]
 
 
 def test_a_damaged_lease_counts_as_none(owners: tuple[BatchOwner, BatchOwner], batch: Path) -> None:

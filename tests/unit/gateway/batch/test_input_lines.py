@@ -1,0 +1,93 @@
+"""Which input files a batch accepts, and the lines of its results."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.batch.input_lines import MAX_PROBLEMS, InputChecker, result_line
+
+ENDPOINT = "/v1/chat/completions"
+
+
+def line(custom_id: str = "a", **members: Any) -> bytes:
+    body = {"model": "m", "messages": []}
+    whole = {"custom_id": custom_id, "method": "POST", "url": ENDPOINT, "body": body}
+    return json.dumps(whole | members).encode()
+
+
+def problems(*lines: bytes, max_lines: int = 10, max_body: int = 1000) -> list[str]:
+    checker = InputChecker(ENDPOINT, max_lines, max_body)
+    for raw in lines:
+        checker.check(raw)
+    return [problem.code for problem in checker.finish()]
+
+
+def test_a_valid_file_has_no_problem_and_names_its_model() -> None:
+    checker = InputChecker(ENDPOINT, 2, 1000)
+    checker.check(line("a"))
+    checker.check(line("b"))
+    assert checker.finish() == ()
+    assert (checker.lines, checker.model) == (2, "m")
+
+
+@pytest.mark.parametrize(
+    ("raw", "code"),
+    [
+        (b"not json", "invalid_json_line"),
+        (b"[" * 100_000, "invalid_json_line"),
+        (b'{"custom_id": "\xff"}', "invalid_json_line"),
+        (line(custom_id="x" * 513), "invalid_custom_id"),
+        (line(method="GET"), "invalid_method"),
+        (line(url="/v1/embeddings"), "mismatched_endpoint"),
+        (line(body=[1]), "invalid_body"),
+        (line(body={"messages": []}), "missing_model"),
+        (line(body={"model": 3}), "missing_model"),
+        (line(body={"model": "m", "stream": True}), "invalid_body"),
+        (line(body={"model": "m", "x": "y" * 1000}), "body_too_large"),
+    ],
+)
+def test_each_kind_of_invalid_line_has_its_code(raw: bytes, code: str) -> None:
+    assert problems(raw) == [code]
+
+
+def test_an_empty_file_and_one_that_is_too_long_are_refused() -> None:
+    assert problems() == ["empty_file"]
+    assert problems(*(line(str(number)) for number in range(11))) == ["too_many_tasks"]
+
+
+def test_the_number_of_reported_problems_is_bounded() -> None:
+    assert len(problems(*[b"x"] * 500, max_lines=1000)) <= 500
+    checker = InputChecker(ENDPOINT, 1000, 1000)
+    for _ in range(MAX_PROBLEMS):
+        checker.check(b"x")
+    assert checker.is_full
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=8))
+def test_a_custom_id_may_be_used_once(ids: list[str]) -> None:
+    found = problems(*map(line, ids), max_lines=100) if ids else []
+    assert found == ["duplicate_custom_id"] * (len(ids) - len(set(ids)))
+
+
+def test_a_result_is_one_line_even_if_the_answer_has_several() -> None:
+    raw = result_line(3, "batch_" + "0" * 32, "a", (200, "req_1", b'{\n "x": 1\n}\n'))
+    assert raw.count(b"\n") == 1
+    result = json.loads(raw)
+    assert result["response"] == {"status_code": 200, "request_id": "req_1", "body": {"x": 1}}
+    assert result["error"] is None
+
+
+def test_an_answer_that_is_no_json_is_kept_as_a_string() -> None:
+    raw = result_line(0, "batch_" + "0" * 32, "a", (502, "req_1", b"<html>\xff"))
+    assert json.loads(raw)["response"]["body"] == "<html>�"
+
+
+def test_a_request_without_an_answer_has_code_and_message() -> None:
+    raw = result_line(0, "batch_" + "0" * 32, "a", None, ("batch_expired", "late"))
+    result = json.loads(raw)
+    assert (result["response"], result["error"]["code"]) == (None, "batch_expired")
