@@ -1,4 +1,4 @@
-"""The answer to one request of a batch: collected as a client would receive it, and kept in part.
+"""The answer to one batch request: received as a client would receive it, and kept if pre-empted.
 
 LineClient stands in for the connection of a client. An answer that can be continued token for token
 is requested as a stream; StreamedAnswer joins its events to the body of a whole answer. No I/O.
@@ -33,9 +33,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 def streamed_body(body: bytes, api: Api) -> tuple[bytes, ContinuationTerms] | None:
-    """Return the body that requests the same answer as a stream, and how to continue it.
+    """Return the body that requests the same answer as a stream, and the terms to continue it.
 
-    Return None if its answer could not be continued exactly; such a request is sent as it is.
+    Return None if the answer could not be continued exactly; such a request is sent unchanged.
     """
     if not api.can_resume:
         return None
@@ -62,14 +62,14 @@ def rest_body(terms: ContinuationTerms, kept: KeptAnswer, model: str) -> bytes:
 
 
 class StreamedAnswer:
-    """The text of a streamed answer so far, and the body of the whole answer once it is complete.
+    """The text of a streamed answer so far, from which the whole answer's body is built at its end.
 
-    text          the answer's text, including what was kept of an earlier attempt
-    first         the first chunk of the answer, raw JSON; b"" before it
+    text   the answer's text, including what was kept of an earlier attempt
+    first  the first chunk of the answer, raw JSON; b"" until it has arrived
     """
 
     def __init__(self, api: Api, kept: KeptAnswer | None = None) -> None:
-        """Initialize; `kept` is the part of the answer that an earlier attempt has received."""
+        """Initialize; `kept` is the part of the answer that earlier attempts received, if any."""
         self._is_chat = api is CHAT
         self._kept = kept
         self.text = "" if kept is None else kept.text
@@ -80,7 +80,7 @@ class StreamedAnswer:
         self._unread = b""
 
     def feed(self, data: bytes) -> None:
-        """Read the next bytes of the stream's events."""
+        """Process the next bytes of the stream's events."""
         *events, self._unread = (self._unread + data).split(b"\n\n")
         for event in events:
             payload = event.removeprefix(b"data:").strip()
@@ -105,7 +105,7 @@ class StreamedAnswer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer has its finish reason, so its body can be built."""
+        """Whether the answer has its finish reason, so that its body can be built."""
         return self._last.get("finish_reason") is not None
 
     def body(self) -> bytes:
@@ -138,7 +138,7 @@ class StreamedAnswer:
     def keep(
         self, prompt: Sequence[int], shown: Sequence[int], prompt_tokens: int
     ) -> KeptAnswer | None:
-        """Return what is kept of an answer that is pre-empted now, or None for an empty one.
+        """Return the part of the answer that all attempts have received; None if there is none.
 
         `prompt` and `shown` are the token ids of the newest attempt's prompt and answer.
         """
@@ -153,7 +153,7 @@ class StreamedAnswer:
 
 
 class LineClient:
-    """The stand-in for a client connection, which collects the response to one request of a batch.
+    """A stand-in for a client connection, which collects the response to one batch request.
 
     It implements gateway.http.client.Client. The response arrives as HTTP/1.0 would frame it: a
     head, then the body up to its end.
@@ -206,7 +206,7 @@ class LineClient:
         return self._request_body
 
     def set_source(self, source: UpstreamConnection | None) -> None:
-        """Do nothing: this client always reads."""
+        """Do nothing: this client reads everything, so it never pauses the engine's connection."""
 
     def write(self, data: bytes) -> None:
         self._received += len(data)
@@ -231,5 +231,5 @@ class LineClient:
         self.status, self._pieces = status, [body]
 
     def close_after_write(self) -> None:
-        """Note that the response ends before it is complete."""
+        """Record that the response ends before it is complete."""
         self.is_cut = True

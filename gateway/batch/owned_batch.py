@@ -1,4 +1,4 @@
-"""A batch that this process owns: its input, its journal, and which requests are to run next.
+"""A batch that this process runs: its input, its journal, and the order of its requests.
 
 Calls named load, check, flush and finish use the disk, in threads; everything else does not block.
 """
@@ -40,13 +40,13 @@ REASONS = {
 
 
 class OwnedBatch:
-    """One unfinished batch of this process.
+    """An unfinished batch that this process owns.
 
-    record    the batch as stored
-    folder    its folder
-    running   attempts in progress by the request's index
-    tasks     their tasks
-    is_open   requests may be started
+    record   the batch as stored
+    folder   the batch's folder
+    running  attempts in progress by the request's index
+    tasks    the tasks of these attempts
+    is_open  requests may be started
     """
 
     def __init__(self, store: BatchStore, owner: BatchOwner, record: BatchRecord) -> None:
@@ -70,11 +70,11 @@ class OwnedBatch:
     # Input
 
     async def check(self, checker: InputChecker, max_line: int) -> None:
-        """Check the whole input file with `checker`, and find its lines."""
+        """Check the whole input file with `checker`, and record the positions of its lines."""
         await self._scan(max_line, checker.check, lambda: checker.is_full)
 
     async def load(self, max_line: int) -> None:
-        """Find the lines of an input file that was checked, and read the journal."""
+        """Record the positions of the lines of a checked input file, and read the journal."""
         if not self._spans:
             await self._scan(max_line, lambda _: None, lambda: False)
         self.progress = JournalReader(len(self._spans) // 2)
@@ -92,7 +92,10 @@ class OwnedBatch:
                 pass
 
     def _scan_slice(self, file: IO[bytes], max_line: int, see: Callable[[bytes], None]) -> bool:
-        """Read some lines; return whether more may follow. An overlong line ends the file."""
+        """Read some lines of the file and pass them to `see`; return whether more may follow.
+
+        A line longer than `max_line` bytes ends the file.
+        """
         offset = start = file.tell()
         while offset - start < SLICE_BYTES:
             line = file.readline(max_line + 1)
@@ -118,7 +121,7 @@ class OwnedBatch:
         self._journal = JournalFile(path, self.progress.size)
 
     async def read(self, number: int) -> InputLine:
-        """Return a request of the input file."""
+        """Read the request with this index from the input file."""
         return await asyncio.to_thread(self._read_now, number)
 
     def _read_now(self, number: int) -> InputLine:
@@ -138,7 +141,7 @@ class OwnedBatch:
 
     @property
     def has_ended(self) -> bool:
-        """Whether every request has its result on the disk."""
+        """Whether every request has its result in the journal on disk."""
         return not self.tasks and not self._unwritten and not self.backlog
 
     def take_next(self, now: float) -> int | None:
@@ -161,16 +164,19 @@ class OwnedBatch:
         return number
 
     def retry_at(self, number: int, due: float) -> None:
-        """Run a request again, from `due` on (monotonic seconds)."""
+        """Schedule another attempt at a request, not before `due` (monotonic seconds)."""
         heappush(self._retries, (due, number))
 
     def put_back(self, number: int, kept: KeptAnswer | None) -> None:
-        """Run a pre-empted request again as soon as possible, from the answer that is kept."""
+        """Schedule a pre-empted request to run next, continuing the answer that is kept, if any."""
         self._ready.append(number)
         self.keep(number, kept)
 
     def keep(self, number: int, kept: KeptAnswer | None) -> None:
-        """Record the part of an answer from which the next attempt continues; None: from none."""
+        """Record the part of an answer from which the next attempt continues.
+
+        None: the next attempt starts anew.
+        """
         if kept is not None:
             self.progress.kept[number] = kept
             self._write(JournalEntry(number, kept=kept))
@@ -209,12 +215,12 @@ class OwnedBatch:
             del self._unwritten[:count]
 
     async def flush(self) -> None:
-        """Wait until everything is in the journal, or until it cannot be written."""
+        """Wait until all entries are in the journal, or until it cannot be written any more."""
         while self._unwritten and not self.is_blocked:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
-        """Write what is left and close the journal."""
+        """Write the remaining entries and close the journal."""
         await self.flush()
         if self._flushing is not None:
             self._flushing.cancel()
@@ -235,9 +241,9 @@ class OwnedBatch:
         return RequestCounts(self.total, self.progress.completed, self.progress.failed)
 
     async def finish(self, state: BatchState, now: float, expires_at: int) -> None:
-        """Write output and errors file, and enter the final state.
+        """Write the output file and the errors file, and enter the final state.
 
-        Requests without a result get an error that names `state`. It may be repeated after a
+        Requests without a result get an error that names `state`. The call may be repeated after a
         restart: the files keep their ids.
         """
         reason = REASONS.get(state, REASONS[BatchState.EXPIRED])

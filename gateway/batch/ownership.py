@@ -30,12 +30,12 @@ class LeaseLostError(OSError):
 
 
 class BatchOwner:
-    """One gateway process as the owner of batches."""
+    """One gateway process, which takes, renews and releases leases on batches."""
 
     def __init__(self, folder: Path, lease_s: float) -> None:
         """Initialize; `folder` has one file for each running owner.
 
-        A lease that is not renewed ends after `lease_s` seconds.
+        A lease ends after `lease_s` seconds unless it is renewed.
         """
         self.name = secrets.token_hex(16)
         self.lease_s = lease_s
@@ -43,7 +43,7 @@ class BatchOwner:
         self._lock: IO[bytes] | None = None
 
     def open(self) -> None:
-        """Lock the owner's file, and delete the files of owners that have ended."""
+        """Create and lock this owner's file, and delete the files of owners that have ended."""
         # It gets its name once it is locked, so that no other process takes it for a dead owner's.
         part = self._folder / f"{self.name}.part"
         self._lock = part.open("xb")
@@ -59,9 +59,9 @@ class BatchOwner:
             self._lock.close()
 
     def claim(self, batch: Path, now: float) -> bool:
-        """Take or renew the lease on the batch in this folder; return whether it is held.
+        """Take or renew the lease on the batch in this folder; return whether this owner holds it.
 
-        It is refused while another owner holds one that has not expired, and runs.
+        It is refused while another owner, which still runs, holds an unexpired lease.
         """
         with locked(batch / "owner") as file:
             lease = _read_lease(file)
@@ -86,7 +86,7 @@ class BatchOwner:
             call()
 
     def release(self, batch: Path) -> None:
-        """Give up the lease, if it is held, so that another process may take it at once."""
+        """Release the lease, if it is held, so that another process may take it at once."""
         with locked(batch / "owner") as file:
             lease = _read_lease(file)
             if lease is not None and lease.owner == self.name:

@@ -1,4 +1,4 @@
-"""How many requests of batches a pool may run now, so that its other requests notice nothing.
+"""Decides how many batch requests a pool may run now, so that its other requests are not slowed.
 
 The number follows the pool's load: it grows slowly while nothing waits and other requests keep
 their latency targets, and shrinks at the first sign that they might not. No I/O.
@@ -20,14 +20,14 @@ FIRST_LIMIT = 4.0
 
 
 class PoolReading(msgspec.Struct, frozen=True):
-    """What is observed of one pool since the last reading.
+    """The load of one pool, as observed since the last reading.
 
-    places     requests that its available endpoints may run at once
-    busy       requests that run there now, those of batches included
-    waiting    requests of others that wait for a place
-    price      the admission price; 0 without overload
-    missed     requests of others that missed a latency target
-    ttft_s, tpot_s  the latencies of requests of batches, None while none was measured
+    places          requests that its available endpoints may run at once
+    busy            requests that run there now, batch requests included
+    waiting         other requests that wait for a place
+    price           the admission price; 0 without overload
+    missed          other requests that missed a latency target
+    ttft_s, tpot_s  latencies of batch requests in seconds; None while none was measured
     """
 
     places: int
@@ -40,26 +40,29 @@ class PoolReading(msgspec.Struct, frozen=True):
 
 
 class LatencyTargets(msgspec.Struct, frozen=True):
-    """The tightest latency targets of the other requests of a pool, in seconds."""
+    """The tightest latency targets of a pool's other requests (not of batches), in seconds."""
 
     ttft_s: float
     tpot_s: float
 
 
 class PoolPacer:
-    """Limits the concurrent requests of batches in one pool.
+    """Limits the number of batch requests that run concurrently in one pool.
 
     limit  the present limit, before the pool's free places are considered
     """
 
     def __init__(self, share: float, most: int) -> None:
-        """Initialize; batches may fill a pool up to `share` of its places, with `most` requests."""
+        """Initialize; batches may fill a pool up to the share `share` of its places.
+
+        `most` is the maximum number of batch requests in the pool.
+        """
         self.share, self.most = share, most
         self.limit = min(FIRST_LIMIT, float(most))
         self._cut_at = self._grown_at = self._waited_at = float("-inf")
 
     def allow(self, reading: PoolReading, targets: LatencyTargets, running: int, now: float) -> int:
-        """Return how many requests of batches may run, of which `running` do now.
+        """Return how many batch requests may run now; `running` of them do.
 
         If the result is below `running`, the caller pre-empts the difference.
         """
@@ -88,17 +91,21 @@ def _is_pressed(reading: PoolReading, targets: LatencyTargets) -> bool:
 
 
 def choose_preempted(lost_tokens: Sequence[int], count: int) -> list[int]:
-    """Return the indexes of `count` running requests to pre-empt, those that lose least first.
+    """Return the indexes of `count` running requests to pre-empt: those that lose the least.
 
-    `lost_tokens` has the tokens that each of them would have to generate again. Among equal ones
-    the newest is chosen, which has the highest index.
+    `lost_tokens` has the number of tokens that each of them would have to generate again. Of equal
+    ones, the newest is chosen, which has the highest index.
     """
     order = sorted(range(len(lost_tokens)), key=lambda index: (lost_tokens[index], -index))
     return order[:count]
 
 
 def retry_delay_s(attempts: int, retry_after_s: float | None) -> float:
-    """Return after how many seconds a failed request is tried again, for the `attempts`-th time."""
+    """Return the seconds to wait before the next attempt at a request that failed.
+
+    attempts       number of failed attempts so far
+    retry_after_s  the time that the gateway named; None: exponential back-off
+    """
     if retry_after_s is not None:
         return min(60.0, max(0.1, retry_after_s))
     return min(30.0, 0.25 * 2.0 ** min(attempts, 8))

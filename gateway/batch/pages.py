@@ -42,12 +42,15 @@ MAX_BODY_BYTES = 64 * 1024
 
 
 class BatchPages:
-    """The handlers, which read and write the store of one BatchRunner."""
+    """The HTTP handlers for files and batches, which use the store of one BatchRunner."""
 
     def __init__(
         self, runner: BatchRunner, snapshot: Callable[[], Snapshot], section: BatchApi
     ) -> None:
-        """Initialize; `section` counts if a reload has removed the section from the file."""
+        """Initialize.
+
+        `section` is the configuration to use once a reload has removed its section.
+        """
         self._runner, self._store = runner, runner.store
         self._snapshot, self._first_section = snapshot, section
         self._uploads = 0
@@ -57,7 +60,7 @@ class BatchPages:
         return self._snapshot().config.batch or self._first_section
 
     def add_routes(self, server: web.Application) -> None:
-        """Add the paths of files and batches to the application."""
+        """Add the routes for files and batches to the application."""
         add = server.router
         add.add_post("/v1/files", self._upload)
         add.add_get("/v1/files", self._list_files)
@@ -206,7 +209,7 @@ class BatchPages:
         return self._snapshot().authenticate(request.headers)
 
     def _scope(self, request: web.Request) -> str:
-        """Return the digest of the API key, if it is limited to some models, else ""."""
+        """Return the digest of the request's API key if it is limited to some models, else ""."""
         scopes = self._snapshot().scopes
         if not scopes:
             return ""
@@ -214,7 +217,7 @@ class BatchPages:
         return scope_digest(digest) if digest in scopes else ""
 
     async def _run(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Run a call of the store in a thread. Raises GatewayError if its disk fails."""
+        """Run a blocking call of the store in a thread. Raises GatewayError if the disk fails."""
         try:
             return await asyncio.to_thread(call, *args)
         except StorageFullError as error:
@@ -233,7 +236,7 @@ def file_not_found(file_id: str) -> GatewayError:
 
 
 async def _read_form(request: web.Request, upload: Upload, max_bytes: int) -> FileForm:
-    """Receive the form of an upload; the file's bytes go to `upload`, the fields are returned."""
+    """Receive an upload form; write the file's bytes to `upload` and return the other fields."""
     fields: dict[str, str] = {}
     filename = None
     reader = await _received(request.multipart())

@@ -1,7 +1,8 @@
 """Runs batches: claims them, runs their requests beside live traffic, and writes their results.
 
-One BatchRunner per gateway process. It looks at all pools many times a second while it has batches:
-PoolPacer says how many requests may run, the runner starts or pre-empts the difference.
+There is one BatchRunner per gateway process. While it has batches, it looks at all pools many times
+a second: PoolPacer says how many requests may run, and the runner starts or pre-empts the
+difference.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ LINE_OVERHEAD = 4096  # bytes of an input line beside its body
 
 
 class BatchRunner:
-    """The owner of batches in one process.
+    """Runs the batches that this process owns.
 
     store  the folder of files and batches
     """
@@ -49,7 +50,7 @@ class BatchRunner:
     def __init__(
         self, section: BatchApi, gateway: Gateway, serve: ServeLine, metrics: Metrics
     ) -> None:
-        """Initialize; `serve` runs one request of a tenant through the request path."""
+        """Initialize; `serve` serves one request of a tenant like a live request."""
         self.store = BatchStore(Path(section.dir))
         self._first_section = section
         self._gateway, self._serve, self._metrics = gateway, serve, metrics
@@ -68,7 +69,7 @@ class BatchRunner:
 
     @property
     def running(self) -> int:
-        """The number of requests of batches that run now."""
+        """The number of batch requests that run now in this process."""
         return sum(len(batch.tasks) for batch in self._owned.values())
 
     @property
@@ -76,13 +77,13 @@ class BatchRunner:
         return self._gateway.snapshot.config.batch or self._first_section
 
     async def start(self) -> None:
-        """Create the folder and begin to run batches. Raises OSError."""
+        """Create the folder, and start running batches. Raises OSError."""
         await asyncio.to_thread(self.store.create)
         await asyncio.to_thread(self._owner.open)
         self._loop_task = asyncio.create_task(self._run(), name="batches")
 
     async def stop(self) -> None:
-        """Pre-empt all requests, write what is kept of their answers, and give up all batches."""
+        """Pre-empt all requests, store what is kept of their answers, and release all batches."""
         if self._loop_task is None:
             return
         self._loop_task.cancel()
@@ -96,7 +97,7 @@ class BatchRunner:
         await asyncio.to_thread(self._owner.close)
 
     def wake(self) -> None:
-        """Look for new batches and cancellations at the next tick."""
+        """Make the next tick look for new batches and cancellations."""
         self._scan_due = 0.0
 
     async def _run(self) -> None:
@@ -134,7 +135,10 @@ class BatchRunner:
         return min(able, key=lambda record: owned[record.tenant], default=None)
 
     async def _adopt(self, claimed: BatchRecord) -> None:
-        """Begin to run a batch whose lease was taken; its record may have changed before that."""
+        """Start to run a batch whose lease this process has taken.
+
+        Its record is read again, because it may have changed before that.
+        """
         record = await asyncio.to_thread(self.store.batch, claimed.tenant, claimed.id)
         if record is None or record.is_final:
             await asyncio.to_thread(self.store.close_batch, record or claimed)
@@ -190,7 +194,7 @@ class BatchRunner:
         return self._gateway.snapshot.config.limits.body + LINE_OVERHEAD
 
     async def _validate(self, batch: OwnedBatch) -> bool:
-        """Check the input file; return whether the batch may run."""
+        """Check the input file of a batch; return whether the batch may run."""
         section, limits = self._section, self._gateway.snapshot.config.limits
         checker = InputChecker(batch.record.endpoint, section.lines, limits.body)
         await batch.check(checker, self._max_line)
@@ -208,7 +212,7 @@ class BatchRunner:
         return True
 
     async def _until_end(self, batch: OwnedBatch) -> BatchState:
-        """Wait until a batch has ended, was cancelled or has expired; return its final state.
+        """Wait until a batch is complete, cancelled or expired; return its final state.
 
         The paced requests run meanwhile. Cancellations are read and counts stored every second.
         """
@@ -235,7 +239,7 @@ class BatchRunner:
     # Pacing
 
     def _pace_all(self) -> None:
-        """Start or pre-empt requests of every pool, as its load requires."""
+        """Start or pre-empt batch requests in every pool, as the pool's load requires."""
         by_pool: dict[str, list[OwnedBatch]] = {}
         for batch in self._owned.values():
             if batch.is_open:
@@ -286,7 +290,7 @@ class BatchRunner:
         return False
 
     def _preempt(self, batch: OwnedBatch, run: LineRun) -> None:
-        """Stop a request and put it back, with the part of its answer that can be continued."""
+        """Cancel a running request and put it back, with the part of its answer that is kept."""
         number, lost = run.number, run.lost_tokens
         run.is_preempted = True
         kept = run.keep()
@@ -322,7 +326,7 @@ class BatchRunner:
             self._settle(batch, run)
 
     def _settle(self, batch: OwnedBatch, run: LineRun) -> None:
-        """Write the result of a request that has ended, or plan its next attempt."""
+        """Write the result of an attempt that has ended, or schedule the request's next attempt."""
         result, number, count = run.result(), run.number, self._metrics.batch_requests_total.labels
         if result.is_retried:
             failures = run.failures + (not result.is_unlimited)
@@ -340,7 +344,7 @@ class BatchRunner:
 
 
 def _forget(batch: OwnedBatch, number: int, task: asyncio.Task[None]) -> None:
-    """Free the place of a request whose task has ended, unless it runs again already."""
+    """Remove a request whose task has ended from the running ones, unless it runs again already."""
     if batch.tasks.get(number) is task:
         del batch.tasks[number]
         batch.running.pop(number, None)
