@@ -17,11 +17,12 @@ import msgspec
 import typer
 
 from mockgpu.grids import Grid, load_grids
+from planner.output_files import check_writable
 from planner.size import show
 from planner.size.draft import FleetPlan, SizingError
 from planner.size.emit import EMITTERS, Emission, emit
 from planner.size.finalist import Finalist
-from planner.size.front import FleetPoint, LadderStep, fleet_points, headline, tp_ladder
+from planner.size.front import BATCHES, FleetPoint, LadderStep, fleet_points, headline, tp_ladder
 from planner.size.question import SizeOptions, hardware_of, model_of, workload_of
 from planner.size.recipe import plan_fleet, variants
 from policies.sizing.gpus import GPUS
@@ -106,6 +107,12 @@ From = Annotated[
 Last = Annotated[
     str, typer.Option("--last", metavar="TIME", help="With --from: only the end of the log.")
 ]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        "--report", callback=check_writable, help="Write a page (HTML) of the plan and all layouts."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -120,6 +127,7 @@ class SizeOutput(msgspec.Struct, frozen=True):
     first_port: int
     log: Path | None
     last: str
+    report: Path | None
     as_json: bool
 
 
@@ -152,6 +160,7 @@ def size(
     first_port: FirstPort = 9000,
     from_: From = None,
     last: Last = "60m",
+    report: Report = None,
     as_json: AsJson = False,
 ) -> None:
     """Size a fleet for a model and promises, with the reason for each step. Needs no GPU."""
@@ -164,7 +173,9 @@ def size(
         raise typer.Exit(
             _run(
                 options,
-                SizeOutput(front, ladder, against, emit_, name, first_port, from_, last, as_json),
+                SizeOutput(
+                    *(front, ladder, against, emit_, name, first_port, from_, last, report, as_json)
+                ),
             )
         )
     except SizingError as error:
@@ -189,6 +200,8 @@ def _run(options: SizeOptions, output: SizeOutput) -> int:
         if batch is None
         else tp_ladder(best.model, best.hardware, batch, best.work.mean_context, grids)
     )
+    if output.report is not None:
+        output.report.write_text(_page(options, model, best, grids))
     results = _replayed(options, output, model, best, grids)
     other = _against(options, output, grids)
     if output.as_json:
@@ -221,6 +234,16 @@ def _lines(
         yield from ("", *show.finalist_lines(results))
     if other is not None:
         yield from ("", *show.against_lines(best, other))
+
+
+def _page(options: SizeOptions, model: Llm, plan: FleetPlan, grids: Sequence[Grid]) -> str:
+    """Return the page of the plan, of all layouts of its GPUs, and of the TP ladders."""
+    from planner.size.page import size_page
+
+    hardware, context = plan.hardware, plan.work.mean_context
+    points = fleet_points(variants(model, options.quant), hardware, plan.work, grids)
+    ladders = {batch: tp_ladder(plan.model, hardware, batch, context, grids) for batch in BATCHES}
+    return size_page(plan, points, ladders)
 
 
 def _against(options: SizeOptions, output: SizeOutput, grids: Sequence[Grid]) -> FleetPlan | None:

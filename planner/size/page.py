@@ -1,0 +1,189 @@
+"""The self-contained page of `penstock size --report`: everything is computed here, in Python.
+
+Sliders and choices of the page only show what was rendered for their value. Its script contains no
+formula, so that the page and the command cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from math import log10
+
+import msgspec
+
+from planner.size.draft import FleetPlan
+from planner.size.front import BATCHES, FleetPoint, LadderStep, headline
+from planner.size.show import plan_lines
+from planner.size.units import ms, usd
+from planner.size.workload import Promise
+
+TPOT_PROMISES_MS = (5, 10, 15, 20, 30, 40, 60, 100, 300)
+WIDTH, HEIGHT, MARGIN = 640, 320, 48
+# The animation shows one step this many times slower than it is.
+SLOWER = 40
+MAX_LANES = 16
+
+_STYLE = """
+:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin: 2rem 0 .4rem }
+pre { overflow-x: auto; font-size: 13px } .headline { font-size: 1.1rem; font-weight: 600 }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #8884 }
+.bar { display: flex; height: 14px; width: 320px; background: #8882 }
+.bar i { display: block; height: 100% }
+.weights { background: #2a78d6 } .kv { background: #1baf7a } .flops { background: #eda100 }
+.collectives { background: #d64545 } .other { background: #888 }
+.grey td { opacity: .5 } circle { fill: #2a78d6 } circle.best { fill: #1baf7a }
+circle.no { fill: #888; opacity: .35 } circle.chosen { stroke: #d64545; stroke-width: 3 }
+.lane { position: relative; height: 12px; margin: 3px 0; background: #8882; overflow: hidden }
+.lane i { position: absolute; width: 12px; height: 12px; background: #2a78d6;
+  animation: flow linear infinite }
+@keyframes flow { from { left: -12px } to { left: 100% } }
+@media (prefers-reduced-motion: reduce) { .lane i { animation: none; left: 50% } }
+"""
+
+_SCRIPT = """
+for (const slider of document.querySelectorAll("input[data-group]")) {
+  const show = () => {
+    for (const each of document.querySelectorAll(`[data-of="${slider.dataset.group}"]`))
+      each.hidden = each.dataset.at !== slider.value;
+  };
+  slider.addEventListener("input", show);
+  show();
+}
+for (const point of document.querySelectorAll("circle")) point.addEventListener("click", () => {
+  document.querySelectorAll("circle.chosen").forEach((each) => each.classList.remove("chosen"));
+  point.classList.add("chosen");
+  document.getElementById("chosen").textContent = point.querySelector("title").textContent;
+});
+"""
+
+
+def size_page(
+    plan: FleetPlan, points: Sequence[FleetPoint], ladders: Mapping[int, Sequence[LadderStep]]
+) -> str:
+    """Return the HTML page of a plan, all its layouts, and the TP ladders by batch."""
+    title = f"{escape(plan.model.name)} on {escape(plan.hardware.gpu.name)}"
+    return "\n".join(
+        (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>Size: {title}</title><style>{_STYLE}</style></head><body>",
+            f"<h1>{title}</h1>",
+            *_headlines(plan, points),
+            *_ladders(ladders),
+            *_tokens(ladders[BATCHES[0]]),
+            *_front(points),
+            "<h2>Why: gate by gate</h2>",
+            f"<pre>{escape(chr(10).join(plan_lines(plan)))}</pre>",
+            f"<script>{_SCRIPT}</script></body></html>\n",
+        )
+    )
+
+
+def _slider(group: str, label: str, count: int, at: int) -> str:
+    return (
+        f'<p><label>{label} <input type="range" min="0" max="{count - 1}" value="{at}" '
+        f'data-group="{group}"></label></p>'
+    )
+
+
+def _headlines(plan: FleetPlan, points: Sequence[FleetPoint]) -> Iterator[str]:
+    """Yield the headline for each promise; the slider begins at the promise of the plan."""
+    given = plan.work.tpot_s
+    at = len(TPOT_PROMISES_MS)
+    if given is not None:
+        at = next((n for n, each in enumerate(TPOT_PROMISES_MS) if each / 1e3 >= given), at)
+    yield _slider("promise", "Promised time per token", len(TPOT_PROMISES_MS) + 1, at)
+    for place, limit in enumerate((*TPOT_PROMISES_MS, None)):
+        promises = () if limit is None else (Promise(tpot_s=limit / 1e3),)
+        work = msgspec.structs.replace(plan.work, promises=promises)
+        text = "no promise" if limit is None else f"{limit} ms"
+        yield (
+            f'<p class="headline" data-of="promise" data-at="{place}">{text}: '
+            f"{escape(headline(points, work))}</p>"
+        )
+
+
+def _ladders(ladders: Mapping[int, Sequence[LadderStep]]) -> Iterator[str]:
+    yield "<h2>TP ladder: ideal, expected, and where a step's time goes</h2>"
+    yield _slider("batch", "Batch", len(ladders), 0)
+    longest = max(step.expected_s for steps in ladders.values() for step in steps)
+    for place, (batch, steps) in enumerate(ladders.items()):
+        yield f'<div data-of="batch" data-at="{place}"><p>Batch {batch}</p><table><tr>'
+        heads = ("TP", "ideal", "expected", "tok/s/GPU", "$/1M", "TP tax", "bound")
+        yield "".join(f"<th>{head}</th>" for head in heads) + "<th>step</th><th></th></tr>"
+        for step in steps:
+            tax = "-" if step.tax is None else f"{step.tax:+.0%}"
+            cells = (
+                *(str(step.tp), ms(step.ideal_s), ms(step.expected_s)),
+                *(f"{step.tokens_s_gpu:.0f}", usd(step.usd_million), tax, step.parts.bound),
+            )
+            grey = ' class="grey"' if step.problem else ""
+            yield f"<tr{grey}>" + "".join(f"<td>{cell}</td>" for cell in cells)
+            yield f"<td>{_bar(step, longest)}</td><td>{escape(step.problem)}</td></tr>"
+        yield "</table></div>"
+    kinds = ("weights", "kv", "flops", "collectives", "other")
+    yield "<p>" + " ".join(f'<span class="{kind}">&nbsp;&nbsp;</span> {kind}' for kind in kinds)
+
+
+def _bar(step: LadderStep, longest_s: float) -> str:
+    """Return a step's time as a bar; of weights and FLOPs, which overlap, the larger."""
+    parts = step.parts
+    limited = "weights" if parts.weights_s >= parts.flops_s else "flops"
+    widths = {
+        limited: max(parts.weights_s, parts.flops_s),
+        "kv": parts.kv_s,
+        "collectives": parts.collectives_s,
+        "other": parts.attention_s + parts.overhead_s + parts.sequences_s,
+    }
+    pieces = (
+        f'<i class="{kind}" style="width:{100 * seconds / longest_s:.1f}%" title="{ms(seconds)}">'
+        "</i>"
+        for kind, seconds in widths.items()
+    )
+    return f'<div class="bar">{"".join(pieces)}</div>'
+
+
+def _tokens(steps: Sequence[LadderStep]) -> Iterator[str]:
+    """Yield the decode of one token: a lane per GPU, as fast as it reads its weights."""
+    yield f"<h2>One decoded token: each GPU reads its part of the weights ({SLOWER}x slower)</h2>"
+    yield _slider("token", "TP", len(steps), 0)
+    for place, step in enumerate(steps):
+        seconds = step.parts.weights_s * SLOWER
+        yield f'<div data-of="token" data-at="{place}"><p>TP {step.tp}: {ms(step.parts.weights_s)}'
+        yield " to read the weights</p>"
+        dot = f'<div class="lane"><i style="animation-duration:{seconds:.3f}s"></i></div>'
+        yield dot * min(step.tp, MAX_LANES) + "</div>"
+
+
+def _front(points: Sequence[FleetPoint]) -> Iterator[str]:
+    """Yield all layouts as points: requests/s over time per token, both logarithmic."""
+    yield "<h2>All layouts: green ones are beaten by none, grey ones cannot be</h2>"
+    yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" aria-label="layouts">'
+    times = [log10(point.tpot_s) for point in points]
+    rates = [log10(point.requests_s) for point in points]
+    for point, time, rate in zip(points, times, rates, strict=True):
+        x = MARGIN + (WIDTH - 2 * MARGIN) * _place(time, times)
+        y = HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * _place(rate, rates)
+        kind = "no" if point.reason else "best" if point.is_best else ""
+        yield f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>'
+        yield f"{escape(_point_text(point))}</title></circle>"
+    yield f'<text x="{WIDTH // 2}" y="{HEIGHT - 8}">time per token</text>'
+    yield '<text x="4" y="16">requests/s</text></svg><p id="chosen">Choose a point.</p>'
+
+
+def _place(value: float, values: Sequence[float]) -> float:
+    low, high = min(values), max(values)
+    return (value - low) / (high - low) if high > low else 0.5
+
+
+def _point_text(point: FleetPoint) -> str:
+    text = (
+        f"{point.replicas} x TP {point.tp} x PP {point.pp}, batch {point.batch}, {point.model}: "
+        f"{ms(point.tpot_s)} per token, TTFT {ms(point.ttft_s)}, {point.requests_s:.1f} "
+        f"requests/s, {point.tokens_s_gpu:.0f} tokens/s/GPU, {usd(point.usd_million)} per 1M"
+    )
+    return f"{text}. Not possible: {point.reason}" if point.reason else text
