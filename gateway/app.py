@@ -26,6 +26,9 @@ from gateway.disagg.handoffs import Handoffs
 from gateway.fleet.discovery.discovery import Discovery, create_source
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.health_checks import HealthChecker
+from gateway.fleet.kv_events.prompt_learner import Tokenizer
+from gateway.fleet.kv_events.service import KvEventService
+from gateway.fleet.name_table import find
 from gateway.fleet.prefix_cache import PrefixCacheView
 from gateway.fleet.speed_monitor import GLANCE_S
 from gateway.http import models_api
@@ -104,9 +107,7 @@ class App:
         auth = _frame_auth(config, origin.local)
         self._predecessor, self._has_retired = origin.predecessor, False
         self.secret = _fingerprint_secret(config, auth, origin.predecessor)
-        self._prefixes = PrefixCacheView(
-            self.secret, config.prefix.index, config.prefix.block_bytes
-        )
+        self._prefixes = _prefix_caches(config, self.secret)
         self._admission = AdmissionController(config)
         trusted = Networks(config.listeners.api.trusted_proxies)
         gauges = self.metrics.runtime_gauges
@@ -121,6 +122,7 @@ class App:
         self._log = AccessLog(config.observability, self._loop, gauges.log_lines_dropped_total)
         self._tracer = SpanExporter(self.metrics, Random(secrets.randbits(64)), origin.env)
         self._health_checker = self._create_health_checker(config)
+        self._kv_events = KvEventService(self._endpoints, self.metrics, self._tokenizer)
         self._sync_loop = None if auth is None else self._create_sync(auth, origin.local, rng)
         plan = build_plan(config, self._endpoints, self._admission, {})
         self._endpoints.apply(plan.adoption)
@@ -193,6 +195,7 @@ class App:
         """Poll the engines once, then listen. Raises OSError when an address is in use."""
         await self._discovery.start(self.config)
         await self._health_checker.start()
+        self._kv_events.start_if_due()
         if self._local is not None:
             self._endpoints.drain_by_name(self._local.drained)
         self._live_cost = LiveCost(self.metrics, monotonic())
@@ -306,6 +309,7 @@ class App:
         await self._close_listeners(max(0.0, ends - monotonic()))
         if self._sync_loop is not None:
             await self._sync_loop.stop()
+        await self._kv_events.stop()
         await self._health_checker.stop()
         for timer in (self._sweep_task, self._tick_timer, self._stall_timer):
             if timer is not None:
@@ -504,6 +508,7 @@ class App:
                 self.gateway.handoffs.sweep(now)
                 self.connections.sweep(now)
                 self._endpoints.sweep(now)
+                self._kv_events.start_if_due()
                 self.gateway.hedger.sweep(self.gateway.snapshot.config.retries.hedge, now)
                 # First, because accounting would re-create series that the next step removes.
                 self.gateway.accounts.account_ended()
@@ -518,6 +523,23 @@ class App:
         config = self.gateway.snapshot.config
         prices, has_tenants = config.hardware.price_per_hour, config.observability.tenants
         self._live_cost.sweep(self._endpoints.all(), prices, has_tenants, now)
+
+    def _tokenizer(self, model: str) -> Tokenizer | None:
+        """Return the endpoints with KV events that can tokenize a model's prompts, if any."""
+        snapshot, exact = self.gateway.snapshot, self._prefixes.exact
+        route = find(snapshot.routes, model)
+        if route is None:
+            return None
+        slots = snapshot.able.get(route.name) or [each.load.slot for each in route.candidates]
+        lives = [
+            live
+            for live in self._endpoints.all()
+            if live.load.slot in slots and live.load.slot in exact.endpoints
+        ]
+        available = [live for live in lives if live.load.is_available]
+        if not available:
+            return None
+        return Tokenizer(available, route.resolve_name(available[0].endpoint))
 
     def _on_models_changed(self) -> None:
         """Rebuild the routes after an engine's list of models or APIs has changed.
@@ -562,6 +584,12 @@ def _frame_auth(config: Config, local: WorkerSettings | None) -> FrameAuth | Non
     if config.shared is not None:
         return FrameAuth(config.shared.key.reveal().encode(), secrets.token_bytes(ID_BYTES))
     return None if local is None else FrameAuth(local.secret, secrets.token_bytes(ID_BYTES))
+
+
+def _prefix_caches(config: Config, secret: bytes) -> PrefixCacheView:
+    """Create the view of engines' prefix caches, with the memory that the configuration allows."""
+    prefix = config.prefix
+    return PrefixCacheView(secret, prefix.index, prefix.block_bytes, prefix.events)
 
 
 def _fingerprint_secret(

@@ -244,7 +244,7 @@ class TpGroup:
         self._step = None
         self.scheduler.pool.clear_prefix_cache()
         if self.kv_events is not None:
-            self.kv_events.stream.restart()
+            self.kv_events.restart()
         for job, live in [*self._live.items(), *self._awaiting_fetch.items()]:
             self._drop(job, live)
             live.sink.on_failure(_engine_dead())

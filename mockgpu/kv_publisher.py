@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -35,24 +36,45 @@ class KvPublisher:
         self.stream = KvEventStream(spec, scheduler.pool.block_tokens, _never)
         self._spec, self._scheduler, self._loop = spec, scheduler, loop
         self._topic = spec.topic.encode()
+        self._host = host
         self._context = zmq.Context()
-        self._publisher = self._context.socket(zmq.PUB)
-        self._router = self._context.socket(zmq.ROUTER)
-        self.port = _bind(self._publisher, host, spec.port)
-        self.replay_port = _bind(self._router, host, spec.replay_port)
+        self.port, self.replay_port = spec.port, spec.replay_port
+        self._sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
+        self._open()
         scheduler.on_shared = self.stream.on_stored
         scheduler.pool.on_evicted = self.stream.on_removed
         scheduler.pool.on_cleared = self.stream.on_cleared
         self._timer = loop.call_later(POLL_S, self._poll)
 
+    def _open(self) -> None:
+        """Bind both sockets. Raises OSError if a port is taken."""
+        publisher, router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
+        try:
+            self.port = _bind(publisher, self._host, self.port)
+            self.replay_port = _bind(router, self._host, self.replay_port)
+        except OSError:
+            publisher.close(linger=0)
+            router.close(linger=0)
+            raise
+        self._sockets = publisher, router
+
+    def restart(self) -> None:
+        """Cut all connections and begin again at number 0, as another process would."""
+        self.stream.restart()
+        for socket in self._sockets or ():
+            socket.close(linger=0)
+        self._sockets = None
+
     def flush(self) -> None:
         """Publish the events recorded since the last call."""
         if self.stream.strikes(FaultKind.EVENTS_RESTARTED):
-            self.stream.restart()
             self._scheduler.pool.clear_prefix_cache()
-        for number, payload in self.stream.flush(time.time(), self._loop.time()):
-            message = [self._topic, number.to_bytes(8, "big"), payload]
-            self._publisher.send_multipart(message, zmq.NOBLOCK)
+            self.restart()
+        messages = self.stream.flush(time.time(), self._loop.time())
+        if self._sockets is not None:
+            for number, payload in messages:
+                message = [self._topic, number.to_bytes(8, "big"), payload]
+                self._sockets[0].send_multipart(message, zmq.NOBLOCK)
 
     def hashes(self) -> list[int]:
         """Return the event hashes of all blocks that are in the prefix cache now."""
@@ -84,18 +106,22 @@ class KvPublisher:
     def _poll(self) -> None:
         """Publish delayed messages, and answer pending replay requests."""
         self._timer = self._loop.call_later(POLL_S, self._poll)
+        if self._sockets is None:
+            with suppress(OSError):  # the old sockets may not have left their ports yet
+                self._open()
         self.flush()
-        while self._router.poll(0):
-            frames = self._router.recv_multipart(zmq.NOBLOCK)
+        if self._sockets is None:
+            return
+        router = self._sockets[1]
+        while router.poll(0):
+            frames = router.recv_multipart(zmq.NOBLOCK)
             if len(frames) == 3 and len(frames[2]) == 8:
-                self._replay(frames[0], int.from_bytes(frames[2], "big"))
+                self._replay(router, frames[0], int.from_bytes(frames[2], "big"))
 
-    def _replay(self, peer: bytes, start: int) -> None:
+    def _replay(self, router: zmq.Socket[bytes], peer: bytes, start: int) -> None:
         for number, payload in self.stream.replay(start):
-            self._router.send_multipart(
-                [peer, b"", self._topic, number.to_bytes(8, "big"), payload]
-            )
-        self._router.send_multipart([peer, b"", b"", END_NUMBER, b""])
+            router.send_multipart([peer, b"", self._topic, number.to_bytes(8, "big"), payload])
+        router.send_multipart([peer, b"", b"", END_NUMBER, b""])
 
     def close(self) -> None:
         """Close both sockets."""

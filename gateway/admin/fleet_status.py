@@ -91,7 +91,8 @@ class FleetStatus(msgspec.Struct, frozen=True):
 async def fleet_status(target: AdminTarget, now: float) -> FleetStatus:
     """Return the present state of the gateway; endpoint rows are built over several loop turns."""
     rows = await in_turns(
-        target.gateway.endpoints.all(), lambda live: _static_row(live) | _load_row(live, now)
+        target.gateway.endpoints.all(),
+        lambda live: _static_row(live) | _load_row(live, now) | _cache_row(target, live, now),
     )
     slos = target.gateway.snapshot.config.slo
     handoffs = target.gateway.handoffs
@@ -196,6 +197,12 @@ def _load_row(live: LiveEndpoint, now: float) -> dict[str, Any]:
         "backlog_tokens": load.prefill_tokens,
         "backlog_s": round(max(0.0, load.prefill_done_at - now), 3),
     }
+
+
+def _cache_row(target: AdminTarget, live: LiveEndpoint, now: float) -> dict[str, Any]:
+    """Return how well the endpoint's prefix cache is known; nothing without KV events."""
+    known = target.gateway.endpoints.prefixes.exact.describe(live.load.slot, now)
+    return {} if known is None else {"prefix_cache": known}
 
 
 def endpoint_state(live: LiveEndpoint) -> str:

@@ -20,6 +20,7 @@ from gateway.admin.fleet_status import endpoint_state, in_turns
 from gateway.admin.readiness import not_ready_reason
 from gateway.admin.recent_requests import RecentQuery, add_requests, recent_rows
 from gateway.config.yaml_source import MAX_FILE_BYTES
+from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.metrics.exposition import (
     content_type,
     page_end,
@@ -105,7 +106,10 @@ def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     async def endpoints(_: web.Request) -> web.Response:
         now = monotonic()
         lives = target.gateway.endpoints.all()
-        rows = await in_turns(lives, lambda live: _endpoint_row(live, now))
+        exact = target.gateway.endpoints.prefixes.exact
+        rows = await in_turns(
+            lives, lambda live: _endpoint_row(live, now) | _event_row(exact, live, now)
+        )
         content = {"endpoints": rows, "splits": _splits(target), "pairs": _pairs(target)}
         return web.Response(body=msgspec.json.encode(content), content_type="application/json")
 
@@ -176,6 +180,32 @@ def _endpoint_row(live: LiveEndpoint, now: float) -> dict[str, object]:
         "kv_usage": load.kv_usage,
         "scrape_age_s": None if load.scraped_at is None else round(now - load.scraped_at, 3),
         "connections": len(live.upstream.connections),
+    }
+
+
+def _event_row(exact: ExactPrefixes, live: LiveEndpoint, now: float) -> dict[str, object]:
+    """Return what an endpoint's KV events say; nothing for an endpoint without events."""
+    endpoint = exact.endpoints.get(live.load.slot)
+    if endpoint is None:
+        return {}
+    return {
+        "prefix_cache": exact.describe(live.load.slot, now),
+        "kv_events": {
+            "audits": endpoint.audits,
+            "errors": endpoint.errors,
+            "ranks": [
+                {
+                    "state": source.state,
+                    "blocks": len(source.blocks),
+                    "block_tokens": source.block_tokens,
+                    "batches": source.batches,
+                    "gaps": source.gaps,
+                    "duplicates": source.duplicates,
+                    "restarts": source.restarts,
+                }
+                for source in endpoint.sources
+            ],
+        },
     }
 
 

@@ -13,7 +13,6 @@ from pydantic import (
     BeforeValidator,
     Field,
     StringConstraints,
-    ValidatorFunctionWrapHandler,
     WrapValidator,
     field_validator,
     model_validator,
@@ -21,6 +20,7 @@ from pydantic import (
 
 from gateway.config.batch_section import BatchApi
 from gateway.config.discovery_sections import Kubernetes
+from gateway.config.kv_event_sections import KvEvents, own_host
 from gateway.config.limits import Limits
 from gateway.config.model_sections import Model
 from gateway.config.observability import Observability
@@ -117,19 +117,11 @@ class LayoutSpec(Section):
     )
 
 
-def _own_host(text: object, check: ValidatorFunctionWrapHandler) -> object:
-    """Accept a port alone (":8998"), which means the endpoint's own host."""
-    if isinstance(text, str) and text.startswith(":"):
-        check(f"host{text}")
-        return text
-    return check(text)
-
-
 class EndpointTraits(Section):
     """All settings of a TP group (an engine process) except its name and URL."""
 
     role: Role = setting("both", "prefill, decode, or both (serves whole requests).")
-    bootstrap: Annotated[Bootstrap, WrapValidator(_own_host)] | None = setting(
+    bootstrap: Annotated[Bootstrap, WrapValidator(own_host)] | None = setting(
         None,
         "host:port of a prefill endpoint's bootstrap server, as decode endpoints reach it "
         "(mooncake, sglang); :port if it is on the endpoint's own host.",
@@ -157,6 +149,11 @@ class EndpointTraits(Section):
     )
     kv_tokens: Count | None = setting(
         None, "Size of the endpoint's KV cache in tokens; by default the engine reports it."
+    )
+    kv_events: KvEvents | None = setting(
+        None,
+        "Where it publishes KV events, from which the gateway knows exactly what its prefix cache "
+        "holds; {} asks the engine. Needs the extra `events`.",
     )
     context_tokens: Count | None = setting(
         None,
@@ -381,6 +378,11 @@ class Prefix(Section):
 
     index: Size = setting(
         "256MiB", "Memory for the index, a hard limit; oldest entries are dropped."
+    )
+    events: Size = setting(
+        "256MiB",
+        "Memory for the blocks that engines report in KV events, and for prompts whose tokens are "
+        "known; about 300 bytes per block. Used only with kv_events.",
     )
     block_bytes: Annotated[
         int,

@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Protocol
 
 from gateway.fleet.endpoint_registry import INITIAL_HEALTH, LiveEndpoint, step_tokens
+from gateway.fleet.kv_events.endpoint_events import CacheExpectation
 from gateway.http.upstream import ConnectionPool
 from gateway.protocol.stream_scan import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError
@@ -32,6 +33,9 @@ class EvidenceSink(Protocol):
     def confirm_cached_share(
         self, live: LiveEndpoint, believed: float, found: float, /
     ) -> None: ...
+    def on_cache_report(
+        self, live: LiveEndpoint, expected: CacheExpectation, usage: TokenUsage, /
+    ) -> None: ...
     def forget_prompt(
         self, fingerprint: Fingerprint, live: LiveEndpoint, kept_tokens: int, prompt_tokens: int, /
     ) -> None: ...
@@ -41,6 +45,7 @@ class Booking:
     """Capacity reserved at an endpoint for one request; leaving the context releases it.
 
     entry          the entry in policies/ledger.py: what is reserved, and what was predicted
+    expected_cache  what the answer must report as cached; None without KV events
     queued_tokens  prompt tokens that were to be computed there when it was made, its own included
     _tells         the first token is visible when it comes: the answer is a stream or one token
     _awaited       tokens to compute before the first token, until that comes; 0 afterwards
@@ -49,7 +54,17 @@ class Booking:
 
     __slots__ = (
         *("_awaited", "_booked_at", "_fingerprint", "_is_computed", "_is_reported", "_table"),
-        *("_tells", "_usage", "queued_tokens", "endpoint", "live", "entry", "request", "upstream"),
+        *(
+            "_tells",
+            "_usage",
+            "expected_cache",
+            "queued_tokens",
+            "endpoint",
+            "live",
+            "entry",
+            "request",
+            "upstream",
+        ),
     )
     _take: Callable[[EndpointLoad, Request, int, float, bool], LoadBooking] = staticmethod(
         ledger.book
@@ -72,6 +87,7 @@ class Booking:
         self.request = request
         self._is_computed = self._is_reported = False
         self._usage: TokenUsage | None = None
+        self.expected_cache: CacheExpectation | None = None
         self._booked_at = now = monotonic()
         self._tells = tells = request.stream or request.output_tokens == 1
         self._awaited = 0
@@ -134,6 +150,8 @@ class Booking:
             believed = min(1.0, self.entry.cached_tokens / prompt_tokens)
             found = min(1.0, usage.cached_tokens / usage.prompt_tokens)
             self._table.confirm_cached_share(self.live, believed, found)
+            if self.expected_cache is not None:
+                self._table.on_cache_report(self.live, self.expected_cache, usage)
 
     def on_failed(self, broke: UpstreamError) -> None:
         """Record an incomplete answer as evidence about the endpoint's health.

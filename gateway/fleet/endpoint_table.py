@@ -19,12 +19,14 @@ from gateway.fleet.endpoint_registry import (
     RegistryChanges,
     RegistryPlan,
 )
+from gateway.fleet.kv_events.endpoint_events import CacheExpectation
 from gateway.fleet.outgoing_updates import OutgoingUpdates
 from gateway.fleet.prefix_cache import PrefixCacheView
 from gateway.fleet.scrape import ScrapedLoad
 from gateway.fleet.speed_monitor import SpeedMonitor, describe_slowness, find_healthy_peer
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
+from gateway.protocol.stream_scan import TokenUsage
 from gateway.protocol.upstream_error import MODEL_GONE, SHUTDOWN, UpstreamError, health_event
 from policies import ledger, saved_state
 from policies.health import health, slow_start, stall
@@ -124,6 +126,11 @@ class EndpointTable:
             lambda: float(load.in_flight - load.peer_load.in_flight)
         )
         metrics.endpoint_up.labels(name).set_function(lambda: float(load.is_available))
+        if live.spec.kv_events is not None:
+            exact, slot = self.prefixes.exact, load.slot
+            metrics.endpoint_cache_exact.labels(name).set_function(
+                lambda: float(exact.is_exact(slot))
+            )
         metrics.endpoint_slowness.labels(name).set_function(
             lambda: 0.0 if live.speed.slowness is None else live.speed.slowness.ratio
         )
@@ -146,6 +153,7 @@ class EndpointTable:
         live.upstream.close()
         self.prefixes.index.forget(live.load.slot)
         self.prefixes.index.set_capacity(live.load.slot, None)
+        self.prefixes.exact.remove(live.load.slot)
         self._registry.release(live)
 
     def drop_series(self, name: str) -> bool:
@@ -188,13 +196,25 @@ class EndpointTable:
     def book(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Booking:
         """Reserve capacity at the picked endpoint, and record its prompt in the prefix index."""
         live: LiveEndpoint = self._by_slot[pick.candidate.load.slot]
+        expected: CacheExpectation | None = None
         if fingerprint is not None:
+            if self.prefixes.exact.endpoints:
+                expected = self._expect(fingerprint, live, request)
             self._looked_up.value += request.prompt_tokens
             self._hits.value += pick.cached_tokens
             live.sent_tokens += request.prompt_tokens
             live.hit_tokens += pick.cached_tokens
             self._learn_pick(fingerprint, pick, request)
-        return Booking(self, live, pick, request, fingerprint)
+        booking = Booking(self, live, pick, request, fingerprint)
+        booking.expected_cache = expected
+        return booking
+
+    def _expect(
+        self, fingerprint: Fingerprint, live: LiveEndpoint, request: Request
+    ) -> CacheExpectation | None:
+        """Return what the answer to a prompt must report as cached; None without KV events."""
+        exact, slot = self.prefixes.exact, live.load.slot
+        return exact.on_sent(fingerprint, slot, request.prompt_tokens, monotonic())
 
     def reserve(self, pick: Pick, request: Request, fingerprint: Fingerprint | None) -> Reservation:
         """Reserve capacity for decoding a prompt that another endpoint prefills."""
@@ -255,8 +275,22 @@ class EndpointTable:
         if self.updates is not None:
             self.updates.prompts.append((fingerprint, live.endpoint, prompt_tokens, cached_tokens))
 
+    def on_cache_report(
+        self, live: LiveEndpoint, expected: CacheExpectation, usage: TokenUsage
+    ) -> None:
+        """Compare the cached tokens of an answer with what KV events said at the pick."""
+        endpoint = self.prefixes.exact.endpoints.get(live.load.slot)
+        prompt, cached = usage.prompt_tokens, usage.cached_tokens
+        if endpoint is not None and prompt and cached is not None:
+            endpoint.on_answer(expected, prompt, cached, monotonic())
+
     def confirm_cached_share(self, live: LiveEndpoint, believed: float, actual: float) -> None:
-        """Compare the believed cached share of a prompt (0 to 1) with the reported share."""
+        """Compare the believed cached share of a prompt (0 to 1) with the reported share.
+
+        What was known by KV events says nothing about belief.
+        """
+        if self.prefixes.exact.is_exact(live.load.slot):
+            return
         self.prefixes.index.confirm(live.load.slot, believed, actual)
         if self.updates is not None:
             self.updates.cache_reports.append((live.endpoint, believed, actual))

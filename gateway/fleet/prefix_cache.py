@@ -1,4 +1,4 @@
-"""The gateway's view of the engines' prefix caches: prompt fingerprints and the prefix index."""
+"""The gateway's view of the engines' prefix caches: fingerprints, prefix index, KV events."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
+from gateway.fleet.kv_events.tokenization import UnreadPrompt, can_tokenize
 from gateway.protocol.openai import Call
 from gateway.protocol.sessions import session_key
 from policies.model import INFERRED_SESSION
@@ -16,12 +18,22 @@ from policies.prefix.prefix_match import PrefixMatch
 
 
 class PrefixCacheView:
-    """The prompt fingerprinter and the prefix index of this process; both survive a reload."""
+    """The prompt fingerprinter and the prefix index of this process; both survive a reload.
 
-    __slots__ = ("_conversations", "_fingerprinter", "index")
 
-    def __init__(self, secret: bytes, index_bytes: int, block_bytes: int) -> None:
-        """Initialize; gateways with the same `secret` compute the same keys for a prompt."""
+    exact  what KV events say, which corrects the index; empty without endpoints that publish some
+    """
+
+    __slots__ = ("_conversations", "_fingerprinter", "exact", "index")
+
+    def __init__(
+        self, secret: bytes, index_bytes: int, block_bytes: int, event_bytes: int = 1 << 26
+    ) -> None:
+        """Initialize; gateways with the same `secret` compute the same keys for a prompt.
+
+        event_bytes  memory for what KV events report
+        """
+        self.exact = ExactPrefixes(event_bytes)
         self._fingerprinter = Fingerprinter(secret, block_bytes)
         self.index = PrefixIndex(index_bytes)
         self._conversations = GrowingPrefixes()
@@ -33,7 +45,19 @@ class PrefixCacheView:
         engines share no cached prompt between them either.
         """
         salt = b"%b\0%b" % (call.salt, model.encode())
-        return self._fingerprinter.fingerprint(salt, *[memoryview(part) for part in call.prompt])
+        fingerprint = self._fingerprinter.fingerprint(
+            salt, *[memoryview(part) for part in call.prompt]
+        )
+        if self.exact.endpoints and not self.exact.prompts.has(fingerprint):
+            self._note_unread(call, model, fingerprint)
+        return fingerprint
+
+    def _note_unread(self, call: Call, model: str, fingerprint: Fingerprint) -> None:
+        """Queue the prompt for learning its tokens, if an engine can report them."""
+        path, is_single = call.api.path, call.request.prompts == 1
+        if is_single and not call.media_size.parts and can_tokenize(path, call.members):
+            salt = call.salt if call.api.takes_salt else b""
+            self.exact.note(UnreadPrompt(model, path, call.members, salt, fingerprint))
 
     def recognise_session(self, call: Call, fingerprint: Fingerprint) -> None:
         """Assign a call that names no session to the session whose prompt it continues, if any."""
@@ -52,12 +76,18 @@ class PrefixCacheView:
             )
 
     def cached_tokens(self, fingerprint: Fingerprint, prompt_tokens: int) -> Sequence[int]:
-        """Return the number of prompt tokens believed to be cached at each endpoint, by slot."""
-        return self.index.match(fingerprint, prompt_tokens)
+        """Return the prompt tokens believed, or known, to be cached at each endpoint, by slot."""
+        tokens = self.index.match(fingerprint, prompt_tokens)
+        if self.exact.endpoints:
+            return self.exact.correct(tokens, fingerprint, prompt_tokens)
+        return tokens
 
     def holders(self, fingerprint: Fingerprint, prompt_tokens: int) -> PrefixMatch:
         """Return the endpoints that are believed to have part of the prompt cached.
 
         The result equals that of cached_tokens(), but has no item for the other endpoints.
         """
-        return self.index.match_holders(fingerprint, prompt_tokens)
+        match = self.index.match_holders(fingerprint, prompt_tokens)
+        if self.exact.endpoints:
+            return self.exact.correct_match(match, fingerprint, prompt_tokens)
+        return match

@@ -1,4 +1,4 @@
-"""An HTTP client for the gateway's own GET requests to an engine: health, metrics and models.
+"""An HTTP client for the gateway's own requests to an engine: health, metrics, models, tokens.
 
 Connections are kept open, because a thousand engines may be polled every second: a poll costs one
 write and one read. Client requests use gateway/http/upstream.py instead.
@@ -33,7 +33,7 @@ class ConnectionLostError(Exception):
 
 
 class _PollConnection(asyncio.Protocol):
-    """A connection that carries one GET request at a time."""
+    """A connection that carries one request at a time."""
 
     __slots__ = ("_response", "_waiter", "idle_since", "transport")
 
@@ -106,7 +106,7 @@ class _PollConnection(asyncio.Protocol):
 
 
 class PollClient:
-    """A client for GET requests to one engine, with a small pool of connections."""
+    """A client for short requests to one engine, with a small pool of connections."""
 
     __slots__ = ("_encryption", "_head", "_host", "_idle", "_key_header", "_path", "_port")
 
@@ -136,8 +136,19 @@ class PollClient:
         tried. Raises ConnectError, ConnectionLostError, FramingError, or TimeoutError after
         `timeout_s` seconds.
         """
-        fields = "".join(f"{name}: {value}\r\n" for name, value in self._key_header.items())
-        request = f"GET {self._path}{path}{self._head}{fields}\r\n".encode()
+        return await self._send(self._request("GET", path, ""), timeout_s, limit)
+
+    async def post(self, path: str, body: bytes, timeout_s: float, limit: int) -> tuple[int, bytes]:
+        """Send a POST request with a JSON body that may be repeated; otherwise like `get`."""
+        fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        return await self._send(self._request("POST", path, fields) + body, timeout_s, limit)
+
+    def _request(self, method: str, path: str, fields: str) -> bytes:
+        """Return the head of a request."""
+        key = "".join(f"{name}: {value}\r\n" for name, value in self._key_header.items())
+        return f"{method} {self._path}{path}{self._head}{key}{fields}\r\n".encode()
+
+    async def _send(self, request: bytes, timeout_s: float, limit: int) -> tuple[int, bytes]:
         async with asyncio.timeout(timeout_s):
             kept = self._take_idle()
             if kept is not None:

@@ -94,6 +94,7 @@ class Metrics:
         self._endpoints(meters.section(Row.ENDPOINTS, "fleet/endpoint_table.py"))
         self._tokens(meters.section(Row.CACHE, "telemetry/accounting.py"))
         self._batches(meters.section(Row.BATCHES, "batch/runner.py"))
+        self._kv_events(meters.section(Row.CACHE, "fleet/kv_events/reader.py"))
         self._split(meters.section(Row.SPLIT, "disagg/handoffs.py"))
         self._shared(meters.section(Row.SHARED, "peers/sync_loop.py"))
         self._process(
@@ -359,6 +360,32 @@ class Metrics:
         self.batch_running: Gauge = meters.gauge(
             "penstock_batch_running", "Requests of batches that run now."
         ).labels()
+
+    def _kv_events(self, meters: FamilyFactory) -> None:
+        self.endpoint_cache_exact: MetricFamily[Gauge] = meters.gauge(
+            "penstock_endpoint_cache_exact",
+            "1 while KV events say exactly what an endpoint has cached, 0 while it is guessed; "
+            "only for endpoints with kv_events.",
+            ENDPOINT,
+            merge=Merge.MIN,
+        )
+        self.kv_event_messages_total: MetricFamily[Counter] = meters.counter(
+            "penstock_kv_event_messages_total",
+            "Messages of KV events by kind: applied, gap (messages were missing), duplicate, "
+            "restart (the engine began again).",
+            *(ENDPOINT, KIND),
+        )
+        self.kv_event_audits_total: MetricFamily[Counter] = meters.counter(
+            "penstock_kv_event_audits_total",
+            "Answers whose cached tokens were compared with the exact index, by result: right, "
+            "wrong.",
+            *(ENDPOINT, RESULT),
+        )
+        self.prompts_learned_total: MetricFamily[Counter] = meters.counter(
+            "penstock_prompts_learned_total",
+            "Prompts that engines were asked to tokenize, by result: learned, failed.",
+            RESULT,
+        )
 
     def _split(self, meters: FamilyFactory) -> None:
         self.split_decisions_total: MetricFamily[Counter] = meters.counter(

@@ -28,6 +28,7 @@ from gateway.cli.doctor.findings import (
     unknown_finding,
     warn_finding,
 )
+from gateway.cli.doctor.kv_events import check_kv_events, description_path
 from gateway.cli.doctor.probe import ProbeResult, listed_models, measure_decode_s, probe_engine
 from gateway.cli.doctor.redis_probe import check_redis
 from gateway.cli.doctor.seed_checklist import seed_findings
@@ -180,6 +181,8 @@ def _engine_findings(
             split=split,
             elsewhere=elsewhere & models.keys(),
         )
+        events = next(spec.kv_events for _, spec in specs if spec.url == member.endpoint.url)
+        yield from check_kv_events(member.probe_result, member.endpoint, events)
     reachable = [member for member in members if member.probe_result.problem is None]
     if reachable:
         pace = _measure_paces(config, reachable) if measure else {}
@@ -222,6 +225,7 @@ def _probe(spec: EndpointSpec, health_path: str, *, token: bool) -> ProbeResult:
         health_path,
         more=more,
         encryption=ClientContexts().encryption_for(spec),
+        events_path=description_path(spec.engine, spec.kv_events),
     )
 
 

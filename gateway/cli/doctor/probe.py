@@ -45,6 +45,7 @@ class ProbeResult(msgspec.Struct):
     skew_s            the engine's clock minus ours in seconds, from its Date header
     token             the response to a request for one token
     store             the response to store_request()
+    events            the response at the path that describes KV events
     """
 
     url: str
@@ -56,6 +57,7 @@ class ProbeResult(msgspec.Struct):
     metrics: ProbeResponse | None = None
     token: ProbeResponse | None = None
     store: ProbeResponse | None = None
+    events: ProbeResponse | None = None
     connection_count: int = 0
     skew_s: float | None = None
 
@@ -157,11 +159,12 @@ def probe_engine(
     *,
     more: Mapping[str, object] | None = None,
     encryption: Encryption | None = None,
+    events_path: str = "",
 ) -> ProbeResult:
     """Send all queries to an engine, which takes about a second, and return the responses.
 
     Sets `problem` when the engine cannot be reached. `more` has extra members of the one-token
-    request; None sends no such request.
+    request; None sends no such request. `events_path` describes KV events; "" is not asked.
     """
     result, connection = ProbeResult(url), EngineConnection(url, key, encryption=encryption)
     try:
@@ -173,6 +176,8 @@ def probe_engine(
             result.metrics = connection.ask("GET", path)
             if result.metrics.status == 200:
                 break
+        if events_path:
+            result.events = connection.ask("GET", events_path)
         result.connection_count, result.skew_s = connection.opened, connection.skew_s
         model = next(iter(listed_models(result)), None)
         if more is not None and model is not None:

@@ -1,0 +1,188 @@
+"""How exact the index by KV events is under churn: `python -m bench.kv_events --seconds 120`.
+
+Messages are lost, late, doubled or out of order, and engines restart. A gateway and mock groups run
+in this process, over real ZeroMQ and HTTP. The truth is what the mocks' block pools have, read at
+quiet moments. Prints one JSON object per quiet moment and a summary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from random import Random
+from time import monotonic
+from typing import Any
+
+import aiohttp
+
+from gateway.app import App
+from gateway.config import Config
+from gateway.fleet.kv_events.endpoint_events import CacheExpectation, EndpointEvents
+from mockgpu.fleet import FleetGroup, run_fleet
+from mockgpu.group import GroupSpec
+from mockgpu.kv_event_stream import KvEventSpec
+from policies.sizing.gpus import gpu_named
+from policies.sizing.model_shapes import model_named
+
+FAULTS = (
+    "events-lost@0.02,events-late@0.02,events-doubled@0.02,events-reordered@0.02,"
+    "events-restarted@0.0003"
+)
+KV_TOKENS = 24_000
+DOCUMENTS, DOCUMENT_WORDS, TURNS = 200, 1200, 4
+CLIENTS, SETTLE_S = 16, 2.5
+
+
+class Predictions:
+    """How far predicted and reported cached tokens were apart, in blocks."""
+
+    def __init__(self) -> None:
+        self.errors: list[float] = []
+        self.unknown = 0
+        original = EndpointEvents.on_answer
+
+        def noting(
+            endpoint: EndpointEvents,
+            expected: CacheExpectation,
+            prompt: int,
+            cached: int,
+            now: float,
+        ) -> None:
+            size = endpoint.block_tokens
+            if expected.least is None or not size:
+                self.unknown += 1
+            else:  # without `most` the index does not know what is cached beyond
+                low, high = expected.least, prompt if expected.most is None else expected.most
+                self.errors.append(max(low - cached, cached - high, 0.0) / size)
+            original(endpoint, expected, prompt, cached, now)
+
+        setattr(EndpointEvents, "on_answer", noting)  # noqa: B010
+
+
+async def converse(http: aiohttp.ClientSession, url: str, rng: Random, ends: float) -> int:
+    """Ask about documents, several turns each, until `ends`; return the number of answers."""
+    answers = 0
+    while monotonic() < ends:
+        number = min(int(rng.paretovariate(0.4)), DOCUMENTS)
+        document = f"Document {number}: " + " ".join(
+            f"w{Random(number * 7919 + i).randrange(4096)}" for i in range(DOCUMENT_WORDS)
+        )
+        messages: list[dict[str, str]] = [{"role": "system", "content": document}]
+        for turn in range(rng.randint(1, TURNS)):
+            question = f"Question {rng.randrange(10**9)} of turn {turn}: " + "why " * rng.randint(
+                5, 80
+            )
+            messages.append({"role": "user", "content": question})
+            body = {"model": "demo-8b", "messages": messages, "max_tokens": rng.randint(8, 120)}
+            async with http.post(f"{url}/v1/chat/completions", json=body) as response:
+                answer = await response.json()
+            if response.status != 200:
+                break
+            answers += 1
+            messages.append(
+                {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+            )
+    return answers
+
+
+def compare(app: App, groups: list[FleetGroup]) -> dict[str, Any]:
+    """Compare the index with the block pools now, over the endpoints that are exact."""
+    exact = app.gateway.endpoints.prefixes.exact
+    both = held = cached = endpoints = 0
+    for slot, member in enumerate(groups):
+        if not exact.is_exact(slot) or member.group.kv_events is None:
+            continue
+        (source,) = exact.endpoints[slot].sources
+        truth, index = set(member.group.kv_events.hashes()), source.blocks.hashes()
+        both, held, cached = both + len(truth & index), held + len(index), cached + len(truth)
+        endpoints += 1
+    return {
+        "exact": endpoints,
+        "recall": round(both / cached, 6) if cached else None,
+        "precision": round(both / held, 6) if held else None,
+        "blocks": cached,
+    }
+
+
+async def run(seconds: float, count: int, faults: str, seed: int, block_bytes: int) -> None:
+    """Run the load in periods with a quiet moment after each, and print what was found."""
+    spec = GroupSpec(
+        "demo-8b",
+        model_named("demo-8b"),
+        gpu_named("h100"),
+        speed=20,
+        kv_tokens=KV_TOKENS,
+        kv_events=KvEventSpec(),
+    )
+    predictions = Predictions()
+    async with run_fleet([spec] * count) as groups, aiohttp.ClientSession() as http:
+        endpoints = [{"url": member.url, "kv_events": {}} for member in groups]
+        config = {
+            "version": 1,
+            "observability": {"access_log": "off"},
+            "prefix": {"block_bytes": block_bytes},
+            "pools": {"main": {"policy": "prefix_aware", "endpoints": endpoints}},
+            "listeners": {"api": {"port": 0}, "admin": {"port": 0}},
+        }
+        app = App(Config.model_validate(config))
+        await app.start()
+        for member in groups:
+            member.faults.apply(faults)
+        moments: list[dict[str, Any]] = []
+        answers, ends = 0, monotonic() + seconds
+        while monotonic() < ends:
+            until = min(ends, monotonic() + 15)
+            rngs = [Random(f"{seed}/{len(moments)}/{client}") for client in range(CLIENTS)]
+            answers += sum(
+                await asyncio.gather(*(converse(http, app.url, rng, until) for rng in rngs))
+            )
+            await asyncio.sleep(SETTLE_S)
+            moments.append(compare(app, groups))
+            print(json.dumps(moments[-1]), flush=True)
+        print(json.dumps(summary(app, moments, answers, predictions)), flush=True)
+        await app.stop()
+
+
+def summary(
+    app: App, moments: list[dict[str, Any]], answers: int, predictions: Predictions
+) -> dict[str, Any]:
+    """Return the worst quiet moment, the counts of faults, and the errors of predictions."""
+    events = app.gateway.endpoints.prefixes.exact.endpoints.values()
+    sources = [source for endpoint in events for source in endpoint.sources]
+    errors = predictions.errors
+    known = [moment for moment in moments if moment["recall"] is not None]
+    return {
+        "moments": len(moments),
+        "least_recall": min(moment["recall"] for moment in known),
+        "least_precision": min(moment["precision"] for moment in known),
+        "least_exact": min(moment["exact"] for moment in moments),
+        "answers": answers,
+        "predicted": len(errors),
+        "within_one_block": round(sum(error <= 1 for error in errors) / max(1, len(errors)), 4),
+        "not_predicted": predictions.unknown,
+        "learned": len(app.gateway.endpoints.prefixes.exact.prompts),
+        "audit_errors": sum(endpoint.errors for endpoint in events),
+        **{
+            name: sum(getattr(source, name) for source in sources)
+            for name in ("batches", "gaps", "duplicates", "restarts")
+        },
+    }
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--faults", default=FAULTS, help="faults of the mocks; '' for none")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--block-bytes", type=int, default=512, help="prefix.block_bytes")
+    options = parser.parse_args()
+    asyncio.run(
+        run(options.seconds, options.groups, options.faults, options.seed, options.block_bytes)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The section of an endpoint that publishes KV events."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Annotated
+
+from pydantic import StringConstraints, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+
+from gateway.config.values import Bootstrap, Section, setting
+
+
+def own_host(text: object, check: ValidatorFunctionWrapHandler) -> object:
+    """Accept a port alone, which stands for the endpoint's own host."""
+    if isinstance(text, str) and text.startswith(":"):
+        check(f"host{text}")
+        return text
+    return check(text)
+
+
+EventAddress = Annotated[Bootstrap, WrapValidator(own_host)]
+
+
+class KvEvents(Section):
+    """KV events that an engine publishes over ZeroMQ (vLLM and SGLang: --kv-events-config)."""
+
+    publisher: EventAddress | None = setting(
+        None,
+        "host:port of its publisher, or :port on the endpoint's own host; further data-parallel "
+        "ranks have the following ports. By default the engine is asked (vLLM 0.33: "
+        "/kv_event_sources, SGLang: /server_info).",
+    )
+    replay: EventAddress | None = setting(
+        None,
+        "host:port or :port of its replay socket; without one, a lost message empties what is "
+        "known of the rank's cache.",
+    )
+    topic: Annotated[str, StringConstraints(max_length=256)] = setting(
+        "", "Topic that its messages begin with; by default all are read."
+    )
+
+    @model_validator(mode="after")
+    def _is_usable(self) -> KvEvents:
+        if self.publisher is None and (self.replay is not None or self.topic):
+            raise ValueError("replay and topic need publisher; without it the engine is asked")
+        if find_spec("zmq") is None:
+            raise ValueError("KV events need the package pyzmq: pip install 'penstock[events]'")
+        return self

@@ -1,0 +1,132 @@
+"""EndpointEvents: the KV events of one endpoint's ranks, and whether they can be trusted.
+
+Without I/O. An endpoint is exact while all of its ranks' events are complete and current, and the
+counts of cached tokens in its answers agree with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from gateway.fleet.kv_events.source import EventSource
+
+SILENT_S = 3.0
+"""Seconds after an answer by which its blocks must have been reported."""
+
+AUDITS_KEPT, LEAST_AUDITS = 32, 8
+MAX_ERROR_SHARE = 0.25
+FIRST_DISTRUST_S, MAX_DISTRUST_S = 30.0, 3600.0
+
+
+class CacheExpectation(msgspec.Struct, frozen=True):
+    """What an answer must report as cached if the index is right.
+
+    booked_at    monotonic seconds at which the endpoint was picked
+    least, most  bounds of the cached tokens of the prompt, as the engine counts them; None: the
+                 index knows none
+    """
+
+    booked_at: float
+    least: float | None = None
+    most: float | None = None
+
+
+class EndpointEvents:
+    """One endpoint's sources of events, in the order of its data-parallel ranks.
+
+    problem         why there are no sources; "" if there are
+    audits, errors  answers that were compared with the index, and those that disagreed
+    """
+
+    __slots__ = (
+        *("_backoff_s", "_error_share", "_expected_since", "_recent_audits", "_trusted_from"),
+        *("audits", "errors", "is_silent", "problem", "sources"),
+    )
+
+    def __init__(self, sources: Sequence[EventSource] = (), problem: str = "") -> None:
+        self.sources, self.problem = tuple(sources), problem
+        self._expected_since: float | None = None
+        self.is_silent = False
+        self._error_share, self._recent_audits = 0.0, 0
+        self._trusted_from, self._backoff_s = 0.0, FIRST_DISTRUST_S
+        self.audits = self.errors = 0
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per block of the ranks; 0 while unknown, or if they differ."""
+        sizes = {source.block_tokens for source in self.sources if source.block_tokens}
+        return sizes.pop() if len(sizes) == 1 else 0
+
+    @property
+    def heard_at(self) -> float:
+        """When any rank's newest message arrived, in monotonic seconds."""
+        return max((source.heard_at for source in self.sources), default=float("-inf"))
+
+    def is_exact(self, now: float) -> bool:
+        """Return whether what the events say can be used in place of belief."""
+        return bool(self.sources) and not self.obstacle(now)
+
+    def obstacle(self, now: float) -> str:
+        """Return why the endpoint is not exact; "" if it is."""
+        if not self.sources:
+            return self.problem
+        for rank, source in enumerate(self.sources):
+            if not source.is_current:
+                return source.state if len(self.sources) == 1 else f"rank {rank}: {source.state}"
+        if self.is_silent:
+            return "answers without events"
+        return "" if now >= self._trusted_from else "answers disagree"
+
+    def on_answer(
+        self, expected: CacheExpectation, prompt_tokens: int, cached_tokens: int, now: float
+    ) -> None:
+        """Compare a complete answer with the index, and note whether events must follow.
+
+        prompt_tokens, cached_tokens  as the engine reports them
+        """
+        size = self.block_tokens
+        computes = prompt_tokens - cached_tokens >= 2 * (size or 128)
+        if computes and self.heard_at < expected.booked_at and self._expected_since is None:
+            self._expected_since = now
+        if expected.least is None or not size:
+            return
+        tolerance = 2 * size + 0.02 * prompt_tokens
+        is_right = cached_tokens >= expected.least - tolerance and (
+            expected.most is None or cached_tokens <= expected.most + tolerance
+        )
+        self._audit(is_right=is_right, now=now)
+
+    def _audit(self, *, is_right: bool, now: float) -> None:
+        self.audits += 1
+        self.errors += not is_right
+        if now < self._trusted_from:
+            return
+        self._recent_audits += 1
+        weight = 1 / min(self._recent_audits, AUDITS_KEPT)
+        self._error_share += weight * ((not is_right) - self._error_share)
+        if self._recent_audits >= AUDITS_KEPT and self._error_share < MAX_ERROR_SHARE / 4:
+            self._backoff_s = FIRST_DISTRUST_S
+        if self._recent_audits >= LEAST_AUDITS and self._error_share > MAX_ERROR_SHARE:
+            self._distrust(now)
+
+    def _distrust(self, now: float) -> None:
+        """Return to belief for a while, and read everything again."""
+        self._trusted_from = now + self._backoff_s
+        self._backoff_s = min(MAX_DISTRUST_S, 2 * self._backoff_s)
+        self._error_share, self._recent_audits = 0.0, 0
+        for source in self.sources:
+            source.resynchronize(now)
+
+    def tick(self, now: float) -> None:
+        """Check deadlines: replays without an answer, and answers without events."""
+        for source in self.sources:
+            source.tick(now)
+        since = self._expected_since
+        if since is not None and self.heard_at > since - SILENT_S:
+            self._expected_since = since = None
+        if since is not None and now - since > SILENT_S:
+            self.is_silent = True
+        elif self.is_silent and since is None:
+            self.is_silent = False

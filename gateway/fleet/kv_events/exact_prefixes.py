@@ -1,0 +1,280 @@
+"""ExactPrefixes: what endpoints have cached, where their KV events say it exactly.
+
+Without I/O. Joins three parts: the blocks that engines report (policies/prefix/cached_blocks.py),
+the prompts whose tokens are known (policies/prefix/learned_prompts.py), and the trust in each
+endpoint. It corrects the belief of the prefix index where it knows better.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from gateway.fleet.kv_events.endpoint_events import CacheExpectation, EndpointEvents
+from gateway.fleet.kv_events.source import EventSource
+from gateway.fleet.kv_events.tokenization import UnreadPrompt
+from policies.prefix.cached_blocks import CachedBlocks, chain_keys, scope_seed
+from policies.prefix.fingerprint import Fingerprint
+from policies.prefix.learned_prompts import LearnedPrompts
+from policies.prefix.prefix_index import PrefixIndex
+from policies.prefix.prefix_match import PrefixMatch
+
+LEARNED_SHARE = 0.25
+"""Share of the memory that is for prompts whose tokens are known."""
+
+RECENT_S = 2.0
+RECENT_BYTES = 4 * 1024 * 1024
+"""A prompt that was sent less than RECENT_S to 2 * RECENT_S ago may not have been computed yet, so
+no event can say that it is cached, and it counts as cached as far as it was sent."""
+
+MAX_UNREAD, MAX_UNREAD_BYTES = 256, 16 * 1024 * 1024
+MAX_SLOTS_LISTED = 1 << 16
+
+
+class _Holdings(msgspec.Struct, frozen=True):
+    """How much of one prompt exact endpoints have, in tokens as engines count them.
+
+    fingerprint  of the prompt
+    held         by slot; 0 for an endpoint that has nothing
+    limit        by slot, how much can be known: that an endpoint has all of it says nothing about
+                 what follows
+    scale        tokens of the whole prompt per byte, as engines count them
+    """
+
+    fingerprint: Fingerprint
+    held: Mapping[int, float]
+    limit: Mapping[int, int]
+    tokens_per_byte: float
+
+    def is_end(self, slot: int) -> bool:
+        """Return whether the endpoint is known to have no more than it holds."""
+        return self.held[slot] < self.limit[slot]
+
+
+class ExactPrefixes:
+    """The exact index of this process. Live state: a reload keeps it.
+
+    cached     the blocks of all sources
+    prompts    prompts whose tokens are known
+    endpoints  the events of every endpoint that has some, by slot
+    unread     prompts whose tokens are to be learned, oldest first
+    """
+
+    __slots__ = (
+        *("_exact", "_holdings", "_lora_names", "_recent", "_rotated_at", "_sizes"),
+        *("_unread_bytes", "cached", "endpoints", "prompts", "unread"),
+    )
+
+    def __init__(self, cap_bytes: int) -> None:
+        """`cap_bytes`: memory for blocks and prompts."""
+        learned_bytes = int(cap_bytes * LEARNED_SHARE)
+        self.cached = CachedBlocks(cap_bytes - learned_bytes)
+        self.prompts = LearnedPrompts(learned_bytes)
+        self.endpoints: dict[int, EndpointEvents] = {}
+        self.unread: deque[UnreadPrompt] = deque()
+        self._unread_bytes = 0
+        self._exact: dict[int, EndpointEvents] = {}
+        self._sizes: frozenset[int] = frozenset()
+        self._holdings: _Holdings | None = None
+        self._recent = [PrefixIndex(RECENT_BYTES), PrefixIndex(RECENT_BYTES)]
+        self._rotated_at = 0.0
+        self._lora_names: frozenset[str] = frozenset()
+
+    def new_source(self, *, has_replay: bool) -> EventSource:
+        """Return a new source of events, whose blocks enter this index."""
+        return EventSource(self.cached, has_replay=has_replay)
+
+    def remove(self, slot: int) -> None:
+        """Forget an endpoint, and what its ranks have cached."""
+        endpoint = self.endpoints.pop(slot, None)
+        self._exact.pop(slot, None)
+        self._holdings = None
+        for source in () if endpoint is None else endpoint.sources:
+            source.blocks.close()
+
+    def refresh(self, now: float) -> None:
+        """Decide which endpoints are exact, after events have been applied or time has passed."""
+        self._exact = {
+            slot: endpoint for slot, endpoint in self.endpoints.items() if endpoint.is_exact(now)
+        }
+        self._sizes = frozenset(endpoint.block_tokens for endpoint in self._exact.values())
+        self._holdings = None
+        names = frozenset(
+            name
+            for endpoint in self.endpoints.values()
+            for source in endpoint.sources
+            for name in source.lora_names
+        )
+        if names != self._lora_names:
+            # The chains of prompts for an adapter begin with another number than was assumed.
+            self._lora_names = names
+            self.prompts.clear()
+        if now - self._rotated_at > RECENT_S:
+            self._rotated_at = now
+            if self._recent[0].stats().blocks or self._recent[1].stats().blocks:
+                self._recent = [PrefixIndex(RECENT_BYTES), self._recent[0]]
+
+    def is_exact(self, slot: int) -> bool:
+        """Return whether the endpoint in this slot is exact."""
+        return slot in self._exact
+
+    def describe(self, slot: int, now: float) -> str | None:
+        """Return "exact", or "believed" with the reason; None for an endpoint without events."""
+        endpoint = self.endpoints.get(slot)
+        if endpoint is None:
+            return None
+        obstacle = endpoint.obstacle(now)
+        return f"believed: {obstacle}" if obstacle else "exact"
+
+    # What is cached
+
+    def correct(self, tokens: list[int], fingerprint: Fingerprint, prompt_tokens: int) -> list[int]:
+        """Correct the believed tokens by slot, in place, for exact endpoints; return the list."""
+        holdings = self._look_up(fingerprint)
+        if holdings is not None and holdings.held:
+            top = max(holdings.held)
+            if top >= len(tokens):
+                tokens += [0] * (top + 1 - len(tokens))
+            self._replace(tokens, holdings, prompt_tokens)
+        return tokens
+
+    def correct_match(
+        self, match: PrefixMatch, fingerprint: Fingerprint, prompt_tokens: int
+    ) -> PrefixMatch:
+        """Return the match with the tokens of exact endpoints in place of the believed ones."""
+        holdings = self._look_up(fingerprint)
+        if holdings is None or not holdings.held:
+            return match
+        tokens = dict(match.narrow)
+        for prefix in match.wide:
+            for slot in prefix.some_holders(MAX_SLOTS_LISTED):
+                tokens.setdefault(slot, prefix.tokens)
+        for slot in holdings.held:
+            tokens.setdefault(slot, 0)
+        self._replace(tokens, holdings, prompt_tokens)
+        slots = max(len(match), max(holdings.held) + 1)
+        return PrefixMatch(slots, tokens, (), max(tokens.values()))
+
+    def _replace(
+        self, tokens: list[int] | dict[int, int], holdings: _Holdings, prompt_tokens: int
+    ) -> None:
+        """Replace belief by what is known; belief counts beyond what can be known."""
+        fingerprint = holdings.fingerprint
+        scale = prompt_tokens / (fingerprint.n_bytes * holdings.tokens_per_byte)
+        recent: Sequence[int] | None = None
+        for slot, held in holdings.held.items():
+            known, believed = min(prompt_tokens, int(held * scale)), tokens[slot]
+            if believed > known:
+                if holdings.is_end(slot):
+                    if recent is None:
+                        recent = self._recently_sent(fingerprint, prompt_tokens)
+                    sent = recent[slot] if slot < len(recent) else 0
+                    tokens[slot] = max(known, min(sent, believed))
+            else:
+                tokens[slot] = known
+
+    def _recently_sent(self, fingerprint: Fingerprint, prompt_tokens: int) -> list[int]:
+        """Return the tokens of the prompt that were sent to each endpoint a moment ago."""
+        new, old = (index.match(fingerprint, prompt_tokens) for index in self._recent)
+        if len(new) < len(old):
+            new, old = old, new
+        for slot, tokens in enumerate(old):
+            new[slot] = max(new[slot], tokens)
+        return new
+
+    def _look_up(self, fingerprint: Fingerprint) -> _Holdings | None:
+        """Return what exact endpoints have of a prompt; None if its tokens are not known."""
+        if not self._exact:
+            return None
+        holdings = self._holdings
+        if holdings is not None and holdings.fingerprint is fingerprint:
+            return holdings
+        known = self.prompts.find(fingerprint)
+        if known is None:
+            return None
+        held: dict[int, float] = {}
+        limit: dict[int, int] = {}
+        for size in self._sizes & known.chains.keys():
+            chain = known.chains[size]
+            blocks = min((known.tokens - known.is_whole) // size, len(chain))
+            by_bit: dict[int, int] = {}
+            for length, bits in sorted(self.cached.levels(chain, blocks)):
+                while bits:
+                    bit = bits & -bits
+                    by_bit[bit] = length
+                    bits ^= bit
+            for slot, endpoint in self._exact.items():
+                if endpoint.block_tokens == size:
+                    sources = endpoint.sources
+                    total = sum(by_bit.get(source.blocks.bit, 0) for source in sources)
+                    # Which rank will serve the request is the engine's choice.
+                    held[slot], limit[slot] = total * size / len(sources), blocks * size
+        self._holdings = _Holdings(fingerprint, held, limit, known.tokens_per_byte)
+        return self._holdings
+
+    # What happens to prompts
+
+    def on_sent(
+        self, fingerprint: Fingerprint, slot: int, prompt_tokens: int, now: float
+    ) -> CacheExpectation | None:
+        """Record that a prompt is sent to an endpoint; return what its answer must report.
+
+        None if the endpoint has no events.
+        """
+        if slot not in self.endpoints:
+            return None
+        if slot not in self._exact:
+            return CacheExpectation(now)
+        holdings = self._look_up(fingerprint)
+        self._recent[0].insert(fingerprint, slot, prompt_tokens)
+        if holdings is None or slot not in holdings.held:
+            return CacheExpectation(now)
+        held, most = holdings.held[slot], None
+        if holdings.is_end(slot):
+            sent = self._recently_sent(fingerprint, prompt_tokens)[slot]
+            tokens = fingerprint.n_bytes * holdings.tokens_per_byte
+            most = max(held, sent / prompt_tokens * tokens)
+        return CacheExpectation(now, held, most)
+
+    def note(self, prompt: UnreadPrompt) -> None:
+        """Queue a prompt for learning its tokens; drop the oldest ones beyond the bounds.
+
+        A prompt without a whole block of bytes could not be recognised, and is left out.
+        """
+        if not prompt.fingerprint.sampled_keys:
+            return
+        self.unread.append(prompt)
+        self._unread_bytes += prompt.fingerprint.n_bytes
+        while len(self.unread) > MAX_UNREAD or self._unread_bytes > MAX_UNREAD_BYTES:
+            self.take_unread()
+
+    def take_unread(self) -> UnreadPrompt:
+        """Remove the oldest unread prompt and return it. Raises IndexError if there is none."""
+        prompt = self.unread.popleft()
+        self._unread_bytes -= prompt.fingerprint.n_bytes
+        return prompt
+
+    def block_sizes(self, slots: Sequence[int]) -> set[int]:
+        """Return the known tokens per block of these endpoints."""
+        sizes = {self.endpoints[slot].block_tokens for slot in slots if slot in self.endpoints}
+        return sizes - {0}
+
+    def learn(
+        self,
+        fingerprint: Fingerprint,
+        tokens: Sequence[int],
+        sizes: set[int],
+        engine_model: str,
+        salt: str,
+    ) -> None:
+        """Record the tokens of a prompt, for endpoints with blocks of these sizes.
+
+        engine_model  the engines' name of the model, which may be a LoRA adapter's
+        salt          the cache salt that engines get; "" for none
+        """
+        seed = scope_seed(engine_model if engine_model in self._lora_names else "", salt)
+        chains = {size: chain_keys(tokens, size, seed) for size in sizes}
+        self.prompts.learn(fingerprint, chains, len(tokens))
+        self._holdings = None

@@ -1,0 +1,252 @@
+"""Decodes the KV events that vLLM and SGLang publish. Pure: bytes in, values out.
+
+A message is a batch: MessagePack `[time, events, data-parallel rank]`. An event is a map with a
+member `type` (vLLM 0.24 and newer, SGLang 0.5), or an array that begins with the type (older ones).
+Only the schemas below are decoded; no code is ever loaded from a message.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from policies.prefix.cached_blocks import CPU, GPU, OTHER, EngineHash
+
+MAX_BATCH_BYTES = 64 * 1024 * 1024
+"""Bytes of one batch that are decoded; an engine publishes a batch per step, of a few kilobytes."""
+
+_HASHES = list[int | bytes]
+_MEDIA = {"GPU": GPU, "CPU": CPU, "CPU_PINNED": CPU}
+_FULL_ATTENTION = ("full", "mla")
+_ARRAYS = (*range(0x90, 0xA0), 0xDC, 0xDD)  # first bytes of arrays in MessagePack
+
+
+class EventError(Exception):
+    """Raised for a message that is no batch of KV events; the text says why."""
+
+
+class _StoredFields(msgspec.Struct, frozen=True):
+    """The members of an event of stored blocks, in the order of its array form."""
+
+    block_hashes: _HASHES
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class _RemovedFields(msgspec.Struct, frozen=True):
+    """The members of an event of removed blocks, in the order of its array form."""
+
+    block_hashes: _HASHES
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _StoredMap(_StoredFields, frozen=True, tag="BlockStored"):
+    """Stored blocks as a map; SGLang names the cache salt by itself."""
+
+    cache_salt: str | None = None
+
+
+class _RemovedMap(_RemovedFields, frozen=True, tag="BlockRemoved"):
+    """Removed blocks as a map."""
+
+
+class _ClearedMap(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
+    """An emptied prefix cache as a map."""
+
+
+class _StoredArray(_StoredFields, frozen=True, array_like=True, tag="BlockStored"):
+    """Stored blocks as an array."""
+
+
+class _RemovedArray(_RemovedFields, frozen=True, array_like=True, tag="BlockRemoved"):
+    """Removed blocks as an array."""
+
+
+class _ClearedArray(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
+    """An emptied prefix cache as an array."""
+
+
+_AnyMap = _StoredMap | _RemovedMap | _ClearedMap
+_AnyArray = _StoredArray | _RemovedArray | _ClearedArray
+
+
+class _MapBatch(msgspec.Struct, frozen=True, array_like=True):
+    """A batch whose events are maps."""
+
+    ts: float
+    events: list[_AnyMap]
+    data_parallel_rank: int | None = None
+
+
+class _ArrayBatch(msgspec.Struct, frozen=True, array_like=True):
+    """A batch whose events are arrays."""
+
+    ts: float
+    events: list[_AnyArray]
+    data_parallel_rank: int | None = None
+
+
+class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
+    """A batch whose events are decoded one by one."""
+
+    ts: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: int | None = None
+
+
+class StoredBlocks(msgspec.Struct, frozen=True):
+    """Consecutive blocks of a chain that are cached now.
+
+    names         the engine's hashes
+    parent        the hash of the block before; None: the chain begins here
+    tokens        of all blocks; may be empty
+    block_tokens  tokens per block
+    medium        bit of the place (policies/prefix/cached_blocks.py)
+    lora_name     the LoRA adapter; "" for the base model
+    salt          the cache salt of a chain that begins here; "" for none
+    further_keys  per block, what else identifies it, such as images; None for most events
+    group         the group of the model's layers; None: it has one
+    """
+
+    names: list[EngineHash]
+    parent: EngineHash | None
+    tokens: list[int]
+    block_tokens: int
+    medium: int
+    lora_name: str
+    salt: str
+    further_keys: tuple[bytes, ...] | None
+    group: int | None
+    is_full_attention: bool
+
+
+class RemovedBlocks(msgspec.Struct, frozen=True):
+    """Blocks that have left a medium."""
+
+    names: list[EngineHash]
+    medium: int
+    group: int | None
+
+
+class ClearedCache(msgspec.Struct, frozen=True):
+    """An engine's prefix cache has been emptied."""
+
+
+KvEvent = StoredBlocks | RemovedBlocks | ClearedCache
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """One message. `published_at` is the engine's clock; `rank` None: the engine has one rank."""
+
+    published_at: float
+    events: list[KvEvent]
+    rank: int | None
+
+
+_decode_maps = msgspec.msgpack.Decoder(_MapBatch).decode
+_decode_arrays = msgspec.msgpack.Decoder(_ArrayBatch).decode
+_decode_raw = msgspec.msgpack.Decoder(_RawBatch).decode
+_decode_map = msgspec.msgpack.Decoder(_AnyMap).decode
+_decode_array = msgspec.msgpack.Decoder(_AnyArray).decode
+_decode_any = msgspec.msgpack.Decoder().decode
+_KNOWN_TYPES = frozenset(("BlockStored", "BlockRemoved", "AllBlocksCleared"))
+
+
+def decode_batch(payload: bytes) -> Batch:
+    """Decode a message in either form; events of unknown types are left out.
+
+    Raises EventError for anything else, such as events with pairs of tokens.
+    """
+    if len(payload) > MAX_BATCH_BYTES:
+        raise EventError(f"a batch has {len(payload)} bytes, more than {MAX_BATCH_BYTES}")
+    batch: _MapBatch | _ArrayBatch
+    try:
+        try:
+            batch = _decode_maps(payload)
+        except msgspec.ValidationError:
+            batch = _decode_arrays(payload)
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError):
+        return _decode_slowly(payload)
+    return Batch(batch.ts, [_convert(event) for event in batch.events], batch.data_parallel_rank)
+
+
+def _decode_slowly(payload: bytes) -> Batch:
+    """Decode event by event, leaving out those of unknown types. Raises EventError."""
+    try:
+        raw = _decode_raw(payload)
+        events: list[KvEvent] = []
+        for part in raw.events:
+            data = bytes(part)
+            is_array = data[0] in _ARRAYS
+            value = _decode_any(data)
+            kind = value[0] if is_array and value else None if is_array else value.get("type")
+            if kind in _KNOWN_TYPES:
+                events.append(_convert(_decode_array(data) if is_array else _decode_map(data)))
+    except (msgspec.MsgspecError, AttributeError, TypeError, RecursionError) as error:
+        raise EventError(f"a message is no batch of KV events: {error}") from None
+    return Batch(raw.ts, events, raw.data_parallel_rank)
+
+
+def _convert(event: _AnyMap | _AnyArray) -> KvEvent:
+    if isinstance(event, _StoredFields):
+        return _convert_stored(event)
+    if isinstance(event, _RemovedFields):
+        return RemovedBlocks(event.block_hashes, _medium(event.medium), event.group_idx)
+    return ClearedCache()
+
+
+def _convert_stored(event: _StoredFields) -> StoredBlocks:
+    if event.block_size < 1:
+        raise EventError(f"a block has {event.block_size} tokens")
+    lora_name = event.lora_name or ""
+    salt = (event.cache_salt if isinstance(event, _StoredMap) else None) or ""
+    further: tuple[bytes, ...] | None = None
+    if event.extra_keys:
+        salt, further = _split_extra_keys(event.extra_keys, lora_name, salt, event)
+    return StoredBlocks(
+        event.block_hashes,
+        event.parent_block_hash,
+        event.token_ids,
+        event.block_size,
+        _medium(event.medium),
+        lora_name,
+        salt,
+        further,
+        event.group_idx,
+        event.kv_cache_spec_kind is None or event.kv_cache_spec_kind.startswith(_FULL_ATTENTION),
+    )
+
+
+def _split_extra_keys(
+    extra_keys: list[list[Any] | None], lora_name: str, salt: str, event: _StoredFields
+) -> tuple[str, tuple[bytes, ...] | None]:
+    """Return the cache salt, and what else identifies each block: None if nothing does.
+
+    vLLM lists the adapter's name with every block, and the salt with the first one of a chain.
+    """
+    further: list[bytes] = []
+    for place, keys in enumerate(extra_keys[: len(event.block_hashes)]):
+        left = list(keys or ())
+        if lora_name and lora_name in left:
+            left.remove(lora_name)
+        if not place and event.parent_block_hash is None:
+            texts = [key for key in left if isinstance(key, str)]
+            if texts:
+                salt = salt or texts[-1]
+                left.remove(texts[-1])
+        further.append(msgspec.msgpack.encode(left) if left else b"")
+    further += [b""] * (len(event.block_hashes) - len(further))
+    return salt, tuple(further) if any(further) else None
+
+
+def _medium(name: str | None) -> int:
+    return GPU if name is None else _MEDIA.get(name, OTHER)

@@ -1,0 +1,130 @@
+"""PromptLearner: has engines tokenize prompts in the background, so that KV events say whose.
+
+A few prompts at a time, so that the work stays small beside the engines' own. A prompt that cannot
+be tokenized is forgotten, and belief serves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
+from gateway.fleet.kv_events.tokenization import (
+    TOKENIZE_PATH,
+    UnreadPrompt,
+    given_tokens,
+    parse_tokens,
+    tokenize_body,
+)
+from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
+from gateway.metrics.metric_types import Counter, MetricFamily
+from gateway.protocol.response_framing import FramingError
+
+log = logging.getLogger("penstock")
+
+PAUSE_S = 0.02
+TIMEOUT_S = 5.0
+FAILURE_PAUSE_S = 1.0
+MAX_RESPONSE_BYTES = 32 * 1024 * 1024
+WORKERS = 4
+
+
+class Tokenizer(msgspec.Struct, frozen=True):
+    """The endpoints that can tokenize the prompts of a model, and the engines' name of it."""
+
+    endpoints: Sequence[LiveEndpoint]
+    engine_model: str
+
+
+class PromptLearner:
+    """Empties the queue of unread prompts. Sole reader of `ExactPrefixes.unread`."""
+
+    def __init__(
+        self,
+        exact: ExactPrefixes,
+        resolve: Callable[[str], Tokenizer | None],
+        results: MetricFamily[Counter],
+    ) -> None:
+        """Initialize an idle learner.
+
+        resolve  finds the endpoints that tokenize for a model; None: none of them has events
+        results  counts prompts by result
+        """
+        self._exact, self._resolve, self._results = exact, resolve, results
+        self._tasks: list[asyncio.Task[None]] = []
+        self._clients: dict[LiveEndpoint, PollClient] = {}
+
+    def start(self) -> None:
+        """Begin to learn."""
+        self._tasks = [
+            asyncio.create_task(self._work(), name="learn prompts") for _ in range(WORKERS)
+        ]
+
+    async def stop(self) -> None:
+        """Stop learning."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for client in self._clients.values():
+            client.close()
+
+    async def _work(self) -> None:
+        while True:
+            await asyncio.sleep(PAUSE_S)
+            while self._exact.unread:
+                try:
+                    is_learned = await self._learn_oldest()
+                except Exception:  # one prompt must not end the learning of others
+                    log.exception("learning a prompt's tokens failed")
+                    is_learned = False
+                if is_learned is None:
+                    break
+                self._results.labels("learned" if is_learned else "failed").inc()
+                if not is_learned:
+                    await asyncio.sleep(FAILURE_PAUSE_S)
+
+    async def _learn_oldest(self) -> bool | None:
+        """Learn the oldest prompt; return whether that worked. None: blocks' size is not known."""
+        exact = self._exact
+        tokenizer = self._resolve(exact.unread[0].model)
+        if tokenizer is None:
+            exact.take_unread()
+            return True
+        sizes = exact.block_sizes([live.load.slot for live in tokenizer.endpoints])
+        if not sizes:
+            return None
+        prompt = exact.take_unread()
+        if exact.prompts.has(prompt.fingerprint):
+            return True
+        tokens = given_tokens(prompt)
+        self._drop_old_clients()
+        live = min(tokenizer.endpoints, key=lambda live: live.load.in_flight)
+        if tokens is None:
+            tokens = await self._tokenize(live, prompt, tokenizer.engine_model)
+        if tokens is None:
+            return False
+        salt = prompt.salt.decode() if live.endpoint.salt_member else ""
+        exact.learn(prompt.fingerprint, tokens, sizes, tokenizer.engine_model, salt)
+        return True
+
+    def _drop_old_clients(self) -> None:
+        for live in [live for live in self._clients if live.is_leaving]:
+            self._clients.pop(live).close()
+
+    async def _tokenize(
+        self, live: LiveEndpoint, prompt: UnreadPrompt, engine_model: str
+    ) -> list[int] | None:
+        """Ask the engine for the tokens; None if it does not report them."""
+        client = self._clients.setdefault(live, PollClient(live.spec.url))
+        client.configure(live.key_header, live.encryption)
+        body = tokenize_body(prompt, engine_model)
+        try:
+            response = await client.post(TOKENIZE_PATH, body, TIMEOUT_S, MAX_RESPONSE_BYTES)
+        except (ConnectError, ConnectionLostError, FramingError, TimeoutError, OSError):
+            return None
+        return parse_tokens(*response)

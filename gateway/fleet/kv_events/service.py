@@ -1,0 +1,51 @@
+"""KvEventService: reads KV events and learns prompts, once any endpoint publishes events.
+
+pyzmq is an extra, so the modules that import it are loaded only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.kv_events.prompt_learner import PromptLearner, Tokenizer
+from gateway.metrics.catalogue import Metrics
+
+if TYPE_CHECKING:
+    from gateway.fleet.kv_events.reader import KvEventReader
+
+
+class KvEventService:
+    """Starts with the first endpoint that has `kv_events`, which a reload may add."""
+
+    def __init__(
+        self,
+        endpoints: EndpointTable,
+        metrics: Metrics,
+        resolve: Callable[[str], Tokenizer | None],
+    ) -> None:
+        """`resolve` finds the endpoints that tokenize for a model."""
+        self._endpoints, self._metrics = endpoints, metrics
+        results = metrics.prompts_learned_total
+        self._learner = PromptLearner(endpoints.prefixes.exact, resolve, results)
+        self._reader: KvEventReader | None = None
+
+    def start_if_due(self) -> None:
+        """Start reading, unless no endpoint has events or it has started before."""
+        if self._reader is not None or not any(
+            live.spec.kv_events is not None for live in self._endpoints.all()
+        ):
+            return
+        from gateway.fleet.kv_events.reader import KvEventReader
+
+        exact = self._endpoints.prefixes.exact
+        self._reader = KvEventReader(self._endpoints, exact, self._metrics)
+        self._reader.start()
+        self._learner.start()
+
+    async def stop(self) -> None:
+        """Stop reading."""
+        if self._reader is not None:
+            await self._learner.stop()
+            await self._reader.stop()

@@ -1,0 +1,341 @@
+"""EventSource: the stream of KV events of one engine rank, and the blocks that follow from it.
+
+Without I/O: messages, connections and the time in; a wish to have messages replayed out. A stream
+is numbered from 0 since the start of the engine. A gap in the numbers is closed by a replay; where
+the engine offers none, a gap empties the rank's blocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from xxhash import xxh3_64_intdigest
+
+from gateway.fleet.kv_events.messages import (
+    Batch,
+    ClearedCache,
+    EventError,
+    RemovedBlocks,
+    StoredBlocks,
+    decode_batch,
+)
+from policies.prefix.cached_blocks import CachedBlocks, SourceBlocks, scope_seed
+
+MAX_HELD_MESSAGES, MAX_HELD_BYTES = 4096, 32 * 1024 * 1024
+"""Messages that wait for the end of a replay; beyond that the rank starts over."""
+
+REPLAY_TIMEOUT_S = 5.0
+CHECK_S = 1.0
+"""Seconds after a connect, or after the newest message, until it is checked that none is missing.
+The loss of the last message shows in no later number."""
+
+MAX_REPLAYS = 3
+"""Replays in a row that may leave a gap, after which the blocks before the gap are given up."""
+
+MAX_SCOPES = 4096
+_NEVER = float("-inf")
+
+
+class EventSource:
+    """One rank's events: their order, what they say is cached, and whether that is complete.
+
+    blocks          the blocks that the rank has cached, as far as its events say
+    block_tokens    tokens per block; 0 before the first event
+    kv_tokens       tokens that the rank's memory holds; None while unknown
+    lora_names      the adapters of blocks seen so far
+    is_connected    the subscription is established
+    is_complete     every cached block has been reported, not only those stored of late
+    problem         why the events cannot be used at all; "" if they can
+    replay_from     the number from which a replay is wanted; None: none is. The reader takes it
+    batches, gaps, duplicates, restarts  counts since the beginning
+    """
+
+    __slots__ = (
+        *("_checks_at", "_group", "_has_replay", "_held", "_held_bytes", "_index"),
+        *("_is_check", "_is_replaying", "_next"),
+        *("_published_at", "_replay_began_at", "_replays", "_seeds", "_stored_tokens"),
+        *("_verified", "batches", "block_tokens", "blocks", "duplicates", "gaps", "heard_at"),
+        *("is_complete", "is_connected", "kv_tokens", "lora_names", "problem", "replay_from"),
+        "restarts",
+    )
+
+    def __init__(self, index: CachedBlocks, *, has_replay: bool) -> None:
+        self._index = index
+        self.blocks = SourceBlocks(index)
+        self._has_replay = has_replay
+        self._held: deque[tuple[int, bytes]] = deque()
+        self._held_bytes = self._replays = self._stored_tokens = 0
+        self._next: int | None = None
+        self._published_at = self._replay_began_at = self.heard_at = _NEVER
+        self._is_replaying = self._is_check = False
+        self._checks_at: float | None = None
+        self._verified: tuple[int, float] | None = None
+        self._group: int | None = None
+        self._seeds: dict[tuple[str, str], int] = {}
+        self.lora_names: set[str] = set()
+        self.block_tokens = 0
+        self.kv_tokens: float | None = None
+        self.is_connected = self.is_complete = False
+        self.problem = ""
+        self.replay_from: int | None = None
+        self.batches = self.gaps = self.duplicates = self.restarts = 0
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all events up to now have been applied, and they say everything."""
+        is_catching_up = self._is_replaying and not self._is_check
+        return self.is_connected and self.is_complete and not is_catching_up and not self.problem
+
+    @property
+    def state(self) -> str:
+        """The state in a word or two, for an operator."""
+        if self.problem:
+            return self.problem
+        if not self.is_connected:
+            return "not connected"
+        if self._is_replaying and not self._is_check:
+            return "replaying"
+        return "complete" if self.is_complete else "incomplete"
+
+    # Connection
+
+    def on_connected(self, now: float) -> None:
+        """Record that the subscription stands: what was published meanwhile is to be replayed."""
+        self.is_connected = True
+        self._checks_at = now + CHECK_S
+        if not self._has_replay:
+            self.reset()
+        elif self._next:
+            self._verified = self._next - 1, self._published_at
+            self._ask(self._next - 1, now)
+        else:
+            self._ask(0, now)
+
+    def on_disconnected(self) -> None:
+        """Record that the subscription is lost. The blocks stay until it is known what happened."""
+        self.is_connected = self._is_replaying = False
+        self.replay_from = None
+        self._drop_held()
+
+    def reset(self) -> None:
+        """Forget all blocks and start over with the next message."""
+        self._forget()
+        self._next = None
+        self._published_at = _NEVER
+        self._verified = None
+        self._is_replaying, self.replay_from = False, None
+        self._drop_held()
+
+    def resynchronize(self, now: float) -> None:
+        """Forget all blocks, and have everything replayed that the engine still has."""
+        self.reset()
+        if self._has_replay and self.is_connected:
+            self._ask(0, now)
+
+    # Messages
+
+    def on_message(self, number: int, payload: bytes, now: float) -> None:
+        """Handle a published message."""
+        self.heard_at = now
+        self._checks_at = now + CHECK_S
+        if self.problem:
+            return
+        if self._is_replaying or (self._next is None and self._has_replay):
+            self._hold(number, payload)
+            if not self._is_replaying and not self.problem:
+                self._ask(0, now)
+        else:
+            self._take(number, payload, now)
+
+    def on_replayed(self, number: int, payload: bytes, now: float) -> None:
+        """Handle one message of a replay."""
+        if not self._awaits_replay or (batch := self._decode(payload)) is None:
+            return
+        self._replay_began_at = now
+        if self._verified is not None:
+            if self._verified != (number, batch.published_at):
+                self._restart(now)
+                return
+            self._verified = None
+        if self._next is not None and number < self._next:
+            return
+        self.gaps += self._is_check
+        self._is_check = False
+        if self._next is None or number > self._next:
+            # Older messages are no longer in the engine's buffer.
+            self._forget()
+            self.is_complete = number == 0
+        self._apply(number, batch)
+
+    def on_replay_end(self, now: float) -> None:
+        """Handle the end of a replay: apply what was published meanwhile."""
+        if not self._awaits_replay:
+            return
+        if self._verified is not None:  # the engine does not have the last message that we saw
+            self._restart(now)
+            return
+        self._is_replaying = False
+        if self._next is None and not self._held:  # nothing has ever been published
+            self._next, self.is_complete = 0, True
+        self._apply_held(now)
+
+    def _apply_held(self, now: float) -> None:
+        """Apply the messages that waited; keep the rest if one of them needs another replay."""
+        held, self._held, self._held_bytes = self._held, deque(), 0
+        while held and not self._is_replaying and not self.problem:
+            self._take(*held.popleft(), now)
+        for number, payload in held:
+            self._hold(number, payload)
+        if not self._is_replaying:
+            self._replays = 0
+
+    @property
+    def _awaits_replay(self) -> bool:
+        """Whether answers belong to the replay that is wanted, and not to one given up."""
+        return self._is_replaying and self.replay_from is None
+
+    def tick(self, now: float) -> None:
+        """Check in a quiet moment that no message is missing; give up a replay without an answer.
+
+        A message that the engine published before it knew of the subscription is in a replay only.
+        """
+        if self._checks_at is not None and now >= self._checks_at:
+            self._checks_at = None
+            if self._has_replay and self.is_connected and not self._is_replaying and self._next:
+                self._verified = self._next - 1, self._published_at
+                self._ask(self._next - 1, now)
+                self._is_check = True
+        if not self._is_replaying or now - self._replay_began_at <= REPLAY_TIMEOUT_S:
+            return
+        self._is_replaying, self.replay_from, self._verified = False, None, None
+        if not self._is_check:
+            self._forget()
+            self._next, self._replays = None, MAX_REPLAYS
+        self._apply_held(now)
+
+    def _take(self, number: int, payload: bytes, now: float) -> None:
+        """Apply a message if it is the next one; otherwise find out what is missing."""
+        batch = self._decode(payload)
+        if batch is None:
+            return
+        if self._next is None:
+            self.is_complete = number == 0
+        elif number < self._next:
+            if batch.published_at <= self._published_at:
+                self.duplicates += 1
+                return
+            self._restart(now)
+            if self._is_replaying:
+                self._hold(number, payload)
+                return
+            self.is_complete = number == 0
+        elif number > self._next:
+            self.gaps += 1
+            if self._has_replay and self._replays < MAX_REPLAYS:
+                self._replays += 1
+                self._hold(number, payload)
+                self._ask(self._next, now)
+                return
+            self._forget()
+        self._apply(number, batch)
+
+    def _restart(self, now: float) -> None:
+        """Start over, because the engine has: its numbers have fallen back."""
+        self.restarts += 1
+        replays = self._replays
+        self.reset()
+        self._replays = replays
+        if self._has_replay:
+            self._ask(0, now)
+
+    def _ask(self, number: int, now: float) -> None:
+        self.replay_from, self._is_replaying = number, True
+        self._is_check = False
+        self._replay_began_at = now
+
+    def _hold(self, number: int, payload: bytes) -> None:
+        """Keep a message for the end of the replay, within bounds."""
+        self._held.append((number, payload))
+        self._held_bytes += len(payload)
+        if len(self._held) > MAX_HELD_MESSAGES or self._held_bytes > MAX_HELD_BYTES:
+            self.gaps += 1
+            self.reset()
+
+    def _drop_held(self) -> None:
+        self._held.clear()
+        self._held_bytes = 0
+
+    def _forget(self) -> None:
+        """Forget all blocks: from here on the events say only a part."""
+        self.blocks.clear()
+        self.is_complete = False
+        self._stored_tokens = 0
+
+    def _decode(self, payload: bytes) -> Batch | None:
+        try:
+            return decode_batch(payload)
+        except EventError as error:
+            self._fail(str(error))
+            return None
+
+    def _fail(self, problem: str) -> None:
+        self.reset()
+        self.problem = problem
+
+    # Events
+
+    def _apply(self, number: int, batch: Batch) -> None:
+        self._next, self._published_at = number + 1, batch.published_at
+        self.batches += 1
+        try:
+            for event in batch.events:
+                if isinstance(event, StoredBlocks):
+                    self._store(event)
+                elif isinstance(event, RemovedBlocks):
+                    if event.group is None or event.group == self._group:
+                        self.blocks.remove(event.names, event.medium)
+                else:
+                    assert isinstance(event, ClearedCache)
+                    self.blocks.clear()
+                    self.is_complete = True
+        except (OverflowError, TypeError) as error:
+            self._fail(f"an event has invalid tokens: {error}")
+            return
+        if self._index.is_full:
+            self._fail("more blocks than prefix.events is for")
+        elif not self.is_complete and self.kv_tokens is not None:
+            # Whatever was cached before the first event has been evicted by now.
+            self.is_complete = self._stored_tokens >= self.kv_tokens
+
+    def _store(self, event: StoredBlocks) -> None:
+        if event.group is not None and event.group != self._group:
+            # Of a hybrid model's groups of layers, one of full attention says what can be reused.
+            if self._group is not None or not event.is_full_attention:
+                return
+            self._group = event.group
+        self.block_tokens = event.block_tokens
+        seed = 0
+        if event.parent is None:
+            seed = self._seed(event.lora_name, event.salt)
+        further = event.further_keys
+        mixed = tuple(xxh3_64_intdigest(key) if key else 0 for key in further) if further else ()
+        self._stored_tokens += len(event.names) * event.block_tokens
+        self.blocks.store(
+            event.names,
+            event.parent,
+            event.tokens,
+            event.block_tokens,
+            medium=event.medium,
+            seed=seed,
+            mixed=mixed,
+        )
+
+    def _seed(self, lora_name: str, salt: str) -> int:
+        seed = self._seeds.get((lora_name, salt))
+        if seed is None:
+            if lora_name and len(self.lora_names) < MAX_SCOPES:
+                self.lora_names.add(lora_name)
+            if len(self._seeds) >= MAX_SCOPES:
+                self._seeds.clear()
+            seed = self._seeds[lora_name, salt] = scope_seed(lora_name, salt)
+        return seed

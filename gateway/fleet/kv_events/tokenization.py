@@ -1,0 +1,86 @@
+"""How to have an engine tokenize a prompt, off the request path. Without I/O.
+
+vLLM and SGLang serve POST /tokenize; vLLM's also renders a chat by the model's template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from gateway.protocol.json_members import join_members
+from policies.prefix.fingerprint import Fingerprint
+
+TOKENIZE_PATH = "/tokenize"
+CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
+
+_CHAT_MEMBERS = (
+    *("messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
+    *("continue_final_message", "add_special_tokens", "mm_processor_kwargs"),
+)
+_UNSUPPORTED = frozenset(("documents", "reasoning_effort", "tool_choice", "reasoning"))
+"""Members that change how a chat is rendered, and that /tokenize does not take."""
+
+_COMPLETION_MEMBERS = ("prompt", "add_special_tokens")
+
+
+class UnreadPrompt(msgspec.Struct, frozen=True):
+    """A prompt whose tokens are to be learned.
+
+    model    the gateway's name of the model
+    path     of the API that the request used
+    members  its raw values by name
+    salt     the cache salt for engines that take one; b"" for none
+    """
+
+    model: str
+    path: str
+    members: Mapping[str, msgspec.Raw]
+    salt: bytes
+    fingerprint: Fingerprint
+
+
+class _TokenizeResponse(msgspec.Struct):
+    """The member of the response that matters here."""
+
+    tokens: list[int]
+
+
+_decode_tokens = msgspec.json.Decoder(list[int]).decode
+_decode_response = msgspec.json.Decoder(_TokenizeResponse).decode
+
+
+def can_tokenize(path: str, members: Mapping[str, msgspec.Raw]) -> bool:
+    """Return whether an engine can report the tokens that this request's prompt has."""
+    if path == CHAT_PATH:
+        return _UNSUPPORTED.isdisjoint(members)
+    return path == COMPLETIONS_PATH
+
+
+def given_tokens(prompt: UnreadPrompt) -> list[int] | None:
+    """Return the tokens of a prompt that is a list of token ids already; None for text."""
+    if prompt.path != COMPLETIONS_PATH:
+        return None
+    try:
+        return _decode_tokens(prompt.members["prompt"])
+    except msgspec.DecodeError:
+        return None
+
+
+def tokenize_body(prompt: UnreadPrompt, engine_model: str) -> bytes:
+    """Return the body of the request to /tokenize."""
+    names = _CHAT_MEMBERS if prompt.path == CHAT_PATH else _COMPLETION_MEMBERS
+    members = {name: prompt.members[name] for name in names if name in prompt.members}
+    members["model"] = msgspec.Raw(msgspec.json.encode(engine_model))
+    return join_members(members)
+
+
+def parse_tokens(status: int, body: bytes) -> list[int] | None:
+    """Return the tokens in a response; None if it has none."""
+    if status != 200:
+        return None
+    try:
+        return _decode_response(body).tokens
+    except (msgspec.DecodeError, RecursionError):
+        return None

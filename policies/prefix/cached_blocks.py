@@ -1,0 +1,245 @@
+"""CachedBlocks: the KV blocks that engines report as cached, by their content.
+
+Every engine names its blocks by hashes of its own. Here a block's content key is a chained hash of
+its tokens, so that blocks of different engines, and of a prompt whose tokens are known, compare.
+The learned tokens of prompts are in policies/prefix/learned_prompts.py.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import TypeAlias
+
+from xxhash import xxh3_64_intdigest
+
+from policies.prefix.sampled_keys import Keys
+
+BLOCK_COST_BYTES = 288
+"""Upper bound of the memory of one reported block: two dict entries, a key and a hash."""
+
+EngineHash: TypeAlias = "int | bytes"
+"""An engine's own name of a block."""
+
+GPU, CPU, OTHER = 1, 2, 4
+"""Places that a block may be stored in, as bits: GPU memory, host memory, and any other."""
+
+_MEDIA = GPU | CPU | OTHER
+_TOKEN_BYTES = 4
+
+
+def scope_seed(lora_name: str, salt: str) -> int:
+    """Return the number that chains of this LoRA adapter and cache salt begin with.
+
+    Blocks of different adapters or salts therefore never have equal content keys.
+    """
+    return xxh3_64_intdigest(f"{lora_name}\0{salt}".encode("utf-8", "surrogatepass")) & ~_MEDIA
+
+
+def chain_keys(tokens: Sequence[int], block_tokens: int, seed: int) -> Keys:
+    """Return the content keys (uint64) of the whole blocks of a prompt's tokens.
+
+    Raises OverflowError or TypeError for a token that is no unsigned 32-bit integer.
+    """
+    data, size = memoryview(array("I", tokens)).cast("B"), _TOKEN_BYTES * block_tokens
+    keys, key = array("Q"), seed
+    for begin in range(0, len(data) - size + 1, size):
+        key = xxh3_64_intdigest(data[begin : begin + size], key) & ~_MEDIA
+        keys.append(key)
+    return keys
+
+
+class SourceBlocks:
+    """The blocks that one source, a data-parallel rank of an engine, reports as cached.
+
+    bit  this source's bit in the holders of `CachedBlocks`; changes with every `clear`
+    """
+
+    __slots__ = ("_index", "_known", "bit")
+
+    def __init__(self, index: CachedBlocks) -> None:
+        self._index = index
+        self._known: dict[EngineHash, int] = {}  # content key | bits of the media
+        self.bit = index.take_bit()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, name: EngineHash) -> bool:
+        return name in self._known
+
+    def hashes(self) -> frozenset[EngineHash]:
+        """Return the engine's names of all blocks that are cached in any medium."""
+        return frozenset(self._known)
+
+    def store(
+        self,
+        names: Sequence[EngineHash],
+        parent: EngineHash | None,
+        tokens: Sequence[int],
+        block_tokens: int,
+        *,
+        medium: int = GPU,
+        seed: int = 0,
+        mixed: Sequence[int] = (),
+    ) -> None:
+        """Record that consecutive blocks of a chain are cached. Storing a block again is harmless.
+
+        names   one per block
+        parent  the block before the first; None: the chain begins here, with `seed`
+        tokens  of all blocks; may be empty for blocks that are known already
+        medium  the bit of the place they are stored in
+        mixed   for each block a number that is mixed into its key, 0: none, because more than its
+                tokens identifies it
+
+        A block whose parent or tokens are unknown is recorded without a content key.
+        Raises OverflowError or TypeError for a token that is no unsigned 32-bit integer.
+        """
+        if len(tokens) != len(names) * block_tokens:
+            self._store_unread(names, medium)
+            return
+        key = seed if parent is None else self._known.get(parent, 0) & ~_MEDIA
+        if not key:
+            self._store_unread(names, medium)
+            return
+        known, holders, bit = self._known, self._index.holders, self.bit
+        data, size = memoryview(array("I", tokens)).cast("B"), _TOKEN_BYTES * block_tokens
+        begin = fresh = 0
+        for place, name in enumerate(names):
+            if mixed:
+                key ^= mixed[place]
+            key = xxh3_64_intdigest(data[begin : begin + size], key) & ~_MEDIA
+            begin += size
+            before = known.get(name)
+            if before is None:
+                fresh += 1
+                known[name] = key | medium
+            else:
+                known[name] = key | before & _MEDIA | medium
+                if before & ~_MEDIA == key:
+                    continue
+                self._drop(before & ~_MEDIA)
+            holders[key] = holders.get(key, 0) | bit
+        self._index.blocks += fresh
+
+    def _store_unread(self, names: Iterable[EngineHash], medium: int) -> None:
+        """Record blocks whose content is unknown, or known from an earlier event only."""
+        known, before = self._known, len(self._known)
+        for name in names:
+            known[name] = known.get(name, 0) | medium
+        self._index.blocks += len(known) - before
+
+    def remove(self, names: Iterable[EngineHash], medium: int = GPU) -> None:
+        """Record that blocks have left a medium. One that is in another medium stays cached."""
+        known = self._known
+        for name in names:
+            before = known.get(name)
+            if before is None:
+                continue
+            after = before & ~medium
+            if after & _MEDIA:
+                known[name] = after
+            else:
+                del known[name]
+                self._index.blocks -= 1
+                self._drop(before & ~_MEDIA)
+
+    def clear(self) -> None:
+        """Forget all blocks, in constant time."""
+        if self._known:
+            self._index.retire(self._known, self.bit)
+            self._known, self.bit = {}, self._index.take_bit()
+
+    def close(self) -> None:
+        """Forget all blocks and give up the source's place in the index."""
+        self._index.retire(self._known, self.bit)
+        self._known = {}
+
+    def _drop(self, key: int) -> None:
+        if key:
+            self._index.drop(key, self.bit)
+
+
+class CachedBlocks:
+    """Content key -> the sources that hold the block, one bit each. Owned by one event loop.
+
+    holders  bits of sources by content key
+    blocks   the number of blocks of all sources; a source of an index that `is_full` must be
+             cleared
+    """
+
+    __slots__ = ("_bits", "_free", "_most_blocks", "_retired", "blocks", "holders")
+
+    def __init__(self, cap_bytes: int) -> None:
+        """`cap_bytes`: memory for the blocks of all sources, at BLOCK_COST_BYTES each."""
+        self._most_blocks = cap_bytes // BLOCK_COST_BYTES
+        self.holders: dict[int, int] = {}
+        self.blocks = 0
+        self._bits = 0
+        self._free: list[int] = []
+        self._retired: list[tuple[dict[EngineHash, int], int]] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the sources report more blocks than the memory is for."""
+        return self.blocks > self._most_blocks
+
+    def take_bit(self) -> int:
+        """Return a bit that no source has."""
+        if self._free:
+            return self._free.pop()
+        self._bits += 1
+        return 1 << self._bits - 1
+
+    def drop(self, key: int, bit: int) -> None:
+        """Record that a source holds the block no more."""
+        left = self.holders.get(key, 0) & ~bit
+        if left:
+            self.holders[key] = left
+        else:
+            self.holders.pop(key, None)
+
+    def retire(self, known: dict[EngineHash, int], bit: int) -> None:
+        """Take over what a source has forgotten; `purge` removes it later."""
+        self._retired.append((known, bit))
+
+    def purge(self, most: int = 2000) -> bool:
+        """Remove up to `most` forgotten blocks; return whether some are left."""
+        while self._retired and most > 0:
+            known, bit = self._retired[-1]
+            names = list(islice(known, most))
+            for name in names:
+                key = known.pop(name) & ~_MEDIA
+                if key:
+                    self.drop(key, bit)
+            most -= max(1, len(names))
+            self.blocks -= len(names)
+            if not known:
+                self._retired.pop()
+                self._free.append(bit)
+        return bool(self._retired)
+
+    def levels(self, chain: Keys, blocks: int) -> list[tuple[int, int]]:
+        """Return (blocks, bits of sources) where the holders of a chain's first blocks change.
+
+        A source holds as many blocks as the longest level that has its bit. Engines evict the end
+        of a chain first, so the ends are found by bisection.
+        """
+        last = min(blocks, len(chain)) - 1
+        if last < 0 or not (first := self.holders.get(chain[0], 0)):
+            return []
+        at_last = self.holders.get(chain[last], 0)
+        found = [(last + 1, at_last)] if at_last else []
+        pending = [(0, first, last, at_last)]
+        while pending:
+            low, at_low, high, at_high = pending.pop()
+            if at_low == at_high:
+                continue
+            if high - low > 1:
+                middle = (low + high) // 2
+                at_middle = self.holders.get(chain[middle], 0)
+                pending += ((low, at_low, middle, at_middle), (middle, at_middle, high, at_high))
+            elif at_low:
+                found.append((low + 1, at_low))
+        return found
