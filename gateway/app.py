@@ -29,7 +29,7 @@ from gateway.fleet.health_checks import HealthChecker
 from gateway.fleet.kv_events.prompt_learner import Tokenizer
 from gateway.fleet.kv_events.service import KvEventService
 from gateway.fleet.name_table import find
-from gateway.fleet.prefix_cache import PrefixCacheView
+from gateway.fleet.prefix_cache import create_prefix_caches
 from gateway.fleet.speed_monitor import GLANCE_S
 from gateway.http import models_api
 from gateway.http.aiohttp_connection import AiohttpConnection
@@ -107,7 +107,7 @@ class App:
         auth = _frame_auth(config, origin.local)
         self._predecessor, self._has_retired = origin.predecessor, False
         self.secret = _fingerprint_secret(config, auth, origin.predecessor)
-        self._prefixes = _prefix_caches(config, self.secret)
+        self._prefixes = create_prefix_caches(config, self.secret)
         self._admission = AdmissionController(config)
         trusted = Networks(config.listeners.api.trusted_proxies)
         gauges = self.metrics.runtime_gauges
@@ -526,20 +526,12 @@ class App:
 
     def _tokenizer(self, model: str) -> Tokenizer | None:
         """Return the endpoints with KV events that can tokenize a model's prompts, if any."""
-        snapshot, exact = self.gateway.snapshot, self._prefixes.exact
+        snapshot = self.gateway.snapshot
         route = find(snapshot.routes, model)
         if route is None:
             return None
         slots = snapshot.able.get(route.name) or [each.load.slot for each in route.candidates]
-        lives = [
-            live
-            for live in self._endpoints.all()
-            if live.load.slot in slots and live.load.slot in exact.endpoints
-        ]
-        available = [live for live in lives if live.load.is_available]
-        if not available:
-            return None
-        return Tokenizer(available, route.resolve_name(available[0].endpoint))
+        return self._kv_events.find_tokenizer(slots, route.resolve_name)
 
     def _on_models_changed(self) -> None:
         """Rebuild the routes after an engine's list of models or APIs has changed.
@@ -584,12 +576,6 @@ def _frame_auth(config: Config, local: WorkerSettings | None) -> FrameAuth | Non
     if config.shared is not None:
         return FrameAuth(config.shared.key.reveal().encode(), secrets.token_bytes(ID_BYTES))
     return None if local is None else FrameAuth(local.secret, secrets.token_bytes(ID_BYTES))
-
-
-def _prefix_caches(config: Config, secret: bytes) -> PrefixCacheView:
-    """Create the view of engines' prefix caches, with the memory that the configuration allows."""
-    prefix = config.prefix
-    return PrefixCacheView(secret, prefix.index, prefix.block_bytes, prefix.events)
 
 
 def _fingerprint_secret(

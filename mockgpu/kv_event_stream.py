@@ -59,6 +59,11 @@ class KvEventStream:
         self._swapped: Message | None = None
         self.next_number = 0
 
+    @property
+    def has_events(self) -> bool:
+        """Whether there are events that no message has yet."""
+        return bool(self._events)
+
     def hash_of(self, key: int) -> int:
         """Return the block hash that events use for a block key. SGLang's hashes are signed."""
         return key - (1 << 64) if self._spec.form == "sglang" and key >> 63 else key

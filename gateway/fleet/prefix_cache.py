@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gateway.config import Config
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.fleet.kv_events.tokenization import UnreadPrompt, can_tokenize
 from gateway.protocol.openai import Call
@@ -91,3 +92,9 @@ class PrefixCacheView:
         if self.exact.endpoints:
             return self.exact.correct_match(match, fingerprint, prompt_tokens)
         return match
+
+
+def create_prefix_caches(config: Config, secret: bytes) -> PrefixCacheView:
+    """Create the view of engines' prefix caches, with the memory that the configuration allows."""
+    prefix = config.prefix
+    return PrefixCacheView(secret, prefix.index, prefix.block_bytes, prefix.events)

@@ -5,12 +5,13 @@ pyzmq is an extra, so the modules that import it are loaded only then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.kv_events.prompt_learner import PromptLearner, Tokenizer
 from gateway.metrics.catalogue import Metrics
+from policies.model import Endpoint
 
 if TYPE_CHECKING:
     from gateway.fleet.kv_events.reader import KvEventReader
@@ -43,6 +44,21 @@ class KvEventService:
         self._reader = KvEventReader(self._endpoints, exact, self._metrics)
         self._reader.start()
         self._learner.start()
+
+    def find_tokenizer(
+        self, slots: Collection[int], resolve_name: Callable[[Endpoint], str]
+    ) -> Tokenizer | None:
+        """Return the available ones of these endpoints that have KV events; None without any.
+
+        resolve_name  returns the name by which an endpoint's engine lists the model
+        """
+        exact = self._endpoints.prefixes.exact.endpoints
+        lives = [
+            live
+            for live in self._endpoints.all()
+            if live.load.slot in slots and live.load.slot in exact and live.load.is_available
+        ]
+        return Tokenizer(lives, resolve_name(lives[0].endpoint)) if lives else None
 
     async def stop(self) -> None:
         """Stop reading."""
