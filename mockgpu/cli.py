@@ -29,6 +29,7 @@ from mockgpu.options import (
     Cp,
     DialectName,
     Dp,
+    DpRanks,
     EngineVersion,
     Ep,
     EpSkew,
@@ -112,13 +113,14 @@ def mock(
     bootstrap_port: BootstrapPort = 0,
     wire_faults: WireFaults = False,
     kv_events_port: KvEventsPort = None,
+    dp_ranks: DpRanks = 1,
     chaos_port: ChaosPort = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve simulated LLM engines (TP groups) without a GPU, with vLLM's HTTP API."""
     with _exit_on_error():
         _check_ports(groups, port, kv_port, bootstrap_port)
-        spec = _spec(model, gpu, tp, role, profile, speed)
+        spec = _with_ranks(_spec(model, gpu, tp, role, profile, speed), dp_ranks, dialect)
         spec = _with_layout(spec, (pp, ep, dp, cp), ep_skew, has_dialect=dialect is not None)
         limits = (max_num_seqs, max_num_batched_tokens, kv_tokens, max_queued)
         spec = _limited(spec, *limits, cached_details=cached_details, lacks=tuple(lacks or ()))
@@ -170,6 +172,8 @@ def _with_layout(
         raise ValueError(
             "groups of split requests have TP alone: no --pp, --dp, --cp with --dialect"
         )
+    if spec.ranks > 1 and dp > 1:
+        raise ValueError("--dp-ranks and --dp are two forms of the same ranks: choose one")
     planned = PlannedGroup(wide.layout, facts_of(wide.model), domain=MAX_SIZE)
     for finding in layout_findings(planned):
         if finding.is_error:
@@ -263,6 +267,13 @@ def _version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def _with_ranks(spec: GroupSpec, ranks: int, dialect: str | None) -> GroupSpec:
+    """Return the spec with data-parallel ranks. Raises ValueError for halves of split requests."""
+    if ranks > 1 and dialect is not None:
+        raise ValueError("--dp-ranks is for groups that serve whole requests, without --dialect")
+    return msgspec.structs.replace(spec, ranks=ranks)
+
+
 def _publishing(
     spec: GroupSpec, groups: int, port: int | None, dialect: str | None, version: tuple[int, int]
 ) -> list[GroupSpec]:
@@ -272,11 +283,11 @@ def _publishing(
     """
     if port is None:
         return [spec] * groups
-    if port and port + 2 * groups - 1 > 65535:
-        last = port + 2 * groups - 1
+    last = port + 2 * spec.ranks * groups - 1
+    if port and last > 65535:
         raise ValueError(f"--kv-events-port {port}: {groups} groups need ports up to {last}")
     form = "sglang" if dialect == "sglang" else "array" if version < (0, 24) else "map"
-    firsts = [port + 2 * place if port else 0 for place in range(groups)]
+    firsts = [port + 2 * spec.ranks * place if port else 0 for place in range(groups)]
     return [
         msgspec.structs.replace(
             spec, kv_events=KvEventSpec(first, first + 1 if first else 0, form=form)

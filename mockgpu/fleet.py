@@ -13,6 +13,7 @@ from aiohttp import web
 from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.group_faults import GroupFaults
 from mockgpu.kv_event_stream import KvEventSpec
+from mockgpu.ranks import RankDispatcher
 from mockgpu.server import MockServer
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
@@ -87,14 +88,31 @@ class FleetGroup:
         self.host = host
         self.listener = GroupListener(host, port)
         self.group = TpGroup(spec, loop)
+        self.ranks = [self.group, *(TpGroup(spec, loop, rank) for rank in range(1, spec.ranks))]
         self.pd_role = (
             None if spec.transfer is None else _half(self.group, spec.transfer, host, wire)
         )
         self.faults = GroupFaults(self.group, self.listener, loop, rng, self.pd_role)
         if spec.kv_events is not None:
-            self.group.kv_events = _publisher(self.group, spec.kv_events, host)
-            self.group.kv_events.stream.strikes = self.faults.strikes_events
+            for rank, group in enumerate(self.ranks):
+                events = spec.kv_events.of_rank(rank, spec.ranks)
+                group.kv_events = _publisher(group, events, host)
+                group.kv_events.stream.strikes = self.faults.strikes_events
         self.server = MockServer(self.group, self.faults, self.pd_role)
+
+    def app(self) -> web.Application:
+        """Return the HTTP application, which dispatches requests to the ranks if there are more."""
+        if len(self.ranks) == 1:
+            return self.server.app()
+        servers = [MockServer(group, self.faults) for group in self.ranks[1:]]
+        return self.server.app(RankDispatcher([self.server, *servers]).dispatch)
+
+    def close_ranks(self) -> None:
+        """Drop all jobs, and stop publishing KV events."""
+        for group in self.ranks:
+            group.close()
+            if group.kv_events is not None:
+                group.kv_events.close()
 
     @property
     def url(self) -> str:
@@ -154,7 +172,7 @@ async def run_fleet(
             if member.pd_role is not None:
                 await member.pd_role.start()
             runner = web.AppRunner(
-                member.server.app(),
+                member.app(),
                 handler_cancellation=True,
                 keepalive_timeout=keep_alive_s,
                 access_log=None,
@@ -173,9 +191,7 @@ async def run_fleet(
             member.faults.clear()
             member.listener.shut()
             await member.listener.wait_rebound()
-            member.group.close()
-            if member.group.kv_events is not None:
-                member.group.kv_events.close()
+            member.close_ranks()
         for runner in runners:
             await runner.cleanup()
         for member in members:

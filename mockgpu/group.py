@@ -55,6 +55,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     kv_events         how it publishes KV events; None: it does not
     pp, ep, dp, cp    the sizes of its layout beside TP
     ep_skew           load of the busiest expert rank over the mean load, 1 and more
+    ranks             addressable data-parallel ranks, each with a scheduler and KV of its own
     """
 
     served_name: str
@@ -79,6 +80,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     dp: int = 1
     cp: int = 1
     ep_skew: float = 1.0
+    ranks: int = 1
 
     @property
     def layout(self) -> Layout:
@@ -140,14 +142,14 @@ class TpGroup:
     `memory` and `kv_handoff` are set if it transfers KV, and `kv_events` if it publishes KV events.
     """
 
-    def __init__(self, spec: GroupSpec, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, spec: GroupSpec, loop: asyncio.AbstractEventLoop, rank: int = 0) -> None:
         self.spec = spec
         self.scheduler = Scheduler(
             BlockPool(spec.capacity_tokens // BLOCK_TOKENS),
             spec.max_num_seqs,
             spec.max_num_batched_tokens * spec.pp * spec.dp,
         )
-        self.metrics = GroupMetrics(spec.served_name)
+        self.metrics = GroupMetrics(spec.served_name, rank)
         self.slow_prefill = self.slow_decode = 1.0
         self.is_hanging = False
         self._ranks_up = [True] * spec.layout.gpus

@@ -38,6 +38,16 @@ class KvEventSpec(msgspec.Struct, frozen=True):
     topic: str = "kv"
     form: str = "map"
     buffer_steps: int = 10_000
+    rank: int = 0
+
+    def of_rank(self, rank: int, ranks: int) -> KvEventSpec:
+        """Return this for one of several ranks, whose ports for events come before all replays."""
+        if not self.port:
+            return msgspec.structs.replace(self, rank=rank)
+        replay_port = self.port + ranks + rank
+        return msgspec.structs.replace(
+            self, port=self.port + rank, replay_port=replay_port, rank=rank
+        )
 
 
 class KvEventStream:
@@ -118,7 +128,7 @@ class KvEventStream:
             ready.append(self._late.popleft()[1])
         if not self._events:
             return ready
-        message = self.next_number, _encode([wall_s, self._events, 0])
+        message = self.next_number, _encode([wall_s, self._events, self._spec.rank])
         self._events = []
         self.next_number += 1
         self._buffer.append(message)

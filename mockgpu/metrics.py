@@ -50,8 +50,8 @@ FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
 class GroupMetrics:
     """Metrics of one engine that its scheduler does not count: latencies and finish reasons."""
 
-    def __init__(self, model_name: str) -> None:
-        self.labels = f'model_name="{model_name}",engine="0"'
+    def __init__(self, model_name: str, rank: int = 0) -> None:
+        self.labels = f'model_name="{model_name}",engine="{rank}"'
         self.finished: Counter[str] = Counter()
         self.malformed_handoffs = 0
         self.tainted = 0

@@ -72,12 +72,20 @@ LoadFailurePolicy = Annotated[
     str, typer.Option(help="If KV does not arrive: fail the request, or recompute.")
 ]
 EngineVersion = Annotated[str, typer.Option(help="Engine version to imitate: 0.20 to 0.33.")]
+DpRanks = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=64,
+        help="Data-parallel ranks per group that requests can address, each with its own KV.",
+    ),
+]
 KvEventsPort = Annotated[
     int | None,
     typer.Option(
         min=0,
         max=65535,
-        help="Publish KV events over ZeroMQ from this port on: two ports per engine, for events "
+        help="Publish KV events over ZeroMQ from this port on: two ports per rank, for events "
         "and replays. 0: free ports. Default: no events.",
     ),
 ]

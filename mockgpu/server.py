@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from mockgpu import audio_format, messages_format, openai_format, pooling
 from mockgpu.choice import Choice, build_choices
@@ -119,9 +120,12 @@ class MockServer:
             "/v1/responses": ResponsesFormat(self._stored),
         }
 
-    def app(self) -> web.Application:
-        """Return the aiohttp application, to be served with `handler_cancellation=True`."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors])
+    def app(self, *further: Middleware) -> web.Application:
+        """Return the aiohttp application, to be served with `handler_cancellation=True`.
+
+        `further` middlewares run inside the one that answers errors.
+        """
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors, *further])
         missing = tuple(f"/v1/{name}" for name in self.group.spec.lacks)
         routes = [route for route in self._routes() if not _is_below(route.path, missing)]
         app.add_routes([*routes, *self._mock_routes()])

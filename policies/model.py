@@ -42,6 +42,8 @@ class Endpoint(msgspec.Struct, frozen=True):
     salt_member      JSON member of a request that carries the cache salt; empty: the engine takes
                      none
     tenants          tenants it serves; empty: all
+    rank             the data-parallel rank of the engine that all its requests are sent to; None:
+                     the engine chooses
     """
 
     name: str
@@ -57,6 +59,12 @@ class Endpoint(msgspec.Struct, frozen=True):
     context_tokens: int | None = None
     salt_member: str = ""
     tenants: frozenset[str] = frozenset()
+    rank: int | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The pool and the address, with the rank as its fragment: unique among endpoints."""
+        return self.pool, self.url if self.rank is None else f"{self.url}#dp{self.rank}"
 
 
 class Candidate(msgspec.Struct, frozen=True, eq=False):

@@ -156,6 +156,7 @@ def _endpoint_row(live: LiveEndpoint, now: float) -> dict[str, object]:
         "pool": endpoint.pool,
         "role": endpoint.role,
         "engine": endpoint.engine,
+        "rank": endpoint.rank,
         "layout": {
             "tp": endpoint.layout.tp,
             "pp": endpoint.layout.pp,

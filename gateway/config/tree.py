@@ -133,6 +133,12 @@ class EndpointTraits(Section):
         "model's name. In a pool with several models, set served_model of the model instead.",
     )
     layout: LayoutSpec = setting({}, "How the engine distributes the model over GPUs.")
+    pin_ranks: Annotated[bool, Field(strict=True)] = setting(
+        False,
+        "Route to each of its layout.dp data-parallel ranks by itself, as an endpoint NAME/dp0, "
+        "NAME/dp1 and so on; max_concurrency and kv_tokens then apply to each rank. vLLM and "
+        "SGLang take the rank in the header x-data-parallel-rank.",
+    )
     labels: Mapping[Name, Label] = setting(
         {},
         "Free text, such as zone. Only endpoints with equal version and kv_dtype labels are "
@@ -174,6 +180,16 @@ class EndpointTraits(Section):
     )
 
     _sendable_key = field_validator("api_key")(check_sendable)
+
+    @model_validator(mode="after")
+    def _has_ranks_to_pin(self) -> EndpointTraits:
+        if self.pin_ranks and (self.layout.dp < 2 or self.engine == "trtllm"):
+            raise ValueError("pin_ranks needs layout.dp of 2 or more, and vllm or sglang as engine")
+        if self.pin_ranks and self.role != "both":
+            raise ValueError(
+                "pin_ranks is only for endpoints that serve whole requests (role both)"
+            )
+        return self
 
 
 class EndpointSpec(EndpointTraits):

@@ -8,7 +8,7 @@ configuration. After an endpoint has left the configuration, it keeps them until
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from time import monotonic
 from urllib.parse import urlsplit
@@ -126,7 +126,7 @@ class LiveEndpoint:
         self.spec = spec
         self.key_header = {"Authorization": f"Bearer {key}"} if key else {}
         self.encryption = encryption
-        self.upstream.reconfigure(key, timeouts, encryption)
+        self.upstream.reconfigure(key, timeouts, encryption, endpoint.rank)
 
 
 def step_tokens(live: LiveEndpoint) -> int:
@@ -239,14 +239,14 @@ class EndpointRegistry:
         timeouts = UpstreamTimeouts(
             config.timeouts.connect, config.timeouts.first_byte, config.timeouts.stall
         )
-        known = {(live.endpoint.pool, live.endpoint.url): live for live in self.all()}
+        known = {live.endpoint.key: live for live in self.all()}
         slots = self._unused_slots()
         members = []
         discovered, conflicts = self._usable_discovered(config)
         for pool, pool_spec in config.pools.items():
-            for spec in (*pool_spec.endpoints, *discovered.get(pool, ())):
-                endpoint = to_endpoint(pool, spec)
-                live = known.get((pool, endpoint.url))
+            specs = (*pool_spec.endpoints, *discovered.get(pool, ()))
+            for endpoint, spec in _with_ranks(pool, specs):
+                live = known.get(endpoint.key)
                 if live is None:
                     load = EndpointLoad(next(slots), prior_belief(config, endpoint))
                     encryption = self._contexts.encryption_for(spec)
@@ -347,6 +347,18 @@ class EndpointRegistry:
         self._free.add(live.load.slot)
 
 
+def _with_ranks(
+    pool: str, specs: Iterable[EndpointSpec]
+) -> Iterator[tuple[Endpoint, EndpointSpec]]:
+    """Yield each endpoint with its configuration, or each of its ranks if it pins them."""
+    for spec in specs:
+        if spec.pin_ranks:
+            for rank in range(spec.layout.dp):
+                yield to_endpoint(pool, spec, rank), spec
+        else:
+            yield to_endpoint(pool, spec), spec
+
+
 def _candidates_by_pool(
     config: Config, members: Sequence[PlannedEndpoint]
 ) -> dict[str, tuple[Candidate, ...]]:
@@ -356,11 +368,11 @@ def _candidates_by_pool(
     return {pool: tuple(candidates) for pool, candidates in pools.items()}
 
 
-def to_endpoint(pool: str, spec: EndpointSpec) -> Endpoint:
+def to_endpoint(pool: str, spec: EndpointSpec, rank: int | None = None) -> Endpoint:
     """Return the Endpoint value that policies use, from an endpoint's configuration."""
     layout = spec.layout
     return Endpoint(
-        name=spec.display_name,
+        name=spec.display_name if rank is None else f"{spec.display_name}/dp{rank}",
         url=spec.url,
         pool=pool,
         served_model=spec.served_model or "",
@@ -373,6 +385,7 @@ def to_endpoint(pool: str, spec: EndpointSpec) -> Endpoint:
         context_tokens=spec.context_tokens,
         salt_member=salt_member(spec.engine, spec.cache_salt),
         tenants=frozenset(spec.tenants),
+        rank=rank,
     )
 
 

@@ -392,7 +392,9 @@ class HealthChecker:
         path = scrape.METRICS_PATHS[live.endpoint.engine]
         status, text = await self._get(live, path, self._config.scrape.timeout)
         if status == 200:
-            self._endpoints.on_scrape(live, scrape.parse_scrape(text, live.endpoint.engine))
+            self._endpoints.on_scrape(
+                live, scrape.parse_scrape(text, live.endpoint.engine, live.endpoint.rank)
+            )
 
     async def _list_models_if_due(self, live: LiveEndpoint) -> None:
         if live.models_at is None or monotonic() - live.models_at >= MODELS_EVERY_S:

@@ -62,6 +62,11 @@ METRIC_NAMES = {
         b"trtllm_kv_cache_max_blocks",
     ),
 }
+RANK_LABELS = {
+    EngineKind.VLLM: b"engine",
+    EngineKind.SGLANG: b"dp_rank",
+    EngineKind.TRTLLM: b"rank",
+}
 METRICS_PATHS = {
     EngineKind.VLLM: "/metrics",
     EngineKind.SGLANG: "/metrics",
@@ -87,9 +92,14 @@ class ScrapedLoad(msgspec.Struct, frozen=True):
     kv_received_bytes: int | None = None
 
 
-def parse_scrape(text: bytes, engine: EngineKind) -> ScrapedLoad:
-    """Return the load in the text of an engine's metrics page; unknown metrics are ignored."""
+def parse_scrape(text: bytes, engine: EngineKind, rank: int | None = None) -> ScrapedLoad:
+    """Return the load in the text of an engine's metrics page; unknown metrics are ignored.
+
+    rank  the data-parallel rank whose load is meant; None: all of them
+    """
     names = METRIC_NAMES[engine]
+    if rank is not None:
+        text = _lines_of_rank(text, b'%b="%d"' % (RANK_LABELS[engine], rank))
     running, waiting = list(_values(text, names.running)), list(_values(text, names.waiting))
     usage = list(_values(text, names.kv_usage))
     produced = list(_values(text, names.generated_tokens)) if names.generated_tokens else []
@@ -102,6 +112,11 @@ def parse_scrape(text: bytes, engine: EngineKind) -> ScrapedLoad:
         generated_tokens=int(sum(produced)) if produced else None,
         kv_received_bytes=int(sum(received)) if received else None,
     )
+
+
+def _lines_of_rank(text: bytes, label: bytes) -> bytes:
+    """Return the lines that have the label of a rank."""
+    return b"\n".join([line for line in text.split(b"\n") if label in line])
 
 
 def _values(text: bytes, name: bytes) -> Iterator[float]:

@@ -388,14 +388,21 @@ class ConnectionPool:
         self._idle: list[UpstreamConnection] = []
 
     def reconfigure(
-        self, key: str | None, timeouts: UpstreamTimeouts, encryption: Encryption | None
+        self,
+        key: str | None,
+        timeouts: UpstreamTimeouts,
+        encryption: Encryption | None,
+        rank: int | None = None,
     ) -> None:
         """Use other settings from the next request on; responses in progress are not affected.
 
-        `encryption` applies to new connections only.
+        encryption  applies to new connections only
+        rank        the engine's data-parallel rank that is to serve all requests; None: any
         """
         self._encryption = encryption
         authorization = f"authorization: Bearer {key}\r\n" if key else ""
+        if rank is not None:
+            authorization += f"x-data-parallel-rank: {rank}\r\n"
         self._headers = (
             f" HTTP/1.1\r\nhost: {self._netloc}\r\ncontent-type: application/json\r\n"
             f"accept: */*\r\naccept-encoding: identity\r\nuser-agent: penstock\r\n{authorization}"

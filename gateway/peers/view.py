@@ -365,12 +365,12 @@ class PeerView:
         return None if live is None or live.is_leaving else live
 
     def _digest(self, endpoint: Endpoint) -> int:
-        key = endpoint.pool, endpoint.url
+        key = endpoint.key
         digest = self._digests.get(key)
         if digest is None:
             if len(self._digests) >= NAMES_CACHED:
                 self._digests.clear()
-            digest = self._auth.digest(f"{endpoint.pool}\0{endpoint.url}")
+            digest = self._auth.digest("\0".join(key))
             self._digests[key] = digest
         return digest
 

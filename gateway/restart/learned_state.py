@@ -39,8 +39,8 @@ MAX_BLOCKS = 1 << 22
 
 
 def endpoint_key(live: LiveEndpoint) -> EndpointKey:
-    """Return the pool and URL of an endpoint, which identify it in both processes."""
-    return live.endpoint.pool, live.endpoint.url
+    """Return the pool and the address of an endpoint, which identify it in both processes."""
+    return live.endpoint.key
 
 
 def collect_state(gateway: Gateway) -> Iterator[LearnedState]:

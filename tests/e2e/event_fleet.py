@@ -89,13 +89,15 @@ async def event_fleet(
     events: str = "{}",
     policy: str = "prefix_aware",
     further: dict[str, Any] | None = None,
+    endpoint: dict[str, Any] | None = None,
     **spec: Any,
 ) -> AsyncIterator[EventFleet]:
     """Run a gateway that asks the groups for their sources, unless `events` says otherwise."""
     publishing = msgspec.structs.replace(SPEC, kv_events=KvEventSpec(), kv_tokens=kv_tokens, **spec)
     async with run_fleet([publishing] * groups) as members, aiohttp.ClientSession() as http:
         endpoints = [
-            {"url": member.url, "kv_events": _events(events, member)} for member in members
+            {"url": member.url, "kv_events": _events(events, member), **(endpoint or {})}
+            for member in members
         ]
         config = {
             "version": 1,

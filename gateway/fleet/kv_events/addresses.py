@@ -45,6 +45,15 @@ def configured_addresses(spec: KvEvents, url: str, ranks: int) -> list[SourceAdd
     ]
 
 
+def of_rank(addresses: list[SourceAddress], rank: int | None) -> list[SourceAddress]:
+    """Return the source of one rank, or all if `rank` is None. Raises SourceError."""
+    if rank is None:
+        return addresses
+    if rank >= len(addresses):
+        raise SourceError(f"the engine publishes events of {len(addresses)} ranks, not of {rank}")
+    return [addresses[rank]]
+
+
 def described_by_vllm(status: int, body: bytes, url: str) -> list[SourceAddress]:
     """Parse the response to GET /kv_event_sources. Raises SourceError."""
     described = _object(status, body, VLLM_PATH)

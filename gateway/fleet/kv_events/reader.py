@@ -22,6 +22,7 @@ from gateway.fleet.kv_events.addresses import (
     configured_addresses,
     described_by_sglang,
     described_by_vllm,
+    of_rank,
 )
 from gateway.fleet.kv_events.endpoint_events import EndpointEvents
 from gateway.fleet.kv_events.event_metrics import copy_counts
@@ -151,7 +152,8 @@ class KvEventReader:
         if spec.publisher is not None:
             if not entry.subscriptions:
                 ranks = live.endpoint.layout.dp
-                self._subscribe(entry, configured_addresses(spec, live.spec.url, ranks))
+                addresses = configured_addresses(spec, live.spec.url, ranks)
+                self._subscribe(entry, of_rank(addresses, live.endpoint.rank))
         elif entry.asking is None and now - entry.asked_at >= ASK_AGAIN_S:
             entry.asked_at = now
             name = f"find KV events of {live.endpoint.name}"
@@ -167,7 +169,7 @@ class KvEventReader:
             path = SGLANG_PATH if is_sglang else VLLM_PATH
             status, body = await client.get(path, ASK_TIMEOUT_S, MAX_DESCRIPTION_BYTES)
             describe = described_by_sglang if is_sglang else described_by_vllm
-            addresses = describe(status, body, live.spec.url)
+            addresses = of_rank(describe(status, body, live.spec.url), live.endpoint.rank)
         except (ConnectError, ConnectionLostError, FramingError, TimeoutError, OSError):
             return  # the endpoint is down, which its health shows
         except SourceError as error:

@@ -1,0 +1,77 @@
+"""Data-parallel ranks that are endpoints of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.config import Config
+from gateway.fleet.endpoint_registry import EndpointRegistry, to_endpoint
+from gateway.fleet.kv_events.addresses import SourceAddress, SourceError, of_rank
+from gateway.fleet.scrape import parse_scrape
+from policies.model import EngineKind
+
+METRICS = b"""# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{model_name="m",engine="0"} 3
+vllm:num_requests_running{model_name="m",engine="1"} 5
+vllm:num_requests_running{model_name="m",engine="10"} 7
+vllm:cache_config_info{engine="0",block_size="16",num_gpu_blocks="10"} 1
+vllm:cache_config_info{engine="1",block_size="16",num_gpu_blocks="20"} 1
+"""
+
+
+def config(**endpoint: Any) -> Config:
+    spec = {"url": "http://engine:8000", "layout": {"dp": 2}, "pin_ranks": True} | endpoint
+    return Config.model_validate({"version": 1, "pools": {"main": {"endpoints": [spec]}}})
+
+
+def test_each_pinned_rank_is_an_endpoint_with_a_name_and_a_key_of_its_own() -> None:
+    plan = EndpointRegistry(None).plan(config(name="one"))  # type: ignore[arg-type]
+    endpoints = [member.endpoint for member in plan.members]
+    assert [endpoint.name for endpoint in endpoints] == ["one/dp0", "one/dp1"]
+    assert len({endpoint.key for endpoint in endpoints}) == 2
+    assert len({member.live.load.slot for member in plan.members}) == 2
+
+
+def test_requests_to_a_rank_carry_its_number() -> None:
+    plan = EndpointRegistry(None).plan(config())  # type: ignore[arg-type]
+    for rank, member in enumerate(plan.members):
+        member.live.reconfigure(member.endpoint, member.spec, plan.timeouts, None)
+        head = member.live.upstream.request_head("/v1/completions")
+        assert b"\r\nx-data-parallel-rank: %d\r\n" % rank in head
+
+
+def test_without_pinning_the_engine_is_one_endpoint_and_gets_no_rank() -> None:
+    plan = EndpointRegistry(None).plan(config(pin_ranks=False))  # type: ignore[arg-type]
+    (member,) = plan.members
+    assert member.endpoint.key == ("main", "http://engine:8000")
+    assert b"data-parallel" not in member.live.upstream.request_head("/v1/completions")
+
+
+def test_the_load_of_a_rank_is_read_by_its_label() -> None:
+    assert parse_scrape(METRICS, EngineKind.VLLM).running == 15
+    load = parse_scrape(METRICS, EngineKind.VLLM, 1)
+    assert (load.running, load.kv_tokens) == (5, 320)
+
+
+def test_a_rank_has_the_source_of_its_own_events() -> None:
+    addresses = [SourceAddress(f"tcp://engine:{port}", "", "") for port in (1, 2)]
+    assert of_rank(addresses, None) == addresses
+    assert of_rank(addresses, 1) == addresses[1:]
+    with pytest.raises(SourceError, match="2 ranks"):
+        of_rank(addresses, 2)
+
+
+@pytest.mark.parametrize(
+    "endpoint", [{"layout": {"dp": 1}}, {"engine": "trtllm"}, {"role": "prefill"}]
+)
+def test_ranks_that_cannot_be_pinned_are_refused(endpoint: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="pin_ranks"):
+        config(**endpoint)
+
+
+def test_an_endpoint_with_a_rank_keeps_the_url_of_its_engine() -> None:
+    spec = config().pools["main"].endpoints[0]
+    endpoint = to_endpoint("main", spec, 1)
+    assert (endpoint.url, endpoint.rank) == ("http://engine:8000", 1)
