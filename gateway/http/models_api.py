@@ -1,4 +1,4 @@
-"""The aiohttp application of the API listener: models, health, version, CORS and error responses.
+"""The aiohttp application of the API listener: the models, CORS, and the format of errors.
 
 It serves every request except generation requests, which client connections serve directly.
 """
@@ -13,6 +13,7 @@ from typing import Protocol
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from gateway.http.health_api import add_health
 from gateway.protocol.apis import API_PATHS
 from gateway.protocol.cors import CorsRule
 from gateway.protocol.error_shapes import ANTHROPIC, OPENAI
@@ -25,7 +26,6 @@ from gateway.protocol.model_cards import (
     openai_list,
     wants_anthropic,
 )
-from gateway.util.version import program_version
 
 SERVER_NAME = "penstock"  # replaces aiohttp's own name and version
 CORS_METHODS = ("GET", "HEAD", "POST", "OPTIONS")
@@ -91,20 +91,8 @@ def api_application(
     server = web.Application(middlewares=[_cors_middleware(cors), _openai_errors])
     server.router.add_get("/v1/models", list_models)
     server.router.add_get("/v1/models/{name:.+}", show_model)
-    for path in ("/health", "/ping"):
-        server.router.add_get(path, _show_alive)
-    server.router.add_post("/ping", _show_alive)
-    server.router.add_get("/version", _show_version)
+    add_health(server.router, _common_headers)
     return server
-
-
-async def _show_alive(_: web.Request) -> web.StreamResponse:
-    """Answer a liveness probe: 200 without a body, and no API key is required."""
-    return web.Response(headers=_common_headers())
-
-
-async def _show_version(_: web.Request) -> web.StreamResponse:
-    return _ok({"version": program_version()})
 
 
 def _unknown(models: ModelNames, name: str) -> GatewayError:

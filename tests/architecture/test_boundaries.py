@@ -68,7 +68,8 @@ OTHER_PACKAGES = (
     "gateway.lifecycle",
     *("gateway.reload", "gateway.restart", "gateway.peers", "gateway.workers"),
     *("gateway.fleet.discovery", "gateway.fleet.health_checks", "gateway.fleet.scrape"),
-    *("gateway.http.listener_sockets", "gateway.http.models_api", "gateway.http.poll_client"),
+    *("gateway.http.health_api", "gateway.http.listener_sockets", "gateway.http.models_api"),
+    "gateway.http.poll_client",
 )
 
 

@@ -1,0 +1,30 @@
+"""Health and version on the API listener: /health, /ping and /version, without an API key.
+
+They say that this process answers HTTP. Whether it can serve requests is told by /readyz of the
+admin listener.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from aiohttp import web
+
+from gateway.util.version import program_version
+
+HEALTH_PATHS = ("/health", "/ping")
+
+
+def add_health(routes: web.UrlDispatcher, headers: Callable[[], Mapping[str, str]]) -> None:
+    """Add the routes; `headers` returns the header fields of every response of the listener."""
+
+    async def show_alive(_: web.Request) -> web.StreamResponse:
+        return web.Response(headers=headers())
+
+    async def show_version(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"version": program_version()}, headers=headers())
+
+    for path in HEALTH_PATHS:
+        routes.add_get(path, show_alive)
+    routes.add_post("/ping", show_alive)
+    routes.add_get("/version", show_version)
