@@ -65,8 +65,8 @@ def main() -> int:
     order = random.Random(options.seed)
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-paired-")))
-        old = stack.enter_context(_tree(options.base, work / "old", compiled=options.compiled))
-        new = stack.enter_context(_tree(options.head, work / "new", compiled=options.compiled))
+        old = stack.enter_context(sources(options.base, work / "old", compiled=options.compiled))
+        new = stack.enter_context(sources(options.head, work / "new", compiled=options.compiled))
         with backend(base):
             highest = _compare(old, new, options, base, work, order)
         if not options.compiled:
@@ -119,7 +119,7 @@ def _print_cell(cell: PairedCell, figures: list[tuple[float, float]]) -> float:
 
 
 @contextmanager
-def _tree(revision: str | None, place: Path, *, compiled: bool) -> Iterator[Path]:
+def sources(revision: str | None, place: Path, *, compiled: bool) -> Iterator[Path]:
     """Yield the folder of a revision's sources, compiled on request.
 
     None means the working tree.

@@ -1,0 +1,116 @@
+"""The gateway that bench/instructions.py runs in callgrind: serves requests one after another.
+
+    instructions_child.py TREE KIND FUNCTION REQUESTS PORT ENGINE_URL...
+
+The code is that of TREE, which may be an older revision with other names. FUNCTION is the name of
+the function or method to count; "" counts the callbacks of a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TREE, KIND, FUNCTION, REQUESTS, PORT, *URLS = sys.argv[1:]
+BENCHES = ("bench", "tests/bench")  # where revisions have their benchmarks
+
+sys.path[:0] = [*(f"{TREE}/{folder}" for folder in BENCHES), TREE]
+
+import opcodes  # noqa: E402
+import uvloop  # noqa: E402
+
+toggle = ctypes.PyDLL(os.environ["TOGGLE_LIBRARY"]).toggle
+running: list[str] = []
+"""The names of the counted functions that run now, from the outside in."""
+
+
+def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with counting turned on while it runs, also when it calls itself."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        running.append(function.__name__)
+        if len(running) == 1:
+            toggle()
+        try:
+            return function(*arguments, **named)
+        finally:
+            running.pop()
+            if not running:
+                toggle()
+
+    return call
+
+
+def owners(name: str) -> list[tuple[Any, str]]:
+    """Return the classes or modules of the gateway that have this function, and its last name."""
+    class_name, _, last = name.rpartition(".")
+    modules = [
+        module for path, module in sys.modules.items() if path.startswith(("gateway", "policies"))
+    ]
+    if not class_name:
+        return [(module, last) for module in modules if callable(vars(module).get(last))]
+    kinds = {id(kind): kind for module in modules for kind in vars(module).values()}
+    return [
+        (kind, last)
+        for kind in kinds.values()
+        if isinstance(kind, type) and kind.__name__ == class_name and last in vars(kind)
+    ]
+
+
+def count_functions(names: list[str]) -> None:
+    """Replace these functions by ones that are counted. Raises SystemExit for an unknown name."""
+    for name in names:
+        found = owners(name)
+        if not found:
+            sys.exit(f"no function {name} in {TREE}")
+        for owner, last in found:
+            setattr(owner, last, counted(vars(owner)[last]))
+
+
+def write_config(policy: str, folder: Path) -> Path:
+    """Write a configuration that every revision reads; return its path."""
+    endpoints = "".join(f"      - {{url: {url}, max_concurrency: 8192}}\n" for url in URLS)
+    path = folder / "gateway.yaml"
+    path.write_text(
+        f"version: 1\nlisteners:\n  api: {{port: {PORT}}}\n  admin: {{port: {int(PORT) + 1}}}\n"
+        "models:\n  - {name: bench-model, pool: main}\n"
+        f"pools:\n  main:\n    policy: {policy}\n    endpoints:\n{endpoints}"
+        f"observability:\n  access_log: {folder / 'access.log'}\n"
+    )
+    return path
+
+
+async def serve(config: Path, bodies: list[bytes]) -> None:
+    """Serve the requests, each after the response to the one before."""
+    load = getattr(opcodes, "load_config", None) or opcodes.load
+    read_answer = getattr(opcodes, "read_answer", None) or opcodes.answered
+    app = opcodes.App(load(config, {}))
+    await app.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(PORT))
+    for number in range(int(REQUESTS)):
+        body = bodies[number % len(bodies)].replace(b"#" * 16, b"%016x" % number)
+        writer.write((opcodes.HEAD % len(body)).encode() + body)
+        await read_answer(reader)
+        await asyncio.sleep(0)
+    writer.close()
+    await app.stop()
+
+
+def main() -> None:
+    """Serve the requests of one kind with counted functions."""
+    kind = next(kind for kind in opcodes.kinds() if kind.name == KIND)
+    count_functions([FUNCTION] if FUNCTION else sorted(opcodes.CALLBACKS))
+    with tempfile.TemporaryDirectory() as folder:
+        uvloop.run(serve(write_config(kind.policy, Path(folder)), kind.bodies))
+
+
+if __name__ == "__main__":
+    main()
