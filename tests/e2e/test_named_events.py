@@ -195,6 +195,17 @@ def test_structured_output_fits_its_schema_streamed_or_not(setup: Setup, path: s
     assert "".join(pieces) == parts[0]["text"]
 
 
+def test_an_engine_that_dies_after_it_announced_a_response_is_replaced(setup: Setup) -> None:
+    sent(setup.engines[0] + "/mock/fault", {"spec": "cut:after=0"})
+    try:
+        for _ in range(4):
+            stream = events(sent(setup.url + "/v1/responses", {**RESPONSE, "stream": True})[2])
+            assert stream[-1][0] == "response.incomplete"
+            assert [data["sequence_number"] for _, data in stream] == list(range(len(stream)))
+    finally:
+        sent(setup.engines[0] + "/mock/fault", {}, "DELETE")
+
+
 @pytest.mark.parametrize("path", sorted(BODIES))
 def test_a_stream_that_breaks_ends_with_the_api_s_error_event(setup: Setup, path: str) -> None:
     for engine in setup.engines:
@@ -206,16 +217,6 @@ def test_a_stream_that_breaks_ends_with_the_api_s_error_event(setup: Setup, path
             with pytest.raises(openai.APIError):
                 list(setup.sdk.responses.create(**RESPONSE, stream=True))
     finally:
+        # Later tests may find both endpoints ejected.
         for engine in setup.engines:
             sent(engine + "/mock/fault", {}, "DELETE")
-
-
-def test_an_engine_that_dies_after_it_announced_a_response_is_replaced(setup: Setup) -> None:
-    sent(setup.engines[0] + "/mock/fault", {"spec": "cut:after=0"})
-    try:
-        for _ in range(4):
-            stream = events(sent(setup.url + "/v1/responses", {**RESPONSE, "stream": True})[2])
-            assert stream[-1][0] == "response.incomplete"
-            assert [data["sequence_number"] for _, data in stream] == list(range(len(stream)))
-    finally:
-        sent(setup.engines[0] + "/mock/fault", {}, "DELETE")

@@ -197,7 +197,7 @@ def test_a_refusal_names_the_filter_that_removed_the_last_candidate(
 
 
 def test_rejecting_filter_raises_if_a_candidate_passes() -> None:
-    with pytest.raises(ValueError, match="keeps a candidate"):
+    with pytest.raises(ValueError, match="keep a candidate"):
         rejecting_filter(registry.build("least_loaded", {}), ask(), [candidate(0)])
 
 

@@ -92,8 +92,8 @@ def test_a_latent_cache_has_one_row_per_token_on_every_rank() -> None:
         ({"cell_bytes": 72}, "72 bytes, and 64 are explained"),
         ({"order": "NHBLC"}, "is not a valid KvOrder"),
         ({"order": "LBNHC"}, "content pages is not possible"),
-        ({"page_format": ""}, "have a format"),
-        ({"backend": "FLASH_ATTN"}, "have a format"),
+        ({"page_format": ""}, "page_format must be"),
+        ({"backend": "FLASH_ATTN"}, "page_format must be"),
         ({"tp": 3}, "neither split nor repeated"),
     ],
 )

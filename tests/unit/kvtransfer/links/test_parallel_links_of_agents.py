@@ -132,7 +132,7 @@ def set_lane_owner(
     monkeypatch.setattr(LinkManager, "_dialler_session", wrong)
 
 
-@pytest.mark.usefixtures("soon")
+@pytest.mark.usefixtures("shorten_retry_times")
 @pytest.mark.parametrize("itself", [True, False])
 async def test_a_lane_of_an_unknown_link_is_refused_and_the_link_survives(
     itself: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -191,7 +191,7 @@ async def test_a_source_refuses_lanes_beyond_the_limit(monkeypatch: pytest.Monke
         await transfer_one(source, sink, "b")
 
 
-@pytest.mark.usefixtures("soon")
+@pytest.mark.usefixtures("shorten_retry_times")
 async def test_a_lane_that_cannot_be_dialled_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -225,7 +225,7 @@ async def test_beats_go_by_lanes_as_by_links() -> None:
             )
 
 
-@pytest.mark.usefixtures("soon")
+@pytest.mark.usefixtures("shorten_retry_times")
 async def test_any_other_message_on_a_lane_closes_it(caplog: pytest.LogCaptureFixture) -> None:
     async with with_lanes() as (source, sink):
         first_of(source).lanes[0].send(StopTransfer(1, EndReason.CANCELLED))
@@ -237,7 +237,7 @@ async def test_any_other_message_on_a_lane_closes_it(caplog: pytest.LogCaptureFi
         # ---- lost
 
 
-@pytest.mark.usefixtures("soon")
+@pytest.mark.usefixtures("shorten_retry_times")
 async def test_an_unused_lane_that_is_lost_is_redialled_and_the_link_survives(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -255,7 +255,7 @@ async def test_an_unused_lane_that_is_lost_is_redialled_and_the_link_survives(
         assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed
 
 
-@pytest.mark.usefixtures("soon")
+@pytest.mark.usefixtures("shorten_retry_times")
 @pytest.mark.parametrize("at_source", [True, False])
 async def test_with_a_lane_that_was_used_the_link_is_lost(at_source: bool) -> None:
     """This holds whatever the other end has received on the lane."""
@@ -291,7 +291,7 @@ async def test_transfers_started_after_a_used_lane_is_lost_use_a_new_link() -> N
         assert (await asyncio.wait_for(landing.wait_ended(), PATIENCE_S)).has_landed
 
 
-@pytest.mark.usefixtures("soon")
+@pytest.mark.usefixtures("shorten_retry_times")
 async def test_a_lane_that_takes_its_first_window_while_closing_counts_as_used() -> None:
     async with with_lanes() as (source, sink):
         (line, *_), board = first_of(source).lanes, source.agent._board
