@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from bench.clients.threaded_server import threaded_server
 
 HOST = "127.0.0.1"
 END = b"\r\n\r\n"
@@ -188,27 +189,8 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reco
 def recorder(gateway_port: int, port: int = 0) -> Iterator[Recorder]:
     """Run a recording proxy in a thread during a `with` block."""
     proxy = Recorder(gateway_port)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    starting = asyncio.start_server(proxy.serve_connection, HOST, port)
-    server = asyncio.run_coroutine_threadsafe(starting, loop).result(5)
-    proxy.port = server.sockets[0].getsockname()[1]
-    try:
+    with threaded_server(proxy.serve_connection, port) as proxy.port:
         yield proxy
-    finally:
-        asyncio.run_coroutine_threadsafe(_end(server), loop).result(5)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(5)
-        loop.close()
-
-
-async def _end(server: asyncio.Server) -> None:
-    server.close()
-    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
 
 
 def to_line(exchange: Exchange) -> str:

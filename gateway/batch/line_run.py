@@ -117,7 +117,7 @@ class LineRun:
     def keep(self) -> KeptAnswer | None:
         """Return what is kept if the attempt is cancelled now, or None if nothing is.
 
-        Without it, the next attempt starts anew.
+        Without it, the next attempt generates the answer from the beginning.
         """
         ledger, answer = self.exchange.ledger, self._client.answer
         if ledger is None or answer is None or ledger.current_obstacle:

@@ -175,7 +175,7 @@ class OwnedBatch:
     def keep(self, number: int, kept: KeptAnswer | None) -> None:
         """Record the part of an answer from which the next attempt continues.
 
-        None: the next attempt starts anew.
+        None: the next attempt generates the answer from the beginning.
         """
         if kept is not None:
             self.progress.kept[number] = kept

@@ -1,7 +1,7 @@
 """Health and version on the API listener: /health, /ping and /version, without an API key.
 
-They say that this process answers HTTP. Whether it can serve requests is told by /readyz of the
-admin listener.
+They report that this process answers HTTP. /readyz of the admin listener reports whether it can
+serve requests.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ An id consists of a number, a code and optionally a model name. The first half o
 of the previous response, so all responses of a conversation share it; the rest is random. The code
 is an HMAC over the number, the endpoint and the name, keyed per tenant. A gateway with the key
 finds the endpoint by computing the codes of all endpoints. Gateways with the same configuration
-have the same keys. The id of another tenant, an invented id and the id of a removed endpoint look
-alike to a gateway.
+have the same keys. A gateway cannot distinguish the id of another tenant, an invented id and the id
+of a removed endpoint.
 """
 
 from __future__ import annotations

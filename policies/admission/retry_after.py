@@ -161,5 +161,5 @@ def request_key(query: RoutingQuery) -> Key | None:
         return None
     if fingerprint.keys:
         return fingerprint.keys[-1], fingerprint.n_bytes
-    alike = abs(hash((request.tenant, request.model, request.session)))
-    return -1 - alike, fingerprint.n_bytes
+    client = abs(hash((request.tenant, request.model, request.session)))
+    return -1 - client, fingerprint.n_bytes

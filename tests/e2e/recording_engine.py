@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
+from bench.clients.threaded_server import threaded_server
 from tests.fair_time import PATIENCE_S
 
 MODEL = "demo"
@@ -196,25 +197,7 @@ def _chunk(payload: bytes) -> bytes:
 def recording_engine(context: ssl.SSLContext | None = None) -> Iterator[RecordingEngine]:
     """Run the engine on a free port of 127.0.0.1, with TLS if `context` is given."""
     engine = RecordingEngine()
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    starting = asyncio.start_server(engine.serve_connection, "127.0.0.1", 0, ssl=context)
-    server = asyncio.run_coroutine_threadsafe(starting, loop).result(5)
     scheme = "http" if context is None else "https"
-    engine.url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    try:
+    with threaded_server(engine.serve_connection, context=context) as port:
+        engine.url = f"{scheme}://127.0.0.1:{port}"
         yield engine
-    finally:
-        asyncio.run_coroutine_threadsafe(_end(server), loop).result(5)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(5)
-        loop.close()
-
-
-async def _end(server: asyncio.Server) -> None:
-    server.close()
-    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)

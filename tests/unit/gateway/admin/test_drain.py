@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
 
-import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
@@ -14,8 +16,17 @@ FOREVER = 300.0
 """Seconds: a test that waits this long has failed."""
 
 
-async def start() -> tuple[web.AppRunner, web.TCPSite, int]:
-    """Start a server with one page, which closes its connections."""
+class Connected(NamedTuple):
+    """A server that accepts no more connections, and the client of its only one."""
+
+    server: web.Server
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[Connected]:
+    """Run a server with one page, which closes its connections, and connect a client to it."""
 
     async def page(_: web.Request) -> web.Response:
         return web.Response(text="page\n")
@@ -27,40 +38,31 @@ async def start() -> tuple[web.AppRunner, web.TCPSite, int]:
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", port)
     await site.start()
-    return runner, site, port
+    assert runner.server is not None
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    while not runner.server.connections:
+        await asyncio.sleep(0)
+    await site.stop()
+    yield Connected(runner.server, reader, writer)
+    writer.close()
+    await runner.cleanup()
 
 
-@pytest.mark.asyncio
 async def test_a_connection_without_a_request_yet_is_answered_and_then_closed() -> None:
-    runner, site, port = await start()
-    assert runner.server is not None
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    while not runner.server.connections:
+    async with connected() as (server, reader, writer):
+        ending = asyncio.create_task(end_connections(server, FOREVER, FOREVER))
         await asyncio.sleep(0)
-    await site.stop()
-    ending = asyncio.create_task(end_connections(runner.server, FOREVER, FOREVER))
-    await asyncio.sleep(0)
-    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-    response = await asyncio.wait_for(reader.read(), FOREVER)
-    assert response.startswith(b"HTTP/1.1 200")
-    assert b"connection: close" in response.lower()
-    assert response.endswith(b"page\n")
-    await asyncio.wait_for(ending, FOREVER)
-    writer.close()
-    await runner.cleanup()
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        response = await asyncio.wait_for(reader.read(), FOREVER)
+        assert response.startswith(b"HTTP/1.1 200")
+        assert b"connection: close" in response.lower()
+        assert response.endswith(b"page\n")
+        await asyncio.wait_for(ending, FOREVER)
 
 
-@pytest.mark.asyncio
 async def test_a_connection_that_sends_nothing_is_closed_when_the_patience_ends() -> None:
-    runner, site, port = await start()
-    assert runner.server is not None
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    while not runner.server.connections:
-        await asyncio.sleep(0)
-    await site.stop()
-    # aiohttp gives an idle connection as long as one whose response runs.
-    await end_connections(runner.server, 0.0, 0.01)
-    assert await asyncio.wait_for(reader.read(), FOREVER) == b""
-    assert not runner.server.connections
-    writer.close()
-    await runner.cleanup()
+    async with connected() as (server, reader, _):
+        # aiohttp gives an idle connection as long as one whose response runs.
+        await end_connections(server, 0.0, 0.01)
+        assert await asyncio.wait_for(reader.read(), FOREVER) == b""
+        assert not server.connections
