@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,10 +36,14 @@ class StorageFullError(Exception):
 
 
 class Upload:
-    """A file that is being received: commit() makes it visible, close() discards it otherwise."""
+    """A file that is being received: commit_upload() makes it visible, close() discards it.
 
-    def __init__(self, path: Path, most_bytes: int) -> None:
+    quota_bytes  the bytes that all files of the tenant may have together
+    """
+
+    def __init__(self, path: Path, most_bytes: int, quota_bytes: int) -> None:
         self._most_bytes = most_bytes
+        self.quota_bytes = quota_bytes
         self.path = path
         self.size = 0
         self._file: IO[bytes] = path.open("xb")
@@ -47,7 +52,7 @@ class Upload:
         """Append bytes to the file. Raises StorageFullError when the quota is exceeded."""
         self.size += len(data)
         if self.size > self._most_bytes:
-            raise StorageFullError("The tenant's files would exceed its storage quota.")
+            raise _quota_exceeded()
         self._file.write(data)
 
     def sync(self) -> None:
@@ -66,6 +71,7 @@ class BatchStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._committing = threading.Lock()
 
     def create(self) -> None:
         """Create the folders of the store. Raises OSError."""
@@ -84,13 +90,21 @@ class BatchStore:
         sizes = [entry.stat().st_size for entry in os.scandir(folder) if not _is_record(entry.name)]
         if len(sizes) >= max_files:
             raise StorageFullError(f"The tenant has {len(sizes)} files, the most it may have.")
-        return Upload(folder / f"{secrets.token_hex(16)}.part", max(0, max_bytes - sum(sizes)))
+        path = folder / f"{secrets.token_hex(16)}.part"
+        return Upload(path, max(0, max_bytes - sum(sizes)), max_bytes)
 
     def commit_upload(self, tenant: str, upload: Upload, record: FileRecord) -> None:
-        """Make a received file visible under its record's id."""
+        """Make a received file visible under its record's id.
+
+        Raises StorageFullError if other uploads have used up the tenant's quota meanwhile.
+        """
         upload.sync()
         folder = self._files(tenant)
-        upload.path.rename(folder / f"{record.id}.data")
+        with self._committing:
+            stored = sum(entry.stat().st_size for entry in os.scandir(folder) if _is_content(entry))
+            if stored + upload.size > upload.quota_bytes:
+                raise _quota_exceeded()
+            upload.path.rename(folder / f"{record.id}.data")
         _replace(folder / f"{record.id}.json", msgspec.json.encode(record))
 
     def file(self, tenant: str, file_id: str) -> FileRecord | None:
@@ -253,6 +267,14 @@ def read_line(path: Path, offset: int, size: int) -> bytes:
 
 def _digest(tenant: str) -> str:
     return hashlib.sha256(b"tenant:" + tenant.encode()).hexdigest()[:32]
+
+
+def _quota_exceeded() -> StorageFullError:
+    return StorageFullError("The tenant's files would exceed its storage quota.")
+
+
+def _is_content(entry: os.DirEntry[str]) -> bool:
+    return entry.name.endswith(".data")
 
 
 def _is_record(name: str) -> bool:

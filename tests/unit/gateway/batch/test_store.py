@@ -69,6 +69,21 @@ def test_bytes_and_number_of_files_are_limited_per_tenant(store: BatchStore) -> 
     put(store, "rival", b"x" * 60)
 
 
+def test_uploads_at_the_same_time_stay_within_the_quota_together(store: BatchStore) -> None:
+    uploads = [store.start_upload("acme", 3, 100) for _ in range(2)]
+    records = [
+        FileRecord(new_id("file-"), "a", "batch", 60, int(NOW), int(NOW) + 9) for _ in uploads
+    ]
+    for upload in uploads:
+        upload.write(b"x" * 60)
+    store.commit_upload("acme", uploads[0], records[0])
+    with pytest.raises(StorageFullError):
+        store.commit_upload("acme", uploads[1], records[1])
+    uploads[1].close()
+    assert [file.id for file in store.files("acme")] == [records[0].id]
+    assert not uploads[1].path.exists()
+
+
 def test_an_upload_that_is_not_committed_leaves_nothing(store: BatchStore) -> None:
     upload = store.start_upload("acme", 3, 100)
     upload.write(b"x")
