@@ -7,6 +7,7 @@ endpoint. It corrects the belief of the prefix index where it knows better.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -20,6 +21,7 @@ from policies.prefix.fingerprint import Fingerprint
 from policies.prefix.learned_prompts import LearnedPrompts
 from policies.prefix.prefix_index import PrefixIndex
 from policies.prefix.prefix_match import PrefixMatch
+from policies.prefix.sampled_keys import SAMPLE_LENGTHS
 
 LEARNED_SHARE = 0.25
 """Share of the memory that is for prompts whose tokens are known."""
@@ -37,7 +39,8 @@ class _Holdings(msgspec.Struct, frozen=True):
     """How much of one prompt exact endpoints have, in tokens as engines count them.
 
     fingerprint  of the prompt
-    held         by slot; 0 for an endpoint that has nothing
+    held         by slot; 0 for an endpoint that has nothing; the mean over its ranks
+    least, most  by slot, what the ranks with least and most of it have
     limit        by slot, how much can be known: that an endpoint has all of it says nothing about
                  what follows
     scale        tokens of the whole prompt per byte, as engines count them
@@ -45,6 +48,8 @@ class _Holdings(msgspec.Struct, frozen=True):
 
     fingerprint: Fingerprint
     held: Mapping[int, float]
+    least: Mapping[int, int]
+    most: Mapping[int, int]
     limit: Mapping[int, int]
     tokens_per_byte: float
 
@@ -195,6 +200,8 @@ class ExactPrefixes:
         if known is None:
             return None
         held: dict[int, float] = {}
+        least: dict[int, int] = {}
+        most: dict[int, int] = {}
         limit: dict[int, int] = {}
         for size in self._sizes & known.chains.keys():
             chain = known.chains[size]
@@ -207,11 +214,11 @@ class ExactPrefixes:
                     bits ^= bit
             for slot, endpoint in self._exact.items():
                 if endpoint.block_tokens == size:
-                    sources = endpoint.sources
-                    total = sum(by_bit.get(source.blocks.bit, 0) for source in sources)
+                    counts = [by_bit.get(rank.blocks.bit, 0) * size for rank in endpoint.sources]
                     # Which rank will serve the request is the engine's choice.
-                    held[slot], limit[slot] = total * size / len(sources), blocks * size
-        self._holdings = _Holdings(fingerprint, held, limit, known.tokens_per_byte)
+                    held[slot], limit[slot] = sum(counts) / len(counts), blocks * size
+                    least[slot], most[slot] = min(counts), max(counts)
+        self._holdings = _Holdings(fingerprint, held, least, most, limit, known.tokens_per_byte)
         return self._holdings
 
     # What happens to prompts
@@ -228,15 +235,28 @@ class ExactPrefixes:
         if slot not in self._exact:
             return CacheExpectation(now)
         holdings = self._look_up(fingerprint)
+        expected = CacheExpectation(now)
+        if holdings is not None and slot in holdings.held:
+            most = None
+            if holdings.most[slot] < holdings.limit[slot]:
+                sent = self._most_recently_sent(fingerprint, slot, prompt_tokens)
+                most = max(holdings.most[slot], sent * holdings.tokens_per_byte)
+            expected = CacheExpectation(now, holdings.least[slot], most)
+        # After the expectation, because no event can say yet that this very prompt is cached.
         self._recent[0].insert(fingerprint, slot, prompt_tokens)
-        if holdings is None or slot not in holdings.held:
-            return CacheExpectation(now)
-        held, most = holdings.held[slot], None
-        if holdings.is_end(slot):
-            sent = self._recently_sent(fingerprint, prompt_tokens)[slot]
-            tokens = fingerprint.n_bytes * holdings.tokens_per_byte
-            most = max(held, sent / prompt_tokens * tokens)
-        return CacheExpectation(now, held, most)
+        return expected
+
+    def _most_recently_sent(self, fingerprint: Fingerprint, slot: int, prompt_tokens: int) -> int:
+        """Return the most bytes of the prompt that the endpoint was sent a moment ago.
+
+        The index recognises a prefix at sampled lengths only, so its end lies before the next one.
+        """
+        recent = self._recently_sent(fingerprint, prompt_tokens)
+        sent = recent[slot] if slot < len(recent) else 0
+        n_bytes, size = fingerprint.n_bytes, fingerprint.block_bytes
+        rung = bisect_right(SAMPLE_LENGTHS, round(sent * n_bytes / (prompt_tokens * size)))
+        is_whole = rung >= len(fingerprint.sampled_keys)
+        return n_bytes if is_whole else SAMPLE_LENGTHS[rung] * size
 
     def note(self, prompt: UnreadPrompt) -> None:
         """Queue a prompt for learning its tokens; drop the oldest ones beyond the bounds.
